@@ -1,0 +1,162 @@
+"""From a plan and a batch size to the examples that each rank reads and their coding weights."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxcoded.plan import Plan
+
+
+def loads(plan: Plan, batch_size: int) -> np.ndarray:
+    """Number of distinct examples that each rank computes, int64 ``(size,)``.
+
+    No rank exceeds ``⌈load · batch_size⌉`` by more than the depth of the tree.
+
+    Example:
+        >>> import jaxcoded
+        >>> from jaxcoded.allocation import loads
+        >>> loads(jaxcoded.make_plan(13, fanout=3), 30).tolist()
+        [0, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]
+    """
+    given = np.zeros(plan.size, np.int64)
+    own = np.zeros(plan.size, np.int64)
+    given[plan.root] = _checked(batch_size)
+    for rank in plan.tree.order:
+        own[rank] = _own(plan, rank, int(given[rank]))
+        coding = plan.layouts[rank]
+        if coding is not None:
+            sizes = coding.partition_sizes(int(given[rank] - own[rank]))
+            given[list(plan.children(rank))] = coding.code.support @ sizes
+    return own
+
+
+def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The examples of one rank, and their coefficients in its message.
+
+    A rank keeps ``1/c`` of what it is given (``c``: the capacity of its subtree) and codes the rest over its
+    children. Coefficients multiply down the path; with slices, a coefficient is a vector, and slice ``u`` of a parent
+    cut into ``m`` is slices ``u·m … u·m + m−1`` of the child.
+
+    Args:
+        plan: the plan.
+        rank: whose share.
+        batch_size: ``d``, the number of examples in the global batch.
+
+    Returns:
+        indices: int64 ``(load,)``, distinct numbers in ``0 … d−1``.
+        coefficients: float64 ``(load, M)`` with ``M = plan.slices_above[rank]``: this rank adds
+            ``Σ_u coefficients[e, u] · gradient_e[slice u of M]`` to its message for every example ``e``.
+    """
+    indices = np.arange(_checked(batch_size))
+    coefficients = np.ones((batch_size, 1))
+    path = [rank]
+    while path[-1] != plan.root:
+        path.append(plan.tree.parents[path[-1]])
+    for parent, child in zip(path[:0:-1], path[-2::-1]):
+        kept = _own(plan, parent, len(indices))
+        coding = plan.layouts[parent]
+        assert coding is not None
+        row = plan.children(parent).index(child)
+        partition = np.repeat(np.arange(coding.code.k), coding.partition_sizes(len(indices) - kept))
+        held = coding.code.support[row][partition]
+        indices = indices[kept:][held]
+        steps = coding.code.B[row][partition[held]]
+        coefficients = (coefficients[kept:][held][:, :, None] * steps[:, None, :]).reshape(len(indices), plan.slices_above[child])
+    kept = _own(plan, rank, len(indices))
+    return indices[:kept], coefficients[:kept]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The shape of every rank's padded share: ``chunks × chunk_size`` examples, the same on all ranks.
+
+    The examples of a chunk have equal coefficients, so with slices a chunk's gradient is coded as a whole. Without
+    slices a coefficient is a loss weight, and one chunk holds everything.
+    """
+
+    chunks: int
+    chunk_size: int
+
+
+def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What one rank reads, padded to one static length for all ranks.
+
+    Padding repeats one of the rank's own examples (example 0 where it has none) with weight 0.
+
+    Args:
+        plan: the plan.
+        rank: whose assignment.
+        batch_size: ``d``, the number of examples in the global batch, at least 1.
+
+    Returns:
+        indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.
+        weights: float64. Without slices ``(length,)``: the weight of each example in the local loss. With slices
+            ``(chunks, length // chunks, M)``: the coefficients of the ``M`` slices of each example's gradient, equal
+            within a chunk but for padding.
+
+    Raises:
+        ValueError: ``batch_size < 1``.
+
+    Example:
+        >>> import jaxcoded
+        >>> from jaxcoded.allocation import assignment
+        >>> indices, weights = assignment(jaxcoded.make_plan(3), 1, 4)  # both workers hold everything
+        >>> indices.tolist(), weights.tolist()
+        ([0, 1, 2, 3], [1.0, 1.0, 1.0, 1.0])
+    """
+    indices, coefficients = shares(plan, rank, batch_size)
+    if plan.slices == 1:
+        length = max(1, int(loads(plan, batch_size).max()))
+        return _padded(indices, length, 0), _padded(coefficients[:, 0], length, 0.0, repeat=False)
+    grid = _grid(plan, batch_size)
+    chunks = _chunks(coefficients, grid.chunk_size)
+    spare = indices[0] if len(indices) else 0
+    out_indices = np.full((grid.chunks, grid.chunk_size), spare, np.int64)
+    out_weights = np.zeros((grid.chunks, grid.chunk_size, coefficients.shape[1]))
+    for chunk, members in enumerate(chunks):
+        out_indices[chunk, : len(members)] = indices[members]
+        out_weights[chunk, : len(members)] = coefficients[members]
+    return out_indices.reshape(-1), out_weights
+
+
+def _padded(values: np.ndarray, length: int, empty: float, *, repeat: bool = True) -> np.ndarray:
+    fill = values[0] if repeat and len(values) else empty
+    return np.concatenate([values, np.full(length - len(values), fill, values.dtype)])
+
+
+def _chunks(coefficients: np.ndarray, chunk_size: int) -> list[np.ndarray]:
+    """Positions of examples with equal coefficients, in runs of at most ``chunk_size``."""
+    return [
+        cell[start : start + chunk_size] for cell in _cells(coefficients) for start in range(0, len(cell), chunk_size)
+    ]
+
+
+def _cells(coefficients: np.ndarray) -> list[np.ndarray]:
+    _, first, cell = np.unique(coefficients, axis=0, return_index=True, return_inverse=True)
+    return [np.flatnonzero(cell.reshape(-1) == c) for c in np.argsort(first)]
+
+
+def _grid(plan: Plan, batch_size: int) -> Grid:
+    """The shortest grid that takes every rank's cells; of equally short ones the one with the largest chunks."""
+    sizes = [[len(cell) for cell in _cells(shares(plan, rank, batch_size)[1])] for rank in range(plan.size)]
+    candidates = sorted({size for cells in sizes for size in cells}) or [1]
+
+    def chunks(chunk_size: int) -> int:
+        return max(1, max(sum(-(-size // chunk_size) for size in cells) for cells in sizes))
+
+    best = min(candidates, key=lambda size: (chunks(size) * size, -size))
+    return Grid(chunks(best), best)
+
+
+def _own(plan: Plan, rank: int, given: int) -> int:
+    """How many of the examples given to a rank's subtree it keeps for itself."""
+    if not plan.computes(rank):
+        return 0
+    capacity = plan.capacities[rank]
+    return -(-given * capacity.denominator // capacity.numerator)
+
+
+def _checked(batch_size: int) -> int:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer ≥ 1, got {batch_size!r}")
+    return int(batch_size)

@@ -1,0 +1,153 @@
+"""Uncoded all-reduces written with mpi4jax, to compare with.
+
+All take any pytree of float arrays and a communicator, and sum over all ranks, so that one stuck rank stops everybody. They
+differentiate and batch like `jaxcoded.coded_allreduce`. Every rank's contribution counts once: no assignment, no weights.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mpi4jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxcoded import rounds
+from jaxcoded.kernels import accumulator
+from jaxcoded.packing import pack, unpack
+from jaxcoded.transports import mpi4jax as transport
+from jaxcoded.tree import Tree, balanced_parents
+
+
+def allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+    """``mpi4jax.allreduce`` with the sum, one call per dtype; float16 and bfloat16 travel as float32.
+
+    Args:
+        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all ranks.
+        comm: an mpi4py intra-communicator.
+
+    Returns:
+        The sum over the ranks, a pytree like ``tree``, on all ranks.
+
+    Example:
+        >>> from jaxcoded import baselines
+        >>> from mpi4py import MPI
+        >>> baselines.allreduce({"loss": 1.5}, MPI.COMM_SELF)
+        {'loss': Array(1.5, dtype=float32)}
+    """
+    return _sum(tree, _Allreduce(_Communicator(comm)))
+
+
+def ring_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+    """Ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over ``sendrecv``, of ``1/N`` of the data each.
+
+    Takes and returns what `allreduce` does. Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
+    """
+    return _sum(tree, _Ring(_Communicator(comm)))
+
+
+def master_worker_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+    """Rank 0 receives from all others, one after the other, adds up, and sends the sum to each.
+
+    Takes and returns what `allreduce` does.
+    """
+    return _sum(tree, _PlainTree(_Communicator(comm), max(1, comm.size - 1)))
+
+
+def tree_allreduce(tree: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
+    """Up and down a balanced tree with ``fanout`` children to a parent, without any code.
+
+    Takes and returns what `allreduce` does.
+
+    Raises:
+        ValueError: ``fanout < 1``.
+    """
+    if fanout < 1:
+        raise ValueError(f"fanout must be at least 1, got {fanout}")
+    return _sum(tree, _PlainTree(_Communicator(comm), fanout))
+
+
+def _sum(tree: Any, carrier: rounds.Carrier) -> Any:
+    vectors, packing = pack(tree)
+    return unpack(rounds.run(carrier, vectors), packing)
+
+
+class _Communicator:
+    """A communicator that is equal to another one of the same handle, so that ``jit`` caches hit."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise TypeError(f"comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, got {comm!r}")
+        self.comm = comm
+        self.handle = MPI._handleof(comm)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Communicator) and other.handle == self.handle
+
+    def __hash__(self) -> int:
+        return hash(self.handle)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Baseline(rounds.Carrier):
+    communicator: _Communicator
+
+    @property
+    def transposable(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        return self.communicator.comm
+
+    def carry(self, vectors: Sequence[jax.Array], extra: jax.Array | None) -> Sequence[jax.Array]:
+        return [self.sum(vector) for vector in vectors]
+
+    def sum(self, vector: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Allreduce(_Baseline):
+    def sum(self, vector: jax.Array) -> jax.Array:
+        wide = vector.astype(accumulator(vector.dtype))
+        return mpi4jax.allreduce(wide, op=MPI.SUM, comm=self.comm).astype(vector.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring(_Baseline):
+    def sum(self, vector: jax.Array) -> jax.Array:
+        rank, size = self.comm.rank, self.comm.size
+        if size == 1:
+            return vector
+        length = vector.shape[-1]
+        padded = jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % size)])
+        parts = jnp.split(padded, size, axis=-1)
+        before, after = (rank - 1) % size, (rank + 1) % size
+        for step in range(size - 1):  # reduce-scatter: at its end this rank has the sum of part rank + 1
+            received = transport.exchange(parts[(rank - step) % size], before, after, self.comm)
+            here = (rank - step - 1) % size
+            parts[here] = _add([parts[here], received])
+        for step in range(size - 1):  # all-gather
+            received = transport.exchange(parts[(rank - step + 1) % size], before, after, self.comm)
+            parts[(rank - step) % size] = received
+        return jnp.concatenate(parts, axis=-1)[..., :length]
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlainTree(_Baseline):
+    fanout: int
+
+    def sum(self, vector: jax.Array) -> jax.Array:
+        rank, size = self.comm.rank, self.comm.size
+        tree = Tree(balanced_parents(size, self.fanout, 1) if size > 1 else (-1,))
+        children, parent = tree.children[rank], tree.parents[rank]
+        total = transport.tree_reduce(vector, children, parent, np.ones((1, len(children))), self.comm)
+        return transport.tree_broadcast(total, children, parent, self.comm)
+
+
+def _add(vectors: Sequence[jax.Array]) -> jax.Array:
+    dtype = vectors[0].dtype
+    return sum(vector.astype(accumulator(dtype)) for vector in vectors).astype(dtype)

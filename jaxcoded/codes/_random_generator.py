@@ -1,0 +1,91 @@
+import numpy as np
+
+from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._redraw import least_amplified
+
+
+def random_generator(
+    n: int,
+    stragglers: int,
+    slices: int = 1,
+    *,
+    support: np.ndarray | None = None,
+    loads: list[int] | np.ndarray | None = None,
+    seed: int = 0,
+) -> GradientCode:
+    """A code on any support: unequal loads and any number of slices.
+
+    Of a random ``W`` of shape ``(s+m, n)`` the first ``s`` rows are the parity checks of ``B`` and the last ``m`` its
+    decoder when all answer: ``W · B[:, j, :] = [0; I]`` for every partition ``j``, a system on the holders of ``j``
+    alone. Any ``s`` columns of the checks are invertible with probability 1, so any ``n−s`` children suffice. These
+    are the codes of Ye and Abbe 2018 (arXiv 1802.03475), section V, written by their dual (``s+m`` unknowns instead
+    of ``n−s``), on an arbitrary support as in Wang et al. 2019 (arXiv 1901.09339). Redrawn at most 64 times for a
+    small amplification.
+
+    Args:
+        n: number of children.
+        stragglers: ``s``, with ``s + slices ≤ n``.
+        slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
+        support: bool ``(n, k)``, child ``i`` holds partition ``j``; every partition needs at least ``s + m`` holders.
+            Default: ``k = n`` partitions dealt round-robin, ``s+m`` to each child.
+        loads: instead of ``support``, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and ``ℓ_i ≤ k``, dealt round-robin over
+            the ``k`` partitions.
+        seed: of the random draws; the same seed gives the same code on every rank.
+
+    Returns:
+        A `GradientCode` with ``B`` of shape ``(n, k, m)``.
+
+    Raises:
+        ValueError: ``s + m > n``, a partition with too few holders, loads that do not add up, or no draw that
+            decodes in float64 (amplification · eps > 1e-3).
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.random_generator(4, 1, 2)
+        >>> code.B.shape, code.loads.tolist()
+        ((4, 4, 2), [3, 3, 3, 3])
+        >>> codes.random_generator(3, 1, loads=[1, 2, 3]).support.astype(int).tolist()
+        [[1, 0, 0], [0, 1, 1], [1, 1, 1]]
+    """
+    s, m = stragglers, slices
+    if s < 0 or m < 1 or s + m > n:
+        raise ValueError(f"a code needs stragglers ≥ 0, slices ≥ 1 and stragglers + slices ≤ n, got s={s}, m={m}, n={n}")
+    if support is not None and loads is not None:
+        raise ValueError("give support or loads, not both")
+    if loads is not None:
+        support = _deal(np.asarray(loads), n, s + m)
+    elif support is None:
+        support = _deal(np.full(n, s + m), n, s + m)
+    support = np.asarray(support, bool)
+    if support.ndim != 2 or len(support) != n or support.shape[1] == 0:
+        raise ValueError(f"support must have shape ({n}, k) with k ≥ 1, got {support.shape}")
+    holders = support.sum(axis=0)
+    if holders.min() < s + m:
+        raise ValueError(
+            f"partition {int(holders.argmin())} has {int(holders.min())} holders; "
+            f"s + m = {s + m} are needed to lose any {s} of them"
+        )
+    wanted = np.vstack([np.zeros((s, m)), np.eye(m)])
+
+    def draw(rng: np.random.Generator) -> np.ndarray:
+        W = rng.standard_normal((s + m, n))
+        B = np.linalg.pinv(np.where(support.T[:, None, :], W, 0.0)) @ wanted
+        return np.where(support[:, :, None], B.transpose(1, 0, 2), 0.0)
+
+    return least_amplified(draw, n, s, m, "random_generator", seed)
+
+
+def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
+    """Bool ``(n, k)``: child after child takes its next ``loads[i]`` partitions, round and round."""
+    if loads.shape != (n,) or not np.issubdtype(loads.dtype, np.integer) or loads.min() < 0:
+        raise ValueError(f"loads must be {n} integers ≥ 0, got {loads.tolist()}")
+    k, rest = divmod(int(loads.sum()), holders)
+    if rest or k == 0 or loads.max() > k:
+        raise ValueError(
+            f"loads {loads.tolist()} must add up to a multiple k·(s + m) of s + m = {holders}, with none above k"
+        )
+    support = np.zeros((n, k), bool)
+    ends = np.cumsum(loads)
+    for child, (end, load) in enumerate(zip(ends, loads)):
+        support[child, np.arange(end - load, end) % k] = True
+    return support

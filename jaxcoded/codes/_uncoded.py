@@ -1,0 +1,22 @@
+import numpy as np
+
+from jaxcoded.codes._gradient_code import GradientCode
+
+
+def uncoded(n: int) -> GradientCode:
+    """No redundancy: child ``i`` holds partition ``i`` alone, and all ``n`` must answer.
+
+    Args:
+        n: number of children, at least 1.
+
+    Returns:
+        A `GradientCode` with ``B`` the identity, ``(n, n, 1)``, and ``stragglers = 0``.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> codes.uncoded(3).loads.tolist()
+        [1, 1, 1]
+    """
+    if n < 1:
+        raise ValueError(f"a code needs at least one child, got n = {n}")
+    return GradientCode(np.eye(n), 0, "uncoded")

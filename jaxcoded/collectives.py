@@ -1,0 +1,241 @@
+"""The coded collectives, for use inside and outside ``jit``."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded import rounds
+from jaxcoded.codes import MAX_ROUNDING
+from jaxcoded.group import CodedGroup, find
+from jaxcoded.kernels import Encoded, accumulator
+from jaxcoded.packing import pack, unpack
+from jaxcoded.transports import mpi4jax as transport
+
+
+# float16 and bfloat16 round every message; beyond this share of the sum the user is told.
+MAX_NARROW_ROUNDING = 0.125
+
+
+@dataclasses.dataclass(frozen=True)
+class _TreeRound(rounds.Carrier):
+    """One trip through the tree of a group: up, down, or both."""
+
+    group: int
+    name: str
+    up: bool = True
+    down: bool = True
+
+    @property
+    def transposable(self) -> bool:  # type: ignore[override]
+        return self.up and self.down
+
+    def result_length(self, length: int) -> int:
+        group = find(self.group)
+        return length * group.plan.slices_above[group.rank] if self.up else length
+
+    def carry(self, vectors: Sequence[jax.Array], extra: jax.Array | None) -> Sequence[jax.Array]:
+        group = find(self.group)
+        plan, rank, comm = group.plan, group.rank, group._comm
+        children, parent = plan.children(rank), plan.tree.parents[rank]
+        coefficients = self._agree(vectors, extra)
+        out = []
+        for vector in vectors:
+            shape = (*vector.shape[:-1], self.result_length(vector.shape[-1]))
+            if self.up:
+                total = transport.tree_reduce(vector, children, parent, coefficients, comm)
+                # below the root this only gives the shape of what comes down, or the zeros of a reduce
+                vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
+            if self.down:
+                vector = transport.tree_broadcast(vector, children, parent, comm)
+            out.append(vector)
+        return out
+
+    def _agree(self, vectors: Sequence[jax.Array], erased: jax.Array | None) -> jax.Array | np.ndarray:
+        """Agree with the other ranks on this round, and look up the coefficients of this rank's children."""
+        index, plan, rank = self.group, find(self.group).plan, find(self.group).rank
+        # every rank's message in terms of the root's, so that all ranks have the same words for the same thing
+        lengths = [self.result_length(vector.shape[-1]) for vector in vectors]
+        shapes = ", ".join(
+            f"{vector.dtype}[{','.join(map(str, (*vector.shape[:-1], length)))}]" for vector, length in zip(vectors, lengths)
+        )
+        call = f"{self.name} of {shapes}"
+        if plan.layouts[rank] is None:
+            static = np.zeros((1, 0))
+        else:
+            static = plan.coefficients(rank)
+        if erased is None:
+
+            def agree() -> tuple[np.ndarray, ...]:
+                find(index)._agree(call, None)
+                return ()
+
+            rounds.on_host(agree, [])
+            return static
+
+        dtype = np.result_type(*(accumulator(vector.dtype) for vector in vectors))
+
+        def look_up(erased: np.ndarray) -> tuple[np.ndarray, ...]:
+            find(index)._agree(call, erased)
+            if plan.layouts[rank] is None:
+                return (static.astype(dtype),)
+            return (plan.coefficients(rank, erased).astype(dtype),)
+
+        (coefficients,) = rounds.on_host(look_up, [jax.ShapeDtypeStruct(static.shape, dtype)], erased)
+        return coefficients
+
+
+def coded_allreduce(
+    tree: Any,
+    group: CodedGroup,
+    *,
+    mean: float | jax.Array | None = None,
+    erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+) -> Any:
+    """The exact sum over the global batch, on every rank, from the ranks' coded contributions.
+
+    Every rank passes a linear function of the gradients of its examples, weighted by ``group.assignment``: a gradient
+    of the weighted loss, that loss itself, or both in one pytree. One message per dtype goes up the tree, every parent
+    decodes, and the root's bytes come down again, so all ranks get the same bits. CodedReduce, Reisizadeh et al. 2021
+    (arXiv 1902.01981), algorithm 1.
+
+    Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is equal on all ranks) and ``vmap``
+    (one round with the stacked payload). The transpose is the identity: a cotangent passes unchanged and is again one
+    rank's contribution, which one more `coded_allreduce` makes exact. A jvp is one more round.
+
+    Args:
+        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all ranks. In a group with slices, the
+            `Encoded` made by `jaxcoded.kernels.encode`.
+        group: an open group. All its ranks call its collectives in one order.
+        mean: the global batch size (or anything) to divide by. Default: the sum.
+        erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose messages are left out. They must turn
+            up all the same. A parent's coefficients for the others come from its code in float64.
+
+    Returns:
+        A pytree like ``tree``, or like the gradient that was encoded.
+
+    Raises:
+        TypeError: a leaf is not floating point, or the group has slices and ``tree`` is not `Encoded`.
+        ValueError: ``erasures`` has a wrong shape, or the plan's amplification leaves too few digits in this dtype.
+        GroupClosed: the group was closed.
+        GroupMismatch: ranks called different things in this round. Raised on all of them.
+        TooManyErasures: the plan cannot do without the erased ranks. Raised on all of them.
+
+        The last three arrive as ``JaxRuntimeError`` with the same text where the call was compiled before.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> jax.jit(lambda x: jaxcoded.coded_allreduce({"x": x}, group, mean=2))(jnp.arange(3.0))
+        {'x': Array([0. , 0.5, 1. ], dtype=float32)}
+        >>> group.close()
+    """
+    return _scaled(_tree_round(tree, group, _TreeRound(group._index, "coded_allreduce"), erasures), mean)
+
+
+def coded_reduce(
+    tree: Any,
+    group: CodedGroup,
+    *,
+    mean: float | jax.Array | None = None,
+    erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+) -> Any:
+    """`coded_allreduce` without the way down: the sum at the root, zeros elsewhere.
+
+    Takes, returns and raises what `coded_allreduce` does. It has no transpose.
+    """
+    carrier = _TreeRound(group._index, "coded_reduce", down=False)
+    return _scaled(_tree_round(tree, group, carrier, erasures), mean)
+
+
+def tree_bcast(tree: Any, group: CodedGroup) -> Any:
+    """The root's values on every rank, sent down the tree.
+
+    Args:
+        tree: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on all ranks. Only the root's values
+            matter.
+        group: an open group.
+
+    Returns:
+        A pytree like ``tree``. It has no transpose.
+
+    Raises:
+        GroupClosed, GroupMismatch: as `coded_allreduce`.
+
+    Example:
+        >>> import jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     jaxcoded.tree_bcast({"step": 3}, group)
+        {'step': Array(3, dtype=int32)}
+    """
+    find(group._index)
+    vectors, packing = pack(tree, floats_only=False)
+    return unpack(rounds.run(_TreeRound(group._index, "tree_bcast", up=False), vectors), packing)
+
+
+def _tree_round(tree: Any, group: CodedGroup, carrier: _TreeRound, erasures: Any) -> Any:
+    find(group._index)
+    plan = group.plan
+    if isinstance(tree, Encoded):
+        slices, multiple = plan.slices_above[group.rank], plan.padding_multiple
+        if (tree.slices, tree.multiple) != (slices, multiple):
+            raise ValueError(
+                f"rank {group.rank} of this group sends {slices} slices of gradients padded to a multiple of {multiple}, "
+                f"but this message was encoded with slices={tree.slices}, multiple={tree.multiple}: "
+                "use this group's assignment and encode(..., multiple=group.plan.padding_multiple)"
+            )
+        vectors, packing = tree.vectors, tree.packing
+    elif plan.padding_multiple > 1:
+        raise TypeError(
+            f"this group has slices={plan.slices}: its messages are shorter than the gradient, so {carrier.name} takes "
+            f"what jaxcoded.kernels.encode made, not a {type(tree).__name__}; coded_value_and_grad does both"
+        )
+    else:
+        vectors, packing = pack(tree)
+    for vector in vectors:
+        _check_amplification(vector.dtype, plan.amplification)
+    if erasures is not None:
+        erasures = jnp.asarray(erasures)
+        if erasures.shape != (plan.size,) or erasures.dtype != bool:
+            raise ValueError(
+                f"erasures must be bool of shape ({plan.size},), one for each rank, "
+                f"got {erasures.dtype}{list(erasures.shape)}"
+            )
+    return unpack(rounds.run(carrier, vectors, erasures), packing)
+
+
+def _check_amplification(dtype: np.dtype, amplification: float) -> None:
+    """Refuse a sum that rounding would spoil, and warn where a narrow dtype leaves hardly a digit."""
+    rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
+    remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
+    if rounding > MAX_ROUNDING:
+        raise ValueError(
+            f"the plan's amplification κ = {amplification:.1e} lets rounding in {accumulator(dtype)} grow to {rounding:.1e} "
+            f"of the sum, more than {MAX_ROUNDING:.0e}: {remedy}"
+        )
+    narrow = amplification * float(jnp.finfo(dtype).eps)
+    if dtype != accumulator(dtype) and narrow > MAX_NARROW_ROUNDING:
+        warnings.warn(
+            f"messages in {dtype} with the plan's amplification κ = {amplification:.1e} may be off by {narrow:.0%} "
+            f"of the sum: {remedy}",
+            stacklevel=4,
+        )
+
+
+def _scaled(tree: Any, mean: float | jax.Array | None) -> Any:
+    if mean is None:
+        return tree
+    if isinstance(mean, int | float | np.number) and not mean > 0:
+        raise ValueError(f"mean is the number to divide by, so it must be > 0, got {mean!r}")
+
+    def divide(leaf: jax.Array) -> jax.Array:
+        wide = accumulator(leaf.dtype)
+        return (leaf.astype(wide) / jnp.asarray(mean, wide)).astype(leaf.dtype)
+
+    return jax.tree.map(divide, tree)

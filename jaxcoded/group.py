@@ -1,0 +1,255 @@
+"""A group: a plan on a communicator."""
+
+import hashlib
+import itertools
+import logging
+import time
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxcoded.allocation import assignment
+from jaxcoded.errors import GroupClosed, GroupMismatch, TooManyErasures
+from jaxcoded.plan import Plan, make_plan
+
+TRANSPORTS = ("auto", "mpi4jax")
+
+logger = logging.getLogger("jaxcoded")
+
+
+class CodedGroup:
+    """The ranks of a communicator with a plan: what every collective of this library works on.
+
+    Collective: all ranks of ``comm`` make the group with the same arguments, and call its collectives in one order. The
+    group works on a duplicate of ``comm``, so that its messages meet no others. Two groups are never equal, and never
+    share a compiled function.
+
+    The root (rank 0) is the one rank that must live.
+
+    Args:
+        comm: an mpi4py intra-communicator.
+        stragglers: ``s``, the number of children of every parent that may be missing.
+        fanout: the largest number of children of a parent; see `make_plan`.
+        code: kind of gradient code; see `make_plan`.
+        slices: ``m``, messages shrink by this in every layer; see `make_plan`.
+        root_computes: whether the root holds data.
+        transport: ``"mpi4jax"`` or ``"auto"``, which is the same for now.
+        seed: of random codes.
+
+    Raises:
+        TypeError: ``comm`` is not an intra-communicator.
+        ValueError: no such plan. Raised on every rank.
+        GroupMismatch: ranks gave different arguments. Raised on every rank; the message names them.
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import jaxcoded
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     group.rank, group.size, group.assignment(4)[0].tolist()
+        (0, 1, [0, 1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        stragglers: int = 1,
+        fanout: int | None = None,
+        code: str = "auto",
+        slices: int = 1,
+        root_computes: bool = False,
+        transport: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        request = dict(
+            stragglers=stragglers, fanout=fanout, code=code, slices=slices, root_computes=root_computes, seed=seed
+        )
+        self._open(comm, transport, request, lambda size: make_plan(size, **request))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_plan(cls, comm: MPI.Intracomm, plan: Plan, *, transport: str = "auto") -> "CodedGroup":
+        """A group with a plan made before, such as one with an explicit tree.
+
+        Args:
+            comm: as for the constructor.
+            plan: for as many ranks as ``comm`` has.
+            transport: as for the constructor.
+
+        Raises:
+            ValueError: the plan is for another number of ranks.
+        """
+
+        def fitting(size: int) -> Plan:
+            if not isinstance(plan, Plan):
+                raise TypeError(f"plan must be a jaxcoded.Plan, got {type(plan).__name__}")
+            if plan.size != size:
+                raise ValueError(f"the plan is for {plan.size} ranks, but the communicator has {size}")
+            return plan
+
+        group = cls.__new__(cls)
+        group._open(comm, transport, {"plan": plan}, fitting)
+        return group
+
+    def _open(self, comm: MPI.Intracomm, transport: str, request: dict[str, Any], planner: Any) -> None:
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise TypeError(f"comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, got {comm!r}")
+        self._comm = comm.Dup()
+        self.plan = self._agreed_plan(transport, request, planner)
+        self.transport = "mpi4jax"
+        self._round = 0
+        self._index = next(_indices)
+        _groups[self._index] = self
+
+    def _agreed_plan(self, transport: str, request: dict[str, Any], planner: Any) -> Plan:
+        """This rank's plan, once all ranks are known to have the same one. Otherwise the same error on all of them."""
+        plan: Plan | None = None
+        failure: Exception | None = None
+        try:
+            if transport not in TRANSPORTS:
+                raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+            plan = planner(self._comm.size)
+        except Exception as error:  # also what make_plan did not foresee: the other ranks wait for a word
+            failure = error
+        words = ", ".join(f"{key}={value!r}" for key, value in {**request, "transport": transport}.items())
+        mine = (str(failure) if plan is None else plan.fingerprint, plan is not None, words)
+        ranks = self._comm.allgather(mine)
+        if all(other == mine for other in ranks):
+            if failure is None:
+                assert plan is not None
+                return plan
+            self._comm.Free()
+            raise failure
+        self._comm.Free()
+        shown = []
+        for answer in dict.fromkeys(ranks):
+            _, good, words = answer
+            outcome = "" if good else f" ({answer[0]})"
+            shown.append(f"{_ranks([r for r, other in enumerate(ranks) if other == answer])}: {words}{outcome}")
+        raise GroupMismatch("ranks made a group with different plans; " + "; ".join(shown)) from failure
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.plan.size
+
+    @property
+    def closed(self) -> bool:
+        return self._index not in _groups
+
+    def assignment(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """What this rank reads of a global batch, and its coding weights.
+
+        Args:
+            batch_size: number of examples in the global batch.
+
+        Returns:
+            indices: int64 ``(length,)`` into the global batch, of one length ≥ 1 on all ranks. Padding repeats one of
+                the rank's own examples (example 0 where it has none) with weight 0.
+            weights: of JAX's default float dtype; ``(length,)`` loss weights, or, with slices, the coefficients
+                ``(chunks, length // chunks, M)`` for `coded_value_and_grad`.
+
+        Raises:
+            ValueError: ``batch_size < 1``.
+        """
+        indices, weights = assignment(self.plan, self.rank, batch_size)
+        return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
+
+    def close(self) -> None:
+        """Finish pending rounds and give the communicator back. Collective; does nothing the second time.
+
+        A later call of a collective on this group, compiled or not, raises `GroupClosed`.
+        """
+        if not self.closed:
+            try:
+                jax.effects_barrier()
+            finally:
+                del _groups[self._index]
+            self._comm.Free()
+
+    def __enter__(self) -> "CodedGroup":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:  # the other ranks may be anywhere: wait for nobody, and leave them a communicator to fail on
+            _groups.pop(self._index, None)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"rank {self.rank}"
+        return f"<CodedGroup {self._index} of {self.size} ranks, {state}>"
+
+    def _agree(self, call: str, erased: np.ndarray | None) -> None:
+        """Make sure, in the middle of a compiled step, that all ranks are about to do the same.
+
+        Args:
+            call: what this rank is about to do, in words: collective, shapes, dtypes.
+            erased: the ranks left out, or ``None``.
+
+        Raises:
+            GroupMismatch: on every rank if they differ.
+            TooManyErasures: on every rank if the plan cannot do without the erased ones.
+        """
+        self._round += 1
+        mine = (self._round, call, None if erased is None else tuple(np.flatnonzero(erased).tolist()))
+        word = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7])
+        extremes = np.array([word, -word], np.int64)
+        _wait(self._comm.Iallreduce(MPI.IN_PLACE, extremes, op=MPI.MAX))
+        if extremes[0] != -extremes[1]:
+            ranks = self._comm.allgather(mine)
+            lines = [
+                f"{_ranks([r for r, other in enumerate(ranks) if other == what])}: round {what[0]}, {what[1]}"
+                + ("" if what[2] is None else f", erasures of ranks {list(what[2])}")
+                for what in dict.fromkeys(ranks)
+            ]
+            raise GroupMismatch("ranks called different things in the same round; " + "; ".join(lines))
+        if erased is not None and (failed := self.plan.unrecoverable(erased)):
+            raise TooManyErasures(self._too_many(failed, erased))
+
+    def _too_many(self, failed: list[int], erased: np.ndarray) -> str:
+        if erased[self.plan.root]:
+            return f"rank {self.plan.root} is the root, the one rank that cannot be left out"
+        missing = [child for child in self.plan.children(failed[0]) if erased[child]]
+        return (
+            f"rank {failed[0]} cannot rebuild its sum without its children {missing}: any {self.plan.tolerates(failed[0])} "
+            f"of its {len(self.plan.children(failed[0]))} children may be left out; make the group with more stragglers"
+        )
+
+
+# What compiled code holds of a group is its index. Indices are never used again.
+_groups: dict[int, CodedGroup] = {}
+_indices = itertools.count()
+
+
+def find(index: int) -> CodedGroup:
+    """The group with this index.
+
+    Raises:
+        GroupClosed: it was closed.
+    """
+    try:
+        return _groups[index]
+    except KeyError:
+        raise GroupClosed(
+            f"use after close: group {index} was closed; make a new CodedGroup, and compile with it what used the old one"
+        ) from None
+
+
+def _wait(request: MPI.Request) -> None:
+    """Wait without spinning: a rank that waits here may share its core with the one it waits for."""
+    pause = 0.0
+    while not request.Test():
+        time.sleep(pause)
+        pause = min(pause * 1.5 + 2e-6, 1e-3)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

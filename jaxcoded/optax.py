@@ -1,0 +1,57 @@
+"""Coded all-reduce as a gradient transformation."""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxcoded import collectives
+from jaxcoded.group import CodedGroup
+
+
+class CodedAllreduceState(NamedTuple):
+    """Empty: a coded all-reduce remembers nothing from step to step."""
+
+
+def coded_allreduce(
+    group: CodedGroup, *, mean: float | jax.Array | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Replace local gradients by their exact sum over the global batch.
+
+    For chains, on the local gradient of the loss weighted by ``group.assignment``. Never on what `coded_value_and_grad`
+    returns, which is reduced already. ``init`` never communicates. An extra argument ``erasures`` of ``update`` is handed
+    to `jaxcoded.coded_allreduce`.
+
+    Args:
+        group: an open group.
+        mean: the global batch size to divide by. Default: the sum.
+
+    Returns:
+        A ``GradientTransformationExtraArgs``; ``update`` raises what `jaxcoded.coded_allreduce` does.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxcoded, jaxcoded.optax, optax
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     tx = optax.chain(jaxcoded.optax.coded_allreduce(group, mean=4), optax.sgd(1.0))
+        ...     updates, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.zeros(2)}))
+        >>> updates
+        {'w': Array([-0.25, -0.25], dtype=float32)}
+    """
+
+    def init(params: optax.Params) -> CodedAllreduceState:
+        del params
+        return CodedAllreduceState()
+
+    def update(
+        updates: optax.Updates,
+        state: CodedAllreduceState,
+        params: optax.Params | None = None,
+        *,
+        erasures: jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, CodedAllreduceState]:
+        del params, extra_args
+        return collectives.coded_allreduce(updates, group, mean=mean, erasures=erasures), state
+
+    return optax.GradientTransformationExtraArgs(init, update)

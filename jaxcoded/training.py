@@ -1,0 +1,159 @@
+"""The gradient of a loss over the global batch, coded and reduced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.collectives import coded_allreduce
+from jaxcoded.group import CodedGroup
+from jaxcoded.kernels import Encoded, accumulator, encode_vector
+from jaxcoded.packing import Packing, pack
+
+
+def coded_value_and_grad(
+    per_example_loss: Callable[[Any, Any], Any],
+    group: CodedGroup,
+    *,
+    has_aux: bool = False,
+    mean: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced, exact, equal on all ranks.
+
+    Encoding is linear, so without slices the coding coefficients are loss weights: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``, one
+    backward pass. With slices the gradient of every chunk is encoded on its own, one after the other in a ``scan``. A rank
+    (or chunk) whose weights are all 0 computes no gradient. The loss must be a sum over examples: batch normalisation
+    is not, and random keys must belong to the example, not to the rank.
+
+    Args:
+        per_example_loss: ``(params, batch) -> losses`` of shape ``(length,)``, or ``(losses, aux)`` with ``has_aux``.
+        group: an open group.
+        has_aux: whether it returns auxiliary data. They are this rank's own, not reduced; zeros where it computed nothing,
+            and, with slices, stacked over the chunks.
+        mean: divide loss and gradient by the number of examples in the global batch (counted by the same code).
+
+    Returns:
+        A function ``(params, batch, weights, *, erasures=None) -> (loss, grads)``, or ``((loss, aux), grads)``. ``batch`` is
+        a pytree of this rank's examples, leading axis ``length`` as in ``group.assignment``, and ``weights`` are its
+        weights. The loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
+        `jaxcoded.optax.coded_allreduce` behind it.
+
+        It raises ``ValueError`` for shapes that do not fit, and what `coded_allreduce` raises.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> indices, weights = group.assignment(4)
+        >>> step = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: (w - x) ** 2, group, mean=True))
+        >>> loss, grad = step(1.0, jnp.arange(4.0)[indices], weights)
+        >>> float(loss), float(grad)
+        (1.5, -1.0)
+        >>> group.close()
+    """
+
+    def value_and_grad(
+        params: Any, batch: Any, weights: jax.Array | np.ndarray, *, erasures: jax.Array | None = None
+    ) -> tuple[Any, Any]:
+        weights = jnp.asarray(weights)
+        _check_shapes(batch, weights, group)
+        if weights.ndim == 1:
+            local, aux = _weighted(per_example_loss, has_aux, params, batch, weights)
+        else:
+            local, aux = _encoded(per_example_loss, has_aux, params, batch, weights, group.plan.padding_multiple)
+        loss, count, grads = coded_allreduce(local, group, erasures=erasures)
+        if mean:
+            # every example counts once in the exact sum, so that rounding it takes the code's rounding away
+            examples = jnp.round(count)
+            loss = loss / examples.astype(loss.dtype)
+            grads = jax.tree.map(lambda g: (g.astype(w := accumulator(g.dtype)) / examples.astype(w)).astype(g.dtype), grads)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_grad
+
+
+def _weighted(
+    per_example_loss: Callable[[Any, Any], Any], has_aux: bool, params: Any, batch: Any, weights: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array, Any], Any]:
+    """``(Σ w ℓ, Σ w, ∇ Σ w ℓ)`` of one rank, or of one chunk with weights 0 and 1; and the auxiliary data."""
+
+    def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        out = per_example_loss(params, batch)
+        losses, aux = out if has_aux else (out, None)
+        losses = jnp.asarray(losses)
+        if losses.shape != weights.shape:
+            raise ValueError(
+                f"per_example_loss must return one loss for each of the {len(weights)} examples, shape {weights.shape}, "
+                f"got {losses.shape}"
+            )
+        w = weights.astype(accumulator(losses.dtype))
+        # padding has weight 0 and must not count whatever its loss is
+        return jnp.sum(jnp.where(w != 0, w * losses.astype(w.dtype), 0)), (jnp.sum(w), aux)
+
+    def compute() -> Any:
+        (loss, (count, aux)), grads = jax.value_and_grad(weighted_loss, has_aux=True)(params)
+        return (loss, count, grads), aux
+
+    def skip() -> Any:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute))
+
+    return jax.lax.cond(jnp.any(weights != 0), compute, skip)
+
+
+def _encoded(
+    per_example_loss: Callable[[Any, Any], Any],
+    has_aux: bool,
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+    multiple: int,
+) -> tuple[Encoded, Any]:
+    """The coded message of ``(loss, count, gradient)`` over all chunks, in slices; and the auxiliary data by chunk."""
+    chunks, chunk_size, slices = weights.shape
+    batches = jax.tree.map(lambda leaf: jnp.reshape(leaf, (chunks, chunk_size, *jnp.shape(leaf)[1:])), batch)
+    held = jnp.any(weights != 0, axis=2)
+
+    def partial(chunk: Any, mask: jax.Array) -> Any:
+        return _weighted(per_example_loss, has_aux, params, chunk, mask)
+
+    def packing_of(chunk: Any, mask: jax.Array) -> tuple[tuple[jax.Array, ...], Packing]:
+        return pack(partial(chunk, mask)[0])
+
+    packed: list[Packing] = []
+    shapes = jax.eval_shape(
+        lambda chunk, mask: (lambda vectors, packing: (packed.append(packing), vectors)[1])(*packing_of(chunk, mask)),
+        jax.tree.map(lambda leaf: leaf[0], batches),
+        held[0],
+    )
+    zero = tuple(
+        jnp.zeros(-(-shape.shape[0] // multiple) * multiple // slices, accumulator(shape.dtype)) for shape in shapes
+    )
+
+    def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[tuple[jax.Array, ...], Any]:
+        chunk, mask, coefficients = operands
+        local, aux = partial(chunk, mask)
+        vectors, _ = pack(local)
+        # padding stands at the end of a chunk, so that the first example has the coefficients of all
+        added = [encode_vector(vector[None], coefficients[None, 0], multiple) for vector in vectors]
+        return tuple(total + part for total, part in zip(message, added)), aux
+
+    message, aux = jax.lax.scan(step, zero, (batches, held.astype(weights.dtype), weights))
+    narrowed = tuple(vector.astype(shape.dtype) for vector, shape in zip(message, shapes))
+    return Encoded(narrowed, packed[0], slices, multiple), aux
+
+
+def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
+    slices = group.plan.slices_above[group.rank]
+    sliced = group.plan.padding_multiple > 1
+    if weights.ndim != (3 if sliced else 1) or (sliced and weights.shape[2] != slices):
+        wanted = f"(chunks, length // chunks, {slices})" if sliced else "(length,)"
+        raise ValueError(f"weights must have shape {wanted} as group.assignment makes them, got {weights.shape}")
+    length = weights.shape[0] * weights.shape[1] if sliced else weights.shape[0]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, but the weights are for {length} examples: "
+                "index the global batch with group.assignment's indices"
+            )

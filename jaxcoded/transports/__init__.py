@@ -1,0 +1,1 @@
+"""How a round is carried from rank to rank."""

@@ -1,0 +1,154 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from independent import bounded
+
+from jaxcoded._layout import CODES, largest_coded_set, layout
+
+fractions = st.fractions(min_value=Fraction(1), max_value=9, max_denominator=6)
+
+
+@st.composite
+def parents(draw, kinds=("auto", "random_generator")):
+    capacities = tuple(draw(st.lists(fractions, min_size=1, max_size=7)))
+    slices = draw(st.integers(1, min(2, len(capacities))))
+    stragglers = draw(st.integers(0, min(2, len(capacities) - slices)))
+    return capacities, stragglers, slices, draw(st.sampled_from(kinds))
+
+
+@bounded
+@given(st.lists(fractions, min_size=1, max_size=9), st.data())
+def test_capacity_equation(capacities, data):
+    holders = data.draw(st.integers(1, len(capacities)))
+    Q = largest_coded_set(capacities, holders)
+
+    def room(size):
+        return sum(min(c, size) for c in capacities)
+
+    assert room(Q) == holders * Q
+    # Σ min(c, Q) − h·Q is concave and 0 at 0, so one larger Q that does not fit excludes all of them
+    assert room(Q * Fraction(1001, 1000)) < holders * Q * Fraction(1001, 1000)
+
+
+@bounded
+@given(parents())
+def test_every_piece_of_the_set_has_as_many_holders_as_needed(case):
+    capacities, stragglers, slices, kind = case
+    coding = layout(*case, 0)
+    assert (coding.code.support.sum(axis=0) == stragglers + slices).all()
+    assert (coding.code.stragglers, coding.code.m) == (stragglers, slices)
+    assert sorted(coding.rows) == list(range(len(capacities)))
+    assert coding.cuts[0] == 0 and coding.cuts[-1] == 1
+    assert all(a < b for a, b in zip(coding.cuts, coding.cuts[1:]))
+
+
+@bounded
+@given(parents())
+def test_nobody_gets_more_than_its_capacity_and_nothing_is_wasted(case):
+    capacities, stragglers, slices, _ = case
+    coding = layout(*case, 0)
+    given_ = {row: coding.capacity * share for row, share in zip(coding.rows, coding.shares())}
+    assert coding.capacity == largest_coded_set(capacities, stragglers + slices)
+    for child, capacity in enumerate(capacities):
+        assert given_[child] == min(capacity, coding.capacity)
+
+
+@bounded
+@given(parents(), st.integers(0, 200))
+def test_partitions_add_up_and_runs_of_them_miss_less_than_one(case, examples):
+    coding = layout(*case, 0)
+    sizes = coding.partition_sizes(examples)
+    assert sizes.sum() == examples and (sizes >= 0).all()
+    for share, held in zip(coding.shares(), coding.code.support @ sizes):
+        assert abs(held - share * examples) < 1
+
+
+@pytest.mark.parametrize(
+    ("capacities", "s", "m", "name"),
+    [
+        ([1] * 3, 0, 1, "uncoded"),
+        ([1, 5, 2], 0, 1, "uncoded"),
+        ([1] * 6, 1, 1, "fractional_repetition"),
+        ([1] * 6, 5, 1, "fractional_repetition"),
+        ([1, 3, 1, 3], 1, 1, "fractional_repetition"),
+        ([1] * 5, 1, 1, "cyclic_repetition"),
+        ([1, 1, 2], 1, 1, "random_generator"),
+        ([1] * 6, 1, 2, "random_generator"),
+        ([1] * 3, 0, 2, "random_generator"),
+    ],
+)
+def test_auto_takes_repetition_where_it_fits(capacities, s, m, name):
+    assert layout(tuple(map(Fraction, capacities)), s, m, "auto", 0).code.name == name
+
+
+def test_groups_are_of_equal_capacity():
+    coding = layout(tuple(map(Fraction, [1, 3, 1, 3])), 1, 1, "fractional_repetition", 0)
+    assert coding.capacity == 4
+    assert coding.rows == (1, 3, 0, 2)
+    np.testing.assert_array_equal(coding.shares(), [Fraction(3, 4)] * 2 + [Fraction(1, 4)] * 2)
+
+
+@pytest.mark.parametrize("kind", ["fractional_repetition", "cyclic_repetition"])
+@bounded
+@given(capacities=st.lists(fractions, min_size=4, max_size=4))
+def test_repetition_asked_for_stays_within_every_capacity(kind, capacities):
+    coding = layout(tuple(capacities), 1, 1, kind, 0)
+    assert coding.code.name == kind
+    for row, share in zip(coding.rows, coding.shares()):
+        assert coding.capacity * share <= capacities[row]
+
+
+@bounded
+@given(parents())
+def test_equal_children_have_equal_codes(case):
+    assert layout(*case, 0).code == layout(*case, 0).code
+    layout.cache_clear()
+    again = layout(*case, 0)
+    layout.cache_clear()
+    assert layout(*case, 0) == again
+
+
+@pytest.mark.parametrize(
+    ("n", "s", "m", "kind", "message"),
+    [
+        (
+            3,
+            1,
+            1,
+            "uncoded",
+            "code='uncoded' loses no straggler and has one slice; pass stragglers=0 and slices=1",
+        ),
+        (
+            4,
+            1,
+            2,
+            "fractional_repetition",
+            "has one slice; slices=2 needs code='random_generator' or 'auto'",
+        ),
+        (
+            4,
+            1,
+            2,
+            "cyclic_repetition",
+            "has one slice; slices=2 needs code='random_generator' or 'auto'",
+        ),
+        (
+            5,
+            1,
+            1,
+            "fractional_repetition",
+            r"needs s \+ 1 = 2 to divide n = 5; take n = 4 children",
+        ),
+    ],
+)
+def test_codes_that_cannot_be(n, s, m, kind, message):
+    with pytest.raises(ValueError, match=message):
+        layout((Fraction(1),) * n, s, m, kind, 0)
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_without_stragglers_every_kind_is_uncoded(kind):
+    assert layout((Fraction(1),) * 3, 0, 1, kind, 0).code.name == "uncoded"

@@ -1,0 +1,402 @@
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from independent import bounded, paper_parents
+
+from jaxcoded import Plan, make_plan
+from jaxcoded.tree import regular_size
+
+# Computation loads of (n, L)-regular trees for s = 1, 2, …
+REGULAR = {
+    (3, 2): "4/15 1/2",
+    (4, 3): "1/14 27/148 1/3",
+    (9, 2): "4/99 1/12 16/117 25/126 4/15 49/144",
+    (5, 3): "8/195 27/245 64/305 1/3",
+    (12, 2): "1/42 1/20 1/12 25/204 1/6 49/228",
+}
+
+
+# Loads.
+
+
+@pytest.mark.parametrize(
+    ("n", "L", "s", "load"),
+    [(n, L, s, load) for (n, L), row in REGULAR.items() for s, load in enumerate(row.split(), 1)],
+)
+def test_loads_of_regular_trees(n, L, s, load):
+    plan = make_plan(regular_size(n, L), fanout=n, stragglers=s)
+    assert plan.parents == tuple(paper_parents(regular_size(n, L), n))
+    assert plan.load == Fraction(load)
+    assert all(plan.tolerates(rank) == s for rank in range(plan.size) if plan.tree.children[rank])
+
+
+@pytest.mark.parametrize(
+    ("size", "n", "s", "load"),
+    [
+        (13, 3, 1, "4/15"),
+        (8, 3, 1, "4/11"),
+        (10, 3, 1, "1/3"),
+        (16, 4, 1, "4/19"),
+        (23, 4, 2, "6/19"),
+    ],
+)
+def test_loads_of_truncated_trees(size, n, s, load):
+    plan = make_plan(size, stragglers=s, parents=paper_parents(size, n))
+    assert plan.load == Fraction(load)
+    for rank, children in enumerate(plan.tree.children):
+        assert plan.tolerates(rank) == max(0, min(s, len(children) - 1))
+
+
+@pytest.mark.parametrize(
+    ("n", "L", "s", "m"), [(4, 2, 1, 2), (5, 2, 1, 2), (4, 1, 1, 3), (3, 2, 0, 2)]
+)
+def test_loads_and_messages_with_slices(n, L, s, m):
+    plan = make_plan(regular_size(n, L), fanout=n, stragglers=s, slices=m)
+    assert plan.load == 1 / sum(Fraction(n, s + m) ** layer for layer in range(1, L + 1))
+    assert plan.slices_above == tuple(m**layer for layer in plan.tree.layers)
+
+
+@pytest.mark.parametrize(("n", "L", "s", "m"), [(3, 2, 1, 1), (4, 2, 1, 2), (4, 3, 3, 1)])
+def test_a_root_with_data_adds_one_to_the_capacity(n, L, s, m):
+    plan = make_plan(regular_size(n, L), fanout=n, stragglers=s, slices=m, root_computes=True)
+    assert plan.load == 1 / sum(Fraction(n, s + m) ** layer for layer in range(L + 1))
+
+
+@st.composite
+def any_tree(draw):
+    """Explicit parents of any shape, the root anywhere, and what the largest parent can keep."""
+    size = draw(st.integers(2, 25))
+    parents = [-1, *(draw(st.integers(max(0, rank - 6), rank - 1)) for rank in range(1, size))]
+    names = draw(st.permutations(range(size)))
+    renamed = [-1] * size
+    for rank, parent in enumerate(parents[1:], 1):
+        renamed[names[rank]] = names[parent]
+    most = max(parents.count(rank) for rank in range(size))
+    slices = draw(st.integers(1, min(2, most)))
+    stragglers = draw(st.integers(0, min(2, most - slices)))
+    return {"size": size, "parents": renamed, "stragglers": stragglers, "slices": slices}
+
+
+@bounded
+@given(any_tree(), st.booleans())
+def test_capacities_of_any_tree(tree, root_computes):
+    plan = make_plan(**tree, root_computes=root_computes)
+    capacity = [Fraction(0)] * plan.size
+    for rank in reversed(plan.tree.order):
+        own = 1 if rank != plan.root or root_computes else 0
+        children = plan.tree.children[rank]
+        capacity[rank] = Fraction(own)
+        if children:
+            coded = plan.capacities[rank] - own
+            m = min(tree["slices"], len(children))
+            s = min(tree["stragglers"], len(children) - m)
+            assert (plan.tolerates(rank), plan.layouts[rank].code.m) == (s, m)
+            assert sum(min(capacity[child], coded) for child in children) == (s + m) * coded
+            capacity[rank] += coded
+    assert plan.load == 1 / capacity[plan.root]
+    assert all(given_ <= capacity[rank] for rank, given_ in enumerate(plan.given))
+
+
+@bounded
+@given(st.integers(0, 3), st.integers(2, 120))
+def test_any_number_of_ranks_from_two_more_than_the_stragglers(s, more):
+    plan = make_plan(s + more, stragglers=s)
+    assert plan.size == s + more
+    assert plan.tolerates(plan.root) == s
+
+
+def test_one_rank_computes_everything():
+    plan = make_plan(1)
+    assert (plan.load, plan.root, plan.tree.depth, plan.tolerates(0)) == (1, 0, 0, 0)
+    assert plan.computes(0) and plan.amplification == 1
+
+
+def test_two_ranks():
+    plan = make_plan(2, stragglers=0)
+    assert (plan.load, plan.computes(0), plan.computes(1)) == (1, False, True)
+    assert make_plan(2, stragglers=0, root_computes=True).load == Fraction(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (65, {"fanout": 64}),
+        (257, {"fanout": 256}),
+        (256, {"fanout": 255}),
+        (400, {"fanout": 1, "stragglers": 0}),
+        (2000, {}),
+        (2000, {"stragglers": 3}),
+        (500, {"slices": 2}),
+    ],
+)
+def test_large_plans(size, options):
+    plan = make_plan(size, **options)
+    assert 0 < plan.load < 1
+    assert plan.amplification * np.finfo(float).eps < 1e-3
+    assert max(map(len, plan.tree.children)) <= options.get("fanout", 8)
+
+
+def test_amplifications_multiply_down_the_path():
+    plan = make_plan(regular_size(5, 2), fanout=5)
+    kappa = plan.layouts[0].code.amplification
+    assert kappa > 1
+    assert plan.amplification == pytest.approx(kappa**2)
+    assert make_plan(regular_size(4, 3), fanout=4).amplification == 1  # fractional repetition
+
+
+# Values.
+
+VARIED = {
+    "regular": make_plan(13, fanout=3),
+    "irregular": make_plan(17, stragglers=2),
+    "slices": make_plan(9, stragglers=1, slices=2),
+    "explicit": make_plan(6, parents=[3, 3, 3, -1, 0, 0], root_computes=True, seed=5),
+    "one": make_plan(1),
+    "numpy": make_plan(np.int64(13), fanout=np.int32(3), stragglers=np.int64(1), seed=np.uint8(2)),
+}
+each_plan = pytest.mark.parametrize("plan", VARIED.values(), ids=VARIED)
+
+
+@each_plan
+@pytest.mark.parametrize(
+    "clone",
+    [
+        lambda plan: Plan.from_json(plan.to_json()),
+        lambda plan: pickle.loads(pickle.dumps(plan)),
+        copy.copy,
+        copy.deepcopy,
+        lambda plan: Plan(*dataclasses.astuple(plan)),
+    ],
+    ids=["json", "pickle", "copy", "deepcopy", "fields"],
+)
+def test_copies_are_equal(plan, clone):
+    other = clone(plan)
+    assert other == plan and hash(other) == hash(plan)
+    assert other.fingerprint == plan.fingerprint
+    assert other.layouts == plan.layouts
+    assert other.describe() == plan.describe()
+
+
+def test_plans_differ_in_every_field():
+    plans = {
+        make_plan(13, fanout=3),
+        make_plan(13, fanout=4),
+        make_plan(13, fanout=3, stragglers=2),
+        make_plan(13, fanout=3, slices=2),
+        make_plan(13, fanout=3, code="cyclic_repetition"),
+        make_plan(13, fanout=3, root_computes=True),
+        make_plan(13, fanout=3, seed=1),
+    }
+    assert len(plans) == len({plan.fingerprint for plan in plans}) == 7
+    assert make_plan(13, fanout=3) in plans and make_plan(13, fanout=3) != "a plan"
+
+
+def test_plans_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_plan(4).stragglers = 0
+
+
+def test_json_is_plain():
+    assert json.loads(make_plan(np.int64(3), parents=np.array([1, 1, 1])).to_json()) == {
+        "format": "jaxcoded.Plan/1",
+        "parents": [1, -1, 1],
+        "stragglers": 1,
+        "slices": 1,
+        "code": "auto",
+        "root_computes": False,
+        "seed": 0,
+    }
+
+
+def test_every_process_makes_the_same_plan():
+    program = (
+        "from jaxcoded import make_plan\n"
+        "print(make_plan(17, stragglers=2, seed=3).fingerprint, make_plan(9, slices=2).fingerprint)"
+    )
+    here = [make_plan(17, stragglers=2, seed=3).fingerprint, make_plan(9, slices=2).fingerprint]
+    for hash_seed in ("0", "12345"):
+        out = subprocess.run(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": hash_seed,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert out.stdout.split() == here
+
+
+# describe().
+
+
+def columns(text):
+    """The table of `describe`: one dict per layer."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("layer"))
+    header = [name.strip() for name in lines[start].split("  ") if name.strip()]
+    rows = []
+    for line in lines[start + 1 :]:
+        cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
+        if len(cells) == len(header):
+            rows.append(dict(zip(header, cells)))
+    return rows
+
+
+def test_description_of_a_regular_tree():
+    text = make_plan(21, fanout=4).describe()
+    assert text.startswith(
+        "21 ranks: root 0 (without data) and 20 workers in 2 layers\nload r = 1/6 of the batch"
+    )
+    root, inner, leaves = columns(text)
+    assert root == {
+        "layer": "0", "ranks": "1", "children": "4", "code": "fractional_repetition", "may miss": "1",
+        "s/n": "0.25", "κ": "1", "load": "0", "spare": "0", "message": "–",
+    }  # fmt: skip
+    assert (inner["ranks"], inner["load"], inner["spare"], inner["message"]) == (
+        "4",
+        "1/6",
+        "0",
+        "1",
+    )
+    assert (leaves["ranks"], leaves["load"], leaves["code"], leaves["may miss"]) == (
+        "16",
+        "1/6",
+        "–",
+        "–",
+    )
+
+
+def test_description_states_amplification_and_message_sizes():
+    plan = make_plan(21, fanout=4, slices=2)
+    text = plan.describe()
+    kappa = plan.layouts[0].code.amplification
+    assert f"amplification κ = {kappa**2:.3g}" in text
+    assert [row["message"] for row in columns(text)] == ["–", "1/2", "1/4"]
+    assert [row["κ"] for row in columns(text)[:2]] == [f"{kappa:.3g}"] * 2
+
+
+def test_description_states_spare_capacity_and_reduced_parents():
+    text = make_plan(8, parents=paper_parents(8, 3)).describe()
+    assert "rank 2 has 1 child and keeps s = 0, m = 1 instead of s = 1, m = 1" in text
+    assert [row["may miss"] for row in columns(text)] == ["1", "1…0", "–"] or columns(text)[1][
+        "may miss"
+    ] == "0…1"
+    plan = make_plan(7, parents=[-1, 0, 0, 1, 1, 1, 1])  # 1 can take three times as much as 2
+    assert plan.load == 1
+    assert "0…2" in columns(plan.describe())[1]["spare"]
+
+
+def test_description_of_a_root_with_data_and_of_one_rank():
+    assert "root 3 (with data) and 5 workers" in VARIED["explicit"].describe()
+    assert make_plan(1).describe() == "1 rank: it computes the whole batch, uncoded"
+
+
+# Misuse.
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (0, {}, "size must be an integer ≥ 1, got 0"),
+        (-3, {}, "size must be an integer ≥ 1, got -3"),
+        (3.0, {}, "size must be an integer ≥ 1, got 3.0"),
+        (True, {}, "size must be an integer ≥ 1, got True"),
+        ("3", {}, "size must be an integer ≥ 1, got '3'"),
+        (
+            2,
+            {},
+            r"size=2 ranks are too few: .* at least s \+ m \+ 1 = 3 ranks; take more ranks, or stragglers=0",
+        ),
+        (
+            4,
+            {"stragglers": 4},
+            r"size=4 ranks are too few: .* = 6 ranks; take more ranks, or stragglers=2",
+        ),
+        (5, {"stragglers": 2, "slices": 3}, "take more ranks, or stragglers=1"),
+        (3, {"slices": 4}, "take more ranks, or stragglers=0 and slices=1"),
+        (13, {"stragglers": -1}, "stragglers must be an integer ≥ 0, got -1"),
+        (13, {"stragglers": 1.5}, "stragglers must be an integer ≥ 0, got 1.5"),
+        (13, {"stragglers": True}, "stragglers must be an integer ≥ 0, got True"),
+        (13, {"slices": 0}, "slices must be an integer ≥ 1, got 0"),
+        (13, {"slices": "2"}, "slices must be an integer ≥ 1, got '2'"),
+        (13, {"seed": -1}, "seed must be an integer ≥ 0, got -1"),
+        (13, {"seed": None}, "seed must be an integer ≥ 0, got None"),
+        (
+            13,
+            {"fanout": 1},
+            r"fanout=1 is too small: losing s=1 .* n ≥ s \+ m = 2; take a larger fan-out",
+        ),
+        (13, {"fanout": 3, "stragglers": 3}, r"fanout=3 is too small: .* n ≥ s \+ m = 4"),
+        (
+            13,
+            {"fanout": 2, "slices": 2},
+            r"fanout=2 is too small: .* with m=2 slices needs n ≥ s \+ m = 3",
+        ),
+        (13, {"fanout": 3.0}, "fanout=3.0"),
+        (13, {"fanout": "3"}, "fanout='3'"),
+        (13, {"code": "raptor"}, "code must be one of auto, uncoded, .*, got 'raptor'"),
+        (13, {"code": ["auto"]}, r"code must be one of .*, got \['auto'\]"),
+        (13, {"root_computes": 1}, "root_computes must be True or False, got 1"),
+        (13, {"code": "uncoded"}, "rank .* children: code='uncoded' loses no straggler"),
+        (
+            13,
+            {"fanout": 3, "code": "fractional_repetition"},
+            r"rank 3 with its 3 children: .* to divide n = 3",
+        ),
+        (
+            13,
+            {"slices": 2, "code": "cyclic_repetition"},
+            "slices=2 needs code='random_generator' or 'auto'",
+        ),
+        (3, {"parents": [-1, 0, 0], "fanout": 2}, "give fanout or parents, not both"),
+        (3, {"parents": [-1, 0]}, "parents has 2 entries for size=3 ranks"),
+        (3, {"parents": [-1, 0, 2]}, r"exactly one root \(parent -1\), got roots \[0, 2\]"),
+        (4, {"parents": [-1, 0, 3, 2]}, "parents contain a cycle through rank 2"),
+        (
+            3,
+            {"parents": [-1, 0, 1]},
+            "stragglers=1 and slices=1 need a parent with at least 2 children, but no parent",
+        ),
+        (
+            3,
+            {"parents": [-1, 0, 0], "stragglers": 2},
+            r"no parent has more than 2 \(size=3\): take fewer stragglers",
+        ),
+    ],
+)
+def test_misuse(size, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(size, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "not a plan written by Plan.to_json"),
+        ("[1]", "not a plan written by Plan.to_json"),
+        ('{"format": "jaxcoded.Plan/1", "seed": 0}', "a plan has the fields .*, got "),
+        (
+            make_plan(4).to_json().replace('"seed": 0', '"seed": 0.5'),
+            "seed must be an integer ≥ 0, got 0.5",
+        ),
+        (make_plan(4).to_json().replace("[-1, 0, 0, 0]", "7"), ""),
+        (make_plan(4).to_json().replace("[-1, 0, 0, 0]", "[-1, 0, 0, 9]"), "rank 3 has parent 9"),
+        ("nonsense", ""),
+    ],
+)
+def test_text_that_is_no_plan(text, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text)

@@ -1,0 +1,101 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from independent import bounded, paper_parents
+
+from jaxcoded import make_plan
+from jaxcoded.tree import Tree, balanced_parents, default_fanout, regular_size
+
+
+def fanouts(parents):
+    return [parents.count(rank) for rank in sorted(set(parents) - {-1})]
+
+
+def test_ranks_below_an_explicit_root():
+    tree = Tree((2, 2, -1, 0, 3, 2))
+    assert (tree.size, tree.root, tree.depth) == (6, 2, 3)
+    assert tree.children == ((3,), (), (0, 1, 5), (4,), (), ())
+    assert tree.order == (2, 0, 1, 5, 3, 4)
+    assert tree.layers == (1, 1, 0, 2, 3, 1)
+
+
+def test_the_own_number_marks_the_root_too():
+    assert Tree((1, 1, 1)) == Tree((1, -1, 1))
+
+
+def test_ranks_of_numpy_are_ranks():
+    tree = Tree(tuple(np.array([-1, 0, 0])))
+    assert tree == Tree((-1, 0, 0)) and hash(tree) == hash(Tree((-1, 0, 0)))
+
+
+def test_one_rank():
+    tree = Tree((-1,))
+    assert (tree.root, tree.depth, tree.children) == (0, 0, ((),))
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ((), r"exactly one root \(parent -1\), got roots \[\]"),
+        ((1, 2, 0), r"exactly one root \(parent -1\), got roots \[\]"),
+        ((-1, -1, 0), r"exactly one root \(parent -1\), got roots \[0, 1\]"),
+        ((-1, 1, 0), r"exactly one root \(parent -1\), got roots \[0, 1\]"),
+        ((-1, 0, 3), "rank 2 has parent 3, outside 0 … 2"),
+        ((-1, 0, -2), "rank 2 has parent -2, outside 0 … 2"),
+        ((-1, 0, 3, 2), "parents contain a cycle through rank 2"),
+        ((-1, 0, None), "rank 2 has parent None, which is not a rank"),
+        ((-1, 0, "0"), "rank 2 has parent '0', which is not a rank"),
+        ((-1, 0, 0.0), "rank 2 has parent 0.0, which is not a rank"),
+        ((-1, 0, False), "rank 2 has parent False, which is not a rank"),
+        ((-1, 0, [0]), r"rank 2 has parent \[0\], which is not a rank"),
+    ],
+)
+def test_misuse_of_parents(parents, message):
+    with pytest.raises(ValueError, match=message):
+        Tree(parents)
+
+
+@pytest.mark.parametrize(
+    ("n", "L", "size"), [(3, 2, 13), (4, 3, 85), (9, 2, 91), (5, 3, 156), (12, 2, 157), (2, 1, 3)]
+)
+def test_regular_trees_are_those_of_the_paper(n, L, size):
+    assert regular_size(n, L) == size
+    assert balanced_parents(size, n, 1) == tuple(paper_parents(size, n))
+    assert Tree(balanced_parents(size, n, 1)).depth == L
+
+
+@bounded
+@given(st.integers(1, 6), st.integers(0, 12), st.integers(1, 2000))
+def test_a_given_fanout_is_kept_and_spread(needed, more, workers):
+    fanout, size = needed + more, needed + workers
+    parents = balanced_parents(size, fanout, needed)
+    counts = fanouts(parents)
+    assert Tree(parents).size == size and Tree(parents).root == 0
+    assert sorted(parents) == list(parents)  # breadth first
+    assert max(counts) <= fanout
+    short = [count for count in counts if count < needed]
+    # p parents can have needed … fanout children each iff p·needed ≤ size − 1 ≤ p·fanout
+    possible = any(p * needed <= size - 1 <= p * fanout for p in range(1, size))
+    assert not short if possible else len(short) == 1
+    full = [count for count in counts if count >= needed]
+    assert max(full) - min(full) <= 1
+
+
+@bounded
+@given(st.integers(1, 8), st.integers(1, 2000))
+def test_default_fanout_reaches_at_the_smallest_depth(needed, workers):
+    size = needed + workers
+    fanout = default_fanout(size, needed)
+    depth = Tree(balanced_parents(size, fanout, needed)).depth
+    assert needed <= fanout <= max(8, 2 * needed)
+    assert depth == 1 or regular_size(max(8, 2 * needed), depth - 1) < size
+
+
+@pytest.mark.parametrize(
+    ("size", "s"),
+    [(11, 2), (12, 2), (10, 3), (16, 6), (23, 7), *((size, 3) for size in range(5, 60))],
+)
+def test_default_tree_keeps_the_stragglers_at_every_parent_where_a_tree_can(size, s):
+    plan = make_plan(size, stragglers=s)
+    assert all(coding.code.stragglers == s for coding in plan.layouts if coding is not None)

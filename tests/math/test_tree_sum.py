@@ -1,0 +1,126 @@
+"""Whole trees: the root's vector is the sum over the batch for every tolerated pattern of missing ranks."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from independent import bounded, gradients_for, paper_parents, tolerated, tree_sum
+
+from jaxcoded import make_plan
+
+UNIT = 1e-14  # a generous multiple of the rounding of one float64 operation
+
+
+def assert_exact(plan, batch, missing, seed=0):
+    gradients = gradients_for(plan, batch, seed)
+    total = tree_sum(plan, gradients, missing)
+    atol = UNIT * batch * plan.size * max(10.0, plan.amplification)
+    assert atol < 1e-3  # still a test
+    np.testing.assert_allclose(total, gradients.sum(axis=0), rtol=0, atol=atol)
+
+
+def one_missing_at_each(parents):
+    """Every choice of at most one missing child at each of these parents."""
+    return map(set, map(lambda choice: [c for c in choice if c], itertools.product(*parents)))
+
+
+@pytest.mark.parametrize("code", ["auto", "cyclic_repetition", "random_generator"])
+@pytest.mark.parametrize("root_computes", [False, True])
+def test_every_pattern_of_the_3_2_tree(code, root_computes):
+    plan = make_plan(13, fanout=3, code=code, root_computes=root_computes)
+    families = [(None, 1, 2, 3), (None, 4, 5, 6), (None, 7, 8, 9), (None, 10, 11, 12)]
+    for missing in one_missing_at_each(families):  # 4⁴ patterns
+        assert_exact(plan, 31, missing)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_every_pattern_of_the_3_2_tree_at_its_limit(slices):
+    plan = make_plan(13, fanout=3, stragglers=3 - slices, slices=slices)
+    families = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    choices = [
+        [set(c) for lost in range(4 - slices) for c in itertools.combinations(family, lost)]
+        for family in families
+    ]
+    for parts in itertools.product(*choices):
+        assert_exact(plan, 7, set().union(*parts))
+
+
+def test_one_missing_too_many_is_not_the_sum():
+    plan = make_plan(13, fanout=3)
+    gradients = gradients_for(plan, 31)
+    assert np.abs(tree_sum(plan, gradients, {1, 2}) - gradients.sum(axis=0)).max() > 1e-2
+
+
+CASES = {
+    "(4, 2) s = 1, m = 2": (21, {"fanout": 4, "slices": 2}),
+    "(5, 2) s = 1, m = 2": (31, {"fanout": 5, "slices": 2}),
+    "(4, 1) s = 1, m = 3": (5, {"slices": 3}),
+    "(4, 2) s = 1, m = 3": (21, {"fanout": 4, "slices": 3}),
+    "(4, 3) s = 1": (85, {"fanout": 4}),
+    "(6, 2) s = 2": (43, {"fanout": 6, "stragglers": 2}),
+    "(3, 2) s = 0, m = 3": (13, {"fanout": 3, "stragglers": 0, "slices": 3}),
+    "17 ranks, s = 2": (17, {"stragglers": 2}),
+    "23 ranks, m = 2": (23, {"slices": 2}),
+    "8 ranks, truncated": (8, {"parents": paper_parents(8, 3)}),
+    "23 ranks, truncated": (23, {"parents": paper_parents(23, 4), "stragglers": 2}),
+    "10 ranks, truncated, m = 2": (10, {"parents": paper_parents(10, 3), "slices": 2}),
+    "root in the middle": (9, {"parents": [3, 3, 3, -1, 0, 0, 0, 1, 2]}),
+    "chain": (6, {"fanout": 1, "stragglers": 0}),
+    "star": (65, {"fanout": 64}),
+    "two": (2, {"stragglers": 0}),
+    "one": (1, {}),
+    "one with slices": (1, {"slices": 2}),
+}
+
+
+@pytest.mark.parametrize(("size", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("root_computes", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 5, 37])
+def test_sampled_patterns(size, options, root_computes, batch):
+    plan = make_plan(size, root_computes=root_computes, **options)
+    rng = np.random.default_rng(batch)
+    assert_exact(plan, batch, set())
+    for _ in range(4):
+        assert_exact(plan, batch, tolerated(plan, rng))
+
+
+@st.composite
+def irregular_plans(draw):
+    size = draw(st.integers(3, 24))
+    parents = [-1, *(draw(st.integers(max(0, rank - 8), rank - 1)) for rank in range(1, size))]
+    most = max(parents.count(rank) for rank in range(size))
+    slices = draw(st.integers(1, min(3, most)))
+    stragglers = draw(st.integers(0, min(2, most - slices)))
+    return make_plan(
+        size,
+        parents=parents,
+        stragglers=stragglers,
+        slices=slices,
+        root_computes=draw(st.booleans()),
+    )
+
+
+@bounded
+@given(irregular_plans(), st.integers(1, 60), st.integers(0, 999))
+def test_irregular_trees(plan, batch, seed):
+    assert_exact(plan, batch, tolerated(plan, np.random.default_rng(seed)), seed)
+
+
+@bounded
+@given(
+    st.integers(0, 3),
+    st.integers(1, 2),
+    st.integers(1, 40),
+    st.integers(1, 50),
+    st.integers(0, 999),
+)
+def test_any_number_of_ranks(s, m, more, batch, seed):
+    plan = make_plan(s + m + more, stragglers=s, slices=m)
+    assert_exact(plan, batch, tolerated(plan, np.random.default_rng(seed)), seed)
+
+
+def test_many_ranks():
+    plan = make_plan(600)
+    assert_exact(plan, 50, tolerated(plan, np.random.default_rng(0)))
