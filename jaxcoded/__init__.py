@@ -1,4 +1,5 @@
-"""Coded collective operations for JAX: an all-reduce whose sum is exact without waiting for stragglers."""
+"""Coded collective operations for JAX: an all-reduce whose sum is exact without waiting
+for stragglers."""
 
 from jaxcoded import baselines as baselines
 from jaxcoded import codes as codes

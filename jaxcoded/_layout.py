@@ -1,7 +1,9 @@
-"""How one parent spreads its examples over its children: code, sizes of the partitions, capacity."""
+"""How one parent spreads its examples over its children: code, sizes of the partitions,
+capacity."""
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -10,7 +12,13 @@ import numpy as np
 from jaxcoded import codes
 from jaxcoded.codes import GradientCode
 
-CODES = ("auto", "uncoded", "fractional_repetition", "cyclic_repetition", "random_generator")
+CODES = (
+    "auto",
+    "uncoded",
+    "fractional_repetition",
+    "cyclic_repetition",
+    "random_generator",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +27,12 @@ class Layout:
 
     Attributes:
         code: a `GradientCode` over the children.
-        rows: child number (position among the parent's children in rank order) of each row of the code.
-        cuts: ``k + 1`` increasing fractions from 0 to 1; partition ``j`` is the part of the parent's coded set
-            between ``cuts[j]`` and ``cuts[j + 1]``.
-        capacity: ``Q``, the size of the largest set that the children can be given, in units of one rank's load.
+        rows: child number (position among the parent's children in rank order) of each
+            row of the code.
+        cuts: ``k + 1`` increasing fractions from 0 to 1; partition ``j`` is the part of
+            the parent's coded set between ``cuts[j]`` and ``cuts[j + 1]``.
+        capacity: ``Q``, the size of the largest set that the children can be given, in
+            units of one rank's load.
     """
 
     code: GradientCode
@@ -31,20 +41,28 @@ class Layout:
     capacity: Fraction
 
     def partition_sizes(self, examples: int) -> np.ndarray:
-        """Int ``(k,)``: ``examples`` cut into the partitions. A cyclic run of them misses its share by less than 1."""
-        return np.diff([cut.numerator * examples // cut.denominator for cut in self.cuts])
+        """Int ``(k,)``: ``examples`` cut into the partitions. A cyclic run of them
+        misses its share by less than 1."""
+        return np.diff(
+            [cut.numerator * examples // cut.denominator for cut in self.cuts]
+        )
 
     def shares(self) -> list[Fraction]:
         """The part of the parent's coded set that each row's child holds."""
-        sizes = [end - start for start, end in zip(self.cuts, self.cuts[1:])]
-        return [sum((sizes[j] for j in np.flatnonzero(row)), Fraction(0)) for row in self.code.support]
+        sizes = [end - start for start, end in itertools.pairwise(self.cuts)]
+        return [
+            sum((sizes[j] for j in np.flatnonzero(row)), Fraction(0))
+            for row in self.code.support
+        ]
 
 
 def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
-    """The largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: every example on ``holders`` distinct children.
+    """The largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: every example on
+    ``holders`` distinct children.
 
-    ``min(c, Q)`` summed is the smallest of its values with the ``j`` largest capacities replaced by ``Q``, so ``Q`` is the
-    smallest of ``(sum of all but the j largest) / (holders − j)`` over ``j < holders``.
+    ``min(c, Q)`` summed is the smallest of its values with the ``j`` largest capacities
+    replaced by ``Q``, so ``Q`` is the smallest of ``(sum of all but the j largest) /
+    (holders − j)`` over ``j < holders``.
 
     Example:
         >>> from fractions import Fraction
@@ -54,39 +72,59 @@ def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
     """
     ordered = sorted(capacities)
     n = len(ordered)
-    return min(sum(ordered[: n - j], Fraction(0)) / (holders - j) for j in range(holders))
+    return min(
+        sum(ordered[: n - j], Fraction(0)) / (holders - j) for j in range(holders)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int) -> Layout:
+def layout(
+    capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int
+) -> Layout:
     """The coding of a parent whose children have these capacities.
 
     Args:
         capacities: of the children in rank order, in units of one rank's load.
         stragglers: ``s``, at most ``n − slices``.
         slices: ``m``.
-        kind: one of `CODES`. ``"auto"`` takes fractional repetition where it wastes no capacity, then cyclic
-            repetition where all children are alike, then a random generator.
-        seed: of random codes. Nothing else enters, so parents with equal children have equal codes.
+        kind: one of `CODES`. ``"auto"`` takes fractional repetition where it wastes no
+            capacity, then cyclic repetition where all children are alike, then a random
+            generator.
+        seed: of random codes. Nothing else enters, so parents with equal children have
+            equal codes.
 
     Raises:
-        ValueError: this kind of code does not exist for these numbers. The message says which ones would.
+        ValueError: this kind of code does not exist for these numbers. The message says
+            which ones would.
     """
     n = len(capacities)
     if stragglers == 0 and slices == 1:
         total = sum(capacities, Fraction(0))
-        return Layout(codes.uncoded(n), tuple(range(n)), _cuts([c / total for c in capacities]), total)
+        return Layout(
+            codes.uncoded(n),
+            tuple(range(n)),
+            _cuts([c / total for c in capacities]),
+            total,
+        )
     if kind == "uncoded":
-        raise ValueError("code='uncoded' loses no straggler and has one slice; pass stragglers=0 and slices=1")
+        raise ValueError(
+            "code='uncoded' loses no straggler and has one slice; pass stragglers=0 and slices=1"
+        )
     if slices > 1 and kind in ("fractional_repetition", "cyclic_repetition"):
-        raise ValueError(f"code={kind!r} has one slice; slices={slices} needs code='random_generator' or 'auto'")
+        raise ValueError(
+            f"code={kind!r} has one slice; slices={slices} needs code='random_generator' or 'auto'"
+        )
 
     largest = largest_coded_set(capacities, stragglers + slices)
-    if kind == "fractional_repetition" or (kind == "auto" and slices == 1 and n % (stragglers + 1) == 0):
+    if kind == "fractional_repetition" or (
+        kind == "auto" and slices == 1 and n % (stragglers + 1) == 0
+    ):
         repetition = _fractional_repetition(capacities, stragglers)
         if kind == "fractional_repetition" or repetition.capacity == largest:
             return repetition
-    if kind == "cyclic_repetition" or (kind == "auto" and slices == 1 and len(set(capacities)) == 1):
+    if kind == "cyclic_repetition" or (
+        kind == "auto" and slices == 1 and len(set(capacities)) == 1
+    ):
         return Layout(
             codes.cyclic_repetition(n, stragglers, seed=seed),
             tuple(range(n)),
@@ -99,13 +137,21 @@ def layout(capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind:
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Layout:
-    """Groups of alike children: sorted by capacity, each group gets what its weakest child can hold."""
+    """Groups of alike children: sorted by capacity, each group gets what its weakest
+    child can hold."""
     n, replicas = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))
-    weakest = [capacities[rows[first + replicas - 1]] for first in range(0, n, replicas)]
+    weakest = [
+        capacities[rows[first + replicas - 1]] for first in range(0, n, replicas)
+    ]
     total = sum(weakest, Fraction(0))
-    return Layout(code, rows, _cuts([c / total / replicas for c in weakest for _ in range(replicas)]), total)
+    return Layout(
+        code,
+        rows,
+        _cuts([c / total / replicas for c in weakest for _ in range(replicas)]),
+        total,
+    )
 
 
 def _cuts(sizes: Sequence[Fraction]) -> tuple[Fraction, ...]:
@@ -116,10 +162,12 @@ def _cuts(sizes: Sequence[Fraction]) -> tuple[Fraction, ...]:
 
 
 def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
-    """Shares (each ≤ 1, adding up to an integer h) laid end to end on a circle of length 1.
+    """Shares (each ≤ 1, adding up to an integer h) laid end to end on a circle of
+    length 1.
 
-    Every point of the circle lies on exactly ``h`` distinct children (McNaughton's rule). The partitions are the
-    arcs between the ends of shares, at most ``n`` of them.
+    Every point of the circle lies on exactly ``h`` distinct children (McNaughton's
+    rule). The partitions are the arcs between the ends of shares, at most ``n`` of
+    them.
 
     Returns:
         Bool support ``(n, k)`` and the ``k + 1`` cuts.
@@ -127,9 +175,10 @@ def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction
     ends = _cuts(shares)
     cuts = sorted({end % 1 for end in ends} | {Fraction(1)})
     support = np.zeros((len(shares), len(cuts) - 1), bool)
-    for child, (start, end) in enumerate(zip(ends, ends[1:])):
+    for child, (start, end) in enumerate(itertools.pairwise(ends)):
         for j, cut in enumerate(cuts[:-1]):
-            # the copy of the cut that lies at or after the start of the share, counted in whole turns
+            # the copy of the cut that lies at or after the start of the share, counted
+            # in whole turns
             turns = -((cut - start) // 1)
             support[child, j] = start <= cut + turns < end
     return support, tuple(cuts)

@@ -1,4 +1,5 @@
-"""From a plan and a batch size to the examples that each rank reads and their coding weights."""
+"""From a plan and a batch size to the examples that each rank reads and their coding
+weights."""
 
 import dataclasses
 
@@ -33,9 +34,10 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
 def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The examples of one rank, and their coefficients in its message.
 
-    A rank keeps ``1/c`` of what it is given (``c``: the capacity of its subtree) and codes the rest over its
-    children. Coefficients multiply down the path; with slices, a coefficient is a vector, and slice ``u`` of a parent
-    cut into ``m`` is slices ``u·m … u·m + m−1`` of the child.
+    A rank keeps ``1/c`` of what it is given (``c``: the capacity of its subtree) and
+    codes the rest over its children. Coefficients multiply down the path; with slices,
+    a coefficient is a vector, and slice ``u`` of a parent cut into ``m`` is slices
+    ``u·m … u·m + m−1`` of the child.
 
     Args:
         plan: the plan.
@@ -44,8 +46,9 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
     Returns:
         indices: int64 ``(load,)``, distinct numbers in ``0 … d−1``.
-        coefficients: float64 ``(load, M)`` with ``M = plan.slices_above[rank]``: this rank adds
-            ``Σ_u coefficients[e, u] · gradient_e[slice u of M]`` to its message for every example ``e``.
+        coefficients: float64 ``(load, M)`` with ``M = plan.slices_above[rank]``: this
+            rank adds ``Σ_u coefficients[e, u] · gradient_e[slice u of M]`` to its
+            message for every example ``e``.
     """
     indices = np.arange(_checked(batch_size))
     coefficients = np.ones((batch_size, 1))
@@ -57,21 +60,27 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
         coding = plan.layouts[parent]
         assert coding is not None
         row = plan.children(parent).index(child)
-        partition = np.repeat(np.arange(coding.code.k), coding.partition_sizes(len(indices) - kept))
+        partition = np.repeat(
+            np.arange(coding.code.k), coding.partition_sizes(len(indices) - kept)
+        )
         held = coding.code.support[row][partition]
         indices = indices[kept:][held]
         steps = coding.code.B[row][partition[held]]
-        coefficients = (coefficients[kept:][held][:, :, None] * steps[:, None, :]).reshape(len(indices), plan.slices_above[child])
+        coefficients = (
+            coefficients[kept:][held][:, :, None] * steps[:, None, :]
+        ).reshape(len(indices), plan.slices_above[child])
     kept = _own(plan, rank, len(indices))
     return indices[:kept], coefficients[:kept]
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The shape of every rank's padded share: ``chunks × chunk_size`` examples, the same on all ranks.
+    """The shape of every rank's padded share: ``chunks × chunk_size`` examples, the
+    same on all ranks.
 
-    The examples of a chunk have equal coefficients, so with slices a chunk's gradient is coded as a whole. Without
-    slices a coefficient is a loss weight, and one chunk holds everything.
+    The examples of a chunk have equal coefficients, so with slices a chunk's gradient
+    is coded as a whole. Without slices a coefficient is a loss weight, and one chunk
+    holds everything.
     """
 
     chunks: int
@@ -81,7 +90,8 @@ class Grid:
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """What one rank reads, padded to one static length for all ranks.
 
-    Padding repeats one of the rank's own examples (example 0 where it has none) with weight 0.
+    Padding repeats one of the rank's own examples (example 0 where it has none) with
+    weight 0.
 
     Args:
         plan: the plan.
@@ -90,9 +100,10 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
 
     Returns:
         indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.
-        weights: float64. Without slices ``(length,)``: the weight of each example in the local loss. With slices
-            ``(chunks, length // chunks, M)``: the coefficients of the ``M`` slices of each example's gradient, equal
-            within a chunk but for padding.
+        weights: float64. Without slices ``(length,)``: the weight of each example in
+            the local loss. With slices ``(chunks, length // chunks, M)``: the
+            coefficients of the ``M`` slices of each example's gradient, equal within a
+            chunk but for padding.
 
     Raises:
         ValueError: ``batch_size < 1``.
@@ -105,9 +116,11 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
         ([0, 1, 2, 3], [1.0, 1.0, 1.0, 1.0])
     """
     indices, coefficients = shares(plan, rank, batch_size)
-    if plan.slices == 1:
+    if not plan.sliced:
         length = max(1, int(loads(plan, batch_size).max()))
-        return _padded(indices, length, 0), _padded(coefficients[:, 0], length, 0.0, repeat=False)
+        return _padded(indices, length, 0), _padded(
+            coefficients[:, 0], length, 0.0, repeat=False
+        )
     grid = _grid(plan, batch_size)
     chunks = _chunks(coefficients, grid.chunk_size)
     spare = indices[0] if len(indices) else 0
@@ -119,30 +132,43 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
     return out_indices.reshape(-1), out_weights
 
 
-def _padded(values: np.ndarray, length: int, empty: float, *, repeat: bool = True) -> np.ndarray:
+def _padded(
+    values: np.ndarray, length: int, empty: float, *, repeat: bool = True
+) -> np.ndarray:
     fill = values[0] if repeat and len(values) else empty
     return np.concatenate([values, np.full(length - len(values), fill, values.dtype)])
 
 
 def _chunks(coefficients: np.ndarray, chunk_size: int) -> list[np.ndarray]:
-    """Positions of examples with equal coefficients, in runs of at most ``chunk_size``."""
+    """Positions of examples with equal coefficients, in runs of at most
+    ``chunk_size``."""
     return [
-        cell[start : start + chunk_size] for cell in _cells(coefficients) for start in range(0, len(cell), chunk_size)
+        cell[start : start + chunk_size]
+        for cell in _cells(coefficients)
+        for start in range(0, len(cell), chunk_size)
     ]
 
 
 def _cells(coefficients: np.ndarray) -> list[np.ndarray]:
-    _, first, cell = np.unique(coefficients, axis=0, return_index=True, return_inverse=True)
+    _, first, cell = np.unique(
+        coefficients, axis=0, return_index=True, return_inverse=True
+    )
     return [np.flatnonzero(cell.reshape(-1) == c) for c in np.argsort(first)]
 
 
 def _grid(plan: Plan, batch_size: int) -> Grid:
-    """The shortest grid that takes every rank's cells; of equally short ones the one with the largest chunks."""
-    sizes = [[len(cell) for cell in _cells(shares(plan, rank, batch_size)[1])] for rank in range(plan.size)]
+    """The shortest grid that takes every rank's cells; of equally short ones the one
+    with the largest chunks."""
+    sizes = [
+        [len(cell) for cell in _cells(shares(plan, rank, batch_size)[1])]
+        for rank in range(plan.size)
+    ]
     candidates = sorted({size for cells in sizes for size in cells}) or [1]
 
     def chunks(chunk_size: int) -> int:
-        return max(1, max(sum(-(-size // chunk_size) for size in cells) for cells in sizes))
+        return max(
+            1, max(sum(-(-size // chunk_size) for size in cells) for cells in sizes)
+        )
 
     best = min(candidates, key=lambda size: (chunks(size) * size, -size))
     return Grid(chunks(best), best)
@@ -157,6 +183,10 @@ def _own(plan: Plan, rank: int, given: int) -> int:
 
 
 def _checked(batch_size: int) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
+    if (
+        isinstance(batch_size, bool)
+        or not isinstance(batch_size, int | np.integer)
+        or batch_size < 1
+    ):
         raise ValueError(f"batch_size must be an integer ≥ 1, got {batch_size!r}")
     return int(batch_size)

@@ -1,7 +1,9 @@
 """Uncoded all-reduces written with mpi4jax, to compare with.
 
-All take any pytree of float arrays and a communicator, and sum over all ranks, so that one stuck rank stops everybody. They
-differentiate and batch like `jaxcoded.coded_allreduce`. Every rank's contribution counts once: no assignment, no weights.
+All take any pytree of float arrays and a communicator, and sum over all ranks, so that
+one stuck rank stops everybody. They differentiate and batch like
+`jaxcoded.coded_allreduce`. Every rank's contribution counts once: no assignment, no
+weights.
 """
 
 import dataclasses
@@ -22,10 +24,12 @@ from jaxcoded.tree import Tree, balanced_parents
 
 
 def allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
-    """``mpi4jax.allreduce`` with the sum, one call per dtype; float16 and bfloat16 travel as float32.
+    """``mpi4jax.allreduce`` with the sum, one call per dtype; float16 and bfloat16
+    travel as float32.
 
     Args:
-        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all ranks.
+        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all
+            ranks.
         comm: an mpi4py intra-communicator.
 
     Returns:
@@ -41,15 +45,18 @@ def allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
 
 
 def ring_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
-    """Ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over ``sendrecv``, of ``1/N`` of the data each.
+    """Ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over
+    ``sendrecv``, of ``1/N`` of the data each.
 
-    Takes and returns what `allreduce` does. Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
+    Takes and returns what `allreduce` does. Patarasuk and Yuan 2009, "Bandwidth optimal
+    all-reduce algorithms".
     """
     return _sum(tree, _Ring(_Communicator(comm)))
 
 
 def master_worker_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
-    """Rank 0 receives from all others, one after the other, adds up, and sends the sum to each.
+    """Rank 0 receives from all others, one after the other, adds up, and sends the sum
+    to each.
 
     Takes and returns what `allreduce` does.
     """
@@ -57,7 +64,8 @@ def master_worker_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
 
 
 def tree_allreduce(tree: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
-    """Up and down a balanced tree with ``fanout`` children to a parent, without any code.
+    """Up and down a balanced tree with ``fanout`` children to a parent, without any
+    code.
 
     Takes and returns what `allreduce` does.
 
@@ -75,11 +83,14 @@ def _sum(tree: Any, carrier: rounds.Carrier) -> Any:
 
 
 class _Communicator:
-    """A communicator that is equal to another one of the same handle, so that ``jit`` caches hit."""
+    """A communicator that is equal to another one of the same handle, so that ``jit``
+    caches hit."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(f"comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, got {comm!r}")
+            raise TypeError(
+                f"comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, got {comm!r}"
+            )
         self.comm = comm
         self.handle = MPI._handleof(comm)
 
@@ -102,7 +113,9 @@ class _Baseline(rounds.Carrier):
     def comm(self) -> MPI.Intracomm:
         return self.communicator.comm
 
-    def carry(self, vectors: Sequence[jax.Array], extra: jax.Array | None) -> Sequence[jax.Array]:
+    def carry(
+        self, vectors: Sequence[jax.Array], extra: jax.Array | None
+    ) -> Sequence[jax.Array]:
         return [self.sum(vector) for vector in vectors]
 
     def sum(self, vector: jax.Array) -> jax.Array:
@@ -126,12 +139,20 @@ class _Ring(_Baseline):
         padded = jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % size)])
         parts = jnp.split(padded, size, axis=-1)
         before, after = (rank - 1) % size, (rank + 1) % size
-        for step in range(size - 1):  # reduce-scatter: at its end this rank has the sum of part rank + 1
-            received = transport.exchange(parts[(rank - step) % size], before, after, self.comm)
+        for step in range(
+            size - 1
+        ):  # reduce-scatter: at its end this rank has the sum of part rank + 1
+            received = transport.exchange(
+                parts[(rank - step) % size], before, after, self.comm
+            )
             here = (rank - step - 1) % size
-            parts[here] = _add([parts[here], received])
+            wide = accumulator(vector.dtype)
+            total = parts[here].astype(wide) + received.astype(wide)
+            parts[here] = total.astype(vector.dtype)
         for step in range(size - 1):  # all-gather
-            received = transport.exchange(parts[(rank - step + 1) % size], before, after, self.comm)
+            received = transport.exchange(
+                parts[(rank - step + 1) % size], before, after, self.comm
+            )
             parts[(rank - step) % size] = received
         return jnp.concatenate(parts, axis=-1)[..., :length]
 
@@ -144,10 +165,7 @@ class _PlainTree(_Baseline):
         rank, size = self.comm.rank, self.comm.size
         tree = Tree(balanced_parents(size, self.fanout, 1) if size > 1 else (-1,))
         children, parent = tree.children[rank], tree.parents[rank]
-        total = transport.tree_reduce(vector, children, parent, np.ones((1, len(children))), self.comm)
+        total = transport.tree_reduce(
+            vector, children, parent, np.ones((1, len(children))), self.comm
+        )
         return transport.tree_broadcast(total, children, parent, self.comm)
-
-
-def _add(vectors: Sequence[jax.Array]) -> jax.Array:
-    dtype = vectors[0].dtype
-    return sum(vector.astype(accumulator(dtype)) for vector in vectors).astype(dtype)

@@ -12,12 +12,12 @@ import numpy as np
 from jaxcoded import rounds
 from jaxcoded.codes import MAX_ROUNDING
 from jaxcoded.group import CodedGroup, find
-from jaxcoded.kernels import Encoded, accumulator
+from jaxcoded.kernels import Encoded, accumulator, divided
 from jaxcoded.packing import pack, unpack
 from jaxcoded.transports import mpi4jax as transport
 
-
-# float16 and bfloat16 round every message; beyond this share of the sum the user is told.
+# float16 and bfloat16 round every message; beyond this share of the sum the user is
+# told.
 MAX_NARROW_ROUNDING = 0.125
 
 
@@ -38,7 +38,9 @@ class _TreeRound(rounds.Carrier):
         group = find(self.group)
         return length * group.plan.slices_above[group.rank] if self.up else length
 
-    def carry(self, vectors: Sequence[jax.Array], extra: jax.Array | None) -> Sequence[jax.Array]:
+    def carry(
+        self, vectors: Sequence[jax.Array], extra: jax.Array | None
+    ) -> Sequence[jax.Array]:
         group = find(self.group)
         plan, rank, comm = group.plan, group.rank, group._comm
         children, parent = plan.children(rank), plan.tree.parents[rank]
@@ -47,21 +49,29 @@ class _TreeRound(rounds.Carrier):
         for vector in vectors:
             shape = (*vector.shape[:-1], self.result_length(vector.shape[-1]))
             if self.up:
-                total = transport.tree_reduce(vector, children, parent, coefficients, comm)
-                # below the root this only gives the shape of what comes down, or the zeros of a reduce
+                total = transport.tree_reduce(
+                    vector, children, parent, coefficients, comm
+                )
+                # below the root this only gives the shape of what comes down, or the
+                # zeros of a reduce
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
             if self.down:
                 vector = transport.tree_broadcast(vector, children, parent, comm)
             out.append(vector)
         return out
 
-    def _agree(self, vectors: Sequence[jax.Array], erased: jax.Array | None) -> jax.Array | np.ndarray:
-        """Agree with the other ranks on this round, and look up the coefficients of this rank's children."""
+    def _agree(
+        self, vectors: Sequence[jax.Array], erased: jax.Array | None
+    ) -> jax.Array | np.ndarray:
+        """Agree with the other ranks on this round, and look up the coefficients of
+        this rank's children."""
         index, plan, rank = self.group, find(self.group).plan, find(self.group).rank
-        # every rank's message in terms of the root's, so that all ranks have the same words for the same thing
+        # every rank's message in terms of the root's, so that all ranks have the same
+        # words for the same thing
         lengths = [self.result_length(vector.shape[-1]) for vector in vectors]
         shapes = ", ".join(
-            f"{vector.dtype}[{','.join(map(str, (*vector.shape[:-1], length)))}]" for vector, length in zip(vectors, lengths)
+            f"{vector.dtype}[{','.join(map(str, (*vector.shape[:-1], length)))}]"
+            for vector, length in zip(vectors, lengths)
         )
         call = f"{self.name} of {shapes}"
         if plan.layouts[rank] is None:
@@ -85,7 +95,9 @@ class _TreeRound(rounds.Carrier):
                 return (static.astype(dtype),)
             return (plan.coefficients(rank, erased).astype(dtype),)
 
-        (coefficients,) = rounds.on_host(look_up, [jax.ShapeDtypeStruct(static.shape, dtype)], erased)
+        (coefficients,) = rounds.on_host(
+            look_up, [jax.ShapeDtypeStruct(static.shape, dtype)], erased
+        )
         return coefficients
 
 
@@ -96,36 +108,46 @@ def coded_allreduce(
     mean: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
 ) -> Any:
-    """The exact sum over the global batch, on every rank, from the ranks' coded contributions.
+    """The exact sum over the global batch, on every rank, from the ranks' coded
+    contributions.
 
-    Every rank passes a linear function of the gradients of its examples, weighted by ``group.assignment``: a gradient
-    of the weighted loss, that loss itself, or both in one pytree. One message per dtype goes up the tree, every parent
-    decodes, and the root's bytes come down again, so all ranks get the same bits. CodedReduce, Reisizadeh et al. 2021
-    (arXiv 1902.01981), algorithm 1.
+    Every rank passes a linear function of the gradients of its examples, weighted by
+    ``group.assignment``: a gradient of the weighted loss, that loss itself, or both in
+    one pytree. One message per dtype goes up the tree, every parent decodes, and the
+    root's bytes come down again, so all ranks get the same bits. CodedReduce,
+    Reisizadeh et al. 2021 (arXiv 1902.01981), algorithm 1.
 
-    Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is equal on all ranks) and ``vmap``
-    (one round with the stacked payload). The transpose is the identity: a cotangent passes unchanged and is again one
-    rank's contribution, which one more `coded_allreduce` makes exact. A jvp is one more round.
+    Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
+    equal on all ranks) and ``vmap`` (one round with the stacked payload). The transpose
+    is the identity: a cotangent passes unchanged and is again one rank's contribution,
+    which one more `coded_allreduce` makes exact. A jvp is one more round.
 
     Args:
-        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all ranks. In a group with slices, the
-            `Encoded` made by `jaxcoded.kernels.encode`.
+        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all
+            ranks. In a group with slices, the `Encoded` made by
+            `jaxcoded.kernels.encode`.
         group: an open group. All its ranks call its collectives in one order.
         mean: the global batch size (or anything) to divide by. Default: the sum.
-        erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose messages are left out. They must turn
-            up all the same. A parent's coefficients for the others come from its code in float64.
+        erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose
+            messages are left out. They must turn up all the same. A parent's
+            coefficients for the others come from its code in float64.
 
     Returns:
         A pytree like ``tree``, or like the gradient that was encoded.
 
     Raises:
-        TypeError: a leaf is not floating point, or the group has slices and ``tree`` is not `Encoded`.
-        ValueError: ``erasures`` has a wrong shape, or the plan's amplification leaves too few digits in this dtype.
+        TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
+            not `Encoded`.
+        ValueError: ``erasures`` has a wrong shape, or the plan's amplification leaves
+            too few digits in this dtype.
         GroupClosed: the group was closed.
-        GroupMismatch: ranks called different things in this round. Raised on all of them.
-        TooManyErasures: the plan cannot do without the erased ranks. Raised on all of them.
+        GroupMismatch: ranks called different things in this round. Raised on all of
+            them.
+        TooManyErasures: the plan cannot do without the erased ranks. Raised on all of
+            them.
 
-        The last three arrive as ``JaxRuntimeError`` with the same text where the call was compiled before.
+        The last three arrive as ``JaxRuntimeError`` with the same text where the call
+        was compiled before.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -135,7 +157,10 @@ def coded_allreduce(
         {'x': Array([0. , 0.5, 1. ], dtype=float32)}
         >>> group.close()
     """
-    return _scaled(_tree_round(tree, group, _TreeRound(group._index, "coded_allreduce"), erasures), mean)
+    return _scaled(
+        _tree_round(tree, group, _TreeRound(group._index, "coded_allreduce"), erasures),
+        mean,
+    )
 
 
 def coded_reduce(
@@ -157,8 +182,8 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
     """The root's values on every rank, sent down the tree.
 
     Args:
-        tree: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on all ranks. Only the root's values
-            matter.
+        tree: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on
+            all ranks. Only the root's values matter.
         group: an open group.
 
     Returns:
@@ -176,10 +201,14 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
     """
     find(group._index)
     vectors, packing = pack(tree, floats_only=False)
-    return unpack(rounds.run(_TreeRound(group._index, "tree_bcast", up=False), vectors), packing)
+    return unpack(
+        rounds.run(_TreeRound(group._index, "tree_bcast", up=False), vectors), packing
+    )
 
 
-def _tree_round(tree: Any, group: CodedGroup, carrier: _TreeRound, erasures: Any) -> Any:
+def _tree_round(
+    tree: Any, group: CodedGroup, carrier: _TreeRound, erasures: Any
+) -> Any:
     find(group._index)
     plan = group.plan
     if isinstance(tree, Encoded):
@@ -191,7 +220,7 @@ def _tree_round(tree: Any, group: CodedGroup, carrier: _TreeRound, erasures: Any
                 "use this group's assignment and encode(..., multiple=group.plan.padding_multiple)"
             )
         vectors, packing = tree.vectors, tree.packing
-    elif plan.padding_multiple > 1:
+    elif plan.sliced:
         raise TypeError(
             f"this group has slices={plan.slices}: its messages are shorter than the gradient, so {carrier.name} takes "
             f"what jaxcoded.kernels.encode made, not a {type(tree).__name__}; coded_value_and_grad does both"
@@ -211,7 +240,8 @@ def _tree_round(tree: Any, group: CodedGroup, carrier: _TreeRound, erasures: Any
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:
-    """Refuse a sum that rounding would spoil, and warn where a narrow dtype leaves hardly a digit."""
+    """Refuse a sum that rounding would spoil, and warn where a narrow dtype leaves
+    hardly a digit."""
     rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:
@@ -232,10 +262,7 @@ def _scaled(tree: Any, mean: float | jax.Array | None) -> Any:
     if mean is None:
         return tree
     if isinstance(mean, int | float | np.number) and not mean > 0:
-        raise ValueError(f"mean is the number to divide by, so it must be > 0, got {mean!r}")
-
-    def divide(leaf: jax.Array) -> jax.Array:
-        wide = accumulator(leaf.dtype)
-        return (leaf.astype(wide) / jnp.asarray(mean, wide)).astype(leaf.dtype)
-
-    return jax.tree.map(divide, tree)
+        raise ValueError(
+            f"mean is the number to divide by, so it must be > 0, got {mean!r}"
+        )
+    return divided(tree, mean)

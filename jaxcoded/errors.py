@@ -1,8 +1,10 @@
-"""What goes wrong between ranks. Errors of one rank's arguments are ``ValueError`` and ``TypeError``."""
+"""What goes wrong between ranks. Errors of one rank's arguments are ``ValueError`` and
+``TypeError``."""
 
 
 class CodedError(RuntimeError):
-    """Base of the errors of a group. Inside ``jit`` they arrive as a ``JaxRuntimeError`` with the same text."""
+    """Base of the errors of a group. Inside ``jit`` they arrive as a
+    ``JaxRuntimeError`` with the same text."""
 
 
 class GroupClosed(CodedError):
@@ -10,7 +12,8 @@ class GroupClosed(CodedError):
 
 
 class GroupMismatch(CodedError):
-    """Ranks called different things in the same round, or made a group with different arguments."""
+    """Ranks called different things in the same round, or made a group with different
+    arguments."""
 
 
 class TooManyErasures(CodedError):

@@ -2,10 +2,10 @@
 
 import hashlib
 import itertools
-import logging
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -17,15 +17,15 @@ from jaxcoded.plan import Plan, make_plan
 
 TRANSPORTS = ("auto", "mpi4jax")
 
-logger = logging.getLogger("jaxcoded")
-
 
 class CodedGroup:
-    """The ranks of a communicator with a plan: what every collective of this library works on.
+    """The ranks of a communicator with a plan: what every collective of this library
+    works on.
 
-    Collective: all ranks of ``comm`` make the group with the same arguments, and call its collectives in one order. The
-    group works on a duplicate of ``comm``, so that its messages meet no others. Two groups are never equal, and never
-    share a compiled function.
+    Collective: all ranks of ``comm`` make the group with the same arguments, and call
+        its collectives in one order. The
+    group works on a duplicate of ``comm``, so that its messages meet no others. Two
+    groups are never equal, and never share a compiled function.
 
     The root (rank 0) is the one rank that must live.
 
@@ -42,7 +42,8 @@ class CodedGroup:
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
         ValueError: no such plan. Raised on every rank.
-        GroupMismatch: ranks gave different arguments. Raised on every rank; the message names them.
+        GroupMismatch: ranks gave different arguments. Raised on every rank; the message
+            names them.
 
     Example:
         >>> from mpi4py import MPI
@@ -64,13 +65,20 @@ class CodedGroup:
         transport: str = "auto",
         seed: int = 0,
     ) -> None:
-        request = dict(
-            stragglers=stragglers, fanout=fanout, code=code, slices=slices, root_computes=root_computes, seed=seed
-        )
-        self._open(comm, transport, request, lambda size: make_plan(size, **request))  # type: ignore[arg-type]
+        request: dict[str, Any] = {
+            "stragglers": stragglers,
+            "fanout": fanout,
+            "code": code,
+            "slices": slices,
+            "root_computes": root_computes,
+            "seed": seed,
+        }
+        self._open(comm, transport, request, lambda size: make_plan(size, **request))
 
     @classmethod
-    def from_plan(cls, comm: MPI.Intracomm, plan: Plan, *, transport: str = "auto") -> "CodedGroup":
+    def from_plan(
+        cls, comm: MPI.Intracomm, plan: Plan, *, transport: str = "auto"
+    ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
 
         Args:
@@ -84,56 +92,79 @@ class CodedGroup:
 
         def fitting(size: int) -> Plan:
             if not isinstance(plan, Plan):
-                raise TypeError(f"plan must be a jaxcoded.Plan, got {type(plan).__name__}")
+                raise TypeError(
+                    f"plan must be a jaxcoded.Plan, got {type(plan).__name__}"
+                )
             if plan.size != size:
-                raise ValueError(f"the plan is for {plan.size} ranks, but the communicator has {size}")
+                raise ValueError(
+                    f"the plan is for {plan.size} ranks, but the communicator has {size}"
+                )
             return plan
 
         group = cls.__new__(cls)
         group._open(comm, transport, {"plan": plan}, fitting)
         return group
 
-    def _open(self, comm: MPI.Intracomm, transport: str, request: dict[str, Any], planner: Any) -> None:
+    def _open(
+        self,
+        comm: MPI.Intracomm,
+        transport: str,
+        request: dict[str, Any],
+        planner: Callable[[int], Plan],
+    ) -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(f"comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, got {comm!r}")
+            raise TypeError(
+                "comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, "
+                f"got {comm!r}"
+            )
         self._comm = comm.Dup()
-        self.plan = self._agreed_plan(transport, request, planner)
-        self.transport = "mpi4jax"
+        try:
+            self.plan = self._agreed_plan(transport, request, planner)
+        except Exception:
+            self._comm.Free()
+            raise
+        self._rank = self._comm.rank
         self._round = 0
         self._index = next(_indices)
         _groups[self._index] = self
 
-    def _agreed_plan(self, transport: str, request: dict[str, Any], planner: Any) -> Plan:
-        """This rank's plan, once all ranks are known to have the same one. Otherwise the same error on all of them."""
+    def _agreed_plan(
+        self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]
+    ) -> Plan:
+        """This rank's plan, once all ranks are known to have the same one. Otherwise
+        the same error on all of them."""
         plan: Plan | None = None
         failure: Exception | None = None
         try:
             if transport not in TRANSPORTS:
-                raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+                raise ValueError(
+                    f"transport must be one of {', '.join(TRANSPORTS)}, "
+                    f"got {transport!r}"
+                )
             plan = planner(self._comm.size)
-        except Exception as error:  # also what make_plan did not foresee: the other ranks wait for a word
+        except Exception as error:  # noqa: BLE001  # the others wait for a word
             failure = error
-        words = ", ".join(f"{key}={value!r}" for key, value in {**request, "transport": transport}.items())
-        mine = (str(failure) if plan is None else plan.fingerprint, plan is not None, words)
-        ranks = self._comm.allgather(mine)
-        if all(other == mine for other in ranks):
-            if failure is None:
-                assert plan is not None
-                return plan
-            self._comm.Free()
+        outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
+        words = ", ".join(f"{key}={value!r}" for key, value in request.items())
+        ranks = self._comm.allgather((outcome, f"{words}, transport={transport!r}"))
+        if any(other != outcome for other, _ in ranks):
+            asked = "; ".join(
+                f"{_ranks([r for r, what in enumerate(ranks) if what == answer])}: "
+                f"{answer[1]} ({answer[0][:200]})"
+                for answer in dict.fromkeys(ranks)
+            )
+            raise GroupMismatch(
+                f"ranks made a group with different plans; {asked}"
+            ) from failure
+        if plan is None:
+            assert failure is not None
             raise failure
-        self._comm.Free()
-        shown = []
-        for answer in dict.fromkeys(ranks):
-            _, good, words = answer
-            outcome = "" if good else f" ({answer[0]})"
-            shown.append(f"{_ranks([r for r, other in enumerate(ranks) if other == answer])}: {words}{outcome}")
-        raise GroupMismatch("ranks made a group with different plans; " + "; ".join(shown)) from failure
+        return plan
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self._comm.rank
+        return self._rank
 
     @property
     def size(self) -> int:
@@ -151,10 +182,12 @@ class CodedGroup:
             batch_size: number of examples in the global batch.
 
         Returns:
-            indices: int64 ``(length,)`` into the global batch, of one length ≥ 1 on all ranks. Padding repeats one of
-                the rank's own examples (example 0 where it has none) with weight 0.
-            weights: of JAX's default float dtype; ``(length,)`` loss weights, or, with slices, the coefficients
-                ``(chunks, length // chunks, M)`` for `coded_value_and_grad`.
+            indices: int64 ``(length,)`` into the global batch, of one length ≥ 1 on all
+                ranks. Padding repeats one of the rank's own examples (example 0 where
+                it has none) with weight 0.
+            weights: of JAX's default float dtype; ``(length,)`` loss weights, or, with
+                slices, the coefficients ``(chunks, length // chunks, M)`` for
+                `coded_value_and_grad`.
 
         Raises:
             ValueError: ``batch_size < 1``.
@@ -163,9 +196,11 @@ class CodedGroup:
         return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
 
     def close(self) -> None:
-        """Finish pending rounds and give the communicator back. Collective; does nothing the second time.
+        """Finish pending rounds and give the communicator back. Collective; does
+        nothing the second time.
 
-        A later call of a collective on this group, compiled or not, raises `GroupClosed`.
+        A later call of a collective on this group, compiled or not, raises
+        `GroupClosed`.
         """
         if not self.closed:
             try:
@@ -174,10 +209,15 @@ class CodedGroup:
                 del _groups[self._index]
             self._comm.Free()
 
-    def __enter__(self) -> "CodedGroup":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
         else:  # the other ranks may be anywhere: wait for nobody, and leave them a communicator to fail on
@@ -188,7 +228,8 @@ class CodedGroup:
         return f"<CodedGroup {self._index} of {self.size} ranks, {state}>"
 
     def _agree(self, call: str, erased: np.ndarray | None) -> None:
-        """Make sure, in the middle of a compiled step, that all ranks are about to do the same.
+        """Make sure, in the middle of a compiled step, that all ranks are about to do
+        the same.
 
         Args:
             call: what this rank is about to do, in words: collective, shapes, dtypes.
@@ -196,10 +237,15 @@ class CodedGroup:
 
         Raises:
             GroupMismatch: on every rank if they differ.
-            TooManyErasures: on every rank if the plan cannot do without the erased ones.
+            TooManyErasures: on every rank if the plan cannot do without the erased
+                ones.
         """
         self._round += 1
-        mine = (self._round, call, None if erased is None else tuple(np.flatnonzero(erased).tolist()))
+        mine = (
+            self._round,
+            call,
+            None if erased is None else tuple(np.flatnonzero(erased).tolist()),
+        )
         word = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7])
         extremes = np.array([word, -word], np.int64)
         _wait(self._comm.Iallreduce(MPI.IN_PLACE, extremes, op=MPI.MAX))
@@ -210,7 +256,9 @@ class CodedGroup:
                 + ("" if what[2] is None else f", erasures of ranks {list(what[2])}")
                 for what in dict.fromkeys(ranks)
             ]
-            raise GroupMismatch("ranks called different things in the same round; " + "; ".join(lines))
+            raise GroupMismatch(
+                "ranks called different things in the same round; " + "; ".join(lines)
+            )
         if erased is not None and (failed := self.plan.unrecoverable(erased)):
             raise TooManyErasures(self._too_many(failed, erased))
 
@@ -244,7 +292,8 @@ def find(index: int) -> CodedGroup:
 
 
 def _wait(request: MPI.Request) -> None:
-    """Wait without spinning: a rank that waits here may share its core with the one it waits for."""
+    """Wait without spinning: a rank that waits here may share its core with the one it
+    waits for."""
     pause = 0.0
     while not request.Test():
         time.sleep(pause)
@@ -252,4 +301,6 @@ def _wait(request: MPI.Request) -> None:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    )

@@ -1,7 +1,8 @@
 """Encoding and decoding as jitted JAX functions.
 
-Both are sums of vectors with a few coefficients. float16 and bfloat16 accumulate in float32. A vector whose
-coefficient is 0 is not looked at, so that what was left out may hold anything, also NaN.
+Both are sums of vectors with a few coefficients. float16 and bfloat16 accumulate in
+float32. A vector whose coefficient is 0 is not looked at, so that what was left out may
+hold anything, also NaN.
 """
 
 import dataclasses
@@ -16,18 +17,25 @@ import numpy as np
 from jaxcoded.packing import Packing, pack, unpack
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["vectors"], meta_fields=["packing", "slices", "multiple"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["vectors"],
+    meta_fields=["packing", "slices", "multiple"],
+)
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A coded message: what a child sends, ``1/slices`` as long as the gradient it stands for.
+    """A coded message: what a child sends, ``1/slices`` as long as the gradient it
+    stands for.
 
     Made by `encode`; a pytree whose only leaves are its vectors.
 
     Attributes:
-        vectors: one array for each dtype of the gradient, ``(..., ⌈q/multiple⌉ · multiple / slices)`` for ``q`` elements.
+        vectors: one array for each dtype of the gradient, ``(..., ⌈q/multiple⌉ ·
+            multiple / slices)`` for ``q`` elements.
         packing: structure, shapes and dtypes of the gradient.
         slices: ``M``, the number of slices that the gradient was cut into.
-        multiple: gradients are padded with zeros to a multiple of this many elements before they are cut.
+        multiple: gradients are padded with zeros to a multiple of this many elements
+            before they are cut.
     """
 
     vectors: tuple[jax.Array, ...]
@@ -41,8 +49,20 @@ def accumulator(dtype: Any) -> np.dtype:
     return np.dtype(jnp.promote_types(dtype, jnp.float32))
 
 
+def divided(tree: Any, number: Any) -> Any:
+    """Every leaf of a pytree divided by a number in the leaf's accumulator dtype."""
+
+    def divide(leaf: jax.Array) -> jax.Array:
+        wide = accumulator(leaf.dtype)
+        return (leaf.astype(wide) / jnp.asarray(number, wide)).astype(leaf.dtype)
+
+    return jax.tree.map(divide, tree)
+
+
 @jax.jit
-def weighted_sum(coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Array]) -> jax.Array:
+def weighted_sum(
+    coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Array]
+) -> jax.Array:
     """``Σ_i coefficients[i] · vectors[i]``, in one pass.
 
     Args:
@@ -50,7 +70,8 @@ def weighted_sum(coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Arra
         vectors: ``(n, ...)``, or a sequence of ``n`` arrays of one shape and dtype.
 
     Returns:
-        Array of the vectors' shape, in their accumulator dtype. Where ``coefficients[i] == 0`` vector ``i`` is ignored.
+        Array of the vectors' shape, in their accumulator dtype. Where ``coefficients[i]
+        == 0`` vector ``i`` is ignored.
     """
     dtype = accumulator(vectors[0].dtype)
     total = jnp.zeros(vectors[0].shape, dtype)
@@ -61,8 +82,11 @@ def weighted_sum(coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Arra
 
 
 @functools.partial(jax.jit, static_argnames="multiple")
-def encode_vector(partials: jax.Array, coefficients: jax.Array, multiple: int) -> jax.Array:
-    """``Σ_j Σ_u coefficients[j, u] · partials[j][slice u]`` for one vector per partition.
+def encode_vector(
+    partials: jax.Array, coefficients: jax.Array, multiple: int
+) -> jax.Array:
+    """``Σ_j Σ_u coefficients[j, u] · partials[j][slice u]`` for one vector per
+    partition.
 
     Args:
         partials: ``(k, q)``.
@@ -74,12 +98,17 @@ def encode_vector(partials: jax.Array, coefficients: jax.Array, multiple: int) -
     """
     k, m = coefficients.shape
     padded = jnp.pad(partials, ((0, 0), (0, -partials.shape[1] % multiple)))
-    return weighted_sum(coefficients.reshape(-1), padded.reshape(k * m, padded.shape[1] // m))
+    return weighted_sum(
+        coefficients.reshape(-1), padded.reshape(k * m, padded.shape[1] // m)
+    )
 
 
 @jax.jit
-def decode_vector(messages: jax.Array | Sequence[jax.Array], coefficients: jax.Array) -> jax.Array:
-    """The slices ``Σ_i coefficients[u, i] · messages[i]``, one after the other along the last axis.
+def decode_vector(
+    messages: jax.Array | Sequence[jax.Array], coefficients: jax.Array
+) -> jax.Array:
+    """The slices ``Σ_i coefficients[u, i] · messages[i]``, one after the other along
+    the last axis.
 
     Args:
         messages: ``(n, ..., l)`` or a sequence of ``n`` arrays ``(..., l)``.
@@ -88,26 +117,34 @@ def decode_vector(messages: jax.Array | Sequence[jax.Array], coefficients: jax.A
     Returns:
         ``(..., m·l)`` in the accumulator dtype.
     """
-    return jnp.concatenate([weighted_sum(row, messages) for row in coefficients], axis=-1)
+    return jnp.concatenate(
+        [weighted_sum(row, messages) for row in coefficients], axis=-1
+    )
 
 
-def encode(partials: Any, coefficients: jax.Array | np.ndarray, *, multiple: int | None = None) -> Any:
+def encode(
+    partials: Any, coefficients: jax.Array | np.ndarray, *, multiple: int | None = None
+) -> Any:
     """One child's message: ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``.
 
     Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``partials``.
 
     Args:
-        partials: pytree of float arrays ``(k, ...)``: the ``k`` partition gradients, stacked.
-        coefficients: ``(k,)`` for codes without slices, the result then has the structure of one gradient; or
-            ``(k, m)``, such as ``code.B[i]``, and the result is an `Encoded`.
-        multiple: for ``(k, m)`` only: pad gradients to a multiple of this many elements, itself a multiple of ``m``.
-            Every message of a group must use the group's (``group.plan.padding_multiple``). Default ``m``.
+        partials: pytree of float arrays ``(k, ...)``: the ``k`` partition gradients,
+            stacked.
+        coefficients: ``(k,)`` for codes without slices, the result then has the
+            structure of one gradient; or ``(k, m)``, such as ``code.B[i]``, and the
+            result is an `Encoded`.
+        multiple: for ``(k, m)`` only: pad gradients to a multiple of this many
+            elements, itself a multiple of ``m``. Every message of a group must use the
+            group's (``group.plan.padding_multiple``). Default ``m``.
 
     Returns:
         The message, in the dtypes of ``partials``.
 
     Raises:
-        ValueError: a leaf's leading axis is not ``k``, or ``m`` does not divide ``multiple``.
+        ValueError: a leaf's leading axis is not ``k``, or ``m`` does not divide
+            ``multiple``.
         TypeError: a leaf is not floating point.
 
     Example:
@@ -124,19 +161,28 @@ def encode(partials: Any, coefficients: jax.Array | np.ndarray, *, multiple: int
     """
     coefficients = jnp.asarray(coefficients)
     if coefficients.ndim not in (1, 2):
-        raise ValueError(f"coefficients must have shape (k,) or (k, m), got {coefficients.shape}")
+        raise ValueError(
+            f"coefficients must have shape (k,) or (k, m), got {coefficients.shape}"
+        )
     k = len(coefficients)
     _check_leading_axis(partials, k, "partitions")
     if coefficients.ndim == 1:
         pack(partials)  # refuses what is not floating point
-        return jax.tree.map(lambda leaf: weighted_sum(coefficients, leaf).astype(leaf.dtype), partials)
+        return jax.tree.map(
+            lambda leaf: weighted_sum(coefficients, leaf).astype(leaf.dtype), partials
+        )
     m = coefficients.shape[1]
     multiple = m if multiple is None else multiple
     if multiple < 1 or multiple % m:
-        raise ValueError(f"the number of slices m = {m} does not divide multiple = {multiple}")
+        raise ValueError(
+            f"the number of slices m = {m} does not divide multiple = {multiple}"
+        )
     vectors, packing = _pack_stacked(partials)
     return Encoded(
-        tuple(encode_vector(vector, coefficients, multiple).astype(vector.dtype) for vector in vectors),
+        tuple(
+            encode_vector(vector, coefficients, multiple).astype(vector.dtype)
+            for vector in vectors
+        ),
         packing,
         m,
         multiple,
@@ -149,35 +195,47 @@ def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
     Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``messages``.
 
     Args:
-        messages: what `encode` made for each of ``n`` children, stacked along a new leading axis. Messages of children
-            that did not answer may hold anything.
-        coefficients: ``(m, n)``, from `GradientCode.decode`; ``(n,)`` will do for ``m = 1``.
+        messages: what `encode` made for each of ``n`` children, stacked along a new
+            leading axis. Messages of children that did not answer may hold anything.
+        coefficients: ``(m, n)``, from `GradientCode.decode`; ``(n,)`` will do for ``m =
+            1``.
 
     Returns:
         A pytree with the structure, shapes and dtypes of one gradient.
 
     Raises:
-        ValueError: a leaf's leading axis is not ``n``, or ``m`` is not that of the messages.
+        ValueError: a leaf's leading axis is not ``n``, or ``m`` is not that of the
+            messages.
 
     Example: see `encode`.
     """
     coefficients = jnp.atleast_2d(jnp.asarray(coefficients))
     if coefficients.ndim != 2:
-        raise ValueError(f"coefficients must have shape (m, n) or (n,), got {coefficients.shape}")
+        raise ValueError(
+            f"coefficients must have shape (m, n) or (n,), got {coefficients.shape}"
+        )
     m, n = coefficients.shape
     _check_leading_axis(messages, n, "children")
     if isinstance(messages, Encoded):
         if messages.slices != m:
-            raise ValueError(f"the messages have {messages.slices} slices but the coefficients decode {m}")
-        decoded = [decode_vector(vector, coefficients).astype(vector.dtype) for vector in messages.vectors]
+            raise ValueError(
+                f"the messages have {messages.slices} slices but the coefficients decode {m}"
+            )
+        decoded = [
+            decode_vector(vector, coefficients).astype(vector.dtype)
+            for vector in messages.vectors
+        ]
         return unpack(decoded, messages.packing)
     if m != 1:
         raise ValueError(f"the messages have no slices but the coefficients decode {m}")
-    return jax.tree.map(lambda leaf: weighted_sum(coefficients[0], leaf).astype(leaf.dtype), messages)
+    return jax.tree.map(
+        lambda leaf: weighted_sum(coefficients[0], leaf).astype(leaf.dtype), messages
+    )
 
 
 def _pack_stacked(partials: Any) -> tuple[tuple[jax.Array, ...], Packing]:
-    """`pack` of each of the stacked trees: vectors ``(k, q)``, and the packing of one tree."""
+    """`pack` of each of the stacked trees: vectors ``(k, q)``, and the packing of one
+    tree."""
     packing = pack(jax.tree.map(lambda leaf: leaf[0], partials))[1]
     return jax.vmap(lambda tree: pack(tree)[0])(partials), packing
 

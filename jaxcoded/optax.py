@@ -18,16 +18,18 @@ def coded_allreduce(
 ) -> optax.GradientTransformationExtraArgs:
     """Replace local gradients by their exact sum over the global batch.
 
-    For chains, on the local gradient of the loss weighted by ``group.assignment``. Never on what `coded_value_and_grad`
-    returns, which is reduced already. ``init`` never communicates. An extra argument ``erasures`` of ``update`` is handed
-    to `jaxcoded.coded_allreduce`.
+    For chains, on the local gradient of the loss weighted by ``group.assignment``.
+    Never on what `coded_value_and_grad` returns, which is reduced already. ``init``
+    never communicates. An extra argument ``erasures`` of ``update`` is handed to
+    `jaxcoded.coded_allreduce`.
 
     Args:
         group: an open group.
         mean: the global batch size to divide by. Default: the sum.
 
     Returns:
-        A ``GradientTransformationExtraArgs``; ``update`` raises what `jaxcoded.coded_allreduce` does.
+        A ``GradientTransformationExtraArgs``; ``update`` raises what
+        `jaxcoded.coded_allreduce` does.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded, jaxcoded.optax, optax
@@ -52,6 +54,8 @@ def coded_allreduce(
         **extra_args: Any,
     ) -> tuple[optax.Updates, CodedAllreduceState]:
         del params, extra_args
-        return collectives.coded_allreduce(updates, group, mean=mean, erasures=erasures), state
+        return collectives.coded_allreduce(
+            updates, group, mean=mean, erasures=erasures
+        ), state
 
     return optax.GradientTransformationExtraArgs(init, update)

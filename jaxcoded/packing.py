@@ -12,36 +12,53 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """What it takes to rebuild a pytree from its vectors: structure, shapes and dtypes of the leaves.
+    """What it takes to rebuild a pytree from its vectors: structure, shapes and dtypes
+    of the leaves.
 
     Hashable and comparable, so that it can be static under ``jit``.
     """
 
-    structure: jax.tree_util.PyTreeDef
+    structure: Any  # jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
 
+    @classmethod
+    def of(cls, tree: Any) -> "Packing":
+        """The packing of a pytree of arrays or ``jax.ShapeDtypeStruct``."""
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(
+            structure,
+            tuple(leaf.shape for leaf in leaves),
+            tuple(np.dtype(leaf.dtype) for leaf in leaves),
+        )
+
     @property
     def vectors(self) -> dict[np.dtype, int]:
-        """The dtypes that need a vector, in the order of their first leaf, with its length."""
+        """The dtypes that need a vector, in the order of their first leaf, with its
+        length."""
         lengths: dict[np.dtype, int] = {}
         for shape, dtype in zip(self.shapes, self.dtypes):
             lengths[dtype] = lengths.get(dtype, 0) + math.prod(shape)
         return {dtype: length for dtype, length in lengths.items() if length}
 
 
-def pack(tree: Any, *, floats_only: bool = True) -> tuple[tuple[jax.Array, ...], Packing]:
+def pack(
+    tree: Any, *, floats_only: bool = True
+) -> tuple[tuple[jax.Array, ...], Packing]:
     """Fuse the leaves of a pytree into one vector per dtype.
 
     Args:
-        tree: pytree of arrays and Python numbers. Empty leaves take part with no element.
+        tree: pytree of arrays and Python numbers. Empty leaves take part with no
+            element.
         floats_only: refuse leaves that are not floating point.
 
     Returns:
-        The vectors, one for each dtype with at least one element, and the `Packing` that `unpack` needs.
+        The vectors, one for each dtype with at least one element, and the `Packing`
+        that `unpack` needs.
 
     Raises:
-        TypeError: a leaf is not an array of numbers, or not floating point. The message names its place in the tree.
+        TypeError: a leaf is not an array of numbers, or not floating point. The message
+            names its place in the tree.
 
     Example:
         >>> import jax.numpy as jnp
@@ -56,24 +73,27 @@ def pack(tree: Any, *, floats_only: bool = True) -> tuple[tuple[jax.Array, ...],
         try:
             leaves.append(jnp.asarray(leaf))
         except (TypeError, ValueError):
-            raise TypeError(f"leaf{_place(path)} is a {type(leaf).__name__}, which is not an array") from None
+            raise TypeError(
+                f"leaf{_place(path)} is a {type(leaf).__name__}, which is not an array"
+            ) from None
         if floats_only and not jnp.issubdtype(leaves[-1].dtype, jnp.floating):
             raise TypeError(
                 f"leaf{_place(path)} has dtype {leaves[-1].dtype}: coded sums need floating point; "
                 "cast it or leave it out of the tree"
             )
-    packing = Packing(
-        structure, tuple(leaf.shape for leaf in leaves), tuple(np.dtype(leaf.dtype) for leaf in leaves)
-    )
+    packing = Packing.of(jax.tree.unflatten(structure, leaves))
     vectors = []
     for dtype in packing.vectors:
-        flat = [leaf.reshape(-1) for leaf in leaves if leaf.dtype == dtype and leaf.size]
+        flat = [
+            leaf.reshape(-1) for leaf in leaves if leaf.dtype == dtype and leaf.size
+        ]
         vectors.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
     return tuple(vectors), packing
 
 
 def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
-    """Inverse of `pack`. Vectors may be longer than needed: padding at their end is dropped."""
+    """Inverse of `pack`. Vectors may be longer than needed: padding at their end is
+    dropped."""
     sources = dict(zip(packing.vectors, vectors, strict=True))
     taken = dict.fromkeys(sources, 0)
     leaves = []
@@ -85,7 +105,7 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
         start = taken[dtype]
         leaves.append(sources[dtype][start : start + size].reshape(shape))
         taken[dtype] = start + size
-    return packing.structure.unflatten(leaves)
+    return jax.tree.unflatten(packing.structure, leaves)
 
 
 def _place(path: tuple[Any, ...]) -> str:

@@ -1,4 +1,5 @@
-"""A plan: a tree, one gradient code per parent, and what follows from them for every rank."""
+"""A plan: a tree, one gradient code per parent, and what follows from them for every
+rank."""
 
 import dataclasses
 import functools
@@ -16,15 +17,18 @@ from jaxcoded.tree import NO_PARENT, Tree, balanced_parents, default_fanout
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who holds which part of a batch, who sends what to whom, and how it is put together again.
+    """Who holds which part of a batch, who sends what to whom, and how it is put
+    together again.
 
-    Made by `make_plan`; this constructor takes what a plan is defined by, everything else is derived from it. Equality
-    and hash are by value. CodedReduce, Reisizadeh et al. 2021 (arXiv 1902.01981), section 3, generalised to any tree,
-    to slices and to unequal subtrees (``docs/theory.md``).
+    Made by `make_plan`; this constructor takes what a plan is defined by, everything
+    else is derived from it. Equality and hash are by value. CodedReduce, Reisizadeh et
+    al. 2021 (arXiv 1902.01981), section 3, generalised to any tree, to slices and to
+    unequal subtrees (``docs/theory.md``).
 
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
-        stragglers: ``s`` asked for at every parent. A parent with too few children keeps less, see `layouts`.
+        stragglers: ``s`` asked for at every parent. A parent with too few children
+            keeps less, see `layouts`.
         slices: ``m`` asked for at every parent.
         code: kind of code asked for, one of `jaxcoded.plan.CODES`.
         root_computes: whether the root holds data.
@@ -51,13 +55,21 @@ class Plan:
         object.__setattr__(self, "parents", tree.parents)
         for name, least in (("stragglers", 0), ("slices", 1), ("seed", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | np.integer)
+                or value < least
+            ):
                 raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
             object.__setattr__(self, name, int(value))
         if self.code not in CODES:
-            raise ValueError(f"code must be one of {', '.join(CODES)}, got {self.code!r}")
+            raise ValueError(
+                f"code must be one of {', '.join(CODES)}, got {self.code!r}"
+            )
         if not isinstance(self.root_computes, bool):
-            raise ValueError(f"root_computes must be True or False, got {self.root_computes!r}")
+            raise TypeError(
+                f"root_computes must be True or False, got {self.root_computes!r}"
+            )
         most = max(map(len, tree.children))
         if tree.size > 1 and self.stragglers + self.slices > most:
             raise ValueError(
@@ -83,9 +95,14 @@ class Plan:
         return self.tree.root
 
     def children(self, rank: int) -> tuple[int, ...]:
-        """The children of a rank in the order of the rows of its code; empty for a leaf."""
+        """The children of a rank in the order of the rows of its code; empty for a
+        leaf."""
         coding = self.layouts[rank]
-        return () if coding is None else tuple(self.tree.children[rank][row] for row in coding.rows)
+        return (
+            ()
+            if coding is None
+            else tuple(self.tree.children[rank][row] for row in coding.rows)
+        )
 
     def computes(self, rank: int) -> bool:
         """Whether a rank can hold data. A rank alone computes."""
@@ -100,7 +117,8 @@ class Plan:
 
     @functools.cached_property
     def capacities(self) -> tuple[Fraction, ...]:
-        """The size of the largest set that each rank's subtree can be given, in units of one rank's load."""
+        """The size of the largest set that each rank's subtree can be given, in units
+        of one rank's load."""
         return self._coded[1]
 
     @functools.cached_property
@@ -114,16 +132,25 @@ class Plan:
             slices = min(self.slices, len(children))
             stragglers = min(self.stragglers, len(children) - slices)
             try:
-                coding = layout(tuple(capacities[c] for c in children), stragglers, slices, self.code, self.seed)
+                coding = layout(
+                    tuple(capacities[c] for c in children),
+                    stragglers,
+                    slices,
+                    self.code,
+                    self.seed,
+                )
             except ValueError as error:
-                raise ValueError(f"rank {rank} with its {len(children)} children: {error}") from None
+                raise ValueError(
+                    f"rank {rank} with its {len(children)} children: {error}"
+                ) from None
             layouts[rank] = coding
             capacities[rank] = coding.capacity + self.computes(rank)
         return tuple(layouts), tuple(capacities)
 
     @functools.cached_property
     def given(self) -> tuple[Fraction, ...]:
-        """The size of the set that each rank's subtree is given, in units of one rank's load: at most its capacity."""
+        """The size of the set that each rank's subtree is given, in units of one rank's
+        load: at most its capacity."""
         given = [Fraction(0)] * self.size
         given[self.root] = self.capacities[self.root]
         for rank in self.tree.order:
@@ -137,7 +164,8 @@ class Plan:
 
     @functools.cached_property
     def slices_above(self) -> tuple[int, ...]:
-        """The number ``M`` of slices in each rank's message: the product of the slices of its ancestors' codes.
+        """The number ``M`` of slices in each rank's message: the product of the slices
+        of its ancestors' codes.
 
         A rank sends ``1/M`` of a gradient.
         """
@@ -150,46 +178,71 @@ class Plan:
         return tuple(counts)
 
     @property
+    def sliced(self) -> bool:
+        """Whether messages are shorter than the gradient."""
+        return self.padding_multiple > 1
+
+    @property
     def padding_multiple(self) -> int:
-        """Gradients are padded to a multiple of this many elements, so that every layer's slices divide them."""
+        """Gradients are padded to a multiple of this many elements, so that every
+        layer's slices divide them."""
         return math.lcm(*self.slices_above)
 
-    def coefficients(self, rank: int, erased: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
-        """How a parent combines its children's messages: float64 ``(m, n)`` over `children`.
+    def coefficients(
+        self, rank: int, erased: Sequence[bool] | np.ndarray | None = None
+    ) -> np.ndarray:
+        """How a parent combines its children's messages: float64 ``(m, n)`` over
+        `children`.
 
         Args:
             rank: a parent.
-            erased: bool ``(size,)``, the ranks whose messages are left out. Default none. Where the children that are
-                left do not suffice, the least-squares coefficients; see `unrecoverable`.
+            erased: bool ``(size,)``, the ranks whose messages are left out. Default
+                none. Where the children that are left do not suffice, the least-squares
+                coefficients; see `unrecoverable`.
         """
         coding = self.layouts[rank]
         if coding is None:
             raise ValueError(f"rank {rank} is a leaf and decodes nothing")
         children = self.children(rank)
-        answered = np.ones(len(children), bool) if erased is None else ~np.asarray(erased, bool)[list(children)]
+        answered = (
+            np.ones(len(children), bool)
+            if erased is None
+            else ~np.asarray(erased, bool)[list(children)]
+        )
         return coding.code.decode(answered).coefficients
 
     def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
-        """The parents that cannot rebuild their sum without the erased ranks; empty if the plan tolerates them.
+        """The parents that cannot rebuild their sum without the erased ranks; empty if
+        the plan tolerates them.
 
-        Parents that are erased themselves, or below one, are not needed and do not count. The root always is.
+        Parents that are erased themselves, or below one, are not needed and do not
+        count. The root always is.
         """
         erased = np.asarray(erased, bool)
         if erased.shape != (self.size,):
-            raise ValueError(f"erasures must have shape ({self.size},), one for each rank, got {erased.shape}")
+            raise ValueError(
+                f"erasures must have shape ({self.size},), one for each rank, got {erased.shape}"
+            )
         failed, needed = [], np.ones(self.size, bool)
         for rank in self.tree.order:
             parent = self.tree.parents[rank]
-            needed[rank] = rank == self.root or bool(needed[parent] and not erased[rank])
+            needed[rank] = rank == self.root or bool(
+                needed[parent] and not erased[rank]
+            )
             coding = self.layouts[rank]
-            if needed[rank] and coding is not None and not coding.code.decodable(~erased[list(self.children(rank))]):
+            if (
+                needed[rank]
+                and coding is not None
+                and not coding.code.decodable(~erased[list(self.children(rank))])
+            ):
                 failed.append(rank)
         if erased[self.root] and self.root not in failed:
             failed.insert(0, self.root)
         return failed
 
     def tolerates(self, rank: int) -> int:
-        """The number of children of ``rank`` that may be missing, whichever they are; 0 for a leaf."""
+        """The number of children of ``rank`` that may be missing, whichever they are; 0
+        for a leaf."""
         coding = self.layouts[rank]
         return 0 if coding is None else coding.code.stragglers
 
@@ -197,13 +250,15 @@ class Plan:
     def load(self) -> Fraction:
         """``r``: the largest part of the batch that a rank computes, ``1 / c(root)``.
 
-        ``1 / Σ_l (n/(s+m))^l`` on an (n, L)-regular tree (CodedReduce, theorem 1, for ``m = 1``).
+        ``1 / Σ_l (n/(s+m))^l`` on an (n, L)-regular tree (CodedReduce, theorem 1, for
+        ``m = 1``).
         """
         return 1 / self.capacities[self.root]
 
     @functools.cached_property
     def amplification(self) -> float:
-        """How much rounding can grow on the way to the root: the largest product of the codes' ``κ`` down a path."""
+        """How much rounding can grow on the way to the root: the largest product of the
+        codes' ``κ`` down a path."""
         product = [1.0] * self.size
         for rank in self.tree.order:
             coding = self.layouts[rank]
@@ -216,7 +271,9 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` makes an equal plan of it."""
-        return json.dumps(dataclasses.asdict(self) | {"format": "jaxcoded.Plan/1"}, sort_keys=True)
+        return json.dumps(
+            dataclasses.asdict(self) | {"format": "jaxcoded.Plan/1"}, sort_keys=True
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -226,26 +283,36 @@ class Plan:
             ValueError: the text is not a plan.
         """
         fields = json.loads(text)
-        if not isinstance(fields, dict) or fields.pop("format", None) != "jaxcoded.Plan/1":
+        if (
+            not isinstance(fields, dict)
+            or fields.pop("format", None) != "jaxcoded.Plan/1"
+        ):
             raise ValueError(f"not a plan written by Plan.to_json: {text[:80]!r}")
         expected = {field.name for field in dataclasses.fields(cls)}
         if fields.keys() != expected:
-            raise ValueError(f"a plan has the fields {sorted(expected)}, got {sorted(fields)}")
+            raise ValueError(
+                f"a plan has the fields {sorted(expected)}, got {sorted(fields)}"
+            )
         return cls(**fields | {"parents": tuple(fields["parents"])})
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of the plan and of the values of its codes, equal wherever the plan means the same.
+        """Hexadecimal digest of the plan and of the values of its codes, equal wherever
+        the plan means the same.
 
-        Codes enter with 6 digits: their last bits differ between linear algebra libraries, another draw differs more.
+        Codes enter with 6 digits: their last bits differ between linear algebra
+            libraries, another draw differs more.
         """
         digest = hashlib.sha256(self.to_json().encode())
-        for coding in dict.fromkeys(coding for coding in self.layouts if coding is not None):
+        for coding in dict.fromkeys(
+            coding for coding in self.layouts if coding is not None
+        ):
             digest.update(np.round(coding.code.B, 6).__add__(0.0).tobytes())
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """The plan in words and a table: loads, spare capacity, message sizes, resiliency and κ of each layer."""
+        """The plan in words and a table: loads, spare capacity, message sizes,
+        resiliency and κ of each layer."""
         from jaxcoded._describe import describe
 
         return describe(self)
@@ -265,16 +332,21 @@ def make_plan(
     """Plan a coded tree reduction over ``size`` ranks.
 
     Args:
-        size: number of ranks, the root included. One rank alone computes, uncoded. Two ranks need ``stragglers=0``.
-        fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … + n^L`` gives the paper's regular
-            tree. Default: the smallest one that reaches ``size`` at the smallest depth with at most 8 children.
-        stragglers: ``s``, the number of children of every parent that may be missing. Where ``size`` and ``fanout`` leave
-            a parent too few children for it, this parent keeps what it can, and `Plan.describe` says so.
-        slices: ``m``; every layer's messages are ``1/m`` as long as those above, at a load as if ``s + m − 1`` could
-            be missing.
-        code: ``"auto"`` (fractional repetition wherever it fits), ``"uncoded"``, ``"fractional_repetition"``,
-            ``"cyclic_repetition"`` or ``"random_generator"``, for every parent.
-        root_computes: whether rank 0 holds data too. It is the one rank whose work nobody can replace.
+        size: number of ranks, the root included. One rank alone computes, uncoded. Two
+            ranks need ``stragglers=0``.
+        fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … +
+            n^L`` gives the paper's regular tree. Default: the smallest one that reaches
+            ``size`` at the smallest depth with at most 8 children.
+        stragglers: ``s``, the number of children of every parent that may be missing.
+            Where ``size`` and ``fanout`` leave a parent too few children for it, this
+            parent keeps what it can, and `Plan.describe` says so.
+        slices: ``m``; every layer's messages are ``1/m`` as long as those above, at a
+            load as if ``s + m − 1`` could be missing.
+        code: ``"auto"`` (fractional repetition wherever it fits), ``"uncoded"``,
+            ``"fractional_repetition"``, ``"cyclic_repetition"`` or
+            ``"random_generator"``, for every parent.
+        root_computes: whether rank 0 holds data too. It is the one rank whose work
+            nobody can replace.
         seed: of random codes; equal seeds give equal plans.
         parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
 
@@ -282,12 +354,13 @@ def make_plan(
         A `Plan`.
 
     Raises:
-        ValueError: the request is impossible. The message names the value and the remedy.
+        ValueError: the request is impossible. The message names the value and the
+            remedy.
 
     Example:
         >>> import jaxcoded
         >>> print(jaxcoded.make_plan(4, stragglers=1).describe())  # doctest: +ELLIPSIS
-        4 ranks: root 0 (without data) and 3 workers in 1 layer...
+        4 ranks: root 0 (without data) and 3 workers in 1 layer; any 1 of...
     """
     if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
         raise ValueError(f"size must be an integer ≥ 1, got {size!r}")
@@ -295,14 +368,20 @@ def make_plan(
         if fanout is not None:
             raise ValueError("give fanout or parents, not both")
         if len(parents) != size:
-            raise ValueError(f"parents has {len(parents)} entries for size={size} ranks")
+            raise ValueError(
+                f"parents has {len(parents)} entries for size={size} ranks"
+            )
     elif size == 1:
         parents = (NO_PARENT,)
     else:
         needed = _needed(size, stragglers, slices)
         if fanout is None:
             fanout = default_fanout(int(size), needed)
-        if isinstance(fanout, bool) or not isinstance(fanout, int | np.integer) or fanout < needed:
+        if (
+            isinstance(fanout, bool)
+            or not isinstance(fanout, int | np.integer)
+            or fanout < needed
+        ):
             raise ValueError(
                 f"fanout={fanout!r} is too small: losing s={stragglers} of n children with m={slices} slices needs "
                 f"n ≥ s + m = {needed}; take a larger fan-out, or fewer stragglers or slices"
@@ -313,7 +392,11 @@ def make_plan(
 
 def _needed(size: int, stragglers: int, slices: int) -> int:
     for name, value, least in (("stragglers", stragglers, 0), ("slices", slices, 1)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | np.integer)
+            or value < least
+        ):
             raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
     needed = int(stragglers + slices)
     if size < needed + 1:

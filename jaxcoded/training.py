@@ -1,5 +1,6 @@
 """The gradient of a loss over the global batch, coded and reduced."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jaxcoded.collectives import coded_allreduce
 from jaxcoded.group import CodedGroup
-from jaxcoded.kernels import Encoded, accumulator, encode_vector
+from jaxcoded.kernels import Encoded, accumulator, divided, encode_vector
 from jaxcoded.packing import Packing, pack
 
 
@@ -20,27 +21,35 @@ def coded_value_and_grad(
     has_aux: bool = False,
     mean: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced, exact, equal on all ranks.
+    """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced,
+    exact, equal on all ranks.
 
-    Encoding is linear, so without slices the coding coefficients are loss weights: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``, one
-    backward pass. With slices the gradient of every chunk is encoded on its own, one after the other in a ``scan``. A rank
-    (or chunk) whose weights are all 0 computes no gradient. The loss must be a sum over examples: batch normalisation
-    is not, and random keys must belong to the example, not to the rank.
+    Encoding is linear, so without slices the coding coefficients are loss weights:
+        ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``, one
+    backward pass. With slices the gradient of every chunk is encoded on its own, one
+    after the other in a ``scan``. A rank (or chunk) whose weights are all 0 computes no
+    gradient. The loss must be a sum over examples: batch normalisation is not, and
+    random keys must belong to the example, not to the rank.
 
     Args:
-        per_example_loss: ``(params, batch) -> losses`` of shape ``(length,)``, or ``(losses, aux)`` with ``has_aux``.
+        per_example_loss: ``(params, batch) -> losses`` of shape ``(length,)``, or
+            ``(losses, aux)`` with ``has_aux``.
         group: an open group.
-        has_aux: whether it returns auxiliary data. They are this rank's own, not reduced; zeros where it computed nothing,
-            and, with slices, stacked over the chunks.
-        mean: divide loss and gradient by the number of examples in the global batch (counted by the same code).
+        has_aux: whether it returns auxiliary data. They are this rank's own, not
+            reduced; zeros where it computed nothing, and, with slices, stacked over the
+            chunks.
+        mean: divide loss and gradient by the number of examples in the global batch
+            (counted by the same code).
 
     Returns:
-        A function ``(params, batch, weights, *, erasures=None) -> (loss, grads)``, or ``((loss, aux), grads)``. ``batch`` is
-        a pytree of this rank's examples, leading axis ``length`` as in ``group.assignment``, and ``weights`` are its
-        weights. The loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
+        A function ``(params, batch, weights, *, erasures=None) -> (loss, grads)``, or
+        ``((loss, aux), grads)``. ``batch`` is a pytree of this rank's examples, leading
+        axis ``length`` as in ``group.assignment``, and ``weights`` are its weights. The
+        loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it.
 
-        It raises ``ValueError`` for shapes that do not fit, and what `coded_allreduce` raises.
+        It raises ``ValueError`` for shapes that do not fit, and what `coded_allreduce`
+        raises.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -55,29 +64,39 @@ def coded_value_and_grad(
     """
 
     def value_and_grad(
-        params: Any, batch: Any, weights: jax.Array | np.ndarray, *, erasures: jax.Array | None = None
+        params: Any,
+        batch: Any,
+        weights: jax.Array | np.ndarray,
+        *,
+        erasures: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        weights = jnp.asarray(weights)
-        _check_shapes(batch, weights, group)
-        if weights.ndim == 1:
-            local, aux = _weighted(per_example_loss, has_aux, params, batch, weights)
+        batch = jax.tree.map(jnp.asarray, batch)
+        coding = jnp.asarray(weights)
+        _check_shapes(batch, coding, group)
+        partial = functools.partial(_weighted, per_example_loss, has_aux, params)
+        if group.plan.sliced:
+            local, aux = _encoded(partial, batch, coding, group.plan.padding_multiple)
         else:
-            local, aux = _encoded(per_example_loss, has_aux, params, batch, weights, group.plan.padding_multiple)
+            local, aux = partial(batch, coding)
         loss, count, grads = coded_allreduce(local, group, erasures=erasures)
         if mean:
-            # every example counts once in the exact sum, so that rounding it takes the code's rounding away
-            examples = jnp.round(count)
-            loss = loss / examples.astype(loss.dtype)
-            grads = jax.tree.map(lambda g: (g.astype(w := accumulator(g.dtype)) / examples.astype(w)).astype(g.dtype), grads)
+            # every example counts once in the exact sum, so that rounding it takes the
+            # code's rounding away
+            loss, grads = divided((loss, grads), jnp.round(count))
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
 
 
 def _weighted(
-    per_example_loss: Callable[[Any, Any], Any], has_aux: bool, params: Any, batch: Any, weights: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array, Any], Any]:
-    """``(Σ w ℓ, Σ w, ∇ Σ w ℓ)`` of one rank, or of one chunk with weights 0 and 1; and the auxiliary data."""
+    per_example_loss: Callable[[Any, Any], Any],
+    has_aux: bool,
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+) -> tuple[Any, Any]:
+    """``(Σ w ℓ, Σ w, ∇ Σ w ℓ)`` of some examples, and their auxiliary data. Zeros, and
+    no gradient computed, where all weights are 0."""
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         out = per_example_loss(params, batch)
@@ -85,71 +104,74 @@ def _weighted(
         losses = jnp.asarray(losses)
         if losses.shape != weights.shape:
             raise ValueError(
-                f"per_example_loss must return one loss for each of the {len(weights)} examples, shape {weights.shape}, "
-                f"got {losses.shape}"
+                "per_example_loss must return one loss for each example, "
+                f"shape {weights.shape}, got {losses.shape}"
             )
         w = weights.astype(accumulator(losses.dtype))
-        # padding has weight 0 and must not count whatever its loss is
-        return jnp.sum(jnp.where(w != 0, w * losses.astype(w.dtype), 0)), (jnp.sum(w), aux)
+        # padding has weight 0 and must not count, whatever its loss is
+        loss = jnp.sum(jnp.where(w != 0, w * losses.astype(w.dtype), 0))
+        return loss, (jnp.sum(w), aux)
 
-    def compute() -> Any:
-        (loss, (count, aux)), grads = jax.value_and_grad(weighted_loss, has_aux=True)(params)
+    def compute() -> tuple[Any, Any]:
+        value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
+        (loss, (count, aux)), grads = value_and_grad(params)
         return (loss, count, grads), aux
 
-    def skip() -> Any:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute))
+    def skip() -> tuple[Any, Any]:
+        return jax.tree.map(_zeros, jax.eval_shape(compute))
 
     return jax.lax.cond(jnp.any(weights != 0), compute, skip)
 
 
 def _encoded(
-    per_example_loss: Callable[[Any, Any], Any],
-    has_aux: bool,
-    params: Any,
+    partial: Callable[[Any, jax.Array], tuple[Any, Any]],
     batch: Any,
     weights: jax.Array,
     multiple: int,
 ) -> tuple[Encoded, Any]:
-    """The coded message of ``(loss, count, gradient)`` over all chunks, in slices; and the auxiliary data by chunk."""
+    """The coded message of what ``partial`` makes of every chunk, one after the other;
+    and the auxiliary data, stacked."""
     chunks, chunk_size, slices = weights.shape
-    batches = jax.tree.map(lambda leaf: jnp.reshape(leaf, (chunks, chunk_size, *jnp.shape(leaf)[1:])), batch)
-    held = jnp.any(weights != 0, axis=2)
-
-    def partial(chunk: Any, mask: jax.Array) -> Any:
-        return _weighted(per_example_loss, has_aux, params, chunk, mask)
-
-    def packing_of(chunk: Any, mask: jax.Array) -> tuple[tuple[jax.Array, ...], Packing]:
-        return pack(partial(chunk, mask)[0])
-
-    packed: list[Packing] = []
-    shapes = jax.eval_shape(
-        lambda chunk, mask: (lambda vectors, packing: (packed.append(packing), vectors)[1])(*packing_of(chunk, mask)),
-        jax.tree.map(lambda leaf: leaf[0], batches),
-        held[0],
+    batches = jax.tree.map(
+        lambda leaf: leaf.reshape(chunks, chunk_size, *leaf.shape[1:]), batch
     )
-    zero = tuple(
-        jnp.zeros(-(-shape.shape[0] // multiple) * multiple // slices, accumulator(shape.dtype)) for shape in shapes
+    held = jnp.any(weights != 0, axis=2).astype(weights.dtype)
+    local, _ = jax.eval_shape(
+        partial, jax.tree.map(lambda leaf: leaf[0], batches), held[0]
+    )
+    packing = Packing.of(local)
+    empty = tuple(
+        jnp.zeros(-(-length // multiple) * multiple // slices, accumulator(dtype))
+        for dtype, length in packing.vectors.items()
     )
 
-    def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
         chunk, mask, coefficients = operands
         local, aux = partial(chunk, mask)
-        vectors, _ = pack(local)
-        # padding stands at the end of a chunk, so that the first example has the coefficients of all
-        added = [encode_vector(vector[None], coefficients[None, 0], multiple) for vector in vectors]
-        return tuple(total + part for total, part in zip(message, added)), aux
+        # padding stands at the end of a chunk: its first example has the coefficients
+        # of all
+        added = [
+            encode_vector(vector[None], coefficients[:1], multiple)
+            for vector in pack(local)[0]
+        ]
+        return tuple(map(jnp.add, message, added)), aux
 
-    message, aux = jax.lax.scan(step, zero, (batches, held.astype(weights.dtype), weights))
-    narrowed = tuple(vector.astype(shape.dtype) for vector, shape in zip(message, shapes))
-    return Encoded(narrowed, packed[0], slices, multiple), aux
+    message, aux = jax.lax.scan(step, empty, (batches, held, weights))
+    vectors = tuple(map(jnp.astype, message, packing.vectors))
+    return Encoded(vectors, packing, slices, multiple), aux
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(like.shape, like.dtype)
 
 
 def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
-    slices = group.plan.slices_above[group.rank]
-    sliced = group.plan.padding_multiple > 1
+    slices, sliced = group.plan.slices_above[group.rank], group.plan.sliced
     if weights.ndim != (3 if sliced else 1) or (sliced and weights.shape[2] != slices):
         wanted = f"(chunks, length // chunks, {slices})" if sliced else "(length,)"
-        raise ValueError(f"weights must have shape {wanted} as group.assignment makes them, got {weights.shape}")
+        raise ValueError(
+            f"weights must have shape {wanted} as group.assignment makes them, got {weights.shape}"
+        )
     length = weights.shape[0] * weights.shape[1] if sliced else weights.shape[0]
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:

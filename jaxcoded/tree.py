@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 NO_PARENT = -1
 
@@ -12,10 +12,12 @@ class Tree:
     """A rooted tree over ranks ``0 … N−1``.
 
     Args:
-        parents: the parent of each rank; the root has ``-1`` (its own number is accepted too).
+        parents: the parent of each rank; the root has ``-1`` (its own number is
+            accepted too).
 
     Raises:
-        ValueError: not exactly one root, a parent out of range, or a cycle. The message names the rank.
+        ValueError: not exactly one root, a parent out of range, or a cycle. The message
+            names the rank.
 
     Example:
         >>> from jaxcoded.tree import Tree
@@ -28,15 +30,20 @@ class Tree:
 
     def __post_init__(self) -> None:
         parents = tuple(
-            NO_PARENT if parent == rank else _integer(parent, rank) for rank, parent in enumerate(self.parents)
+            NO_PARENT if parent == rank else _integer(parent, rank)
+            for rank, parent in enumerate(self.parents)
         )
         object.__setattr__(self, "parents", parents)
         roots = [rank for rank, parent in enumerate(parents) if parent == NO_PARENT]
         if len(roots) != 1:
-            raise ValueError(f"parents must name exactly one root (parent -1), got roots {roots}")
+            raise ValueError(
+                f"parents must name exactly one root (parent -1), got roots {roots}"
+            )
         for rank, parent in enumerate(parents):
             if not NO_PARENT <= parent < len(parents):
-                raise ValueError(f"rank {rank} has parent {parent}, outside 0 … {len(parents) - 1}")
+                raise ValueError(
+                    f"rank {rank} has parent {parent}, outside 0 … {len(parents) - 1}"
+                )
         unreached = set(range(len(parents))) - set(self.order)
         if unreached:
             raise ValueError(f"parents contain a cycle through rank {min(unreached)}")
@@ -93,9 +100,11 @@ def regular_size(fanout: int, depth: int) -> int:
 
 
 def default_fanout(size: int, needed: int) -> int:
-    """The fan-out taken when none is asked for: the smallest one that reaches ``size`` at the smallest depth.
+    """The fan-out taken when none is asked for: the smallest one that reaches ``size``
+    at the smallest depth.
 
-    At most ``max(8, 2 · needed)`` children to a parent, so that no parent receives from too many.
+    At most ``max(8, 2 · needed)`` children to a parent, so that no parent receives from
+    too many.
 
     Args:
         size: number of ranks.
@@ -109,15 +118,18 @@ def default_fanout(size: int, needed: int) -> int:
 
 
 def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
-    """A breadth-first tree of any size whose parents have as equal numbers of children as possible.
+    """A breadth-first tree of any size whose parents have as equal numbers of children
+    as possible.
 
-    With ``size = 1 + n + … + n^L`` this is the (n, L)-regular tree, ``parent(r) = (r−1)//n``.
+    With ``size = 1 + n + … + n^L`` this is the (n, L)-regular tree, ``parent(r) =
+    (r−1)//n``.
 
     Args:
         size: number of ranks.
         fanout: the largest number of children of a parent.
-        needed: the number of children below which a parent cannot keep its stragglers (``s + m``). Where ``size``
-            allows no tree with ``needed … fanout`` children everywhere, the last parent alone gets fewer.
+        needed: the number of children below which a parent cannot keep its stragglers
+            (``s + m``). Where ``size`` allows no tree with ``needed … fanout`` children
+            everywhere, the last parent alone gets fewer.
 
     Returns:
         The parent of each rank, ``-1`` for rank 0.
@@ -136,7 +148,10 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
         last = below - (inner - 1) * needed
         last = min(last, needed - 1)
         counts = [*_even(below - last, inner - 1), last]
-    return (NO_PARENT, *(parent for parent, count in enumerate(counts) for _ in range(count)))
+    return (
+        NO_PARENT,
+        *(parent for parent, count in enumerate(counts) for _ in range(count)),
+    )
 
 
 def _even(total: int, parts: int) -> list[int]:
@@ -144,7 +159,7 @@ def _even(total: int, parts: int) -> list[int]:
     return [small + 1] * more + [small] * (parts - more)
 
 
-def _integer(parent: int | Sequence[int], rank: int) -> int:
+def _integer(parent: Any, rank: int) -> int:
     if isinstance(parent, bool) or not hasattr(parent, "__index__"):
         raise ValueError(f"rank {rank} has parent {parent!r}, which is not a rank")
-    return int(parent)  # type: ignore[arg-type]
+    return int(parent)

@@ -1,7 +1,9 @@
 """Gradient codes: one constructor per scheme, all of them a `GradientCode`."""
 
 from jaxcoded.codes._cyclic_repetition import cyclic_repetition as cyclic_repetition
-from jaxcoded.codes._fractional_repetition import fractional_repetition as fractional_repetition
+from jaxcoded.codes._fractional_repetition import (
+    fractional_repetition as fractional_repetition,
+)
 from jaxcoded.codes._gradient_code import Decoding as Decoding
 from jaxcoded.codes._gradient_code import GradientCode as GradientCode
 from jaxcoded.codes._random_generator import random_generator as random_generator

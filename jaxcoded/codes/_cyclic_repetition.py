@@ -5,11 +5,13 @@ from jaxcoded.codes._redraw import least_amplified
 
 
 def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode:
-    """Cyclic repetition (CRC): child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n), for any ``n`` and ``s < n``.
+    """Cyclic repetition (CRC): child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n),
+    for any ``n`` and ``s < n``.
 
-    Decodable from any ``n−s`` children. The rows of ``B`` lie in the null space of a random ``s × n`` matrix whose
-    rows sum to 0, which therefore contains the all-ones vector: Tandon et al. 2017 (arXiv 1612.03301),
-    algorithm 1. Redrawn at most 64 times for a small amplification.
+    Decodable from any ``n−s`` children. The rows of ``B`` lie in the null space of a
+    random ``s × n`` matrix whose rows sum to 0, which therefore contains the all-ones
+    vector: Tandon et al. 2017 (arXiv 1612.03301), algorithm 1. Redrawn at most 64 times
+    for a small amplification.
 
     Args:
         n: number of children.
@@ -20,7 +22,8 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
         A `GradientCode` with ``B`` of shape ``(n, n, 1)`` and loads ``s+1``.
 
     Raises:
-        ValueError: ``s`` is not in ``0 … n−1``, or no draw decodes in float64 (amplification · eps > 1e-3).
+        ValueError: ``s`` is not in ``0 … n−1``, or no draw decodes in float64
+            (amplification · eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes
@@ -30,14 +33,18 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
     """
     if not 0 <= stragglers < n:
         raise ValueError(f"stragglers must be in 0 … n−1 = {n - 1}, got {stragglers}")
-    columns = (np.arange(n)[:, None] + np.arange(1, stragglers + 1)) % n  # of row i, without the leading 1
+    columns = (
+        np.arange(n)[:, None] + np.arange(1, stragglers + 1)
+    ) % n  # of row i, without the leading 1
 
     def draw(rng: np.random.Generator) -> np.ndarray:
         H = rng.standard_normal((stragglers, n))
         H[:, -1] = -H[:, :-1].sum(axis=1)
         B = np.eye(n)
         if stragglers:
-            rest = np.linalg.solve(H[:, columns].transpose(1, 0, 2), -H.T[:, :, None])[:, :, 0]
+            rest = np.linalg.solve(H[:, columns].transpose(1, 0, 2), -H.T[:, :, None])[
+                :, :, 0
+            ]
             np.put_along_axis(B, columns, rest, axis=1)
         return B
 

@@ -4,18 +4,21 @@ from jaxcoded.codes._gradient_code import GradientCode
 
 
 def fractional_repetition(n: int, stragglers: int) -> GradientCode:
-    """Fractional repetition (FRC): ``n/(s+1)`` groups of ``s+1`` children that all send the same sum.
+    """Fractional repetition (FRC): ``n/(s+1)`` groups of ``s+1`` children that all send
+    the same sum.
 
-    Decodable from one answer of every group, so often from fewer than ``n−s``. The coefficients are 0 and 1 and
-    the amplification is 1: no rounding grows. Tandon et al. 2017 (arXiv 1612.03301), section 3.
+    Decodable from one answer of every group, so often from fewer than ``n−s``. The
+    coefficients are 0 and 1 and
+    the amplification is 1: no rounding grows. Tandon et al. 2017 (arXiv 1612.03301),
+        section 3.
 
     Args:
         n: number of children.
         stragglers: ``s``, with ``s + 1`` dividing ``n``.
 
     Returns:
-        A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``; children ``g(s+1) … g(s+1)+s`` form group ``g`` and
-        hold the partitions of the same numbers.
+        A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``; children ``g(s+1) …
+        g(s+1)+s`` form group ``g`` and hold the partitions of the same numbers.
 
     Raises:
         ValueError: ``s + 1`` does not divide ``n``, or ``s`` is not in ``0 … n−1``.
@@ -34,5 +37,7 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
             f"take n = {n // replicas * replicas or replicas} children or cyclic repetition"
         )
     return GradientCode(
-        np.kron(np.eye(n // replicas), np.ones((replicas, replicas))), stragglers, "fractional_repetition"
+        np.kron(np.eye(n // replicas), np.ones((replicas, replicas))),
+        stragglers,
+        "fractional_repetition",
     )

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# A decoding counts as exact when no entry of A·B − I misses by more than this. Exact float64 solves of the
-# codes that we accept (amplification · eps ≤ 1e-3, mostly far below) come out near amplification · 1e-16, and
-# sets that cannot be decoded miss by about 1/√k or more.
+# A decoding counts as exact when no entry of A·B − I misses by more than this. Exact
+# float64 solves of the codes that we accept (amplification · eps ≤ 1e-3, mostly far
+# below) come out near amplification · 1e-16, and sets that cannot be decoded miss by
+# about 1/√k or more.
 _EXACT = 1e-6
 # Singular values below this fraction of the largest one are zero.
 _RANK = 1e-11
@@ -23,10 +24,11 @@ class Decoding(NamedTuple):
     """How a parent rebuilds the sum from the children that answered.
 
     Attributes:
-        coefficients: float64 ``(m, n)``, zero at children that did not answer; slice ``u`` of the sum is
-            ``Σ_i coefficients[u, i] · message_i``.
-        residual: ``‖A·B − I‖₂`` (Frobenius), 0 up to rounding where the set is decodable. In the least-squares
-            case it is the distance from the exact sum, in units of one partition gradient.
+        coefficients: float64 ``(m, n)``, zero at children that did not answer; slice
+            ``u`` of the sum is ``Σ_i coefficients[u, i] · message_i``.
+        residual: ``‖A·B − I‖₂`` (Frobenius), 0 up to rounding where the set is
+            decodable. In the least-squares case it is the distance from the exact sum,
+            in units of one partition gradient.
     """
 
     coefficients: np.ndarray
@@ -37,28 +39,33 @@ class Decoding(NamedTuple):
 class GradientCode:
     """A gradient code: which child adds up what, and how the parent gets the sum back.
 
-    A parent needs ``Σ_j g_j`` of ``k`` partition gradients with ``q`` numbers each. Each ``g_j`` is cut into ``m``
-    slices of ``q/m`` numbers, and child ``i`` of ``n`` sends ``f_i = Σ_j Σ_u B[i, j, u] · g_j[slice u]``.
-    From the answered set ``F`` the parent finds ``A`` (``m × n``, zero off ``F``) with
-    ``Σ_i A[u, i] · B[i, j, v] = [u == v]`` for every ``j``.
+    A parent needs ``Σ_j g_j`` of ``k`` partition gradients with ``q`` numbers each.
+    Each ``g_j`` is cut into ``m`` slices of ``q/m`` numbers, and child ``i`` of ``n``
+    sends ``f_i = Σ_j Σ_u B[i, j, u] · g_j[slice u]``. From the answered set ``F`` the
+    parent finds ``A`` (``m × n``, zero off ``F``) with ``Σ_i A[u, i] · B[i, j, v] = [u
+    == v]`` for every ``j``.
 
-    ``m = 1`` is Tandon et al. 2017, section 2 (arXiv 1612.03301); ``m > 1`` is Ye and Abbe 2018 (arXiv 1802.03475)
-    and Kadhe et al. 2020 (arXiv 2005.07184).
+    ``m = 1`` is Tandon et al. 2017, section 2 (arXiv 1612.03301); ``m > 1`` is Ye and
+    Abbe 2018 (arXiv 1802.03475) and Kadhe et al. 2020 (arXiv 2005.07184).
 
     Args:
-        B: float array ``(n, k, m)``, or ``(n, k)`` for ``m = 1``. Kept as a read-only float64 copy.
-        stragglers: the number ``s`` of children that may be missing, whichever they are. Checked, on all
-            patterns or on 256 sampled ones. ``None`` finds the largest such number by enumeration.
+        B: float array ``(n, k, m)``, or ``(n, k)`` for ``m = 1``. Kept as a read-only
+            float64 copy.
+        stragglers: the number ``s`` of children that may be missing, whichever they
+            are. Checked, on all patterns or on 256 sampled ones. ``None`` finds the
+            largest such number by enumeration.
         name: how the code is called in ``Plan.describe()``.
 
     Raises:
-        ValueError: ``B`` has a wrong shape or entries that are not finite, some pattern of ``stragglers``
-            missing children cannot be decoded, or ``stragglers=None`` and there are too many patterns to try.
+        ValueError: ``B`` has a wrong shape or entries that are not finite, some pattern
+            of ``stragglers`` missing children cannot be decoded, or ``stragglers=None``
+            and there are too many patterns to try.
 
     Equality and hash are by value (``B`` and ``stragglers``).
 
     Example:
-        The code of Tandon et al., figure 2: three children, any one of which may be missing.
+        The code of Tandon et al., figure 2: three children, any one of which may be
+            missing.
 
         >>> import numpy as np
         >>> from jaxcoded import GradientCode
@@ -78,19 +85,27 @@ class GradientCode:
         if B.ndim == 2:
             B = B[:, :, None]
         if B.ndim != 3 or 0 in B.shape:
-            raise ValueError(f"B must have shape (n, k, m) with no axis empty, got {np.shape(self.B)}")
+            raise ValueError(
+                f"B must have shape (n, k, m) with no axis empty, got {np.shape(self.B)}"
+            )
         if not np.isfinite(B).all():
             raise ValueError("B has entries that are not finite")
         B.setflags(write=False)
         object.__setattr__(self, "B", B)
-        object.__setattr__(self, "_decode", functools.lru_cache(maxsize=4096)(self._decode_uncached))
+        object.__setattr__(
+            self, "_decode", functools.lru_cache(maxsize=4096)(self._decode_uncached)
+        )
         if self.stragglers is None:
             object.__setattr__(self, "stragglers", self._largest_tolerance())
             return
         if not 0 <= self.stragglers < self.n:
-            raise ValueError(f"stragglers must be in 0 … n−1 = {self.n - 1}, got {self.stragglers}")
+            raise ValueError(
+                f"stragglers must be in 0 … n−1 = {self.n - 1}, got {self.stragglers}"
+            )
         if not self._solve(self._missing_sets())[1].all():
-            raise ValueError(f"this B cannot be decoded from every {self.n - self.stragglers} of its {self.n} children")
+            raise ValueError(
+                f"this B cannot be decoded from every {self.n - self.stragglers} of its {self.n} children"
+            )
 
     @property
     def n(self) -> int:
@@ -129,9 +144,10 @@ class GradientCode:
     def decode(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> Decoding:
         """The coefficients that rebuild the sum from these children.
 
-        Of children with the same row of ``B`` (replicas, as in fractional repetition) the first that answered is
-        used and the others get 0. Where the set is decodable the solution of least norm is returned; otherwise
-        the least-squares one, with its residual.
+        Of children with the same row of ``B`` (replicas, as in fractional repetition)
+        the first that answered is used and the others get 0. Where the set is decodable
+        the solution of least norm is returned; otherwise the least-squares one, with
+        its residual.
 
         Args:
             answered: bool ``(n,)``, or the indices of the children that answered.
@@ -143,9 +159,11 @@ class GradientCode:
 
     @functools.cached_property
     def amplification(self) -> float:
-        """``κ = max_F max_{u,j} Σ_i |A[u,i]| · Σ_v |B[i,j,v]|``: how much rounding can grow, 1 at best.
+        """``κ = max_F max_{u,j} Σ_i |A[u,i]| · Σ_v |B[i,j,v]|``: how much rounding can
+        grow, 1 at best.
 
-        Over all answered sets with at most ``stragglers`` missing, or 256 sampled ones where there are more.
+        Over all answered sets with at most ``stragglers`` missing, or 256 sampled ones
+        where there are more.
         """
         reduced, _ = self._solve(self._missing_sets())
         magnitude = np.abs(self.B[self._first_replicas]).sum(axis=2)
@@ -162,15 +180,18 @@ class GradientCode:
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientCode, (self.B, self.stragglers, self.name)
 
-    # Decoding. Replicas (equal rows) collapse to one; of the reduced matrix M every exact solution is
-    # A = A0 + Y·N with the left null space N, so leaving out the set E asks only for Y·N_E = −A0_E: a system with
-    # as many unknowns as the code has surplus children, whatever n is.
+    # Decoding. Replicas (equal rows) collapse to one; of the reduced matrix M every
+    # exact solution is A = A0 + Y·N with the left null space N, so leaving out the set
+    # E asks only for Y·N_E = −A0_E: a system with as many unknowns as the code has
+    # surplus children, whatever n is.
 
     @functools.cached_property
     def _replicas(self) -> tuple[np.ndarray, np.ndarray]:
         """First child of each class of equal rows, and the class of each child."""
         rows = self.B.reshape(self.n, -1)
-        _, first, classes = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        _, first, classes = np.unique(
+            rows, axis=0, return_index=True, return_inverse=True
+        )
         order = np.argsort(first)
         return first[order], np.argsort(order)[classes.reshape(-1)]
 
@@ -179,7 +200,8 @@ class GradientCode:
         return self._replicas[0]
 
     def _missing_replicas(self, missing: np.ndarray) -> np.ndarray:
-        """Bool ``(..., n)`` to bool ``(..., classes)``: the classes of which no child answered."""
+        """Bool ``(..., n)`` to bool ``(..., classes)``: the classes of which no child
+        answered."""
         first, classes = self._replicas
         out = np.ones((*missing.shape[:-1], len(first)), bool)
         for child, replica in enumerate(classes):
@@ -192,25 +214,33 @@ class GradientCode:
 
     @functools.cached_property
     def _solution(self) -> tuple[np.ndarray, np.ndarray, bool]:
-        """``A0`` (m, classes), ``N`` (surplus, classes) with orthonormal rows, and whether ``A0`` is exact."""
+        """``A0`` (m, classes), ``N`` (surplus, classes) with orthonormal rows, and
+        whether ``A0`` is exact."""
         M = self.B[self._first_replicas].reshape(len(self._first_replicas), -1)
         left, values, right = np.linalg.svd(M, full_matrices=True)
         rank = int((values > _RANK * values[0]).sum())
         A0 = ((self._target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
-        if np.array_equal(np.rint(A0) @ M, self._target):  # so that repetition codes decode by 0 and 1 exactly
+        if np.array_equal(
+            np.rint(A0) @ M, self._target
+        ):  # so that repetition codes decode by 0 and 1 exactly
             A0 = np.rint(A0)
         return A0, left[:, rank:].T, bool(np.abs(A0 @ M - self._target).max() <= _EXACT)
 
     def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Bool ``(sets, classes)`` of missing classes to ``A`` ``(sets, m, classes)`` and bool ``(sets,)``: exact."""
+        """Bool ``(sets, classes)`` of missing classes to ``A`` ``(sets, m, classes)``
+        and bool ``(sets,)``: exact."""
         A0, N, exact = self._solution
         wanted = np.where(missing[:, None, :], -A0, 0.0)
         if len(N):
-            Y = wanted @ np.linalg.pinv(np.where(missing[:, None, :], N, 0.0), rcond=_RANK)
+            Y = wanted @ np.linalg.pinv(
+                np.where(missing[:, None, :], N, 0.0), rcond=_RANK
+            )
             step = Y @ N
         else:
             step = np.zeros_like(wanted)
-        error = np.abs(np.where(missing[:, None, :], step - wanted, 0.0)).max(axis=(1, 2))
+        error = np.abs(np.where(missing[:, None, :], step - wanted, 0.0)).max(
+            axis=(1, 2)
+        )
         magnitude = 1.0 + np.abs(self.B).max()
         A = np.where(missing[:, None, :], 0.0, A0 + step)
         return A, exact & (error * magnitude <= _EXACT)
@@ -224,7 +254,9 @@ class GradientCode:
         if not exact:
             reduced = np.zeros((self.m, len(first)))
             if not missing.all():
-                reduced[:, ~missing] = np.linalg.lstsq(M[~missing].T, self._target.T, rcond=None)[0].T
+                reduced[:, ~missing] = np.linalg.lstsq(
+                    M[~missing].T, self._target.T, rcond=None
+                )[0].T
         residual = float(np.linalg.norm(reduced @ M - self._target))
         coefficients = np.zeros((self.m, self.n))
         for replica in np.flatnonzero(~missing):
@@ -235,26 +267,37 @@ class GradientCode:
 
     # Sets of children.
 
-    def _answered(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> np.ndarray:
+    def _answered(
+        self, answered: Sequence[bool] | Sequence[int] | np.ndarray
+    ) -> np.ndarray:
         given = np.asarray(answered)
         if given.dtype == bool:
             if given.shape != (self.n,):
-                raise ValueError(f"answered must have shape ({self.n},), got {given.shape}")
+                raise ValueError(
+                    f"answered must have shape ({self.n},), got {given.shape}"
+                )
             return given
         mask = np.zeros(self.n, bool)
         if given.size:
             if not np.issubdtype(given.dtype, np.integer) or given.ndim != 1:
-                raise TypeError(f"answered must be a bool array or a list of child indices, got {answered!r}")
+                raise TypeError(
+                    f"answered must be a bool array or a list of child indices, got {answered!r}"
+                )
             if given.min() < 0 or given.max() >= self.n:
-                raise ValueError(f"answered names children outside 0 … {self.n - 1}: {answered!r}")
+                raise ValueError(
+                    f"answered names children outside 0 … {self.n - 1}: {answered!r}"
+                )
             mask[given] = True
         return mask
 
     def _missing_sets(self) -> np.ndarray:
-        """Bool ``(sets, classes)``: the straggler patterns that the code must answer, sampled beyond 256."""
+        """Bool ``(sets, classes)``: the straggler patterns that the code must answer,
+        sampled beyond 256."""
         n, s = self.n, self.stragglers
         if sum(math.comb(n, e) for e in range(s + 1)) <= MAX_SETS:
-            patterns: Iterator[Sequence[int]] = (E for e in range(s + 1) for E in itertools.combinations(range(n), e))
+            patterns: Iterator[Sequence[int]] = (
+                E for e in range(s + 1) for E in itertools.combinations(range(n), e)
+            )
         else:
             rng = np.random.default_rng(0)
             patterns = (rng.permutation(n)[:s].tolist() for _ in range(MAX_SETS))
@@ -278,6 +321,8 @@ class GradientCode:
                 row[list(pattern)] = True
             if not self._solve(self._missing_replicas(missing))[1].all():
                 if s == 0:
-                    raise ValueError("this B cannot be decoded even when every child answers")
+                    raise ValueError(
+                        "this B cannot be decoded even when every child answers"
+                    )
                 return s - 1
         return self.n - 1

@@ -15,29 +15,33 @@ def random_generator(
 ) -> GradientCode:
     """A code on any support: unequal loads and any number of slices.
 
-    Of a random ``W`` of shape ``(s+m, n)`` the first ``s`` rows are the parity checks of ``B`` and the last ``m`` its
-    decoder when all answer: ``W · B[:, j, :] = [0; I]`` for every partition ``j``, a system on the holders of ``j``
-    alone. Any ``s`` columns of the checks are invertible with probability 1, so any ``n−s`` children suffice. These
-    are the codes of Ye and Abbe 2018 (arXiv 1802.03475), section V, written by their dual (``s+m`` unknowns instead
-    of ``n−s``), on an arbitrary support as in Wang et al. 2019 (arXiv 1901.09339). Redrawn at most 64 times for a
-    small amplification.
+    Of a random ``W`` of shape ``(s+m, n)`` the first ``s`` rows are the parity checks
+    of ``B`` and the last ``m`` its
+    decoder when all answer: ``W · B[:, j, :] = [0; I]`` for every partition ``j``, a
+        system on the holders of ``j``
+    alone. Any ``s`` columns of the checks are invertible with probability 1, so any
+    ``n−s`` children suffice. These are the codes of Ye and Abbe 2018 (arXiv
+    1802.03475), section V, written by their dual (``s+m`` unknowns instead of ``n−s``),
+    on an arbitrary support as in Wang et al. 2019 (arXiv 1901.09339). Redrawn at most
+    64 times for a small amplification.
 
     Args:
         n: number of children.
         stragglers: ``s``, with ``s + slices ≤ n``.
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
-        support: bool ``(n, k)``, child ``i`` holds partition ``j``; every partition needs at least ``s + m`` holders.
-            Default: ``k = n`` partitions dealt round-robin, ``s+m`` to each child.
-        loads: instead of ``support``, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and ``ℓ_i ≤ k``, dealt round-robin over
-            the ``k`` partitions.
+        support: bool ``(n, k)``, child ``i`` holds partition ``j``; every partition
+            needs at least ``s + m`` holders. Default: ``k = n`` partitions dealt
+            round-robin, ``s+m`` to each child.
+        loads: instead of ``support``, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
+            ``ℓ_i ≤ k``, dealt round-robin over the ``k`` partitions.
         seed: of the random draws; the same seed gives the same code on every rank.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, k, m)``.
 
     Raises:
-        ValueError: ``s + m > n``, a partition with too few holders, loads that do not add up, or no draw that
-            decodes in float64 (amplification · eps > 1e-3).
+        ValueError: ``s + m > n``, a partition with too few holders, loads that do not
+            add up, or no draw that decodes in float64 (amplification · eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes
@@ -49,7 +53,9 @@ def random_generator(
     """
     s, m = stragglers, slices
     if s < 0 or m < 1 or s + m > n:
-        raise ValueError(f"a code needs stragglers ≥ 0, slices ≥ 1 and stragglers + slices ≤ n, got s={s}, m={m}, n={n}")
+        raise ValueError(
+            f"a code needs stragglers ≥ 0, slices ≥ 1 and stragglers + slices ≤ n, got s={s}, m={m}, n={n}"
+        )
     if support is not None and loads is not None:
         raise ValueError("give support or loads, not both")
     if loads is not None:
@@ -58,7 +64,9 @@ def random_generator(
         support = _deal(np.full(n, s + m), n, s + m)
     support = np.asarray(support, bool)
     if support.ndim != 2 or len(support) != n or support.shape[1] == 0:
-        raise ValueError(f"support must have shape ({n}, k) with k ≥ 1, got {support.shape}")
+        raise ValueError(
+            f"support must have shape ({n}, k) with k ≥ 1, got {support.shape}"
+        )
     holders = support.sum(axis=0)
     if holders.min() < s + m:
         raise ValueError(
@@ -76,8 +84,13 @@ def random_generator(
 
 
 def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
-    """Bool ``(n, k)``: child after child takes its next ``loads[i]`` partitions, round and round."""
-    if loads.shape != (n,) or not np.issubdtype(loads.dtype, np.integer) or loads.min() < 0:
+    """Bool ``(n, k)``: child after child takes its next ``loads[i]`` partitions, round
+    and round."""
+    if (
+        loads.shape != (n,)
+        or not np.issubdtype(loads.dtype, np.integer)
+        or loads.min() < 0
+    ):
         raise ValueError(f"loads must be {n} integers ≥ 0, got {loads.tolist()}")
     k, rest = divmod(int(loads.sum()), holders)
     if rest or k == 0 or loads.max() > k:

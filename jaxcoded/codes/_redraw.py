@@ -12,7 +12,8 @@ MAX_ROUNDING = 1e-3
 
 
 def usual_amplification(n: int, stragglers: int, slices: int) -> float:
-    """About what the best of 64 draws reaches: ``n · √C(n, s+m−1)``, within a factor of 5 for n = 3 … 64.
+    """About what the best of 64 draws reaches: ``n · √C(n, s+m−1)``, within a factor of
+    5 for n = 3 … 64.
 
     An empirical fit to cyclic repetition and random generators; see ``docs/codes.md``.
     """
@@ -20,11 +21,17 @@ def usual_amplification(n: int, stragglers: int, slices: int) -> float:
 
 
 def least_amplified(
-    draw: Callable[[np.random.Generator], np.ndarray], n: int, stragglers: int, slices: int, name: str, seed: int
+    draw: Callable[[np.random.Generator], np.ndarray],
+    n: int,
+    stragglers: int,
+    slices: int,
+    name: str,
+    seed: int,
 ) -> GradientCode:
     """The code with the smallest amplification of at most 64 draws of ``B``.
 
-    Stops at the first draw that is well below the usual amplification. Warns where the best one is far above it.
+    Stops at the first draw that is well below the usual amplification. Warns where the
+    best one is far above it.
 
     Raises:
         ValueError: amplification · eps(float64) > 1e-3 for every draw.
@@ -35,14 +42,21 @@ def least_amplified(
     for _ in range(MAX_DRAWS):
         try:
             code = GradientCode(draw(rng), stragglers, name)
-        except (ValueError, np.linalg.LinAlgError):  # a draw so close to singular that it cannot be decoded
+        except (
+            ValueError,
+            np.linalg.LinAlgError,
+        ):  # a draw so close to singular that it cannot be decoded
             continue
         if best is None or code.amplification < best.amplification:
             best = code
         if best.amplification <= max(1.0, usual / 4) * (1 + 1e-9):
             break
     if best is None or best.amplification * np.finfo(np.float64).eps > MAX_ROUNDING:
-        reached = "no draw could be decoded" if best is None else f"the best amplification is {best.amplification:.1e}"
+        reached = (
+            "no draw could be decoded"
+            if best is None
+            else f"the best amplification is {best.amplification:.1e}"
+        )
         raise ValueError(
             f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices} cannot be decoded in float64: {reached} "
             f"after {MAX_DRAWS} draws; take fewer stragglers, fewer slices, a smaller fan-out or fractional repetition"

@@ -1,7 +1,8 @@
 """The tree on stock mpi4jax: blocking messages between static ranks.
 
-Every rank must turn up in every round, and a parent hears all its children before it goes on. So this transport does not
-outrun stragglers; it is the readable reference, the oracle of the tests, and what runs where no compiler is at hand.
+Every rank must turn up in every round, and a parent hears all its children before it
+goes on. So this transport does not outrun stragglers; it is the readable reference, the
+oracle of the tests, and what runs where no compiler is at hand.
 """
 
 from collections.abc import Sequence
@@ -21,31 +22,48 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def send(vector: jax.Array, rank: int, comm: MPI.Intracomm) -> None:
-    """Send an array of any float, integer or bool dtype; blocks until its buffer may be reused."""
-    mpi4jax.send(_to_wire(_checked(vector)), dest=rank, comm=comm)
+    """Send an array of any float, integer or bool dtype; blocks until its buffer may be
+    reused."""
+    _check_length(vector)
+    mpi4jax.send(_to_wire(vector), dest=rank, comm=comm)
 
 
-def receive(like: jax.Array | jax.ShapeDtypeStruct, rank: int, comm: MPI.Intracomm) -> jax.Array:
+def receive(
+    like: jax.Array | jax.ShapeDtypeStruct, rank: int, comm: MPI.Intracomm
+) -> jax.Array:
     """Receive an array of this shape and dtype."""
-    template = jnp.empty(_checked(like).shape, _wire_dtype(like.dtype))
+    _check_length(like)
+    template = jnp.empty(like.shape, _wire_dtype(like.dtype))
     return _from_wire(mpi4jax.recv(template, source=rank, comm=comm), like.dtype)
 
 
-def exchange(vector: jax.Array, source: int, target: int, comm: MPI.Intracomm) -> jax.Array:
-    """Send an array to ``target`` and receive one of the same shape and dtype from ``source`` at the same time."""
-    wire = _to_wire(_checked(vector))
-    received = mpi4jax.sendrecv(wire, jnp.empty_like(wire), source=source, dest=target, comm=comm)
+def exchange(
+    vector: jax.Array, source: int, target: int, comm: MPI.Intracomm
+) -> jax.Array:
+    """Send an array to ``target`` and receive one of the same shape and dtype from
+    ``source`` at the same time."""
+    _check_length(vector)
+    wire = _to_wire(vector)
+    received = mpi4jax.sendrecv(
+        wire, jnp.empty_like(wire), source=source, dest=target, comm=comm
+    )
     return _from_wire(received, vector.dtype)
 
 
 def tree_reduce(
-    own: jax.Array, children: Sequence[int], parent: int, coefficients: jax.Array | np.ndarray, comm: MPI.Intracomm
+    own: jax.Array,
+    children: Sequence[int],
+    parent: int,
+    coefficients: jax.Array | np.ndarray,
+    comm: MPI.Intracomm,
 ) -> jax.Array:
-    """The way up at one rank: hear the children, decode, add one's own, tell the parent.
+    """The way up at one rank: hear the children, decode, add one's own, tell the
+    parent.
 
     Args:
         own: this rank's message ``(..., l)``.
-        children: ranks in the order of the code's rows; their messages are ``(..., l/m)``.
+        children: ranks in the order of the code's rows; their messages are ``(...,
+            l/m)``.
         parent: whom to send to; negative at the root.
         coefficients: ``(m, n)``.
         comm: the communicator.
@@ -56,18 +74,25 @@ def tree_reduce(
     total = own
     if children:
         length, rest = divmod(own.shape[-1], len(coefficients))
-        assert not rest, "messages are padded to a length that every layer's slices divide"
+        assert not rest, (
+            "messages are padded to a length that every layer's slices divide"
+        )
         like = jax.ShapeDtypeStruct((*own.shape[:-1], length), own.dtype)
         messages = [receive(like, child, comm) for child in children]
-        decoded = decode_vector(messages, jnp.asarray(coefficients, accumulator(own.dtype)))
+        decoded = decode_vector(
+            messages, jnp.asarray(coefficients, accumulator(own.dtype))
+        )
         total = (decoded + own.astype(decoded.dtype)).astype(own.dtype)
     if parent >= 0:
         send(total, parent, comm)
     return total
 
 
-def tree_broadcast(vector: jax.Array, children: Sequence[int], parent: int, comm: MPI.Intracomm) -> jax.Array:
-    """The way down at one rank: hear the parent (at the root, take ``vector``), tell the children."""
+def tree_broadcast(
+    vector: jax.Array, children: Sequence[int], parent: int, comm: MPI.Intracomm
+) -> jax.Array:
+    """The way down at one rank: hear the parent (at the root, take ``vector``), tell
+    the children."""
     if parent >= 0:
         vector = receive(vector, parent, comm)
     for child in children:
@@ -77,21 +102,29 @@ def tree_broadcast(vector: jax.Array, children: Sequence[int], parent: int, comm
 
 def _wire_dtype(dtype: np.dtype) -> np.dtype:
     itemsize = np.dtype(dtype).itemsize
-    return np.dtype(_BITS[itemsize]) if jnp.issubdtype(dtype, jnp.floating) and itemsize in _BITS else np.dtype(dtype)
+    return (
+        np.dtype(_BITS[itemsize])
+        if jnp.issubdtype(dtype, jnp.floating) and itemsize in _BITS
+        else np.dtype(dtype)
+    )
 
 
 def _to_wire(vector: jax.Array) -> jax.Array:
     wire = _wire_dtype(vector.dtype)
-    return vector if vector.dtype == wire else jax.lax.bitcast_convert_type(vector, wire)
+    return (
+        vector if vector.dtype == wire else jax.lax.bitcast_convert_type(vector, wire)
+    )
 
 
 def _from_wire(vector: jax.Array, dtype: np.dtype) -> jax.Array:
-    return vector if vector.dtype == dtype else jax.lax.bitcast_convert_type(vector, dtype)
+    return (
+        vector if vector.dtype == dtype else jax.lax.bitcast_convert_type(vector, dtype)
+    )
 
 
-def _checked(vector: jax.Array | jax.ShapeDtypeStruct) -> jax.Array | jax.ShapeDtypeStruct:
+def _check_length(vector: jax.Array | jax.ShapeDtypeStruct) -> None:
     if vector.size > MAX_ELEMENTS:
         raise ValueError(
-            f"a message of {vector.size} elements is longer than MPI's {MAX_ELEMENTS}; reduce the tree in several calls"
+            f"a message of {vector.size} elements is longer than MPI's {MAX_ELEMENTS}; "
+            "reduce the tree in several calls"
         )
-    return vector

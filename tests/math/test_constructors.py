@@ -72,13 +72,17 @@ def test_fractional_repetition_needs_fewer_than_n_minus_s():
 # Cyclic repetition.
 
 
-@pytest.mark.parametrize(("n", "s"), [(n, s) for n in range(1, 8) for s in range(n)] + [(12, 2)])
+@pytest.mark.parametrize(
+    ("n", "s"), [(n, s) for n in range(1, 8) for s in range(n)] + [(12, 2)]
+)
 def test_cyclic_repetition(n, s):
     code = codes.cyclic_repetition(n, s)
     held = (np.arange(n)[None, :] - np.arange(n)[:, None]) % n <= s
     np.testing.assert_array_equal(code.support, held)
     np.testing.assert_array_equal(np.diag(code.B[:, :, 0]), 1)
-    assert np.linalg.matrix_rank(code.B[:, :, 0], tol=1e-9) == n - s  # rows of a null space
+    assert (
+        np.linalg.matrix_rank(code.B[:, :, 0], tol=1e-9) == n - s
+    )  # rows of a null space
     assert_every_pattern_decodes(code, s)
 
 
@@ -114,7 +118,9 @@ def test_unequal_loads(case, seed):
     """Integer loads ℓ_i ≤ k that add up to (s+m)·k give every partition s+m distinct holders."""
     n, s, m, k, loads = case
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # this test is about exactness, not about the size of κ
+        warnings.simplefilter(
+            "ignore"
+        )  # this test is about exactness, not about the size of κ
         code = codes.random_generator(n, s, m, loads=loads, seed=seed)
     assert code.B.shape == (n, k, m)
     np.testing.assert_array_equal(code.loads, loads)
@@ -128,7 +134,9 @@ def test_any_support_with_enough_holders(data):
     n = data.draw(st.integers(2, 6))
     s = data.draw(st.integers(0, n - 1))
     m = data.draw(st.integers(1, min(2, n - s)))
-    columns = st.lists(st.booleans(), min_size=n, max_size=n).filter(lambda c: sum(c) >= s + m)
+    columns = st.lists(st.booleans(), min_size=n, max_size=n).filter(
+        lambda c: sum(c) >= s + m
+    )
     support = np.array(data.draw(st.lists(columns, min_size=1, max_size=5))).T
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -168,7 +176,9 @@ def drawn(monkeypatch):
 
 @pytest.mark.parametrize("n, s", [(5, 2), (8, 3), (10, 2)])
 def test_the_best_of_at_most_64_draws_is_kept(drawn, monkeypatch, n, s):
-    monkeypatch.setattr(_redraw, "usual_amplification", lambda n, s, m: 1.0 + n)  # hard to reach
+    monkeypatch.setattr(
+        _redraw, "usual_amplification", lambda n, s, m: 1.0 + n
+    )  # hard to reach
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         code = codes.cyclic_repetition(n, s)
@@ -177,7 +187,9 @@ def test_the_best_of_at_most_64_draws_is_kept(drawn, monkeypatch, n, s):
 
 
 def test_64_draws_are_the_limit(drawn, monkeypatch):
-    monkeypatch.setattr(_redraw, "usual_amplification", lambda n, s, m: 0.1)  # out of reach
+    monkeypatch.setattr(
+        _redraw, "usual_amplification", lambda n, s, m: 0.1
+    )  # out of reach
     with pytest.warns(UserWarning):
         codes.cyclic_repetition(5, 2)
     assert len(drawn) == 64
@@ -199,7 +211,9 @@ def test_a_large_amplification_warns(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("n", "s", "m"), [(4, 1, 3), (6, 2, 2), (8, 1, 1), (8, 3, 4), (9, 4, 3)])
+@pytest.mark.parametrize(
+    ("n", "s", "m"), [(4, 1, 3), (6, 2, 2), (8, 1, 1), (8, 3, 4), (9, 4, 3)]
+)
 def test_a_usual_amplification_does_not_warn(n, s, m, seed):
     codes.random_generator(n, s, m, seed=seed)  # warnings are errors here
 
@@ -222,7 +236,9 @@ def test_draws_that_cannot_be_decoded_in_float64_are_an_error(epsilon):
         calls.append(rng)
         return np.array([[1, 0], [1, epsilon]])
 
-    with pytest.raises(ValueError, match="nearly with n = 2, .* no draw could be decoded after 64"):
+    with pytest.raises(
+        ValueError, match="nearly with n = 2, .* no draw could be decoded after 64"
+    ):
         _redraw.least_amplified(draw, 2, 0, 1, "nearly", 0)
     assert len(calls) == 64
 
@@ -239,7 +255,9 @@ def test_stragglers_out_of_range(make, s):
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_no_children(n):
-    with pytest.raises(ValueError, match=f"a code needs at least one child, got n = {n}"):
+    with pytest.raises(
+        ValueError, match=f"a code needs at least one child, got n = {n}"
+    ):
         codes.uncoded(n)
 
 
@@ -265,7 +283,10 @@ def test_a_random_generator_that_cannot_be(s, m):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"support": np.ones((4, 4)), "loads": [2, 2, 2, 2]}, "give support or loads, not both"),
+        (
+            {"support": np.ones((4, 4)), "loads": [2, 2, 2, 2]},
+            "give support or loads, not both",
+        ),
         (
             {"support": np.ones((3, 4))},
             r"support must have shape \(4, k\) with k ≥ 1, got \(3, 4\)",
@@ -274,12 +295,21 @@ def test_a_random_generator_that_cannot_be(s, m):
             {"support": np.ones((4, 0))},
             r"support must have shape \(4, k\) with k ≥ 1, got \(4, 0\)",
         ),
-        ({"support": np.eye(4)}, r"partition 0 has 1 holders; s \+ m = 2 are needed to lose any 1"),
+        (
+            {"support": np.eye(4)},
+            r"partition 0 has 1 holders; s \+ m = 2 are needed to lose any 1",
+        ),
         ({"loads": [2, 2, 2]}, r"loads must be 4 integers ≥ 0, got \[2, 2, 2\]"),
         ({"loads": [2.0, 2, 2, 2]}, "loads must be 4 integers ≥ 0"),
         ({"loads": [-1, 3, 3, 3]}, "loads must be 4 integers ≥ 0"),
-        ({"loads": [1, 2, 2, 2]}, r"must add up to a multiple k·\(s \+ m\) of s \+ m = 2"),
-        ({"loads": [0, 0, 0, 0]}, r"must add up to a multiple k·\(s \+ m\) of s \+ m = 2"),
+        (
+            {"loads": [1, 2, 2, 2]},
+            r"must add up to a multiple k·\(s \+ m\) of s \+ m = 2",
+        ),
+        (
+            {"loads": [0, 0, 0, 0]},
+            r"must add up to a multiple k·\(s \+ m\) of s \+ m = 2",
+        ),
         ({"loads": [0, 0, 1, 3]}, "with none above k"),
     ],
 )

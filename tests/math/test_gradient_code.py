@@ -42,7 +42,9 @@ def test_example_of_tandon():
     np.testing.assert_array_equal(A @ TANDON, np.ones((3, 3)))
     for missing, row in enumerate(A):
         answered = np.arange(3) != missing
-        np.testing.assert_allclose(code.decode(answered).coefficients, [row], atol=1e-12)
+        np.testing.assert_allclose(
+            code.decode(answered).coefficients, [row], atol=1e-12
+        )
 
 
 def test_amplification_of_tandon():
@@ -56,7 +58,7 @@ def test_amplification_of_tandon():
 @each_code
 def test_every_answered_set(code):
     for answered in map(np.array, itertools.product([False, True], repeat=code.n)):
-        A, residual = code.decode(answered)
+        A = code.decode(answered).coefficients
         possible = solvable(code.B, answered)
         assert code.decodable(answered) == possible
         assert (error(A, code.B) < 1e-9) == possible
@@ -65,13 +67,37 @@ def test_every_answered_set(code):
             assert possible
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_surplus_answers_of_one_group_do_not_stand_in_for_another(seed):
+    """The surplus child of the first group must not pass, through rounding, for a child of the second."""
+    rng = np.random.default_rng(seed)
+    B = np.zeros((5, 4, 1))
+    B[:3, :2, 0] = rng.standard_normal((3, 1)) @ np.ones((1, 2))
+    B[3:, 2:, 0] = rng.standard_normal((2, 2))
+    code = GradientCode(B)
+    assert code.stragglers == 0
+    for answered in map(np.array, itertools.product([False, True], repeat=5)):
+        assert code.decodable(answered) == solvable(B, answered)
+
+
+def test_an_idle_child_stands_in_for_nobody():
+    B = np.array([[0, 0], [-1.16299016, -0.18708582], [-0.3394646, -0.22767632]])[
+        :, None, :
+    ]
+    code = GradientCode(B, 0)  # m = 2, so both of the others are needed
+    assert code.decodable([1, 2])
+    assert not code.decodable([0, 1]) and not code.decodable([0, 2])
+
+
 @each_code
 def test_residual_is_the_least_squares_distance(code):
     target = np.tile(np.eye(code.m), (1, code.k))
     rows = code.B.reshape(code.n, -1)
     for answered in map(np.array, itertools.product([False, True], repeat=code.n)):
         left = target - target @ np.linalg.pinv(rows[answered]) @ rows[answered]
-        assert code.decode(answered).residual == pytest.approx(np.linalg.norm(left), abs=1e-9)
+        assert code.decode(answered).residual == pytest.approx(
+            np.linalg.norm(left), abs=1e-9
+        )
 
 
 @pytest.mark.parametrize("missing", range(5))
@@ -86,7 +112,11 @@ def test_answered_as_mask_and_as_numbers():
     mask = code.decode([True, False, True, False, True]).coefficients
     np.testing.assert_array_equal(code.decode([0, 2, 4]).coefficients, mask)
     np.testing.assert_array_equal(code.decode(np.array([4, 0, 2])).coefficients, mask)
-    assert code.decodable([0, 2, 4]) and not code.decodable([0, 4]) and not code.decodable([])
+    assert (
+        code.decodable([0, 2, 4])
+        and not code.decodable([0, 4])
+        and not code.decodable([])
+    )
 
 
 def test_replicas_give_the_first_that_answered():
@@ -127,7 +157,9 @@ def test_every_partition_needs_stragglers_plus_slices_holders(data):
 
 
 def test_a_tolerance_that_the_code_has_not():
-    with pytest.raises(ValueError, match="cannot be decoded from every 2 of its 4 children"):
+    with pytest.raises(
+        ValueError, match="cannot be decoded from every 2 of its 4 children"
+    ):
         GradientCode(codes.cyclic_repetition(4, 1).B, 2)
 
 
@@ -191,7 +223,11 @@ def test_equality_and_hash_are_by_value():
     code = GradientCode(TANDON, 1)
     assert code == GradientCode(TANDON.tolist(), 1, "another name")
     assert hash(code) == hash(GradientCode(TANDON.tolist(), 1, "another name"))
-    assert code != GradientCode(TANDON, 0) and code != GradientCode(TANDON * 2, 1) and code != 1
+    assert (
+        code != GradientCode(TANDON, 0)
+        and code != GradientCode(TANDON * 2, 1)
+        and code != 1
+    )
 
 
 def test_equal_codes_have_equal_hashes_whatever_the_sign_of_zero():
@@ -243,7 +279,9 @@ def test_misuse_of_the_tensor(B, message):
 
 @pytest.mark.parametrize("stragglers", [-1, 3])
 def test_misuse_of_stragglers(stragglers):
-    with pytest.raises(ValueError, match=f"stragglers must be in 0 … n−1 = 2, got {stragglers}"):
+    with pytest.raises(
+        ValueError, match=f"stragglers must be in 0 … n−1 = 2, got {stragglers}"
+    ):
         GradientCode(TANDON, stragglers)
 
 
@@ -261,7 +299,11 @@ def test_a_tolerance_too_long_to_find():
         ([0, 3], ValueError, "answered names children outside 0 … 2"),
         ([-1], ValueError, "answered names children outside 0 … 2"),
         ([0.5], TypeError, "answered must be a bool array or a list of child indices"),
-        ([[0, 1]], TypeError, "answered must be a bool array or a list of child indices"),
+        (
+            [[0, 1]],
+            TypeError,
+            "answered must be a bool array or a list of child indices",
+        ),
         (None, TypeError, "answered must be a bool array or a list of child indices"),
     ],
 )

@@ -36,7 +36,7 @@ def test_capacity_equation(capacities, data):
 @bounded
 @given(parents())
 def test_every_piece_of_the_set_has_as_many_holders_as_needed(case):
-    capacities, stragglers, slices, kind = case
+    capacities, stragglers, slices, _ = case
     coding = layout(*case, 0)
     assert (coding.code.support.sum(axis=0) == stragglers + slices).all()
     assert (coding.code.stragglers, coding.code.m) == (stragglers, slices)
@@ -50,7 +50,9 @@ def test_every_piece_of_the_set_has_as_many_holders_as_needed(case):
 def test_nobody_gets_more_than_its_capacity_and_nothing_is_wasted(case):
     capacities, stragglers, slices, _ = case
     coding = layout(*case, 0)
-    given_ = {row: coding.capacity * share for row, share in zip(coding.rows, coding.shares())}
+    given_ = {
+        row: coding.capacity * share for row, share in zip(coding.rows, coding.shares())
+    }
     assert coding.capacity == largest_coded_set(capacities, stragglers + slices)
     for child, capacity in enumerate(capacities):
         assert given_[child] == min(capacity, coding.capacity)
@@ -85,10 +87,14 @@ def test_auto_takes_repetition_where_it_fits(capacities, s, m, name):
 
 
 def test_groups_are_of_equal_capacity():
-    coding = layout(tuple(map(Fraction, [1, 3, 1, 3])), 1, 1, "fractional_repetition", 0)
+    coding = layout(
+        tuple(map(Fraction, [1, 3, 1, 3])), 1, 1, "fractional_repetition", 0
+    )
     assert coding.capacity == 4
     assert coding.rows == (1, 3, 0, 2)
-    np.testing.assert_array_equal(coding.shares(), [Fraction(3, 4)] * 2 + [Fraction(1, 4)] * 2)
+    np.testing.assert_array_equal(
+        coding.shares(), [Fraction(3, 4)] * 2 + [Fraction(1, 4)] * 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["fractional_repetition", "cyclic_repetition"])

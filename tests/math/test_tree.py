@@ -57,7 +57,8 @@ def test_misuse_of_parents(parents, message):
 
 
 @pytest.mark.parametrize(
-    ("n", "L", "size"), [(3, 2, 13), (4, 3, 85), (9, 2, 91), (5, 3, 156), (12, 2, 157), (2, 1, 3)]
+    ("n", "L", "size"),
+    [(3, 2, 13), (4, 3, 85), (9, 2, 91), (5, 3, 156), (12, 2, 157), (2, 1, 3)],
 )
 def test_regular_trees_are_those_of_the_paper(n, L, size):
     assert regular_size(n, L) == size
@@ -94,8 +95,10 @@ def test_default_fanout_reaches_at_the_smallest_depth(needed, workers):
 
 @pytest.mark.parametrize(
     ("size", "s"),
-    [(11, 2), (12, 2), (10, 3), (16, 6), (23, 7), *((size, 3) for size in range(5, 60))],
+    [(11, 2), (12, 2), (10, 3), (20, 3), (40, 3), (16, 6), (23, 7)],
 )
 def test_default_tree_keeps_the_stragglers_at_every_parent_where_a_tree_can(size, s):
     plan = make_plan(size, stragglers=s)
-    assert all(coding.code.stragglers == s for coding in plan.layouts if coding is not None)
+    assert all(
+        coding.code.stragglers == s for coding in plan.layouts if coding is not None
+    )

@@ -1,0 +1,55 @@
+"""These tests run in every rank of an mpirun job, and alone as a job of one rank.
+
+`tests/test_mpirun.py` starts the jobs. The first failure on any rank ends the job: the
+other ranks would wait for it for ever.
+"""
+
+import faulthandler
+import os
+import sys
+
+import jax
+import pytest
+from mpi4py import MPI
+
+import jaxcoded
+
+jax.config.update("jax_enable_x64", True)
+
+LIMIT = os.environ.get("JAXCODED_MPIRUN_TIMEOUT")
+if LIMIT:  # so that a hang says where
+    faulthandler.dump_traceback_later(max(1.0, float(LIMIT) - 5), file=sys.__stderr__)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and MPI.COMM_WORLD.size > 1:
+        place = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
+        print(
+            f"\n{place}: {item.nodeid} failed\n{report.longreprtext}",
+            file=sys.__stderr__,
+            flush=True,
+        )
+        MPI.COMM_WORLD.Abort(1)
+    return report
+
+
+@pytest.fixture(scope="session")
+def comm():
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session")
+def group(comm):
+    """A group on all ranks that loses one straggler where there are enough of them.
+
+    1, 2, 4, 7 and 13 ranks: alone, uncoded, cyclic repetition, fractional repetition on a
+    star, and the paper's (3, 2) tree.
+    """
+    with jaxcoded.CodedGroup(
+        comm,
+        stragglers=1 if comm.size > 2 else 0,
+        fanout=3 if comm.size == 13 else None,
+    ) as group:
+        yield group
