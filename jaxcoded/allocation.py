@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.plan import Plan
 
 
@@ -21,7 +22,7 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
     """
     given = np.zeros(plan.size, np.int64)
     own = np.zeros(plan.size, np.int64)
-    given[plan.root] = _checked(batch_size)
+    given[plan.root] = _require.integer("batch_size", batch_size, 1)
     for rank in plan.tree.order:
         own[rank] = _own(plan, rank, int(given[rank]))
         coding = plan.layouts[rank]
@@ -50,7 +51,10 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
             rank adds ``Σ_u coefficients[e, u] · gradient_e[slice u of M]`` to its
             message for every example ``e``.
     """
-    indices = np.arange(_checked(batch_size))
+    rank = _require.integer("rank", rank, 0)
+    if rank >= plan.size:
+        raise ValueError(f"rank must be in 0 … {plan.size - 1}, got {rank}")
+    indices = np.arange(_require.integer("batch_size", batch_size, 1))
     coefficients = np.ones((batch_size, 1))
     path = [rank]
     while path[-1] != plan.root:
@@ -180,13 +184,3 @@ def _own(plan: Plan, rank: int, given: int) -> int:
         return 0
     capacity = plan.capacities[rank]
     return -(-given * capacity.denominator // capacity.numerator)
-
-
-def _checked(batch_size: int) -> int:
-    if (
-        isinstance(batch_size, bool)
-        or not isinstance(batch_size, int | np.integer)
-        or batch_size < 1
-    ):
-        raise ValueError(f"batch_size must be an integer ≥ 1, got {batch_size!r}")
-    return int(batch_size)

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded._layout import CODES, Layout, layout
 from jaxcoded.tree import NO_PARENT, Tree, balanced_parents, default_fanout
 
@@ -54,14 +55,8 @@ class Plan:
         tree = Tree(tuple(self.parents))
         object.__setattr__(self, "parents", tree.parents)
         for name, least in (("stragglers", 0), ("slices", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | np.integer)
-                or value < least
-            ):
-                raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
-            object.__setattr__(self, name, int(value))
+            value = _require.integer(name, getattr(self, name), least)
+            object.__setattr__(self, name, value)
         if self.code not in CODES:
             raise ValueError(
                 f"code must be one of {', '.join(CODES)}, got {self.code!r}"
@@ -282,7 +277,10 @@ class Plan:
         Raises:
             ValueError: the text is not a plan.
         """
-        fields = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError:
+            fields = None
         if (
             not isinstance(fields, dict)
             or fields.pop("format", None) != "jaxcoded.Plan/1"
@@ -292,6 +290,10 @@ class Plan:
         if fields.keys() != expected:
             raise ValueError(
                 f"a plan has the fields {sorted(expected)}, got {sorted(fields)}"
+            )
+        if not isinstance(fields["parents"], list):
+            raise ValueError(  # noqa: TRY004  # the text is wrong, not a type
+                f"parents must be a list, got {fields['parents']!r}"
             )
         return cls(**fields | {"parents": tuple(fields["parents"])})
 
@@ -362,8 +364,7 @@ def make_plan(
         >>> print(jaxcoded.make_plan(4, stragglers=1).describe())  # doctest: +ELLIPSIS
         4 ranks: root 0 (without data) and 3 workers in 1 layer; any 1 of...
     """
-    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-        raise ValueError(f"size must be an integer ≥ 1, got {size!r}")
+    size = _require.integer("size", size, 1)
     if parents is not None:
         if fanout is not None:
             raise ValueError("give fanout or parents, not both")
@@ -376,33 +377,27 @@ def make_plan(
     else:
         needed = _needed(size, stragglers, slices)
         if fanout is None:
-            fanout = default_fanout(int(size), needed)
-        if (
-            isinstance(fanout, bool)
-            or not isinstance(fanout, int | np.integer)
-            or fanout < needed
-        ):
+            fanout = default_fanout(size, needed)
+        if _require.integer("fanout", fanout, 1) < needed:
             raise ValueError(
-                f"fanout={fanout!r} is too small: losing s={stragglers} of n children with m={slices} slices needs "
-                f"n ≥ s + m = {needed}; take a larger fan-out, or fewer stragglers or slices"
+                f"fanout={fanout} is too small: losing s={stragglers} of n children "
+                f"with m={slices} slices needs n ≥ s + m = {needed}; take a larger "
+                "fan-out, or fewer stragglers or slices"
             )
-        parents = balanced_parents(int(size), min(int(fanout), int(size) - 1), needed)
+        parents = balanced_parents(size, min(int(fanout), size - 1), needed)
     return Plan(tuple(parents), stragglers, slices, code, root_computes, seed)
 
 
 def _needed(size: int, stragglers: int, slices: int) -> int:
-    for name, value, least in (("stragglers", stragglers, 0), ("slices", slices, 1)):
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | np.integer)
-            or value < least
-        ):
-            raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
-    needed = int(stragglers + slices)
+    """The number of children that every parent needs."""
+    stragglers = _require.integer("stragglers", stragglers, 0)
+    slices = _require.integer("slices", slices, 1)
+    needed = stragglers + slices
     if size < needed + 1:
         raise ValueError(
-            f"size={size} ranks are too few: stragglers={stragglers} and slices={slices} need at least "
-            f"s + m + 1 = {needed + 1} ranks; take more ranks, or stragglers={max(0, size - 1 - slices)}"
+            f"size={size} ranks are too few: stragglers={stragglers} and "
+            f"slices={slices} need at least s + m + 1 = {needed + 1} ranks; take more "
+            f"ranks, or stragglers={max(0, size - 1 - slices)}"
             + (" and slices=1" if size - 1 < slices else "")
         )
     return needed

@@ -101,7 +101,7 @@ def regular_size(fanout: int, depth: int) -> int:
 
 def default_fanout(size: int, needed: int) -> int:
     """The fan-out taken when none is asked for: the smallest one that reaches ``size``
-    at the smallest depth.
+    at the smallest depth and gives every parent the children it needs.
 
     At most ``max(8, 2 · needed)`` children to a parent, so that no parent receives from
     too many.
@@ -114,7 +114,9 @@ def default_fanout(size: int, needed: int) -> int:
     depth = 1
     while regular_size(largest, depth) < size:
         depth += 1
-    return next(n for n in range(needed, largest + 1) if regular_size(n, depth) >= size)
+    fitting = [n for n in range(needed, largest + 1) if regular_size(n, depth) >= size]
+    below = size - 1
+    return next((n for n in fitting if -(-below // n) * needed <= below), fitting[0])
 
 
 def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:

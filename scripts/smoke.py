@@ -15,9 +15,15 @@ folder = os.path.realpath(sys.argv[2]) if len(sys.argv) > 2 else None
 
 with open("/proc/self/maps") as maps:
     mapped = {line.split()[-1] for line in maps}
-libraries = {path for path in mapped if os.path.basename(path).startswith(("libmpi.", "libmpich."))}
+libraries = {
+    path
+    for path in mapped
+    if os.path.basename(path).startswith(("libmpi.", "libmpich."))
+}
 if len(libraries) > 1:
-    sys.exit(f"mpi4py and mpi4jax load different MPI libraries: {', '.join(sorted(libraries))}")
+    sys.exit(
+        f"mpi4py and mpi4jax load different MPI libraries: {', '.join(sorted(libraries))}"
+    )
 for library in libraries:
     if folder and os.path.commonpath([library, folder]) != folder:
         sys.exit(f"{library} is loaded, not the MPI in {folder}: clear LD_LIBRARY_PATH")
@@ -25,6 +31,8 @@ for library in libraries:
 comm = MPI.COMM_WORLD
 total = mpi4jax.allreduce(jnp.ones(3), op=MPI.SUM, comm=comm)
 if comm.size != ranks or total.tolist() != [ranks] * 3:
-    sys.exit(f"{ranks} ranks were started, but MPI sees {comm.size} and sums to {total.tolist()}")
+    sys.exit(
+        f"{ranks} ranks were started, but MPI sees {comm.size} and sums to {total.tolist()}"
+    )
 if comm.rank == 0:
     print(MPI.Get_library_version().splitlines()[0].split(",")[0])

@@ -1,6 +1,7 @@
 import numpy as np
 
-from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded import _require
+from jaxcoded.codes._gradient_code import GradientCode, check_stragglers
 from jaxcoded.codes._redraw import least_amplified
 
 
@@ -31,8 +32,8 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
         >>> code.loads.tolist(), code.decodable([True, False, True, True, False])
         ([3, 3, 3, 3, 3], True)
     """
-    if not 0 <= stragglers < n:
-        raise ValueError(f"stragglers must be in 0 … n−1 = {n - 1}, got {stragglers}")
+    n = _require.integer("n", n, 1)
+    stragglers = check_stragglers(stragglers, n)
     columns = (
         np.arange(n)[:, None] + np.arange(1, stragglers + 1)
     ) % n  # of row i, without the leading 1

@@ -1,6 +1,7 @@
 import numpy as np
 
-from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded import _require
+from jaxcoded.codes._gradient_code import GradientCode, check_stragglers
 
 
 def fractional_repetition(n: int, stragglers: int) -> GradientCode:
@@ -28,8 +29,8 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
         >>> codes.fractional_repetition(4, 1).decode([False, True, True, False]).coefficients
         array([[0., 1., 1., 0.]])
     """
-    if not 0 <= stragglers < n:
-        raise ValueError(f"stragglers must be in 0 … n−1 = {n - 1}, got {stragglers}")
+    n = _require.integer("n", n, 1)
+    stragglers = check_stragglers(stragglers, n)
     replicas = stragglers + 1
     if n % replicas:
         raise ValueError(

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxcoded import _require
+
 # A decoding counts as exact when no entry of A·B − I misses by more than this. Exact
 # float64 solves of the codes that we accept (amplification · eps ≤ 1e-3, mostly far
 # below) come out near amplification · 1e-16, and sets that cannot be decoded miss by
@@ -81,7 +83,11 @@ class GradientCode:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        B = np.array(self.B, dtype=np.float64)
+        if np.iscomplexobj(self.B):
+            raise ValueError("B must be real")
+        B = (
+            np.array(self.B, dtype=np.float64) + 0.0
+        )  # no -0.0: equal codes hash equally
         if B.ndim == 2:
             B = B[:, :, None]
         if B.ndim != 3 or 0 in B.shape:
@@ -98,10 +104,8 @@ class GradientCode:
         if self.stragglers is None:
             object.__setattr__(self, "stragglers", self._largest_tolerance())
             return
-        if not 0 <= self.stragglers < self.n:
-            raise ValueError(
-                f"stragglers must be in 0 … n−1 = {self.n - 1}, got {self.stragglers}"
-            )
+        stragglers = check_stragglers(self.stragglers, self.n)
+        object.__setattr__(self, "stragglers", stragglers)
         if not self._solve(self._missing_sets())[1].all():
             raise ValueError(
                 f"this B cannot be decoded from every {self.n - self.stragglers} of its {self.n} children"
@@ -166,7 +170,7 @@ class GradientCode:
         where there are more.
         """
         reduced, _ = self._solve(self._missing_sets())
-        magnitude = np.abs(self.B[self._first_replicas]).sum(axis=2)
+        magnitude = np.abs(self.B[self._replicas[0]]).sum(axis=2)
         return float((np.abs(reduced) @ magnitude).max())
 
     def __eq__(self, other: object) -> bool:
@@ -195,10 +199,6 @@ class GradientCode:
         order = np.argsort(first)
         return first[order], np.argsort(order)[classes.reshape(-1)]
 
-    @property
-    def _first_replicas(self) -> np.ndarray:
-        return self._replicas[0]
-
     def _missing_replicas(self, missing: np.ndarray) -> np.ndarray:
         """Bool ``(..., n)`` to bool ``(..., classes)``: the classes of which no child
         answered."""
@@ -209,58 +209,51 @@ class GradientCode:
         return out
 
     @functools.cached_property
+    def _rows(self) -> np.ndarray:
+        """``M``: one row ``(k·m,)`` for each class of replicas."""
+        return self.B[self._replicas[0]].reshape(len(self._replicas[0]), -1)
+
+    @functools.cached_property
     def _target(self) -> np.ndarray:
+        """What ``A·M`` must be."""
         return np.tile(np.eye(self.m), (1, self.k))
 
     @functools.cached_property
-    def _solution(self) -> tuple[np.ndarray, np.ndarray, bool]:
-        """``A0`` (m, classes), ``N`` (surplus, classes) with orthonormal rows, and
-        whether ``A0`` is exact."""
-        M = self.B[self._first_replicas].reshape(len(self._first_replicas), -1)
-        left, values, right = np.linalg.svd(M, full_matrices=True)
+    def _solution(self) -> tuple[np.ndarray, np.ndarray]:
+        """``A0`` (m, classes), and ``N`` (surplus, classes) with orthonormal rows."""
+        M = self._rows
+        # the rows of `right` beyond the rank are not needed, and k·m may be large
+        left, values, right = np.linalg.svd(M, full_matrices=M.shape[0] > M.shape[1])
         rank = int((values > _RANK * values[0]).sum())
         A0 = ((self._target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
-        if np.array_equal(
-            np.rint(A0) @ M, self._target
-        ):  # so that repetition codes decode by 0 and 1 exactly
+        # so that repetition codes decode by 0 and 1 exactly
+        if np.array_equal(np.rint(A0) @ M, self._target):
             A0 = np.rint(A0)
-        return A0, left[:, rank:].T, bool(np.abs(A0 @ M - self._target).max() <= _EXACT)
+        return A0, left[:, rank:].T
 
     def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Bool ``(sets, classes)`` of missing classes to ``A`` ``(sets, m, classes)``
         and bool ``(sets,)``: exact."""
-        A0, N, exact = self._solution
-        wanted = np.where(missing[:, None, :], -A0, 0.0)
-        if len(N):
-            Y = wanted @ np.linalg.pinv(
-                np.where(missing[:, None, :], N, 0.0), rcond=_RANK
-            )
-            step = Y @ N
-        else:
-            step = np.zeros_like(wanted)
-        error = np.abs(np.where(missing[:, None, :], step - wanted, 0.0)).max(
-            axis=(1, 2)
-        )
-        magnitude = 1.0 + np.abs(self.B).max()
-        A = np.where(missing[:, None, :], 0.0, A0 + step)
-        return A, exact & (error * magnitude <= _EXACT)
+        A0, N = self._solution
+        left_out = missing[:, None, :]
+        Y = np.where(left_out, -A0, 0.0) @ _pseudoinverse(np.where(left_out, N, 0.0))
+        A = np.where(left_out, 0.0, A0 + Y @ N)
+        error = np.abs(A @ self._rows - self._target).max(axis=(1, 2))
+        return A, error <= _EXACT
 
     def _decode_uncached(self, answered: bytes) -> Decoding:
         mask = np.frombuffer(answered, bool)
         missing = self._missing_replicas(~mask)
         (reduced,), (exact,) = self._solve(missing[None])
-        first, classes = self._replicas
-        M = self.B[first].reshape(len(first), -1)
         if not exact:
-            reduced = np.zeros((self.m, len(first)))
+            reduced = np.zeros((self.m, len(missing)))
             if not missing.all():
-                reduced[:, ~missing] = np.linalg.lstsq(
-                    M[~missing].T, self._target.T, rcond=None
-                )[0].T
-        residual = float(np.linalg.norm(reduced @ M - self._target))
+                heard = self._rows[~missing]
+                reduced[:, ~missing] = np.linalg.lstsq(heard.T, self._target.T)[0].T
+        residual = float(np.linalg.norm(reduced @ self._rows - self._target))
         coefficients = np.zeros((self.m, self.n))
         for replica in np.flatnonzero(~missing):
-            child = np.flatnonzero(mask & (classes == replica))[0]
+            child = np.flatnonzero(mask & (self._replicas[1] == replica))[0]
             coefficients[:, child] = reduced[:, replica]
         coefficients.setflags(write=False)
         return Decoding(coefficients, residual)
@@ -283,9 +276,14 @@ class GradientCode:
                 raise TypeError(
                     f"answered must be a bool array or a list of child indices, got {answered!r}"
                 )
-            if given.min() < 0 or given.max() >= self.n:
+            if (
+                given.min() < 0
+                or given.max() >= self.n
+                or len(set(given.tolist())) < len(given)
+            ):
                 raise ValueError(
-                    f"answered names children outside 0 … {self.n - 1}: {answered!r}"
+                    f"answered must be a bool array or distinct children of "
+                    f"0 … {self.n - 1}, got {answered!r}"
                 )
             mask[given] = True
         return mask
@@ -326,3 +324,18 @@ class GradientCode:
                     )
                 return s - 1
         return self.n - 1
+
+
+def check_stragglers(stragglers: int, n: int) -> int:
+    """``stragglers`` as an int in ``0 … n−1``, or a ValueError."""
+    if _require.integer("stragglers", stragglers, 0) >= n:
+        raise ValueError(f"stragglers must be in 0 … n−1 = {n - 1}, got {stragglers}")
+    return int(stragglers)
+
+
+def _pseudoinverse(N: np.ndarray) -> np.ndarray:
+    """Pseudo-inverses of matrices whose rows are parts of orthonormal ones: singular
+    values are small against 1, not against the largest one, which may be rounding."""
+    left, values, right = np.linalg.svd(N, full_matrices=False)
+    inverse = np.where(values > _RANK, 1 / np.maximum(values, _RANK), 0.0)
+    return (right.swapaxes(-1, -2) * inverse[..., None, :]) @ left.swapaxes(-1, -2)

@@ -1,5 +1,6 @@
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.codes._gradient_code import GradientCode
 from jaxcoded.codes._redraw import least_amplified
 
@@ -51,10 +52,12 @@ def random_generator(
         >>> codes.random_generator(3, 1, loads=[1, 2, 3]).support.astype(int).tolist()
         [[1, 0, 0], [0, 1, 1], [1, 1, 1]]
     """
-    s, m = stragglers, slices
-    if s < 0 or m < 1 or s + m > n:
+    n = _require.integer("n", n, 1)
+    s = _require.integer("stragglers", stragglers, 0)
+    m = _require.integer("slices", slices, 1)
+    if s + m > n:
         raise ValueError(
-            f"a code needs stragglers ≥ 0, slices ≥ 1 and stragglers + slices ≤ n, got s={s}, m={m}, n={n}"
+            f"stragglers + slices = {s} + {m} children are needed, but n = {n}"
         )
     if support is not None and loads is not None:
         raise ValueError("give support or loads, not both")

@@ -12,12 +12,13 @@ MAX_ROUNDING = 1e-3
 
 
 def usual_amplification(n: int, stragglers: int, slices: int) -> float:
-    """About what the best of 64 draws reaches: ``n · √C(n, s+m−1)``, within a factor of
-    5 for n = 3 … 64.
+    """What the best of 64 draws hardly exceeds: ``n · m · √((s+1) · C(n, s))``.
 
-    An empirical fit to cyclic repetition and random generators; see ``docs/codes.md``.
+    An empirical fit to cyclic repetition and random generators with n = 2 … 64; see
+    ``docs/codes.md``.
     """
-    return n * math.sqrt(math.comb(n, stragglers + slices - 1))
+    choices = (stragglers + 1) * math.comb(n, stragglers)
+    return n * slices * math.sqrt(choices)
 
 
 def least_amplified(

@@ -1,5 +1,6 @@
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.codes._gradient_code import GradientCode
 
 
@@ -18,6 +19,5 @@ def uncoded(n: int) -> GradientCode:
         >>> codes.uncoded(3).loads.tolist()
         [1, 1, 1]
     """
-    if n < 1:
-        raise ValueError(f"a code needs at least one child, got n = {n}")
+    n = _require.integer("n", n, 1)
     return GradientCode(np.eye(n), 0, "uncoded")
