@@ -277,11 +277,16 @@ def test_misuse_of_the_tensor(B, message):
         GradientCode(B)
 
 
-@pytest.mark.parametrize("stragglers", [-1, 3])
-def test_misuse_of_stragglers(stragglers):
-    with pytest.raises(
-        ValueError, match=f"stragglers must be in 0 … n−1 = 2, got {stragglers}"
-    ):
+@pytest.mark.parametrize(
+    ("stragglers", "message"),
+    [
+        (-1, "stragglers must be an integer ≥ 0, got -1"),
+        (True, "stragglers must be an integer ≥ 0, got True"),
+        (3, "stragglers must be in 0 … n−1 = 2, got 3"),
+    ],
+)
+def test_misuse_of_stragglers(stragglers, message):
+    with pytest.raises(ValueError, match=message):
         GradientCode(TANDON, stragglers)
 
 
@@ -296,8 +301,9 @@ def test_a_tolerance_too_long_to_find():
     ("answered", "kind", "message"),
     [
         ([True, False], ValueError, r"answered must have shape \(3,\), got \(2,\)"),
-        ([0, 3], ValueError, "answered names children outside 0 … 2"),
-        ([-1], ValueError, "answered names children outside 0 … 2"),
+        ([0, 3], ValueError, "distinct children of 0 … 2"),
+        ([-1], ValueError, "distinct children of 0 … 2"),
+        ([1, 0, 1], ValueError, "distinct children of 0 … 2"),
         ([0.5], TypeError, "answered must be a bool array or a list of child indices"),
         (
             [[0, 1]],
