@@ -13,7 +13,7 @@ from jaxcoded import rounds
 from jaxcoded.codes import MAX_ROUNDING
 from jaxcoded.group import CodedGroup, find
 from jaxcoded.kernels import Encoded, accumulator, divided
-from jaxcoded.packing import pack, unpack
+from jaxcoded.packing import Packing, pack, unpack
 from jaxcoded.transports import mpi4jax as transport
 
 # float16 and bfloat16 round every message; beyond this share of the sum the user is
@@ -26,7 +26,7 @@ class _TreeRound(rounds.Carrier):
     """One trip through the tree of a group: up, down, or both."""
 
     group: int
-    name: str
+    call: str
     up: bool = True
     down: bool = True
 
@@ -42,9 +42,9 @@ class _TreeRound(rounds.Carrier):
         self, vectors: Sequence[jax.Array], extra: jax.Array | None
     ) -> Sequence[jax.Array]:
         group = find(self.group)
-        plan, rank, comm = group.plan, group.rank, group._comm
+        plan, rank, comm = group.plan, group.rank, group.comm
         children, parent = plan.children(rank), plan.tree.parents[rank]
-        coefficients = self._agree(vectors, extra)
+        coefficients = self._begin(group, vectors, extra)
         out = []
         for vector in vectors:
             shape = (*vector.shape[:-1], self.result_length(vector.shape[-1]))
@@ -60,44 +60,31 @@ class _TreeRound(rounds.Carrier):
             out.append(vector)
         return out
 
-    def _agree(
-        self, vectors: Sequence[jax.Array], erased: jax.Array | None
+    def _begin(
+        self, group: CodedGroup, vectors: Sequence[jax.Array], erased: jax.Array | None
     ) -> jax.Array | np.ndarray:
         """Agree with the other ranks on this round, and look up the coefficients of
-        this rank's children."""
-        index, plan, rank = self.group, find(self.group).plan, find(self.group).rank
-        # every rank's message in terms of the root's, so that all ranks have the same
-        # words for the same thing
-        lengths = [self.result_length(vector.shape[-1]) for vector in vectors]
-        shapes = ", ".join(
-            f"{vector.dtype}[{','.join(map(str, (*vector.shape[:-1], length)))}]"
-            for vector, length in zip(vectors, lengths)
-        )
-        call = f"{self.name} of {shapes}"
-        if plan.layouts[rank] is None:
-            static = np.zeros((1, 0))
-        else:
-            static = plan.coefficients(rank)
+        this rank's children, ``(m, n)``."""
+        index, plan, rank = group.index, group.plan, group.rank
+        batch = vectors[0].shape[:-1]
+        call = f"{self.call}, batched {list(batch)}" if batch else self.call
         if erased is None:
 
             def agree() -> tuple[np.ndarray, ...]:
-                find(index)._agree(call, None)
+                find(index).agree(call)
                 return ()
 
             rounds.on_host(agree, [])
-            return static
+            return plan.coefficients(rank)
 
         dtype = np.result_type(*(accumulator(vector.dtype) for vector in vectors))
 
         def look_up(erased: np.ndarray) -> tuple[np.ndarray, ...]:
-            find(index)._agree(call, erased)
-            if plan.layouts[rank] is None:
-                return (static.astype(dtype),)
+            find(index).agree(call, erased)
             return (plan.coefficients(rank, erased).astype(dtype),)
 
-        (coefficients,) = rounds.on_host(
-            look_up, [jax.ShapeDtypeStruct(static.shape, dtype)], erased
-        )
+        like = jax.ShapeDtypeStruct(plan.coefficients(rank).shape, dtype)
+        (coefficients,) = rounds.on_host(look_up, [like], erased)
         return coefficients
 
 
@@ -157,10 +144,7 @@ def coded_allreduce(
         {'x': Array([0. , 0.5, 1. ], dtype=float32)}
         >>> group.close()
     """
-    return _scaled(
-        _tree_round(tree, group, _TreeRound(group._index, "coded_allreduce"), erasures),
-        mean,
-    )
+    return _coded("coded_allreduce", tree, group, mean, erasures, down=True)
 
 
 def coded_reduce(
@@ -174,8 +158,7 @@ def coded_reduce(
 
     Takes, returns and raises what `coded_allreduce` does. It has no transpose.
     """
-    carrier = _TreeRound(group._index, "coded_reduce", down=False)
-    return _scaled(_tree_round(tree, group, carrier, erasures), mean)
+    return _coded("coded_reduce", tree, group, mean, erasures, down=False)
 
 
 def tree_bcast(tree: Any, group: CodedGroup) -> Any:
@@ -199,34 +182,23 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
         ...     jaxcoded.tree_bcast({"step": 3}, group)
         {'step': Array(3, dtype=int32)}
     """
-    find(group._index)
+    find(group.index)
     vectors, packing = pack(tree, floats_only=False)
-    return unpack(
-        rounds.run(_TreeRound(group._index, "tree_bcast", up=False), vectors), packing
-    )
+    carrier = _TreeRound(group.index, f"tree_bcast of {packing}", up=False)
+    return unpack(rounds.run(carrier, vectors), packing)
 
 
-def _tree_round(
-    tree: Any, group: CodedGroup, carrier: _TreeRound, erasures: Any
+def _coded(
+    name: str, tree: Any, group: CodedGroup, mean: Any, erasures: Any, *, down: bool
 ) -> Any:
-    find(group._index)
+    """A round that decodes on its way up."""
+    find(group.index)
     plan = group.plan
-    if isinstance(tree, Encoded):
-        slices, multiple = plan.slices_above[group.rank], plan.padding_multiple
-        if (tree.slices, tree.multiple) != (slices, multiple):
-            raise ValueError(
-                f"rank {group.rank} of this group sends {slices} slices of gradients padded to a multiple of {multiple}, "
-                f"but this message was encoded with slices={tree.slices}, multiple={tree.multiple}: "
-                "use this group's assignment and encode(..., multiple=group.plan.padding_multiple)"
-            )
-        vectors, packing = tree.vectors, tree.packing
-    elif plan.sliced:
-        raise TypeError(
-            f"this group has slices={plan.slices}: its messages are shorter than the gradient, so {carrier.name} takes "
-            f"what jaxcoded.kernels.encode made, not a {type(tree).__name__}; coded_value_and_grad does both"
+    if isinstance(mean, int | float | np.number) and not mean > 0:
+        raise ValueError(
+            f"mean is the number to divide by, so it must be > 0, got {mean!r}"
         )
-    else:
-        vectors, packing = pack(tree)
+    vectors, packing = _message(name, tree, group)
     for vector in vectors:
         _check_amplification(vector.dtype, plan.amplification)
     if erasures is not None:
@@ -236,7 +208,33 @@ def _tree_round(
                 f"erasures must be bool of shape ({plan.size},), one for each rank, "
                 f"got {erasures.dtype}{list(erasures.shape)}"
             )
-    return unpack(rounds.run(carrier, vectors, erasures), packing)
+    carrier = _TreeRound(group.index, f"{name} of {packing}", down=down)
+    total = unpack(rounds.run(carrier, vectors, erasures), packing)
+    return total if mean is None else divided(total, mean)
+
+
+def _message(
+    name: str, tree: Any, group: CodedGroup
+) -> tuple[tuple[jax.Array, ...], Packing]:
+    """What this rank sends, and the packing of the gradient that it is about."""
+    plan = group.plan
+    if isinstance(tree, Encoded):
+        slices, multiple = plan.slices_above[group.rank], plan.padding_multiple
+        if (tree.slices, tree.multiple) != (slices, multiple):
+            raise ValueError(
+                f"rank {group.rank} of this group sends slices={slices}, "
+                f"multiple={multiple}, but this message was encoded with "
+                f"slices={tree.slices}, multiple={tree.multiple}: use this group's "
+                "assignment and encode(..., multiple=group.plan.padding_multiple)"
+            )
+        return tree.vectors, tree.packing
+    if plan.sliced:
+        raise TypeError(
+            f"this group has slices={plan.slices}: its messages are shorter than the "
+            f"gradient, so {name} takes what jaxcoded.kernels.encode made, not a "
+            f"{type(tree).__name__}; coded_value_and_grad does both"
+        )
+    return pack(tree)
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:
@@ -246,23 +244,14 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:
         raise ValueError(
-            f"the plan's amplification κ = {amplification:.1e} lets rounding in {accumulator(dtype)} grow to {rounding:.1e} "
-            f"of the sum, more than {MAX_ROUNDING:.0e}: {remedy}"
+            f"the plan's amplification κ = {amplification:.1e} lets rounding in "
+            f"{accumulator(dtype)} grow to {rounding:.1e} of the sum, more than "
+            f"{MAX_ROUNDING:.0e}: {remedy}"
         )
     narrow = amplification * float(jnp.finfo(dtype).eps)
     if dtype != accumulator(dtype) and narrow > MAX_NARROW_ROUNDING:
         warnings.warn(
-            f"messages in {dtype} with the plan's amplification κ = {amplification:.1e} may be off by {narrow:.0%} "
-            f"of the sum: {remedy}",
+            f"messages in {dtype} with the plan's amplification "
+            f"κ = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
             stacklevel=4,
         )
-
-
-def _scaled(tree: Any, mean: float | jax.Array | None) -> Any:
-    if mean is None:
-        return tree
-    if isinstance(mean, int | float | np.number) and not mean > 0:
-        raise ValueError(
-            f"mean is the number to divide by, so it must be > 0, got {mean!r}"
-        )
-    return divided(tree, mean)

@@ -1,8 +1,6 @@
 """A group: a plan on a communicator."""
 
-import hashlib
 import itertools
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +9,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded.agreement import disagreement
 from jaxcoded.allocation import assignment
 from jaxcoded.errors import GroupClosed, GroupMismatch, TooManyErasures
 from jaxcoded.plan import Plan, make_plan
@@ -125,8 +124,8 @@ class CodedGroup:
             raise
         self._rank = self._comm.rank
         self._round = 0
-        self._index = next(_indices)
-        _groups[self._index] = self
+        self.index = next(_indices)
+        _groups[self.index] = self
 
     def _agreed_plan(
         self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]
@@ -146,15 +145,12 @@ class CodedGroup:
             failure = error
         outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
         words = ", ".join(f"{key}={value!r}" for key, value in request.items())
-        ranks = self._comm.allgather((outcome, f"{words}, transport={transport!r}"))
-        if any(other != outcome for other, _ in ranks):
-            asked = "; ".join(
-                f"{_ranks([r for r, what in enumerate(ranks) if what == answer])}: "
-                f"{answer[1]} ({answer[0][:200]})"
-                for answer in dict.fromkeys(ranks)
-            )
+        said = disagreement(
+            self._comm, f"{words}, transport={transport!r} ({outcome[:200]})"
+        )
+        if said is not None:
             raise GroupMismatch(
-                f"ranks made a group with different plans; {asked}"
+                f"ranks made a group with different arguments; {said}"
             ) from failure
         if plan is None:
             assert failure is not None
@@ -172,8 +168,14 @@ class CodedGroup:
         return self.plan.size
 
     @property
+    def comm(self) -> MPI.Intracomm:
+        """The group's own duplicate of the communicator it was made with."""
+        return self._comm
+
+    @property
     def closed(self) -> bool:
-        return self._index not in _groups
+        """Whether `close` was called."""
+        return self.index not in _groups
 
     def assignment(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """What this rank reads of a global batch, and its coding weights.
@@ -206,7 +208,7 @@ class CodedGroup:
             try:
                 jax.effects_barrier()
             finally:
-                del _groups[self._index]
+                del _groups[self.index]
             self._comm.Free()
 
     def __enter__(self) -> Self:
@@ -220,20 +222,23 @@ class CodedGroup:
     ) -> None:
         if error is None:
             self.close()
-        else:  # the other ranks may be anywhere: wait for nobody, and leave them a communicator to fail on
-            _groups.pop(self._index, None)
+        else:
+            # the other ranks may be anywhere: wait for nobody, and leave them a
+            # communicator to fail on
+            _groups.pop(self.index, None)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"
-        return f"<CodedGroup {self._index} of {self.size} ranks, {state}>"
+        return f"<CodedGroup {self.index} of {self.size} ranks, {state}>"
 
-    def _agree(self, call: str, erased: np.ndarray | None) -> None:
-        """Make sure, in the middle of a compiled step, that all ranks are about to do
-        the same.
+    def agree(self, call: str, erased: np.ndarray | None = None) -> None:
+        """Begin a round: make sure that all ranks are about to do the same. Collective.
+
+        Called from the middle of compiled steps.
 
         Args:
             call: what this rank is about to do, in words: collective, shapes, dtypes.
-            erased: the ranks left out, or ``None``.
+            erased: bool ``(size,)``, the ranks left out. Default none.
 
         Raises:
             GroupMismatch: on every rank if they differ.
@@ -241,35 +246,28 @@ class CodedGroup:
                 ones.
         """
         self._round += 1
-        mine = (
-            self._round,
-            call,
-            None if erased is None else tuple(np.flatnonzero(erased).tolist()),
-        )
-        word = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7])
-        extremes = np.array([word, -word], np.int64)
-        _wait(self._comm.Iallreduce(MPI.IN_PLACE, extremes, op=MPI.MAX))
-        if extremes[0] != -extremes[1]:
-            ranks = self._comm.allgather(mine)
-            lines = [
-                f"{_ranks([r for r, other in enumerate(ranks) if other == what])}: round {what[0]}, {what[1]}"
-                + ("" if what[2] is None else f", erasures of ranks {list(what[2])}")
-                for what in dict.fromkeys(ranks)
-            ]
+        words = f"round {self._round}, {call}"
+        if erased is not None:
+            words += f", erasures of ranks {np.flatnonzero(erased).tolist()}"
+        said = disagreement(self._comm, words)
+        if said is not None:
             raise GroupMismatch(
-                "ranks called different things in the same round; " + "; ".join(lines)
+                f"ranks called different things in the same round; {said}"
             )
         if erased is not None and (failed := self.plan.unrecoverable(erased)):
-            raise TooManyErasures(self._too_many(failed, erased))
+            raise TooManyErasures(_too_many(self.plan, failed[0], erased))
 
-    def _too_many(self, failed: list[int], erased: np.ndarray) -> str:
-        if erased[self.plan.root]:
-            return f"rank {self.plan.root} is the root, the one rank that cannot be left out"
-        missing = [child for child in self.plan.children(failed[0]) if erased[child]]
-        return (
-            f"rank {failed[0]} cannot rebuild its sum without its children {missing}: any {self.plan.tolerates(failed[0])} "
-            f"of its {len(self.plan.children(failed[0]))} children may be left out; make the group with more stragglers"
-        )
+
+def _too_many(plan: Plan, parent: int, erased: np.ndarray) -> str:
+    if erased[plan.root]:
+        return f"rank {plan.root} is the root, the one rank that cannot be left out"
+    children = plan.children(parent)
+    return (
+        f"rank {parent} cannot rebuild its sum without its children "
+        f"{[child for child in children if erased[child]]}: any "
+        f"{plan.tolerates(parent)} of its {len(children)} children may be left out; "
+        "make the group with more stragglers"
+    )
 
 
 # What compiled code holds of a group is its index. Indices are never used again.
@@ -287,20 +285,6 @@ def find(index: int) -> CodedGroup:
         return _groups[index]
     except KeyError:
         raise GroupClosed(
-            f"use after close: group {index} was closed; make a new CodedGroup, and compile with it what used the old one"
+            f"use after close: group {index} was closed; make a new CodedGroup, and "
+            "compile with it what used the old one"
         ) from None
-
-
-def _wait(request: MPI.Request) -> None:
-    """Wait without spinning: a rank that waits here may share its core with the one it
-    waits for."""
-    pause = 0.0
-    while not request.Test():
-        time.sleep(pause)
-        pause = min(pause * 1.5 + 2e-6, 1e-3)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return (
-        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    )

@@ -1,6 +1,7 @@
 """Pytrees as one vector per dtype, so that a round is one message per dtype."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_MOST_WORDS = 300  # characters of a packing's description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,24 @@ class Packing:
             tuple(leaf.shape for leaf in leaves),
             tuple(np.dtype(leaf.dtype) for leaf in leaves),
         )
+
+    def __str__(self) -> str:
+        """The leaves in words, with a digest where there are too many to list.
+
+        Two packings with equal words are equal but for the types of their containers.
+        """
+        places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
+        leaves = [
+            f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}".lstrip()
+            for (path, _), shape, dtype in zip(
+                jax.tree_util.tree_leaves_with_path(places), self.shapes, self.dtypes
+            )
+        ]
+        words = ", ".join(leaves)
+        if len(words) <= _MOST_WORDS:
+            return words
+        digest = hashlib.sha256(words.encode()).hexdigest()[:12]
+        return f"{words[:_MOST_WORDS]}… ({len(leaves)} leaves, {digest})"
 
     @property
     def vectors(self) -> dict[np.dtype, int]:

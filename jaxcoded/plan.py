@@ -186,18 +186,18 @@ class Plan:
     def coefficients(
         self, rank: int, erased: Sequence[bool] | np.ndarray | None = None
     ) -> np.ndarray:
-        """How a parent combines its children's messages: float64 ``(m, n)`` over
-        `children`.
+        """How a rank combines its children's messages: float64 ``(m, n)`` over
+        `children`, ``(1, 0)`` at a leaf.
 
         Args:
-            rank: a parent.
+            rank: whose coefficients.
             erased: bool ``(size,)``, the ranks whose messages are left out. Default
                 none. Where the children that are left do not suffice, the least-squares
                 coefficients; see `unrecoverable`.
         """
         coding = self.layouts[rank]
         if coding is None:
-            raise ValueError(f"rank {rank} is a leaf and decodes nothing")
+            return np.zeros((1, 0))
         children = self.children(rank)
         answered = (
             np.ones(len(children), bool)

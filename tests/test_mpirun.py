@@ -1,15 +1,9 @@
-"""Runs the files of tests/mpi under mpirun, each with a time limit."""
-
-import os
-import pathlib
-import subprocess
-import sys
+"""Runs the files of tests/mpi under mpirun."""
 
 import pytest
+from launch import LIMIT, ROOT, mpirun
 
-ROOT = pathlib.Path(__file__).parent.parent
-FILES = sorted(path.name for path in (ROOT / "tests" / "mpi").glob("test_*.py"))
-LIMIT = 240  # seconds a job may take
+FILES = sorted(path.name for path in (ROOT / "tests/mpi").glob("test_*.py"))
 
 
 @pytest.mark.mpi
@@ -17,20 +11,6 @@ LIMIT = 240  # seconds a job may take
 @pytest.mark.parametrize("ranks", [2, 4, 7, 13])
 @pytest.mark.parametrize("file", FILES)
 def test_under_mpirun(file, ranks):
-    job = subprocess.run(
-        [
-            ROOT / "scripts" / "mpirun",
-            "-n",
-            str(ranks),
-            sys.executable,
-            *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            ROOT / "tests" / "mpi" / file,
-        ],
-        env=os.environ | {"JAXCODED_MPIRUN_TIMEOUT": str(LIMIT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert job.returncode == 0, f"{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
+    options = ("-q", "-p", "no:cacheprovider", "--color=no")
+    job = mpirun(ranks, "-m", "pytest", *options, f"tests/mpi/{file}")
     assert job.stdout.count(" passed") == ranks, job.stdout[-4000:]

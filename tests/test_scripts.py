@@ -1,0 +1,69 @@
+"""The README's example, the examples and the benchmarks run and do what they say."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launch import ROOT, mpirun
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_readme_example_finds_the_weights(ranks, tmp_path):
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    script = tmp_path / "train.py"
+    script.write_text(example + "print(*np.asarray(w).round(2).tolist())\n")
+    lines = mpirun(ranks, "-m", "mpi4py", str(script)).stdout.splitlines()
+    found = [[float(number) for number in line.split()] for line in lines]
+    assert len(found) == ranks
+    np.testing.assert_allclose(found, [np.arange(5.0)] * ranks, atol=0.05)
+
+
+def test_demo(tmp_path):
+    job = mpirun(
+        13,
+        *("-m", "mpi4py", "examples/digits.py"),
+        *("--steps", "12", "--delay", "0.01", "--out", str(tmp_path)),
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    uncoded, coded = summary["uncoded"], summary["coded"]
+    assert uncoded["slow_worker_gradients_used"] == 12
+    assert coded["slow_worker_gradients_used"] == 0
+    # the same global batches, summed exactly both times
+    assert summary["between_ranks"] == 0
+    assert 0 < summary["between_runs"] < 1e-4
+    assert coded["final_loss"] == pytest.approx(uncoded["final_loss"], rel=1e-4)
+    assert coded["final_loss"] < 2.0  # it learns: an untrained network has log 10 = 2.3
+    assert coded["step_seconds_median"] >= 0.01  # the slow worker slept inside the step
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert f"{coded['final_loss']:.5f}" in job.stdout
+
+
+def test_allreduce_benchmark(tmp_path):
+    mpirun(
+        4, "-m", "mpi4py", "benchmarks/allreduce.py", "--smoke", "--out", str(tmp_path)
+    )
+    with (tmp_path / "allreduce-4.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 6
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert {
+        row["ratio"] for row in rows if row["collective"] == "mpi4jax.allreduce"
+    } == {"1.0"}
+
+
+def test_kernels_benchmark(tmp_path):
+    command = [sys.executable, "benchmarks/kernels.py", "--smoke", "--out", tmp_path]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
+    (table,) = tmp_path.glob("kernels-*.csv")
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3 * 2
+    assert all(float(row["GB_per_second"]) > 0 for row in rows)
