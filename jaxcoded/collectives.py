@@ -194,6 +194,8 @@ def _coded(
     """A round that decodes on its way up."""
     find(group.index)
     plan = group.plan
+    if mean is not None and jnp.ndim(mean) != 0:
+        raise ValueError(f"mean is one number, got an array of shape {jnp.shape(mean)}")
     if isinstance(mean, int | float | np.number) and not mean > 0:
         raise ValueError(
             f"mean is the number to divide by, so it must be > 0, got {mean!r}"

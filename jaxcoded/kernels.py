@@ -46,7 +46,7 @@ class Encoded:
 
 def accumulator(dtype: Any) -> np.dtype:
     """The dtype in which sums of ``dtype`` are formed: itself, but at least float32."""
-    return np.dtype(jnp.promote_types(dtype, jnp.float32))
+    return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def divided(tree: Any, number: Any) -> Any:

@@ -89,19 +89,7 @@ def pack(
         ([(7,)], (2, 2))
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = []
-    for path, leaf in paths:
-        try:
-            leaves.append(jnp.asarray(leaf))
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"leaf{_place(path)} is a {type(leaf).__name__}, which is not an array"
-            ) from None
-        if floats_only and not jnp.issubdtype(leaves[-1].dtype, jnp.floating):
-            raise TypeError(
-                f"leaf{_place(path)} has dtype {leaves[-1].dtype}: coded sums need floating point; "
-                "cast it or leave it out of the tree"
-            )
+    leaves = [_array(leaf, _place(path), floats_only) for path, leaf in paths]
     packing = Packing.of(jax.tree.unflatten(structure, leaves))
     vectors = []
     for dtype in packing.vectors:
@@ -127,6 +115,33 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
         leaves.append(sources[dtype][start : start + size].reshape(shape))
         taken[dtype] = start + size
     return jax.tree.unflatten(packing.structure, leaves)
+
+
+def _array(leaf: Any, place: str, floats_only: bool) -> jax.Array:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and not _has_bytes(dtype):
+        raise TypeError(f"leaf{place} has dtype {dtype}, which MPI cannot send")
+    try:
+        array = jnp.asarray(leaf)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"leaf{place} is a {type(leaf).__name__}, which is not an array"
+        ) from None
+    if floats_only and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"leaf{place} has dtype {array.dtype}: coded sums need floating point; "
+            "cast it or leave it out of the tree"
+        )
+    return array
+
+
+def _has_bytes(dtype: Any) -> bool:
+    """Whether elements are numbers of whole bytes: no keys, ``float0`` or ``int4``."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.finfo(dtype).bits >= 8
+    return dtype == np.bool_
 
 
 def _place(path: tuple[Any, ...]) -> str:

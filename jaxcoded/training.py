@@ -35,11 +35,11 @@ def coded_value_and_grad(
         per_example_loss: ``(params, batch) -> losses`` of shape ``(length,)``, or
             ``(losses, aux)`` with ``has_aux``.
         group: an open group.
-        has_aux: whether it returns auxiliary data. They are this rank's own, not
-            reduced; zeros where it computed nothing, and, with slices, stacked over the
-            chunks.
-        mean: divide loss and gradient by the number of examples in the global batch
-            (counted by the same code).
+        has_aux: whether it returns auxiliary data, a pytree of arrays. They are this
+            rank's own, not reduced; zeros where it computed nothing, and, with slices,
+            stacked over the chunks.
+        mean: divide loss and gradient by the number of examples in the global batch,
+            counted by the same code. The weights must be those of ``group.assignment``.
 
     Returns:
         A function ``(params, batch, weights, *, erasures=None) -> (loss, grads)``, or
@@ -100,6 +100,12 @@ def _weighted(
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         out = per_example_loss(params, batch)
+        if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):
+            wanted = "the pair (losses, aux)" if has_aux else "the losses alone"
+            raise ValueError(
+                f"with has_aux={has_aux} per_example_loss must return {wanted}, "
+                f"got {jax.tree.structure(out)}"
+            )
         losses, aux = out if has_aux else (out, None)
         losses = jnp.asarray(losses)
         if losses.shape != weights.shape:

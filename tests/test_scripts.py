@@ -16,7 +16,7 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_readme_example_finds_the_weights(ranks, tmp_path):
     (example,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
     )
     script = tmp_path / "train.py"
     script.write_text(example + "print(*np.asarray(w).round(2).tolist())\n")

@@ -1,0 +1,130 @@
+"""What the tests of this folder compare with: sums over the whole batch, in float64 numpy."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded import kernels
+
+BATCH = 20
+
+
+def per_example(*shape, seed=0, dtype="float64"):
+    """A gradient for each example of the batch, the same on all ranks: ``(BATCH, *shape)``."""
+    values = np.random.default_rng(seed).standard_normal((BATCH, *shape))
+    return values.astype(jnp.dtype(dtype))
+
+
+def contribution(group, gradients):
+    """This rank's coded contribution, of a pytree of arrays ``(BATCH, ...)``."""
+    indices, weights = group.assignment(BATCH)
+    held = jax.tree.map(lambda leaf: leaf[indices], gradients)
+    if group.plan.sliced:
+        coefficients = weights.reshape(len(indices), -1)
+        multiple = group.plan.padding_multiple
+        return kernels.encode(held, coefficients, multiple=multiple)
+
+    def weigh(leaf):
+        return np.tensordot(weights, leaf.astype(np.float64), 1).astype(leaf.dtype)
+
+    return jax.tree.map(weigh, held)
+
+
+def exact(gradients):
+    return jax.tree.map(lambda leaf: leaf.astype(np.float64).sum(0), gradients)
+
+
+def rounding(group, dtype):
+    """Bound on the error of a sum in a dtype, as a share of the sum of absolute values.
+
+    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded once
+    when it is made and once in every layer; in wider ones every addition counts.
+    """
+    plan = group.plan
+    depth = fanout = 0
+    for rank in range(plan.size):
+        fanout = max(fanout, len(plan.children(rank)))
+        path = 0
+        while rank != plan.root:
+            rank, path = plan.parents[rank], path + 1
+        depth = max(depth, path)
+    narrow = jnp.finfo(dtype).bits < 32
+    roundings = 1 + depth * (1 if narrow else fanout + 3)
+    # the last factor is for what float32 adds to narrow sums, and for the reference
+    return (
+        roundings * float(jnp.finfo(dtype).eps) / 2 * plan.amplification * 1.01 + 1e-15
+    )
+
+
+def assert_sum(group, actual, gradients, factor=1.0):
+    """Each leaf is ``factor`` times the sum of the gradients, as exactly as its dtype allows."""
+    jax.tree.map(
+        lambda *leaves: _assert_sum(group, factor, *leaves),
+        *(actual, gradients, exact(gradients)),
+    )
+
+
+def _assert_sum(group, factor, actual, gradients, expected):
+    assert (actual.shape, actual.dtype) == (gradients.shape[1:], gradients.dtype)
+    size = np.abs(gradients.astype(np.float64)).sum(0)
+    bound = rounding(group, actual.dtype) * size * abs(factor)
+    error = np.abs(np.asarray(actual, np.float64) - factor * expected)
+    assert np.all(error <= bound), (actual.dtype, error.max(), bound.max())
+
+
+def assert_same_bits(comm, tree):
+    """All ranks hold the same bytes."""
+    mine = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+    assert all(other == mine for other in comm.allgather(mine))
+
+
+def tolerated(plan):
+    """Every mask that leaves the root a decodable set, by enumeration: bool ``(masks, size)``.
+
+    What is below an erased rank does not matter. Decodable is what a matrix rank says.
+    """
+
+    @functools.cache
+    def decodable(rank, answered):
+        B = plan.layouts[rank].code.B
+        sums = np.repeat(np.eye(B.shape[2])[:, None, :], B.shape[1], axis=1)
+        rows = B.reshape(len(B), -1)[list(answered)]
+        both = np.vstack([rows, sums.reshape(len(sums), -1)])
+        return np.linalg.matrix_rank(both, tol=1e-7) == (
+            np.linalg.matrix_rank(rows, tol=1e-7) if len(rows) else 0
+        )
+
+    def fine(rank, erased):
+        children = plan.children(rank)
+        answered = tuple(i for i, child in enumerate(children) if not erased[child])
+        return not children or (
+            decodable(rank, answered)
+            and all(fine(children[i], erased) for i in answered)
+        )
+
+    masks = itertools.product([False, True], repeat=plan.size)
+    return np.array(
+        [mask for mask in masks if not mask[plan.root] and fine(plan.root, mask)]
+    )
+
+
+def lost(plan, mask):
+    """The erased ranks and all those below them."""
+    out = np.array(mask)
+    for rank in plan.tree.order:
+        if rank != plan.root:
+            out[rank] |= out[plan.parents[rank]]
+    return out
+
+
+def random_erasures(plan, random):
+    """As many children of every parent as the plan tolerates, bool ``(size,)``; equal on
+    all ranks for equal seeds."""
+    erased = np.zeros(plan.size, bool)
+    for rank in range(plan.size):
+        children = plan.children(rank)
+        erased[random.permutation(children)[: plan.tolerates(rank)].astype(int)] = True
+    return erased

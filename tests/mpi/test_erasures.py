@@ -1,0 +1,172 @@
+"""Every set of ranks that a plan can do without, and sets that it cannot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from mpi4py import MPI
+from reference import (
+    assert_same_bits,
+    assert_sum,
+    contribution,
+    exact,
+    lost,
+    per_example,
+    rounding,
+    tolerated,
+)
+
+import jaxcoded
+from jaxcoded import coded_allreduce, coded_reduce
+
+SIZE = MPI.COMM_WORLD.size
+GRADIENTS = {"wide": per_example(3), "single": per_example(2, seed=1, dtype="float32")}
+
+
+def sums_without(group, masks):
+    """The sums for all masks, from one compiled loop. Ranks that are left out, and those below
+    them, send NaN."""
+    message = contribution(group, GRADIENTS)
+    silent = np.array([lost(group.plan, mask)[group.rank] for mask in masks])
+
+    def one(_, operands):
+        mask, silent = operands
+        sent = jax.tree.map(lambda v: jnp.where(silent, jnp.nan, v), message)
+        return None, coded_allreduce(sent, group, erasures=mask)
+
+    loop = jax.jit(lambda *operands: jax.lax.scan(one, None, operands)[1])
+    return jax.tree.map(np.asarray, loop(masks, silent))
+
+
+def assert_exact(comm, group, sums):
+    # the coefficients are float64, so that float64 has its digits, and float32 only its own rounding
+    shares = {
+        "wide": 1e-12 * group.plan.amplification,
+        "single": rounding(group, np.float32) + 1e-6 * group.plan.sliced,
+    }
+    for name, expected in exact(GRADIENTS).items():
+        error = np.abs(sums[name] - expected)
+        bound = shares[name] * np.abs(GRADIENTS[name].astype(np.float64)).sum(0)
+        assert np.all(error <= bound), (name, error.max(0), bound)
+    assert_same_bits(comm, sums)
+
+
+def test_every_tolerated_mask(comm, group):
+    masks = tolerated(group.plan)
+    if (
+        SIZE == 13
+    ):  # 4^4 with at most one child of each parent, and below a lost one any
+        assert len(masks) == 4**3 + 3 * 4**2 * 2**3
+    assert_exact(comm, group, sums_without(group, masks))
+
+
+@pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
+def test_every_tolerated_mask_with_slices(comm):
+    fanout = 3 if SIZE == 13 else None
+    with jaxcoded.CodedGroup(comm, slices=2, fanout=fanout) as sliced:
+        assert_exact(comm, sliced, sums_without(sliced, tolerated(sliced.plan)))
+
+
+@pytest.mark.skipif(SIZE != 7, reason="one size with fractional repetition will do")
+def test_bits_of_fractional_repetition_do_not_depend_on_erasures(comm, group):
+    assert group.plan.amplification == 1
+    masks = tolerated(group.plan)
+    assert len(masks) == 3**3  # one of each pair of twins must answer
+    sums = sums_without(group, masks)
+    for name in GRADIENTS:
+        assert {row.tobytes() for row in sums[name]} == {sums[name][0].tobytes()}
+
+
+@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+def test_reduce_and_vmap_with_erasures(group):
+    mask = tolerated(group.plan)[1]
+    own = contribution(group, GRADIENTS["wide"])
+    total = coded_reduce(
+        own * (np.nan if mask[group.rank] else 1), group, erasures=mask
+    )
+    if group.rank == group.plan.root:
+        assert_sum(group, total, GRADIENTS["wide"])
+    batched = jax.vmap(lambda x, e: coded_allreduce(x, group, erasures=e), (0, None))
+    both = batched(np.stack([own, -own]), mask)
+    assert_sum(group, both[0], GRADIENTS["wide"])
+    assert_sum(group, both[1], GRADIENTS["wide"], -1)
+
+
+@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+def test_derivatives_with_erasures(group):
+    """A left out rank's tangent and cotangent are left out too."""
+    mask = tolerated(group.plan)[1]
+    own = contribution(group, GRADIENTS["wide"])
+    scale = np.nan if mask[group.rank] else 1.0
+
+    def loss(x):
+        return jnp.sum(coded_allreduce(x, group, erasures=mask) ** 2)
+
+    expected = exact(GRADIENTS["wide"])
+    value, slope = jax.jvp(loss, (own,), (own * scale,))
+    np.testing.assert_allclose(value, np.sum(expected**2), rtol=1e-10)
+    np.testing.assert_allclose(slope, 2 * np.sum(expected**2), rtol=1e-10)
+    np.testing.assert_allclose(jax.grad(loss)(own), 2 * expected, rtol=1e-10)
+
+
+# Masks that are refused, by one compiled function that goes on working.
+
+
+@pytest.fixture(scope="module")
+def masked(group):
+    own = contribution(group, GRADIENTS["wide"])
+    step = jax.jit(lambda mask: coded_allreduce(own, group, erasures=mask))
+
+    def total(*erased):
+        mask = np.zeros(SIZE, bool)
+        mask[list(erased)] = True
+        return jax.block_until_ready(step(mask))
+
+    yield total
+    assert_sum(group, total(), GRADIENTS["wide"])
+    assert step._cache_size() == 1
+
+
+def test_root_cannot_be_left_out(group, masked):
+    with pytest.raises(JaxRuntimeError, match="TooManyErasures: rank 0 is the root"):
+        masked(group.plan.root)
+    assert_sum(group, masked(), GRADIENTS["wide"])
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody to leave out")
+def test_too_many(group, masked):
+    first, second = group.plan.children(0)[0], group.plan.children(0)[-1]
+    wanted = {2: (1,), 4: (first, second), 7: (1, 2), 13: (first, second)}[SIZE]
+    with pytest.raises(JaxRuntimeError) as error:
+        masked(*wanted)
+    tolerance = 0 if SIZE == 2 else 1
+    assert (
+        f"TooManyErasures: rank 0 cannot rebuild its sum without its children {sorted(wanted)}: "
+        f"any {tolerance} of its {len(group.plan.children(0))} children may be left out"
+    ) in str(error.value)
+    assert_sum(group, masked(), GRADIENTS["wide"])
+
+
+@pytest.mark.skipif(SIZE != 13, reason="needs two layers")
+def test_too_many_below_an_inner_rank(group, masked):
+    inner = group.plan.children(0)[0]
+    leaves = group.plan.children(inner)[:2]
+    with pytest.raises(JaxRuntimeError, match=f"rank {inner} cannot rebuild its sum"):
+        masked(*leaves)
+    # without the inner rank itself nobody needs them
+    assert_sum(group, masked(inner, *leaves), GRADIENTS["wide"])
+
+
+@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+def test_different_masks(group, masked):
+    last = group.rank == SIZE - 1
+    others = "ranks " + ", ".join(map(str, range(SIZE - 1)))
+    with pytest.raises(JaxRuntimeError) as error:
+        masked(*([1] if last else []))
+    assert "GroupMismatch: ranks called different things" in str(error.value)
+    assert f"{others}: round" in str(error.value)
+    assert "erasures of ranks []" in str(error.value)
+    assert f"rank {SIZE - 1}: round" in str(error.value)
+    assert "erasures of ranks [1]" in str(error.value)
+    assert_sum(group, masked(), GRADIENTS["wide"])

@@ -1,0 +1,230 @@
+"""Derivatives through the collectives, against those of the whole batch, written out in numpy.
+
+The model is L(θ) = φ(Σ_j g_j(θ)), so that the sum must be exact before φ bends it. What comes
+out in reverse mode is one rank's coded contribution, which one more round makes exact.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+from reference import BATCH, contribution, per_example
+
+import jaxcoded
+from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
+
+A = per_example(4, 3, seed=10)
+THETA = np.random.default_rng(11).standard_normal(3)
+DIRECTION = np.random.default_rng(12).standard_normal(3)
+
+
+def phi(total):
+    return jnp.sum(jnp.log(jnp.cosh(total))) + total[0] * total[1]
+
+
+def partial_sum(theta, examples, weights):
+    """``Σ_j w_j g_j(θ)``."""
+    return weights @ jnp.sin(examples @ theta)
+
+
+class Whole:
+    """L(θ) and its derivatives in closed form, from some examples with weights."""
+
+    def __init__(self, theta, examples=A, weights=None):
+        weights = np.ones(BATCH) if weights is None else weights
+        angles = examples @ theta
+        self.total = weights @ np.sin(angles)
+        self.jacobian = np.einsum("j,ji,jip->ip", weights, np.cos(angles), examples)
+        bend = np.einsum(
+            "j,ji,jip,jiq->ipq", -weights, np.sin(angles), examples, examples
+        )
+        swap = np.eye(4)[[1, 0]]
+        self.outer = np.tanh(self.total)
+        self.outer[:2] += swap @ self.total
+        outer_hessian = np.diag(1 - np.tanh(self.total) ** 2)
+        outer_hessian[:2] += swap
+        self.loss = np.log(np.cosh(self.total)).sum() + self.total[0] * self.total[1]
+        self.grad = self.jacobian.T @ self.outer
+        self.hessian = self.jacobian.T @ outer_hessian @ self.jacobian
+        self.hessian += np.einsum("i,ipq->pq", self.outer, bend)
+
+
+@pytest.fixture(scope="module")
+def coded(group):
+    """The same loss, through the group."""
+    indices, weights = group.assignment(BATCH)
+
+    def loss(theta):
+        return phi(coded_allreduce(partial_sum(theta, A[indices], weights), group))
+
+    return loss
+
+
+@pytest.fixture(scope="module")
+def close(group):
+    tolerance = 1e-12 * group.plan.amplification
+    return lambda actual, expected: np.testing.assert_allclose(
+        actual, expected, rtol=tolerance, atol=tolerance
+    )
+
+
+def exact_grad(loss, group):
+    return lambda theta: coded_allreduce(jax.grad(loss)(theta), group)
+
+
+def test_value_and_gradient(group, coded, close):
+    value, local = jax.jit(jax.value_and_grad(coded))(THETA)
+    whole = Whole(THETA)
+    close(value, whole.loss)
+    # before the last round the gradient is linear in this rank's examples alone
+    indices, weights = group.assignment(BATCH)
+    close(local, Whole(THETA, A[indices], weights).jacobian.T @ whole.outer)
+    close(coded_allreduce(local, group), whole.grad)
+
+
+def test_vmap_of_gradient(group, coded, close):
+    thetas = np.stack([THETA, DIRECTION])
+    grads = jax.jit(jax.vmap(exact_grad(coded, group)))(thetas)
+    close(grads, [Whole(theta).grad for theta in thetas])
+
+
+def test_descent_inside_scan(group, coded, close):
+    """``grad`` in a ``scan`` in ``jit``."""
+    grad = exact_grad(coded, group)
+    step = lambda theta, _: (theta - 0.01 * grad(theta), None)
+    reached = jax.jit(lambda theta: jax.lax.scan(step, theta, length=4)[0])(THETA)
+    theta = THETA
+    for _ in range(4):
+        theta = theta - 0.01 * Whole(theta).grad
+    close(reached, theta)
+
+
+def test_gradient_through_scan(group, close):
+    """The carry is equal on all ranks; θ goes into every step's round."""
+    indices, weights = group.assignment(BATCH)
+
+    def loss(theta):
+        def step(carry, k):
+            local = partial_sum(k * theta, A[indices], weights)
+            return jnp.tanh(carry) + coded_allreduce(local, group), None
+
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(4), jnp.arange(1.0, 4))[0])
+
+    carry, jacobian = np.zeros(4), np.zeros((4, 3))
+    for k in range(1, 4):
+        whole = Whole(k * THETA)
+        slope = 1 - np.tanh(carry) ** 2
+        jacobian = slope[:, None] * jacobian + k * whole.jacobian
+        carry = np.tanh(carry) + whole.total
+    close(jax.jit(exact_grad(loss, group))(THETA), jacobian.sum(0))
+
+
+def test_jvp(coded, close):
+    value, slope = jax.jit(lambda t, v: jax.jvp(coded, (t,), (v,)))(THETA, DIRECTION)
+    close(value, Whole(THETA).loss)
+    close(slope, Whole(THETA).grad @ DIRECTION)
+
+
+def forward_over_reverse(grad, reduce, loss):
+    return jax.jvp(grad, (THETA,), (DIRECTION,))[1]
+
+
+def reverse_over_reverse(grad, reduce, loss):
+    return reduce(jax.grad(lambda theta: grad(theta) @ DIRECTION)(THETA))
+
+
+def reverse_over_forward(grad, reduce, loss):
+    slope = lambda theta: jax.jvp(loss, (theta,), (DIRECTION,))[1]
+    return reduce(jax.grad(slope)(THETA))
+
+
+@pytest.mark.parametrize(
+    "product", [forward_over_reverse, reverse_over_reverse, reverse_over_forward]
+)
+def test_hessian_vector_product(group, coded, close, product):
+    reduce = lambda x: coded_allreduce(x, group)
+    actual = jax.jit(lambda: product(exact_grad(coded, group), reduce, coded))()
+    close(actual, Whole(THETA).hessian @ DIRECTION)
+
+
+@pytest.mark.parametrize("erasures", [None, np.zeros(MPI.COMM_WORLD.size, bool)])
+def test_transpose_is_the_identity(group, erasures):
+    tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2), jnp.bfloat16)}
+    cotangent = jax.tree.map(lambda x: x * (group.rank + 2), tree)
+
+    def half(tree):
+        return coded_allreduce(tree, group, mean=2, erasures=erasures)
+
+    before = group._round
+    (back,) = jax.linear_transpose(half, tree)(cotangent)
+    jax.tree.map(lambda b, c: np.testing.assert_array_equal(b, c / 2), back, cotangent)
+    assert group._round == before
+
+
+def test_transpose_of_the_transpose_is_a_round(group, close):
+    twice = jax.linear_transpose(
+        lambda ct: jax.linear_transpose(lambda x: coded_allreduce(x, group), ct)(ct)[0],
+        np.ones(3),
+    )
+    close(twice(contribution(group, A[:, 0]))[0], A[:, 0].sum(0))
+
+
+def test_some_leaves_are_constant(group, close):
+    """One message per dtype: here the one of float32 has no derivative."""
+    own = contribution(group, {"moving": A[:, 0], "still": A[:, 1]})
+    still = np.asarray(own["still"], np.float32)
+
+    def loss(moving):
+        total = coded_allreduce({"moving": moving, "still": still, "one": 1.0}, group)
+        return jnp.sum(total["moving"] ** 2) + jnp.sum(total["still"])
+
+    close(jax.jit(jax.grad(loss))(own["moving"]), 2 * A[:, 0].sum(0))
+
+
+def test_forward_mode_of_reduce_and_bcast(group, close):
+    own = jnp.asarray(contribution(group, A[:, 0]))
+    _, total = jax.jvp(lambda x: coded_reduce(x, group), (own,), (2 * own,))
+    at_root = group.rank == group.plan.root
+    close(total, 2 * A[:, 0].sum(0) * at_root)
+    mine = jnp.full(3, group.rank + 1.0)
+    _, first = jax.jvp(lambda x: tree_bcast(x, group), (mine,), (2 * mine,))
+    np.testing.assert_array_equal(first, np.full(3, 2.0))
+
+
+def test_forward_mode_of_bcast_with_integers(group):
+    """Integers have no tangent, so none is sent."""
+    mine = jnp.full(3, group.rank + 1.0)
+
+    def first(x):
+        return tree_bcast({"x": x, "step": jnp.arange(3) + group.rank}, group)["x"]
+
+    _, tangent = jax.jvp(first, (mine,), (2 * mine,))
+    np.testing.assert_array_equal(tangent, np.full(3, 2.0))
+
+
+@pytest.mark.parametrize("collective", [coded_reduce, tree_bcast])
+def test_no_reverse_mode(group, collective):
+    with pytest.raises(
+        NotImplementedError, match=rf"{collective.__name__}.*no transpose"
+    ):
+        jax.jit(jax.grad(lambda x: jnp.sum(collective(x, group))))(np.ones(3))
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size < 4, reason="slices need 4 ranks")
+def test_no_reverse_mode_with_slices(comm):
+    """On any rank: also not on the root, whose message is as long as the gradient."""
+    with jaxcoded.CodedGroup(comm, slices=2) as sliced:
+        message = contribution(sliced, A[:, 0])
+
+        def loss(message):
+            return jnp.sum(coded_allreduce(message, sliced))
+
+        with pytest.raises(NotImplementedError, match="slices"):
+            jax.jit(jax.grad(loss))(message)
+        # forward mode is one more round
+        _, total = jax.jvp(lambda m: coded_allreduce(m, sliced), (message,), (message,))
+        tolerance = 1e-12 * sliced.plan.amplification
+        np.testing.assert_allclose(
+            total, A[:, 0].sum(0), rtol=tolerance, atol=tolerance
+        )

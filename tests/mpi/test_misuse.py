@@ -1,0 +1,295 @@
+"""Wrong use is an error, on every rank where ranks differ, and the group can be used after it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from mpi4py import MPI
+from reference import assert_sum, contribution, per_example
+
+import jaxcoded
+from jaxcoded import (
+    GroupClosed,
+    GroupMismatch,
+    coded_allreduce,
+    coded_reduce,
+    kernels,
+    tree_bcast,
+)
+
+SIZE, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+slices = pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
+VECTOR = per_example(5)
+
+
+def ranks(selected):
+    """How messages name ranks."""
+    selected = list(selected)
+    plural = "rank" if len(selected) == 1 else "ranks"
+    return f"{plural} {', '.join(map(str, selected))}"
+
+
+OTHERS = ranks(range(SIZE - 1))
+LAST = ranks([SIZE - 1])
+
+
+# Ranks that call different things.
+
+
+def shapes(group, odd):
+    return coded_allreduce(np.ones(4 if odd else 3), group)
+
+
+def dtypes(group, odd):
+    return coded_allreduce(np.ones(3, np.float32 if odd else np.float64), group)
+
+
+def collectives(group, odd):
+    return (coded_reduce if odd else coded_allreduce)(np.ones(3), group)
+
+
+def batches(group, odd):
+    x = np.ones((2, 3))
+    return coded_allreduce(x.reshape(-1), group) if odd else jax.vmap(
+        lambda v: coded_allreduce(v, group)
+    )(x)  # fmt: skip
+
+
+def erasures(group, odd):
+    mask = None if odd else np.zeros(SIZE, bool)
+    return coded_allreduce(np.ones(3), group, erasures=mask)
+
+
+@several
+@pytest.mark.parametrize(
+    ("call", "usual", "unusual"),
+    [
+        (shapes, "coded_allreduce of float64[3]", "coded_allreduce of float64[4]"),
+        (dtypes, "coded_allreduce of float64[3]", "coded_allreduce of float32[3]"),
+        (collectives, "coded_allreduce of float64[3]", "coded_reduce of float64[3]"),
+        (
+            batches,
+            "coded_allreduce of float64[3], batched [2]",
+            "coded_allreduce of float64[6]",
+        ),
+        (erasures, "float64[3], erasures of ranks []", "coded_allreduce of float64[3]"),
+    ],
+)
+def test_mismatch(group, call, usual, unusual):
+    with pytest.raises(JaxRuntimeError) as error:
+        jax.block_until_ready(call(group, odd=RANK == SIZE - 1))
+    text = str(error.value)
+    assert "GroupMismatch: ranks called different things in the same round; " in text
+    pattern = rf"{OTHERS}: round (\d+), .*{re.escape(usual)}; {LAST}: round \1, {re.escape(unusual)}"
+    assert re.search(pattern, text), text
+    # nothing of the failed round is left in the way
+    assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)
+
+
+# Ranks that make different groups.
+
+
+@several
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"root_computes": True}, "root_computes=True"),
+        ({"stragglers": SIZE}, "error: size=.* ranks are too few"),
+        ({"transport": "carrier pigeon"}, "error: transport must be one of"),
+    ],
+)
+def test_different_arguments(comm, odd, said):
+    with pytest.raises(GroupMismatch) as error:
+        jaxcoded.CodedGroup(
+            comm, **({"stragglers": 0} | (odd if RANK == SIZE - 1 else {}))
+        )
+    assert re.fullmatch(
+        rf"ranks made a group with different arguments; {OTHERS}: stragglers=0, .*; {LAST}: .*{said}.*",
+        str(error.value),
+    )
+
+
+@pytest.mark.parametrize("comm", [None, MPI.COMM_NULL, 7], ids=str)
+def test_no_communicator(comm):
+    with pytest.raises(TypeError, match="comm must be an mpi4py intra-communicator"):
+        jaxcoded.CodedGroup(comm)
+
+
+def test_impossible_arguments(comm):
+    with pytest.raises(
+        ValueError, match="transport must be one of auto, mpi4jax, got 'mpi'"
+    ):
+        jaxcoded.CodedGroup(comm, stragglers=0, transport="mpi")
+    with pytest.raises(
+        ValueError,
+        match=f"the plan is for {SIZE + 3} ranks, but the communicator has {SIZE}",
+    ):
+        jaxcoded.CodedGroup.from_plan(comm, jaxcoded.make_plan(SIZE + 3))
+    with pytest.raises(TypeError, match="plan must be a jaxcoded.Plan, got str"):
+        jaxcoded.CodedGroup.from_plan(comm, "star")
+
+
+# One rank's own arguments: the same mistake on all ranks, and nothing is sent.
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"step": 3}, r"leaf at \['step'\] has dtype int64: coded sums need floating"),
+        ([np.ones(2, bool)], r"leaf at \[0\] has dtype bool: coded sums need floating"),
+        (1j, "leaf has dtype complex128: coded sums need floating point"),
+        ({"name": "x"}, r"leaf at \['name'\] is a str, which is not an array"),
+        (np.zeros(2, jax.dtypes.float0), "float0"),
+    ],
+)
+def test_wrong_leaves(group, tree, message):
+    for collective in (coded_allreduce, coded_reduce):
+        with pytest.raises(TypeError, match=message):
+            collective(tree, group)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [jax.random.key(0), jnp.ones(3, "int4"), np.zeros(2, jax.dtypes.float0)],
+    ids=["key", "int4", "float0"],
+)
+def test_bcast_of_what_mpi_cannot_send(group, leaf):
+    with pytest.raises(TypeError, match=r"leaf at \['a'\] has dtype .* cannot send"):
+        tree_bcast({"a": leaf}, group)
+
+
+@pytest.mark.parametrize("mean", [0, -1, -0.5, np.float32(0), float("nan")])
+def test_mean_must_be_positive(group, mean):
+    with pytest.raises(
+        ValueError, match="mean is the number to divide by, so it must be > 0"
+    ):
+        coded_allreduce(np.ones(2), group, mean=mean)
+
+
+def test_mean_must_be_one_number(group):
+    with pytest.raises(ValueError, match=r"mean is one number.*shape \(2,\)"):
+        coded_allreduce(np.ones(2), group, mean=np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("mask", "got"),
+    [
+        (np.zeros(SIZE + 1, bool), rf"bool\[{SIZE + 1}\]"),
+        (np.zeros((SIZE, 1), bool), rf"bool\[{SIZE}, 1\]"),
+        (np.zeros(SIZE), rf"float64\[{SIZE}\]"),
+        ([0] * SIZE, rf"int64\[{SIZE}\]"),
+        (False, r"bool\[\]"),
+    ],
+)
+def test_wrong_erasures(group, mask, got):
+    with pytest.raises(
+        ValueError,
+        match=rf"erasures must be bool of shape \({SIZE},\), one for each rank, got {got}",
+    ):
+        coded_allreduce(np.ones(2), group, erasures=mask)
+
+
+def test_erasures_belong_to_the_round(group):
+    masks = np.zeros((2, SIZE), bool)
+    with pytest.raises(NotImplementedError, match="erasures cannot be batched by vmap"):
+        jax.vmap(lambda mask: coded_allreduce(1.0, group, erasures=mask))(masks)
+
+
+# Slices.
+
+
+@slices
+def test_slices_want_encoded(comm, group):
+    with jaxcoded.CodedGroup(comm, slices=2) as sliced:
+        with pytest.raises(
+            TypeError,
+            match="this group has slices=2: .* jaxcoded.kernels.encode made, not a dict",
+        ):
+            coded_allreduce({"w": np.ones(4)}, sliced)
+        message = kernels.encode(
+            np.ones((2, 8)),
+            np.ones((2, 2 * (sliced.plan.slices_above[RANK]))),
+            multiple=8,
+        )
+        with pytest.raises(
+            ValueError,
+            match=f"rank {RANK} of this group sends slices={sliced.plan.slices_above[RANK]}, .* slices={message.slices}, multiple=8",
+        ):
+            coded_reduce(message, sliced)
+        with pytest.raises(
+            ValueError,
+            match=f"rank {RANK} of this group sends slices=1, multiple=1, .* slices={message.slices}, multiple=8",
+        ):
+            coded_allreduce(message, group)  # a message for another group
+
+
+# Too little precision.
+
+
+def test_too_much_amplification(group, monkeypatch):
+    monkeypatch.setitem(group.plan.__dict__, "amplification", 1e5)
+    with pytest.raises(
+        ValueError,
+        match=r"κ = 1.0e\+05 lets rounding in float32 grow to 1.2e-02 of the sum, more than 1e-03: use fractional",
+    ):
+        coded_allreduce({"a": np.ones(2), "b": np.ones(2, np.float32)}, group)
+    own = contribution(group, VECTOR)
+    np.testing.assert_allclose(coded_allreduce(own, group), VECTOR.sum(0), rtol=1e-10)
+    monkeypatch.setitem(group.plan.__dict__, "amplification", 1e14)
+    with pytest.raises(ValueError, match="rounding in float64 grow to 2.2e-02"):
+        coded_allreduce(own, group)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", "78%"), ("float16", "20%")])
+def test_narrow_dtypes_warn(group, monkeypatch, dtype, share):
+    amplification = {"bfloat16": 100, "float16": 200}[dtype]
+    monkeypatch.setitem(group.plan.__dict__, "amplification", amplification)
+    with pytest.warns(
+        UserWarning, match=f"messages in {dtype} .* may be off by {share} of the sum"
+    ) as seen:
+        coded_allreduce(jnp.ones(2, dtype), group)
+    assert seen[0].filename == __file__
+
+
+# After the end.
+
+
+def test_use_after_close(comm, group):
+    closed = jaxcoded.CodedGroup.from_plan(comm, group.plan)
+    compiled = jax.jit(lambda x: coded_allreduce(x, closed))
+    traced_later = jax.jit(lambda x: coded_allreduce(x, closed))
+    own = contribution(closed, VECTOR)
+    assert_sum(closed, compiled(own), VECTOR)
+    closed.close()
+    closed.close()
+    assert closed.closed
+    assert "closed" in repr(closed)
+    message = "use after close: group .* was closed; make a new CodedGroup"
+    for call in (traced_later, lambda x: coded_allreduce(x, closed)):
+        with pytest.raises(GroupClosed, match=message):
+            call(own)
+    for collective in (coded_reduce, tree_bcast):
+        with pytest.raises(GroupClosed, match=message):
+            collective(own, closed)
+    with pytest.raises(JaxRuntimeError, match=f"GroupClosed: {message}"):
+        compiled(own)
+    # a group made later is not taken for it
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan) as later:
+        with pytest.raises(JaxRuntimeError, match=message):
+            compiled(own)
+        assert_sum(later, coded_allreduce(own, later), VECTOR)
+
+
+def test_error_inside_with_closes(comm, group):
+    with (
+        pytest.raises(KeyError),
+        jaxcoded.CodedGroup.from_plan(comm, group.plan) as broken,
+    ):
+        raise KeyError
+    assert broken.closed
+    with pytest.raises(GroupClosed):
+        coded_allreduce(1.0, broken)

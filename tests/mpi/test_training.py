@@ -1,0 +1,241 @@
+"""Training: 50 coded steps against 50 steps of plain JAX on the whole batch, and the optax transformation."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import random_erasures
+
+import jaxcoded
+
+STEPS, EXAMPLES, BATCH, FEATURES, CLASSES = 50, 300, 24, 6, 3
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.05, momentum=0.9),
+    "adam": optax.adam(1e-2),
+}
+
+
+def classifier(params, batch):
+    """Cross entropy of a small MLP with a scalar leaf, for each example."""
+    x, label = batch
+    hidden = jnp.tanh(x @ params["layers"][0])
+    logits = params["scale"] * (hidden @ params["layers"][1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+
+def per_example_loss(params, batch):
+    """One network for each optimizer, all in one pytree: they do not touch each other."""
+    return sum(classifier(network, batch) for network in params.values())
+
+
+def make_optimizer(params):
+    labels = {
+        name: jax.tree.map(lambda _, name=name: name, params[name]) for name in params
+    }
+    return optax.partition(OPTIMIZERS, labels)
+
+
+def make_params(dtype):
+    random = np.random.default_rng(1)
+
+    def network():
+        layers = random.normal(size=(FEATURES, 8)), random.normal(size=(8, CLASSES))
+        return {"layers": layers, "scale": np.ones(())}
+
+    params = {name: network() for name in OPTIMIZERS}
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def make_batches(dtype):
+    """A different batch of the same size for each step."""
+    random = np.random.default_rng(2)
+    x = random.normal(size=(EXAMPLES, FEATURES)).astype(dtype)
+    label = (x @ random.normal(size=(FEATURES, CLASSES))).argmax(axis=1)
+    for _ in range(STEPS):
+        chosen = random.choice(EXAMPLES, size=BATCH, replace=False)
+        yield x[chosen], label[chosen]
+
+
+def coded_value_and_grad_step(group, tx):
+    value_and_grad = jaxcoded.coded_value_and_grad(per_example_loss, group, mean=True)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch, weights, erasures):
+        _, grads = value_and_grad(params, batch, weights, erasures=erasures)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, tx
+
+
+def chain_step(group, tx):
+    tx = optax.chain(jaxcoded.optax.coded_allreduce(group, mean=BATCH), tx)
+
+    def weighted_loss(params, batch, weights):
+        losses = per_example_loss(params, batch)
+        return jnp.sum(weights.astype(losses.dtype) * losses)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch, weights, erasures):
+        local = jax.grad(weighted_loss)(params, batch, weights)
+        updates, state = tx.update(local, state, params, erasures=erasures)
+        return optax.apply_updates(params, updates), state
+
+    return step, tx
+
+
+@functools.cache
+def reference(dtype):
+    """The parameters after plain training on the whole batches, in the same dtype."""
+    params = make_params(dtype)
+    tx = make_optimizer(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(lambda p: per_example_loss(p, batch).mean())(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for batch in make_batches(dtype):
+        params, state = step(params, state, batch)
+    return jax.device_get(params)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("make_step", [coded_value_and_grad_step, chain_step])
+def test_fifty_steps(group, comm, make_step, dtype):
+    """With other ranks left out at each step, as many as the plan tolerates."""
+    params = jax.device_put(make_params(dtype))
+    step, tx = make_step(group, make_optimizer(params))
+    state = tx.init(params)
+    indices, weights = group.assignment(BATCH)
+    random = np.random.default_rng(3)
+    for batch in make_batches(dtype):
+        local = jax.tree.map(lambda leaf: leaf[indices], batch)
+        erasures = random_erasures(group.plan, random)
+        params, state = step(params, state, local, weights, erasures)
+    params = jax.device_get(params)
+    assert step._cache_size() == 1
+
+    replicas = comm.allgather(
+        b"".join(leaf.tobytes() for leaf in jax.tree.leaves(params))
+    )
+    assert len(set(replicas)) == 1
+    if comm.rank == 0:  # for all, as they have the same bytes
+        assert_close(params, reference(dtype), dtype, group.plan.amplification)
+    wait_for_all(comm)
+
+
+def assert_close(actual, expected, dtype, amplification):
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, e), a in zip(leaves, jax.tree.leaves(actual), strict=True):
+        place = jax.tree_util.keystr(path)
+        assert a.dtype == e.dtype == dtype, place
+        if dtype == "float64":
+            np.testing.assert_allclose(a, e, rtol=1e-9, err_msg=place)
+        else:
+            bound = 1e-5 * max(1, amplification / 100)
+            assert np.abs(a - e).max() <= bound * np.abs(e).max(), place
+
+
+def wait_for_all(comm):
+    """Leaves the cores to those that still have work to do, where an MPI call would spin."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.01)
+
+
+def test_equal_groups_compile_separately(group, comm):
+    @functools.partial(jax.jit, static_argnames="group")
+    def reduce(x, group):
+        return jaxcoded.coded_allreduce(x, group)
+
+    x = np.ones(2)
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan) as other:
+        assert other.plan == group.plan
+        for used, compiled in ((group, 1), (group, 1), (other, 2), (group, 2)):
+            reduce(x, group=used)
+            assert reduce._cache_size() == compiled
+    # had they shared a function, this would either fail or the next one would not
+    reduce(x, group=group)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="use after close"):
+        reduce(x, group=other)
+
+
+# The transformation.
+
+
+def test_init_does_not_communicate(group):
+    tx = jaxcoded.optax.coded_allreduce(group)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    if group.rank == 0:  # alone
+        state = tx.init({"w": jnp.ones(2)})
+        assert isinstance(state, jaxcoded.optax.CodedAllreduceState)
+        assert state == ()
+
+
+def erased_contribution(group, seed):
+    """This rank's contribution to ``Σ_j j`` over the examples: nonsense where it is left out."""
+    erasures = random_erasures(group.plan, np.random.default_rng(seed))
+    indices, weights = group.assignment(10)
+    own = 1e6 if erasures[group.rank] else (weights * indices).sum()
+    return own, erasures
+
+
+def test_erasures_are_an_extra_argument(group):
+    """Which passes through a chain, next to others; what is masked stays local."""
+    tx = optax.chain(
+        optax.masked(
+            jaxcoded.optax.coded_allreduce(group), {"summed": True, "local": False}
+        ),
+        optax.scale(2.0),
+    )
+    own, erasures = erased_contribution(group, 0)
+    grads = {"summed": np.float64(own), "local": np.float64(group.rank)}
+
+    @jax.jit
+    def update(grads, erasures):
+        state = tx.init(grads)
+        return tx.update(grads, state, grads, erasures=erasures, value=1.0)[0]
+
+    updates = update(grads, erasures)
+    np.testing.assert_allclose(updates["summed"], 2 * 45, rtol=1e-9)
+    assert updates["local"] == 2 * group.rank
+
+
+def test_gradient_accumulation(group):
+    """One round in two steps, inside a ``cond``, with a learning rate that is set between the rounds."""
+    tx = optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(
+            jaxcoded.optax.coded_allreduce(group, mean=10), optax.sgd(learning_rate)
+        )
+    )(learning_rate=1.0)
+    every_second = optax.MultiSteps(tx, every_k_schedule=2)
+    update = jax.jit(every_second.update)
+    param = jnp.float64(1.0)
+    state = every_second.init(param)
+    for number in range(4):
+        own, erasures = erased_contribution(group, number // 2)
+        grad = jnp.float64(own * (1 + number))
+        if number == 2:
+            inner = state.inner_opt_state
+            inner.hyperparams["learning_rate"] = jnp.float64(0.1)
+        updates, state = update(grad, state, param, erasures=erasures)
+        rate = {1: 1.0, 3: 0.1}.get(number, 0.0)
+        # the mean of two gradients, of 1 and 2 or of 3 and 4 times 4.5
+        expected = -rate * 4.5 * (number + 0.5)
+        # MultiSteps accumulates in float32
+        np.testing.assert_allclose(updates, expected, rtol=1e-5)
+
+
+def test_closed_group(comm):
+    with jaxcoded.CodedGroup(comm, stragglers=0) as group:
+        tx = jaxcoded.optax.coded_allreduce(group)
+    with pytest.raises(jaxcoded.GroupClosed, match="use after close"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

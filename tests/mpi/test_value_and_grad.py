@@ -1,0 +1,275 @@
+"""`coded_value_and_grad` against sums over the whole batch that are worked out by hand in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import random_erasures
+
+import jaxcoded
+
+
+def loss(params, batch):
+    """Squared error of a linear model."""
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2 / 2
+
+
+def by_hand(params, batch):
+    residual = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return (residual**2).sum() / 2, {"w": residual @ batch["x"], "b": residual.sum()}
+
+
+def problem(batch_size, seed=0):
+    random = np.random.default_rng(seed)
+    x, y = random.normal(size=(batch_size, 5)), random.normal(size=batch_size)
+    return {"w": random.normal(size=5), "b": 0.5}, {"x": x, "y": y}
+
+
+def share(batch, indices):
+    return jax.tree.map(lambda leaf: leaf[indices], batch)
+
+
+def left_out(group, batch, seed):
+    """Erasures, and this rank's share of the batch: nonsense where it is left out."""
+    erasures = random_erasures(group.plan, np.random.default_rng(seed))
+    nonsense = {"x": batch["x"], "y": batch["y"] + 1e3}
+    return erasures, nonsense if erasures[group.rank] else batch
+
+
+def assert_equal(actual, expected, rtol=1e-9):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=rtol)
+
+
+class Counter:
+    """Counts how often a loss is computed, while the program runs."""
+
+    def __init__(self, loss):
+        self.loss, self.count = loss, 0
+
+    def __call__(self, params, batch):
+        jax.debug.callback(self.add)
+        return self.loss(params, batch)
+
+    def add(self):
+        self.count += 1
+
+    def finished(self):
+        jax.effects_barrier()
+        return self.count
+
+
+@pytest.mark.parametrize("batch_size, mean", [(1, False), (5, True), (30, True)])
+def test_exact(group, batch_size, mean):
+    """Also of fewer examples than workers, and with no work where there are none."""
+    params, batch = problem(batch_size)
+    indices, weights = group.assignment(batch_size)
+    counted = Counter(loss)
+    step = jax.jit(jaxcoded.coded_value_and_grad(counted, group, mean=mean))
+    erasures, local = left_out(group, share(batch, indices), batch_size)
+    actual = step(params, local, weights, erasures=erasures)
+    expected = by_hand(params, batch)
+    if mean:
+        expected = jax.tree.map(lambda leaf: leaf / batch_size, expected)
+    assert_equal(actual, expected)
+    assert counted.finished() == weights.any()
+
+
+def test_aux_is_local(group):
+    def with_aux(params, batch):
+        return loss(params, batch), {"y": batch["y"], "one": 1, "nothing": None}
+
+    params, batch = problem(9)
+    indices, weights = group.assignment(9)
+    step = jax.jit(jaxcoded.coded_value_and_grad(with_aux, group, has_aux=True))
+    (total, aux), grads = step(params, share(batch, indices), weights)
+    assert_equal((total, grads), by_hand(params, batch))
+    holds = weights.any()
+    assert_equal(aux, {"y": holds * batch["y"][indices], "one": holds, "nothing": None})
+
+
+def sliced_plans(size):
+    """Plans with slices of all kinds that fit: two or three slices, nested ones, and ranks with different numbers."""
+    if size > 3:
+        yield jaxcoded.make_plan(size, slices=2, root_computes=True)
+    if size > 4:
+        yield jaxcoded.make_plan(size, slices=3)
+    if size == 7:
+        # 1 has three children, 2 and 3 have none
+        parents = (-1, 0, 0, 0, 1, 1, 1)
+        yield jaxcoded.make_plan(7, slices=2, parents=parents)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_slices(comm, number):
+    """Every chunk of examples is computed once, and none that holds nothing; the auxiliary data are stacked."""
+    plan = dict(enumerate(sliced_plans(comm.size))).get(number)
+    if plan is None:
+        pytest.skip("no such plan for so few ranks")
+
+    def with_aux(params, batch):
+        return loss(params, batch), batch["y"]
+
+    params, batch = problem(37)  # so that there are chunks with padding
+    counted = Counter(with_aux)
+    with jaxcoded.CodedGroup.from_plan(comm, plan) as group:
+        indices, weights = group.assignment(37)
+        assert weights.shape[2] == plan.slices_above[comm.rank]
+        step = jaxcoded.coded_value_and_grad(counted, group, has_aux=True, mean=True)
+        erasures, local = left_out(group, share(batch, indices), number)
+        (mean, aux), grads = jax.jit(step)(params, local, weights, erasures=erasures)
+        expected = jax.tree.map(lambda leaf: leaf / 37, by_hand(params, batch))
+        assert_equal((mean, grads), expected)
+        held = weights.any(axis=(1, 2))
+        assert counted.finished() == held.sum()
+        y = local["y"].reshape(weights.shape[:2])
+        np.testing.assert_array_equal(aux, held[:, None] * y)
+
+
+def test_dtypes_are_kept(group):
+    """Also where JAX promotes nothing by itself."""
+    params = {
+        "wide": np.ones(3, np.float64),
+        "single": np.ones(3, np.float32),
+        "narrow": np.ones((), jnp.bfloat16),
+    }
+    indices, weights = group.assignment(6)
+
+    def narrow_loss(params, x):
+        row = params["wide"].astype(jnp.float32) + params["single"]
+        losses = (x[:, None] * row).sum(axis=1)
+        return losses.astype(jnp.bfloat16) * params["narrow"]
+
+    step = jax.jit(jaxcoded.coded_value_and_grad(narrow_loss, group))
+    with jax.numpy_dtype_promotion("strict"):
+        total, grads = step(params, np.arange(6, dtype=np.float32)[indices], weights)
+    assert total.dtype == jnp.float32
+    for name, grad in grads.items():
+        assert grad.dtype == params[name].dtype
+    # 0 + … + 5 = 15, times the sum of a row. The backward pass rounds the weights to the
+    # dtype of the losses.
+    rounding = float(jnp.finfo(jnp.bfloat16).eps) * group.plan.amplification
+    expected = {"wide": [15] * 3, "single": [15] * 3, "narrow": 90}
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad.astype(float), expected[name], rtol=rounding)
+    np.testing.assert_allclose(total, 90, rtol=rounding)
+
+
+def test_random_keys_in_the_batch(group):
+    """A key that belongs to its example draws the same wherever the example is computed."""
+    x = np.random.default_rng(0).normal(size=(11, 4))
+    keys = jax.random.split(jax.random.key(0), 11)
+    draw = jax.jit(jax.vmap(jax.random.uniform))
+    indices, weights = group.assignment(11)
+    step = jaxcoded.coded_value_and_grad(
+        lambda w, batch: draw(batch["key"]) * (batch["x"] @ w), group
+    )
+    batch = share({"x": x, "key": keys}, indices)
+    expected = np.asarray(draw(keys)) @ x
+    assert_equal(jax.jit(step)(np.ones(4), batch, weights), (expected.sum(), expected))
+
+
+def test_scan_over_batches(group):
+    """Rounds of several batches in one compiled program, with donated parameters and an ensemble by vmap."""
+    params, _ = problem(1)
+    batches = [problem(8, seed)[1] for seed in range(3)]
+    indices, weights = group.assignment(8)
+    step = jaxcoded.coded_value_and_grad(loss, group, mean=True)
+    ensemble = jax.vmap(step, in_axes=(0, None, None))
+
+    def descend(params, batch):
+        losses, grads = ensemble(params, batch, weights)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
+
+    members = jax.tree.map(lambda leaf: np.stack([leaf, 2 * leaf]), params)
+    shares = jax.tree.map(lambda *leaves: np.stack(leaves)[:, indices], *batches)
+    train = jax.jit(lambda *args: jax.lax.scan(descend, *args), donate_argnums=0)
+    trained, losses = jax.device_get(train(jax.device_put(members), shares))
+    for member in (0, 1):
+        expected = share(members, member)
+        for number, batch in enumerate(batches):
+            total, grads = by_hand(expected, batch)
+            np.testing.assert_allclose(losses[number, member], total / 8, rtol=1e-9)
+            expected = jax.tree.map(lambda p, g: p - 0.1 * g / 8, expected, grads)
+        assert_equal(share(trained, member), expected)
+
+
+# Wrong use. Each rank says it before it communicates.
+
+
+def raises(message, loss, group, batch, weights, **options):
+    params, _ = problem(1)
+    with pytest.raises(ValueError, match=message):
+        jaxcoded.coded_value_and_grad(loss, group, **options)(params, batch, weights)
+
+
+@pytest.mark.parametrize(
+    "wrong, shape",
+    [
+        (lambda losses: losses[:, None], r"\({0}, 1\)"),
+        (lambda losses: losses.sum(), r"\(\)"),
+    ],
+)
+def test_losses_of_a_wrong_shape(group, wrong, shape):
+    _, batch = problem(6)
+    indices, weights = group.assignment(6)
+    length = len(indices)
+    raises(
+        rf"one loss for each example, shape \({length},\), got {shape.format(length)}",
+        lambda params, batch: wrong(loss(params, batch)),
+        group,
+        share(batch, indices),
+        weights,
+    )
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_auxiliary_data_that_has_aux_does_not_fit(group, has_aux):
+    _, batch = problem(6)
+    indices, weights = group.assignment(6)
+
+    def other(params, batch):
+        losses = loss(params, batch)
+        return losses if has_aux else (losses, {"aux": 1})
+
+    message = f"has_aux={has_aux}.*per_example_loss must return"
+    raises(message, other, group, share(batch, indices), weights, has_aux=has_aux)
+
+
+def test_batch_of_a_wrong_length(group):
+    _, batch = problem(100)
+    _, weights = group.assignment(6)
+    length = len(weights)
+    message = (
+        rf"batch\['x'\] has shape \(100, 5\), but the weights are for {length} examples"
+        ": index the global batch with group.assignment's indices"
+    )
+    raises(message, loss, group, batch, weights)
+    raises(r"batch\['y'\] has shape \(\)", loss, group, {"y": 1.0}, weights)
+
+
+def test_weights_of_a_wrong_shape(group):
+    _, batch = problem(6)
+    indices, weights = group.assignment(6)
+    batch = share(batch, indices)
+    message = (
+        r"weights must have shape \(length,\) as group.assignment makes them, got "
+    )
+    for wrong in (weights[:, None], weights[:, None, None], 1.0):
+        raises(message, loss, group, batch, wrong)
+
+
+def test_weights_of_another_group_with_slices(comm):
+    if comm.size < 4:
+        pytest.skip("slices need four ranks")
+    _, batch = problem(6)
+    with jaxcoded.CodedGroup(comm, slices=2) as group:
+        indices, weights = group.assignment(6)
+        slices = weights.shape[2]
+        message = (
+            rf"weights must have shape \(chunks, length // chunks, {slices}\) "
+            "as group.assignment makes them, got "
+        )
+        for wrong in (weights[..., 0], weights[..., :0], weights.reshape(-1)):
+            raises(message, loss, group, share(batch, indices), wrong)

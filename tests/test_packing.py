@@ -1,0 +1,122 @@
+"""Pytrees to one vector per dtype, and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcoded.packing import Packing, pack, unpack
+
+DTYPES = ["float32", "float16", "bfloat16"]
+leaves = st.tuples(
+    st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3).map(tuple)
+)
+trees = st.recursive(
+    leaves | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+def filled(spec):
+    """A tree of such leaves, no two elements of it equal."""
+    counter = iter(range(10**6))
+
+    def fill(leaf):
+        dtype, shape = leaf
+        values = [next(counter) for _ in range(int(np.prod(shape)))]
+        return np.array(values, float).reshape(shape).astype(jnp.dtype(dtype))
+
+    return jax.tree.map(fill, spec, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_array_equal(one, other)
+
+
+@settings(deadline=None, max_examples=25)
+@given(trees)
+def test_there_and_back(spec):
+    tree = filled(spec)
+    vectors, packing = pack(tree)
+    assert packing == Packing.of(tree)
+    assert [(v.dtype, v.shape) for v in vectors] == [
+        (dtype, (length,)) for dtype, length in packing.vectors.items()
+    ]
+    elements = {}  # of each dtype, in the order of the leaves
+    for leaf in jax.tree.leaves(tree):
+        if leaf.size:
+            elements.setdefault(leaf.dtype, []).extend(leaf.reshape(-1).tolist())
+    assert [v.astype(float).tolist() for v in vectors] == list(elements.values())
+    assert_same(unpack(vectors, packing), tree)
+    assert_same(unpack([jnp.append(v, 99) for v in vectors], packing), tree)  # padding
+
+
+def test_packing_is_a_static_value():
+    trees = [{"a": np.ones((2, 3), np.float32)} for _ in range(2)]
+    one, two = map(Packing.of, trees)
+    assert (one, hash(one)) == (two, hash(two))
+    assert one != Packing.of({"b": trees[0]["a"]})
+    assert one != Packing.of({"a": trees[0]["a"].T})
+    assert one != Packing.of({"a": trees[0]["a"].astype(np.float16)})
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees[0])
+    assert Packing.of(shapes) == one
+
+
+def test_python_numbers():
+    default = jnp.asarray(1.0).dtype
+    vectors, packing = pack({"a": 1.5, "b": (np.full((2,), 2, default), None)})
+    assert [v.tolist() for v in vectors] == [[1.5, 2, 2]]
+    assert vectors[0].dtype == default
+    assert unpack(vectors, packing)["a"].shape == ()
+
+
+def test_nothing():
+    vectors, packing = pack({"a": None, "b": np.zeros((2, 0), np.float32)})
+    assert vectors == ()
+    assert unpack((), packing)["b"].shape == (2, 0)
+
+
+def test_under_jit_vmap_and_grad():
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.arange(2, dtype=jnp.bfloat16)}
+    through = lambda tree: unpack(*pack(tree))
+    assert_same(jax.jit(jax.vmap(through))(tree), tree)
+    grads = jax.grad(lambda t: jnp.sum(through(t)["a"] ** 2))(tree)
+    assert_same(grads, {"a": 2 * tree["a"], "b": jnp.zeros(2, jnp.bfloat16)})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": [1.0, 2]}, r"^leaf at \['a'\]\[1\] has dtype int\d\d: coded sums need floating point; cast it"),
+        (True, "^leaf has dtype bool: coded sums"),
+        (np.complex64(1), "^leaf has dtype complex64: coded sums"),
+        ({"name": "x"}, r"^leaf at \['name'\] is a str, which is not an array"),
+        ([object()], r"^leaf at \[0\] is a object, which is not an array"),
+    ],
+)  # fmt: skip
+def test_wrong_leaves(tree, message):
+    with pytest.raises(TypeError, match=message):
+        pack(tree)
+
+
+def test_any_numbers_if_asked():
+    tree = {
+        "a": np.arange(3, dtype=np.int8),
+        "b": np.array([True]),
+        "c": np.complex64(1j),
+    }
+    vectors, packing = pack(tree, floats_only=False)
+    assert [str(v.dtype) for v in vectors] == ["int8", "bool", "complex64"]
+    assert_same(unpack(vectors, packing), jax.tree.map(np.asarray, tree))
+
+
+def test_wrong_number_of_vectors():
+    vectors, packing = pack(np.ones(2, np.float32))
+    with pytest.raises(ValueError, match="shorter|longer"):
+        unpack([*vectors, *vectors], packing)
