@@ -32,7 +32,7 @@ class _TreeRound(rounds.Carrier):
 
     @property
     def transposable(self) -> bool:  # type: ignore[override]
-        return self.up and self.down
+        return self.up and self.down and not find(self.group).plan.sliced
 
     def result_length(self, length: int) -> int:
         group = find(self.group)
@@ -133,8 +133,8 @@ def coded_allreduce(
         TooManyErasures: the plan cannot do without the erased ranks. Raised on all of
             them.
 
-        The last three arrive as ``JaxRuntimeError`` with the same text where the call
-        was compiled before.
+        The last two, and the third where the call was compiled before, arrive as
+        ``JaxRuntimeError`` with the same text.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded

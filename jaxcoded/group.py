@@ -144,9 +144,9 @@ class CodedGroup:
         except Exception as error:  # noqa: BLE001  # the others wait for a word
             failure = error
         outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
-        words = ", ".join(f"{key}={value!r}" for key, value in request.items())
+        words = ", ".join(f"{key}={value}" for key, value in request.items())
         said = disagreement(
-            self._comm, f"{words}, transport={transport!r} ({outcome[:200]})"
+            self._comm, f"{words}, transport={transport} ({outcome[:200]})"
         )
         if said is not None:
             raise GroupMismatch(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import mpi4jax
 import numpy as np
 from jax.core import ShapedArray
@@ -113,15 +114,17 @@ def _carry(
 mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Linear: the tangents take one more round of their own."""
     out = round_p.bind(*primals, **params)
     _, extra = _split(primals, params["has_extra"])
-    moving, _ = _split(tangents, params["has_extra"])
-    full = [ad.instantiate_zeros(tangent) for tangent in moving]
-    return out, round_p.bind(*full, *([] if extra is None else [extra]), **params)
+    tangents, _ = _split(tangents, params["has_extra"])
+    # integers have no tangent, and none is sent
+    moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]
+    full = [ad.instantiate_zeros(t) for t, move in zip(tangents, moves) if move]
+    extras = [] if extra is None else [extra]
+    moved = iter(round_p.bind(*full, *extras, **params) if full else ())
+    return out, [next(moved) if move else t for t, move in zip(tangents, moves)]
 
 
 ad.primitive_jvps[round_p] = _jvp
