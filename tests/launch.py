@@ -12,8 +12,7 @@ LIMIT = 240  # seconds that a job may take
 def mpirun(ranks, *arguments, limit=LIMIT, **environment):
     """Run ``python *arguments`` on so many ranks and return the finished process.
 
-    The job is ended after ``limit`` seconds; its output then says where it hung, if it
-    runs under pytest with the conftest of tests/mpi. Fails unless the job succeeds.
+    The job is ended after ``limit`` seconds. Fails unless it succeeds.
     """
     beside = pathlib.Path(sys.executable).with_name("mpirun")
     settings = {"JAXCODED_MPIRUN_TIMEOUT": str(limit)}

@@ -1,16 +1,20 @@
-"""Runs the files of tests/mpi under mpirun."""
+"""Runs tests/mpi under mpirun."""
 
 import pytest
-from launch import LIMIT, ROOT, mpirun
+from launch import mpirun
 
-FILES = sorted(path.name for path in (ROOT / "tests/mpi").glob("test_*.py"))
+LIMIT = 600  # seconds for a job
+TEST_LIMIT = 150  # seconds for a test in it; one that hangs says where
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(LIMIT + 30)
 @pytest.mark.parametrize("ranks", [2, 4, 7, 13])
-@pytest.mark.parametrize("file", FILES)
-def test_under_mpirun(file, ranks):
-    options = ("-q", "-p", "no:cacheprovider", "--color=no")
-    job = mpirun(ranks, "-m", "pytest", *options, f"tests/mpi/{file}")
+def test_under_mpirun(ranks):
+    job = mpirun(
+        ranks,
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"),
+        *(f"--timeout={TEST_LIMIT}", "--timeout-method=thread", "tests/mpi"),
+        limit=LIMIT,
+    )
     assert job.stdout.count(" passed") == ranks, job.stdout[-4000:]

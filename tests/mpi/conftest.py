@@ -4,8 +4,6 @@
 other ranks would wait for it for ever.
 """
 
-import faulthandler
-import os
 import sys
 
 import jax
@@ -15,10 +13,6 @@ from mpi4py import MPI
 import jaxcoded
 
 jax.config.update("jax_enable_x64", True)
-
-LIMIT = os.environ.get("JAXCODED_MPIRUN_TIMEOUT")
-if LIMIT:  # so that a hang says where
-    faulthandler.dump_traceback_later(max(1.0, float(LIMIT) - 5), file=sys.__stderr__)
 
 
 @pytest.hookimpl(wrapper=True)
