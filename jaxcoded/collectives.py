@@ -102,7 +102,7 @@ def coded_allreduce(
     ``group.assignment``: a gradient of the weighted loss, that loss itself, or both in
     one pytree. One message per dtype goes up the tree, every parent decodes, and the
     root's bytes come down again, so all ranks get the same bits. CodedReduce,
-    Reisizadeh et al. 2021 (arXiv 1902.01981), algorithm 1.
+    Reisizadeh et al. 2021 (arXiv 1902.01981).
 
     Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
     equal on all ranks) and ``vmap`` (one round with the stacked payload). The transpose

@@ -22,9 +22,9 @@ class CodedGroup:
     works on.
 
     Collective: all ranks of ``comm`` make the group with the same arguments, and call
-        its collectives in one order. The
-    group works on a duplicate of ``comm``, so that its messages meet no others. Two
-    groups are never equal, and never share a compiled function.
+    its collectives in one order. The group works on a duplicate of ``comm``, so that
+    its messages meet no others. Two groups are never equal, and never share a compiled
+    function.
 
     The root (rank 0) is the one rank that must live.
 

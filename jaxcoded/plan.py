@@ -23,7 +23,7 @@ class Plan:
 
     Made by `make_plan`; this constructor takes what a plan is defined by, everything
     else is derived from it. Equality and hash are by value. CodedReduce, Reisizadeh et
-    al. 2021 (arXiv 1902.01981), section 3, generalised to any tree, to slices and to
+    al. 2021 (arXiv 1902.01981), generalised to any tree, to slices and to
     unequal subtrees (``docs/theory.md``).
 
     Attributes:
@@ -68,11 +68,13 @@ class Plan:
         most = max(map(len, tree.children))
         if tree.size > 1 and self.stragglers + self.slices > most:
             raise ValueError(
-                f"stragglers={self.stragglers} and slices={self.slices} need a parent with at least "
-                f"{self.stragglers + self.slices} children, but no parent has more than {most} "
-                f"(size={tree.size}): take fewer stragglers or slices, a larger fan-out or more ranks"
+                f"stragglers={self.stragglers} and slices={self.slices} need a parent "
+                f"with at least {self.stragglers + self.slices} children, but no parent "
+                f"has more than {most} (size={tree.size}): take fewer stragglers or "
+                "slices, a larger fan-out or more ranks"
             )
-        self.layouts  # noqa: B018  # builds every code now, so that an impossible one is an error here
+        # builds every code now, so that an impossible one is an error here
+        self.layouts  # noqa: B018
 
     # The tree.
 
@@ -93,11 +95,8 @@ class Plan:
         """The children of a rank in the order of the rows of its code; empty for a
         leaf."""
         coding = self.layouts[rank]
-        return (
-            ()
-            if coding is None
-            else tuple(self.tree.children[rank][row] for row in coding.rows)
-        )
+        rows = () if coding is None else coding.rows
+        return tuple(self.tree.children[rank][row] for row in rows)
 
     def computes(self, rank: int) -> bool:
         """Whether a rank can hold data. A rank alone computes."""
@@ -199,12 +198,8 @@ class Plan:
         if coding is None:
             return np.zeros((1, 0))
         children = self.children(rank)
-        answered = (
-            np.ones(len(children), bool)
-            if erased is None
-            else ~np.asarray(erased, bool)[list(children)]
-        )
-        return coding.code.decode(answered).coefficients
+        left_out = np.zeros(self.size, bool) if erased is None else np.asarray(erased)
+        return coding.code.decode(~left_out[list(children)]).coefficients
 
     def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
         """The parents that cannot rebuild their sum without the erased ranks; empty if
@@ -216,23 +211,21 @@ class Plan:
         erased = np.asarray(erased, bool)
         if erased.shape != (self.size,):
             raise ValueError(
-                f"erasures must have shape ({self.size},), one for each rank, got {erased.shape}"
+                f"erasures must have shape ({self.size},), one for each rank, "
+                f"got {erased.shape}"
             )
-        failed, needed = [], np.ones(self.size, bool)
+        if erased[self.root]:
+            return [self.root]
+        failed = []
+        needed = ~erased
         for rank in self.tree.order:
-            parent = self.tree.parents[rank]
-            needed[rank] = rank == self.root or bool(
-                needed[parent] and not erased[rank]
-            )
+            if rank != self.root:
+                needed[rank] &= needed[self.tree.parents[rank]]
             coding = self.layouts[rank]
-            if (
-                needed[rank]
-                and coding is not None
-                and not coding.code.decodable(~erased[list(self.children(rank))])
-            ):
-                failed.append(rank)
-        if erased[self.root] and self.root not in failed:
-            failed.insert(0, self.root)
+            if coding is not None and needed[rank]:
+                answered = ~erased[list(self.children(rank))]
+                if not coding.code.decodable(answered):
+                    failed.append(rank)
         return failed
 
     def tolerates(self, rank: int) -> int:
@@ -245,7 +238,7 @@ class Plan:
     def load(self) -> Fraction:
         """``r``: the largest part of the batch that a rank computes, ``1 / c(root)``.
 
-        ``1 / Σ_l (n/(s+m))^l`` on an (n, L)-regular tree (CodedReduce, theorem 1, for
+        ``1 / Σ_l (n/(s+m))^l`` on an (n, L)-regular tree (CodedReduce, for
         ``m = 1``).
         """
         return 1 / self.capacities[self.root]
@@ -302,14 +295,14 @@ class Plan:
         """Hexadecimal digest of the plan and of the values of its codes, equal wherever
         the plan means the same.
 
-        Codes enter with 6 digits: their last bits differ between linear algebra
-            libraries, another draw differs more.
+        Codes enter with 6 digits. Their last bits differ between linear algebra
+        libraries; another draw differs more.
         """
         digest = hashlib.sha256(self.to_json().encode())
         for coding in dict.fromkeys(
             coding for coding in self.layouts if coding is not None
         ):
-            digest.update(np.round(coding.code.B, 6).__add__(0.0).tobytes())
+            digest.update((np.round(coding.code.B, 6) + 0.0).tobytes())
         return digest.hexdigest()
 
     def describe(self) -> str:

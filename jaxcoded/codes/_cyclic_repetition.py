@@ -11,8 +11,8 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
 
     Decodable from any ``n−s`` children. The rows of ``B`` lie in the null space of a
     random ``s × n`` matrix whose rows sum to 0, which therefore contains the all-ones
-    vector: Tandon et al. 2017 (arXiv 1612.03301), algorithm 1. Redrawn at most 64 times
-    for a small amplification.
+    vector: the cyclic repetition scheme of Tandon et al. 2017 (arXiv 1612.03301).
+    Redrawn at most 64 times for a small amplification.
 
     Args:
         n: number of children.

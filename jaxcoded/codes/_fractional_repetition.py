@@ -9,9 +9,8 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
     the same sum.
 
     Decodable from one answer of every group, so often from fewer than ``n−s``. The
-    coefficients are 0 and 1 and
-    the amplification is 1: no rounding grows. Tandon et al. 2017 (arXiv 1612.03301),
-        section 3.
+    coefficients are 0 and 1 and the amplification is 1: no rounding grows. The
+    fractional repetition scheme of Tandon et al. 2017 (arXiv 1612.03301).
 
     Args:
         n: number of children.

@@ -47,7 +47,7 @@ class GradientCode:
     parent finds ``A`` (``m × n``, zero off ``F``) with ``Σ_i A[u, i] · B[i, j, v] = [u
     == v]`` for every ``j``.
 
-    ``m = 1`` is Tandon et al. 2017, section 2 (arXiv 1612.03301); ``m > 1`` is Ye and
+    ``m = 1`` is Tandon et al. 2017 (arXiv 1612.03301); ``m > 1`` is Ye and
     Abbe 2018 (arXiv 1802.03475) and Kadhe et al. 2020 (arXiv 2005.07184).
 
     Args:
@@ -66,8 +66,7 @@ class GradientCode:
     Equality and hash are by value (``B`` and ``stragglers``).
 
     Example:
-        The code of Tandon et al., figure 2: three children, any one of which may be
-            missing.
+        A code of Tandon et al. for three children, any one of which may be missing.
 
         >>> import numpy as np
         >>> from jaxcoded import GradientCode
