@@ -125,7 +125,9 @@ def gradients_used(plan, rank, erased, steps):
     used = True
     while rank != plan.root:
         parent = plan.tree.parents[rank]
-        column = plan.coefficients(parent, erased)[:, plan.children(parent).index(rank)]
+        column = plan.coefficients(parent, erased)[
+            :, plan.coded_children(parent).index(rank)
+        ]
         used = used and bool(column.any())
         rank = parent
     return steps * used

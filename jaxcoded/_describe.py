@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxcoded.plan import Plan
+if TYPE_CHECKING:
+    from jaxcoded.plan import Plan
 
 HEADER = [
     "layer",
@@ -24,7 +25,7 @@ LEGEND = (
 )
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: "Plan") -> str:
     """See `Plan.describe`."""
     if plan.size == 1:
         return "1 rank: it computes the whole batch, uncoded"
@@ -49,10 +50,10 @@ def describe(plan: Plan) -> str:
     return "\n".join([*lines, *_exceptions(plan), LEGEND])
 
 
-def _layer(plan: Plan, layer: int) -> list[str]:
+def _layer(plan: "Plan", layer: int) -> list[str]:
     """One row of the table."""
     ranks = [rank for rank in plan.tree.order if plan.tree.layers[rank] == layer]
-    codes = [coding.code for rank in ranks if (coding := plan.layouts[rank])]
+    codes = [coding.code for rank in ranks if (coding := plan.codings[rank])]
     own = [plan.given[rank] / plan.capacities[rank] for rank in ranks]
     spare = [plan.capacities[rank] - plan.given[rank] for rank in ranks]
     return [
@@ -72,10 +73,10 @@ def _layer(plan: Plan, layer: int) -> list[str]:
     ]
 
 
-def _exceptions(plan: Plan) -> list[str]:
+def _exceptions(plan: "Plan") -> list[str]:
     """A line for every parent that cannot keep what was asked for."""
     lines = []
-    for rank, coding in enumerate(plan.layouts):
+    for rank, coding in enumerate(plan.codings):
         if coding is None:
             continue
         n, s, m = coding.code.n, coding.code.stragglers, coding.code.m

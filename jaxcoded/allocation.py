@@ -25,10 +25,10 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
     given[plan.root] = _require.integer("batch_size", batch_size, 1)
     for rank in plan.tree.order:
         own[rank] = _own(plan, rank, int(given[rank]))
-        coding = plan.layouts[rank]
+        coding = plan.codings[rank]
         if coding is not None:
             sizes = coding.partition_sizes(int(given[rank] - own[rank]))
-            given[list(plan.children(rank))] = coding.code.support @ sizes
+            given[list(plan.coded_children(rank))] = coding.code.support @ sizes
     return own
 
 
@@ -61,9 +61,9 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
         path.append(plan.tree.parents[path[-1]])
     for parent, child in zip(path[:0:-1], path[-2::-1]):
         kept = _own(plan, parent, len(indices))
-        coding = plan.layouts[parent]
+        coding = plan.codings[parent]
         assert coding is not None
-        row = plan.children(parent).index(child)
+        row = plan.coded_children(parent).index(child)
         partition = np.repeat(
             np.arange(coding.code.k), coding.partition_sizes(len(indices) - kept)
         )

@@ -43,7 +43,7 @@ class _TreeRound(rounds.Carrier):
     ) -> Sequence[jax.Array]:
         group = find(self.group)
         plan, rank, comm = group.plan, group.rank, group.comm
-        children, parent = plan.children(rank), plan.tree.parents[rank]
+        children, parent = plan.coded_children(rank), plan.tree.parents[rank]
         coefficients = self._begin(group, vectors, extra)
         out = []
         for vector in vectors:

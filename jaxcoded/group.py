@@ -261,7 +261,7 @@ class CodedGroup:
 def _too_many(plan: Plan, parent: int, erased: np.ndarray) -> str:
     if erased[plan.root]:
         return f"rank {plan.root} is the root, the one rank that cannot be left out"
-    children = plan.children(parent)
+    children = plan.coded_children(parent)
     return (
         f"rank {parent} cannot rebuild its sum without its children "
         f"{[child for child in children if erased[child]]}: any "

@@ -6,13 +6,16 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded._layout import CODES, Layout, layout
+from jaxcoded._coding import CODES, Coding, coding_of
+from jaxcoded._describe import describe
+from jaxcoded.codes import GradientCode
 from jaxcoded.tree import NO_PARENT, Tree, balanced_parents, default_fanout
 
 
@@ -29,11 +32,15 @@ class Plan:
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
         stragglers: ``s`` asked for at every parent. A parent with too few children
-            keeps less, see `layouts`.
+            keeps less, see `codings`.
         slices: ``m`` asked for at every parent.
         code: kind of code asked for, one of `jaxcoded.plan.CODES`.
         root_computes: whether the root holds data.
         seed: of random codes.
+
+    Raises:
+        ValueError: no such plan exists. The message names the value and the remedy.
+        TypeError: ``root_computes`` is not a bool.
 
     Example:
         >>> import jaxcoded
@@ -74,12 +81,13 @@ class Plan:
                 "slices, a larger fan-out or more ranks"
             )
         # builds every code now, so that an impossible one is an error here
-        self.layouts  # noqa: B018
+        self.codings  # noqa: B018
 
     # The tree.
 
     @functools.cached_property
     def tree(self) -> Tree:
+        """The tree of `parents`."""
         return Tree(self.parents)
 
     @property
@@ -89,12 +97,13 @@ class Plan:
 
     @property
     def root(self) -> int:
+        """The rank without a parent."""
         return self.tree.root
 
-    def children(self, rank: int) -> tuple[int, ...]:
+    def coded_children(self, rank: int) -> tuple[int, ...]:
         """The children of a rank in the order of the rows of its code; empty for a
         leaf."""
-        coding = self.layouts[rank]
+        coding = self.codings[rank]
         rows = () if coding is None else coding.rows
         return tuple(self.tree.children[rank][row] for row in rows)
 
@@ -105,7 +114,7 @@ class Plan:
     # Codes and capacities.
 
     @functools.cached_property
-    def layouts(self) -> tuple[Layout | None, ...]:
+    def codings(self) -> tuple[Coding | None, ...]:
         """The coding of every rank, ``None`` at leaves."""
         return self._coded[0]
 
@@ -116,8 +125,8 @@ class Plan:
         return self._coded[1]
 
     @functools.cached_property
-    def _coded(self) -> tuple[tuple[Layout | None, ...], tuple[Fraction, ...]]:
-        layouts: list[Layout | None] = [None] * self.size
+    def _coded(self) -> tuple[tuple[Coding | None, ...], tuple[Fraction, ...]]:
+        codings: list[Coding | None] = [None] * self.size
         capacities = [Fraction(1)] * self.size
         for rank in reversed(self.tree.order):
             children = self.tree.children[rank]
@@ -126,7 +135,7 @@ class Plan:
             slices = min(self.slices, len(children))
             stragglers = min(self.stragglers, len(children) - slices)
             try:
-                coding = layout(
+                coding = coding_of(
                     tuple(capacities[c] for c in children),
                     stragglers,
                     slices,
@@ -137,9 +146,9 @@ class Plan:
                 raise ValueError(
                     f"rank {rank} with its {len(children)} children: {error}"
                 ) from None
-            layouts[rank] = coding
+            codings[rank] = coding
             capacities[rank] = coding.capacity + self.computes(rank)
-        return tuple(layouts), tuple(capacities)
+        return tuple(codings), tuple(capacities)
 
     @functools.cached_property
     def given(self) -> tuple[Fraction, ...]:
@@ -148,11 +157,11 @@ class Plan:
         given = [Fraction(0)] * self.size
         given[self.root] = self.capacities[self.root]
         for rank in self.tree.order:
-            coding = self.layouts[rank]
+            coding = self.codings[rank]
             if coding is None:
                 continue
             coded = given[rank] * coding.capacity / self.capacities[rank]
-            for child, share in zip(self.children(rank), coding.shares()):
+            for child, share in zip(self.coded_children(rank), coding.shares()):
                 given[child] = coded * share
         return tuple(given)
 
@@ -163,13 +172,7 @@ class Plan:
 
         A rank sends ``1/M`` of a gradient.
         """
-        counts = [1] * self.size
-        for rank in self.tree.order:
-            coding = self.layouts[rank]
-            if coding is not None:
-                for child in self.tree.children[rank]:
-                    counts[child] = counts[rank] * coding.code.m
-        return tuple(counts)
+        return self._product_above(lambda code: code.m)
 
     @property
     def sliced(self) -> bool:
@@ -186,7 +189,7 @@ class Plan:
         self, rank: int, erased: Sequence[bool] | np.ndarray | None = None
     ) -> np.ndarray:
         """How a rank combines its children's messages: float64 ``(m, n)`` over
-        `children`, ``(1, 0)`` at a leaf.
+        `coded_children`, ``(1, 0)`` at a leaf.
 
         Args:
             rank: whose coefficients.
@@ -194,11 +197,13 @@ class Plan:
                 none. Where the children that are left do not suffice, the least-squares
                 coefficients; see `unrecoverable`.
         """
-        coding = self.layouts[rank]
+        coding = self.codings[rank]
         if coding is None:
             return np.zeros((1, 0))
-        children = self.children(rank)
-        left_out = np.zeros(self.size, bool) if erased is None else np.asarray(erased)
+        children = self.coded_children(rank)
+        left_out = (
+            np.zeros(self.size, bool) if erased is None else np.asarray(erased, bool)
+        )
         return coding.code.decode(~left_out[list(children)]).coefficients
 
     def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
@@ -207,6 +212,12 @@ class Plan:
 
         Parents that are erased themselves, or below one, are not needed and do not
         count. The root always is.
+
+        Args:
+            erased: bool ``(size,)``.
+
+        Raises:
+            ValueError: it has another shape.
         """
         erased = np.asarray(erased, bool)
         if erased.shape != (self.size,):
@@ -221,9 +232,9 @@ class Plan:
         for rank in self.tree.order:
             if rank != self.root:
                 needed[rank] &= needed[self.tree.parents[rank]]
-            coding = self.layouts[rank]
+            coding = self.codings[rank]
             if coding is not None and needed[rank]:
-                answered = ~erased[list(self.children(rank))]
+                answered = ~erased[list(self.coded_children(rank))]
                 if not coding.code.decodable(answered):
                     failed.append(rank)
         return failed
@@ -231,7 +242,7 @@ class Plan:
     def tolerates(self, rank: int) -> int:
         """The number of children of ``rank`` that may be missing, whichever they are; 0
         for a leaf."""
-        coding = self.layouts[rank]
+        coding = self.codings[rank]
         return 0 if coding is None else coding.code.stragglers
 
     @property
@@ -247,13 +258,17 @@ class Plan:
     def amplification(self) -> float:
         """How much rounding can grow on the way to the root: the largest product of the
         codes' ``κ`` down a path."""
-        product = [1.0] * self.size
+        return float(max(self._product_above(lambda code: code.amplification)))
+
+    def _product_above(self, number: Callable[[GradientCode], Any]) -> tuple[Any, ...]:
+        """For each rank, the product of a number of the codes of its ancestors."""
+        product = [1] * self.size
         for rank in self.tree.order:
-            coding = self.layouts[rank]
+            coding = self.codings[rank]
             if coding is not None:
                 for child in self.tree.children[rank]:
-                    product[child] = product[rank] * coding.code.amplification
-        return max(product)
+                    product[child] = product[rank] * number(coding.code)
+        return tuple(product)
 
     # Text.
 
@@ -300,7 +315,7 @@ class Plan:
         """
         digest = hashlib.sha256(self.to_json().encode())
         for coding in dict.fromkeys(
-            coding for coding in self.layouts if coding is not None
+            coding for coding in self.codings if coding is not None
         ):
             digest.update((np.round(coding.code.B, 6) + 0.0).tobytes())
         return digest.hexdigest()
@@ -308,8 +323,6 @@ class Plan:
     def describe(self) -> str:
         """The plan in words and a table: loads, spare capacity, message sizes,
         resiliency and κ of each layer."""
-        from jaxcoded._describe import describe
-
         return describe(self)
 
 

@@ -152,15 +152,15 @@ def test_siblings_of_a_repetition_group_have_bitwise_equal_assignments(plan, bat
     def subtree(rank):
         return [
             rank,
-            *(below for child in plan.children(rank) for below in subtree(child)),
+            *(below for child in plan.coded_children(rank) for below in subtree(child)),
         ]
 
     compared = 0
-    for rank, coding in enumerate(plan.layouts):
+    for rank, coding in enumerate(plan.codings):
         if coding is None:
             continue
         assert coding.code.name == "fractional_repetition"
-        children, replicas = plan.children(rank), coding.code.stragglers + 1
+        children, replicas = plan.coded_children(rank), coding.code.stragglers + 1
         for first in range(0, len(children), replicas):
             for sibling in children[first + 1 : first + replicas]:
                 for one, other in zip(

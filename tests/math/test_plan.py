@@ -123,7 +123,7 @@ def test_capacities_of_any_tree(tree, root_computes):
             coded = plan.capacities[rank] - own
             m = min(tree["slices"], len(children))
             s = min(tree["stragglers"], len(children) - m)
-            assert (plan.tolerates(rank), plan.layouts[rank].code.m) == (s, m)
+            assert (plan.tolerates(rank), plan.codings[rank].code.m) == (s, m)
             assert (
                 sum(min(capacity[child], coded) for child in children)
                 == (s + m) * coded
@@ -174,7 +174,7 @@ def test_large_plans(size, options):
 
 def test_amplifications_multiply_down_the_path():
     plan = make_plan(regular_size(5, 2), fanout=5)
-    kappa = plan.layouts[0].code.amplification
+    kappa = plan.codings[0].code.amplification
     assert kappa > 1
     assert plan.amplification == pytest.approx(kappa**2)
     assert (
@@ -213,7 +213,7 @@ def test_copies_are_equal(plan, clone):
     other = clone(plan)
     assert other == plan and hash(other) == hash(plan)
     assert other.fingerprint == plan.fingerprint
-    assert other.layouts == plan.layouts
+    assert other.codings == plan.codings
     assert other.describe() == plan.describe()
 
 
@@ -299,7 +299,7 @@ def test_description_of_a_regular_tree():
 def test_description_states_amplification_and_message_sizes():
     plan = make_plan(21, fanout=4, slices=2)
     text = plan.describe()
-    kappa = plan.layouts[0].code.amplification
+    kappa = plan.codings[0].code.amplification
     assert f"amplification κ = {kappa**2:.3g}" in text
     assert [row["message"] for row in columns(text)] == ["–", "1/2", "1/4"]
     assert [row["κ"] for row in columns(text)] == [f"{kappa:.3g}", f"{kappa:.3g}", "–"]

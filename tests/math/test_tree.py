@@ -100,5 +100,5 @@ def test_default_fanout_reaches_at_the_smallest_depth(needed, workers):
 def test_default_tree_keeps_the_stragglers_at_every_parent_where_a_tree_can(size, s):
     plan = make_plan(size, stragglers=s)
     assert all(
-        coding.code.stragglers == s for coding in plan.layouts if coding is not None
+        coding.code.stragglers == s for coding in plan.codings if coding is not None
     )

@@ -1,4 +1,4 @@
-"""Whole trees: the root's vector is the sum over the batch for every tolerated pattern of missing ranks."""
+"""Whole trees: the root's vector is the sum over the batch for every random_missing pattern of missing ranks."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from independent import (
     gradients_for,
     own_messages,
     paper_parents,
-    tolerated,
+    random_missing,
     tree_sum,
 )
 
@@ -97,7 +97,7 @@ CASES = {
 def test_sampled_patterns(size, options, root_computes, batch):
     plan = make_plan(size, root_computes=root_computes, **options)
     rng = np.random.default_rng(batch)
-    assert_exact(plan, batch, [set(), *(tolerated(plan, rng) for _ in range(4))])
+    assert_exact(plan, batch, [set(), *(random_missing(plan, rng) for _ in range(4))])
 
 
 @st.composite
@@ -122,7 +122,7 @@ def irregular_plans(draw):
 @bounded
 @given(irregular_plans(), st.integers(1, 60), st.integers(0, 999))
 def test_irregular_trees(plan, batch, seed):
-    assert_exact(plan, batch, [tolerated(plan, np.random.default_rng(seed))], seed)
+    assert_exact(plan, batch, [random_missing(plan, np.random.default_rng(seed))], seed)
 
 
 @bounded
@@ -135,9 +135,9 @@ def test_irregular_trees(plan, batch, seed):
 )
 def test_any_number_of_ranks(s, m, more, batch, seed):
     plan = make_plan(s + m + more, stragglers=s, slices=m)
-    assert_exact(plan, batch, [tolerated(plan, np.random.default_rng(seed))], seed)
+    assert_exact(plan, batch, [random_missing(plan, np.random.default_rng(seed))], seed)
 
 
 def test_many_ranks():
     plan = make_plan(600)
-    assert_exact(plan, 50, [tolerated(plan, np.random.default_rng(0))])
+    assert_exact(plan, 50, [random_missing(plan, np.random.default_rng(0))])

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from independent import random_missing, solvable
 
 from jaxcoded import kernels
 
@@ -46,7 +47,7 @@ def rounding(group, dtype):
     plan = group.plan
     depth = fanout = 0
     for rank in range(plan.size):
-        fanout = max(fanout, len(plan.children(rank)))
+        fanout = max(fanout, len(plan.coded_children(rank)))
         path = 0
         while rank != plan.root:
             rank, path = plan.parents[rank], path + 1
@@ -81,7 +82,7 @@ def assert_same_bits(comm, tree):
     assert all(other == mine for other in comm.allgather(mine))
 
 
-def tolerated(plan):
+def tolerated_masks(plan):
     """Every mask that leaves the root a decodable set, by enumeration: bool ``(masks, size)``.
 
     What is below an erased rank does not matter. Decodable is what a matrix rank says.
@@ -89,16 +90,10 @@ def tolerated(plan):
 
     @functools.cache
     def decodable(rank, answered):
-        B = plan.layouts[rank].code.B
-        sums = np.repeat(np.eye(B.shape[2])[:, None, :], B.shape[1], axis=1)
-        rows = B.reshape(len(B), -1)[list(answered)]
-        both = np.vstack([rows, sums.reshape(len(sums), -1)])
-        return np.linalg.matrix_rank(both, tol=1e-7) == (
-            np.linalg.matrix_rank(rows, tol=1e-7) if len(rows) else 0
-        )
+        return solvable(plan.codings[rank].code.B, list(answered))
 
     def fine(rank, erased):
-        children = plan.children(rank)
+        children = plan.coded_children(rank)
         answered = tuple(i for i, child in enumerate(children) if not erased[child])
         return not children or (
             decodable(rank, answered)
@@ -120,11 +115,9 @@ def lost(plan, mask):
     return out
 
 
-def random_erasures(plan, random):
-    """As many children of every parent as the plan tolerates, bool ``(size,)``; equal on
-    all ranks for equal seeds."""
+def random_erasures(plan, rng):
+    """As many children of every parent as it keeps, at random; equal on all ranks for
+    equal generators: bool ``(size,)``."""
     erased = np.zeros(plan.size, bool)
-    for rank in range(plan.size):
-        children = plan.children(rank)
-        erased[random.permutation(children)[: plan.tolerates(rank)].astype(int)] = True
+    erased[list(random_missing(plan, rng))] = True
     return erased

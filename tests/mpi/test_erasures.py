@@ -14,7 +14,7 @@ from reference import (
     lost,
     per_example,
     rounding,
-    tolerated,
+    tolerated_masks,
 )
 
 import jaxcoded
@@ -53,7 +53,7 @@ def assert_exact(comm, group, sums):
 
 
 def test_every_tolerated_mask(comm, group):
-    masks = tolerated(group.plan)
+    masks = tolerated_masks(group.plan)
     if (
         SIZE == 13
     ):  # 4^4 with at most one child of each parent, and below a lost one any
@@ -65,13 +65,13 @@ def test_every_tolerated_mask(comm, group):
 def test_every_tolerated_mask_with_slices(comm):
     fanout = 3 if SIZE == 13 else None
     with jaxcoded.CodedGroup(comm, slices=2, fanout=fanout) as sliced:
-        assert_exact(comm, sliced, sums_without(sliced, tolerated(sliced.plan)))
+        assert_exact(comm, sliced, sums_without(sliced, tolerated_masks(sliced.plan)))
 
 
 @pytest.mark.skipif(SIZE != 7, reason="one size with fractional repetition will do")
 def test_bits_of_fractional_repetition_do_not_depend_on_erasures(comm, group):
     assert group.plan.amplification == 1
-    masks = tolerated(group.plan)
+    masks = tolerated_masks(group.plan)
     assert len(masks) == 3**3  # one of each pair of twins must answer
     sums = sums_without(group, masks)
     for name in GRADIENTS:
@@ -80,7 +80,7 @@ def test_bits_of_fractional_repetition_do_not_depend_on_erasures(comm, group):
 
 @pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 def test_reduce_and_vmap_with_erasures(group):
-    mask = tolerated(group.plan)[1]
+    mask = tolerated_masks(group.plan)[1]
     own = contribution(group, GRADIENTS["wide"])
     total = coded_reduce(
         own * (np.nan if mask[group.rank] else 1), group, erasures=mask
@@ -96,7 +96,7 @@ def test_reduce_and_vmap_with_erasures(group):
 @pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 def test_derivatives_with_erasures(group):
     """A left out rank's tangent and cotangent are left out too."""
-    mask = tolerated(group.plan)[1]
+    mask = tolerated_masks(group.plan)[1]
     own = contribution(group, GRADIENTS["wide"])
     scale = np.nan if mask[group.rank] else 1.0
 
@@ -136,22 +136,22 @@ def test_root_cannot_be_left_out(group, masked):
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody to leave out")
 def test_too_many(group, masked):
-    first, second = group.plan.children(0)[0], group.plan.children(0)[-1]
+    first, second = group.plan.coded_children(0)[0], group.plan.coded_children(0)[-1]
     wanted = {2: (1,), 4: (first, second), 7: (1, 2), 13: (first, second)}[SIZE]
     with pytest.raises(JaxRuntimeError) as error:
         masked(*wanted)
     tolerance = 0 if SIZE == 2 else 1
     assert (
         f"TooManyErasures: rank 0 cannot rebuild its sum without its children {sorted(wanted)}: "
-        f"any {tolerance} of its {len(group.plan.children(0))} children may be left out"
+        f"any {tolerance} of its {len(group.plan.coded_children(0))} children may be left out"
     ) in str(error.value)
     assert_sum(group, masked(), GRADIENTS["wide"])
 
 
 @pytest.mark.skipif(SIZE != 13, reason="needs two layers")
 def test_too_many_below_an_inner_rank(group, masked):
-    inner = group.plan.children(0)[0]
-    leaves = group.plan.children(inner)[:2]
+    inner = group.plan.coded_children(0)[0]
+    leaves = group.plan.coded_children(inner)[:2]
     with pytest.raises(JaxRuntimeError, match=f"rank {inner} cannot rebuild its sum"):
         masked(*leaves)
     # without the inner rank itself nobody needs them

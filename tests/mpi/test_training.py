@@ -151,23 +151,6 @@ def wait_for_all(comm):
         time.sleep(0.01)
 
 
-def test_equal_groups_compile_separately(group, comm):
-    @functools.partial(jax.jit, static_argnames="group")
-    def reduce(x, group):
-        return jaxcoded.coded_allreduce(x, group)
-
-    x = np.ones(2)
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan) as other:
-        assert other.plan == group.plan
-        for used, compiled in ((group, 1), (group, 1), (other, 2), (group, 2)):
-            reduce(x, group=used)
-            assert reduce._cache_size() == compiled
-    # had they shared a function, this would either fail or the next one would not
-    reduce(x, group=group)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="use after close"):
-        reduce(x, group=other)
-
-
 # The transformation.
 
 

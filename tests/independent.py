@@ -58,10 +58,10 @@ def tree_sum(plan, own, missing=()):
     """
     messages = list(own)
     for rank in reversed(plan.tree.order):
-        children = plan.children(rank)
+        children = plan.coded_children(rank)
         if children:
             answered = [child not in missing for child in children]
-            A = plan.layouts[rank].code.decode(answered).coefficients
+            A = plan.codings[rank].code.decode(answered).coefficients
             slices = [
                 sum(
                     a * messages[child]
@@ -79,12 +79,12 @@ def gradients_for(plan, batch_size, seed=0):
     return np.random.default_rng(seed).standard_normal((batch_size, q))
 
 
-def tolerated(plan, rng):
+def random_missing(plan, rng):
     """As many missing children at every parent as it keeps, at random."""
     missing = set()
-    for rank, coding in enumerate(plan.layouts):
+    for rank, coding in enumerate(plan.codings):
         if coding is not None:
-            children = rng.permutation(plan.children(rank))
+            children = rng.permutation(plan.coded_children(rank))
             missing.update(children[: coding.code.stragglers].tolist())
     return missing
 

@@ -22,7 +22,7 @@ CODES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Coding:
     """The coding of one parent.
 
     Attributes:
@@ -66,7 +66,7 @@ def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
 
     Example:
         >>> from fractions import Fraction
-        >>> from jaxcoded._layout import largest_coded_set
+        >>> from jaxcoded._coding import largest_coded_set
         >>> largest_coded_set([Fraction(1)] * 3, 2)
         Fraction(3, 2)
     """
@@ -78,9 +78,9 @@ def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(
+def coding_of(
     capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int
-) -> Layout:
+) -> Coding:
     """The coding of a parent whose children have these capacities.
 
     Args:
@@ -100,7 +100,7 @@ def layout(
     n = len(capacities)
     if stragglers == 0 and slices == 1:
         total = sum(capacities, Fraction(0))
-        return Layout(
+        return Coding(
             codes.uncoded(n),
             tuple(range(n)),
             _cuts([c / total for c in capacities]),
@@ -125,7 +125,7 @@ def layout(
     if kind == "cyclic_repetition" or (
         kind == "auto" and slices == 1 and len(set(capacities)) == 1
     ):
-        return Layout(
+        return Coding(
             codes.cyclic_repetition(n, stragglers, seed=seed),
             tuple(range(n)),
             _cuts([Fraction(1, n)] * n),
@@ -133,10 +133,10 @@ def layout(
         )
     support, cuts = _wrap_around([min(c, largest) / largest for c in capacities])
     code = codes.random_generator(n, stragglers, slices, support=support, seed=seed)
-    return Layout(code, tuple(range(n)), cuts, largest)
+    return Coding(code, tuple(range(n)), cuts, largest)
 
 
-def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Layout:
+def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
     """Groups of alike children: sorted by capacity, each group gets what its weakest
     child can hold."""
     n, replicas = len(capacities), stragglers + 1
@@ -146,7 +146,7 @@ def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> L
         capacities[rows[first + replicas - 1]] for first in range(0, n, replicas)
     ]
     total = sum(weakest, Fraction(0))
-    return Layout(
+    return Coding(
         code,
         rows,
         _cuts([c / total / replicas for c in weakest for _ in range(replicas)]),
