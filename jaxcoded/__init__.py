@@ -1,5 +1,5 @@
-"""Coded collective operations for JAX: an all-reduce whose sum is exact without waiting
-for stragglers."""
+"""Coded collective operations for JAX over MPI: an all-reduce whose sum is exact
+although some ranks are left out."""
 
 from jaxcoded import baselines as baselines
 from jaxcoded import codes as codes

@@ -7,6 +7,15 @@ import numpy as np
 from mpi4py import MPI
 
 
+def check_communicator(comm: object) -> None:
+    """Raise a TypeError unless ``comm`` is an mpi4py intra-communicator."""
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise TypeError(
+            "comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, "
+            f"got {comm!r}"
+        )
+
+
 def disagreement(comm: MPI.Intracomm, words: str) -> str | None:
     """Compare what the ranks of a communicator say. Collective.
 

@@ -1,8 +1,6 @@
 """From a plan and a batch size to the examples that each rank reads and their coding
 weights."""
 
-import dataclasses
-
 import numpy as np
 
 from jaxcoded import _require
@@ -13,6 +11,13 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
     """Number of distinct examples that each rank computes, int64 ``(size,)``.
 
     No rank exceeds ``⌈load · batch_size⌉`` by more than the depth of the tree.
+
+    Args:
+        plan: the plan.
+        batch_size: ``d``, the number of examples in the global batch.
+
+    Raises:
+        ValueError: ``batch_size < 1``.
 
     Example:
         >>> import jaxcoded
@@ -50,10 +55,11 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
         coefficients: float64 ``(load, M)`` with ``M = plan.slices_above[rank]``: this
             rank adds ``Σ_u coefficients[e, u] · gradient_e[slice u of M]`` to its
             message for every example ``e``.
+
+    Raises:
+        ValueError: ``batch_size < 1``, or no such rank.
     """
-    rank = _require.integer("rank", rank, 0)
-    if rank >= plan.size:
-        raise ValueError(f"rank must be in 0 … {plan.size - 1}, got {rank}")
+    rank = _require.integer("rank", rank, 0, plan.size - 1)
     indices = np.arange(_require.integer("batch_size", batch_size, 1))
     coefficients = np.ones((batch_size, 1))
     path = [rank]
@@ -75,20 +81,6 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
         ).reshape(len(indices), plan.slices_above[child])
     kept = _own(plan, rank, len(indices))
     return indices[:kept], coefficients[:kept]
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """The shape of every rank's padded share: ``chunks × chunk_size`` examples, the
-    same on all ranks.
-
-    The examples of a chunk have equal coefficients, so with slices a chunk's gradient
-    is coded as a whole. Without slices a coefficient is a loss weight, and one chunk
-    holds everything.
-    """
-
-    chunks: int
-    chunk_size: int
 
 
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -120,27 +112,19 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
         ([0, 1, 2, 3], [1.0, 1.0, 1.0, 1.0])
     """
     indices, coefficients = shares(plan, rank, batch_size)
-    if not plan.sliced:
-        length = max(1, int(loads(plan, batch_size).max()))
-        return _padded(indices, length, 0), _padded(
-            coefficients[:, 0], length, 0.0, repeat=False
-        )
-    grid = _grid(plan, batch_size)
-    chunks = _chunks(coefficients, grid.chunk_size)
+    if plan.sliced:
+        chunks, chunk_size = _grid(plan, batch_size)
+        members = _chunks(coefficients, chunk_size)
+    else:
+        chunks, chunk_size = 1, max(1, int(loads(plan, batch_size).max()))
+        members = [np.arange(len(indices))]
     spare = indices[0] if len(indices) else 0
-    out_indices = np.full((grid.chunks, grid.chunk_size), spare, np.int64)
-    out_weights = np.zeros((grid.chunks, grid.chunk_size, coefficients.shape[1]))
-    for chunk, members in enumerate(chunks):
-        out_indices[chunk, : len(members)] = indices[members]
-        out_weights[chunk, : len(members)] = coefficients[members]
-    return out_indices.reshape(-1), out_weights
-
-
-def _padded(
-    values: np.ndarray, length: int, empty: float, *, repeat: bool = True
-) -> np.ndarray:
-    fill = values[0] if repeat and len(values) else empty
-    return np.concatenate([values, np.full(length - len(values), fill, values.dtype)])
+    read = np.full((chunks, chunk_size), spare, np.int64)
+    weights = np.zeros((chunks, chunk_size, plan.slices_above[rank]))
+    for chunk, positions in enumerate(members):
+        read[chunk, : len(positions)] = indices[positions]
+        weights[chunk, : len(positions)] = coefficients[positions]
+    return read.reshape(-1), weights if plan.sliced else weights.reshape(-1)
 
 
 def _chunks(coefficients: np.ndarray, chunk_size: int) -> list[np.ndarray]:
@@ -154,15 +138,16 @@ def _chunks(coefficients: np.ndarray, chunk_size: int) -> list[np.ndarray]:
 
 
 def _cells(coefficients: np.ndarray) -> list[np.ndarray]:
+    """Positions of examples with equal coefficients."""
     _, first, cell = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
     return [np.flatnonzero(cell.reshape(-1) == c) for c in np.argsort(first)]
 
 
-def _grid(plan: Plan, batch_size: int) -> Grid:
-    """The shortest grid that takes every rank's cells; of equally short ones the one
-    with the largest chunks."""
+def _grid(plan: Plan, batch_size: int) -> tuple[int, int]:
+    """Number and size of chunks, the same for all ranks: as few examples as will take
+    every rank's cells, and of equals the largest chunks."""
     sizes = [
         [len(cell) for cell in _cells(shares(plan, rank, batch_size)[1])]
         for rank in range(plan.size)
@@ -175,7 +160,7 @@ def _grid(plan: Plan, batch_size: int) -> Grid:
         )
 
     best = min(candidates, key=lambda size: (chunks(size) * size, -size))
-    return Grid(chunks(best), best)
+    return chunks(best), best
 
 
 def _own(plan: Plan, rank: int, given: int) -> int:

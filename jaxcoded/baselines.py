@@ -6,6 +6,7 @@ one stuck rank stops everybody. They differentiate and batch like
 weights.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,8 @@ import mpi4jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import rounds
+from jaxcoded import _require, rounds
+from jaxcoded.agreement import check_communicator
 from jaxcoded.kernels import accumulator
 from jaxcoded.packing import pack, unpack
 from jaxcoded.transports import mpi4jax as transport
@@ -72,8 +74,7 @@ def tree_allreduce(tree: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
     Raises:
         ValueError: ``fanout < 1``.
     """
-    if fanout < 1:
-        raise ValueError(f"fanout must be at least 1, got {fanout}")
+    fanout = _require.integer("fanout", fanout, 1)
     return _sum(tree, _PlainTree(_Communicator(comm), fanout))
 
 
@@ -87,18 +88,16 @@ class _Communicator:
     caches hit."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(
-                f"comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, got {comm!r}"
-            )
+        check_communicator(comm)
         self.comm = comm
-        self.handle = MPI._handleof(comm)
+        # MPI gives the handle of a freed communicator to a new one
+        self.key = (MPI._handleof(comm), comm.rank, comm.size)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Communicator) and other.handle == self.handle
+        return isinstance(other, _Communicator) and other.key == self.key
 
     def __hash__(self) -> int:
-        return hash(self.handle)
+        return hash(self.key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ class _Baseline(rounds.Carrier):
     communicator: _Communicator
 
     @property
-    def transposable(self) -> bool:  # type: ignore[override]
+    def transposable(self) -> bool:
         return True
 
     @property
@@ -118,8 +117,9 @@ class _Baseline(rounds.Carrier):
     ) -> Sequence[jax.Array]:
         return [self.sum(vector) for vector in vectors]
 
+    @abc.abstractmethod
     def sum(self, vector: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """Trace the sum of one vector over the ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _PlainTree(_Baseline):
 
     def sum(self, vector: jax.Array) -> jax.Array:
         rank, size = self.comm.rank, self.comm.size
-        tree = Tree(balanced_parents(size, self.fanout, 1) if size > 1 else (-1,))
+        tree = Tree(balanced_parents(size, self.fanout, 1))
         children, parent = tree.children[rank], tree.parents[rank]
         total = transport.tree_reduce(
             vector, children, parent, np.ones((1, len(children))), self.comm

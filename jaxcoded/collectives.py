@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoded import rounds
 from jaxcoded.codes import MAX_ROUNDING
-from jaxcoded.group import CodedGroup, find
+from jaxcoded.group import CodedGroup, check_open, find
 from jaxcoded.kernels import Encoded, accumulator, divided
 from jaxcoded.packing import Packing, pack, unpack
 from jaxcoded.transports import mpi4jax as transport
@@ -25,23 +25,23 @@ MAX_NARROW_ROUNDING = 0.125
 class _TreeRound(rounds.Carrier):
     """One trip through the tree of a group: up, down, or both."""
 
-    group: int
+    index: int
     call: str
     up: bool = True
     down: bool = True
 
     @property
-    def transposable(self) -> bool:  # type: ignore[override]
-        return self.up and self.down and not find(self.group).plan.sliced
+    def transposable(self) -> bool:
+        return self.up and self.down and not find(self.index).plan.sliced
 
     def result_length(self, length: int) -> int:
-        group = find(self.group)
+        group = find(self.index)
         return length * group.plan.slices_above[group.rank] if self.up else length
 
     def carry(
         self, vectors: Sequence[jax.Array], extra: jax.Array | None
     ) -> Sequence[jax.Array]:
-        group = find(self.group)
+        group = find(self.index)
         plan, rank, comm = group.plan, group.rank, group.comm
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
         coefficients = self._begin(group, vectors, extra)
@@ -68,24 +68,25 @@ class _TreeRound(rounds.Carrier):
         index, plan, rank = group.index, group.plan, group.rank
         batch = vectors[0].shape[:-1]
         call = f"{self.call}, batched {list(batch)}" if batch else self.call
-        if erased is None:
+        coefficients = plan.coefficients(rank)
+        masks = [] if erased is None else [erased]
+        like = [
+            jax.ShapeDtypeStruct(
+                coefficients.shape,
+                np.result_type(*(accumulator(vector.dtype) for vector in vectors)),
+            )
+            for _ in masks
+        ]
 
-            def agree() -> tuple[np.ndarray, ...]:
-                find(index).agree(call)
-                return ()
+        def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
+            find(index).agree(call, *masks)
+            return tuple(
+                plan.coefficients(rank, mask).astype(out.dtype)
+                for mask, out in zip(masks, like)
+            )
 
-            rounds.on_host(agree, [])
-            return plan.coefficients(rank)
-
-        dtype = np.result_type(*(accumulator(vector.dtype) for vector in vectors))
-
-        def look_up(erased: np.ndarray) -> tuple[np.ndarray, ...]:
-            find(index).agree(call, erased)
-            return (plan.coefficients(rank, erased).astype(dtype),)
-
-        like = jax.ShapeDtypeStruct(plan.coefficients(rank).shape, dtype)
-        (coefficients,) = rounds.on_host(look_up, [like], erased)
-        return coefficients
+        looked_up = rounds.on_host(begin, like, *masks)
+        return looked_up[0] if masks else coefficients
 
 
 def coded_allreduce(
@@ -124,17 +125,15 @@ def coded_allreduce(
 
     Raises:
         TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
-            not `Encoded`.
-        ValueError: ``erasures`` has a wrong shape, or the plan's amplification leaves
-            too few digits in this dtype.
+            not `Encoded`, or ``group`` is not a group.
+        ValueError: ``erasures`` has a wrong shape, ``mean`` is not positive, or the
+            plan's amplification leaves too few digits in this dtype.
         GroupClosed: the group was closed.
-        GroupMismatch: ranks called different things in this round. Raised on all of
-            them.
-        TooManyErasures: the plan cannot do without the erased ranks. Raised on all of
-            them.
-
-        The last two, and the third where the call was compiled before, arrive as
-        ``JaxRuntimeError`` with the same text.
+        jax.errors.JaxRuntimeError: what is found during the round, on every rank. Its
+            text contains ``GroupMismatch`` (ranks called different things in this
+            round), ``TooManyErasures`` (the plan cannot do without the erased ranks) or
+            ``GroupClosed`` (the call was compiled before the group was closed), and
+            their messages.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -173,7 +172,8 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
         A pytree like ``tree``. It has no transpose.
 
     Raises:
-        GroupClosed, GroupMismatch: as `coded_allreduce`.
+        TypeError: a leaf is not made of numbers of whole bytes (keys, int4).
+        GroupClosed, jax.errors.JaxRuntimeError: as `coded_allreduce`.
 
     Example:
         >>> import jaxcoded
@@ -182,7 +182,7 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
         ...     jaxcoded.tree_bcast({"step": 3}, group)
         {'step': Array(3, dtype=int32)}
     """
-    find(group.index)
+    check_open(group)
     vectors, packing = pack(tree, floats_only=False)
     carrier = _TreeRound(group.index, f"tree_bcast of {packing}", up=False)
     return unpack(rounds.run(carrier, vectors), packing)
@@ -192,14 +192,9 @@ def _coded(
     name: str, tree: Any, group: CodedGroup, mean: Any, erasures: Any, *, down: bool
 ) -> Any:
     """A round that decodes on its way up."""
-    find(group.index)
+    check_open(group)
     plan = group.plan
-    if mean is not None and jnp.ndim(mean) != 0:
-        raise ValueError(f"mean is one number, got an array of shape {jnp.shape(mean)}")
-    if isinstance(mean, int | float | np.number) and not mean > 0:
-        raise ValueError(
-            f"mean is the number to divide by, so it must be > 0, got {mean!r}"
-        )
+    _check_mean(mean)
     vectors, packing = _message(name, tree, group)
     for vector in vectors:
         _check_amplification(vector.dtype, plan.amplification)
@@ -237,6 +232,20 @@ def _message(
             f"{type(tree).__name__}; coded_value_and_grad does both"
         )
     return pack(tree)
+
+
+def _check_mean(mean: Any) -> None:
+    if isinstance(mean, bool | str):
+        raise TypeError(
+            "mean is the number to divide by, such as the global batch size, "
+            f"got {mean!r}"
+        )
+    if mean is not None and jnp.ndim(mean) != 0:
+        raise ValueError(f"mean is one number, got an array of shape {jnp.shape(mean)}")
+    if isinstance(mean, int | float | np.number) and not mean > 0:
+        raise ValueError(
+            f"mean is the number to divide by, so it must be > 0, got {mean!r}"
+        )
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:

@@ -1,10 +1,16 @@
-"""What goes wrong between ranks. Errors of one rank's arguments are ``ValueError`` and
-``TypeError``."""
+"""What goes wrong between ranks.
+
+Errors in one rank's arguments are ``ValueError`` and ``TypeError``.
+"""
 
 
 class CodedError(RuntimeError):
-    """Base of the errors of a group. Inside ``jit`` they arrive as a
-    ``JaxRuntimeError`` with the same text."""
+    """Base of the errors of a group.
+
+    Raised as such when a group is made, and by a collective before its round begins.
+    What is found during a round, inside or outside ``jit``, arrives as a
+    ``jax.errors.JaxRuntimeError`` whose text contains the name and the message.
+    """
 
 
 class GroupClosed(CodedError):

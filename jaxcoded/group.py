@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded.agreement import disagreement
+from jaxcoded.agreement import check_communicator, disagreement
 from jaxcoded.allocation import assignment
 from jaxcoded.errors import GroupClosed, GroupMismatch, TooManyErasures
 from jaxcoded.plan import Plan, make_plan
@@ -26,7 +26,7 @@ class CodedGroup:
     its messages meet no others. Two groups are never equal, and never share a compiled
     function.
 
-    The root (rank 0) is the one rank that must live.
+    The root, rank 0 unless the plan says otherwise, is the one rank that must live.
 
     Args:
         comm: an mpi4py intra-communicator.
@@ -79,6 +79,7 @@ class CodedGroup:
         cls, comm: MPI.Intracomm, plan: Plan, *, transport: str = "auto"
     ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
+        Collective.
 
         Args:
             comm: as for the constructor.
@@ -87,6 +88,16 @@ class CodedGroup:
 
         Raises:
             ValueError: the plan is for another number of ranks.
+            TypeError: it is not a plan, or ``comm`` not an intra-communicator.
+            GroupMismatch: ranks gave different plans. Raised on every rank.
+
+        Example:
+            >>> from mpi4py import MPI
+            >>> import jaxcoded
+            >>> plan = jaxcoded.make_plan(1)
+            >>> with jaxcoded.CodedGroup.from_plan(MPI.COMM_SELF, plan) as group:
+            ...     group.plan == plan
+            True
         """
 
         def fitting(size: int) -> Plan:
@@ -111,11 +122,7 @@ class CodedGroup:
         request: dict[str, Any],
         planner: Callable[[int], Plan],
     ) -> None:
-        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(
-                "comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, "
-                f"got {comm!r}"
-            )
+        check_communicator(comm)
         self._comm = comm.Dup()
         try:
             self.plan = self._agreed_plan(transport, request, planner)
@@ -273,6 +280,20 @@ def _too_many(plan: Plan, parent: int, erased: np.ndarray) -> str:
 # What compiled code holds of a group is its index. Indices are never used again.
 _groups: dict[int, CodedGroup] = {}
 _indices = itertools.count()
+
+
+def check_open(group: object) -> None:
+    """Raise unless ``group`` is a group that can be used.
+
+    Raises:
+        TypeError: it is not a group.
+        GroupClosed: it was closed.
+    """
+    if not isinstance(group, CodedGroup):
+        raise TypeError(
+            f"group must be a jaxcoded.CodedGroup, got a {type(group).__name__}"
+        )
+    find(group.index)
 
 
 def find(index: int) -> CodedGroup:

@@ -344,7 +344,8 @@ def make_plan(
             ranks need ``stragglers=0``.
         fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … +
             n^L`` gives the paper's regular tree. Default: the smallest one that reaches
-            ``size`` at the smallest depth with at most 8 children.
+            ``size`` at the smallest depth, with at most 8 children (or ``2 (s + m)``)
+            to a parent.
         stragglers: ``s``, the number of children of every parent that may be missing.
             Where ``size`` and ``fanout`` leave a parent too few children for it, this
             parent keeps what it can, and `Plan.describe` says so.
@@ -352,7 +353,8 @@ def make_plan(
             load as if ``s + m − 1`` could be missing.
         code: ``"auto"`` (fractional repetition wherever it fits), ``"uncoded"``,
             ``"fractional_repetition"``, ``"cyclic_repetition"`` or
-            ``"random_generator"``, for every parent.
+            ``"random_generator"``, for every parent. A parent that loses nobody and
+            has one slice is uncoded whatever is asked.
         root_computes: whether rank 0 holds data too. It is the one rank whose work
             nobody can replace.
         seed: of random codes; equal seeds give equal plans.
@@ -364,6 +366,7 @@ def make_plan(
     Raises:
         ValueError: the request is impossible. The message names the value and the
             remedy.
+        TypeError: ``root_computes`` is not a bool.
 
     Example:
         >>> import jaxcoded

@@ -27,15 +27,17 @@ from mpi4py import MPI
 class Carrier(abc.ABC):
     """How a round is carried out. Subclasses are frozen dataclasses: static, hashable
     and small under ``jit``.
-
-    Attributes:
-        transposable: whether the transpose is the identity. It is for an all-reduce, as
-            in mpi4jax: the cotangent of the sum is again one rank's contribution, which
-            one more round makes exact. And that round's transpose is the all-reduce
-            again.
     """
 
-    transposable: bool = False
+    @property
+    def transposable(self) -> bool:
+        """Whether the transpose is the identity.
+
+        It is for an all-reduce, as in mpi4jax: the cotangent of the sum is again one
+        rank's contribution, which one more round makes exact. And that round's
+        transpose is the all-reduce again.
+        """
+        return False
 
     @abc.abstractmethod
     def carry(
@@ -138,9 +140,7 @@ def _transpose(
     transposed: bool,
 ) -> Any:
     vectors, extra = _split(operands, has_extra)
-    if not carrier.transposable or any(
-        _shape(ct) != _shape(vector) for ct, vector in zip(cotangents, vectors)
-    ):
+    if not carrier.transposable:
         raise NotImplementedError(
             f"{carrier} has no transpose, so it cannot be differentiated in reverse "
             "mode; coded_allreduce without slices can (its transpose is the identity)"
@@ -153,11 +153,6 @@ def _transpose(
     return [
         ct if ad.is_undefined_primal(v) else None for ct, v in zip(out, vectors)
     ] + [None for _ in extras]
-
-
-def _shape(value: Any) -> Any:
-    symbolic = isinstance(value, ad.Zero | ad.UndefinedPrimal)
-    return (value.aval if symbolic else jax.typeof(value)).shape
 
 
 ad.primitive_transposes[round_p] = _transpose

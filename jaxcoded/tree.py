@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+
+from jaxcoded import _require
 
 NO_PARENT = -1
 
@@ -29,8 +30,11 @@ class Tree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        last = len(self.parents) - 1
         parents = tuple(
-            NO_PARENT if parent == rank else _integer(parent, rank)
+            NO_PARENT
+            if parent == rank
+            else _require.integer(f"the parent of rank {rank}", parent, -1, last)
             for rank, parent in enumerate(self.parents)
         )
         object.__setattr__(self, "parents", parents)
@@ -39,11 +43,6 @@ class Tree:
             raise ValueError(
                 f"parents must name exactly one root (parent -1), got roots {roots}"
             )
-        for rank, parent in enumerate(parents):
-            if not NO_PARENT <= parent < len(parents):
-                raise ValueError(
-                    f"rank {rank} has parent {parent}, outside 0 … {len(parents) - 1}"
-                )
         unreached = set(range(len(parents))) - set(self.order)
         if unreached:
             raise ValueError(f"parents contain a cycle through rank {min(unreached)}")
@@ -55,6 +54,7 @@ class Tree:
 
     @functools.cached_property
     def root(self) -> int:
+        """The rank without a parent."""
         return self.parents.index(NO_PARENT)
 
     @functools.cached_property
@@ -143,7 +143,6 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
     """
     below = size - 1
     inner = -(-below // fanout)  # the fewest parents that can take everybody
-    counts: list[int] = []
     if below >= inner * needed:
         counts = _even(below, inner)
     else:  # all but the last parent keep `needed`; the last takes what is left of that, below `needed`
@@ -159,9 +158,3 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
 def _even(total: int, parts: int) -> list[int]:
     small, more = divmod(total, parts) if parts else (0, 0)
     return [small + 1] * more + [small] * (parts - more)
-
-
-def _integer(parent: Any, rank: int) -> int:
-    if isinstance(parent, bool) or not hasattr(parent, "__index__"):
-        raise ValueError(f"rank {rank} has parent {parent!r}, which is not a rank")
-    return int(parent)

@@ -1,7 +1,7 @@
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.codes._gradient_code import GradientCode, check_stragglers
+from jaxcoded.codes._gradient_code import GradientCode
 from jaxcoded.codes._redraw import least_amplified
 
 
@@ -33,7 +33,7 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
         ([3, 3, 3, 3, 3], True)
     """
     n = _require.integer("n", n, 1)
-    stragglers = check_stragglers(stragglers, n)
+    stragglers = _require.integer("stragglers", stragglers, 0, n - 1)
     columns = (
         np.arange(n)[:, None] + np.arange(1, stragglers + 1)
     ) % n  # of row i, without the leading 1

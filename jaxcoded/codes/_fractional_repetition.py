@@ -1,7 +1,7 @@
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.codes._gradient_code import GradientCode, check_stragglers
+from jaxcoded.codes._gradient_code import GradientCode
 
 
 def fractional_repetition(n: int, stragglers: int) -> GradientCode:
@@ -29,7 +29,7 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
         array([[0., 1., 1., 0.]])
     """
     n = _require.integer("n", n, 1)
-    stragglers = check_stragglers(stragglers, n)
+    stragglers = _require.integer("stragglers", stragglers, 0, n - 1)
     replicas = stragglers + 1
     if n % replicas:
         raise ValueError(

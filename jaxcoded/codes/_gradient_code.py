@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +103,7 @@ class GradientCode:
         if self.stragglers is None:
             object.__setattr__(self, "stragglers", self._largest_tolerance())
             return
-        stragglers = check_stragglers(self.stragglers, self.n)
+        stragglers = _require.integer("stragglers", self.stragglers, 0, self.n - 1)
         object.__setattr__(self, "stragglers", stragglers)
         if not self._solve(self._missing_sets())[1].all():
             raise ValueError(
@@ -140,6 +140,10 @@ class GradientCode:
 
         Args:
             answered: bool ``(n,)``, or the indices of the children that answered.
+
+        Raises:
+            ValueError: a wrong shape, or indices that are not distinct children.
+            TypeError: neither bools nor integers.
         """
         missing = ~self._answered(answered)
         return bool(self._solve(self._missing_replicas(missing)[None])[1][0])
@@ -157,6 +161,9 @@ class GradientCode:
 
         Returns:
             A `Decoding`; its coefficients are read-only.
+
+        Raises:
+            ValueError, TypeError: as `decodable`.
         """
         return self._decode(self._answered(answered).tobytes())  # type: ignore[attr-defined]
 
@@ -292,44 +299,37 @@ class GradientCode:
         sampled beyond 256."""
         n, s = self.n, self.stragglers
         if sum(math.comb(n, e) for e in range(s + 1)) <= MAX_SETS:
-            patterns: Iterator[Sequence[int]] = (
+            return self._missing_patterns(
                 E for e in range(s + 1) for E in itertools.combinations(range(n), e)
             )
-        else:
-            rng = np.random.default_rng(0)
-            patterns = (rng.permutation(n)[:s].tolist() for _ in range(MAX_SETS))
-        missing = np.zeros((0, n), bool)
+        rng = np.random.default_rng(0)
+        return self._missing_patterns(
+            rng.permutation(n)[:s].tolist() for _ in range(MAX_SETS)
+        )
+
+    def _missing_patterns(self, patterns: Iterable[Sequence[int]]) -> np.ndarray:
+        """Sets of missing children to distinct sets of missing classes."""
         rows = []
         for pattern in patterns:
-            row = np.zeros(n, bool)
-            row[list(pattern)] = True
-            rows.append(row)
-        missing = np.array(rows)
-        return np.unique(self._missing_replicas(missing), axis=0)
+            rows.append(np.zeros(self.n, bool))
+            rows[-1][list(pattern)] = True
+        return np.unique(self._missing_replicas(np.array(rows)), axis=0)
 
     def _largest_tolerance(self) -> int:
         for s in range(self.n):
             if math.comb(self.n, s) > 20_000:
                 raise ValueError(
-                    f"finding the tolerance of a code with n = {self.n} needs more than 20,000 patterns; pass stragglers="
+                    f"finding the tolerance of a code with n = {self.n} needs more "
+                    "than 20,000 patterns; pass stragglers="
                 )
-            missing = np.zeros((math.comb(self.n, s), self.n), bool)
-            for row, pattern in zip(missing, itertools.combinations(range(self.n), s)):
-                row[list(pattern)] = True
-            if not self._solve(self._missing_replicas(missing))[1].all():
+            patterns = itertools.combinations(range(self.n), s)
+            if not self._solve(self._missing_patterns(patterns))[1].all():
                 if s == 0:
                     raise ValueError(
                         "this B cannot be decoded even when every child answers"
                     )
                 return s - 1
         return self.n - 1
-
-
-def check_stragglers(stragglers: int, n: int) -> int:
-    """``stragglers`` as an int in ``0 … n−1``, or a ValueError."""
-    if _require.integer("stragglers", stragglers, 0) >= n:
-        raise ValueError(f"stragglers must be in 0 … n−1 = {n - 1}, got {stragglers}")
-    return int(stragglers)
 
 
 def _pseudoinverse(N: np.ndarray) -> np.ndarray:

@@ -280,9 +280,9 @@ def test_misuse_of_the_tensor(B, message):
 @pytest.mark.parametrize(
     ("stragglers", "message"),
     [
-        (-1, "stragglers must be an integer ≥ 0, got -1"),
-        (True, "stragglers must be an integer ≥ 0, got True"),
-        (3, "stragglers must be in 0 … n−1 = 2, got 3"),
+        (-1, "stragglers must be an integer in 0 … 2, got -1"),
+        (True, "stragglers must be an integer in 0 … 2, got True"),
+        (3, "stragglers must be an integer in 0 … 2, got 3"),
     ],
 )
 def test_misuse_of_stragglers(stragglers, message):

@@ -434,7 +434,7 @@ def test_misuse_of_root_computes():
         (make_plan(4).to_json().replace("[-1, 0, 0, 0]", "7"), "parents|not a plan"),
         (
             make_plan(4).to_json().replace("[-1, 0, 0, 0]", "[-1, 0, 0, 9]"),
-            "rank 3 has parent 9",
+            "the parent of rank 3 must be an integer",
         ),
         ("nonsense", "not a plan written by"),
     ],
