@@ -41,7 +41,7 @@ format: setup
 	$(python) -m ruff format .
 
 doctest: setup
-	$(python) -m pytest --doctest-modules --doctest-glob='*.md' jaxcoded README.md $(wildcard docs)
+	$(python) -m pytest --doctest-modules --doctest-glob='*.md' jaxcoded README.md docs
 
 clean:
 	@scripts/setup --remove

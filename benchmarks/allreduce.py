@@ -40,7 +40,7 @@ def main():
     repetitions = 3 if args.smoke else 21
 
     with (
-        jaxcoded.CodedGroup(comm, fanout=3, stragglers=min(1, comm.size - 2)) as coded,
+        jaxcoded.CodedGroup(comm, fanout=3, stragglers=int(comm.size > 2)) as coded,
         jaxcoded.CodedGroup(comm, fanout=3, stragglers=0) as uncoded,
     ):
         collectives = {
@@ -49,7 +49,9 @@ def main():
             "master-worker": lambda x: baselines.master_worker_allreduce(x, comm),
             "plain tree": lambda x: baselines.tree_allreduce(x, comm, fanout=3),
             "coded tree, s=0": lambda x: jaxcoded.coded_allreduce(x, uncoded),
-            "coded tree, s=1": lambda x: jaxcoded.coded_allreduce(x, coded),
+            f"coded tree, s={coded.plan.stragglers}": lambda x: (
+                jaxcoded.coded_allreduce(x, coded)
+            ),
         }
         jitted = {name: jax.jit(call) for name, call in collectives.items()}
         rows = []

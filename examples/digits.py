@@ -196,7 +196,7 @@ def draw(uncoded, coded, path):
         xlabel="wall-clock time [s]",
         ylabel="loss of the batch",
         yscale="log",
-        title="Digits, 13 ranks, one slow worker",
+        title=f"Digits, {comm.size} ranks, one slow worker",
     )
     axes.legend()
     axes.grid(alpha=0.3)

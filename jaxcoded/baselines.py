@@ -139,9 +139,8 @@ class _Ring(_Baseline):
         padded = jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % size)])
         parts = jnp.split(padded, size, axis=-1)
         before, after = (rank - 1) % size, (rank + 1) % size
-        for step in range(
-            size - 1
-        ):  # reduce-scatter: at its end this rank has the sum of part rank + 1
+        # reduce-scatter: at its end this rank has the sum of part rank + 1
+        for step in range(size - 1):
             received = transport.exchange(
                 parts[(rank - step) % size], before, after, self.comm
             )
@@ -149,7 +148,8 @@ class _Ring(_Baseline):
             wide = accumulator(vector.dtype)
             total = parts[here].astype(wide) + received.astype(wide)
             parts[here] = total.astype(vector.dtype)
-        for step in range(size - 1):  # all-gather
+        # all-gather
+        for step in range(size - 1):
             received = transport.exchange(
                 parts[(rank - step + 1) % size], before, after, self.comm
             )

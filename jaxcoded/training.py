@@ -24,9 +24,8 @@ def coded_value_and_grad(
     """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced,
     exact, equal on all ranks.
 
-    Encoding is linear, so without slices the coding coefficients are loss weights:
-        ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``, one
-    backward pass. With slices the gradient of every chunk is encoded on its own, one
+    Encoding is linear, so without slices the coding coefficients are loss weights and
+    there is one backward pass: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices the gradient of every chunk is encoded on its own, one
     after the other in a ``scan``. A rank (or chunk) whose weights are all 0 computes no
     gradient. The loss must be a sum over examples: batch normalisation is not, and
     random keys must belong to the example, not to the rank.
@@ -80,8 +79,8 @@ def coded_value_and_grad(
             local, aux = partial(batch, coding)
         loss, count, grads = coded_allreduce(local, group, erasures=erasures)
         if mean:
-            # every example counts once in the exact sum, so that rounding it takes the
-            # code's rounding away
+            # every example counts once in the exact sum, so that the nearest whole
+            # number takes the code's rounding away while κ · eps · count is below ½
             loss, grads = divided((loss, grads), jnp.round(count))
         return ((loss, aux) if has_aux else loss), grads
 

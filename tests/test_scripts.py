@@ -1,6 +1,7 @@
 """The README's example, the examples and the benchmarks run and do what they say."""
 
 import csv
+import itertools
 import json
 import re
 import subprocess
@@ -41,7 +42,6 @@ def test_demo(tmp_path):
     assert 0 < summary["between_runs"] < 1e-4
     assert coded["final_loss"] == pytest.approx(uncoded["final_loss"], rel=1e-4)
     assert coded["final_loss"] < 2.0  # it learns: an untrained network has log 10 = 2.3
-    assert coded["step_seconds_median"] >= 0.01  # the slow worker slept inside the step
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert f"{coded['final_loss']:.5f}" in job.stdout
 
@@ -52,11 +52,10 @@ def test_allreduce_benchmark(tmp_path):
     )
     with (tmp_path / "allreduce-4.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 6
-    assert all(float(row["seconds"]) > 0 for row in rows)
-    assert {
-        row["ratio"] for row in rows if row["collective"] == "mpi4jax.allreduce"
-    } == {"1.0"}
+    trees = {"plain tree", "coded tree, s=0", "coded tree, s=1"}
+    compared = {"mpi4jax.allreduce", "ring", "master-worker"} | trees
+    measured = [(row["collective"], int(row["bytes"])) for row in rows]
+    assert sorted(measured) == sorted(itertools.product(compared, [4_000, 16_000]))
 
 
 def test_kernels_benchmark(tmp_path):
@@ -65,5 +64,7 @@ def test_kernels_benchmark(tmp_path):
     (table,) = tmp_path.glob("kernels-*.csv")
     with table.open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 3 * 2
-    assert all(float(row["GB_per_second"]) > 0 for row in rows)
+    measured = [(row["kernel"], row["dtype"], row["n,s,m"]) for row in rows]
+    codes = ["3,1,1", "4,1,2", "8,2,1"]
+    expected = itertools.product(["decode", "encode"], ["float32", "bfloat16"], codes)
+    assert sorted(measured) == sorted(expected)

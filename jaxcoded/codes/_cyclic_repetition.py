@@ -34,19 +34,17 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
     """
     n = _require.integer("n", n, 1)
     stragglers = _require.integer("stragglers", stragglers, 0, n - 1)
-    columns = (
-        np.arange(n)[:, None] + np.arange(1, stragglers + 1)
-    ) % n  # of row i, without the leading 1
+    # the support of row i, without its leading 1
+    columns = (np.arange(n)[:, None] + np.arange(1, stragglers + 1)) % n
 
     def draw(rng: np.random.Generator) -> np.ndarray:
         H = rng.standard_normal((stragglers, n))
         H[:, -1] = -H[:, :-1].sum(axis=1)
         B = np.eye(n)
         if stragglers:
-            rest = np.linalg.solve(H[:, columns].transpose(1, 0, 2), -H.T[:, :, None])[
-                :, :, 0
-            ]
-            np.put_along_axis(B, columns, rest, axis=1)
+            systems = H[:, columns].transpose(1, 0, 2)
+            rest = np.linalg.solve(systems, -H.T[:, :, None])
+            np.put_along_axis(B, columns, rest[:, :, 0], axis=1)
         return B
 
     return least_amplified(draw, n, stragglers, 1, "cyclic_repetition", seed)

@@ -35,7 +35,8 @@ def least_amplified(
     best one is far above it.
 
     Raises:
-        ValueError: amplification · eps(float64) > 1e-3 for every draw.
+        ValueError: for every draw amplification · eps(float64) > 1e-3, or float64
+            cannot decode it.
     """
     rng = np.random.default_rng([seed, n, stragglers, slices])
     usual = usual_amplification(n, stragglers, slices)
@@ -43,11 +44,8 @@ def least_amplified(
     for _ in range(MAX_DRAWS):
         try:
             code = GradientCode(draw(rng), stragglers, name)
-        except (
-            ValueError,
-            np.linalg.LinAlgError,
-        ):  # a draw so close to singular that it cannot be decoded
-            continue
+        except (ValueError, np.linalg.LinAlgError):
+            continue  # so close to singular that it cannot be decoded
         if best is None or code.amplification < best.amplification:
             best = code
         if best.amplification <= max(1.0, usual / 4) * (1 + 1e-9):

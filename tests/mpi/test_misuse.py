@@ -170,6 +170,18 @@ def test_mean_must_be_positive(group, mean):
         coded_allreduce(np.ones(2), group, mean=mean)
 
 
+@pytest.mark.parametrize("mean", [True, "3"])
+def test_mean_must_be_a_number(group, mean):
+    with pytest.raises(TypeError, match=f"mean is the number to divide by.*{mean}"):
+        coded_allreduce(np.ones(2), group, mean=mean)
+
+
+@pytest.mark.parametrize("collective", [coded_allreduce, coded_reduce, tree_bcast])
+def test_a_communicator_is_no_group(comm, collective):
+    with pytest.raises(TypeError, match="group must be a jaxcoded.CodedGroup, got a"):
+        collective(np.ones(2), comm)
+
+
 def test_mean_must_be_one_number(group):
     with pytest.raises(ValueError, match=r"mean is one number.*shape \(2,\)"):
         coded_allreduce(np.ones(2), group, mean=np.ones(2))
