@@ -208,7 +208,12 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=300, help="global batch size")
     parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument("--slow", type=int, default=5, help="rank of the slow worker")
+    parser.add_argument(
+        "--slow",
+        type=int,
+        default=min(5, comm.size - 1),
+        help="rank of the slow worker",
+    )
     parser.add_argument("--delay", type=float, default=0.1, help="seconds per gradient")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/demo"))
     args = parser.parse_args()
@@ -236,6 +241,8 @@ def main():
             "coded", coded_gradient, group.assignment(args.batch), train_set, args
         )
 
+        nobody = np.zeros(comm.size, bool)
+        used_uncoded = gradients_used(plain, args.slow, nobody, args.steps)
         used = gradients_used(group.plan, args.slow, erased, args.steps)
         here = largest_difference(coded[0], comm.bcast(coded[0]))
         summary = {
@@ -244,7 +251,7 @@ def main():
             "batch": args.batch,
             "slow_rank": args.slow,
             "delay_seconds": args.delay,
-            "uncoded": report(*uncoded, test_set, args.steps),
+            "uncoded": report(*uncoded, test_set, used_uncoded),
             "coded": report(*coded, test_set, used),
             "between_runs": largest_difference(uncoded[0], coded[0]),
             "between_ranks": comm.allreduce(here, op=MPI.MAX),

@@ -30,6 +30,9 @@ class _TreeRound(rounds.Carrier):
     up: bool = True
     down: bool = True
 
+    def __str__(self) -> str:
+        return self.call
+
     @property
     def transposable(self) -> bool:
         return self.up and self.down and not find(self.index).plan.sliced
@@ -66,14 +69,14 @@ class _TreeRound(rounds.Carrier):
         """Agree with the other ranks on this round, and look up the coefficients of
         this rank's children, ``(m, n)``."""
         index, plan, rank = group.index, group.plan, group.rank
-        batch = vectors[0].shape[:-1]
+        batch = vectors[0].shape[:-1] if vectors else ()
         call = f"{self.call}, batched {list(batch)}" if batch else self.call
         coefficients = plan.coefficients(rank)
         masks = [] if erased is None else [erased]
         like = [
             jax.ShapeDtypeStruct(
                 coefficients.shape,
-                np.result_type(*(accumulator(vector.dtype) for vector in vectors)),
+                np.result_type(np.float32, *(accumulator(v.dtype) for v in vectors)),
             )
             for _ in masks
         ]
@@ -183,7 +186,8 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
         {'step': Array(3, dtype=int32)}
     """
     check_open(group)
-    vectors, packing = pack(tree, floats_only=False)
+    with group.failing("tree_bcast"):
+        vectors, packing = pack(tree, floats_only=False)
     carrier = _TreeRound(group.index, f"tree_bcast of {packing}", up=False)
     return unpack(rounds.run(carrier, vectors), packing)
 
@@ -193,19 +197,14 @@ def _coded(
 ) -> Any:
     """A round that decodes on its way up."""
     check_open(group)
-    plan = group.plan
-    _check_mean(mean)
-    vectors, packing = _message(name, tree, group)
-    for vector in vectors:
-        _check_amplification(vector.dtype, plan.amplification)
-    if erasures is not None:
-        erasures = jnp.asarray(erasures)
-        if erasures.shape != (plan.size,) or erasures.dtype != bool:
-            raise ValueError(
-                f"erasures must be bool of shape ({plan.size},), one for each rank, "
-                f"got {erasures.dtype}{list(erasures.shape)}"
-            )
-    carrier = _TreeRound(group.index, f"{name} of {packing}", down=down)
+    with group.failing(name):
+        divisor = _checked_mean(mean)
+        vectors, packing = _message(name, tree, group)
+        for vector in vectors:
+            _check_amplification(vector.dtype, group.plan.amplification)
+        if erasures is not None:
+            erasures = _checked_erasures(erasures, group.size)
+    carrier = _TreeRound(group.index, f"{name} of {packing}{divisor}", down=down)
     total = unpack(rounds.run(carrier, vectors, erasures), packing)
     return total if mean is None else divided(total, mean)
 
@@ -234,18 +233,36 @@ def _message(
     return pack(tree)
 
 
-def _check_mean(mean: Any) -> None:
-    if isinstance(mean, bool | str):
+def _checked_mean(mean: Any) -> str:
+    """``mean`` in words, as far as it is known."""
+    if mean is None:
+        return ""
+    if isinstance(mean, jax.core.Tracer):
+        if mean.ndim:
+            raise ValueError(f"mean is one number, got an array of shape {mean.shape}")
+        return ", divided by a traced number"
+    if isinstance(mean, bool | str) or np.iscomplexobj(mean):
         raise TypeError(
             "mean is the number to divide by, such as the global batch size, "
             f"got {mean!r}"
         )
-    if mean is not None and jnp.ndim(mean) != 0:
-        raise ValueError(f"mean is one number, got an array of shape {jnp.shape(mean)}")
-    if isinstance(mean, int | float | np.number) and not mean > 0:
+    if np.ndim(mean):
+        raise ValueError(f"mean is one number, got an array of shape {np.shape(mean)}")
+    if not mean > 0:
         raise ValueError(
             f"mean is the number to divide by, so it must be > 0, got {mean!r}"
         )
+    return f", divided by {float(mean)}"
+
+
+def _checked_erasures(erasures: Any, size: int) -> jax.Array:
+    erasures = jnp.asarray(erasures)
+    if erasures.shape != (size,) or erasures.dtype != bool:
+        raise ValueError(
+            f"erasures must be bool of shape ({size},), one for each rank, "
+            f"got {erasures.dtype}{list(erasures.shape)}"
+        )
+    return erasures
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:

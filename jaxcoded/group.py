@@ -1,7 +1,8 @@
 """A group: a plan on a communicator."""
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -131,6 +132,7 @@ class CodedGroup:
             raise
         self._rank = self._comm.rank
         self._round = 0
+        self._failure = ""
         self.index = next(_indices)
         _groups[self.index] = self
 
@@ -210,13 +212,30 @@ class CodedGroup:
 
         A later call of a collective on this group, compiled or not, raises
         `GroupClosed`.
+
+        Raises:
+            GroupMismatch: other ranks called a collective instead. Raised on all.
         """
         if not self.closed:
             try:
                 jax.effects_barrier()
+                self.agree("close")
             finally:
                 del _groups[self.index]
             self._comm.Free()
+
+    @contextlib.contextmanager
+    def failing(self, call: str) -> Iterator[None]:
+        """Remember an error in this rank's arguments, which keeps it from a round.
+
+        Other ranks may be in that round already. They hear of the error when this rank
+        begins its next one; if all ranks erred, all go on.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._failure = f" after a {type(error).__name__} in {call}"
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -253,7 +272,8 @@ class CodedGroup:
                 ones.
         """
         self._round += 1
-        words = f"round {self._round}, {call}"
+        words = f"round {self._round}, {call}{self._failure}"
+        self._failure = ""
         if erased is not None:
             words += f", erasures of ranks {np.flatnonzero(erased).tolist()}"
         said = disagreement(self._comm, words)

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from jaxcoded import collectives
-from jaxcoded.group import CodedGroup
+from jaxcoded.group import CodedGroup, check_open
 
 
 class CodedAllreduceState(NamedTuple):
@@ -40,6 +40,8 @@ def coded_allreduce(
         >>> updates
         {'w': Array([-0.25, -0.25], dtype=float32)}
     """
+
+    check_open(group)
 
     def init(params: optax.Params) -> CodedAllreduceState:
         del params

@@ -47,7 +47,7 @@ class Packing:
                 jax.tree_util.tree_leaves_with_path(places), self.shapes, self.dtypes
             )
         ]
-        words = ", ".join(leaves)
+        words = ", ".join(leaves) or "no leaves"
         if len(words) <= _MOST_WORDS:
             return words
         digest = hashlib.sha256(words.encode()).hexdigest()[:12]

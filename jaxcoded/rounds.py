@@ -67,15 +67,13 @@ def run(
 
     Args:
         carrier: what happens in it.
-        vectors: arrays of any number of axes ≥ 1. With none of them there is nothing to
-            communicate.
+        vectors: arrays of any number of axes ≥ 1. There may be none: the round takes
+            place all the same, since other ranks may have some.
         extra: see `Carrier.carry`.
 
     Returns:
         One array for each vector.
     """
-    if not vectors:
-        return []
     operands = [*vectors] if extra is None else [*vectors, extra]
     return round_p.bind(
         *operands, carrier=carrier, has_extra=extra is not None, transposed=False

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded.collectives import coded_allreduce
-from jaxcoded.group import CodedGroup
+from jaxcoded.group import CodedGroup, check_open
 from jaxcoded.kernels import Encoded, accumulator, divided, encode_vector
 from jaxcoded.packing import Packing, pack
 
@@ -62,6 +62,8 @@ def coded_value_and_grad(
         >>> group.close()
     """
 
+    check_open(group)
+
     def value_and_grad(
         params: Any,
         batch: Any,
@@ -69,19 +71,24 @@ def coded_value_and_grad(
         *,
         erasures: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        batch = jax.tree.map(jnp.asarray, batch)
-        coding = jnp.asarray(weights)
-        _check_shapes(batch, coding, group)
-        partial = functools.partial(_weighted, per_example_loss, has_aux, params)
-        if group.plan.sliced:
-            local, aux = _encoded(partial, batch, coding, group.plan.padding_multiple)
-        else:
-            local, aux = partial(batch, coding)
-        loss, count, grads = coded_allreduce(local, group, erasures=erasures)
+        with group.failing("coded_value_and_grad"):
+            batch = jax.tree.map(jnp.asarray, batch)
+            coding = jnp.asarray(weights)
+            _check_shapes(batch, coding, group)
+            partial = functools.partial(
+                _weighted, per_example_loss, has_aux, mean, params
+            )
+            if group.plan.sliced:
+                multiple = group.plan.padding_multiple
+                local, aux = _encoded(partial, batch, coding, multiple)
+            else:
+                local, aux = partial(batch, coding)
+        reduced = coded_allreduce(local, group, erasures=erasures)
+        loss, grads = reduced["loss"], reduced["grads"]
         if mean:
             # every example counts once in the exact sum, so that the nearest whole
             # number takes the code's rounding away while κ · eps · count is below ½
-            loss, grads = divided((loss, grads), jnp.round(count))
+            loss, grads = divided((loss, grads), jnp.round(reduced["count"]))
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
@@ -90,11 +97,12 @@ def coded_value_and_grad(
 def _weighted(
     per_example_loss: Callable[[Any, Any], Any],
     has_aux: bool,
+    counted: bool,
     params: Any,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """``(Σ w ℓ, Σ w, ∇ Σ w ℓ)`` of some examples, and their auxiliary data. Zeros, and
+    """``Σ w ℓ``, ``∇ Σ w ℓ`` and, if ``counted``, ``Σ w``; and the auxiliary data. Zeros, and
     no gradient computed, where all weights are 0."""
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
@@ -120,7 +128,8 @@ def _weighted(
     def compute() -> tuple[Any, Any]:
         value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
         (loss, (count, aux)), grads = value_and_grad(params)
-        return (loss, count, grads), aux
+        sums = {"loss": loss, "grads": grads}
+        return (sums | {"count": count} if counted else sums), aux
 
     def skip() -> tuple[Any, Any]:
         return jax.tree.map(_zeros, jax.eval_shape(compute))
@@ -171,6 +180,11 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(
+            f"weights must be floating point as group.assignment makes them, got "
+            f"{weights.dtype}"
+        )
     slices, sliced = group.plan.slices_above[group.rank], group.plan.sliced
     if weights.ndim != (3 if sliced else 1) or (sliced and weights.shape[2] != slices):
         wanted = f"(chunks, length // chunks, {slices})" if sliced else "(length,)"

@@ -105,7 +105,7 @@ class GradientCode:
             return
         stragglers = _require.integer("stragglers", self.stragglers, 0, self.n - 1)
         object.__setattr__(self, "stragglers", stragglers)
-        if not self._solve(self._missing_sets())[1].all():
+        if not self._answers[1].all():
             raise ValueError(
                 f"this B cannot be decoded from every {self.n - self.stragglers} of its {self.n} children"
             )
@@ -175,9 +175,13 @@ class GradientCode:
         Over all answered sets with at most ``stragglers`` missing, or 256 sampled ones
         where there are more.
         """
-        reduced, _ = self._solve(self._missing_sets())
-        magnitude = np.abs(self.B[self._replicas[0]]).sum(axis=2)
-        return float((np.abs(reduced) @ magnitude).max())
+        magnitude = np.abs(self._rows).reshape(-1, self.k, self.m).sum(axis=2)
+        return float((np.abs(self._answers[0]) @ magnitude).max())
+
+    @functools.cached_property
+    def _answers(self) -> tuple[np.ndarray, np.ndarray]:
+        """`_solve` for the straggler patterns that the code must answer."""
+        return self._solve(self._missing_sets())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GradientCode):
@@ -216,8 +220,16 @@ class GradientCode:
 
     @functools.cached_property
     def _rows(self) -> np.ndarray:
-        """``M``: one row ``(k·m,)`` for each class of replicas."""
-        return self.B[self._replicas[0]].reshape(len(self._replicas[0]), -1)
+        """``M``: one row ``(k·m,)`` for each class of replicas, in units of `_units`."""
+        first = self._replicas[0]
+        return self.B[first].reshape(len(first), -1) / self._units[first, None]
+
+    @functools.cached_property
+    def _units(self) -> np.ndarray:
+        """The size of each child's message, a power of 2: how large a child's messages
+        are must not matter for what is singular."""
+        _, exponents = np.frexp(np.abs(self.B).max(axis=(1, 2)))
+        return np.ldexp(1.0, exponents - 1)
 
     @functools.cached_property
     def _target(self) -> np.ndarray:
@@ -260,7 +272,7 @@ class GradientCode:
         coefficients = np.zeros((self.m, self.n))
         for replica in np.flatnonzero(~missing):
             child = np.flatnonzero(mask & (self._replicas[1] == replica))[0]
-            coefficients[:, child] = reduced[:, replica]
+            coefficients[:, child] = reduced[:, replica] / self._units[child]
         coefficients.setflags(write=False)
         return Decoding(coefficients, residual)
 

@@ -64,6 +64,22 @@ def erasures(group, odd):
     return coded_allreduce(np.ones(3), group, erasures=mask)
 
 
+def means(group, odd):
+    return coded_allreduce(np.ones(3), group, mean=3 if odd else 2)
+
+
+def nothing(group, odd):
+    return coded_allreduce({} if odd else np.ones(3), group)
+
+
+def caught(group, odd):
+    """The odd rank errs, goes on, and is one round behind the others."""
+    if odd:
+        with pytest.raises(TypeError):
+            coded_allreduce(np.ones(3, int), group)
+    return coded_allreduce(np.ones(3), group)
+
+
 @several
 @pytest.mark.parametrize(
     ("call", "usual", "unusual"),
@@ -77,6 +93,9 @@ def erasures(group, odd):
             "coded_allreduce of float64[6]",
         ),
         (erasures, "float64[3], erasures of ranks []", "coded_allreduce of float64[3]"),
+        (means, "float64[3], divided by 2.0", "float64[3], divided by 3.0"),
+        (nothing, "coded_allreduce of float64[3]", "coded_allreduce of no leaves"),
+        (caught, "float64[3]", "float64[3] after a TypeError in coded_allreduce"),
     ],
 )
 def test_mismatch(group, call, usual, unusual):
@@ -84,10 +103,27 @@ def test_mismatch(group, call, usual, unusual):
         jax.block_until_ready(call(group, odd=RANK == SIZE - 1))
     text = str(error.value)
     assert "GroupMismatch: ranks called different things in the same round; " in text
-    pattern = rf"{OTHERS}: round (\d+), .*{re.escape(usual)}; {LAST}: round \1, {re.escape(unusual)}"
+    pattern = rf"{OTHERS}: round (\d+), .*{re.escape(usual)}; {LAST}: round \1, .*{re.escape(unusual)}"
     assert re.search(pattern, text), text
     # nothing of the failed round is left in the way
     assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)
+
+
+def test_an_error_on_all_ranks_is_nobodys_mismatch(group):
+    with pytest.raises(TypeError):
+        coded_allreduce(np.ones(3, int), group)
+    assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)
+
+
+@several
+def test_one_rank_closes_while_others_call(comm, group):
+    other = jaxcoded.CodedGroup.from_plan(comm, group.plan)
+    if RANK == SIZE - 1:
+        with pytest.raises(GroupMismatch, match=f"{LAST}: round 1, close"):
+            other.close()
+    else:
+        with pytest.raises(JaxRuntimeError, match=f"{LAST}: round 1, close"):
+            coded_allreduce(np.ones(3), other)
 
 
 # Ranks that make different groups.
