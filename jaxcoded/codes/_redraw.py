@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._gradient_code import MAX_SETS, GradientCode
 
 MAX_DRAWS = 64
+_WORK_OF_A_SECOND = 60_000_000  # in the units of `draws`
 # Rounding beyond this share of the result is not an exact sum any more.
 MAX_ROUNDING = 1e-3
 
@@ -21,6 +22,17 @@ def usual_amplification(n: int, stragglers: int, slices: int) -> float:
     return n * slices * math.sqrt(choices)
 
 
+def draws(n: int, stragglers: int) -> int:
+    """How often to draw: 64 times, or as often as takes about a second.
+
+    Judging a draw takes a singular value decomposition of ``B`` and one of an ``s × n``
+    matrix for every straggler pattern.
+    """
+    patterns = min(MAX_SETS, sum(math.comb(n, e) for e in range(stragglers + 1)))
+    work = patterns * stragglers**2 * n + n**3 // 6
+    return min(MAX_DRAWS, max(4, _WORK_OF_A_SECOND // max(1, work)))
+
+
 def least_amplified(
     draw: Callable[[np.random.Generator], np.ndarray],
     n: int,
@@ -31,8 +43,7 @@ def least_amplified(
 ) -> GradientCode:
     """The code with the smallest amplification of at most 64 draws of ``B``.
 
-    Stops at the first draw that is well below the usual amplification. Warns where the
-    best one is far above it.
+    Warns where it is far above the usual one.
 
     Raises:
         ValueError: for every draw amplification · eps(float64) > 1e-3, or float64
@@ -41,15 +52,15 @@ def least_amplified(
     rng = np.random.default_rng([seed, n, stragglers, slices])
     usual = usual_amplification(n, stragglers, slices)
     best: GradientCode | None = None
-    for _ in range(MAX_DRAWS):
+    for _ in range(draws(n, stragglers)):
         try:
             code = GradientCode(draw(rng), stragglers, name)
         except (ValueError, np.linalg.LinAlgError):
             continue  # so close to singular that it cannot be decoded
         if best is None or code.amplification < best.amplification:
             best = code
-        if best.amplification <= max(1.0, usual / 4) * (1 + 1e-9):
-            break
+        if best.amplification <= 1 + 1e-9:
+            break  # there is no better one
     if best is None or best.amplification * np.finfo(np.float64).eps > MAX_ROUNDING:
         reached = (
             "no draw could be decoded"
@@ -57,13 +68,15 @@ def least_amplified(
             else f"the best amplification is {best.amplification:.1e}"
         )
         raise ValueError(
-            f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices} cannot be decoded in float64: {reached} "
-            f"after {MAX_DRAWS} draws; take fewer stragglers, fewer slices, a smaller fan-out or fractional repetition"
+            f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices} cannot "
+            f"be decoded in float64: {reached} after {draws(n, stragglers)} draws; take "
+            "fewer stragglers, fewer slices, a smaller fan-out or fractional repetition"
         )
     if best.amplification > 10 * usual:
         warnings.warn(
-            f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices}: the amplification "
-            f"{best.amplification:.1e} is far above the usual {usual:.1e}; another seed or support may do better",
+            f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices}: the "
+            f"amplification {best.amplification:.1e} is far above the usual "
+            f"{usual:.1e}; another seed or support may do better",
             stacklevel=3,
         )
     return best
