@@ -26,8 +26,7 @@ from mpi4py import MPI
 
 class Carrier(abc.ABC):
     """How a round is carried out. Subclasses are frozen dataclasses: static, hashable
-    and small under ``jit``.
-    """
+    and small under ``jit``."""
 
     @property
     def transposable(self) -> bool:
@@ -164,7 +163,8 @@ def _batch(
     vector_axes, extra_axis = _split(axes, params["has_extra"])
     if extra_axis is not None:
         raise NotImplementedError(
-            f"{params['carrier']}: erasures cannot be batched by vmap, they belong to the round"
+            f"{params['carrier']}: erasures cannot be batched by vmap, they belong to "
+            "the round"
         )
     size = next(
         v.shape[axis] for v, axis in zip(vectors, vector_axes) if axis is not None

@@ -61,7 +61,6 @@ def coded_value_and_grad(
         (1.5, -1.0)
         >>> group.close()
     """
-
     check_open(group)
 
     def value_and_grad(

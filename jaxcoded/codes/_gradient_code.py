@@ -84,9 +84,8 @@ class GradientCode:
     def __post_init__(self) -> None:
         if np.iscomplexobj(self.B):
             raise ValueError("B must be real")
-        B = (
-            np.array(self.B, dtype=np.float64) + 0.0
-        )  # no -0.0: equal codes hash equally
+        # adding 0 turns -0.0 into 0.0, so that equal codes hash equally
+        B = np.array(self.B, dtype=np.float64) + 0.0
         if B.ndim == 2:
             B = B[:, :, None]
         if B.ndim != 3 or 0 in B.shape:
