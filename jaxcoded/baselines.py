@@ -80,7 +80,7 @@ def tree_allreduce(tree: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
 
 def _sum(tree: Any, carrier: rounds.Carrier) -> Any:
     vectors, packing = pack(tree)
-    return unpack(rounds.run(carrier, vectors), packing)
+    return unpack(rounds.run(carrier, vectors)[0], packing)
 
 
 class _Communicator:
@@ -113,7 +113,7 @@ class _Baseline(rounds.Carrier):
         return self.communicator.comm
 
     def carry(
-        self, vectors: Sequence[jax.Array], extra: jax.Array | None
+        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
         return [self.sum(vector) for vector in vectors]
 

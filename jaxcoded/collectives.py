@@ -14,7 +14,7 @@ from jaxcoded.codes import MAX_ROUNDING
 from jaxcoded.group import CodedGroup, check_open, find
 from jaxcoded.kernels import Encoded, accumulator, divided
 from jaxcoded.packing import Packing, pack, unpack
-from jaxcoded.transports import mpi4jax as transport
+from jaxcoded.transports import Trip
 
 # float16 and bfloat16 round every message; beyond this share of the sum the user is
 # told.
@@ -23,73 +23,64 @@ MAX_NARROW_ROUNDING = 0.125
 
 @dataclasses.dataclass(frozen=True)
 class _TreeRound(rounds.Carrier):
-    """One trip through the tree of a group: up, down, or both."""
+    """One trip through the tree of a group.
+
+    Attributes:
+        index: of the group.
+        trip: what happens on the way.
+        skips: whether the first extra says that this rank has nothing to contribute.
+        erases: whether the last extra is a mask of ranks to leave out.
+    """
 
     index: int
-    call: str
-    up: bool = True
-    down: bool = True
+    trip: Trip
+    skips: bool = False
+    erases: bool = False
 
     def __str__(self) -> str:
-        return self.call
+        return self.trip.words
 
     @property
     def transposable(self) -> bool:
-        return self.up and self.down and not find(self.index).plan.sliced
+        return self.trip.up and self.trip.down and not find(self.index).plan.sliced
 
     def result_length(self, length: int) -> int:
         group = find(self.index)
-        return length * group.plan.slices_above[group.rank] if self.up else length
+        return length * group.plan.slices_above[group.rank] if self.trip.up else length
 
     def carry(
-        self, vectors: Sequence[jax.Array], extra: jax.Array | None
+        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        group = find(self.index)
-        plan, rank, comm = group.plan, group.rank, group.comm
-        children, parent = plan.coded_children(rank), plan.tree.parents[rank]
-        coefficients = self._begin(group, vectors, extra)
-        out = []
-        for vector in vectors:
-            shape = (*vector.shape[:-1], self.result_length(vector.shape[-1]))
-            if self.up:
-                total = transport.tree_reduce(
-                    vector, children, parent, coefficients, comm
-                )
-                # below the root this only gives the shape of what comes down, or the
-                # zeros of a reduce
-                vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
-            if self.down:
-                vector = transport.tree_broadcast(vector, children, parent, comm)
-            out.append(vector)
-        return out
+        return self._carry(vectors, extras, None)[0]
 
-    def _begin(
-        self, group: CodedGroup, vectors: Sequence[jax.Array], erased: jax.Array | None
-    ) -> jax.Array | np.ndarray:
-        """Agree with the other ranks on this round, and look up the coefficients of
-        this rank's children, ``(m, n)``."""
-        index, plan, rank = group.index, group.plan, group.rank
+    def carry_token(
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Sequence[jax.Array],
+        token: jax.Array,
+    ) -> tuple[Sequence[jax.Array], jax.Array]:
+        out, next_token = self._carry(vectors, extras, token)
+        assert next_token is not None
+        return out, next_token
+
+    def _carry(
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Sequence[jax.Array],
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         batch = vectors[0].shape[:-1] if vectors else ()
-        call = f"{self.call}, batched {list(batch)}" if batch else self.call
-        coefficients = plan.coefficients(rank)
-        masks = [] if erased is None else [erased]
-        like = [
-            jax.ShapeDtypeStruct(
-                coefficients.shape,
-                np.result_type(np.float32, *(accumulator(v.dtype) for v in vectors)),
-            )
-            for _ in masks
-        ]
-
-        def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
-            find(index).agree(call, *masks)
-            return tuple(
-                plan.coefficients(rank, mask).astype(out.dtype)
-                for mask, out in zip(masks, like)
-            )
-
-        looked_up = rounds.on_host(begin, like, *masks)
-        return looked_up[0] if masks else coefficients
+        trip = self.trip
+        if batch:
+            words = f"{trip.words}, batched {list(batch)}"
+            trip = dataclasses.replace(trip, words=words)
+        return find(self.index).transport.carry(
+            trip,
+            vectors,
+            erased=extras[-1] if self.erases else None,
+            skipped=extras[0] if self.skips else None,
+            token=token,
+        )
 
 
 def coded_allreduce(
@@ -98,6 +89,7 @@ def coded_allreduce(
     *,
     mean: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+    token: jax.Array | None = None,
 ) -> Any:
     """The exact sum over the global batch, on every rank, from the ranks' coded
     contributions.
@@ -120,11 +112,17 @@ def coded_allreduce(
         group: an open group. All its ranks call its collectives in one order.
         mean: the global batch size (or anything) to divide by. Default: the sum.
         erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose
-            messages are left out. They must turn up all the same. A parent's
-            coefficients for the others come from its code in float64.
+            messages are left out. They must call all the same. A parent's
+            coefficients for the others come from its code in float64. Ranks that are
+            late need not be named here: the engine goes on without them.
+        token: an int32 number such as ``jnp.int32(0)`` that orders this call, in place
+            of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
+            each call's to the next one; its value is never read. All calls of a group
+            in one compiled function must have one, or none.
 
     Returns:
-        A pytree like ``tree``, or like the gradient that was encoded.
+        A pytree like ``tree``, or like the gradient that was encoded. With a ``token``,
+        a pair with the token for the next call.
 
     Raises:
         TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
@@ -146,7 +144,7 @@ def coded_allreduce(
         {'x': Array([0. , 0.5, 1. ], dtype=float32)}
         >>> group.close()
     """
-    return _coded("coded_allreduce", tree, group, mean, erasures, down=True)
+    return summed("coded_allreduce", tree, group, mean, erasures, token=token)
 
 
 def coded_reduce(
@@ -160,7 +158,7 @@ def coded_reduce(
 
     Takes, returns and raises what `coded_allreduce` does. It has no transpose.
     """
-    return _coded("coded_reduce", tree, group, mean, erasures, down=False)
+    return summed("coded_reduce", tree, group, mean, erasures, down=False)
 
 
 def tree_bcast(tree: Any, group: CodedGroup) -> Any:
@@ -188,25 +186,47 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
     check_open(group)
     with group.failing("tree_bcast"):
         vectors, packing = pack(tree, floats_only=False)
-    carrier = _TreeRound(group.index, f"tree_bcast of {packing}", up=False)
-    return unpack(rounds.run(carrier, vectors), packing)
+    carrier = _TreeRound(group.index, Trip(f"tree_bcast of {packing}", up=False))
+    return unpack(rounds.run(carrier, vectors)[0], packing)
 
 
-def _coded(
-    name: str, tree: Any, group: CodedGroup, mean: Any, erasures: Any, *, down: bool
+def summed(
+    name: str,
+    tree: Any,
+    group: CodedGroup,
+    mean: Any = None,
+    erasures: Any = None,
+    *,
+    down: bool = True,
+    skipped: jax.Array | None = None,
+    token: jax.Array | None = None,
 ) -> Any:
-    """A round that decodes on its way up."""
+    """`coded_allreduce` under a name; ``skipped`` (int32, not 0) says that this rank has
+    nothing to contribute."""
     check_open(group)
     with group.failing(name):
         divisor = _checked_mean(mean)
         vectors, packing = _message(name, tree, group)
         for vector in vectors:
             _check_amplification(vector.dtype, group.plan.amplification)
+        extras = [] if skipped is None else [skipped]
         if erasures is not None:
-            erasures = _checked_erasures(erasures, group.size)
-    carrier = _TreeRound(group.index, f"{name} of {packing}{divisor}", down=down)
-    total = unpack(rounds.run(carrier, vectors, erasures), packing)
-    return total if mean is None else divided(total, mean)
+            extras.append(_checked_erasures(erasures, group.size))
+        if token is not None:
+            token = _checked_token(token)
+    carrier = _TreeRound(
+        group.index,
+        Trip(
+            f"{name} of {packing}{divisor}{'' if token is None else ', with a token'}",
+            down=down,
+        ),
+        skips=skipped is not None,
+        erases=erasures is not None,
+    )
+    out, token = rounds.run(carrier, vectors, extras, token)
+    total = unpack(out, packing)
+    total = total if mean is None else divided(total, mean)
+    return total if token is None else (total, token)
 
 
 def _message(
@@ -263,6 +283,16 @@ def _checked_erasures(erasures: Any, size: int) -> jax.Array:
             f"got {erasures.dtype}{list(erasures.shape)}"
         )
     return erasures
+
+
+def _checked_token(token: Any) -> jax.Array:
+    token = jnp.asarray(token)
+    if token.shape or token.dtype != np.int32:
+        raise TypeError(
+            "token must be an int32 number such as jnp.int32(0), or what the last call "
+            f"returned, got {token.dtype}{list(token.shape)}"
+        )
+    return token
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:

@@ -17,9 +17,25 @@ class GroupClosed(CodedError):
     """A collective was called on a group after `CodedGroup.close`."""
 
 
+def use_after_close(index: int) -> GroupClosed:
+    """The error for a call on the group with this index."""
+    return GroupClosed(
+        f"use after close: group {index} was closed; make a new CodedGroup, and "
+        "compile with it what used the old one"
+    )
+
+
 class GroupMismatch(CodedError):
     """Ranks called different things in the same round, or made a group with different
     arguments."""
+
+
+class Desynchronized(CodedError):
+    """This rank is so late that the results it lacks are no longer kept anywhere.
+
+    Its calls fail until it continues from a snapshot, see `CodedGroup.resync`. Inside
+    ``jit`` the text of the ``JaxRuntimeError`` contains ``jaxcoded.Desynchronized:``.
+    """
 
 
 class TooManyErasures(CodedError):

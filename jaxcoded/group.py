@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -10,12 +11,15 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded import rounds, snapshots
 from jaxcoded.agreement import check_communicator, disagreement
 from jaxcoded.allocation import assignment
-from jaxcoded.errors import GroupClosed, GroupMismatch, TooManyErasures
+from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
 from jaxcoded.plan import Plan, make_plan
+from jaxcoded.transports import Transport, engine
+from jaxcoded.transports.mpi4jax import Mpi4jax
 
-TRANSPORTS = ("auto", "mpi4jax")
+TRANSPORTS = ("auto", "engine", "mpi4jax")
 
 
 class CodedGroup:
@@ -36,12 +40,19 @@ class CodedGroup:
         code: kind of gradient code; see `make_plan`.
         slices: ``m``, messages shrink by this in every layer; see `make_plan`.
         root_computes: whether the root holds data.
-        transport: ``"mpi4jax"`` or ``"auto"``, which is the same for now.
+        transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
+            which every rank must turn up; or ``"auto"``, the engine where all ranks
+            have it, and otherwise mpi4jax with a warning.
         seed: of random codes.
+        history_bytes: of the engine: memory of a rank for results that late ranks
+            lack, in bytes; at least 64 rounds are kept up to 1 GiB.
+        report_after: of the engine: seconds after which a rank that cannot go on logs
+            whom it waits for, once per round (``logging``, logger ``jaxcoded``).
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
-        ValueError: no such plan. Raised on every rank.
+        ValueError: no such plan, or ``transport="engine"`` where it cannot be used.
+            Raised on every rank.
         GroupMismatch: ranks gave different arguments. Raised on every rank; the message
             names them.
 
@@ -64,6 +75,8 @@ class CodedGroup:
         root_computes: bool = False,
         transport: str = "auto",
         seed: int = 0,
+        history_bytes: int = 256 << 20,
+        report_after: float = 10.0,
     ) -> None:
         request: dict[str, Any] = {
             "stragglers": stragglers,
@@ -73,11 +86,24 @@ class CodedGroup:
             "root_computes": root_computes,
             "seed": seed,
         }
-        self._open(comm, transport, request, lambda size: make_plan(size, **request))
+        self._open(
+            comm,
+            transport,
+            request,
+            lambda size: make_plan(size, **request),
+            history_bytes,
+            report_after,
+        )
 
     @classmethod
     def from_plan(
-        cls, comm: MPI.Intracomm, plan: Plan, *, transport: str = "auto"
+        cls,
+        comm: MPI.Intracomm,
+        plan: Plan,
+        *,
+        transport: str = "auto",
+        history_bytes: int = 256 << 20,
+        report_after: float = 10.0,
     ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
         Collective.
@@ -85,7 +111,7 @@ class CodedGroup:
         Args:
             comm: as for the constructor.
             plan: for as many ranks as ``comm`` has.
-            transport: as for the constructor.
+            transport, history_bytes, report_after: as for the constructor.
 
         Raises:
             ValueError: the plan is for another number of ranks.
@@ -113,7 +139,9 @@ class CodedGroup:
             return plan
 
         group = cls.__new__(cls)
-        group._open(comm, transport, {"plan": plan}, fitting)
+        group._open(
+            comm, transport, {"plan": plan}, fitting, history_bytes, report_after
+        )
         return group
 
     def _open(
@@ -122,19 +150,53 @@ class CodedGroup:
         transport: str,
         request: dict[str, Any],
         planner: Callable[[int], Plan],
+        history_bytes: int,
+        report_after: float,
     ) -> None:
         check_communicator(comm)
         self._comm = comm.Dup()
         try:
             self.plan = self._agreed_plan(transport, request, planner)
+            self.index = next(_indices)
+            self.transport = self._agreed_transport(
+                transport, history_bytes, report_after
+            )
         except Exception:
             self._comm.Free()
             raise
         self._rank = self._comm.rank
-        self._round = 0
-        self._failure = ""
-        self.index = next(_indices)
+        self._snapshots = 0
         _groups[self.index] = self
+
+    def _agreed_transport(
+        self, transport: str, history_bytes: int, report_after: float
+    ) -> Transport:
+        """The transport asked for, the same on all ranks."""
+        reason = "" if transport == "mpi4jax" else engine.missing()
+        reasons = self._comm.allgather(reason)
+        if transport == "mpi4jax" or any(reasons):
+            words = "; ".join(
+                f"rank {rank}: {reason}"
+                for rank, reason in enumerate(reasons)
+                if reason and reason not in reasons[:rank]
+            )
+            if transport == "engine":
+                raise ValueError(f'transport="engine" cannot be used: {words}')
+            if transport == "auto" and self._comm.rank == 0:
+                warnings.warn(
+                    "falling back on the mpi4jax transport, in which every rank waits "
+                    f"for the slowest one; {words}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            return Mpi4jax(self.index, self._comm, self.plan)
+        return engine.Engine(
+            self.index,
+            self._comm,
+            self.plan,
+            history_bytes=history_bytes,
+            report_after=report_after,
+        )
 
     def _agreed_plan(
         self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]
@@ -206,23 +268,110 @@ class CodedGroup:
         indices, weights = assignment(self.plan, self.rank, batch_size)
         return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
 
-    def close(self) -> None:
+    def lag(self) -> int | jax.Array:
+        """Rounds of this group that are decided and that this rank has not called yet.
+
+        While it is not 0 the next collective returns a result that is there already,
+        and this rank's contribution is dropped: it can leave out its gradient, as
+        `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
+        transport, always.
+
+        Returns:
+            A number; inside ``jit`` an int32 scalar, read in the order of the
+            collectives.
+        """
+        check_open(self)
+        if rounds.tracing():
+            return self.transport.lag(None)[0]
+        return self.transport.host_lag()
+
+    def snapshot(self, state: Any, *, every: int = 16) -> bool:
+        """Keep a copy of this rank's state for ranks that have to start from one; see
+        `resync`.
+
+        Call it on every rank after each step, with what the step returned: parameters,
+        optimizer state, step number, position of the sampler. It waits for this rank's
+        own steps, and for nobody else. Late ranks can use the copy while the results of
+        the rounds after it are kept, so ``every`` steps must have fewer rounds than the
+        history (64 or more).
+
+        Args:
+            state: pytree of arrays, equal on all ranks.
+            every: copy at every so many calls.
+
+        Returns:
+            Whether this call made a copy.
+        """
+        check_open(self)
+        self._snapshots += 1
+        if (self._snapshots - 1) % every:
+            return False
+        # every round that was started before belongs to the state
+        jax.effects_barrier()
+        self.transport.keep_state(snapshots.to_bytes(state))
+        return True
+
+    def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
+        """Continue from the newest snapshot of the nearest rank above.
+
+        For a rank whose calls raise `Desynchronized`. Its next collectives are those
+        that followed the snapshot: their results come from the history.
+
+        Args:
+            like: pytree of arrays or ``jax.ShapeDtypeStruct``: only structure, shapes
+                and dtypes count.
+            timeout: seconds to wait for an answer.
+
+        Returns:
+            The state, a pytree of arrays.
+
+        Raises:
+            Desynchronized: nobody above has a snapshot.
+            ValueError: the snapshot is of another state.
+        """
+        check_open(self)
+        jax.effects_barrier()
+        round_, data = self.transport.fetch_state(timeout)
+        if not round_:
+            raise Desynchronized(
+                f"no rank above rank {self.rank} has a snapshot: call group.snapshot "
+                "on all ranks after each step"
+            )
+        return snapshots.from_bytes(data, like)
+
+    def close(self, timeout: float = 60.0) -> None:
         """Finish pending rounds and give the communicator back. Collective; does
         nothing the second time.
 
         A later call of a collective on this group, compiled or not, raises
-        `GroupClosed`.
+        `GroupClosed`. With the engine a rank leaves once the ranks below it have left,
+        so that late ones can still get their results.
+
+        Args:
+            timeout: seconds after which the engine leaves all the same. Ranks that have
+                not come by then are named in a warning.
 
         Raises:
-            GroupMismatch: other ranks called a collective instead. Raised on all.
+            GroupMismatch: other ranks called a collective instead. With the mpi4jax
+                transport raised on all; with the engine on those that wait for more
+                ranks than their code can do without.
         """
         if not self.closed:
+            absent = []
             try:
                 jax.effects_barrier()
-                self.agree("close")
+                absent = self.transport.close(timeout)
             finally:
                 del _groups[self.index]
-            self._comm.Free()
+            if absent:
+                warnings.warn(
+                    f"rank {self.rank} closed the group after {timeout} s without "
+                    f"ranks {absent}, or ranks below them",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            else:
+                self._comm.Free()
 
     @contextlib.contextmanager
     def failing(self, call: str) -> Iterator[None]:
@@ -234,7 +383,7 @@ class CodedGroup:
         try:
             yield
         except Exception as error:
-            self._failure = f" after a {type(error).__name__} in {call}"
+            self.transport.note_failure(f" after a {type(error).__name__} in {call}")
             raise
 
     def __enter__(self) -> Self:
@@ -252,49 +401,11 @@ class CodedGroup:
             # the other ranks may be anywhere: wait for nobody, and leave them a
             # communicator to fail on
             _groups.pop(self.index, None)
+            self.transport.abandon()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"
         return f"<CodedGroup {self.index} of {self.size} ranks, {state}>"
-
-    def agree(self, call: str, erased: np.ndarray | None = None) -> None:
-        """Begin a round: make sure that all ranks are about to do the same. Collective.
-
-        Called from the middle of compiled steps.
-
-        Args:
-            call: what this rank is about to do, in words: collective, shapes, dtypes.
-            erased: bool ``(size,)``, the ranks left out. Default none.
-
-        Raises:
-            GroupMismatch: on every rank if they differ.
-            TooManyErasures: on every rank if the plan cannot do without the erased
-                ones.
-        """
-        self._round += 1
-        words = f"round {self._round}, {call}{self._failure}"
-        self._failure = ""
-        if erased is not None:
-            words += f", erasures of ranks {np.flatnonzero(erased).tolist()}"
-        said = disagreement(self._comm, words)
-        if said is not None:
-            raise GroupMismatch(
-                f"ranks called different things in the same round; {said}"
-            )
-        if erased is not None and (failed := self.plan.unrecoverable(erased)):
-            raise TooManyErasures(_too_many(self.plan, failed[0], erased))
-
-
-def _too_many(plan: Plan, parent: int, erased: np.ndarray) -> str:
-    if erased[plan.root]:
-        return f"rank {plan.root} is the root, the one rank that cannot be left out"
-    children = plan.coded_children(parent)
-    return (
-        f"rank {parent} cannot rebuild its sum without its children "
-        f"{[child for child in children if erased[child]]}: any "
-        f"{plan.tolerates(parent)} of its {len(children)} children may be left out; "
-        "make the group with more stragglers"
-    )
 
 
 # What compiled code holds of a group is its index. Indices are never used again.
@@ -325,7 +436,4 @@ def find(index: int) -> CodedGroup:
     try:
         return _groups[index]
     except KeyError:
-        raise GroupClosed(
-            f"use after close: group {index} was closed; make a new CodedGroup, and "
-            "compile with it what used the old one"
-        ) from None
+        raise use_after_close(index) from None

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxcoded import collectives
@@ -10,11 +11,22 @@ from jaxcoded.group import CodedGroup, check_open
 
 
 class CodedAllreduceState(NamedTuple):
-    """Empty: a coded all-reduce remembers nothing from step to step."""
+    """What the transformation carries from step to step.
+
+    Attributes:
+        token: what orders the calls, see `jaxcoded.coded_allreduce`; ``None`` without
+            ``carry_token``. Its value means nothing, so that a state restored from a
+            checkpoint is as good as a new one.
+    """
+
+    token: jax.Array | None
 
 
 def coded_allreduce(
-    group: CodedGroup, *, mean: float | jax.Array | None = None
+    group: CodedGroup,
+    *,
+    mean: float | jax.Array | None = None,
+    carry_token: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Replace local gradients by their exact sum over the global batch.
 
@@ -26,6 +38,8 @@ def coded_allreduce(
     Args:
         group: an open group.
         mean: the global batch size to divide by. Default: the sum.
+        carry_token: order the calls by a number in the state, which is faster to
+            dispatch. Then the step must make no other call of this group.
 
     Returns:
         A ``GradientTransformationExtraArgs``; ``update`` raises what
@@ -45,7 +59,7 @@ def coded_allreduce(
 
     def init(params: optax.Params) -> CodedAllreduceState:
         del params
-        return CodedAllreduceState()
+        return CodedAllreduceState(jnp.int32(0) if carry_token else None)
 
     def update(
         updates: optax.Updates,
@@ -56,8 +70,11 @@ def coded_allreduce(
         **extra_args: Any,
     ) -> tuple[optax.Updates, CodedAllreduceState]:
         del params, extra_args
-        return collectives.coded_allreduce(
-            updates, group, mean=mean, erasures=erasures
-        ), state
+        total = collectives.coded_allreduce(
+            updates, group, mean=mean, erasures=erasures, token=state.token
+        )
+        if state.token is None:
+            return total, state
+        return total[0], CodedAllreduceState(total[1])
 
     return optax.GradientTransformationExtraArgs(init, update)

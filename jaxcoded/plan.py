@@ -239,6 +239,25 @@ class Plan:
                     failed.append(rank)
         return failed
 
+    def refusal(self, erased: Sequence[bool] | np.ndarray) -> str:
+        """Why the plan cannot do without the erased ranks, in words; empty if it can.
+
+        Args:
+            erased: bool ``(size,)``.
+        """
+        failed = self.unrecoverable(erased)
+        if not failed:
+            return ""
+        if erased[self.root]:
+            return f"rank {self.root} is the root, the one rank that cannot be left out"
+        children = self.coded_children(failed[0])
+        return (
+            f"rank {failed[0]} cannot rebuild its sum without its children "
+            f"{[child for child in children if erased[child]]}: any "
+            f"{self.tolerates(failed[0])} of its {len(children)} children may be left "
+            "out; make the group with more stragglers"
+        )
+
     def tolerates(self, rank: int) -> int:
         """The number of children of ``rank`` that may be missing, whichever they are; 0
         for a leaf."""

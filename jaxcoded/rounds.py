@@ -13,15 +13,28 @@ import jax
 import jax.numpy as jnp
 import mpi4jax
 import numpy as np
+from jax._src import core, effects
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import partial_eval as pe
 from mpi4py import MPI
 
 # mpi4jax orders its operations by an effect of its own; rounds take part in that order,
 # so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
 # dropped.
-(_ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
+(ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
+# Under `jax.checkpoint` a round is simply one more round when it is computed again: all
+# ranks run the same program, so all of them take part in it.
+effects.remat_allowed_effects.add_type(type(ORDER))
+
+# The type of the order's value in compiled programs.
+TOKEN = getattr(jax.ffi, "abstract_token", None) or core.abstract_token
+
+
+def tracing() -> bool:
+    """Whether JAX is tracing this code, as inside ``jit``."""
+    return not core.trace_ctx.is_top_level()
 
 
 class Carrier(abc.ABC):
@@ -40,19 +53,29 @@ class Carrier(abc.ABC):
 
     @abc.abstractmethod
     def carry(
-        self, vectors: Sequence[jax.Array], extra: jax.Array | None
+        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
         """Trace the communication of one round.
 
         Args:
             vectors: arrays ``(..., length)``; leading axes are batch axes, made by
                 ``vmap``.
-            extra: an operand that is neither batched nor differentiated, or ``None``.
+            extras: operands that are neither batched nor differentiated.
 
         Returns:
             One array for each vector, ``(..., self.result_length(length))`` of the same
             dtype.
         """
+
+    def carry_token(
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Sequence[jax.Array],
+        token: jax.Array,
+    ) -> tuple[Sequence[jax.Array], jax.Array]:
+        """`carry` where an int32 number gives the order. Returns the number for the
+        next round, too."""
+        raise NotImplementedError(f"{self} takes no token")
 
     def result_length(self, length: int) -> int:
         """The length of the result's last axis."""
@@ -60,23 +83,34 @@ class Carrier(abc.ABC):
 
 
 def run(
-    carrier: Carrier, vectors: Sequence[jax.Array], extra: jax.Array | None = None
-) -> list[jax.Array]:
+    carrier: Carrier,
+    vectors: Sequence[jax.Array],
+    extras: Sequence[jax.Array] = (),
+    token: jax.Array | None = None,
+) -> tuple[list[jax.Array], jax.Array | None]:
     """One round.
 
     Args:
         carrier: what happens in it.
         vectors: arrays of any number of axes ≥ 1. There may be none: the round takes
             place all the same, since other ranks may have some.
-        extra: see `Carrier.carry`.
+        extras: see `Carrier.carry`.
+        token: what orders the round in place of the effect; see `Carrier.carry_token`.
 
     Returns:
-        One array for each vector.
+        One array for each vector, and the next token.
     """
-    operands = [*vectors] if extra is None else [*vectors, extra]
-    return round_p.bind(
-        *operands, carrier=carrier, has_extra=extra is not None, transposed=False
+    tokens = () if token is None else (token,)
+    out = round_p.bind(
+        *vectors,
+        *extras,
+        *tokens,
+        carrier=carrier,
+        extras=len(extras),
+        tokened=bool(tokens),
+        transposed=False,
     )
+    return (out, None) if token is None else (out[:-1], out[-1])
 
 
 round_p = Primitive("coded_round")
@@ -84,44 +118,61 @@ round_p.multiple_results = True
 round_p.def_impl(functools.partial(xla.apply_primitive, round_p))
 
 
-def _split(operands: Sequence[Any], has_extra: bool) -> tuple[Sequence[Any], Any]:
-    return (operands[:-1], operands[-1]) if has_extra else (operands, None)
+def _split(operands: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
+    vectors = len(operands) - extras
+    return list(operands[:vectors]), list(operands[vectors:])
 
 
 @round_p.def_effectful_abstract_eval
 def _abstract_eval(
-    *avals: Any, carrier: Carrier, has_extra: bool, transposed: bool
+    *avals: Any, carrier: Carrier, extras: int, tokened: bool, transposed: bool
 ) -> Any:
-    vectors, _ = _split(avals, has_extra)
+    vectors, rest = _split(avals, extras + tokened)
     if transposed:
         return [ShapedArray(aval.shape, aval.dtype) for aval in vectors], set()
-    shapes = [
-        (*aval.shape[:-1], carrier.result_length(aval.shape[-1])) for aval in vectors
+    out = [
+        ShapedArray(
+            (*aval.shape[:-1], carrier.result_length(aval.shape[-1])), aval.dtype
+        )
+        for aval in vectors
     ]
-    return [ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, vectors)], {
-        _ORDER
-    }
+    if tokened:
+        return [*out, rest[-1]], set()
+    return out, {ORDER}
 
 
 def _carry(
-    *operands: jax.Array, carrier: Carrier, has_extra: bool, transposed: bool
+    *operands: jax.Array, carrier: Carrier, extras: int, tokened: bool, transposed: bool
 ) -> Sequence[jax.Array]:
-    vectors, extra = _split(operands, has_extra)
-    return list(vectors) if transposed else carrier.carry(vectors, extra)
+    vectors, rest = _split(operands, extras + tokened)
+    if transposed:
+        return vectors
+    if tokened:
+        out, token = carrier.carry_token(vectors, rest[:-1], rest[-1])
+        return [*out, token]
+    return carrier.carry(vectors, rest)
 
 
 mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
 
 
+def _keep(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """A round takes place whether or not its result is used."""
+    return [True] * len(eqn.invars), eqn
+
+
+pe.dce_rules[round_p] = _keep
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Linear: the tangents take one more round of their own."""
+    _refuse_token(params, "differentiated")
     out = round_p.bind(*primals, **params)
-    _, extra = _split(primals, params["has_extra"])
-    tangents, _ = _split(tangents, params["has_extra"])
+    _, extras = _split(primals, params["extras"])
+    tangents, _ = _split(tangents, params["extras"])
     # integers have no tangent, and none is sent
     moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]
     full = [ad.instantiate_zeros(t) for t, move in zip(tangents, moves) if move]
-    extras = [] if extra is None else [extra]
     moved = iter(round_p.bind(*full, *extras, **params) if full else ())
     return out, [next(moved) if move else t for t, move in zip(tangents, moves)]
 
@@ -133,23 +184,28 @@ def _transpose(
     cotangents: Sequence[Any],
     *operands: Any,
     carrier: Carrier,
-    has_extra: bool,
+    extras: int,
+    tokened: bool,
     transposed: bool,
 ) -> Any:
-    vectors, extra = _split(operands, has_extra)
+    vectors, rest = _split(operands, extras)
     if not carrier.transposable:
         raise NotImplementedError(
             f"{carrier} has no transpose, so it cannot be differentiated in reverse "
             "mode; coded_allreduce without slices can (its transpose is the identity)"
         )
     full = [ad.instantiate_zeros(ct) for ct in cotangents]
-    extras = [] if extra is None else [extra]
     out = round_p.bind(
-        *full, *extras, carrier=carrier, has_extra=has_extra, transposed=not transposed
+        *full,
+        *rest,
+        carrier=carrier,
+        extras=extras,
+        tokened=tokened,
+        transposed=not transposed,
     )
     return [
         ct if ad.is_undefined_primal(v) else None for ct, v in zip(out, vectors)
-    ] + [None for _ in extras]
+    ] + [None for _ in rest]
 
 
 ad.primitive_transposes[round_p] = _transpose
@@ -159,9 +215,10 @@ def _batch(
     operands: Sequence[Any], axes: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
     """One round with the stacked payload."""
-    vectors, extra = _split(operands, params["has_extra"])
-    vector_axes, extra_axis = _split(axes, params["has_extra"])
-    if extra_axis is not None:
+    _refuse_token(params, "batched by vmap")
+    vectors, extras = _split(operands, params["extras"])
+    vector_axes, extra_axes = _split(axes, params["extras"])
+    if any(axis is not None for axis in extra_axes):
         raise NotImplementedError(
             f"{params['carrier']}: erasures cannot be batched by vmap, they belong to "
             "the round"
@@ -173,11 +230,18 @@ def _batch(
         batching.bdim_at_front(vector, axis, size)
         for vector, axis in zip(vectors, vector_axes)
     ]
-    out = round_p.bind(*stacked, *([] if extra is None else [extra]), **params)
+    out = round_p.bind(*stacked, *extras, **params)
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[round_p] = _batch
+
+
+def _refuse_token(params: Any, what: str) -> None:
+    if params["tokened"]:
+        raise NotImplementedError(
+            f"{params['carrier']} with a token cannot be {what}: leave the token out"
+        )
 
 
 # A call of the host in the order of the round.
@@ -210,7 +274,7 @@ def on_host(
 
 @host_p.def_effectful_abstract_eval
 def _host_abstract_eval(*operands: Any, function: Any, avals: Any) -> Any:
-    return avals, {_ORDER}
+    return avals, {ORDER}
 
 
 def _host_lowering(
@@ -219,13 +283,13 @@ def _host_lowering(
     out, token, _ = mlir.emit_python_callback(
         ctx,
         function,
-        ctx.tokens_in.get(_ORDER),
+        ctx.tokens_in.get(ORDER),
         operands,
         ctx.avals_in,
         ctx.avals_out,
         has_side_effect=True,
     )
-    ctx.set_tokens_out(mlir.TokenSet({_ORDER: token}))
+    ctx.set_tokens_out(mlir.TokenSet({ORDER: token}))
     return out
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.collectives import coded_allreduce
+from jaxcoded.collectives import summed
 from jaxcoded.group import CodedGroup, check_open
 from jaxcoded.kernels import Encoded, accumulator, divided, encode_vector
 from jaxcoded.packing import Packing, pack
@@ -27,7 +27,8 @@ def coded_value_and_grad(
     Encoding is linear, so without slices the coding coefficients are loss weights and
     there is one backward pass: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices the gradient of every chunk is encoded on its own, one
     after the other in a ``scan``. A rank (or chunk) whose weights are all 0 computes no
-    gradient. The loss must be a sum over examples: batch normalisation is not, and
+    gradient, and neither does a rank that is behind (`CodedGroup.lag`): its round is
+    decided, and it catches up. The loss must be a sum over examples: batch normalisation is not, and
     random keys must belong to the example, not to the rank.
 
     Args:
@@ -41,8 +42,9 @@ def coded_value_and_grad(
             counted by the same code. The weights must be those of ``group.assignment``.
 
     Returns:
-        A function ``(params, batch, weights, *, erasures=None) -> (loss, grads)``, or
-        ``((loss, aux), grads)``. ``batch`` is a pytree of this rank's examples, leading
+        A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
+        grads)``, or ``((loss, aux), grads)``; with a ``token``, a pair of that and the
+        token for the next call, see `coded_allreduce`. ``batch`` is a pytree of this rank's examples, leading
         axis ``length`` as in ``group.assignment``, and ``weights`` are its weights. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it.
@@ -69,26 +71,42 @@ def coded_value_and_grad(
         weights: jax.Array | np.ndarray,
         *,
         erasures: jax.Array | None = None,
+        token: jax.Array | None = None,
     ) -> tuple[Any, Any]:
+        behind = None
+        if group.transport.can_lag:
+            lag, token = group.transport.lag(token)
+            behind = (lag > 0).astype(jnp.int32)
         with group.failing("coded_value_and_grad"):
             batch = jax.tree.map(jnp.asarray, batch)
             coding = jnp.asarray(weights)
             _check_shapes(batch, coding, group)
             partial = functools.partial(
-                _weighted, per_example_loss, has_aux, mean, params
+                _weighted, per_example_loss, has_aux, mean, behind, params
             )
             if group.plan.sliced:
                 multiple = group.plan.padding_multiple
                 local, aux = _encoded(partial, batch, coding, multiple)
             else:
                 local, aux = partial(batch, coding)
-        reduced = coded_allreduce(local, group, erasures=erasures)
+        # the skipped gradient and its round are one: zeros can never enter a sum
+        reduced = summed(
+            "coded_value_and_grad",
+            local,
+            group,
+            erasures=erasures,
+            skipped=behind,
+            token=token,
+        )
+        if token is not None:
+            reduced, token = reduced
         loss, grads = reduced["loss"], reduced["grads"]
         if mean:
             # every example counts once in the exact sum, so that the nearest whole
             # number takes the code's rounding away while κ · eps · count is below ½
             loss, grads = divided((loss, grads), jnp.round(reduced["count"]))
-        return ((loss, aux) if has_aux else loss), grads
+        out = ((loss, aux) if has_aux else loss), grads
+        return out if token is None else (out, token)
 
     return value_and_grad
 
@@ -97,12 +115,13 @@ def _weighted(
     per_example_loss: Callable[[Any, Any], Any],
     has_aux: bool,
     counted: bool,
+    behind: jax.Array | None,
     params: Any,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
     """``Σ w ℓ``, ``∇ Σ w ℓ`` and, if ``counted``, ``Σ w``; and the auxiliary data. Zeros, and
-    no gradient computed, where all weights are 0."""
+    no gradient computed, where all weights are 0 or this rank is ``behind``."""
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         out = per_example_loss(params, batch)
@@ -133,7 +152,10 @@ def _weighted(
     def skip() -> tuple[Any, Any]:
         return jax.tree.map(_zeros, jax.eval_shape(compute))
 
-    return jax.lax.cond(jnp.any(weights != 0), compute, skip)
+    needed = jnp.any(weights != 0)
+    if behind is not None:
+        needed &= behind == 0
+    return jax.lax.cond(needed, compute, skip)
 
 
 def _encoded(

@@ -1,8 +1,9 @@
-"""Check that mpi4py and mpi4jax share the MPI that set-up chose; exit with one line if not.
+"""Check that mpi4py, mpi4jax and the engine share the MPI of this set-up; exit with one line if not.
 
 Usage: smoke.py RANKS [FOLDER], where FOLDER is the one that the MPI library must lie in.
 """
 
+import importlib
 import os
 import sys
 
@@ -13,6 +14,9 @@ from mpi4py import MPI
 ranks = int(sys.argv[1])
 folder = os.path.realpath(sys.argv[2]) if len(sys.argv) > 2 else None
 
+if os.environ.get("JAXCODED_ENGINE", "ON") == "ON":
+    importlib.import_module("jaxcoded.engine._engine")
+
 with open("/proc/self/maps") as maps:
     mapped = {line.split()[-1] for line in maps}
 libraries = {
@@ -22,7 +26,7 @@ libraries = {
 }
 if len(libraries) > 1:
     sys.exit(
-        f"mpi4py and mpi4jax load different MPI libraries: {', '.join(sorted(libraries))}"
+        f"mpi4py, mpi4jax and the engine load different MPI libraries: {', '.join(sorted(libraries))}"
     )
 for library in libraries:
     if folder and os.path.commonpath([library, folder]) != folder:

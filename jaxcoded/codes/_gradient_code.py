@@ -198,6 +198,12 @@ class GradientCode:
     # E asks only for Y·N_E = −A0_E: a system with as many unknowns as the code has
     # surplus children, whatever n is.
 
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """The class of each child; children of one class have the same row of ``B``, so
+        that one of them will do."""
+        return tuple(self._replicas[1].tolist())
+
     @functools.cached_property
     def _replicas(self) -> tuple[np.ndarray, np.ndarray]:
         """First child of each class of equal rows, and the class of each child."""

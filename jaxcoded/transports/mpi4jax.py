@@ -13,12 +13,135 @@ import mpi4jax
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded import rounds
+from jaxcoded.agreement import disagreement
+from jaxcoded.errors import GroupMismatch, TooManyErasures, use_after_close
 from jaxcoded.kernels import accumulator, decode_vector
+from jaxcoded.plan import Plan
+from jaxcoded.transports._transport import Transport, Trip
 
 # MPI counts elements in a C int.
 MAX_ELEMENTS = 2**31 - 1
 # MPI has no float16 and bfloat16; they travel as the integers with the same bits.
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
+
+
+class Mpi4jax(Transport):
+    """The transport of one group.
+
+    Args:
+        index: of the group; never used again.
+        comm: the group's communicator.
+        plan: the group's plan.
+    """
+
+    def __init__(self, index: int, comm: MPI.Intracomm, plan: Plan) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._index = index
+        self._round = 0
+        self._failure = ""
+        _open[self._index] = self
+
+    def carry(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        plan, comm, rank = self._plan, self._comm, self._comm.rank
+        children, parent = plan.coded_children(rank), plan.tree.parents[rank]
+        coefficients = self._begin(trip, vectors, erased)
+        out = []
+        for vector in vectors:
+            slices = plan.slices_above[rank] if trip.up else 1
+            shape = (*vector.shape[:-1], vector.shape[-1] * slices)
+            if trip.up:
+                total = tree_reduce(vector, children, parent, coefficients, comm)
+                # below the root this only gives the shape of what comes down, or the
+                # zeros of a reduce
+                vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
+            if trip.down:
+                vector = tree_broadcast(vector, children, parent, comm)
+            out.append(vector)
+        return out, token
+
+    def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        return jnp.int32(0), token
+
+    def host_lag(self) -> int:
+        return 0
+
+    def note_failure(self, words: str) -> None:
+        self._failure = words
+
+    def close(self, seconds: float) -> list[int]:
+        try:
+            self._agree("close")
+        finally:
+            del _open[self._index]
+        return []
+
+    def abandon(self) -> None:
+        _open.pop(self._index, None)
+
+    def _begin(
+        self, trip: Trip, vectors: Sequence[jax.Array], erased: jax.Array | None
+    ) -> jax.Array | np.ndarray:
+        """Agree with the other ranks on this round, and look up the coefficients of
+        this rank's children, ``(m, n)``."""
+        index, plan, rank = self._index, self._plan, self._comm.rank
+        coefficients = plan.coefficients(rank)
+        masks = [] if erased is None else [erased]
+        like = [
+            jax.ShapeDtypeStruct(
+                coefficients.shape,
+                np.result_type(np.float32, *(accumulator(v.dtype) for v in vectors)),
+            )
+            for _ in masks
+        ]
+
+        def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
+            if index not in _open:
+                raise use_after_close(index)
+            _open[index]._agree(trip.words, *masks)
+            return tuple(
+                plan.coefficients(rank, mask).astype(out.dtype)
+                for mask, out in zip(masks, like)
+            )
+
+        looked_up = rounds.on_host(begin, like, *masks)
+        return looked_up[0] if masks else coefficients
+
+    def _agree(self, call: str, erased: np.ndarray | None = None) -> None:
+        """Begin a round: make sure that all ranks are about to do the same. Collective.
+
+        Called from the middle of compiled steps.
+
+        Raises:
+            GroupMismatch: on every rank if they differ.
+            TooManyErasures: on every rank if the plan cannot do without the erased
+                ones.
+        """
+        self._round += 1
+        words = f"round {self._round}, {call}{self._failure}"
+        self._failure = ""
+        if erased is not None:
+            words += f", erasures of ranks {np.flatnonzero(erased).tolist()}"
+        said = disagreement(self._comm, words)
+        if said is not None:
+            raise GroupMismatch(
+                f"ranks called different things in the same round; {said}"
+            )
+        if erased is not None and (refusal := self._plan.refusal(erased)):
+            raise TooManyErasures(refusal)
+
+
+# Compiled code holds the index, not the transport.
+_open: dict[int, Mpi4jax] = {}
 
 
 def send(vector: jax.Array, rank: int, comm: MPI.Intracomm) -> None:

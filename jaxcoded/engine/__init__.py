@@ -1,0 +1,1 @@
+"""The communication engine: a compiled extension that carries messages over MPI."""

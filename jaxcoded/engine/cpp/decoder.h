@@ -1,0 +1,85 @@
+// Which children suffice, and how their messages are combined.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace jaxcoded {
+
+struct Decoding {
+  std::vector<std::size_t> rows;                  // children whose messages are needed
+  std::vector<std::vector<double>> coefficients;  // for each slice, one for each of `rows`
+};
+
+// A parent's code, asked once for each set of children.
+class Decoder {
+ public:
+  // Coefficients (slices × children, row-major) for the children that answered; empty if they do
+  // not suffice.
+  using Code = std::function<std::vector<double>(const std::vector<bool>&)>;
+
+  // `least`: fewer children never suffice. `classes`: children of one class send the same message
+  // up to a factor, so that one of them will do.
+  Decoder(std::size_t slices, std::size_t least, std::vector<int> classes, Code code)
+      : slices_(slices), least_(least), classes_(std::move(classes)), code_(std::move(code)) {}
+
+  std::size_t slices() const { return slices_; }
+  std::size_t least() const { return least_; }
+  std::size_t children() const { return classes_.size(); }
+
+  // Null if the children that answered do not suffice.
+  std::shared_ptr<const Decoding> decode(const std::vector<bool>& answered) {
+    const std::vector<bool> set = representatives(answered);
+    std::size_t heard = 0;
+    for (bool one : set) heard += one;
+    if (heard < least_) return nullptr;
+    auto found = known_.find(set);
+    if (found == known_.end()) {
+      if (known_.size() >= most_known) known_.clear();
+      found = known_.emplace(set, decoding(set)).first;
+    }
+    return found->second;
+  }
+
+ private:
+  static constexpr std::size_t most_known = 4096;
+
+  // The first child of each class: sums then do not depend on which copies were heard.
+  std::vector<bool> representatives(const std::vector<bool>& answered) const {
+    std::vector<bool> out(answered.size());
+    std::vector<bool> taken(answered.size());
+    for (std::size_t row = 0; row < answered.size(); ++row) {
+      const auto its = static_cast<std::size_t>(classes_[row]);
+      out[row] = answered[row] && !taken[its];
+      taken[its] = taken[its] || answered[row];
+    }
+    return out;
+  }
+
+  std::shared_ptr<const Decoding> decoding(const std::vector<bool>& set) const {
+    const std::vector<double> all = code_(set);
+    if (all.empty() && slices_ * set.size() != 0) return nullptr;
+    Decoding out;
+    out.coefficients.resize(slices_);
+    for (std::size_t row = 0; row < set.size(); ++row) {
+      bool needed = false;
+      for (std::size_t u = 0; u < slices_; ++u) needed |= all[u * set.size() + row] != 0;
+      if (!needed) continue;
+      out.rows.push_back(row);
+      for (std::size_t u = 0; u < slices_; ++u) {
+        out.coefficients[u].push_back(all[u * set.size() + row]);
+      }
+    }
+    return std::make_shared<const Decoding>(std::move(out));
+  }
+
+  std::size_t slices_;
+  std::size_t least_;
+  std::vector<int> classes_;
+  Code code_;
+  std::map<std::vector<bool>, std::shared_ptr<const Decoding>> known_;
+};
+
+}  // namespace jaxcoded

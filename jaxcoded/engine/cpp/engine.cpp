@@ -1,0 +1,275 @@
+#include "engine.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace jaxcoded {
+namespace {
+
+// After the last news a thread looks again and again for this long before it sleeps.
+constexpr double spin_seconds = 20e-6;
+// Without a bell (peers on other hosts), naps between looks grow from the one to the other.
+constexpr double shortest_nap = 20e-6;
+constexpr double longest_nap = 1e-3;
+// With bells nothing comes unheard: these are for timers only.
+constexpr double timer_seconds = 10e-3;
+constexpr double idle_seconds = 0.25;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+std::uint64_t mixed(std::uint64_t fingerprint, const std::string& words) {
+  for (const char c : words) {
+    fingerprint = (fingerprint ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  }
+  return fingerprint;
+}
+
+}  // namespace
+
+Engine& Engine::instance() {
+  // Never destroyed: a handler may be running while the process ends.
+  static Engine* engine = new Engine;
+  return *engine;
+}
+
+Engine::Engine() {
+  thread_ = std::thread([this] { progress(); });
+}
+
+Engine::~Engine() = default;
+
+Card Engine::introduce() {
+  std::unique_lock lock(mutex_);
+  return page_.open_slot();
+}
+
+Validity& Engine::validity(std::uint64_t slot) { return page_->validity[slot]; }
+
+void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
+                  Member member) {
+  std::unique_lock lock(mutex_);
+  member.wire = std::move(wire);
+  member.node = std::move(node);
+  members_.emplace(index, std::move(member));
+  page_->bell.ring();
+}
+
+Member& Engine::member(std::uint64_t index) {
+  const auto found = members_.find(index);
+  if (found == members_.end() || stopping_) {
+    throw Closed{"GroupClosed: use after close: group " + std::to_string(index) +
+                 " was closed; make a new CodedGroup, and compile with it what used the old one"};
+  }
+  return found->second;
+}
+
+void Engine::note_failure(std::uint64_t index, const std::string& words) {
+  std::unique_lock lock(mutex_);
+  member(index).failure = words;
+}
+
+std::string Engine::refusal(Member& member, const std::vector<bool>& erased) {
+  if (erased.empty() || !member.refuse) return {};
+  const auto found = member.refusals.find(erased);
+  if (found != member.refusals.end()) return found->second;
+  if (member.refusals.size() > 4096) member.refusals.clear();
+  return member.refusals[erased] = member.refuse(erased);
+}
+
+Result Engine::run(std::uint64_t index, Request request) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  Node& node = *its.node;
+  if (node.outcome() == Outcome::pending) {
+    return {Outcome::failed, "two threads called collectives of one group at the same time"};
+  }
+  Call call;
+  call.words = std::move(request.words);
+  call.fingerprint = request.fingerprint;
+  if (!request.erased.empty()) {
+    call.words += ", erasures of ranks [";
+    for (std::size_t rank = 0; rank < request.erased.size(); ++rank) {
+      if (!request.erased[rank]) continue;
+      if (call.words.back() != '[') call.words += ", ";
+      call.words += std::to_string(rank);
+    }
+    call.words += "]";
+    call.fingerprint = mixed(call.fingerprint, call.words);
+    for (Rank child : its.children) {
+      call.erased.push_back(request.erased[static_cast<std::size_t>(child)]);
+    }
+    call.refusal = refusal(its, request.erased);
+  }
+  if (!its.failure.empty()) {
+    call.words += its.failure;
+    call.fingerprint = mixed(call.fingerprint, its.failure);
+    its.failure.clear();
+  }
+  call.up = request.up;
+  call.down = request.down;
+  call.skipped = request.skipped;
+  call.message = std::move(request.message);
+  call.total = std::move(request.total);
+  call.own = std::move(request.own);
+  call.out = std::move(request.out);
+  node.submit(std::move(call));
+  while (node.advance() && node.outcome() == Outcome::pending) {
+  }
+  if (node.outcome() == Outcome::pending) {
+    drive(lock, [&] { return node.outcome() != Outcome::pending || stopping_; }, 1e300);
+  }
+  if (node.outcome() == Outcome::pending) {
+    return {Outcome::failed, "GroupClosed: the process ends"};
+  }
+  return {node.outcome(), node.error()};
+}
+
+bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  return drive(lock, [&] { return done(its); }, now() + seconds);
+}
+
+// Let every node see its messages and do what it can. Whether there was anything.
+bool Engine::poll() {
+  bool news = false;
+  for (auto& [index, its] : members_) {
+    bool its_news = its.wire->poll(*its.node);
+    its_news |= its.node->advance();
+    news |= its_news;
+    if (!its_news && its.report && its.node->outcome() == Outcome::pending &&
+        its.reported < its.node->next() &&
+        now() - its.node->call_started() > its.report_seconds) {
+      const std::string words = its.node->waiting_for();
+      its.reported = its.node->next();
+      if (!words.empty()) its.report(words);
+    }
+  }
+  return news;
+}
+
+double Engine::longest_sleep(bool calling) const {
+  bool silent = false;
+  for (const auto& [index, its] : members_) {
+    silent |= its.wire->silent_peers() || its.wire->unfinished();
+  }
+  if (silent) return nap_;
+  return calling ? timer_seconds : idle_seconds;
+}
+
+// Do the engine's work on this thread until `done`. Whether it is.
+bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
+                   double until) {
+  Bell& bell = page_->bell;
+  while (!done()) {
+    if (now() >= until) return false;
+    if (driving_) {  // another thread is at work; tell it that there is more
+      bell.ring();
+      ++waiting_;
+      changed_.wait_for(lock, std::chrono::milliseconds(10));
+      --waiting_;
+      continue;
+    }
+    driving_ = true;
+    bell.begin_driving();
+    std::uint32_t seen = bell.rings();
+    double last_news = now();
+    bool news = false;
+    nap_ = shortest_nap;
+    while (true) {
+      seen = bell.rings();
+      news = poll();
+      if (done() || now() >= until) break;
+      if (news) {
+        last_news = now();
+        nap_ = shortest_nap;
+        if (waiting_) changed_.notify_all();
+        continue;
+      }
+      lock.unlock();
+      if (now() - last_news < spin_seconds) {
+        sched_yield();
+      } else {
+        bell.sleep(Bell::driver, seen, std::min(longest_sleep(true), until - now()));
+        nap_ = std::min(nap_ * 1.5, longest_nap);
+      }
+      lock.lock();
+    }
+    for (int i = 0; i < 4 && news; ++i) {
+      seen = bell.rings();
+      news = poll();
+    }
+    driving_ = false;
+    bell.end_driving(seen, news || longest_sleep(false) < idle_seconds);
+    if (waiting_) changed_.notify_all();
+  }
+  return true;
+}
+
+void Engine::progress() {
+  std::unique_lock lock(mutex_);
+  Bell& bell = page_->bell;
+  while (!stopping_) {
+    const std::uint32_t seen = bell.rings();
+    double sleep = idle_seconds;
+    if (!driving_) {
+      if (poll()) {
+        nap_ = shortest_nap;
+        continue;
+      }
+      nap_ = std::min(nap_ * 1.5, longest_nap);
+      sleep = longest_sleep(false);
+    }
+    lock.unlock();
+    bell.sleep(Bell::progress, seen, sleep);
+    lock.lock();
+  }
+}
+
+std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  its.node->leave();
+  drive(lock, [&] { return its.node->left() && !its.wire->unfinished(); }, now() + seconds);
+  const std::vector<Rank> remaining = its.node->not_left();
+  if (remaining.empty() && !its.wire->unfinished()) its.wire->free();
+  page_.close_slot(its.slot);
+  members_.erase(index);
+  return remaining;
+}
+
+void Engine::stop(double seconds) {
+  std::unique_lock lock(mutex_);
+  for (auto& [index, its] : members_) its.node->leave();
+  drive(
+      lock,
+      [&] {
+        return std::ranges::all_of(members_, [](auto& it) {
+          const Member& its = it.second;
+          return its.node->outcome() != Outcome::pending && its.node->left() &&
+                 !its.wire->unfinished();
+        });
+      },
+      now() + seconds);
+  stopping_ = true;
+  lock.unlock();
+  page_->bell.ring();
+  thread_.join();
+  lock.lock();
+  // Handlers that still wait are told; their groups must outlive them.
+  while (std::ranges::any_of(members_, [](auto& it) {
+    return it.second.node->outcome() == Outcome::pending;
+  }) && driving_) {
+    page_->bell.ring();
+    ++waiting_;
+    changed_.wait_for(lock, std::chrono::milliseconds(10));
+    --waiting_;
+  }
+  members_.clear();
+}
+
+}  // namespace jaxcoded

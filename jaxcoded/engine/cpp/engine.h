@@ -1,0 +1,106 @@
+// The process's engine: its groups, its progress thread, and who does the work when.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "mpi_wire.h"
+#include "node.h"
+#include "page.h"
+
+namespace jaxcoded {
+
+// A group at this rank, as the engine knows it.
+struct Member {
+  std::unique_ptr<MpiWire> wire;
+  std::unique_ptr<Node> node;
+  std::uint64_t slot = 0;
+  std::vector<Rank> children;
+  std::string failure;  // this rank's error since its last call, in words
+  // Why a round without these ranks must fail; empty if it need not.
+  std::function<std::string(const std::vector<bool>&)> refuse;
+  std::map<std::vector<bool>, std::string> refusals;
+  std::function<void(const std::string&)> report;
+  double report_seconds = 10;
+  Round reported = 0;
+};
+
+// What a collective's call brings along.
+struct Request {
+  std::uint64_t fingerprint = 0;
+  std::string words;
+  bool up = true, down = true, skipped = false;
+  std::vector<Segment> message, total;
+  std::vector<const std::byte*> own;
+  std::vector<std::byte*> out;
+  std::vector<bool> erased;  // ranks left out; empty: none
+};
+
+struct Result {
+  Outcome outcome;
+  std::string error;
+};
+
+class Engine {
+ public:
+  static Engine& instance();
+
+  // This process's part of what all ranks need to know for a new group.
+  Card introduce();
+  void open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
+            Member member);
+  Validity& validity(std::uint64_t slot);
+
+  // One round. Blocks until its result is there; any thread, one call per group at a time.
+  Result run(std::uint64_t index, Request request);
+  void note_failure(std::uint64_t index, const std::string& words);
+
+  // Call `use` with the group's member, under the lock.
+  template <class Use>
+  auto with(std::uint64_t index, Use use) {
+    std::unique_lock lock(mutex_);
+    return use(member(index));
+  }
+  // Do the engine's work until `done(member)`, or so many seconds. Whether it is done.
+  bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
+
+  // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
+  // The ranks below that had not left.
+  std::vector<Rank> close(std::uint64_t index, double seconds);
+  // Fail what waits, stop the thread. Nothing works afterwards.
+  void stop(double seconds);
+
+ private:
+  Engine();
+  ~Engine();
+
+  Member& member(std::uint64_t index);
+  bool poll();
+  double longest_sleep(bool calling) const;
+  bool drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double until);
+  void progress();
+  std::string refusal(Member& member, const std::vector<bool>& erased);
+
+  OwnPage page_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int waiting_ = 0;  // threads on `changed_`
+  std::map<std::uint64_t, Member> members_;
+  bool driving_ = false;
+  bool stopping_ = false;
+  double nap_ = 0;
+  std::thread thread_;
+};
+
+// Raised for a group that is not open.
+struct Closed {
+  std::string text;
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,69 @@
+// Results of past rounds, kept for ranks that still lack them.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "message.h"
+#include "pool.h"
+
+namespace jaxcoded {
+
+// The result of a round, or as much of it as is here.
+struct Entry {
+  Round round = 0;
+  std::uint64_t fingerprint = 0;
+  bool failed = false;
+  std::string error = {};  // of a round that failed
+  Layout layout = {};
+  std::vector<std::byte*> at = {};  // by segment
+  Buffer buffer = {};               // empty if the result lies in the caller's memory
+  std::uint32_t ready = 0;          // pieces
+  std::vector<bool> here = {};      // pieces that came out of order
+
+  bool complete() const { return ready == layout.size(); }
+  const std::byte* data(std::uint32_t piece) const {
+    const Piece& it = layout[piece];
+    return at.empty() ? nullptr : at[it.segment] + it.offset;
+  }
+};
+
+// Entries of consecutive rounds; only the newest may be incomplete.
+class History {
+ public:
+  Entry* find(Round round) {
+    if (entries_.empty() || round < first() || round > last()) return nullptr;
+    return &entries_[round - first()];
+  }
+  const Entry* find(Round round) const { return const_cast<History*>(this)->find(round); }
+
+  Entry& add(Entry entry) { return entries_.emplace_back(std::move(entry)); }
+  // Count the memory of an entry, once it has some.
+  void account(const Entry& entry) { bytes_ += entry.buffer.capacity(); }
+  void drop_newest() {
+    bytes_ -= entries_.back().buffer.capacity();
+    entries_.pop_back();
+  }
+  void drop_oldest() {
+    bytes_ -= entries_.front().buffer.capacity();
+    entries_.pop_front();
+  }
+  void clear() {
+    entries_.clear();
+    bytes_ = 0;
+  }
+
+  bool empty() const { return entries_.empty(); }
+  std::size_t rounds() const { return entries_.size(); }
+  std::uint64_t bytes() const { return bytes_; }
+  Round first() const { return entries_.front().round; }
+  Round last() const { return entries_.back().round; }
+  const Entry& oldest() const { return entries_.front(); }
+
+ private:
+  std::deque<Entry> entries_;
+  std::uint64_t bytes_ = 0;
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,93 @@
+// What ranks say to each other. Vectors follow on request, see `Wire::fetch`.
+#pragma once
+
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "layout.h"
+
+namespace jaxcoded {
+
+using Rank = int;
+using Round = std::uint64_t;  // the first round is 1
+
+enum class Kind : std::uint8_t {
+  // Up the tree.
+  offer,       // `ready` pieces of my message of `round` can be had; tell me its result
+  want,        // tell me the results of rounds `round` … `last`
+  want_state,  // tell me your newest snapshot
+  complaint,   // the calls of some ranks do not fit; the body says which
+  bye,         // I and all below me have left
+  // Down the tree.
+  result,  // `ready` pieces of the result of `round` can be had
+  note,    // `last` is decided
+  gone,    // I no longer have the result of `round`
+  state,   // my snapshot of `round` can be had; round 0: I have none
+  // Both.
+  words,  // the call with this fingerprint, in words
+  pull,   // send me piece `ready` of an object in a message with tag `last` (wires only)
+};
+
+enum Flag : std::uint8_t {
+  inlined = 1,  // the body ends with the vectors themselves
+  failed = 2,   // the round's result is an error; the body is its text
+};
+
+struct Header {
+  Kind kind;
+  std::uint8_t flags = 0;
+  std::uint16_t segments = 0;
+  std::uint32_t ready = 0;
+  Round round = 0;
+  Round last = 0;
+  Round done = 0;  // up: the first round whose result the sender or a rank below it still lacks
+  std::uint64_t fingerprint = 0;
+  std::uint64_t session = 0;  // of the group; set and checked by wires
+};
+
+struct Message {
+  Header header;
+  std::vector<std::byte> body = {};
+
+  void append(const void* data, std::size_t bytes) {
+    const std::size_t before = body.size();
+    body.resize(before + bytes);
+    if (bytes) std::memcpy(body.data() + before, data, bytes);
+  }
+  std::string_view text() const {
+    return {reinterpret_cast<const char*>(body.data()), body.size()};
+  }
+  template <class T>
+  std::vector<T> values(std::size_t offset, std::size_t count) const {
+    std::vector<T> out(count);
+    std::memcpy(out.data(), body.data() + offset, count * sizeof(T));
+    return out;
+  }
+
+  std::vector<std::byte> bytes() const {
+    std::vector<std::byte> out(sizeof header + body.size());
+    std::memcpy(out.data(), &header, sizeof header);
+    if (!body.empty()) std::memcpy(out.data() + sizeof header, body.data(), body.size());
+    return out;
+  }
+  static Message from(std::span<const std::byte> bytes) {
+    Message out{};
+    std::memcpy(&out.header, bytes.data(), sizeof out.header);
+    out.body.assign(bytes.begin() + sizeof out.header, bytes.end());
+    return out;
+  }
+};
+
+// What can be fetched from a rank, piece by piece.
+struct Object {
+  enum class What : std::uint8_t { message, result, state } what;
+  Round round;
+
+  bool operator==(const Object&) const = default;
+  auto operator<=>(const Object&) const = default;
+};
+
+}  // namespace jaxcoded

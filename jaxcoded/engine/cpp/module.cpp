@@ -1,0 +1,316 @@
+// The engine as Python sees it.
+#include <mpi.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdio>
+#include <tuple>
+
+#include "engine.h"
+#include "xla.h"
+
+namespace nb = nanobind;
+
+namespace jaxcoded {
+namespace {
+
+// A vector as Python hands it over: dtype, elements, address.
+using Vector = std::tuple<int, std::uint64_t, std::uint64_t>;
+
+std::vector<Segment> segments_of(const std::vector<Vector>& vectors) {
+  std::vector<Segment> out;
+  for (const auto& [dtype, count, address] : vectors) out.push_back({static_cast<DType>(dtype), count});
+  return out;
+}
+
+template <class T>
+std::vector<T*> pointers_of(const std::vector<Vector>& vectors) {
+  std::vector<T*> out;
+  for (const auto& vector : vectors) out.push_back(reinterpret_cast<T*>(std::get<2>(vector)));
+  return out;
+}
+
+// Calls Python from any thread. What it raises is shown, and becomes `otherwise`.
+template <class Out, class... In>
+std::function<Out(In...)> with_gil(nb::callable function, Out otherwise) {
+  // Kept alive for ever: there may be no interpreter left to forget it in.
+  auto* kept = new nb::callable(std::move(function));
+  return [kept, otherwise](In... in) -> Out {
+    nb::gil_scoped_acquire gil;
+    try {
+      return nb::cast<Out>((*kept)(in...));
+    } catch (nb::python_error& error) {
+      error.restore();
+      PyErr_WriteUnraisable(kept->ptr());
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "jaxcoded: %s\n", error.what());
+    }
+    return otherwise;
+  };
+}
+
+Decoder decoder_of(std::size_t slices, std::size_t least, std::vector<int> classes,
+                   nb::callable decode) {
+  return Decoder(slices, least, std::move(classes),
+                 with_gil<std::vector<double>, const std::vector<bool>&>(std::move(decode), {}));
+}
+
+using CardTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+
+CardTuple introduce() {
+  const Card card = Engine::instance().introduce();
+  return {card.pid, card.descriptor, card.magic, card.magic_address, card.slot};
+}
+
+void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
+          Family family, Decoder decoder, Limits limits, nb::callable refuse, nb::callable report,
+          double report_seconds) {
+  std::vector<Card> all;
+  for (const auto& [pid, descriptor, magic, address, slot] : cards) {
+    all.push_back({pid, descriptor, magic, address, slot});
+  }
+  std::vector<Rank> peers = family.ancestors;
+  peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());
+  Engine& engine = Engine::instance();
+  const std::uint64_t slot = all[static_cast<std::size_t>(family.rank)].slot;
+  Member member;
+  member.slot = slot;
+  member.children = family.children;
+  member.refuse = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
+  auto said = with_gil<bool, const std::string&>(std::move(report), false);
+  member.report = [said](const std::string& words) { said(words); };
+  member.report_seconds = report_seconds;
+  nb::gil_scoped_release release;
+  auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
+  auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
+  engine.open(index, std::move(wire), std::move(node), std::move(member));
+}
+
+std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint, std::string words,
+                                 bool up, bool down, bool skipped, std::vector<bool> erased,
+                                 const std::vector<Vector>& own, const std::vector<Vector>& out) {
+  Request request{.fingerprint = fingerprint,
+                  .words = std::move(words),
+                  .up = up,
+                  .down = down,
+                  .skipped = skipped,
+                  .message = segments_of(own),
+                  .total = segments_of(out),
+                  .own = pointers_of<const std::byte>(own),
+                  .out = pointers_of<std::byte>(out),
+                  .erased = std::move(erased)};
+  const Result result = Engine::instance().run(index, std::move(request));
+  return {static_cast<int>(result.outcome), result.error};
+}
+
+// --- A node on its own, for tests: its wire is a Python object. ---
+
+nb::bytes bytes_of(std::span<const std::byte> data) {
+  return nb::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+}
+
+std::span<const std::byte> span_of(const nb::bytes& data) {
+  return {reinterpret_cast<const std::byte*>(data.c_str()), data.size()};
+}
+
+// `wire` has the methods send(to, message), fetch(from, what, round, piece) -> bytes of the piece,
+// None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
+// withdraw(what, first_valid).
+class PythonWire : public Wire {
+ public:
+  explicit PythonWire(nb::object wire) : wire_(std::move(wire)) {}
+
+  void send(Rank to, const Message& message) override {
+    wire_.attr("send")(to, bytes_of(message.bytes()));
+  }
+  Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t, std::byte* to,
+              std::size_t bytes) override {
+    nb::object data = wire_.attr("fetch")(from, static_cast<int>(object.what), object.round, piece);
+    if (data.is_none()) return Fetch::gone;
+    if (nb::isinstance<nb::bool_>(data)) return Fetch::pending;
+    const auto here = nb::cast<nb::bytes>(data);
+    if (here.size() != bytes) throw std::runtime_error("a piece of another length");
+    std::memcpy(to, here.c_str(), bytes);
+    return Fetch::done;
+  }
+  void withdraw(Object::What what, Round first_valid) override {
+    wire_.attr("withdraw")(static_cast<int>(what), first_valid);
+  }
+  std::size_t inline_bytes(Rank to) const override {
+    return nb::cast<std::size_t>(wire_.attr("inline_bytes")(to));
+  }
+  bool direct(Rank from) const override { return nb::cast<bool>(wire_.attr("direct")(from)); }
+  double now() const override { return nb::cast<double>(wire_.attr("now")()); }
+
+ private:
+  nb::object wire_;
+};
+
+class LoneNode {
+ public:
+  LoneNode(Family family, Decoder decoder, Limits limits, nb::object wire)
+      : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
+
+  void submit(std::uint64_t fingerprint, std::string words, std::string refusal, bool up, bool down,
+              bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
+              const std::vector<Vector>& out) {
+    node_.submit({.fingerprint = fingerprint,
+                  .words = std::move(words),
+                  .refusal = std::move(refusal),
+                  .up = up,
+                  .down = down,
+                  .skipped = skipped,
+                  .message = segments_of(own),
+                  .total = segments_of(out),
+                  .own = pointers_of<const std::byte>(own),
+                  .out = pointers_of<std::byte>(out),
+                  .erased = std::move(erased)});
+  }
+  void deliver(Rank from, nb::bytes message) { node_.deliver(from, Message::from(span_of(message))); }
+  void arrived(Rank from, int what, Round round, std::uint32_t piece, nb::bytes data) {
+    node_.arrived(from, {static_cast<Object::What>(what), round}, piece, span_of(data));
+  }
+  nb::object read(int what, Round round, std::uint32_t piece) const {
+    const auto data = node_.read({static_cast<Object::What>(what), round}, piece);
+    return data ? nb::object(bytes_of(*data)) : nb::none();
+  }
+  Node& node() { return node_; }
+
+ private:
+  PythonWire wire_;
+  Node node_;
+};
+
+}  // namespace
+}  // namespace jaxcoded
+
+NB_MODULE(_engine, module) {
+  using namespace jaxcoded;
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  module.doc() = "The engine of jaxcoded.";
+
+  module.def("thread_multiple", [] {
+    int provided = 0;
+    MPI_Query_thread(&provided);
+    return provided == MPI_THREAD_MULTIPLE;
+  });
+
+  nb::class_<Family>(module, "Family")
+      .def("__init__",
+           [](Family* self, Rank rank, std::vector<Rank> ancestors, std::vector<Rank> children,
+              std::vector<Rank> descendants) {
+             new (self) Family{rank, std::move(ancestors), std::move(children), std::move(descendants)};
+           });
+  nb::class_<Decoder>(module, "Decoder")
+      .def("__init__", [](Decoder* self, std::size_t slices, std::size_t least,
+                          std::vector<int> classes, nb::callable decode) {
+        new (self) Decoder(decoder_of(slices, least, std::move(classes), std::move(decode)));
+      });
+  nb::class_<Limits>(module, "Limits")
+      .def(nb::init<>())
+      .def_rw("piece_bytes", &Limits::piece_bytes)
+      .def_rw("announced_bytes", &Limits::announced_bytes)
+      .def_rw("history_bytes", &Limits::history_bytes)
+      .def_rw("history_rounds", &Limits::history_rounds)
+      .def_rw("history_most", &Limits::history_most)
+      .def_rw("orphan_seconds", &Limits::orphan_seconds)
+      .def_rw("stall_seconds", &Limits::stall_seconds);
+
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const Closed& closed) {
+      PyErr_SetString(PyExc_RuntimeError, closed.text.c_str());
+    }
+  });
+
+  module.def("introduce", &introduce, Release());
+  module.def("open", &open);
+  module.def("run", &run, Release());
+  module.def("note_failure", [](std::uint64_t index, std::string words) {
+    Engine::instance().note_failure(index, words);
+  }, Release());
+  module.def("close", [](std::uint64_t index, double seconds) {
+    return Engine::instance().close(index, seconds);
+  }, Release());
+  module.def("stop", [](double seconds) { Engine::instance().stop(seconds); }, Release());
+
+  const auto query = [&](const char* name, auto read) {
+    module.def(name, [read](std::uint64_t index) {
+      return Engine::instance().with(index, [read](Member& its) { return read(*its.node); });
+    }, Release());
+  };
+  query("lag", [](Node& node) { return node.lag(); });
+  query("next_round", [](Node& node) { return node.next(); });
+  query("history_bytes", [](Node& node) { return node.history_bytes(); });
+  query("memory_bytes", [](Node& node) { return node.memory_bytes(); });
+  query("fetched_bytes", [](Node& node) { return node.fetched_bytes(); });
+  query("desynchronized", [](Node& node) { return node.desynchronized(); });
+
+  module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
+    Engine::instance().with(index, [&](Member& its) {
+      its.node->keep_state(its.node->next(),
+                           {reinterpret_cast<const std::byte*>(address), bytes});
+      return 0;
+    });
+  }, Release());
+  // The newest snapshot of the nearest ancestor that has one, in `seconds`; its round, or 0.
+  module.def("fetch_state", [](std::uint64_t index, double seconds) {
+    Engine& engine = Engine::instance();
+    engine.with(index, [](Member& its) { its.node->ask_state(); return 0; });
+    engine.wait(index, seconds, [](Member& its) {
+      return its.node->state_round() != 0 || its.node->state_missing();
+    });
+    return engine.with(index, [](Member& its) { return its.node->state_round(); });
+  }, Release());
+  module.def("state", [](std::uint64_t index) {
+    std::vector<std::byte> copy;
+    {
+      nb::gil_scoped_release release;
+      copy = Engine::instance().with(index, [](Member& its) {
+        const auto state = its.node->state();
+        return std::vector<std::byte>(state.begin(), state.end());
+      });
+    }
+    return bytes_of(copy);
+  });
+  module.def("resume", [](std::uint64_t index) {
+    Engine::instance().with(index, [](Member& its) { its.node->resume(); return 0; });
+  }, Release());
+
+  nb::class_<LoneNode>(module, "LoneNode")
+      .def(nb::init<Family, Decoder, Limits, nb::object>())
+      .def("submit", &LoneNode::submit)
+      .def("deliver", &LoneNode::deliver)
+      .def("arrived", &LoneNode::arrived)
+      .def("read", &LoneNode::read)
+      .def("advance", [](LoneNode& self) { return self.node().advance(); })
+      .def("outcome", [](LoneNode& self) { return static_cast<int>(self.node().outcome()); })
+      .def("error", [](LoneNode& self) { return self.node().error(); })
+      .def("lag", [](LoneNode& self) { return self.node().lag(); })
+      .def("next_round", [](LoneNode& self) { return self.node().next(); })
+      .def("frontier", [](LoneNode& self) { return self.node().frontier(); })
+      .def("waiting_for", [](LoneNode& self) { return self.node().waiting_for(); })
+      .def("history_bytes", [](LoneNode& self) { return self.node().history_bytes(); })
+      .def("memory_bytes", [](LoneNode& self) { return self.node().memory_bytes(); })
+      .def("fetched_bytes", [](LoneNode& self) { return self.node().fetched_bytes(); })
+      .def("desynchronized", [](LoneNode& self) { return self.node().desynchronized(); })
+      .def("keep_state", [](LoneNode& self, Round round, nb::bytes state) {
+        self.node().keep_state(round, span_of(state));
+      })
+      .def("ask_state", [](LoneNode& self) { self.node().ask_state(); })
+      .def("state_round", [](LoneNode& self) { return self.node().state_round(); })
+      .def("state_missing", [](LoneNode& self) { return self.node().state_missing(); })
+      .def("state", [](LoneNode& self) { return bytes_of(self.node().state()); })
+      .def("resume", [](LoneNode& self) { self.node().resume(); })
+      .def("leave", [](LoneNode& self) { self.node().leave(); })
+      .def("left", [](LoneNode& self) { return self.node().left(); })
+      .def("not_left", [](LoneNode& self) { return self.node().not_left(); });
+
+  module.attr("round_handler") = nb::capsule(reinterpret_cast<void*>(round_handler), "xla._CUSTOM_CALL_TARGET");
+  module.attr("lag_handler") = nb::capsule(reinterpret_cast<void*>(lag_handler), "xla._CUSTOM_CALL_TARGET");
+}

@@ -1,0 +1,206 @@
+#include "mpi_wire.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace jaxcoded {
+namespace {
+
+constexpr int control = 1;         // the tag of messages; the others are of vectors
+constexpr int first_tag = 2;
+constexpr int last_tag = 32767;    // every MPI allows as much
+// On one host a copy out of the other's memory is faster than a message, but for short ones.
+constexpr std::size_t inline_near = 1024;
+constexpr std::size_t inline_far = 32768;
+constexpr std::size_t inbox_bytes = 64 << 10;
+constexpr int most_at_once = 100;
+
+}  // namespace
+
+MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
+                 const std::vector<Card>& cards, Validity& validity)
+    : comm_(comm),
+      session_(session),
+      validity_(validity),
+      ranks_(peers),
+      inboxes_(peers.size(), MPI_REQUEST_NULL),
+      indices_(peers.size()),
+      statuses_(peers.size()),
+      next_tag_(first_tag + static_cast<int>(session % (last_tag - first_tag))) {
+  MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
+  for (std::size_t i = 0; i < ranks_.size(); ++i) {
+    Peer& peer = peers_[ranks_[i]];
+    peer.page = PeerPage::open(cards[static_cast<std::size_t>(ranks_[i])]);
+    peer.inbox.resize(inbox_bytes);
+    silent_peers_ |= !peer.page;
+    receive(i);
+  }
+}
+
+MpiWire::~MpiWire() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized) return;
+  for (MPI_Request& request : inboxes_) {
+    if (request == MPI_REQUEST_NULL) continue;
+    MPI_Cancel(&request);
+    MPI_Wait(&request, MPI_STATUS_IGNORE);
+  }
+  // Nobody will send these any more, or take those. Their memory must outlive them.
+  for (Fetching& it : fetches_) {
+    MPI_Cancel(&it.request);
+    MPI_Request_free(&it.request);
+    new std::vector<std::byte>(std::move(it.bytes));
+  }
+  for (Outgoing& it : outgoing_) {
+    MPI_Request_free(&it.request);
+    new std::vector<std::byte>(std::move(it.bytes));
+  }
+}
+
+void MpiWire::free() {
+  for (MPI_Request& request : inboxes_) {
+    if (request == MPI_REQUEST_NULL) continue;
+    MPI_Cancel(&request);
+    MPI_Wait(&request, MPI_STATUS_IGNORE);
+  }
+  MPI_Comm_free(&comm_);
+}
+
+void MpiWire::receive(std::size_t peer) {
+  std::vector<std::byte>& inbox = peers_[ranks_[peer]].inbox;
+  MPI_Irecv(inbox.data(), static_cast<int>(inbox.size()), MPI_BYTE, ranks_[peer], control, comm_,
+            &inboxes_[peer]);
+}
+
+void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
+  ++messages_;
+  Outgoing& it = outgoing_.emplace_back(MPI_REQUEST_NULL, std::move(bytes));
+  MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, to, tag, comm_,
+            &it.request);
+  int sent = 0;
+  if (MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent) outgoing_.pop_back();
+  if (const auto peer = peers_.find(to); peer != peers_.end() && peer->second.page) {
+    peer->second.page->bell().ring();
+  }
+}
+
+void MpiWire::send(Rank to, const Message& message) {
+  std::vector<std::byte> bytes = message.bytes();
+  reinterpret_cast<Header*>(bytes.data())->session = session_;
+  if (bytes.size() > inbox_bytes) bytes.resize(inbox_bytes);  // a very long text
+  post(to, control, std::move(bytes));
+}
+
+Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
+                           std::byte* to, std::size_t bytes) {
+  const PeerPage* page = peers_[from].page.get();
+  if (page && page->readable()) {
+    const bool read = page->read(address, to, bytes);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return read && page->first_valid(static_cast<std::size_t>(object.what)) <= object.round
+               ? Fetch::done
+               : Fetch::gone;
+  }
+  next_tag_ = next_tag_ == last_tag ? first_tag : next_tag_ + 1;
+  Fetching& it = fetches_.emplace_back(MPI_REQUEST_NULL, from, object, piece,
+                                       std::vector<std::byte>(bytes));
+  MPI_Irecv(it.bytes.data(), static_cast<int>(bytes), MPI_BYTE, from, next_tag_, comm_,
+            &it.request);
+  Message pull{{.kind = Kind::pull, .round = object.round}};
+  pull.header.flags = static_cast<std::uint8_t>(object.what);
+  pull.header.ready = piece;
+  pull.header.last = static_cast<Round>(next_tag_);
+  send(from, pull);
+  return Fetch::pending;
+}
+
+// Vectors are copied: their memory may be used for something else before they have left.
+void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
+  const auto what = static_cast<Object::What>(pull.flags);
+  std::vector<std::byte> bytes;
+  if (const auto data = node.read({what, pull.round}, pull.ready)) {
+    bytes.assign(data->begin(), data->end());
+  }
+  post(from, static_cast<int>(pull.last), std::move(bytes));
+}
+
+void MpiWire::withdraw(Object::What what, Round first_valid) {
+  validity_[static_cast<std::size_t>(what)].store(first_valid);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+std::size_t MpiWire::inline_bytes(Rank to) const {
+  const auto peer = peers_.find(to);
+  return peer != peers_.end() && peer->second.page && peer->second.page->readable() ? inline_near
+                                                                                   : inline_far;
+}
+
+bool MpiWire::direct(Rank from) const {
+  const auto peer = peers_.find(from);
+  return peer != peers_.end() && peer->second.page && peer->second.page->readable();
+}
+
+double MpiWire::now() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// What has come to the inboxes. Whether anything has.
+bool MpiWire::open_inboxes(Node& node) {
+  int count = 0;
+  if (inboxes_.empty()) return false;
+  // Open MPI looks at its requests first and makes progress afterwards: what has just come is
+  // seen by the second look.
+  for (int look = 0; look < 2 && count <= 0; ++look) {
+    MPI_Testsome(static_cast<int>(inboxes_.size()), inboxes_.data(), &count, indices_.data(),
+                 statuses_.data());
+  }
+  for (int i = 0; i < count; ++i) {
+    const auto peer = static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)]);
+    const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
+    int bytes = 0;
+    MPI_Get_count(&status, MPI_BYTE, &bytes);
+    if (bytes < static_cast<int>(sizeof(Header))) continue;
+    const Rank from = ranks_[peer];
+    const std::vector<std::byte>& inbox = peers_[from].inbox;
+    const Message message = Message::from({inbox.data(), static_cast<std::size_t>(bytes)});
+    receive(peer);
+    if (message.header.session != session_) continue;
+    if (message.header.kind == Kind::pull) {
+      answer(from, message.header, node);
+    } else {
+      node.deliver(from, message);
+    }
+  }
+  return count > 0;
+}
+
+bool MpiWire::poll(Node& node) {
+  bool news = false;
+  // An inbox holds one message. All that was sent before the last ring must be seen now.
+  for (int i = 0; i < most_at_once && open_inboxes(node); ++i) news = true;
+  for (auto it = outgoing_.begin(); it != outgoing_.end();) {
+    int sent = 0;
+    const bool over = MPI_Test(&it->request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent;
+    it = over ? outgoing_.erase(it) : std::next(it);
+  }
+  for (auto it = fetches_.begin(); it != fetches_.end();) {
+    int here = 0;
+    MPI_Status status;
+    const bool lost = MPI_Test(&it->request, &here, &status) != MPI_SUCCESS;
+    if (!here && !lost) {
+      ++it;
+      continue;
+    }
+    int bytes = 0;
+    if (!lost) MPI_Get_count(&status, MPI_BYTE, &bytes);
+    const Fetching fetched = std::move(*it);
+    it = fetches_.erase(it);
+    node.arrived(fetched.from, fetched.object, fetched.piece,
+                 {fetched.bytes.data(), static_cast<std::size_t>(bytes)});
+    news = true;
+  }
+  return news;
+}
+
+}  // namespace jaxcoded

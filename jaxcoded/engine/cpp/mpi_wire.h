@@ -1,0 +1,80 @@
+// The wire of a group: MPI for what ranks say, and for vectors between hosts. On one host a
+// receiver copies vectors out of the other process's memory.
+#pragma once
+
+#include <mpi.h>
+
+#include <list>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "node.h"
+#include "page.h"
+
+namespace jaxcoded {
+
+class MpiWire : public Wire {
+ public:
+  // `comm` is the wire's own. `cards` are those of all its ranks; `peers` the ranks that this one
+  // ever speaks with.
+  MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
+          const std::vector<Card>& cards, Validity& validity);
+  ~MpiWire() override;
+
+  void send(Rank to, const Message& message) override;
+  Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
+              std::size_t bytes) override;
+  void withdraw(Object::What what, Round first_valid) override;
+  std::size_t inline_bytes(Rank to) const override;
+  bool direct(Rank from) const override;
+  double now() const override;
+
+  // Hand what has come to the node. Whether anything has.
+  bool poll(Node& node);
+  // Whether something may come without a ring of the bell.
+  bool silent_peers() const { return silent_peers_; }
+  bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
+  // All ranks are done with the communicator.
+  void free();
+
+  std::uint64_t messages() const { return messages_; }
+
+ private:
+  struct Peer {
+    std::unique_ptr<PeerPage> page;
+    std::vector<std::byte> inbox;
+  };
+  struct Outgoing {
+    MPI_Request request;
+    std::vector<std::byte> bytes;
+  };
+  struct Fetching {
+    MPI_Request request;
+    Rank from;
+    Object object;
+    std::uint32_t piece;
+    std::vector<std::byte> bytes;
+  };
+
+  bool open_inboxes(Node& node);
+  void receive(std::size_t peer);
+  void post(Rank to, int tag, std::vector<std::byte> bytes);
+  void answer(Rank from, const Header& pull, const Node& node);
+
+  MPI_Comm comm_;
+  std::uint64_t session_;
+  Validity& validity_;
+  std::map<Rank, Peer> peers_;
+  std::vector<Rank> ranks_;               // of the inboxes
+  std::vector<MPI_Request> inboxes_;
+  std::vector<int> indices_;
+  std::vector<MPI_Status> statuses_;
+  std::list<Outgoing> outgoing_;
+  std::list<Fetching> fetches_;
+  int next_tag_;
+  bool silent_peers_ = false;
+  std::uint64_t messages_ = 0;
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,303 @@
+// One rank's part in the rounds: what it does with messages, in whatever order they come.
+//
+// A round goes up and down the tree. On the way up a child *offers* its message and its parent
+// fetches it, piece by piece, from as many children as decode, adds its own vector and offers the
+// sum. What the root has is the *result*; it is announced down the tree, and every rank fetches it
+// from above. Receivers fetch, nobody pushes: a rank that is late, stuck or gone has nothing
+// waiting in its mailbox but a few headers, and surplus messages are never moved.
+//
+// No MPI, no threads, no clock in here: see `Wire`. docs/engine.md has the protocol in words.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "decoder.h"
+#include "history.h"
+#include "message.h"
+#include "pool.h"
+
+namespace jaxcoded {
+
+// What a node asks of the world.
+class Wire {
+ public:
+  virtual ~Wire() = default;
+
+  // Messages to one rank arrive in the order in which they were sent, or never.
+  virtual void send(Rank to, const Message& message) = 0;
+
+  // Fetch a piece that `from` announced, which lies at `address` there.
+  //   done: it is at `to` now.
+  //   pending: `Node::arrived` will be called with it.
+  //   gone: `from` no longer has it.
+  enum class Fetch { done, pending, gone };
+  virtual Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
+                      std::byte* to, std::size_t bytes) = 0;
+
+  // The object that others may be fetching from here is about to change.
+  virtual void withdraw(Object::What what, Round first_valid) = 0;
+
+  // Messages to `to` of up to this many bytes carry their vectors with them.
+  virtual std::size_t inline_bytes(Rank to) const = 0;
+
+  // Whether fetching from this rank never returns `pending`.
+  virtual bool direct(Rank from) const = 0;
+
+  // Seconds, from any origin.
+  virtual double now() const = 0;
+};
+
+// One call of a collective at this rank.
+struct Call {
+  std::uint64_t fingerprint = 0;  // equal on ranks that call the same
+  std::string words;              // what is called
+  std::string refusal;            // why the round must fail, known to every rank; or empty
+  bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
+  bool down = true;               // every rank gets the result; otherwise the root alone
+  bool skipped = false;           // this rank has nothing to contribute
+  std::vector<Segment> message;   // this rank's vectors
+  std::vector<Segment> total;     // those of the result
+  std::vector<const std::byte*> own;  // where they are; valid, as `out`, until the call is over
+  std::vector<std::byte*> out;        // where the result goes; may be where `own` is
+  std::vector<bool> erased;           // children left out, by row; empty: none
+};
+
+enum class Outcome { pending, done, failed, desynchronized };
+
+struct Family {
+  Rank rank = 0;
+  std::vector<Rank> ancestors = {};    // the parent first, the root last; empty at the root
+  std::vector<Rank> children = {};     // in the order of the code's rows
+  std::vector<Rank> descendants = {};  // children and all below them
+};
+
+struct Limits {
+  std::uint64_t piece_bytes = 256 << 10;     // what is decoded at a time
+  std::uint64_t announced_bytes = 1 << 20;   // what is announced at a time
+  std::uint64_t history_bytes = 256 << 20;   // of results kept for late ranks,
+  std::uint64_t history_rounds = 64;         // but at least so many rounds
+  std::uint64_t history_most = 1ull << 30;   // up to this many bytes
+  double orphan_seconds = 0.05;              // least time before a result is asked for elsewhere
+  double stall_seconds = 0.002;              // least time before another child's message is used
+};
+
+class Node {
+ public:
+  Node(Family family, Decoder decoder, Limits limits, Wire& wire);
+
+  // The call in progress. At most one at a time; `outcome` stays until the next `submit`.
+  void submit(Call call);
+  Outcome outcome() const { return outcome_; }
+  const std::string& error() const { return error_; }
+
+  void deliver(Rank from, const Message& message);
+  // The end of a pending fetch; `piece_data` is empty if `from` no longer had it.
+  void arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
+  // Do what can be done now. Whether there is more to do at once: the caller may look at its
+  // mailbox first.
+  bool advance();
+
+  // A piece of an object of this rank, if it has it.
+  std::optional<std::span<const std::byte>> read(Object object, std::uint32_t piece) const;
+
+  // Rounds that are decided and that this rank has not called yet.
+  std::uint64_t lag() const;
+  Round next() const { return next_; }       // that this rank will call next
+  Round frontier() const { return frontier_; }  // the first whose result is not here
+
+  // Snapshots of the user's state, which rounds before `round` have made.
+  void keep_state(Round round, std::span<const std::byte> state);
+  void ask_state();
+  // The fetched snapshot, once it is there; its round, 0 while it is on its way.
+  Round state_round() const { return fetched_state_.complete ? fetched_state_.round : 0; }
+  bool state_missing() const { return fetched_state_.missing; }
+  std::span<const std::byte> state() const { return fetched_state_.data(); }
+  // Continue at the round of the fetched snapshot.
+  void resume();
+  bool desynchronized() const { return desynchronized_; }
+
+  // This rank makes no more calls. `left`: nobody below needs it any more.
+  void leave();
+  bool left() const { return said_bye_; }
+  std::vector<Rank> not_left() const;
+
+  // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
+  std::string waiting_for() const;
+  double call_started() const { return started_; }
+  std::uint64_t history_bytes() const { return history_.bytes(); }
+  std::uint64_t memory_bytes() const { return pool_.used() + pool_.kept(); }
+  std::uint64_t fetched_bytes() const { return fetched_bytes_; }
+
+ private:
+  struct Child {
+    Rank rank;
+    Round round = 0;  // of its latest offer
+    std::uint64_t fingerprint = 0;
+    std::uint32_t ready = 0;
+    std::uint64_t order = 0;  // of that offer among all
+    bool withdrawn = false;
+    bool stalled = false;
+    std::vector<std::uint64_t> addresses = {};
+    std::vector<std::byte> body = {};  // the message itself, if it came along
+    struct Slot {
+      Buffer buffer;
+      bool here = false;
+    };
+    std::map<std::uint32_t, Slot> slots = {};  // pieces asked for
+    Round done = 1;
+    bool left = false;
+  };
+  // A rank below, and the results that it wants.
+  struct Listener {
+    Round first = 1, last = 0;
+    std::uint32_t told = 0;  // pieces of `first`
+    bool noted = false;  // and has said nothing since
+    Round noted_round = 0;
+    bool wants_state = false;
+    std::set<std::uint64_t> introduced = {};  // fingerprints whose words it knows
+  };
+  // A result that a rank above has.
+  struct Announcement {
+    Rank from;
+    std::uint32_t ready;
+    bool failed;
+    std::uint64_t fingerprint;
+    std::vector<Segment> segments;
+    std::vector<std::uint64_t> addresses;
+    std::vector<std::byte> body;  // the result, or the error, if it came along
+  };
+  struct State {
+    Round round = 0;
+    Rank from = -1;
+    std::uint64_t bytes = 0;
+    std::uint64_t address = 0;
+    Layout layout = {};
+    Buffer buffer = {};
+    std::uint32_t fetched = 0;
+    std::uint32_t asked = 0;
+    std::size_t ancestor = 0;
+    double asked_at = 0;
+    bool wanted = false, complete = false, missing = false;
+    std::span<const std::byte> data() const { return {buffer.data(), bytes}; }
+  };
+
+  bool root() const { return family_.ancestors.empty(); }
+  bool calling() const { return outcome_ == Outcome::pending; }
+  Child* child_of(Rank rank);
+
+  // The way up.
+  void on_offer(Child& child, const Message& message);
+  bool usable(const Child& child, std::uint32_t piece) const;
+  std::shared_ptr<const Decoding> choose(std::uint32_t piece);
+  const std::byte* bring(Child& child, std::uint32_t piece);
+  bool gather();
+  void decode(const Decoding& decoding, std::span<const std::byte* const> inputs);
+  void skip_piece();
+  std::uint32_t summed(const Layout& layout) const;
+  void announce_sum();
+  void offer();
+  void watch_for_stalls();
+
+  // The way down.
+  void place(Entry& entry);
+  void decided(Entry& entry, std::uint32_t ready);
+  void on_result(Rank from, const Message& message);
+  Entry* entry_at_frontier(const Announcement& news);
+  bool follow();
+  void lost_source();
+  void hand_over(const Entry& entry);
+  void ask();
+  void want(std::size_t ancestor);
+  void on_gone(Rank from, Round round, Round oldest);
+  void skip_to(Round round);
+  void desynchronize();
+  void tell(Rank rank, Listener& listener);
+  void tell_all();
+  bool over_budget(std::uint64_t bytes, std::size_t rounds) const;
+  void forget();
+
+  // Calls that do not fit.
+  void introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint);
+  std::string words_of(std::uint64_t fingerprint) const;
+  std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
+                    std::uint64_t others) const;
+  void check_offer(Child& child);
+  void check_offers();
+  void complain(Round round, const std::string& text);
+  void decide_error(const std::string& text);
+
+  // Snapshots.
+  void on_state(Rank from, const Message& message);
+  void tell_state(Rank rank, Listener& listener);
+  bool follow_state();
+
+  void finish(Outcome outcome, std::string error = {});
+  double patience() const;
+  void say_bye();
+  Round done() const;
+  Header header(Kind kind, Round round) const;
+
+  Family family_;
+  Decoder decoder_;
+  Limits limits_;
+  Wire& wire_;
+  Pool pool_;
+
+  // This rank's calls.
+  Round next_ = 1;
+  Call call_;
+  Outcome outcome_ = Outcome::done;
+  std::string error_;
+  double started_ = 0;
+  std::vector<double> durations_;  // of the latest rounds
+
+  // The way up of round `next_`.
+  Layout incoming_;  // the children's messages
+  Layout outgoing_;  // this rank's
+  Buffer sum_;
+  std::vector<std::byte*> sum_at_;  // by segment
+  std::uint32_t decoded_ = 0;       // pieces of `incoming_`
+  std::vector<std::uint64_t> decoded_elements_;  // by segment
+  std::uint32_t offered_ = 0;       // pieces of `outgoing_`
+  bool offering_ = false;           // an offer of this round was made
+  std::vector<Child> children_;
+  std::uint64_t offers_seen_ = 0;
+  std::shared_ptr<const Decoding> decoding_;
+  double waiting_since_ = 0;
+  std::string pending_error_;  // at the root: what the next undecided round fails with
+  Round complained_ = 0;       // the newest round that ranks complained of
+
+  // The way down.
+  History history_;
+  Round frontier_ = 1;
+  Round newest_ = 0;         // the newest round known to be decided
+  Round wanted_ = 0;         // the newest round asked for
+  std::uint32_t given_ = 0;  // pieces of the result copied to `call_.out`
+  std::map<Round, Announcement> announced_;
+  std::set<std::uint32_t> asked_pieces_;
+  std::map<Rank, Listener> listeners_;
+  std::size_t upstream_ = 0;  // the ancestor that answers
+  bool unanswered_ = false;   // the parent was offered something and has said nothing since
+  bool held_back_ = false;    // an offer waits for the parent to speak
+  double asked_at_ = 0;
+  std::set<Rank> asked_ranks_;  // for the result of `frontier_`
+  std::set<Rank> gone_from_;    // that no longer have it
+  bool desynchronized_ = false;
+
+  std::map<std::uint64_t, std::string> words_;
+  std::set<std::uint64_t> introduced_;  // to the parent
+
+  Round state_kept_ = 0;
+  Buffer state_;
+  std::uint64_t state_bytes_ = 0;
+  State fetched_state_;
+  bool leaving_ = false, said_bye_ = false;
+  std::uint64_t fetched_bytes_ = 0;
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,166 @@
+#include "numbers.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+// One build for all processors: where the linker can choose at load time, let it take the wider
+// vectors and the half-precision conversions of a newer one.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define JAXCODED_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define JAXCODED_CLONES
+#endif
+
+namespace jaxcoded {
+namespace {
+
+struct Float16 {
+  std::uint16_t bits;
+};
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+inline float wide(float x) { return x; }
+inline double wide(double x) { return x; }
+
+inline float wide(BFloat16 x) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16);
+}
+
+// Without branches, so that it becomes vector code. Exponents are moved by a multiplication,
+// which is exact and takes care of subnormal numbers; infinities and NaN keep their bits.
+inline float wide(Float16 x) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
+  const std::uint32_t rest = static_cast<std::uint32_t>(x.bits & 0x7fffu) << 13;
+  const float scaled = std::bit_cast<float>(rest) * 0x1p112f;
+  const std::uint32_t special = (x.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(scaled) | special | sign);
+}
+
+template <class T>
+T narrow(float x);
+
+// To nearest, ties to even.
+template <>
+inline BFloat16 narrow<BFloat16>(float x) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
+  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return {static_cast<std::uint16_t>(nan ? (bits >> 16) | 0x40u : rounded)};
+}
+
+template <>
+inline Float16 narrow<Float16>(float x) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  // Adding this power of two rounds subnormal results at the right place.
+  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+  const std::uint32_t small = std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u;
+  const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  std::uint32_t half = magnitude < 0x38800000u ? small : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // rounds to infinity
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;   // NaN
+  return {static_cast<std::uint16_t>(sign | half)};
+}
+
+template <>
+inline float narrow<float>(float x) {
+  return x;
+}
+
+inline void put(double* out, double x) { *out = x; }
+
+template <class T>
+inline void put(T* out, float x) {
+  *out = narrow<T>(x);
+}
+
+// Block by block, so that the running sum stays in the first cache.
+constexpr std::size_t block = 512;
+
+template <class T, class Sum>
+[[gnu::always_inline]] inline void combine_as(T* out, const T* own,
+                                              std::span<const std::byte* const> inputs,
+                                              std::span<const double> coefficients,
+                                              std::size_t count) {
+  Sum sum[block];
+  for (std::size_t start = 0; start < count; start += block) {
+    const std::size_t n = std::min(block, count - start);
+    std::size_t k = 0;
+    if (own) {
+      for (std::size_t i = 0; i < n; ++i) sum[i] = wide(own[start + i]);
+    } else if (!inputs.empty()) {
+      const T* input = reinterpret_cast<const T*>(inputs[0]) + start;
+      const Sum a = static_cast<Sum>(coefficients[0]);
+      for (std::size_t i = 0; i < n; ++i) sum[i] = a * wide(input[i]);
+      k = 1;
+    } else {
+      std::fill_n(sum, n, Sum{0});
+    }
+    for (; k < inputs.size(); ++k) {
+      const T* input = reinterpret_cast<const T*>(inputs[k]) + start;
+      const Sum a = static_cast<Sum>(coefficients[k]);
+      for (std::size_t i = 0; i < n; ++i) sum[i] += a * wide(input[i]);
+    }
+    for (std::size_t i = 0; i < n; ++i) put(out + start + i, sum[i]);
+  }
+}
+
+#define JAXCODED_COMBINE(name, T, Sum)                                                   \
+  JAXCODED_CLONES void name(std::byte* out, const std::byte* own,                        \
+                            std::span<const std::byte* const> inputs,                    \
+                            std::span<const double> coefficients, std::size_t count) {   \
+    combine_as<T, Sum>(reinterpret_cast<T*>(out), reinterpret_cast<const T*>(own), inputs, \
+                       coefficients, count);                                             \
+  }
+
+JAXCODED_COMBINE(combine_float16, Float16, float)
+JAXCODED_COMBINE(combine_bfloat16, BFloat16, float)
+JAXCODED_COMBINE(combine_float32, float, float)
+JAXCODED_COMBINE(combine_float64, double, double)
+
+#undef JAXCODED_COMBINE
+
+}  // namespace
+
+std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::float16:
+    case DType::bfloat16:
+      return 2;
+    case DType::float32:
+      return 4;
+    case DType::float64:
+      return 8;
+    default:
+      return 1;
+  }
+}
+
+void combine(DType dtype, std::byte* out, const std::byte* own,
+             std::span<const std::byte* const> inputs, std::span<const double> coefficients,
+             std::size_t count) {
+  if (own && inputs.empty()) {
+    if (out != own) std::memcpy(out, own, count * size_of(dtype));
+    return;
+  }
+  switch (dtype) {
+    case DType::float16:
+      return combine_float16(out, own, inputs, coefficients, count);
+    case DType::bfloat16:
+      return combine_bfloat16(out, own, inputs, coefficients, count);
+    case DType::float32:
+      return combine_float32(out, own, inputs, coefficients, count);
+    case DType::float64:
+      return combine_float64(out, own, inputs, coefficients, count);
+    case DType::bytes:
+      return;
+  }
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,22 @@
+// Element types, and the one sum that every parent forms.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace jaxcoded {
+
+enum class DType : std::uint8_t { bytes, float16, bfloat16, float32, float64 };
+
+std::size_t size_of(DType dtype);
+
+// out[i] = own[i] + Σ_k coefficients[k] · inputs[k][i] for i < count, in one pass.
+//
+// float16 and bfloat16 add up in float32 and are rounded once. `own` may be null, and may be
+// `out`; the sum runs in the order of `inputs`. `bytes` cannot be summed: own is copied.
+void combine(DType dtype, std::byte* out, const std::byte* own,
+             std::span<const std::byte* const> inputs, std::span<const double> coefficients,
+             std::size_t count);
+
+}  // namespace jaxcoded

@@ -1,0 +1,103 @@
+// Memory that processes of one host share: a bell to wake each other, and words that say which of
+// a rank's objects may still be fetched.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace jaxcoded {
+
+// Who sleeps on a process's bell.
+//
+// Either the thread that waits for its call *drives*, that is, does the engine's work itself, or
+// the progress thread does. Whoever is at work may sleep here; whoever rings wakes just that one.
+class Bell {
+ public:
+  enum Sleeper : std::uint32_t { driver = 1, progress = 2 };
+
+  std::uint32_t rings() const { return rings_.load(); }
+  void ring();
+  // Until a ring after `seen`, or so many seconds.
+  void sleep(Sleeper who, std::uint32_t seen, double seconds);
+  void begin_driving() { state_.fetch_or(driving); }
+  // The progress thread takes over; it is woken if `wake` or if there was a ring after `seen`.
+  void end_driving(std::uint32_t seen, bool wake);
+
+ private:
+  static constexpr std::uint32_t driving = 4;
+  void wake(Sleeper who);
+
+  std::atomic<std::uint32_t> rings_{0};
+  std::atomic<std::uint32_t> state_{0};  // sleepers, and whether a thread drives
+};
+
+// For each kind of object, the first round whose objects are valid. A reader looks after it has
+// read: what was withdrawn in the meantime it must not use.
+using Validity = std::array<std::atomic<std::uint64_t>, 3>;
+
+struct Page {
+  static constexpr std::size_t most_groups = 100;
+
+  Bell bell;
+  std::uint64_t magic;
+  std::array<Validity, most_groups> validity;
+};
+
+// What others need to find this process's page and memory.
+struct Card {
+  std::int64_t pid;
+  std::int64_t descriptor;
+  std::uint64_t magic;
+  std::uint64_t magic_address;
+  std::uint64_t slot;  // of the group in `validity`
+};
+
+// This process's own page.
+class OwnPage {
+ public:
+  OwnPage();
+  ~OwnPage();
+  OwnPage(const OwnPage&) = delete;
+
+  Page& operator*() const { return *page_; }
+  Page* operator->() const { return page_; }
+  // A group's place on the page, until it is given back.
+  Card open_slot();
+  void close_slot(std::uint64_t slot) { used_[slot] = false; }
+
+ private:
+  Page* page_ = nullptr;
+  int descriptor_ = -1;
+  std::array<bool, Page::most_groups> used_{};
+};
+
+// The page of another process of this host.
+class PeerPage {
+ public:
+  // Null if the process is on another host, or cannot be reached.
+  static std::unique_ptr<PeerPage> open(const Card& card);
+  ~PeerPage();
+
+  Bell& bell() const { return page_->bell; }
+  // Whether its memory can be read.
+  bool readable() const { return readable_; }
+  // Copy its memory; false if it is not there (any more).
+  bool read(std::uint64_t address, std::byte* to, std::size_t bytes) const;
+  std::uint64_t first_valid(std::size_t what) const {
+    return page_->validity[card_.slot][what].load();
+  }
+
+ private:
+  PeerPage(const Card& card, Page* page) : card_(card), page_(page) {}
+
+  Card card_;
+  Page* page_;
+  bool readable_ = false;
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,69 @@
+#include "pool.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <bit>
+#include <new>
+
+namespace jaxcoded {
+namespace {
+
+constexpr std::size_t huge_page = std::size_t{2} << 20;
+
+// Sizes are rounded up, by an eighth at most, so that rounds of almost equal size share memory.
+std::size_t rounded(std::size_t bytes) {
+  const std::size_t least = std::max<std::size_t>(bytes, 256);
+  const std::size_t step = std::max<std::size_t>(std::bit_floor(least) / 8, 64);
+  return (least + step - 1) / step * step;
+}
+
+std::byte* allocate(std::size_t capacity) {
+  const bool large = capacity >= huge_page;
+  const std::align_val_t alignment{large ? huge_page : 64};
+  auto* data = static_cast<std::byte*>(::operator new(capacity, alignment));
+  if (large) madvise(data, capacity, MADV_HUGEPAGE);
+  return data;
+}
+
+void release(std::byte* data, std::size_t capacity) {
+  ::operator delete(data, std::align_val_t{capacity >= huge_page ? huge_page : 64});
+}
+
+}  // namespace
+
+Buffer::~Buffer() {
+  if (data_) pool_->give(data_, capacity_);
+}
+
+Pool::~Pool() {
+  for (auto [capacity, data] : free_) release(data, capacity);
+}
+
+Buffer Pool::take(std::size_t bytes) {
+  const std::size_t capacity = rounded(bytes);
+  used_ += capacity;
+  if (auto found = free_.find(capacity); found != free_.end()) {
+    std::byte* data = found->second;
+    free_.erase(found);
+    kept_ -= capacity;
+    return {this, data, capacity};
+  }
+  return {this, allocate(capacity), capacity};
+}
+
+void Pool::give(std::byte* data, std::size_t capacity) {
+  used_ -= capacity;
+  kept_ += capacity;
+  free_.emplace(capacity, data);
+  // Keep what a round or two may ask for again, and no more than is in use.
+  const std::size_t most = std::max<std::size_t>(2 * capacity, used_ / 2) + (std::size_t{4} << 20);
+  while (kept_ > most) {
+    const auto largest = std::prev(free_.end());
+    kept_ -= largest->first;
+    release(largest->second, largest->first);
+    free_.erase(largest);
+  }
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,65 @@
+// Memory that is used again: fresh pages cost more than the sums formed in them.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <utility>
+
+namespace jaxcoded {
+
+class Pool;
+
+// A block of memory, given back to its pool at the end. Empty by default.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer(std::move(other)).swap(*this);
+    return *this;
+  }
+  ~Buffer();
+
+  std::byte* data() const { return data_; }
+  std::size_t capacity() const { return capacity_; }
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  friend class Pool;
+  Buffer(Pool* pool, std::byte* data, std::size_t capacity)
+      : pool_(pool), data_(data), capacity_(capacity) {}
+  void swap(Buffer& other) noexcept {
+    std::swap(pool_, other.pool_);
+    std::swap(data_, other.data_);
+    std::swap(capacity_, other.capacity_);
+  }
+
+  Pool* pool_ = nullptr;
+  std::byte* data_ = nullptr;
+  std::size_t capacity_ = 0;
+};
+
+// Not safe for use from several threads at once.
+class Pool {
+ public:
+  Pool() = default;
+  Pool(const Pool&) = delete;
+  ~Pool();
+
+  // At least `bytes` and at least one byte, aligned to 64.
+  Buffer take(std::size_t bytes);
+
+  // Memory handed out, and memory kept for later, in bytes.
+  std::size_t used() const { return used_; }
+  std::size_t kept() const { return kept_; }
+
+ private:
+  friend class Buffer;
+  void give(std::byte* data, std::size_t capacity);
+
+  std::multimap<std::size_t, std::byte*> free_;  // by capacity
+  std::size_t used_ = 0;
+  std::size_t kept_ = 0;
+};
+
+}  // namespace jaxcoded

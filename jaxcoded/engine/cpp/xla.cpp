@@ -1,0 +1,117 @@
+#include "xla.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "engine.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxcoded {
+namespace {
+
+namespace ffi = xla::ffi;
+
+Segment segment_of(ffi::AnyBuffer buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F16:
+      return {DType::float16, buffer.element_count()};
+    case ffi::BF16:
+      return {DType::bfloat16, buffer.element_count()};
+    case ffi::F32:
+      return {DType::float32, buffer.element_count()};
+    case ffi::F64:
+      return {DType::float64, buffer.element_count()};
+    default:
+      return {DType::bytes, buffer.size_bytes()};
+  }
+}
+
+// The order's value is never read: what counts is that there is a next one.
+void pass_on(ffi::AnyBuffer order, ffi::AnyBuffer next) {
+  if (order.element_type() == ffi::TOKEN || order.untyped_data() == next.untyped_data()) return;
+  std::memcpy(next.untyped_data(), order.untyped_data(), order.size_bytes());
+}
+
+ffi::Error error_of(Outcome outcome, const std::string& text) {
+  if (outcome == Outcome::desynchronized) {
+    return ffi::Error(ffi::ErrorCode::kOutOfRange, "jaxcoded.Desynchronized: " + text);
+  }
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, text);
+}
+
+ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
+                      std::string_view words, std::int64_t fingerprint, std::int64_t up,
+                      std::int64_t down, std::int64_t skips, std::int64_t erases) {
+  std::size_t next = 0;
+  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
+  const auto result = [&](std::size_t i) { return **results.get<ffi::AnyBuffer>(i); };
+  pass_on(operand(), result(0));
+  Request request;
+  request.words = words;
+  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  request.up = up != 0;
+  request.down = down != 0;
+  if (skips) request.skipped = *static_cast<const std::int32_t*>(operand().untyped_data()) != 0;
+  if (erases) {
+    const ffi::AnyBuffer mask = operand();
+    const auto* erased = static_cast<const bool*>(mask.untyped_data());
+    request.erased.assign(erased, erased + mask.element_count());
+  }
+  for (std::size_t i = 1; i < results.size(); ++i) {
+    const ffi::AnyBuffer own = operand();
+    const ffi::AnyBuffer out = result(i);
+    request.message.push_back(segment_of(own));
+    request.total.push_back(segment_of(out));
+    request.own.push_back(static_cast<const std::byte*>(own.untyped_data()));
+    request.out.push_back(static_cast<std::byte*>(out.untyped_data()));
+  }
+  try {
+    const Result outcome = Engine::instance().run(static_cast<std::uint64_t>(group), std::move(request));
+    if (outcome.outcome == Outcome::done) return ffi::Error::Success();
+    return error_of(outcome.outcome, outcome.error);
+  } catch (const Closed& closed) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, closed.text);
+  }
+}
+
+ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
+                    ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
+  pass_on(order, *next);
+  try {
+    const std::uint64_t rounds = Engine::instance().with(
+        static_cast<std::uint64_t>(group), [](Member& its) { return its.node->lag(); });
+    constexpr std::uint64_t most = std::numeric_limits<std::int32_t>::max();
+    *lag->typed_data() = static_cast<std::int32_t>(std::min(rounds, most));
+    return ffi::Error::Success();
+  } catch (const Closed& closed) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, closed.text);
+  }
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(round_handler_impl, round_impl,
+                       ffi::Ffi::Bind()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::int64_t>("group")
+                           .Attr<std::string_view>("words")
+                           .Attr<std::int64_t>("fingerprint")
+                           .Attr<std::int64_t>("up")
+                           .Attr<std::int64_t>("down")
+                           .Attr<std::int64_t>("skips")
+                           .Attr<std::int64_t>("erases"));
+
+XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::BufferR0<ffi::S32>>()
+                           .Attr<std::int64_t>("group"));
+
+XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
+XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame) { return lag_handler_impl(frame); }
+
+}  // namespace jaxcoded

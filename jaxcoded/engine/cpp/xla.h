@@ -1,0 +1,15 @@
+// What compiled programs call.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxcoded {
+
+// Operands: what orders the call (a token or a number), then int32 `skipped` if the attribute
+// `skips`, bool ranks left out if `erases`, and the vectors. Results: the order, and the vectors.
+XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame);
+
+// Operand: the order. Results: the order, and the lag as int32.
+XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
+
+}  // namespace jaxcoded

@@ -1,0 +1,100 @@
+"""What a group asks of the transport that carries its rounds."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Trip:
+    """What happens in a round.
+
+    Attributes:
+        words: collective, shapes and dtypes; equal on ranks that call the same.
+        up: the ranks' vectors are summed; otherwise the root's are told.
+        down: every rank gets the result; otherwise the root alone, zeros elsewhere.
+    """
+
+    words: str
+    up: bool = True
+    down: bool = True
+
+
+class Transport(abc.ABC):
+    """How the rounds of one group are carried."""
+
+    # Whether a rank can be behind: then its rounds may be decided before it calls them.
+    can_lag = False
+
+    @abc.abstractmethod
+    def carry(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        """Trace a round.
+
+        Args:
+            trip: what happens.
+            vectors: this rank's, ``(..., length)``.
+            erased: bool ``(size,)``, ranks to leave out.
+            skipped: int32, not 0 where this rank has nothing to contribute.
+            token: int32 that orders the round; otherwise the effect does.
+
+        Returns:
+            The resulting vectors, and the next token.
+        """
+
+    @abc.abstractmethod
+    def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Trace reading the lag: int32, and the next token."""
+
+    @abc.abstractmethod
+    def host_lag(self) -> int:
+        """The lag now."""
+
+    @abc.abstractmethod
+    def note_failure(self, words: str) -> None:
+        """An error kept this rank from a round; the other ranks hear of it when it
+        begins its next one."""
+
+    @abc.abstractmethod
+    def close(self, seconds: float) -> list[int]:
+        """End the group's rounds. Collective; returns ranks that did not come."""
+
+    def abandon(self) -> None:
+        """The group is given up after an error, without waiting for anybody."""
+
+    def host_round(
+        self,
+        trip: Trip,
+        vectors: Sequence[np.ndarray],
+        results: Sequence[np.ndarray],
+        *,
+        erased: np.ndarray | None = None,
+        skipped: bool = False,
+    ) -> None:
+        """A round on numpy arrays, without XLA: ``results`` are written."""
+        raise NotImplementedError(
+            'rounds on numpy arrays need a group with transport="engine"'
+        )
+
+    def keep_state(self, state: np.ndarray) -> None:
+        """Keep a copy of these bytes as this rank's snapshot."""
+
+    def fetch_state(self, seconds: float) -> tuple[int, bytes]:
+        """The newest snapshot of the nearest ancestor, and its round; continue
+        there."""
+        raise NotImplementedError('resync needs a group with transport="engine"')
+
+    def statistics(self) -> dict[str, Any]:
+        """Figures of the transport, by name."""
+        return {}

@@ -1,0 +1,347 @@
+"""The tree on the engine: a parent goes on as soon as its code can decode.
+
+The engine is a C++ extension with a progress thread, see ``docs/engine.md``. Here it is
+opened for a group, and its calls become JAX primitives.
+"""
+
+import atexit
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.ffi import ffi_lowering, register_ffi_target
+from jax.interpreters import mlir
+from mpi4py import MPI
+
+from jaxcoded import errors, rounds
+from jaxcoded.plan import Plan
+from jaxcoded.transports._transport import Transport, Trip
+
+try:
+    from jaxcoded.engine import _engine
+except ImportError as error:  # not built, or built for another MPI or Python
+    _engine = None
+    _why_missing = str(error)
+
+logger = logging.getLogger("jaxcoded")
+
+_DONE, _FAILED, _DESYNCHRONIZED = 1, 2, 3
+_DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
+_BYTES = 0
+# At the end of the process, ranks that still lack results get them for so long.
+_EXIT_SECONDS = 5.0
+
+
+def missing() -> str:
+    """Why the engine cannot be used in this process, in words; empty if it can."""
+    if _engine is None:
+        return f"the engine is not built ({_why_missing})"
+    if not _engine.thread_multiple():
+        return (
+            "MPI was initialised without MPI_THREAD_MULTIPLE, which the engine's "
+            "progress thread needs (mpi4py.rc.thread_level)"
+        )
+    if jax.default_backend() != "cpu":
+        return f"the engine does not run on {jax.default_backend()} yet"
+    return ""
+
+
+class Engine(Transport):
+    """The transport of one group. Collective.
+
+    Args:
+        index: of the group; never used again.
+        comm: the group's communicator.
+        plan: the group's plan.
+        history_bytes: memory for results that late ranks lack, in bytes.
+        report_after: seconds after which a rank that cannot go on logs whom it waits
+            for.
+    """
+
+    can_lag = True
+
+    def __init__(
+        self,
+        index: int,
+        comm: MPI.Intracomm,
+        plan: Plan,
+        *,
+        history_bytes: int,
+        report_after: float,
+    ) -> None:
+        self._index, self._plan, self._rank = index, plan, comm.rank
+        _register()
+        limits = _engine.Limits()
+        limits.history_bytes = history_bytes
+        limits.history_most = max(limits.history_most, history_bytes)
+        # every rank draws the same session: old messages are told from new ones by it
+        session = comm.bcast(int(np.random.default_rng().integers(1, 2**62)))
+        own = comm.Dup()
+        _engine.open(
+            index,
+            own.py2f(),
+            session,
+            comm.allgather(_engine.introduce()),
+            _family(plan, comm.rank),
+            _decoder(plan, comm.rank),
+            limits,
+            _refusal(plan),
+            functools.partial(_report, index),
+            report_after,
+        )
+
+    def carry(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        slices = self._plan.slices_above[self._rank] if trip.up else 1
+        # a parent joins slices one after the other, whatever the batch: they come first
+        moved = [
+            jnp.moveaxis(v, -1, 0) if slices_in_a_batch(v, self._plan) else v
+            for v in vectors
+        ]
+        shapes = [
+            (v.shape[0] * slices, *v.shape[1:])
+            if v is not vector
+            else (*v.shape[:-1], v.shape[-1] * slices)
+            for v, vector in zip(moved, vectors)
+        ]
+        extras = [x for x in (skipped, erased) if x is not None]
+        out, token = _bind(
+            "jaxcoded_round",
+            [*extras, *moved],
+            [ShapedArray(shape, v.dtype) for shape, v in zip(shapes, moved)],
+            token,
+            group=self._index,
+            words=trip.words,
+            fingerprint=_fingerprint(trip.words),
+            up=int(trip.up),
+            down=int(trip.down),
+            skips=int(skipped is not None),
+            erases=int(erased is not None),
+        )
+        return [
+            jnp.moveaxis(o, 0, -1) if v is not vector else o
+            for o, v, vector in zip(out, moved, vectors)
+        ], token
+
+    def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        (lag,), token = _bind(
+            "jaxcoded_lag", [], [ShapedArray((), np.int32)], token, group=self._index
+        )
+        return lag, token
+
+    def host_lag(self) -> int:
+        return self._ask("lag")
+
+    def note_failure(self, words: str) -> None:
+        self._ask("note_failure", words)
+
+    def close(self, seconds: float) -> list[int]:
+        return self._ask("close", seconds)
+
+    def host_round(
+        self,
+        trip: Trip,
+        vectors: Sequence[np.ndarray],
+        results: Sequence[np.ndarray],
+        *,
+        erased: np.ndarray | None = None,
+        skipped: bool = False,
+    ) -> None:
+        outcome, text = self._ask(
+            "run",
+            _fingerprint(trip.words) % 2**64,
+            trip.words,
+            trip.up,
+            trip.down,
+            skipped,
+            [] if erased is None else np.asarray(erased, bool).tolist(),
+            [_vector(v) for v in vectors],
+            [_vector(v) for v in results],
+        )
+        if outcome != _DONE:
+            raise _error(outcome, text)
+
+    def keep_state(self, state: np.ndarray) -> None:
+        self._ask("keep_state", state.ctypes.data, state.nbytes)
+
+    def fetch_state(self, seconds: float) -> tuple[int, bytes]:
+        round_ = self._ask("fetch_state", seconds)
+        if not round_:
+            return 0, b""
+        state = self._ask("state")
+        self._ask("resume")
+        return round_, state
+
+    def statistics(self) -> dict[str, Any]:
+        names = ("next_round", "history_bytes", "memory_bytes", "fetched_bytes")
+        return {name: self._ask(name) for name in names}
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(_engine, name)(self._index, *args)
+        except RuntimeError as error:
+            raise errors.use_after_close(self._index) from error
+
+
+def slices_in_a_batch(vector: jax.Array, plan: Plan) -> bool:
+    """Whether a vector has batch axes and is made of slices."""
+    return vector.ndim > 1 and plan.sliced
+
+
+# What the engine is told about a rank.
+
+
+def _family(plan: Plan, rank: int) -> Any:
+    tree = plan.tree
+    ancestors = []
+    above = tree.parents[rank]
+    while above >= 0:
+        ancestors.append(above)
+        above = tree.parents[above]
+    children = list(plan.coded_children(rank))
+    descendants = list(children)
+    for below in descendants:  # grows while it is walked
+        descendants.extend(tree.children[below])
+    return _engine.Family(rank, ancestors, children, descendants)
+
+
+def _decoder(plan: Plan, rank: int) -> Any:
+    coding = plan.codings[rank]
+    if coding is None:
+        return _engine.Decoder(1, 0, [], lambda answered: [])
+    code = coding.code
+
+    def decode(answered: list[bool]) -> list[float]:
+        mask = np.array(answered, bool)
+        if not code.decodable(mask):
+            return []
+        return code.decode(mask).coefficients.ravel().tolist()
+
+    # fewer never suffice, but for replicas: one of each class does
+    least = min(code.n - code.stragglers, len(set(code.classes)))
+    return _engine.Decoder(code.m, least, list(code.classes), decode)
+
+
+def _refusal(plan: Plan) -> Callable[[list[bool]], str]:
+    def refusal(erased: list[bool]) -> str:
+        words = plan.refusal(np.array(erased, bool))
+        return words and f"TooManyErasures: {words}"
+
+    return refusal
+
+
+def _report(index: int, words: str) -> bool:
+    logger.warning("group %d, %s", index, words)
+    return True
+
+
+def _fingerprint(words: str) -> int:
+    digest = hashlib.sha256(words.encode()).digest()
+    return int.from_bytes(digest[:8], signed=True)
+
+
+def _vector(array: np.ndarray) -> tuple[int, int, int]:
+    code = _DTYPES.get(array.dtype.name, _BYTES)
+    return code, array.size if code else array.nbytes, array.ctypes.data
+
+
+def _error(outcome: int, text: str) -> Exception:
+    if outcome == _DESYNCHRONIZED:
+        return errors.Desynchronized(
+            "the results that this rank lacks are no longer kept anywhere: call "
+            "group.resync"
+        )
+    kind, _, words = text.partition(": ")
+    return getattr(errors, kind, errors.CodedError)(words or text)
+
+
+# What compiled programs call.
+
+
+@functools.cache
+def _register() -> None:
+    register_ffi_target("jaxcoded_round", _engine.round_handler, platform="cpu")
+    register_ffi_target("jaxcoded_lag", _engine.lag_handler, platform="cpu")
+    atexit.register(_engine.stop, _EXIT_SECONDS)
+
+
+call_p = Primitive("coded_engine_call")
+call_p.multiple_results = True
+
+
+def _bind(
+    target: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[ShapedArray],
+    token: jax.Array | None,
+    **attributes: int | str,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Call the engine, in the order of the rounds or of the token."""
+    tokens = [] if token is None else [token]
+    out = call_p.bind(
+        *tokens,
+        *operands,
+        target=target,
+        results=tuple(results),
+        tokened=bool(tokens),
+        attributes=tuple(attributes.items()),
+    )
+    return (out, None) if token is None else (out[1:], out[0])
+
+
+@call_p.def_effectful_abstract_eval
+def _abstract_eval(
+    *avals: Any, target: str, results: Any, tokened: bool, attributes: Any
+) -> Any:
+    if tokened:
+        return [ShapedArray(avals[0].shape, avals[0].dtype), *results], set()
+    return list(results), {rounds.ORDER}
+
+
+def _lowering(
+    ctx: Any, *operands: Any, target: str, results: Any, tokened: bool, attributes: Any
+) -> Any:
+    numbers = {
+        name: np.int64(value) if isinstance(value, int) else value
+        for name, value in attributes
+    }
+    avals_in, avals_out = list(ctx.avals_in), list(ctx.avals_out)
+    if not tokened:
+        operands = (ctx.tokens_in.get(rounds.ORDER), *operands)
+        avals_in = [rounds.TOKEN, *avals_in]
+        avals_out = [rounds.TOKEN, *avals_out]
+    # A result lies where its operand was, where XLA may: the caller donated it, or it
+    # is a temporary.
+    extras = len(avals_in) - len(avals_out) if target == "jaxcoded_round" else 0
+    aliases = {
+        i + extras: i
+        for i in range(1, len(avals_out))
+        if i + extras < len(avals_in)
+        and (avals_in[i + extras].shape, avals_in[i + extras].dtype)
+        == (avals_out[i].shape, avals_out[i].dtype)
+    }
+    lower = ffi_lowering(
+        target, has_side_effect=True, operand_output_aliases={0: 0, **aliases}
+    )
+    out = lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **numbers)
+    if tokened:
+        return out
+    ctx.set_tokens_out(mlir.TokenSet({rounds.ORDER: out[0]}))
+    return out[1:]
+
+
+mlir.register_lowering(call_p, _lowering, platform="cpu")
