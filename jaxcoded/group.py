@@ -244,6 +244,12 @@ class CodedGroup:
         return self._comm
 
     @property
+    def rounds(self) -> int:
+        """Rounds of this group that this rank has called."""
+        check_open(self)
+        return self.transport.rounds()
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self.index not in _groups

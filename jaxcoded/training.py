@@ -73,14 +73,14 @@ def coded_value_and_grad(
         erasures: jax.Array | None = None,
         token: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        behind = None
-        if group.transport.can_lag:
-            lag, token = group.transport.lag(token)
-            behind = (lag > 0).astype(jnp.int32)
         with group.failing("coded_value_and_grad"):
             batch = jax.tree.map(jnp.asarray, batch)
             coding = jnp.asarray(weights)
             _check_shapes(batch, coding, group)
+            behind = None
+            if group.transport.can_lag:
+                lag, token = group.transport.lag(token)
+                behind = (lag > 0).astype(jnp.int32)
             partial = functools.partial(
                 _weighted, per_example_loss, has_aux, mean, behind, params
             )

@@ -62,6 +62,10 @@ class Transport(abc.ABC):
         """The lag now."""
 
     @abc.abstractmethod
+    def rounds(self) -> int:
+        """Rounds that this rank has called."""
+
+    @abc.abstractmethod
     def note_failure(self, words: str) -> None:
         """An error kept this rank from a round; the other ranks hear of it when it
         begins its next one."""

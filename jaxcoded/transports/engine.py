@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
-from jax.interpreters import mlir
+from jax.interpreters import mlir, xla
 from mpi4py import MPI
 
 from jaxcoded import errors, rounds
@@ -146,6 +146,9 @@ class Engine(Transport):
     def host_lag(self) -> int:
         return self._ask("lag")
 
+    def rounds(self) -> int:
+        return self._ask("next_round") - 1
+
     def note_failure(self, words: str) -> None:
         self._ask("note_failure", words)
 
@@ -187,7 +190,7 @@ class Engine(Transport):
         return round_, state
 
     def statistics(self) -> dict[str, Any]:
-        names = ("next_round", "history_bytes", "memory_bytes", "fetched_bytes")
+        names = ("history_bytes", "memory_bytes", "fetched_bytes")
         return {name: self._ask(name) for name in names}
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -281,6 +284,7 @@ def _register() -> None:
 
 call_p = Primitive("coded_engine_call")
 call_p.multiple_results = True
+call_p.def_impl(functools.partial(xla.apply_primitive, call_p))
 
 
 def _bind(

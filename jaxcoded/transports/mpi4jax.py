@@ -75,6 +75,9 @@ class Mpi4jax(Transport):
     def host_lag(self) -> int:
         return 0
 
+    def rounds(self) -> int:
+        return self._round
+
     def note_failure(self, words: str) -> None:
         self._failure = words
 

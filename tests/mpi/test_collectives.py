@@ -46,18 +46,18 @@ GRADIENTS = {
 def test_mixed_pytree(comm, group, mean):
     tree = contribution(group, GRADIENTS)
     tree["number"] = float(tree["number"])
-    before = group._round
+    before = group.rounds
     total = coded_allreduce(tree, group, mean=mean)
-    assert group._round == before + 1
+    assert group.rounds == before + 1
     assert_sum(group, total, GRADIENTS, 1.0 if mean is None else 1 / mean)
     assert_same_bits(comm, total)
 
 
 def test_nothing_to_sum_is_a_round_all_the_same(group):
-    before = group._round
+    before = group.rounds
     assert coded_allreduce({"a": None, "b": ()}, group) == {"a": None, "b": ()}
     assert coded_allreduce(np.zeros((2, 0), np.float32), group).shape == (2, 0)
-    assert group._round == before + 2
+    assert group.rounds == before + 2
 
 
 def test_traced_mean(group, own):
@@ -163,9 +163,9 @@ def test_vmap_is_one_round(group):
     def total(tree):
         return coded_allreduce(tree, group)
 
-    before = group._round
+    before = group.rounds
     result = jax.block_until_ready(total(tree))
-    assert group._round == before + 1
+    assert group.rounds == before + 1
     assert_sum(group, result["batched"], columns)
     for column in range(3):
         assert_sum(group, result["shared"][:, column], VECTOR)
@@ -228,11 +228,11 @@ def test_equal_groups_share_nothing(comm, group, own):
     with jaxcoded.CodedGroup.from_plan(comm, group.plan) as twin:
         assert twin.plan == group.plan
         assert twin != group
-        before = group._round
+        before = group.rounds
         for calls, each in enumerate((group, twin, group, twin)):
             assert_sum(group, step(own, each), VECTOR)
-            assert group._round == before + 1 + calls // 2
-            assert twin._round == (1 + calls) // 2
+            assert group.rounds == before + 1 + calls // 2
+            assert twin.rounds == (1 + calls) // 2
         assert step._cache_size() == 2
 
 
@@ -257,9 +257,9 @@ def test_calls_keep_their_order(comm, group, own):
             return total + 1, out | {"passed": passed, "first": first}
 
         loop = jax.jit(lambda: jax.lax.scan(step, 0, jnp.arange(1.0, 4)))
-        before = group._round
+        before = group.rounds
         steps, out = jax.block_until_ready(loop())
-        assert (steps, group._round - before, other._round) == (3, 6, 6)
+        assert (steps, group.rounds - before, other.rounds) == (3, 6, 6)
 
     for i, k in enumerate(range(1, 4)):
         assert_sum(group, [out["a"][i], out["b"][i]], [VECTOR, VECTOR])
@@ -276,7 +276,7 @@ def test_calls_are_neither_dropped_nor_merged(group, own):
         jax.lax.fori_loop(0, 2, lambda _, c: (coded_allreduce(x, group), c)[1], 0)
         return coded_allreduce(x, group) + coded_allreduce(x, group)  # identical calls
 
-    before = group._round
+    before = group.rounds
     assert_sum(group, wasteful(own) / 2, VECTOR)
     jax.effects_barrier()
-    assert group._round == before + 5
+    assert group.rounds == before + 5

@@ -157,7 +157,7 @@ def test_no_communicator(comm):
 
 def test_impossible_arguments(comm):
     with pytest.raises(
-        ValueError, match="transport must be one of auto, mpi4jax, got 'mpi'"
+        ValueError, match="transport must be one of auto, engine, mpi4jax, got 'mpi'"
     ):
         jaxcoded.CodedGroup(comm, stragglers=0, transport="mpi")
     with pytest.raises(

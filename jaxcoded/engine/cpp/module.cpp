@@ -59,19 +59,20 @@ Decoder decoder_of(std::size_t slices, std::size_t least, std::vector<int> class
                  with_gil<std::vector<double>, const std::vector<bool>&>(std::move(decode), {}));
 }
 
-using CardTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+using CardTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                             std::uint64_t>;
 
 CardTuple introduce() {
   const Card card = Engine::instance().introduce();
-  return {card.pid, card.descriptor, card.magic, card.magic_address, card.slot};
+  return {card.pid, card.descriptor, card.magic, card.magic_address, card.slot, card.host};
 }
 
 void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
           Family family, Decoder decoder, Limits limits, nb::callable refuse, nb::callable report,
           double report_seconds) {
   std::vector<Card> all;
-  for (const auto& [pid, descriptor, magic, address, slot] : cards) {
-    all.push_back({pid, descriptor, magic, address, slot});
+  for (const auto& [pid, descriptor, magic, address, slot, host] : cards) {
+    all.push_back({pid, descriptor, magic, address, slot, host});
   }
   std::vector<Rank> peers = family.ancestors;
   peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());

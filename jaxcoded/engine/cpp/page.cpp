@@ -13,6 +13,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace jaxcoded {
 namespace {
@@ -24,6 +25,12 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
            const timespec* until, std::uint32_t bits) {
   return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, until,
                  nullptr, bits);
+}
+
+std::uint64_t host() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return std::hash<std::string_view>{}(name);
 }
 
 Page* map(int descriptor) {
@@ -86,13 +93,14 @@ Card OwnPage::open_slot() {
     used_[slot] = true;
     for (auto& word : page_->validity[slot]) word.store(0);
     return {getpid(), descriptor_, page_->magic, reinterpret_cast<std::uintptr_t>(&magic_word),
-            slot};
+            slot, host()};
   }
   throw std::runtime_error("a process can have " + std::to_string(Page::most_groups) +
                            " open groups with transport=\"engine\": close some");
 }
 
 std::unique_ptr<PeerPage> PeerPage::open(const Card& card) {
+  if (card.host != host()) return nullptr;
   const std::string path =
       "/proc/" + std::to_string(card.pid) + "/fd/" + std::to_string(card.descriptor);
   const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);

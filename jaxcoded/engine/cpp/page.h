@@ -55,6 +55,7 @@ struct Card {
   std::uint64_t magic;
   std::uint64_t magic_address;
   std::uint64_t slot;  // of the group in `validity`
+  std::uint64_t host;  // a hash of the host's name
 };
 
 // This process's own page.
