@@ -3,6 +3,7 @@ although some ranks are left out."""
 
 from jaxcoded import baselines as baselines
 from jaxcoded import codes as codes
+from jaxcoded import host as host
 from jaxcoded import kernels as kernels
 from jaxcoded import optax as optax
 from jaxcoded.codes import GradientCode as GradientCode

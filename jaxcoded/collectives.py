@@ -207,26 +207,33 @@ def summed(
     with group.failing(name):
         divisor = _checked_mean(mean)
         vectors, packing = _message(name, tree, group)
-        for vector in vectors:
-            _check_amplification(vector.dtype, group.plan.amplification)
+        trip = summing(name, packing, group, divisor, down=down)
         extras = [] if skipped is None else [skipped]
         if erasures is not None:
             extras.append(_checked_erasures(erasures, group.size))
         if token is not None:
             token = _checked_token(token)
+            trip = dataclasses.replace(trip, words=f"{trip.words}, with a token")
     carrier = _TreeRound(
-        group.index,
-        Trip(
-            f"{name} of {packing}{divisor}{'' if token is None else ', with a token'}",
-            down=down,
-        ),
-        skips=skipped is not None,
-        erases=erasures is not None,
+        group.index, trip, skips=skipped is not None, erases=erasures is not None
     )
     out, token = rounds.run(carrier, vectors, extras, token)
     total = unpack(out, packing)
     total = total if mean is None else divided(total, mean)
     return total if token is None else (total, token)
+
+
+def summing(
+    name: str, packing: Packing, group: CodedGroup, divisor: str = "", *, down: bool = True
+) -> Trip:
+    """The round of a coded sum of leaves like these.
+
+    Raises:
+        ValueError: rounding would spoil it.
+    """
+    for dtype in packing.vectors:
+        _check_amplification(dtype, group.plan.amplification)
+    return Trip(f"{name} of {packing}{divisor}", down=down)
 
 
 def _message(
@@ -311,5 +318,5 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
         warnings.warn(
             f"messages in {dtype} with the plan's amplification "
             f"κ = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
-            stacklevel=4,
+            stacklevel=5,
         )

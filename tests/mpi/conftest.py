@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import jaxcoded
+from jaxcoded.transports import engine
 
 jax.config.update("jax_enable_x64", True)
 
@@ -34,8 +35,16 @@ def comm():
     return MPI.COMM_WORLD
 
 
+@pytest.fixture(scope="session", params=["mpi4jax", "engine"])
+def transport(request):
+    """The transport of `group`, and of the groups that tests make themselves."""
+    if request.param == "engine" and (reason := engine.missing()):
+        pytest.skip(reason)
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def group(comm):
+def group(comm, transport):
     """A group on all ranks that loses one straggler where there are enough of them.
 
     1, 2, 4, 7 and 13 ranks: alone, uncoded, cyclic repetition, fractional repetition on a
@@ -45,5 +54,6 @@ def group(comm):
         comm,
         stragglers=1 if comm.size > 2 else 0,
         fanout=3 if comm.size == 13 else None,
+        transport=transport,
     ) as group:
         yield group

@@ -319,7 +319,8 @@ bool Node::gather() {
   while (decoded_ < incoming_.size()) {
     // What is decided is not needed any more, and may lie where this rank's own vector was.
     if (const Entry* entry = root() ? nullptr : history_.find(next_);
-        entry && decoder_.slices() == 1 && entry->ready > decoded_) {
+        entry && entry->ready > decoded_ &&
+        entry->layout.segments() == incoming_.segments()) {
       skip_piece();
       continue;
     }
@@ -431,7 +432,8 @@ void Node::offer() {
   }
   wire_.send(parent, message);
   offered_ = ready;
-  offering_ = unanswered_ = true;
+  unanswered_ |= !offering_;
+  offering_ = true;
   wanted_ = next_;  // which replaces what was asked for before
 }
 
@@ -521,7 +523,13 @@ void Node::on_result(Rank from, const Message& message) {
   if (head.round < frontier_) return;
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
-  if (known != announced_.end() && known->second.ready >= head.ready) return;
+  if (known != announced_.end()) {
+    // Another rank's news are as good: this one may have stopped.
+    const bool better = from == known->second.from ? head.ready > known->second.ready
+                                                   : head.ready >= known->second.ready;
+    if (!better) return;
+    if (from != known->second.from && head.round == frontier_) asked_pieces_.clear();
+  }
   Announcement news;
   news.from = from;
   news.ready = head.ready;

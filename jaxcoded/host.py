@@ -1,0 +1,74 @@
+"""Collectives on numpy arrays: no JAX arrays, no compilation.
+
+For light processes and tests. They are rounds of the group like any other: a rank may
+take part in a round with these while others do so with a compiled step, as long as
+shapes and dtypes are equal. They need a group with the engine.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxcoded.collectives import summing
+from jaxcoded.group import CodedGroup, check_open
+from jaxcoded.packing import Packing
+
+
+def coded_allreduce(
+    array: np.ndarray,
+    group: CodedGroup,
+    *,
+    out: np.ndarray | None = None,
+    skipped: bool = False,
+    erasures: Sequence[bool] | np.ndarray | None = None,
+) -> np.ndarray:
+    """`jaxcoded.coded_allreduce` of one numpy array. Blocks until the result is there.
+
+    Args:
+        array: this rank's contribution, of a float dtype, contiguous; equal shapes and
+            dtypes on all ranks.
+        group: an open group without slices, with ``transport="engine"``.
+        out: where the result goes; may be ``array`` itself. Default: a new array.
+        skipped: this rank has nothing to contribute, as one that is late
+            (`CodedGroup.lag`); ``array`` gives the shape only.
+        erasures: as for `jaxcoded.coded_allreduce`.
+
+    Returns:
+        ``out``: the sum.
+
+    Raises:
+        ValueError: an array is not contiguous, or ``out`` is not like ``array``.
+        TypeError: it is not floating point, or the group has slices.
+        CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
+            but as the very classes: `GroupMismatch`, `TooManyErasures`,
+            `Desynchronized`, `GroupClosed`.
+
+    Example:
+        >>> import numpy as np, jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     jaxcoded.host.coded_allreduce(np.arange(3.0), group)
+        array([0., 1., 2.])
+    """
+    check_open(group)
+    with group.failing("coded_allreduce"):
+        array = np.asarray(array)
+        result = np.empty_like(array) if out is None else out
+        if (result.shape, result.dtype) != (array.shape, array.dtype):
+            raise ValueError(
+                f"out must be like the array, {array.dtype}{list(array.shape)}, "
+                f"got {result.dtype}{list(result.shape)}"
+            )
+        if not (array.flags.c_contiguous and result.flags.c_contiguous):
+            raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
+        if group.plan.sliced:
+            raise TypeError("collectives on numpy arrays need a group without slices")
+        packing = Packing.of(array)
+        trip = summing("coded_allreduce", packing, group)
+        mask = None if erasures is None else np.asarray(erasures, bool)
+    vectors = [array] if array.size else []
+    results = [result] if array.size else []
+    group.transport.host_round(
+        trip, vectors, results, erased=mask, skipped=skipped
+    )
+    return result
