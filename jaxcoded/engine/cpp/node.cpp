@@ -160,6 +160,7 @@ void Node::deliver(Rank from, const Message& message) {
   Child* child = child_of(from);
   auto listener = listeners_.find(from);
   if (child) child->done = std::max(child->done, head.done);
+  asked_ranks_.erase(from);  // it answers
   if (listener != listeners_.end()) listener->second.noted = false;
   if (!root() && from == family_.ancestors.front()) {
     unanswered_ = false;
@@ -680,11 +681,20 @@ void Node::ask() {
     want(upstream_);
   }
   if (!mine || wire_.now() - asked_at_ < patience()) return;
-  for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
-    const Rank rank = family_.ancestors[a];
-    if (asked_ranks_.contains(rank) || gone_from_.contains(rank)) continue;
-    if (a == 0 && (offering_ || unanswered_)) continue;  // asked before
-    return want(a);
+  // Give up whoever announced it, and ask somebody else. Who has not answered is not asked again.
+  Rank silent = family_.rank;
+  if (const auto source = announced_.find(frontier_); source != announced_.end()) {
+    silent = source->second.from;
+    announced_.erase(source);
+    asked_pieces_.clear();
+  }
+  for (const bool any : {false, true}) {
+    for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
+      const Rank rank = family_.ancestors[a];
+      if (asked_ranks_.contains(rank) || gone_from_.contains(rank)) continue;
+      if ((a == 0 && unanswered_) || (rank == silent && !any)) continue;
+      return want(a);
+    }
   }
 }
 
@@ -697,6 +707,7 @@ void Node::want(std::size_t ancestor) {
   wire_.send(rank, message);
   wanted_ = message.header.last;
   asked_ranks_.insert(rank);
+  if (ancestor == 0) unanswered_ = true;
   asked_at_ = wire_.now();
 }
 
