@@ -675,9 +675,9 @@ void Node::ask() {
   const bool mine = calling() && next_ == frontier_;
   const bool decided = newest_ >= frontier_;
   // An offer asks for its result too; but not where it could not be made, or a stand-in answers.
-  const bool silent = mine && upstream_ > 0;
+  const bool orphan = mine && upstream_ > 0;
   if ((wanted_ < frontier_ && decided) ||
-      (silent && !asked_ranks_.contains(family_.ancestors[upstream_]))) {
+      (orphan && !asked_ranks_.contains(family_.ancestors[upstream_]))) {
     want(upstream_);
   }
   if (!mine || wire_.now() - asked_at_ < patience()) return;
