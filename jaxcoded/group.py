@@ -371,8 +371,8 @@ class CodedGroup:
                 del _groups[self.index]
             if absent:
                 warnings.warn(
-                    f"rank {self.rank} closed the group after {timeout} s without "
-                    f"ranks {absent}, or ranks below them",
+                    f"rank {self.rank} closed the group without ranks {absent} and "
+                    f"those below them: they were not there after {timeout} s",
                     RuntimeWarning,
                     stacklevel=2,
                 )

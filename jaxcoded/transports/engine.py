@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from jaxcoded import errors, rounds
 from jaxcoded.plan import Plan
+from jaxcoded.transports import _exit
 from jaxcoded.transports._transport import Transport, Trip
 
 try:
@@ -35,6 +36,8 @@ logger = logging.getLogger("jaxcoded")
 _DONE, _FAILED, _DESYNCHRONIZED = 1, 2, 3
 _DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 _BYTES = 0
+# How much longer a rank waits for its children than they do for theirs.
+_GIVE_UP_SECONDS = 0.5
 # At the end of the process, ranks that still lack results get them for so long.
 _EXIT_SECONDS = 5.0
 
@@ -77,6 +80,7 @@ class Engine(Transport):
         report_after: float,
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
+        self._height = _height(plan, comm.rank)
         _register()
         limits = _engine.Limits()
         limits.history_bytes = history_bytes
@@ -84,6 +88,10 @@ class Engine(Transport):
         # every rank draws the same session: old messages are told from new ones by it
         session = comm.bcast(int(np.random.default_rng().integers(1, 2**62)))
         own = comm.Dup()
+        self._world = comm.Get_group().Translate_ranks(
+            range(comm.size), MPI.COMM_WORLD.Get_group()
+        )
+        _exit.enter(self._world[plan.root])
         _engine.open(
             index,
             own.py2f(),
@@ -153,7 +161,11 @@ class Engine(Transport):
         self._ask("note_failure", words)
 
     def close(self, seconds: float) -> list[int]:
-        return self._ask("close", seconds)
+        # ranks below give up first, and say whom
+        absent = self._ask("close", seconds + _GIVE_UP_SECONDS * self._height)
+        if absent and self._rank == self._plan.root:
+            _exit.give_up([self._world[rank] for rank in absent], seconds)
+        return absent
 
     def host_round(
         self,
@@ -206,6 +218,16 @@ def slices_in_a_batch(vector: jax.Array, plan: Plan) -> bool:
 
 
 # What the engine is told about a rank.
+
+
+def _height(plan: Plan, rank: int) -> int:
+    """Layers below a rank."""
+    heights = [0] * plan.size
+    for below in reversed(plan.tree.order):
+        above = plan.tree.parents[below]
+        if above >= 0:
+            heights[above] = max(heights[above], heights[below] + 1)
+    return heights[rank]
 
 
 def _family(plan: Plan, rank: int) -> Any:

@@ -16,6 +16,8 @@ constexpr double longest_nap = 1e-3;
 // With bells nothing comes unheard: these are for timers only.
 constexpr double timer_seconds = 10e-3;
 constexpr double idle_seconds = 0.25;
+// For the last messages of a group to leave.
+constexpr double flush_seconds = 0.2;
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -233,13 +235,24 @@ void Engine::progress() {
 std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
+  const double until = now() + seconds;
+  const auto idle = [&] { return its.node->outcome() != Outcome::pending; };
+  const auto gone = [&] { return its.node->left() && !its.wire->unfinished(); };
+  drive(lock, idle, until);
   its.node->leave();
-  drive(lock, [&] { return its.node->left() && !its.wire->unfinished(); }, now() + seconds);
-  const std::vector<Rank> remaining = its.node->not_left();
-  if (remaining.empty() && !its.wire->unfinished()) its.wire->free();
+  if (!drive(lock, gone, until)) {
+    its.node->give_up();
+    drive(lock, gone, now() + flush_seconds);
+  }
+  const std::vector<Rank> absent = its.node->absent();
+  auto ended = members_.extract(index);
+  if (!idle()) {  // its handler still waits, and will be told that the process ends
+    ended_.push_back(std::move(ended.mapped()));
+    return absent;
+  }
+  if (absent.empty() && !its.wire->unfinished()) its.wire->free();
   page_.close_slot(its.slot);
-  members_.erase(index);
-  return remaining;
+  return absent;
 }
 
 void Engine::stop(double seconds) {

@@ -71,7 +71,7 @@ class Engine {
   bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
 
   // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
-  // The ranks below that had not left.
+  // The ranks below that had not left by then.
   std::vector<Rank> close(std::uint64_t index, double seconds);
   // Fail what waits, stop the thread. Nothing works afterwards.
   void stop(double seconds);
@@ -92,6 +92,7 @@ class Engine {
   std::condition_variable changed_;
   int waiting_ = 0;  // threads on `changed_`
   std::map<std::uint64_t, Member> members_;
+  std::vector<Member> ended_;  // closed while a call was in flight
   bool driving_ = false;
   bool stopping_ = false;
   double nap_ = 0;

@@ -310,7 +310,8 @@ NB_MODULE(_engine, module) {
       .def("resume", [](LoneNode& self) { self.node().resume(); })
       .def("leave", [](LoneNode& self) { self.node().leave(); })
       .def("left", [](LoneNode& self) { return self.node().left(); })
-      .def("not_left", [](LoneNode& self) { return self.node().not_left(); });
+      .def("give_up", [](LoneNode& self) { self.node().give_up(); })
+      .def("absent", [](LoneNode& self) { return self.node().absent(); });
 
   module.attr("round_handler") = nb::capsule(reinterpret_cast<void*>(round_handler), "xla._CUSTOM_CALL_TARGET");
   module.attr("lag_handler") = nb::capsule(reinterpret_cast<void*>(lag_handler), "xla._CUSTOM_CALL_TARGET");

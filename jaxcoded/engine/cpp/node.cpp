@@ -188,7 +188,9 @@ void Node::deliver(Rank from, const Message& message) {
       complain(head.round, std::string(message.text()));
       break;
     case Kind::bye:
-      if (child) {
+      if (child && !child->left) {
+        const auto absent = message.values<Rank>(0, message.body.size() / sizeof(Rank));
+        absent_.insert(absent_.end(), absent.begin(), absent.end());
         child->left = true;
         if (listener != listeners_.end()) listener->second.last = 0;
         check_offers();
@@ -1013,17 +1015,22 @@ void Node::leave() {
 }
 
 void Node::say_bye() {
-  if (!leaving_ || said_bye_ || !not_left().empty()) return;
+  if (!leaving_ || said_bye_) return;
+  if (!std::ranges::all_of(children_, &Child::left)) return;
   said_bye_ = true;
-  if (!root()) wire_.send(family_.ancestors.front(), {header(Kind::bye, 0)});
+  if (root()) return;
+  Message message{header(Kind::bye, 0)};
+  message.append(absent_.data(), absent_.size() * sizeof(Rank));
+  wire_.send(family_.ancestors.front(), message);
 }
 
-std::vector<Rank> Node::not_left() const {
-  std::vector<Rank> out;
-  for (const Child& child : children_) {
-    if (!child.left) out.push_back(child.rank);
+void Node::give_up() {
+  for (Child& child : children_) {
+    if (child.left) continue;
+    child.left = true;
+    absent_.push_back(child.rank);
   }
-  return out;
+  say_bye();
 }
 
 std::string Node::waiting_for() const {

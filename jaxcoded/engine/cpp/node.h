@@ -124,7 +124,10 @@ class Node {
   // This rank makes no more calls. `left`: nobody below needs it any more.
   void leave();
   bool left() const { return said_bye_; }
-  std::vector<Rank> not_left() const;
+  // Leave without those below that still need it.
+  void give_up();
+  // Ranks below that were given up, here or below.
+  const std::vector<Rank>& absent() const { return absent_; }
 
   // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
   std::string waiting_for() const;
@@ -297,6 +300,7 @@ class Node {
   std::uint64_t state_bytes_ = 0;
   State fetched_state_;
   bool leaving_ = false, said_bye_ = false;
+  std::vector<Rank> absent_;
   std::uint64_t fetched_bytes_ = 0;
 };
 
