@@ -200,9 +200,7 @@ def main():
                 lambda x: jaxcoded.coded_allreduce(x, reference)
             ),
             "ring": kept(lambda x: baselines.ring_allreduce(x, comm)),
-            "master-worker": kept(
-                lambda x: baselines.master_worker_allreduce(x, comm)
-            ),
+            "master-worker": kept(lambda x: baselines.master_worker_allreduce(x, comm)),
         }
         times = measure(collectives, sizes, 3 if args.smoke else args.repetitions)
         if comm.rank == 0:

@@ -224,7 +224,12 @@ def summed(
 
 
 def summing(
-    name: str, packing: Packing, group: CodedGroup, divisor: str = "", *, down: bool = True
+    name: str,
+    packing: Packing,
+    group: CodedGroup,
+    divisor: str = "",
+    *,
+    down: bool = True,
 ) -> Trip:
     """The round of a coded sum of leaves like these.
 

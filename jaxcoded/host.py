@@ -68,7 +68,5 @@ def coded_allreduce(
         mask = None if erasures is None else np.asarray(erasures, bool)
     vectors = [array] if array.size else []
     results = [result] if array.size else []
-    group.transport.host_round(
-        trip, vectors, results, erased=mask, skipped=skipped
-    )
+    group.transport.host_round(trip, vectors, results, erased=mask, skipped=skipped)
     return result

@@ -45,7 +45,9 @@ def from_bytes(data: bytes, like: Any) -> Any:
 
 
 def _digest(tree: Any) -> np.ndarray:
-    table = [(leaf.shape, leaf.dtype.name) for leaf in map(_aval, jax.tree.leaves(tree))]
+    table = [
+        (leaf.shape, leaf.dtype.name) for leaf in map(_aval, jax.tree.leaves(tree))
+    ]
     digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)
 

@@ -15,7 +15,9 @@ from mpi4py import MPI
 _TAG = 32_749  # on MPI.COMM_WORLD, after everything else
 
 _roots: set[int] = set()  # ranks of the world that this rank tells of its end
-_absent: dict[int, float] = {}  # ranks that this root gave up, and for how long it waits
+_absent: dict[
+    int, float
+] = {}  # ranks that this root gave up, and for how long it waits
 
 
 def enter(root: int) -> None:

@@ -25,10 +25,10 @@ from jaxcoded.plan import Plan
 from jaxcoded.transports import _exit
 from jaxcoded.transports._transport import Transport, Trip
 
+_why_missing = ""
 try:
     from jaxcoded.engine import _engine
 except ImportError as error:  # not built, or built for another MPI or Python
-    _engine = None
     _why_missing = str(error)
 
 logger = logging.getLogger("jaxcoded")
@@ -44,7 +44,7 @@ _EXIT_SECONDS = 5.0
 
 def missing() -> str:
     """Why the engine cannot be used in this process, in words; empty if it can."""
-    if _engine is None:
+    if _why_missing:
         return f"the engine is not built ({_why_missing})"
     if not _engine.thread_multiple():
         return (
@@ -363,7 +363,9 @@ def _lowering(
     lower = ffi_lowering(
         target, has_side_effect=True, operand_output_aliases={0: 0, **aliases}
     )
-    out = lower(ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **numbers)
+    out = lower(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **numbers
+    )
     if tokened:
         return out
     ctx.set_tokens_out(mlir.TokenSet({rounds.ORDER: out[0]}))

@@ -27,7 +27,11 @@ std::string listed(const std::vector<Rank>& ranks) {
 }  // namespace
 
 Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
-    : family_(std::move(family)), decoder_(std::move(decoder)), limits_(limits), wire_(wire) {
+    : family_(std::move(family)),
+      decoder_(std::move(decoder)),
+      limits_(limits),
+      wire_(wire),
+      pool_(limits.history_bytes) {
   for (Rank child : family_.children) children_.push_back({.rank = child});
   for (Rank below : family_.descendants) listeners_[below];
 }
@@ -512,7 +516,6 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
   if (entry.complete()) {
     frontier_ = entry.round + 1;
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
-    asked_ranks_.clear();
     gone_from_.clear();
     asked_pieces_.clear();
   }
@@ -570,8 +573,9 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
   const bool in_place = mine && listeners_.empty() && call_.down && !news.failed &&
                         news.fingerprint == call_.fingerprint && news.segments == call_.total;
   // Without anybody below, results are kept for this rank alone: the first it needs, not the last.
-  if (!mine && listeners_.empty() && over_budget(history_.bytes() + entry.layout.bytes(),
-                                                 history_.rounds() + 1)) {
+  // Those above keep the rest.
+  if (!mine && listeners_.empty() && !history_.empty() &&
+      history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
     return nullptr;
   }
   Entry& added = history_.add(std::move(entry));
@@ -679,7 +683,8 @@ void Node::ask() {
   // An offer asks for its result too; but not where it could not be made, or a stand-in answers.
   const bool orphan = mine && upstream_ > 0;
   if ((wanted_ < frontier_ && decided) ||
-      (orphan && !asked_ranks_.contains(family_.ancestors[upstream_]))) {
+      (orphan && asked_for_ < frontier_ &&
+       !asked_ranks_.contains(family_.ancestors[upstream_]))) {
     want(upstream_);
   }
   if (!mine || wire_.now() - asked_at_ < patience()) return;
@@ -709,7 +714,7 @@ void Node::want(std::size_t ancestor) {
   wire_.send(rank, message);
   wanted_ = message.header.last;
   asked_ranks_.insert(rank);
-  if (ancestor == 0) unanswered_ = true;
+  asked_for_ = frontier_;
   asked_at_ = wire_.now();
 }
 
@@ -730,10 +735,9 @@ void Node::skip_to(Round round) {
   history_.clear();
   frontier_ = round;
   announced_.erase(announced_.begin(), announced_.lower_bound(round));
-  asked_ranks_.clear();
   gone_from_.clear();
   asked_pieces_.clear();
-  wanted_ = 0;
+  wanted_ = asked_for_ = 0;
 }
 
 // This rank's calls fail from now on, until it has fetched a snapshot.

@@ -82,6 +82,7 @@ struct Limits {
   std::uint64_t history_bytes = 256 << 20;   // of results kept for late ranks,
   std::uint64_t history_rounds = 64;         // but at least so many rounds
   std::uint64_t history_most = 1ull << 30;   // up to this many bytes
+  std::uint64_t ahead_bytes = 32 << 20;      // of results a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least time before a result is asked for elsewhere
   double stall_seconds = 0.002;              // least time before another child's message is used
 };
@@ -280,6 +281,7 @@ class Node {
   Round frontier_ = 1;
   Round newest_ = 0;         // the newest round known to be decided
   Round wanted_ = 0;         // the newest round asked for
+  Round asked_for_ = 0;      // the frontier when something was asked for last
   std::uint32_t given_ = 0;  // pieces of the result copied to `call_.out`
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
@@ -288,7 +290,7 @@ class Node {
   bool unanswered_ = false;   // the parent was offered something and has said nothing since
   bool held_back_ = false;    // an offer waits for the parent to speak
   double asked_at_ = 0;
-  std::set<Rank> asked_ranks_;  // for the result of `frontier_`
+  std::set<Rank> asked_ranks_;  // that have said nothing since
   std::set<Rank> gone_from_;    // that no longer have it
   bool desynchronized_ = false;
 

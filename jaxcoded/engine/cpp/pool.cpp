@@ -56,9 +56,7 @@ void Pool::give(std::byte* data, std::size_t capacity) {
   used_ -= capacity;
   kept_ += capacity;
   free_.emplace(capacity, data);
-  // Keep what a round or two may ask for again, and no more than is in use.
-  const std::size_t most = std::max<std::size_t>(2 * capacity, used_ / 2) + (std::size_t{4} << 20);
-  while (kept_ > most) {
+  while (kept_ > most_) {
     const auto largest = std::prev(free_.end());
     kept_ -= largest->first;
     release(largest->second, largest->first);

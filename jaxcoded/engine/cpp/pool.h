@@ -42,7 +42,8 @@ class Buffer {
 // Not safe for use from several threads at once.
 class Pool {
  public:
-  Pool() = default;
+  // Keeps up to this many unused bytes.
+  explicit Pool(std::size_t most) : most_(most) {}
   Pool(const Pool&) = delete;
   ~Pool();
 
@@ -58,6 +59,7 @@ class Pool {
   void give(std::byte* data, std::size_t capacity);
 
   std::multimap<std::size_t, std::byte*> free_;  // by capacity
+  std::size_t most_;
   std::size_t used_ = 0;
   std::size_t kept_ = 0;
 };

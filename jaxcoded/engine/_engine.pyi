@@ -1,0 +1,81 @@
+"""What `cpp/module.cpp` offers."""
+
+from collections.abc import Callable
+from typing import Any
+
+class Family:
+    def __init__(
+        self, rank: int, ancestors: list[int], children: list[int], descendants: list[int]
+    ) -> None: ...
+
+class Decoder:
+    def __init__(
+        self,
+        slices: int,
+        least: int,
+        classes: list[int],
+        decode: Callable[[list[bool]], list[float]],
+    ) -> None: ...
+
+class Limits:
+    piece_bytes: int
+    announced_bytes: int
+    history_bytes: int
+    history_rounds: int
+    history_most: int
+    orphan_seconds: float
+    stall_seconds: float
+
+# dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
+_Vector = tuple[int, int, int]
+_Card = tuple[int, int, int, int, int, int]
+
+round_handler: Any
+lag_handler: Any
+
+def thread_multiple() -> bool: ...
+def introduce() -> _Card: ...
+def open(
+    index: int,
+    comm: int,
+    session: int,
+    cards: list[_Card],
+    family: Family,
+    decoder: Decoder,
+    limits: Limits,
+    refuse: Callable[[list[bool]], str],
+    report: Callable[[str], bool],
+    report_seconds: float,
+) -> None: ...
+def run(
+    index: int,
+    fingerprint: int,
+    words: str,
+    up: bool,
+    down: bool,
+    skipped: bool,
+    erased: list[bool],
+    own: list[_Vector],
+    out: list[_Vector],
+) -> tuple[int, str]: ...
+def note_failure(index: int, words: str) -> None: ...
+def close(index: int, seconds: float) -> list[int]: ...
+def stop(seconds: float) -> None: ...
+def lag(index: int) -> int: ...
+def next_round(index: int) -> int: ...
+def history_bytes(index: int) -> int: ...
+def memory_bytes(index: int) -> int: ...
+def fetched_bytes(index: int) -> int: ...
+def desynchronized(index: int) -> bool: ...
+def keep_state(index: int, address: int, bytes: int) -> None: ...
+def fetch_state(index: int, seconds: float) -> int: ...
+def state(index: int) -> bytes: ...
+def resume(index: int) -> None: ...
+
+class LoneNode:
+    """A node on its own, driven by tests."""
+
+    def __init__(
+        self, family: Family, decoder: Decoder, limits: Limits, wire: Any
+    ) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
