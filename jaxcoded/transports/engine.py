@@ -81,6 +81,11 @@ class Engine(Transport):
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
         self._height = _height(plan, comm.rank)
+        self._world = comm.Get_group().Translate_ranks(
+            range(comm.size), MPI.COMM_WORLD.Get_group()
+        )
+        # at exit the engine stops first: what is registered later runs earlier
+        _exit.enter(self._world[plan.root])
         _register()
         limits = _engine.Limits()
         limits.history_bytes = history_bytes
@@ -88,10 +93,6 @@ class Engine(Transport):
         # every rank draws the same session: old messages are told from new ones by it
         session = comm.bcast(int(np.random.default_rng().integers(1, 2**62)))
         own = comm.Dup()
-        self._world = comm.Get_group().Translate_ranks(
-            range(comm.size), MPI.COMM_WORLD.Get_group()
-        )
-        _exit.enter(self._world[plan.root])
         _engine.open(
             index,
             own.py2f(),
