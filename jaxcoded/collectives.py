@@ -217,7 +217,10 @@ def summed(
     carrier = _TreeRound(
         group.index, trip, skips=skipped is not None, erases=erasures is not None
     )
-    out, token = rounds.run(carrier, vectors, extras, token)
+    if token is None or group.transport.takes_tokens:
+        out, token = rounds.run(carrier, vectors, extras, token)
+    else:  # in order without it
+        out, _ = rounds.run(carrier, vectors, extras)
     total = unpack(out, packing)
     total = total if mean is None else divided(total, mean)
     return total if token is None else (total, token)

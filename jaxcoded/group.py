@@ -275,7 +275,8 @@ class CodedGroup:
         return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
 
     def lag(self) -> int | jax.Array:
-        """Rounds of this group that are decided and that this rank has not called yet.
+        """Rounds of this group that are decided, as far as this rank knows, and that it
+        has not called yet.
 
         While it is not 0 the next collective returns a result that is there already,
         and this rank's contribution is dropped: it can leave out its gradient, as

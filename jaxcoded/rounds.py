@@ -24,8 +24,8 @@ from mpi4py import MPI
 # so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
 # dropped.
 (ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
-# Under `jax.checkpoint` a round is simply one more round when it is computed again: all
-# ranks run the same program, so all of them take part in it.
+# Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
+# policy, so a round is never run again.
 effects.remat_allowed_effects.add_type(type(ORDER))
 
 # The type of the order's value in compiled programs.

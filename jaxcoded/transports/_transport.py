@@ -29,6 +29,8 @@ class Transport(abc.ABC):
 
     # Whether a rank can be behind: then its rounds may be decided before it calls them.
     can_lag = False
+    # Whether a token can order rounds in the effect's place.
+    takes_tokens = False
 
     @abc.abstractmethod
     def carry(

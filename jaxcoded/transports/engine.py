@@ -69,6 +69,7 @@ class Engine(Transport):
     """
 
     can_lag = True
+    takes_tokens = True
 
     def __init__(
         self,
@@ -167,6 +168,9 @@ class Engine(Transport):
         if absent and self._rank == self._plan.root:
             _exit.give_up([self._world[rank] for rank in absent], seconds)
         return absent
+
+    def abandon(self) -> None:
+        self._ask("abandon")
 
     def host_round(
         self,

@@ -52,6 +52,7 @@ class Mpi4jax(Transport):
         skipped: jax.Array | None = None,
         token: jax.Array | None = None,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        assert token is None
         plan, comm, rank = self._plan, self._comm, self._comm.rank
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
         coefficients = self._begin(trip, vectors, erased)
@@ -67,7 +68,7 @@ class Mpi4jax(Transport):
             if trip.down:
                 vector = tree_broadcast(vector, children, parent, comm)
             out.append(vector)
-        return out, token
+        return out, None
 
     def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         return jnp.int32(0), token

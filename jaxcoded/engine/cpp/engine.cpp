@@ -62,7 +62,7 @@ void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::uniqu
 
 Member& Engine::member(std::uint64_t index) {
   const auto found = members_.find(index);
-  if (found == members_.end() || stopping_) {
+  if (found == members_.end() || found->second.abandoned || stopping_) {
     throw Closed{"GroupClosed: use after close: group " + std::to_string(index) +
                  " was closed; make a new CodedGroup, and compile with it what used the old one"};
   }
@@ -230,6 +230,11 @@ void Engine::progress() {
     bell.sleep(Bell::progress, seen, sleep);
     lock.lock();
   }
+}
+
+void Engine::abandon(std::uint64_t index) {
+  std::unique_lock lock(mutex_);
+  member(index).abandoned = true;
 }
 
 std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {

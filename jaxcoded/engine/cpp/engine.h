@@ -29,6 +29,7 @@ struct Member {
   std::function<void(const std::string&)> report;
   double report_seconds = 10;
   Round reported = 0;
+  bool abandoned = false;  // this rank makes no more calls, but relays
 };
 
 // What a collective's call brings along.
@@ -70,6 +71,8 @@ class Engine {
   // Do the engine's work until `done(member)`, or so many seconds. Whether it is done.
   bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
 
+  // Refuse this rank's calls from now on. It still relays to those below.
+  void abandon(std::uint64_t index);
   // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
   // The ranks below that had not left by then.
   std::vector<Rank> close(std::uint64_t index, double seconds);

@@ -238,6 +238,7 @@ NB_MODULE(_engine, module) {
   module.def("close", [](std::uint64_t index, double seconds) {
     return Engine::instance().close(index, seconds);
   }, Release());
+  module.def("abandon", [](std::uint64_t index) { Engine::instance().abandon(index); }, Release());
   module.def("stop", [](double seconds) { Engine::instance().stop(seconds); }, Release());
 
   const auto query = [&](const char* name, auto read) {
