@@ -28,7 +28,7 @@ class Limits:
 
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
 _Vector = tuple[int, int, int]
-_Card = tuple[int, int, int, int, int, int]
+_Card = tuple[int, int, int, int, int, int, int]
 
 round_handler: Any
 lag_handler: Any

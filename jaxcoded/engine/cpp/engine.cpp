@@ -255,8 +255,8 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     ended_.push_back(std::move(ended.mapped()));
     return absent;
   }
-  if (absent.empty() && !its.wire->unfinished()) its.wire->free();
   page_.close_slot(its.slot);
+  if (absent.empty() && !its.wire->unfinished()) its.wire->free();
   return absent;
 }
 

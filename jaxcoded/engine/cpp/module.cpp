@@ -60,19 +60,20 @@ Decoder decoder_of(std::size_t slices, std::size_t least, std::vector<int> class
 }
 
 using CardTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t,
-                             std::uint64_t>;
+                             std::uint64_t, std::uint64_t>;
 
 CardTuple introduce() {
   const Card card = Engine::instance().introduce();
-  return {card.pid, card.descriptor, card.magic, card.magic_address, card.slot, card.host};
+  return {card.pid, card.descriptor, card.magic, card.magic_address, card.slot, card.ticket,
+          card.host};
 }
 
 void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
           Family family, Decoder decoder, Limits limits, nb::callable refuse, nb::callable report,
           double report_seconds) {
   std::vector<Card> all;
-  for (const auto& [pid, descriptor, magic, address, slot, host] : cards) {
-    all.push_back({pid, descriptor, magic, address, slot, host});
+  for (const auto& [pid, descriptor, magic, address, slot, ticket, host] : cards) {
+    all.push_back({pid, descriptor, magic, address, slot, ticket, host});
   }
   std::vector<Rank> peers = family.ancestors;
   peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());

@@ -98,9 +98,8 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
   if (page && page->readable()) {
     const bool read = page->read(address, to, bytes);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    return read && page->first_valid(static_cast<std::size_t>(object.what)) <= object.round
-               ? Fetch::done
-               : Fetch::gone;
+    return read && page->valid(static_cast<std::size_t>(object.what), object.round) ? Fetch::done
+                                                                                    : Fetch::gone;
   }
   next_tag_ = next_tag_ == last_tag ? first_tag : next_tag_ + 1;
   Fetching& it = fetches_.emplace_back(MPI_REQUEST_NULL, from, object, piece,
@@ -126,7 +125,7 @@ void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
 }
 
 void MpiWire::withdraw(Object::What what, Round first_valid) {
-  validity_[static_cast<std::size_t>(what)].store(first_valid);
+  validity_.first_valid[static_cast<std::size_t>(what)].store(first_valid);
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 

@@ -687,7 +687,9 @@ void Node::ask() {
        !asked_ranks_.contains(family_.ancestors[upstream_]))) {
     want(upstream_);
   }
-  if (!mine || wire_.now() - asked_at_ < patience()) return;
+  if (!mine) return;
+  const double waited = wire_.now() - asked_at_;
+  if (waited < limits_.orphan_seconds || waited < patience()) return;
   // Give up whoever announced it, and ask somebody else. Who has not answered is not asked again.
   Rank silent = family_.rank;
   if (const auto source = announced_.find(frontier_); source != announced_.end()) {

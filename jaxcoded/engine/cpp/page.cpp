@@ -91,12 +91,18 @@ Card OwnPage::open_slot() {
   for (std::uint64_t slot = 0; slot < Page::most_groups; ++slot) {
     if (used_[slot]) continue;
     used_[slot] = true;
-    for (auto& word : page_->validity[slot]) word.store(0);
+    for (auto& word : page_->validity[slot].first_valid) word.store(0);
+    page_->validity[slot].group.store(++tickets_);
     return {getpid(), descriptor_, page_->magic, reinterpret_cast<std::uintptr_t>(&magic_word),
-            slot, host()};
+            slot, tickets_, host()};
   }
   throw std::runtime_error("a process can have " + std::to_string(Page::most_groups) +
                            " open groups with transport=\"engine\": close some");
+}
+
+void OwnPage::close_slot(std::uint64_t slot) {
+  page_->validity[slot].group.store(0);
+  used_[slot] = false;
 }
 
 std::unique_ptr<PeerPage> PeerPage::open(const Card& card) {

@@ -36,9 +36,12 @@ class Bell {
   std::atomic<std::uint32_t> state_{0};  // sleepers, and whether a thread drives
 };
 
-// For each kind of object, the first round whose objects are valid. A reader looks after it has
-// read: what was withdrawn in the meantime it must not use.
-using Validity = std::array<std::atomic<std::uint64_t>, 3>;
+// Which objects of a group can be read: for each kind, the first round whose objects are valid. A
+// reader looks after it has read: what was withdrawn in the meantime it must not use.
+struct Validity {
+  std::atomic<std::uint64_t> group{0};  // its ticket; another one's objects are not valid
+  std::array<std::atomic<std::uint64_t>, 3> first_valid{};
+};
 
 struct Page {
   static constexpr std::size_t most_groups = 100;
@@ -54,7 +57,8 @@ struct Card {
   std::int64_t descriptor;
   std::uint64_t magic;
   std::uint64_t magic_address;
-  std::uint64_t slot;  // of the group in `validity`
+  std::uint64_t slot;    // of the group in `validity`
+  std::uint64_t ticket;  // of the group
   std::uint64_t host;  // a hash of the host's name
 };
 
@@ -69,12 +73,13 @@ class OwnPage {
   Page* operator->() const { return page_; }
   // A group's place on the page, until it is given back.
   Card open_slot();
-  void close_slot(std::uint64_t slot) { used_[slot] = false; }
+  void close_slot(std::uint64_t slot);
 
  private:
   Page* page_ = nullptr;
   int descriptor_ = -1;
   std::array<bool, Page::most_groups> used_{};
+  std::uint64_t tickets_ = 0;
 };
 
 // The page of another process of this host.
@@ -89,8 +94,10 @@ class PeerPage {
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).
   bool read(std::uint64_t address, std::byte* to, std::size_t bytes) const;
-  std::uint64_t first_valid(std::size_t what) const {
-    return page_->validity[card_.slot][what].load();
+  // Whether its objects of that round can still be read.
+  bool valid(std::size_t what, std::uint64_t round) const {
+    const Validity& validity = page_->validity[card_.slot];
+    return validity.group.load() == card_.ticket && validity.first_valid[what].load() <= round;
   }
 
  private:
