@@ -344,7 +344,9 @@ class CodedGroup:
                 f"no rank above rank {self.rank} has a snapshot: call group.snapshot "
                 "on all ranks after each step"
             )
-        return snapshots.from_bytes(data, like)
+        state = snapshots.from_bytes(data, like)
+        self.transport.resume()
+        return state
 
     def close(self, timeout: float = 60.0) -> None:
         """Finish pending rounds and give the communicator back. Collective; does

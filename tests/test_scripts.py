@@ -73,6 +73,20 @@ def test_allreduce_benchmark(tmp_path):
     assert sorted(measured) == sorted(itertools.product(compared, [4_000, 16_000]))
 
 
+def test_stragglers_benchmark(tmp_path):
+    mpirun(
+        13,
+        *("-m", "mpi4py", "benchmarks/stragglers.py", "--smoke"),
+        *("--out", str(tmp_path)),
+    )
+    with (tmp_path / "stragglers-13.csv").open() as file:
+        rows = {row["what"]: float(row["value"]) for row in csv.DictReader(file)}
+    assert len(rows) == 7
+    assert all(np.isfinite(list(rows.values())))
+    # the memory that is counted is there
+    assert 0 < rows["4,000 B, memory besides history"]
+
+
 def test_kernels_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/kernels.py", "--smoke", "--out", tmp_path]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)

@@ -5,7 +5,11 @@ from typing import Any
 
 class Family:
     def __init__(
-        self, rank: int, ancestors: list[int], children: list[int], descendants: list[int]
+        self,
+        rank: int,
+        ancestors: list[int],
+        children: list[int],
+        descendants: list[int],
     ) -> None: ...
 
 class Decoder:

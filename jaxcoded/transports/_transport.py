@@ -97,9 +97,12 @@ class Transport(abc.ABC):
         """Keep a copy of these bytes as this rank's snapshot."""
 
     def fetch_state(self, seconds: float) -> tuple[int, bytes]:
-        """The newest snapshot of the nearest ancestor, and its round; continue
-        there."""
+        """The round of the newest snapshot of the nearest ancestor, 0 if there is
+        none, and its bytes."""
         raise NotImplementedError('resync needs a group with transport="engine"')
+
+    def resume(self) -> None:
+        """Continue at the round of the fetched snapshot."""
 
     def statistics(self) -> dict[str, Any]:
         """Figures of the transport, by name."""

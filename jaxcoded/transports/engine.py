@@ -200,11 +200,10 @@ class Engine(Transport):
 
     def fetch_state(self, seconds: float) -> tuple[int, bytes]:
         round_ = self._ask("fetch_state", seconds)
-        if not round_:
-            return 0, b""
-        state = self._ask("state")
+        return round_, self._ask("state") if round_ else b""
+
+    def resume(self) -> None:
         self._ask("resume")
-        return round_, state
 
     def statistics(self) -> dict[str, Any]:
         names = ("history_bytes", "memory_bytes", "fetched_bytes")

@@ -13,8 +13,10 @@ constexpr double spin_seconds = 20e-6;
 // Without a bell (peers on other hosts), naps between looks grow from the one to the other.
 constexpr double shortest_nap = 20e-6;
 constexpr double longest_nap = 1e-3;
-// With bells nothing comes unheard: these are for timers only.
-constexpr double timer_seconds = 10e-3;
+// With bells nothing comes unheard: this is for timers only. The longer nothing has come, the less
+// often they are looked at.
+constexpr double shortest_timer = 10e-3;
+constexpr double longest_timer = 0.1;
 constexpr double idle_seconds = 0.25;
 // For the last messages of a group to leave.
 constexpr double flush_seconds = 0.2;
@@ -154,13 +156,14 @@ bool Engine::poll() {
   return news;
 }
 
-double Engine::longest_sleep(bool calling) const {
+// How long a thread may sleep, when nothing has come for `quiet` seconds to a thread that waits.
+double Engine::longest_sleep(bool waiting, double quiet) const {
   bool silent = false;
   for (const auto& [index, its] : members_) {
     silent |= its.wire->silent_peers() || its.wire->unfinished();
   }
   if (silent) return nap_;
-  return calling ? timer_seconds : idle_seconds;
+  return waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
 }
 
 // Do the engine's work on this thread until `done`. Whether it is.
@@ -193,10 +196,11 @@ bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool(
         continue;
       }
       lock.unlock();
-      if (now() - last_news < spin_seconds) {
+      const double quiet = now() - last_news;
+      if (quiet < spin_seconds) {
         sched_yield();
       } else {
-        bell.sleep(Bell::driver, seen, std::min(longest_sleep(true), until - now()));
+        bell.sleep(Bell::driver, seen, std::min(longest_sleep(true, quiet), until - now()));
         nap_ = std::min(nap_ * 1.5, longest_nap);
       }
       lock.lock();
@@ -206,7 +210,7 @@ bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool(
       news = poll();
     }
     driving_ = false;
-    bell.end_driving(seen, news || longest_sleep(false) < idle_seconds);
+    bell.end_driving(seen, news || longest_sleep(false, 0) < idle_seconds);
     if (waiting_) changed_.notify_all();
   }
   return true;
@@ -224,7 +228,7 @@ void Engine::progress() {
         continue;
       }
       nap_ = std::min(nap_ * 1.5, longest_nap);
-      sleep = longest_sleep(false);
+      sleep = longest_sleep(false, 0);
     }
     lock.unlock();
     bell.sleep(Bell::progress, seen, sleep);

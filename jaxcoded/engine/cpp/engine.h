@@ -85,7 +85,7 @@ class Engine {
 
   Member& member(std::uint64_t index);
   bool poll();
-  double longest_sleep(bool calling) const;
+  double longest_sleep(bool waiting, double quiet) const;
   bool drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double until);
   void progress();
   std::string refusal(Member& member, const std::vector<bool>& erased);
