@@ -14,8 +14,8 @@ _DIGEST = 32  # bytes
 
 
 def to_bytes(state: Any) -> np.ndarray:
-    """The leaves of a pytree one after the other, behind a digest of their shapes and
-    dtypes: uint8 ``(bytes,)``. Waits until they are computed."""
+    """The leaves of a pytree one after the other, behind a digest of its structure,
+    shapes and dtypes: uint8 ``(bytes,)``. Waits until they are computed."""
     leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(state)]
     parts = [_digest(state), *(leaf.reshape(-1).view(np.uint8) for leaf in leaves)]
     return np.concatenate(parts)
@@ -45,10 +45,9 @@ def from_bytes(data: bytes, like: Any) -> Any:
 
 
 def _digest(tree: Any) -> np.ndarray:
-    table = [
-        (leaf.shape, leaf.dtype.name) for leaf in map(_aval, jax.tree.leaves(tree))
-    ]
-    digest = hashlib.sha256(json.dumps(table).encode()).digest()
+    leaves, structure = jax.tree.flatten(tree)
+    table = [(leaf.shape, leaf.dtype.name) for leaf in map(_aval, leaves)]
+    digest = hashlib.sha256(f"{structure} {json.dumps(table)}".encode()).digest()
     return np.frombuffer(digest, np.uint8)
 
 
