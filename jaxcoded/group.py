@@ -333,7 +333,7 @@ class CodedGroup:
             The state, a pytree of arrays.
 
         Raises:
-            Desynchronized: nobody above has a snapshot.
+            Desynchronized: nobody above has a snapshot, or answers in time.
             ValueError: the snapshot is of another state.
         """
         check_open(self)
@@ -341,8 +341,8 @@ class CodedGroup:
         round_, data = self.transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
-                f"no rank above rank {self.rank} has a snapshot: call group.snapshot "
-                "on all ranks after each step"
+                f"no rank above rank {self.rank} has given it a snapshot within "
+                f"{timeout} s: call group.snapshot on all ranks after each step"
             )
         state = snapshots.from_bytes(data, like)
         self.transport.resume()

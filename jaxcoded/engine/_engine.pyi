@@ -1,7 +1,7 @@
 """What `cpp/module.cpp` offers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 class Family:
     def __init__(
@@ -31,8 +31,8 @@ class Limits:
     stall_seconds: float
 
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
-_Vector = tuple[int, int, int]
-_Card = tuple[int, int, int, int, int, int, int]
+_Vector: TypeAlias = tuple[int, int, int]
+_Card: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 round_handler: Any
 lag_handler: Any

@@ -487,11 +487,12 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
   } else if (fetched_state_.wanted && object.round == fetched_state_.round &&
              from == fetched_state_.from) {
     if (data.empty()) {
-      ask_state();
-      return;
+      fetched_state_.asked_ranks.erase(from);
+      return ask_next_state();
     }
     const Piece& it = fetched_state_.layout[piece];
     std::memcpy(fetched_state_.buffer.data() + it.offset, data.data(), data.size());
+    fetched_state_.asked_at = wire_.now();
     ++fetched_state_.fetched;
   }
 }
@@ -943,26 +944,32 @@ void Node::tell_state(Rank rank, Listener& listener) {
   wire_.send(rank, message);
 }
 
-// Ask the ancestor next to the one asked before.
 void Node::ask_state() {
+  fetched_state_ = {};
+  fetched_state_.wanted = true;
+  ask_next_state();
+}
+
+// Ask the nearest ancestor that has not been asked.
+void Node::ask_next_state() {
   State& state = fetched_state_;
-  const std::size_t ancestor = state.wanted ? state.ancestor + 1 : 0;
-  state = {};
-  state.wanted = true;
-  state.ancestor = ancestor;
+  state.round = 0;
+  state.fetched = state.asked = 0;
   state.asked_at = wire_.now();
-  if (ancestor >= family_.ancestors.size()) {
-    state.missing = true;
-    state.wanted = false;
-    return;
+  for (const Rank rank : family_.ancestors) {
+    if (!state.asked_ranks.insert(rank).second) continue;
+    return wire_.send(rank, {header(Kind::want_state, 0)});
   }
-  wire_.send(family_.ancestors[ancestor], {header(Kind::want_state, 0)});
+  state.missing = state.without.size() == family_.ancestors.size();
 }
 
 void Node::on_state(Rank from, const Message& message) {
   State& state = fetched_state_;
-  if (!state.wanted || state.round || from != family_.ancestors[state.ancestor]) return;
-  if (message.header.round == 0) return ask_state();
+  if (!state.wanted || state.round) return;
+  if (message.header.round == 0) {
+    state.without.insert(from);
+    return ask_next_state();
+  }
   const auto where = message.values<std::uint64_t>(0, 2);
   state.from = from;
   state.round = message.header.round;
@@ -974,9 +981,11 @@ void Node::on_state(Rank from, const Message& message) {
 
 bool Node::follow_state() {
   State& state = fetched_state_;
-  if (!state.wanted || state.complete) return false;
+  if (!state.wanted || state.complete || state.missing) return false;
   if (wire_.now() - state.asked_at > patience()) {
-    ask_state();
+    // Nothing comes: ask somebody else, and in the end all those again that may have one.
+    if (state.asked_ranks.size() == family_.ancestors.size()) state.asked_ranks = state.without;
+    ask_next_state();
     return false;
   }
   if (!state.round) return false;
@@ -989,10 +998,9 @@ bool Node::follow_state() {
                       : wire_.fetch(state.from, {Object::What::state, state.round}, state.asked,
                                     state.address + it.offset, state.buffer.data() + it.offset,
                                     it.bytes);
-    if (fetch == Wire::Fetch::gone) {
-      // A newer snapshot has taken its place.
-      state.wanted = false;
-      ask_state();
+    if (fetch == Wire::Fetch::gone) {  // a newer snapshot has taken its place
+      state.asked_ranks.erase(state.from);
+      ask_next_state();
       return true;
     }
     ++state.asked;

@@ -184,8 +184,9 @@ class Node {
     Buffer buffer = {};
     std::uint32_t fetched = 0;
     std::uint32_t asked = 0;
-    std::size_t ancestor = 0;
     double asked_at = 0;
+    std::set<Rank> asked_ranks = {};
+    std::set<Rank> without = {};  // that have no snapshot
     bool wanted = false, complete = false, missing = false;
     std::span<const std::byte> data() const { return {buffer.data(), bytes}; }
   };
@@ -238,6 +239,7 @@ class Node {
   // Snapshots.
   void on_state(Rank from, const Message& message);
   void tell_state(Rank rank, Listener& listener);
+  void ask_next_state();
   bool follow_state();
 
   void finish(Outcome outcome, std::string error = {});
