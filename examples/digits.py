@@ -28,6 +28,7 @@ import jaxcoded
 
 comm = MPI.COMM_WORLD
 
+
 def digits():
     """1,797 images of 8 × 8 pixels from scikit-learn, read by one rank for all.
 

@@ -493,7 +493,8 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     const Piece& it = fetched_state_.layout[piece];
     std::memcpy(fetched_state_.buffer.data() + it.offset, data.data(), data.size());
     fetched_state_.asked_at = wire_.now();
-    ++fetched_state_.fetched;
+    fetched_state_.fetched += !fetched_state_.here[piece];
+    fetched_state_.here[piece] = true;
   }
 }
 
@@ -977,6 +978,7 @@ void Node::on_state(Rank from, const Message& message) {
   state.address = where[1];
   state.layout = Layout({{DType::bytes, state.bytes}}, limits_.piece_bytes);
   state.buffer = pool_.take(state.bytes);
+  state.here.assign(state.layout.size(), false);
 }
 
 bool Node::follow_state() {
@@ -1004,7 +1006,10 @@ bool Node::follow_state() {
       return true;
     }
     ++state.asked;
-    if (fetch == Wire::Fetch::done) ++state.fetched;
+    if (fetch == Wire::Fetch::done && !state.here[state.asked - 1]) {
+      state.here[state.asked - 1] = true;
+      ++state.fetched;
+    }
     state.asked_at = wire_.now();
   }
   state.complete = state.fetched == state.layout.size();

@@ -182,7 +182,8 @@ class Node {
     std::uint64_t address = 0;
     Layout layout = {};
     Buffer buffer = {};
-    std::uint32_t fetched = 0;
+    std::vector<bool> here = {};  // pieces
+    std::uint32_t fetched = 0;    // so many of them
     std::uint32_t asked = 0;
     double asked_at = 0;
     std::set<Rank> asked_ranks = {};
