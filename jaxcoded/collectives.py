@@ -210,7 +210,7 @@ def summed(
         trip = summing(name, packing, group, divisor, down=down)
         extras = [] if skipped is None else [skipped]
         if erasures is not None:
-            extras.append(_checked_erasures(erasures, group.size))
+            extras.append(jnp.asarray(checked_erasures(erasures, group.size)))
         if token is not None:
             token = _checked_token(token)
             trip = dataclasses.replace(trip, words=f"{trip.words}, with a token")
@@ -238,8 +238,10 @@ def summing(
 
     Raises:
         ValueError: rounding would spoil it.
+        TypeError: the transport cannot sum such leaves.
     """
     for dtype in packing.vectors:
+        group.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
     return Trip(f"{name} of {packing}{divisor}", down=down)
 
@@ -290,8 +292,14 @@ def _checked_mean(mean: Any) -> str:
     return f", divided by {float(mean)}"
 
 
-def _checked_erasures(erasures: Any, size: int) -> jax.Array:
-    erasures = jnp.asarray(erasures)
+def checked_erasures(erasures: Any, size: int) -> Any:
+    """The mask as an array, if it is one.
+
+    Raises:
+        ValueError: it is not bool ``(size,)``.
+    """
+    if not isinstance(erasures, jax.Array):
+        erasures = np.asarray(erasures)
     if erasures.shape != (size,) or erasures.dtype != bool:
         raise ValueError(
             f"erasures must be bool of shape ({size},), one for each rank, "

@@ -314,7 +314,7 @@ class CodedGroup:
         if (self._snapshots - 1) % every:
             return False
         # every round that was started before belongs to the state
-        jax.effects_barrier()
+        rounds.settle()
         self.transport.keep_state(snapshots.to_bytes(state))
         return True
 
@@ -337,7 +337,7 @@ class CodedGroup:
             ValueError: the snapshot is of another state.
         """
         check_open(self)
-        jax.effects_barrier()
+        rounds.settle()
         round_, data = self.transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
@@ -368,7 +368,7 @@ class CodedGroup:
         if not self.closed:
             absent = []
             try:
-                jax.effects_barrier()
+                rounds.settle()
                 absent = self.transport.close(timeout)
             finally:
                 del _groups[self.index]

@@ -7,9 +7,10 @@ shapes and dtypes are equal. They need a group with the engine.
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.collectives import summing
+from jaxcoded.collectives import checked_erasures, summing
 from jaxcoded.group import CodedGroup, check_open
 from jaxcoded.packing import Packing
 
@@ -53,6 +54,12 @@ def coded_allreduce(
     check_open(group)
     with group.failing("coded_allreduce"):
         array = np.asarray(array)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(
+                f"coded sums need floating point, got an array of {array.dtype}"
+            )
+        if out is not None and not isinstance(out, np.ndarray):
+            raise TypeError(f"out must be a numpy array, got a {type(out).__name__}")
         result = np.empty_like(array) if out is None else out
         if (result.shape, result.dtype) != (array.shape, array.dtype):
             raise ValueError(
@@ -65,7 +72,7 @@ def coded_allreduce(
             raise TypeError("collectives on numpy arrays need a group without slices")
         packing = Packing.of(array)
         trip = summing("coded_allreduce", packing, group)
-        mask = None if erasures is None else np.asarray(erasures, bool)
+        mask = None if erasures is None else checked_erasures(erasures, group.size)
     vectors = [array] if array.size else []
     results = [result] if array.size else []
     group.transport.host_round(trip, vectors, results, erased=mask, skipped=skipped)

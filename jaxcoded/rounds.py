@@ -5,6 +5,7 @@ it is the same for all of them and stands here once.
 """
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import mpi4jax
 import numpy as np
-from jax._src import core, effects
+from jax._src import core, dispatch, effects
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
@@ -30,6 +31,19 @@ effects.remat_allowed_effects.add_type(type(ORDER))
 
 # The type of the order's value in compiled programs.
 TOKEN = getattr(jax.ffi, "abstract_token", None) or core.abstract_token
+
+
+def settle() -> None:
+    """Wait for the rounds in flight. An error of one of them was raised by its call, and
+    is not raised again here."""
+    tokens = dispatch.runtime_tokens
+    for token in (
+        *tokens.current_tokens.values(),
+        *tokens.output_runtime_tokens.values(),
+    ):
+        with contextlib.suppress(Exception):
+            token.block_until_ready()
+    tokens.clear()
 
 
 def tracing() -> bool:
@@ -188,6 +202,7 @@ def _transpose(
     tokened: bool,
     transposed: bool,
 ) -> Any:
+    _refuse_token({"carrier": carrier, "tokened": tokened}, "differentiated")
     vectors, rest = _split(operands, extras)
     if not carrier.transposable:
         raise NotImplementedError(

@@ -55,6 +55,9 @@ class Transport(abc.ABC):
             The resulting vectors, and the next token.
         """
 
+    def check_sum(self, dtype: np.dtype) -> None:
+        """Raise a TypeError unless vectors of this dtype can be summed."""
+
     @abc.abstractmethod
     def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Trace reading the lag: int32, and the next token."""

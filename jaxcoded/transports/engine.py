@@ -147,6 +147,12 @@ class Engine(Transport):
             for o, v, vector in zip(out, moved, vectors)
         ], token
 
+    def check_sum(self, dtype: np.dtype) -> None:
+        if dtype.name not in _DTYPES:
+            raise TypeError(
+                f"the engine sums {', '.join(_DTYPES)}, not {dtype}: cast it"
+            )
+
     def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         (lag,), token = _bind(
             "jaxcoded_lag", [], [ShapedArray((), np.int32)], token, group=self._index
@@ -290,10 +296,7 @@ def _vector(array: np.ndarray) -> tuple[int, int, int]:
 
 def _error(outcome: int, text: str) -> Exception:
     if outcome == _DESYNCHRONIZED:
-        return errors.Desynchronized(
-            "the results that this rank lacks are no longer kept anywhere: call "
-            "group.resync"
-        )
+        return errors.Desynchronized(text)
     kind, _, words = text.partition(": ")
     return getattr(errors, kind, errors.CodedError)(words or text)
 

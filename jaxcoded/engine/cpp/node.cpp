@@ -747,7 +747,10 @@ void Node::skip_to(Round round) {
 // This rank's calls fail from now on, until it has fetched a snapshot.
 void Node::desynchronize() {
   desynchronized_ = true;
-  if (calling()) finish(Outcome::desynchronized);
+  if (calling()) {
+    finish(Outcome::desynchronized,
+           "the results that this rank lacks are no longer kept anywhere: call group.resync");
+  }
 }
 
 // Tell a rank below of the results that it wants and does not know of.
