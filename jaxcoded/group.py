@@ -341,8 +341,8 @@ class CodedGroup:
         round_, data = self.transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
-                f"no rank above rank {self.rank} has given it a snapshot within "
-                f"{timeout} s: call group.snapshot on all ranks after each step"
+                f"no rank above rank {self.rank} has a snapshot: call group.snapshot on "
+                f"all ranks after each step (or none has answered within {timeout} s)"
             )
         state = snapshots.from_bytes(data, like)
         self.transport.resume()

@@ -38,7 +38,8 @@ def coded_allreduce(
         ``out``: the sum.
 
     Raises:
-        ValueError: an array is not contiguous, or ``out`` is not like ``array``.
+        ValueError: an array is not contiguous, or ``out`` is not like ``array`` or
+            read-only, or ``erasures`` has a wrong shape.
         TypeError: it is not floating point, or the group has slices.
         CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
             but as the very classes: `GroupMismatch`, `TooManyErasures`,
@@ -66,6 +67,8 @@ def coded_allreduce(
                 f"out must be like the array, {array.dtype}{list(array.shape)}, "
                 f"got {result.dtype}{list(result.shape)}"
             )
+        if not result.flags.writeable:
+            raise ValueError("out is read-only")
         if not (array.flags.c_contiguous and result.flags.c_contiguous):
             raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
         if group.plan.sliced:
