@@ -215,6 +215,10 @@ class Engine(Transport):
         names = ("history_bytes", "memory_bytes", "fetched_bytes")
         return {name: self._ask(name) for name in names}
 
+    def status(self) -> str:
+        """Where this rank stands, for whoever looks for the cause of a hang."""
+        return self._ask("status")
+
     def _ask(self, name: str, *args: Any) -> Any:
         try:
             return getattr(_engine, name)(self._index, *args)
@@ -266,9 +270,9 @@ def _decoder(plan: Plan, rank: int) -> Any:
             return []
         return code.decode(mask).coefficients.ravel().tolist()
 
-    # fewer never suffice, but for replicas: one of each class does
-    least = min(code.n - code.stragglers, len(set(code.classes)))
-    return _engine.Decoder(code.m, least, list(code.classes), decode)
+    # any n - s do, and of replicas one of each class
+    enough = min(code.n - code.stragglers, len(set(code.classes)))
+    return _engine.Decoder(code.m, enough, list(code.classes), decode)
 
 
 def _refusal(plan: Plan) -> Callable[[list[bool]], str]:

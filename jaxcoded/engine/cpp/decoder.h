@@ -1,6 +1,7 @@
 // Which children suffice, and how their messages are combined.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,21 +21,24 @@ class Decoder {
   // not suffice.
   using Code = std::function<std::vector<double>(const std::vector<bool>&)>;
 
-  // `least`: fewer children never suffice. `classes`: children of one class send the same message
-  // up to a factor, so that one of them will do.
-  Decoder(std::size_t slices, std::size_t least, std::vector<int> classes, Code code)
-      : slices_(slices), least_(least), classes_(std::move(classes)), code_(std::move(code)) {}
+  // `enough`: so many children suffice, and fewer are not worth asking the code. `classes`: children
+  // of one class send the same message up to a factor, so that one of them will do.
+  Decoder(std::size_t slices, std::size_t enough, std::vector<int> classes, Code code)
+      : slices_(slices), enough_(enough), classes_(std::move(classes)), code_(std::move(code)) {}
 
   std::size_t slices() const { return slices_; }
-  std::size_t least() const { return least_; }
+  std::size_t enough() const { return enough_; }
   std::size_t children() const { return classes_.size(); }
 
-  // Null if the children that answered do not suffice.
-  std::shared_ptr<const Decoding> decode(const std::vector<bool>& answered) {
+  // Null if the children that answered do not suffice. `possible`: those that may answer at all.
+  std::shared_ptr<const Decoding> decode(const std::vector<bool>& answered,
+                                         const std::vector<bool>& possible) {
     const std::vector<bool> set = representatives(answered);
-    std::size_t heard = 0;
-    for (bool one : set) heard += one;
-    if (heard < least_) return nullptr;
+    const auto heard = std::ranges::count(set, true);
+    if (heard < std::min(std::ranges::count(representatives(possible), true),
+                         static_cast<std::ptrdiff_t>(enough_))) {
+      return nullptr;
+    }
     auto found = known_.find(set);
     if (found == known_.end()) {
       if (known_.size() >= most_known) known_.clear();
@@ -76,7 +80,7 @@ class Decoder {
   }
 
   std::size_t slices_;
-  std::size_t least_;
+  std::size_t enough_;
   std::vector<int> classes_;
   Code code_;
   std::map<std::vector<bool>, std::shared_ptr<const Decoding>> known_;

@@ -53,9 +53,9 @@ std::function<Out(In...)> with_gil(nb::callable function, Out otherwise) {
   };
 }
 
-Decoder decoder_of(std::size_t slices, std::size_t least, std::vector<int> classes,
+Decoder decoder_of(std::size_t slices, std::size_t enough, std::vector<int> classes,
                    nb::callable decode) {
-  return Decoder(slices, least, std::move(classes),
+  return Decoder(slices, enough, std::move(classes),
                  with_gil<std::vector<double>, const std::vector<bool>&>(std::move(decode), {}));
 }
 
@@ -208,9 +208,9 @@ NB_MODULE(_engine, module) {
              new (self) Family{rank, std::move(ancestors), std::move(children), std::move(descendants)};
            });
   nb::class_<Decoder>(module, "Decoder")
-      .def("__init__", [](Decoder* self, std::size_t slices, std::size_t least,
+      .def("__init__", [](Decoder* self, std::size_t slices, std::size_t enough,
                           std::vector<int> classes, nb::callable decode) {
-        new (self) Decoder(decoder_of(slices, least, std::move(classes), std::move(decode)));
+        new (self) Decoder(decoder_of(slices, enough, std::move(classes), std::move(decode)));
       });
   nb::class_<Limits>(module, "Limits")
       .def(nb::init<>())
@@ -219,6 +219,7 @@ NB_MODULE(_engine, module) {
       .def_rw("history_bytes", &Limits::history_bytes)
       .def_rw("history_rounds", &Limits::history_rounds)
       .def_rw("history_most", &Limits::history_most)
+      .def_rw("ahead_bytes", &Limits::ahead_bytes)
       .def_rw("orphan_seconds", &Limits::orphan_seconds)
       .def_rw("stall_seconds", &Limits::stall_seconds);
 
@@ -252,6 +253,7 @@ NB_MODULE(_engine, module) {
   query("history_bytes", [](Node& node) { return node.history_bytes(); });
   query("memory_bytes", [](Node& node) { return node.memory_bytes(); });
   query("fetched_bytes", [](Node& node) { return node.fetched_bytes(); });
+  query("status", [](Node& node) { return node.status(); });
   query("desynchronized", [](Node& node) { return node.desynchronized(); });
 
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
@@ -297,6 +299,7 @@ NB_MODULE(_engine, module) {
       .def("lag", [](LoneNode& self) { return self.node().lag(); })
       .def("next_round", [](LoneNode& self) { return self.node().next(); })
       .def("frontier", [](LoneNode& self) { return self.node().frontier(); })
+      .def("status", [](LoneNode& self) { return self.node().status(); })
       .def("waiting_for", [](LoneNode& self) { return self.node().waiting_for(); })
       .def("history_bytes", [](LoneNode& self) { return self.node().history_bytes(); })
       .def("memory_bytes", [](LoneNode& self) { return self.node().memory_bytes(); })

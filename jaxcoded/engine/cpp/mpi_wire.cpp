@@ -98,8 +98,9 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
   if (page && page->readable()) {
     const bool read = page->read(address, to, bytes);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    return read && page->valid(static_cast<std::size_t>(object.what), object.round) ? Fetch::done
-                                                                                    : Fetch::gone;
+    if (!page->valid(static_cast<std::size_t>(object.what), object.round)) return Fetch::gone;
+    if (read) return Fetch::done;
+    // It is there, but cannot be read from here: let it be sent.
   }
   next_tag_ = next_tag_ == last_tag ? first_tag : next_tag_ + 1;
   Fetching& it = fetches_.emplace_back(MPI_REQUEST_NULL, from, object, piece,

@@ -267,13 +267,16 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   std::vector<std::size_t> rows(children_.size());
   std::iota(rows.begin(), rows.end(), 0);
   std::ranges::sort(rows, {}, [&](std::size_t row) { return children_[row].order; });
+  std::vector<bool> possible = call_.erased;
+  possible.resize(children_.size());
+  possible.flip();
   for (const bool with_stalled : {false, true}) {
     std::vector<bool> answered(children_.size());
-    if (auto found = decoder_.decode(answered)) return decoding_ = found;  // needs nobody
+    if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;  // of nobody
     for (std::size_t row : rows) {
       if (!usable(children_[row], piece) || (children_[row].stalled && !with_stalled)) continue;
       answered[row] = true;
-      if (auto found = decoder_.decode(answered)) return decoding_ = found;
+      if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;
     }
   }
   decoding_.reset();
@@ -479,7 +482,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
       if (source->second.from == from) lost_source();
       return;
     }
-    if (piece < entry->ready || entry->here.empty() || entry->here[piece]) return;
+    if (piece < entry->ready || piece >= entry->here.size() || entry->here[piece]) return;
     const Piece& it = entry->layout[piece];
     std::memcpy(entry->at[it.segment] + it.offset, data.data(), data.size());
     entry->here[piece] = true;
@@ -610,39 +613,38 @@ bool Node::follow() {
     decided(*entry, entry->layout.size());
     return true;
   }
+  entry->here.resize(entry->layout.size());
+  const std::uint32_t ahead = wire_.direct(news.from) ? 1 : pieces_ahead;
   std::uint64_t bytes = 0;
   std::uint32_t ready = entry->ready;
-  const bool direct = wire_.direct(news.from);
-  if (!direct && entry->here.empty()) entry->here.resize(entry->layout.size());
-  while (ready < news.ready) {
-    const Piece& it = entry->layout[ready];
-    if (it.bytes == 0 || (!entry->here.empty() && entry->here[ready])) {
-      ++ready;
-      continue;
-    }
-    const Object object{Object::What::result, frontier_};
-    bool missing = false;
-    for (std::uint32_t p = ready; p < std::min(news.ready, ready + (direct ? 1 : pieces_ahead)); ++p) {
-      if (!direct && (entry->here[p] || !asked_pieces_.insert(p).second)) continue;
+  while (ready < news.ready && bytes < limits_.announced_bytes) {
+    for (std::uint32_t p = ready; p < std::min(news.ready, ready + ahead); ++p) {
       const Piece& piece = entry->layout[p];
-      fetched_bytes_ += piece.bytes;
-      const Wire::Fetch fetch =
-          wire_.fetch(news.from, object, p, news.addresses[piece.segment] + piece.offset,
-                      entry->at[piece.segment] + piece.offset, piece.bytes);
-      if (fetch == Wire::Fetch::gone) {
-        lost_source();
-        return true;
+      if (entry->here[p] || asked_pieces_.contains(p)) continue;
+      if (piece.bytes == 0) {
+        entry->here[p] = true;
+        continue;
       }
-      missing |= fetch == Wire::Fetch::pending;
-      if (!direct && fetch == Wire::Fetch::done) entry->here[p] = true;
+      fetched_bytes_ += piece.bytes;
+      switch (wire_.fetch(news.from, {Object::What::result, frontier_}, p,
+                          news.addresses[piece.segment] + piece.offset,
+                          entry->at[piece.segment] + piece.offset, piece.bytes)) {
+        case Wire::Fetch::done:
+          entry->here[p] = true;
+          break;
+        case Wire::Fetch::pending:
+          asked_pieces_.insert(p);
+          break;
+        case Wire::Fetch::gone:
+          lost_source();
+          return true;
+      }
     }
-    if (missing || !direct) break;
+    if (!entry->here[ready]) break;
+    bytes += entry->layout[ready].bytes;
     ++ready;
-    bytes += it.bytes;
-    if (bytes >= limits_.announced_bytes) break;
   }
-  while (ready < news.ready && !entry->here.empty() && entry->here[ready]) ++ready;
-  const bool more = direct && ready < news.ready;
+  const bool more = ready < news.ready && !asked_pieces_.contains(ready);
   const bool last = ready == entry->layout.size();
   decided(*entry, ready);
   return more || (last && announced_.contains(frontier_));
@@ -707,6 +709,8 @@ void Node::ask() {
       return want(a);
     }
   }
+  // All have been asked. If it is gone where an answer came from, silence elsewhere is no hope.
+  if (!gone_from_.empty()) lose_frontier();
 }
 
 void Node::want(std::size_t ancestor) {
@@ -725,11 +729,19 @@ void Node::want(std::size_t ancestor) {
 void Node::on_gone(Rank from, Round round, Round oldest) {
   if (round != frontier_) return;
   gone_from_.insert(from);
+  oldest_ = std::max({oldest, oldest_, frontier_ + 1});
   for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
-    if (!gone_from_.contains(family_.ancestors[a])) return want(a);
+    const Rank rank = family_.ancestors[a];
+    if (!gone_from_.contains(rank) && !asked_ranks_.contains(rank) && (a || !unanswered_)) {
+      return want(a);
+    }
   }
-  // It can be had nowhere. Go on relaying from a later round.
-  skip_to(std::max(oldest, frontier_ + 1));
+  if (gone_from_.size() == family_.ancestors.size()) lose_frontier();
+}
+
+// The result at the frontier can be had nowhere. Go on relaying from a later round.
+void Node::lose_frontier() {
+  skip_to(oldest_);
   desynchronize();
 }
 
@@ -741,7 +753,7 @@ void Node::skip_to(Round round) {
   announced_.erase(announced_.begin(), announced_.lower_bound(round));
   gone_from_.clear();
   asked_pieces_.clear();
-  wanted_ = asked_for_ = 0;
+  wanted_ = asked_for_ = oldest_ = 0;
 }
 
 // This rank's calls fail from now on, until it has fetched a snapshot.
@@ -900,7 +912,7 @@ void Node::check_offers() {
     possible[row] = !child.left || usable(child, 0);
     if (!possible[row]) gone.push_back(child.rank);
   }
-  if (!gone.empty() && !decoder_.decode(possible)) {
+  if (!gone.empty() && !decoder_.decode(possible, possible)) {
     complain(next_, "GroupMismatch: rank " + std::to_string(family_.rank) + " called " + call_.words +
              ", but " + listed(gone) + " closed the group");
   }
@@ -1063,8 +1075,31 @@ std::string Node::waiting_for() const {
   }
   if (missing.empty()) return {};
   return "round " + std::to_string(next_) + ": rank " + std::to_string(family_.rank) +
-         " waits for " + listed(missing) + "; it needs " + std::to_string(decoder_.least()) +
+         " waits for " + listed(missing) + "; it needs " + std::to_string(decoder_.enough()) +
          " of its " + std::to_string(children_.size()) + " children";
+}
+
+std::string Node::status() const {
+  const auto number = [](auto value) { return std::to_string(value); };
+  std::string out = "rank " + number(family_.rank) + (calling() ? " calls" : " will call") + " round " +
+                    number(next_) + ", lacks " + number(frontier_) + ", knows of " +
+                    number(newest_) + ", decoded " + number(decoded_) + " of " +
+                    number(incoming_.size()) + " pieces, offered " +
+                    (offering_ ? number(offered_) : "nothing") + (held_back_ ? ", held back" : "") +
+                    (unanswered_ ? ", unanswered" : "") + ", asks rank " +
+                    (root() ? "nobody" : number(family_.ancestors[upstream_])) + " up to " +
+                    number(wanted_);
+  for (const auto& [round, news] : announced_) {
+    out += "; rank " + number(news.from) + " has " + number(news.ready) + " of " + number(round);
+  }
+  for (const Child& child : children_) {
+    const Listener& listener = listeners_.at(child.rank);
+    out += "; child " + number(child.rank) + " offers " + number(child.ready) + " of round " +
+           number(child.round) + (child.withdrawn ? " (withdrawn)" : "") +
+           (child.stalled ? " (stalled)" : "") + (child.left ? " (left)" : "") + ", lacks " +
+           number(child.done) + ", wants " + number(listener.first) + " to " + number(listener.last);
+  }
+  return out;
 }
 
 std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_t piece) const {

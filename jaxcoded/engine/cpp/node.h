@@ -45,7 +45,7 @@ class Wire {
   // Messages to `to` of up to this many bytes carry their vectors with them.
   virtual std::size_t inline_bytes(Rank to) const = 0;
 
-  // Whether fetching from this rank never returns `pending`.
+  // Whether fetching from this rank takes no time, as a rule.
   virtual bool direct(Rank from) const = 0;
 
   // Seconds, from any origin.
@@ -132,6 +132,8 @@ class Node {
 
   // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
   std::string waiting_for() const;
+  // Where this rank stands, for whoever looks for the cause of a hang.
+  std::string status() const;
   double call_started() const { return started_; }
   std::uint64_t history_bytes() const { return history_.bytes(); }
   std::uint64_t memory_bytes() const { return pool_.used() + pool_.kept(); }
@@ -220,6 +222,7 @@ class Node {
   void ask();
   void want(std::size_t ancestor);
   void on_gone(Rank from, Round round, Round oldest);
+  void lose_frontier();
   void skip_to(Round round);
   void desynchronize();
   void tell(Rank rank, Listener& listener);
@@ -294,7 +297,8 @@ class Node {
   bool held_back_ = false;    // an offer waits for the parent to speak
   double asked_at_ = 0;
   std::set<Rank> asked_ranks_;  // that have said nothing since
-  std::set<Rank> gone_from_;    // that no longer have it
+  std::set<Rank> gone_from_;    // that no longer have the result at the frontier
+  Round oldest_ = 0;            // the first that those have
   bool desynchronized_ = false;
 
   std::map<std::uint64_t, std::string> words_;
