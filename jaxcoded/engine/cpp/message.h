@@ -20,7 +20,7 @@ enum class Kind : std::uint8_t {
   want,        // tell me the results of rounds `round` … `last`
   want_state,  // tell me your newest snapshot
   complaint,   // the calls of some ranks do not fit; the body says which
-  bye,         // I and all below me have left
+  bye,         // I have left, and all below me; the body: ranks that were given up
   // Down the tree.
   result,  // `ready` pieces of the result of `round` can be had
   note,    // `last` is decided
@@ -34,6 +34,8 @@ enum class Kind : std::uint8_t {
 enum Flag : std::uint8_t {
   inlined = 1,  // the body ends with the vectors themselves
   failed = 2,   // the round's result is an error; the body is its text
+  relays = 4,   // of bye: no more offers, but ranks below still need me
+  closed = 8,   // of a complaint: it only counts if the root has closed the group
 };
 
 struct Header {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -84,7 +85,7 @@ void Node::submit(Call call) {
   decoded_elements_.assign(call_.message.size(), 0);
 
   if (root()) {
-    const std::string& reason = call_.refusal.empty() ? pending_error_ : call_.refusal;
+    const std::string& reason = pending_error_.empty() ? call_.refusal : pending_error_;
     if (!reason.empty()) return decide_error(std::string(reason));
     Entry& entry = history_.add(
         {.round = next_,
@@ -189,14 +190,21 @@ void Node::deliver(Rank from, const Message& message) {
       if (listener != listeners_.end()) listener->second.wants_state = true;
       break;
     case Kind::complaint:
-      complain(head.round, std::string(message.text()));
+      if (head.flags & closed) {
+        refuse(head.round, std::string(message.text()));
+      } else {
+        complain(head.round, std::string(message.text()));
+      }
       break;
     case Kind::bye:
       if (child && !child->left) {
-        const auto absent = message.values<Rank>(0, message.body.size() / sizeof(Rank));
-        absent_.insert(absent_.end(), absent.begin(), absent.end());
-        child->left = true;
-        if (listener != listeners_.end()) listener->second.last = 0;
+        const auto ranks = message.values<Rank>(0, message.body.size() / sizeof(Rank));
+        std::vector<Rank>& known = head.flags & relays ? closed_ : absent_;
+        known.insert(known.end(), ranks.begin(), ranks.end());
+        if (!child->retired && !(head.flags & relays)) closed_.push_back(from);
+        child->retired = true;
+        child->left = !(head.flags & relays);
+        if (child->left) listeners_[from].last = 0;
         check_offers();
         say_bye();
       }
@@ -664,8 +672,7 @@ void Node::hand_over(const Entry& entry) {
   if (entry.failed) return finish(Outcome::failed, entry.error);
   if (entry.fingerprint != call_.fingerprint) {
     const std::string text = clash(family_.rank, call_.fingerprint, entry.round,
-                                   root() ? family_.rank : family_.ancestors.front(),
-                                   entry.fingerprint);
+                                   family_.ancestors.back(), entry.fingerprint);
     complain(entry.round, text);
     if (calling()) finish(Outcome::failed, text);
     return;
@@ -882,22 +889,22 @@ std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
 void Node::check_offer(Child& child) {
   if (child.withdrawn || child.round == 0) return;
   std::uint64_t expected = child.fingerprint;
+  Rank other = family_.rank;
   if (calling() && child.round == next_) {
     expected = call_.fingerprint;
   } else if (const Entry* entry = history_.find(child.round); entry && !entry->failed) {
     expected = entry->fingerprint;
+    if (!root()) other = family_.ancestors.back();
   }
   if (expected != child.fingerprint) {
     child.withdrawn = true;
-    complain(child.round, clash(child.rank, child.fingerprint, child.round, family_.rank, expected));
-  } else if (root() && leaving_ && child.round >= next_ && !calling()) {
-    // The root has closed the group: this round can never be.
+    complain(child.round, clash(child.rank, child.fingerprint, child.round, other, expected));
+  } else if (leaving_ && child.round >= next_ && !calling()) {
     child.withdrawn = true;
-    call_ = {};
-    outcome_ = Outcome::pending;
-    decide_error("GroupMismatch: rank " + std::to_string(child.rank) + " called " +
-                 words_of(child.fingerprint) + ", but rank " + std::to_string(family_.rank) +
-                 " closed the group");
+    refuse(child.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
+                            words_of(child.fingerprint) + ", but rank " +
+                            std::to_string(root() ? family_.rank : family_.ancestors.back()) +
+                            " closed the group");
   }
 }
 
@@ -906,15 +913,40 @@ void Node::check_offers() {
   if (!calling() || !call_.up || call_.skipped || children_.empty() || !call_.refusal.empty()) return;
   // With too many children gone for good, waiting would never end.
   std::vector<bool> possible(children_.size());
-  std::vector<Rank> gone;
   for (std::size_t row = 0; row < children_.size(); ++row) {
     const Child& child = children_[row];
-    possible[row] = !child.left || usable(child, 0);
-    if (!possible[row]) gone.push_back(child.rank);
+    possible[row] = !child.retired || usable(child, 0);
   }
-  if (!gone.empty() && !decoder_.decode(possible, possible)) {
-    complain(next_, "GroupMismatch: rank " + std::to_string(family_.rank) + " called " + call_.words +
-             ", but " + listed(gone) + " closed the group");
+  if (decoder_.decode(possible, possible)) return;
+  if (!root()) return retire();
+  decide_error("GroupMismatch: rank " + std::to_string(family_.rank) + " called " + call_.words +
+               ", but " + listed(closed_) + " closed the group");
+}
+
+// Tell the parent that there will be no more offers; why is in `closed_`.
+void Node::retire() {
+  if (retired_ || root()) return;
+  retired_ = true;
+  Message message{header(Kind::bye, 0)};
+  message.header.flags = relays;
+  message.append(closed_.data(), closed_.size() * sizeof(Rank));
+  wire_.send(family_.ancestors.front(), message);
+}
+
+// A call that can never be answered, since the root has closed the group. If it has.
+void Node::refuse(Round round, const std::string& text) {
+  if (!root()) {
+    Message message{header(Kind::complaint, round)};
+    message.header.flags = closed;
+    message.append(text.data(), text.size());
+    return wire_.send(family_.ancestors.front(), message);
+  }
+  if (!leaving_) {  // not yet
+    refused_.emplace(round, text);
+  } else if (round >= next_ && !calling()) {
+    call_ = {};
+    outcome_ = Outcome::pending;
+    decide_error(text);
   }
 }
 
@@ -954,7 +986,9 @@ void Node::keep_state(Round round, std::span<const std::byte> state) {
 
 void Node::tell_state(Rank rank, Listener& listener) {
   listener.wants_state = false;
-  Message message{header(Kind::state, state_kept_)};
+  // A snapshot is of use while the rounds after it can be had.
+  const bool useful = state_kept_ >= frontier_ || history_.find(state_kept_);
+  Message message{header(Kind::state, useful ? state_kept_ : 0)};
   const std::uint64_t where[2] = {state_bytes_, reinterpret_cast<std::uintptr_t>(state_.data())};
   message.append(where, sizeof where);
   wire_.send(rank, message);
@@ -982,7 +1016,8 @@ void Node::ask_next_state() {
 void Node::on_state(Rank from, const Message& message) {
   State& state = fetched_state_;
   if (!state.wanted || state.round) return;
-  if (message.header.round == 0) {
+  // One of a round whose result is gone leads back to where this rank is stuck.
+  if (message.header.round == 0 || (desynchronized_ && message.header.round <= next_)) {
     state.without.insert(from);
     return ask_next_state();
   }
@@ -1044,7 +1079,10 @@ void Node::resume() {
 
 void Node::leave() {
   leaving_ = true;
+  closed_.push_back(family_.rank);
+  if (!std::ranges::all_of(children_, &Child::left)) retire();
   for (Child& child : children_) check_offer(child);
+  for (const auto& [round, text] : std::exchange(refused_, {})) refuse(round, text);
   say_bye();
 }
 

@@ -156,7 +156,8 @@ class Node {
     };
     std::map<std::uint32_t, Slot> slots = {};  // pieces asked for
     Round done = 1;
-    bool left = false;
+    bool retired = false;  // makes no more offers
+    bool left = false;     // nor does anybody below it need anything
   };
   // A rank below, and the results that it wants.
   struct Listener {
@@ -237,6 +238,8 @@ class Node {
                     std::uint64_t others) const;
   void check_offer(Child& child);
   void check_offers();
+  void retire();
+  void refuse(Round round, const std::string& text);
   void complain(Round round, const std::string& text);
   void decide_error(const std::string& text);
 
@@ -308,7 +311,9 @@ class Node {
   Buffer state_;
   std::uint64_t state_bytes_ = 0;
   State fetched_state_;
-  bool leaving_ = false, said_bye_ = false;
+  bool leaving_ = false, retired_ = false, said_bye_ = false;
+  std::vector<Rank> closed_;  // ranks that have closed the group, here or below
+  std::map<Round, std::string> refused_;
   std::vector<Rank> absent_;
   std::uint64_t fetched_bytes_ = 0;
 };
