@@ -92,11 +92,11 @@ class Engine(Transport):
         limits.history_bytes = history_bytes
         limits.history_most = max(limits.history_most, history_bytes)
         # every rank draws the same session: old messages are told from new ones by it
-        session = comm.bcast(int(np.random.default_rng().integers(1, 2**62)))
-        own = comm.Dup()
+        session = comm.bcast(_random())
+        self._serial, self._own = _communicator(comm)
         _engine.open(
             index,
-            own.py2f(),
+            self._own.py2f(),
             session,
             comm.allgather(_engine.introduce()),
             _family(plan, comm.rank),
@@ -173,6 +173,8 @@ class Engine(Transport):
         absent = self._ask("close", seconds + _GIVE_UP_SECONDS * self._height)
         if absent and self._rank == self._plan.root:
             _exit.give_up([self._world[rank] for rank in absent], seconds)
+        if not absent:
+            _idle[self._serial] = self._own
         return absent
 
     def abandon(self) -> None:
@@ -232,6 +234,32 @@ def slices_in_a_batch(vector: jax.Array, plan: Plan) -> bool:
 
 
 # What the engine is told about a rank.
+
+
+# Communicators of groups that were closed, for the next group of the same ranks. They
+# are never freed: a message to a rank that has left may still be on its way, and MPI
+# would take it for one of the next communicator with that number. In the same
+# communicator it is recognised by its session.
+_idle: dict[int, MPI.Intracomm] = {}
+
+
+def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
+    """A communicator of the ranks of ``comm`` for the engine alone, and its serial
+    number. Collective."""
+    idle = [
+        serial
+        for serial, each in _idle.items()
+        if MPI.Comm.Compare(each, comm) == MPI.CONGRUENT
+    ]
+    common = set(idle).intersection(*comm.allgather(idle))
+    if common:
+        serial = min(common)
+        return serial, _idle.pop(serial)
+    return comm.bcast(_random()), comm.Dup()
+
+
+def _random() -> int:
+    return int(np.random.default_rng().integers(1, 2**62))
 
 
 def _height(plan: Plan, rank: int) -> int:

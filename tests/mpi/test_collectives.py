@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import mpi4jax
 import numpy as np
 import pytest
+from marks import slices
 from mpi4py import MPI
 from reference import (
     BATCH,
@@ -15,6 +16,7 @@ from reference import (
     per_example,
     tolerated_masks,
 )
+from together import compilations
 
 import jaxcoded
 from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
@@ -93,11 +95,13 @@ def test_bcast_of_any_dtype(comm, group):
     assert_same_bits(comm, got)
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size < 4, reason="slices need 4 ranks")
-def test_slices(comm):
+@slices
+def test_slices(comm, transport):
     gradients = {"odd": per_example(7), "narrow": per_example(3, seed=1)}
     fanout = 3 if comm.size == 13 else None
-    with jaxcoded.CodedGroup(comm, slices=2, fanout=fanout) as sliced:
+    with jaxcoded.CodedGroup(
+        comm, slices=2, fanout=fanout, transport=transport
+    ) as sliced:
         message = contribution(sliced, gradients)
         padded = 10 + -10 % sliced.plan.padding_multiple
         assert message.vectors[0].size * message.slices == padded
@@ -205,27 +209,18 @@ def test_no_recompile_across_steps(group, own):
 
 
 def test_eager_loop_compiles_once(group):
-    compiled = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         coded_allreduce(np.ones(11), group)
         assert compiled  # so that this test notices when the event changes its name
         compiled.clear()
         for k in range(3):
             coded_allreduce(np.full(11, float(k)), group)
         assert not compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_equal_groups_share_nothing(comm, group, own):
-    step = jax.jit(coded_allreduce, static_argnums=1)
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan) as twin:
+def test_equal_groups_share_nothing(comm, group, transport, own):
+    step = jax.jit(lambda x, g: coded_allreduce(x, g), static_argnums=1)
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as twin:
         assert twin.plan == group.plan
         assert twin != group
         before = group.rounds
@@ -239,11 +234,11 @@ def test_equal_groups_share_nothing(comm, group, own):
 # Order: a swapped pair of calls would be a mismatch of shapes or a wrong sum.
 
 
-def test_calls_keep_their_order(comm, group, own):
+def test_calls_keep_their_order(comm, group, transport, own):
     """Two groups and mpi4jax itself in one program, in a loop."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan) as other:
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
 
         def step(total, k):
             a = coded_allreduce(k * own, group)

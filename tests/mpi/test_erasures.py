@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
-from mpi4py import MPI
+from marks import SIZE, engine_only, mpi4jax_only, redundant, slices
 from reference import (
     assert_same_bits,
     assert_sum,
@@ -16,11 +16,11 @@ from reference import (
     rounding,
     tolerated_masks,
 )
+from together import assert_odd_one_out
 
 import jaxcoded
 from jaxcoded import coded_allreduce, coded_reduce
 
-SIZE = MPI.COMM_WORLD.size
 GRADIENTS = {"wide": per_example(3), "single": per_example(2, seed=1, dtype="float32")}
 
 
@@ -61,10 +61,12 @@ def test_every_tolerated_mask(comm, group):
     assert_exact(comm, group, sums_without(group, masks))
 
 
-@pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
-def test_every_tolerated_mask_with_slices(comm):
+@slices
+def test_every_tolerated_mask_with_slices(comm, transport):
     fanout = 3 if SIZE == 13 else None
-    with jaxcoded.CodedGroup(comm, slices=2, fanout=fanout) as sliced:
+    with jaxcoded.CodedGroup(
+        comm, slices=2, fanout=fanout, transport=transport
+    ) as sliced:
         assert_exact(comm, sliced, sums_without(sliced, tolerated_masks(sliced.plan)))
 
 
@@ -78,7 +80,7 @@ def test_bits_of_fractional_repetition_do_not_depend_on_erasures(comm, group):
         assert {row.tobytes() for row in sums[name]} == {sums[name][0].tobytes()}
 
 
-@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+@redundant
 def test_reduce_and_vmap_with_erasures(group):
     mask = tolerated_masks(group.plan)[1]
     own = contribution(group, GRADIENTS["wide"])
@@ -93,7 +95,7 @@ def test_reduce_and_vmap_with_erasures(group):
     assert_sum(group, both[1], GRADIENTS["wide"], -1)
 
 
-@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+@redundant
 def test_derivatives_with_erasures(group):
     """A left out rank's tangent and cotangent are left out too."""
     mask = tolerated_masks(group.plan)[1]
@@ -158,7 +160,8 @@ def test_too_many_below_an_inner_rank(group, masked):
     assert_sum(group, masked(inner, *leaves), GRADIENTS["wide"])
 
 
-@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+@redundant
+@mpi4jax_only
 def test_different_masks(group, masked):
     last = group.rank == SIZE - 1
     others = "ranks " + ", ".join(map(str, range(SIZE - 1)))
@@ -170,3 +173,16 @@ def test_different_masks(group, masked):
     assert f"rank {SIZE - 1}: round" in str(error.value)
     assert "erasures of ranks [1]" in str(error.value)
     assert_sum(group, masked(), GRADIENTS["wide"])
+
+
+@redundant
+@engine_only
+def test_different_masks_with_ranks_that_may_be_late(comm, group, masked):
+    assert_odd_one_out(
+        comm,
+        [lambda: masked(*([1] if group.rank == SIZE - 1 else [])), masked, masked],
+        odd=SIZE - 1,
+        usual="erasures of ranks []",
+        unusual="erasures of ranks [1]",
+        check=lambda total: assert_sum(group, total, GRADIENTS["wide"]),
+    )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mpi4py import MPI
+from marks import SIZE, slices
 from reference import BATCH, contribution, per_example
 
 import jaxcoded
@@ -83,6 +83,29 @@ def test_value_and_gradient(group, coded, close):
     close(coded_allreduce(local, group), whole.grad)
 
 
+def layers(loss):
+    """The loss once for each of three layers, in a scan."""
+    return lambda theta: jax.lax.scan(
+        lambda total, k: (total + loss(k * theta), None), 0.0, jnp.arange(1.0, 4)
+    )[0]
+
+
+@pytest.mark.parametrize("policy", [None, "nothing_saveable", "everything_saveable"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpoint(group, coded, close, policy, inside):
+    """Its result is kept whatever the policy says: no round is run again."""
+    policy = policy and getattr(jax.checkpoint_policies, policy)
+    remat = lambda f: jax.checkpoint(f, policy=policy)
+    loss = layers(remat(coded)) if inside else remat(layers(coded))
+    before = group.rounds
+    value, grad = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(THETA))
+    jax.effects_barrier()
+    assert group.rounds == before + 3
+    expected = jax.jit(jax.value_and_grad(layers(coded)))(THETA)
+    close(value, expected[0])
+    close(grad, expected[1])
+
+
 def test_vmap_of_gradient(group, coded, close):
     thetas = np.stack([THETA, DIRECTION])
     grads = jax.jit(jax.vmap(exact_grad(coded, group)))(thetas)
@@ -148,7 +171,7 @@ def test_hessian_vector_product(group, coded, close, product):
     close(actual, Whole(THETA).hessian @ DIRECTION)
 
 
-@pytest.mark.parametrize("erasures", [None, np.zeros(MPI.COMM_WORLD.size, bool)])
+@pytest.mark.parametrize("erasures", [None, np.zeros(SIZE, bool)])
 def test_transpose_is_the_identity(group, erasures):
     tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2), jnp.bfloat16)}
     cotangent = jax.tree.map(lambda x: x * (group.rank + 2), tree)
@@ -211,10 +234,10 @@ def test_no_reverse_mode(group, collective):
         jax.jit(jax.grad(lambda x: jnp.sum(collective(x, group))))(np.ones(3))
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size < 4, reason="slices need 4 ranks")
-def test_no_reverse_mode_with_slices(comm):
+@slices
+def test_no_reverse_mode_with_slices(comm, transport):
     """On any rank: also not on the root, whose message is as long as the gradient."""
-    with jaxcoded.CodedGroup(comm, slices=2) as sliced:
+    with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced:
         message = contribution(sliced, A[:, 0])
 
         def loss(message):

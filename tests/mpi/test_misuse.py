@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import together
 from jax.errors import JaxRuntimeError
+from marks import SIZE, engine_only, mpi4jax_only, once, redundant, several, slices
 from mpi4py import MPI
 from reference import assert_sum, contribution, per_example
 
@@ -20,9 +22,7 @@ from jaxcoded import (
     tree_bcast,
 )
 
-SIZE, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
-several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
-slices = pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
+RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(5)
 
 
@@ -37,76 +37,115 @@ OTHERS = ranks(range(SIZE - 1))
 LAST = ranks([SIZE - 1])
 
 
+@pytest.fixture(scope="module")
+def own(group):
+    return contribution(group, VECTOR)
+
+
 # Ranks that call different things.
 
 
-def shapes(group, odd):
-    return coded_allreduce(np.ones(4 if odd else 3), group)
+def shapes(group, own, odd):
+    return coded_allreduce(own[:4] if odd else own, group)
 
 
-def dtypes(group, odd):
-    return coded_allreduce(np.ones(3, np.float32 if odd else np.float64), group)
+def dtypes(group, own, odd):
+    return coded_allreduce(own.astype("float32") if odd else own, group)
 
 
-def collectives(group, odd):
-    return (coded_reduce if odd else coded_allreduce)(np.ones(3), group)
+def collectives(group, own, odd):
+    return (coded_reduce if odd else coded_allreduce)(own, group)
 
 
-def batches(group, odd):
-    x = np.ones((2, 3))
+def batches(group, own, odd):
+    x = np.stack([own, own])
     return coded_allreduce(x.reshape(-1), group) if odd else jax.vmap(
         lambda v: coded_allreduce(v, group)
     )(x)  # fmt: skip
 
 
-def erasures(group, odd):
+def erasures(group, own, odd):
     mask = None if odd else np.zeros(SIZE, bool)
-    return coded_allreduce(np.ones(3), group, erasures=mask)
+    return coded_allreduce(own, group, erasures=mask)
 
 
-def means(group, odd):
-    return coded_allreduce(np.ones(3), group, mean=3 if odd else 2)
+def means(group, own, odd):
+    return 2 * coded_allreduce(own, group, mean=3 if odd else 2)
 
 
-def nothing(group, odd):
-    return coded_allreduce({} if odd else np.ones(3), group)
+def nothing(group, own, odd):
+    return coded_allreduce({} if odd else own, group)
 
 
-def caught(group, odd):
+def caught(group, own, odd):
     """The odd rank errs, goes on, and is one round behind the others."""
     if odd:
         with pytest.raises(TypeError):
             coded_allreduce(np.ones(3, int), group)
-    return coded_allreduce(np.ones(3), group)
+    return coded_allreduce(own, group)
+
+
+differences = pytest.mark.parametrize(
+    ("call", "usual", "unusual"),
+    [
+        (shapes, "coded_allreduce of float64[5]", "coded_allreduce of float64[4]"),
+        (dtypes, "coded_allreduce of float64[5]", "coded_allreduce of float32[5]"),
+        (collectives, "coded_allreduce of float64[5]", "coded_reduce of float64[5]"),
+        (
+            batches,
+            "coded_allreduce of float64[5], batched [2]",
+            "coded_allreduce of float64[10]",
+        ),
+        (erasures, "float64[5], erasures of ranks []", "coded_allreduce of float64[5]"),
+        (means, "float64[5], divided by 2.0", "float64[5], divided by 3.0"),
+        (nothing, "coded_allreduce of float64[5]", "coded_allreduce of no leaves"),
+        (caught, "float64[5]", "float64[5] after a TypeError in coded_allreduce"),
+    ],
+)
 
 
 @several
-@pytest.mark.parametrize(
-    ("call", "usual", "unusual"),
-    [
-        (shapes, "coded_allreduce of float64[3]", "coded_allreduce of float64[4]"),
-        (dtypes, "coded_allreduce of float64[3]", "coded_allreduce of float32[3]"),
-        (collectives, "coded_allreduce of float64[3]", "coded_reduce of float64[3]"),
-        (
-            batches,
-            "coded_allreduce of float64[3], batched [2]",
-            "coded_allreduce of float64[6]",
-        ),
-        (erasures, "float64[3], erasures of ranks []", "coded_allreduce of float64[3]"),
-        (means, "float64[3], divided by 2.0", "float64[3], divided by 3.0"),
-        (nothing, "coded_allreduce of float64[3]", "coded_allreduce of no leaves"),
-        (caught, "float64[3]", "float64[3] after a TypeError in coded_allreduce"),
-    ],
-)
-def test_mismatch(group, call, usual, unusual):
+@mpi4jax_only
+@differences
+def test_mismatch(group, own, call, usual, unusual):
+    """Every rank hears of it in that very call."""
     with pytest.raises(JaxRuntimeError) as error:
-        jax.block_until_ready(call(group, odd=RANK == SIZE - 1))
+        jax.block_until_ready(call(group, own, odd=RANK == SIZE - 1))
     text = str(error.value)
     assert "GroupMismatch: ranks called different things in the same round; " in text
     pattern = rf"{OTHERS}: round (\d+), .*{re.escape(usual)}; {LAST}: round \1, .*{re.escape(unusual)}"
     assert re.search(pattern, text), text
     # nothing of the failed round is left in the way
-    assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)
+    assert_sum(group, coded_allreduce(own, group), VECTOR)
+
+
+def assert_odd_one_out(comm, group, own, odd, call, usual, unusual):
+    def check(total):
+        for row in total.reshape(-1, 5):
+            assert_sum(group, row, VECTOR)
+
+    calls = [
+        lambda: call(group, own, odd=RANK == odd),
+        lambda: coded_allreduce(own, group),
+        lambda: coded_allreduce(own, group),
+    ]
+    together.assert_odd_one_out(comm, calls, odd, usual, unusual, check)
+
+
+@several
+@engine_only
+@differences
+def test_mismatch_with_ranks_that_may_be_late(comm, group, own, call, usual, unusual):
+    """Every rank hears of it in that call or in the next one."""
+    assert_odd_one_out(comm, group, own, SIZE - 1, call, usual, unusual)
+
+
+@several
+@engine_only
+@pytest.mark.parametrize("odd", [0] if SIZE < 13 else [0, 1])
+def test_mismatch_at_a_parent(comm, group, own, odd):
+    words = "coded_allreduce of float64[5]", "coded_allreduce of float64[4]"
+    assert_odd_one_out(comm, group, own, odd, shapes, *words)
 
 
 def test_an_error_on_all_ranks_is_nobodys_mismatch(group):
@@ -116,14 +155,68 @@ def test_an_error_on_all_ranks_is_nobodys_mismatch(group):
 
 
 @several
-def test_one_rank_closes_while_others_call(comm, group):
-    other = jaxcoded.CodedGroup.from_plan(comm, group.plan)
+@mpi4jax_only
+def test_one_rank_closes_while_others_call(comm, group, transport):
+    other = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
     if RANK == SIZE - 1:
         with pytest.raises(GroupMismatch, match=f"{LAST}: round 1, close"):
             other.close()
     else:
         with pytest.raises(JaxRuntimeError, match=f"{LAST}: round 1, close"):
             coded_allreduce(np.ones(3), other)
+
+
+def calls_of_others(comm, group, own, closing):
+    """What three calls come to at each rank while some ranks close the group: the sum, or
+    an error that says who closed it. Then all close it."""
+    outcomes = []
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport="engine") as other:
+        if RANK in closing:
+            other.close()
+        else:
+            for _ in range(3):
+                try:
+                    total = np.asarray(coded_allreduce(own, other))
+                except JaxRuntimeError as error:
+                    outcomes.append(str(error))
+                else:
+                    assert_sum(other, total, VECTOR)
+                    outcomes.append("")
+    assert other.closed
+    return outcomes
+
+
+@redundant
+@engine_only
+def test_those_that_close_are_stragglers(comm, group, own):
+    closing = group.plan.coded_children(0)[-1:]
+    outcomes = calls_of_others(comm, group, own, closing)
+    assert outcomes == [] if RANK in closing else outcomes == [""] * 3
+
+
+@several
+@engine_only
+def test_too_many_close_while_others_call(comm, group, own):
+    closing = group.plan.coded_children(0)[: 2 if SIZE > 2 else 1]
+    if SIZE == 7:  # twins, by fractional repetition
+        code = group.plan.codings[0].code
+        twins = [
+            row for row, kind in enumerate(code.classes) if kind == code.classes[0]
+        ]
+        closing = [group.plan.coded_children(0)[row] for row in twins]
+    outcomes = calls_of_others(comm, group, own, closing)
+    called = "GroupMismatch: rank 0 called coded_allreduce of float64[5], but "
+    for outcome in outcomes:
+        assert f"{called}{ranks(sorted(closing))} closed the group" in outcome
+
+
+@several
+@engine_only
+def test_root_closes_while_others_call(comm, group, own):
+    outcomes = calls_of_others(comm, group, own, [0])
+    called = r"GroupMismatch: rank \d+ called coded_allreduce of float64\[5\], but "
+    for outcome in outcomes:
+        assert re.search(f"{called}rank 0 closed the group", outcome)
 
 
 # Ranks that make different groups.
@@ -172,6 +265,7 @@ def test_impossible_arguments(comm):
 # One rank's own arguments: the same mistake on all ranks, and nothing is sent.
 
 
+@once
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -188,6 +282,7 @@ def test_wrong_leaves(group, tree, message):
             collective(tree, group)
 
 
+@once
 @pytest.mark.parametrize(
     "leaf",
     [jax.random.key(0), jnp.ones(3, "int4"), np.zeros(2, jax.dtypes.float0)],
@@ -198,6 +293,7 @@ def test_bcast_of_what_mpi_cannot_send(group, leaf):
         tree_bcast({"a": leaf}, group)
 
 
+@once
 @pytest.mark.parametrize("mean", [0, -1, -0.5, np.float32(0), float("nan")])
 def test_mean_must_be_positive(group, mean):
     with pytest.raises(
@@ -206,6 +302,7 @@ def test_mean_must_be_positive(group, mean):
         coded_allreduce(np.ones(2), group, mean=mean)
 
 
+@once
 @pytest.mark.parametrize("mean", [True, "3"])
 def test_mean_must_be_a_number(group, mean):
     with pytest.raises(TypeError, match=f"mean is the number to divide by.*{mean}"):
@@ -218,11 +315,13 @@ def test_a_communicator_is_no_group(comm, collective):
         collective(np.ones(2), comm)
 
 
+@once
 def test_mean_must_be_one_number(group):
     with pytest.raises(ValueError, match=r"mean is one number.*shape \(2,\)"):
         coded_allreduce(np.ones(2), group, mean=np.ones(2))
 
 
+@once
 @pytest.mark.parametrize(
     ("mask", "got"),
     [
@@ -241,6 +340,7 @@ def test_wrong_erasures(group, mask, got):
         coded_allreduce(np.ones(2), group, erasures=mask)
 
 
+@once
 def test_erasures_belong_to_the_round(group):
     masks = np.zeros((2, SIZE), bool)
     with pytest.raises(NotImplementedError, match="erasures cannot be batched by vmap"):
@@ -251,8 +351,9 @@ def test_erasures_belong_to_the_round(group):
 
 
 @slices
-def test_slices_want_encoded(comm, group):
-    with jaxcoded.CodedGroup(comm, slices=2) as sliced:
+@once
+def test_slices_want_encoded(comm, group, transport):
+    with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced:
         with pytest.raises(
             TypeError,
             match="this group has slices=2: .* jaxcoded.kernels.encode made, not a dict",
@@ -278,6 +379,7 @@ def test_slices_want_encoded(comm, group):
 # Too little precision.
 
 
+@once
 def test_too_much_amplification(group, monkeypatch):
     monkeypatch.setitem(group.plan.__dict__, "amplification", 1e5)
     with pytest.raises(
@@ -292,6 +394,7 @@ def test_too_much_amplification(group, monkeypatch):
         coded_allreduce(own, group)
 
 
+@once
 @pytest.mark.parametrize(("dtype", "share"), [("bfloat16", "78%"), ("float16", "20%")])
 def test_narrow_dtypes_warn(group, monkeypatch, dtype, share):
     amplification = {"bfloat16": 100, "float16": 200}[dtype]
@@ -306,8 +409,8 @@ def test_narrow_dtypes_warn(group, monkeypatch, dtype, share):
 # After the end.
 
 
-def test_use_after_close(comm, group):
-    closed = jaxcoded.CodedGroup.from_plan(comm, group.plan)
+def test_use_after_close(comm, group, transport):
+    closed = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
     compiled = jax.jit(lambda x: coded_allreduce(x, closed))
     traced_later = jax.jit(lambda x: coded_allreduce(x, closed))
     own = contribution(closed, VECTOR)
@@ -326,18 +429,22 @@ def test_use_after_close(comm, group):
     with pytest.raises(JaxRuntimeError, match=f"GroupClosed: {message}"):
         compiled(own)
     # a group made later is not taken for it
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan) as later:
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as later:
         with pytest.raises(JaxRuntimeError, match=message):
             compiled(own)
         assert_sum(later, coded_allreduce(own, later), VECTOR)
 
 
-def test_error_inside_with_closes(comm, group):
+def test_error_inside_with_closes(comm, group, transport):
     with (
         pytest.raises(KeyError),
-        jaxcoded.CodedGroup.from_plan(comm, group.plan) as broken,
+        jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as broken,
     ):
+        compiled = jax.jit(lambda x: coded_allreduce(x, broken))
+        compiled(1.0)
         raise KeyError
     assert broken.closed
     with pytest.raises(GroupClosed):
         coded_allreduce(1.0, broken)
+    with pytest.raises(JaxRuntimeError, match="GroupClosed: use after close"):
+        compiled(1.0)

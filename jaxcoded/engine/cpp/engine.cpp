@@ -260,7 +260,6 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     return absent;
   }
   page_.close_slot(its.slot);
-  if (absent.empty() && !its.wire->unfinished()) its.wire->free();
   return absent;
 }
 

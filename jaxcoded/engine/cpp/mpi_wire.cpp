@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
 namespace jaxcoded {
 namespace {
@@ -14,6 +15,11 @@ constexpr std::size_t inline_near = 1024;
 constexpr std::size_t inline_far = 32768;
 constexpr std::size_t inbox_bytes = 64 << 10;
 constexpr int most_at_once = 100;
+
+// What a piece in a message begins with.
+struct Stamp {
+  std::uint64_t session, round, piece, what;
+};
 
 }  // namespace
 
@@ -58,19 +64,15 @@ MpiWire::~MpiWire() {
   }
 }
 
-void MpiWire::free() {
-  for (MPI_Request& request : inboxes_) {
-    if (request == MPI_REQUEST_NULL) continue;
-    MPI_Cancel(&request);
-    MPI_Wait(&request, MPI_STATUS_IGNORE);
-  }
-  MPI_Comm_free(&comm_);
-}
-
 void MpiWire::receive(std::size_t peer) {
   std::vector<std::byte>& inbox = peers_[ranks_[peer]].inbox;
   MPI_Irecv(inbox.data(), static_cast<int>(inbox.size()), MPI_BYTE, ranks_[peer], control, comm_,
             &inboxes_[peer]);
+}
+
+void MpiWire::receive(Fetching& it) {
+  MPI_Irecv(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.from, it.tag, comm_,
+            &it.request);
 }
 
 void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
@@ -103,10 +105,8 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     // It is there, but cannot be read from here: let it be sent.
   }
   next_tag_ = next_tag_ == last_tag ? first_tag : next_tag_ + 1;
-  Fetching& it = fetches_.emplace_back(MPI_REQUEST_NULL, from, object, piece,
-                                       std::vector<std::byte>(bytes));
-  MPI_Irecv(it.bytes.data(), static_cast<int>(bytes), MPI_BYTE, from, next_tag_, comm_,
-            &it.request);
+  receive(fetches_.emplace_back(MPI_REQUEST_NULL, from, next_tag_, object, piece,
+                                std::vector<std::byte>(sizeof(Stamp) + bytes)));
   Message pull{{.kind = Kind::pull, .round = object.round}};
   pull.header.flags = static_cast<std::uint8_t>(object.what);
   pull.header.ready = piece;
@@ -118,9 +118,12 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
 // Vectors are copied: their memory may be used for something else before they have left.
 void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
   const auto what = static_cast<Object::What>(pull.flags);
-  std::vector<std::byte> bytes;
+  const Stamp stamp{session_, pull.round, pull.ready, pull.flags};
+  std::vector<std::byte> bytes(sizeof stamp);
+  std::memcpy(bytes.data(), &stamp, sizeof stamp);
   if (const auto data = node.read({what, pull.round}, pull.ready)) {
-    bytes.assign(data->begin(), data->end());
+    bytes.resize(sizeof stamp + data->size());
+    if (!data->empty()) std::memcpy(bytes.data() + sizeof stamp, data->data(), data->size());
   }
   post(from, static_cast<int>(pull.last), std::move(bytes));
 }
@@ -194,10 +197,18 @@ bool MpiWire::poll(Node& node) {
     }
     int bytes = 0;
     if (!lost) MPI_Get_count(&status, MPI_BYTE, &bytes);
+    const Stamp expected{session_, it->object.round, it->piece,
+                         static_cast<std::uint64_t>(it->object.what)};
+    const bool stamped = static_cast<std::size_t>(bytes) >= sizeof(Stamp);
+    if (stamped && std::memcmp(it->bytes.data(), &expected, sizeof expected) != 0) {
+      receive(*it);  // an answer to somebody else, who has left
+      continue;
+    }
     const Fetching fetched = std::move(*it);
     it = fetches_.erase(it);
-    node.arrived(fetched.from, fetched.object, fetched.piece,
-                 {fetched.bytes.data(), static_cast<std::size_t>(bytes)});
+    std::span<const std::byte> data;
+    if (stamped) data = std::span(fetched.bytes).first(static_cast<std::size_t>(bytes)).subspan(sizeof(Stamp));
+    node.arrived(fetched.from, fetched.object, fetched.piece, data);
     news = true;
   }
   return news;

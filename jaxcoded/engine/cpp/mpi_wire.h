@@ -16,7 +16,8 @@ namespace jaxcoded {
 
 class MpiWire : public Wire {
  public:
-  // `comm` is the wire's own. `cards` are those of all its ranks; `peers` the ranks that this one
+  // `comm` is the wire's own, and is not freed: messages to a rank that has left may still be on
+  // their way, and would be taken for those of the next communicator. `cards` are those of all its ranks; `peers` the ranks that this one
   // ever speaks with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
           const std::vector<Card>& cards, Validity& validity);
@@ -35,9 +36,6 @@ class MpiWire : public Wire {
   // Whether something may come without a ring of the bell.
   bool silent_peers() const { return silent_peers_; }
   bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
-  // All ranks are done with the communicator.
-  void free();
-
   std::uint64_t messages() const { return messages_; }
 
  private:
@@ -52,6 +50,7 @@ class MpiWire : public Wire {
   struct Fetching {
     MPI_Request request;
     Rank from;
+    int tag;
     Object object;
     std::uint32_t piece;
     std::vector<std::byte> bytes;
@@ -61,6 +60,7 @@ class MpiWire : public Wire {
   void receive(std::size_t peer);
   void post(Rank to, int tag, std::vector<std::byte> bytes);
   void answer(Rank from, const Header& pull, const Node& node);
+  void receive(Fetching& it);
 
   MPI_Comm comm_;
   std::uint64_t session_;

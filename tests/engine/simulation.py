@@ -1,0 +1,778 @@
+"""A world of nodes in one process, for tests: links with queues, a clock, and a scheduler.
+
+Every rank's `LoneNode` is the engine's own code. What MPI, the clock and the processes do
+otherwise is played here, in an order that a random generator chooses.
+"""
+
+import collections
+import ctypes
+import dataclasses
+import functools
+import random
+import struct
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded import make_plan
+from jaxcoded.allocation import shares
+from jaxcoded.engine import _engine
+from jaxcoded.transports import engine
+
+MESSAGE, RESULT, STATE = range(3)
+PENDING, DONE, FAILED, DESYNCHRONIZED = range(4)
+# as `Kind` in message.h
+OFFER, WANT, WANT_STATE, COMPLAINT, BYE, RESULTS, NOTE, GONE, STATES, WORDS = range(10)
+INLINED, FAILURE = 1, 2
+HEADER = struct.Struct("<BBHIQQQQQ")
+DTYPES = {"uint8": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
+SIZES = [1, 2, 2, 4, 8]
+EXAMPLES = 9  # in the batch that the ranks' contributions are made of
+
+
+@functools.lru_cache(maxsize=4096)
+def held(plan, rank):
+    """`shares` of this module's batch."""
+    return shares(plan, rank, EXAMPLES)
+
+
+@functools.lru_cache(maxsize=64)
+def extent(plan):
+    """Depth of the tree, and the most children that a parent has."""
+    return plan.tree.depth, max(map(len, plan.tree.children))
+
+
+def rounding(plan, dtype):
+    """Bound on the error of a sum, as a share of the sum of absolute values.
+
+    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded once
+    when it is made and once in every layer; in wider ones every addition counts, in
+    float64 also those of `Call.own` and `Call.sums`.
+    """
+    depth, fanout = extent(plan)
+    bits = jnp.finfo(dtype).bits
+    roundings = 1 + depth * (1 if bits < 32 else fanout + 3)
+    if bits == 64:
+        roundings += 2 * EXAMPLES
+    return (
+        roundings * float(jnp.finfo(dtype).eps) / 2 * plan.amplification * 1.01 + 1e-15
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What ranks call in one round.
+
+    Attributes:
+        segments: dtype and length of each vector of the result.
+        seed: of the gradients.
+        kind: ``"allreduce"``, ``"reduce"`` or ``"broadcast"``.
+        refusal: why it must fail.
+        erased: ranks that are left out.
+    """
+
+    segments: tuple[tuple[str, int], ...]
+    seed: int
+    kind: str = "allreduce"
+    refusal: str = ""
+    erased: frozenset[int] = frozenset()
+
+    @property
+    def words(self):
+        return f"{self.kind} {self.seed} of {list(self.segments)}"
+
+    @property
+    def fingerprint(self):
+        return hash(self) & (2**64 - 1)
+
+    @functools.cached_property
+    def gradients(self):
+        """One for each example: arrays ``(EXAMPLES, count)``."""
+        rng = np.random.default_rng(self.seed)
+        return [
+            rng.integers(0, 256, (EXAMPLES, count), np.uint8)
+            if dtype == "uint8"
+            else rng.standard_normal((EXAMPLES, count)).astype(jnp.dtype(dtype))
+            for dtype, count in self.segments
+        ]
+
+    @functools.cached_property
+    def sums(self):
+        """The exact sum, and the sum of absolute values, of every segment."""
+        wide = [g.astype(np.float64) for g in self.gradients]
+        return [(g.sum(0), np.abs(g).sum(0)) for g in wide]
+
+    def own(self, plan, rank):
+        """A rank's vectors, in the result's dtypes."""
+        if self.kind == "broadcast":
+            return [g[rank % EXAMPLES].copy() for g in self.gradients]
+        indices, coefficients = held(plan, rank)
+        slices = plan.slices_above[rank]
+        out = []
+        for g in self.gradients:
+            shape = (len(indices), slices, g.shape[1] // slices)
+            parts = g[indices].astype(np.float64).reshape(shape)
+            vector = np.einsum("eu,euq->q", coefficients, parts)
+            out.append(vector.astype(g.dtype))
+        return out
+
+    def check(self, plan, rank, vectors):
+        """Whether these are this call's result at a rank."""
+        if self.kind == "reduce" and rank != plan.root:
+            assert not any(v.view(np.uint8).any() for v in vectors)
+            return
+        if self.kind == "broadcast":
+            expected = self.own(plan, plan.root)
+            assert [v.tobytes() for v in vectors] == [v.tobytes() for v in expected]
+            return
+        for vector, (exact, size) in zip(vectors, self.sums, strict=True):
+            error = np.abs(vector.astype(np.float64) - exact)
+            # not `error > bound`, which NaN would pass
+            right = error <= rounding(plan, vector.dtype) * size
+            assert right.all(), (str(vector.dtype), error.max())
+
+    def check_message(self, plan, rank, segment, first, actual):
+        """Whether this is a part of what a rank tells its parent."""
+        exact, scale = self.messages(plan)
+        expected = exact[rank][segment][first : first + len(actual)]
+        bound = rounding(plan, actual.dtype) * scale[segment] * EXAMPLES
+        error = np.abs(actual.astype(np.float64) - expected)
+        return error.max(initial=0) <= bound
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  # few calls are alive at a time
+    def messages(self, plan):
+        """What every rank tells its parent, in float64, and the scale of its errors."""
+        own = [
+            [v.astype(np.float64) for v in self.own(plan, r)] for r in range(plan.size)
+        ]
+        scale = np.ones(len(self.segments))
+        for rank in reversed(plan.tree.order):
+            children = plan.coded_children(rank)
+            for s, vector in enumerate(own[rank]):
+                if children:
+                    parts = np.array([own[child][s] for child in children])
+                    vector += (plan.coefficients(rank) @ parts).reshape(-1)
+                scale[s] = max(scale[s], np.abs(vector).max(initial=0))
+        return own, scale
+
+
+@dataclasses.dataclass
+class Running:
+    """A call in progress."""
+
+    round: int
+    call: Call
+    own: list[np.ndarray]
+    out: list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a call ended."""
+
+    outcome: int
+    error: str
+
+
+class Header:
+    def __init__(self, data):
+        (
+            self.kind,
+            self.flags,
+            self.segments,
+            self.ready,
+            self.round,
+            self.last,
+            self.done,
+            self.fingerprint,
+            _,
+        ) = HEADER.unpack_from(data)
+        self.body = data[HEADER.size :]
+
+
+def layout(segments, piece_bytes):
+    """Pieces ``(segment, offset, bytes)`` of vectors ``(dtype code, count)``, as `Layout`."""
+    out = []
+    for s, (dtype, count) in enumerate(segments):
+        size = SIZES[dtype]
+        step = max(piece_bytes // size, 1)
+        for first in range(0, count, step):
+            out.append((s, first * size, min(step, count - first) * size))
+    return out or [(0, 0, 0)]
+
+
+class Wire:
+    """One node's wire."""
+
+    def __init__(self, world, rank):
+        self.world = weakref.proxy(world)  # nodes take no part in garbage collection
+        self.rank = rank
+        self.valid = [0, 0, 0]
+
+    def send(self, to, message):
+        self.world.sent(self.rank, to, message)
+
+    def fetch(self, source, what, round, piece):
+        return self.world.fetch(self.rank, source, what, round, piece)
+
+    def withdraw(self, what, first_valid):
+        self.valid[what] = first_valid
+
+    def inline_bytes(self, to):
+        return self.world.inline[self.rank, to]
+
+    def direct(self, source):
+        return self.world.hosts[source] == self.world.hosts[self.rank]
+
+    def now(self):
+        return self.world.clock
+
+
+class World:
+    """All ranks of a plan.
+
+    Attributes:
+        script: the call of each round, the first one's at 0.
+        in_place: how often results go where the rank's own vectors are.
+        twice: how many messages are delivered twice.
+        again: how many of those that announce something are delivered again later.
+        deviations: the calls of ranks that call something else, by ``(rank, round)``.
+        skips: ``(rank, round)`` where a rank has nothing to contribute.
+        open: the last round that ranks may call.
+        frozen: stopped processes. Others can still read their memory.
+        idle: ranks that do not call, but whose engine runs.
+        leaving: ranks that have closed the group. Their process ends once they may.
+        snapshots: how often ranks keep one, in rounds; 0: never.
+        recovers: whether ranks that have lost touch fetch one.
+        restored: the rounds at which each rank has gone on with one.
+        most_waiting: the longest queue of every link so far.
+    """
+
+    def __init__(
+        self,
+        plan,
+        script,
+        rng,
+        *,
+        hosts=None,
+        inline=(0,),
+        limits=None,
+        in_place=0.0,
+        twice=0.0,
+        again=0.0,
+    ):
+        self.plan = plan
+        self.script = list(script)
+        self.open = len(self.script)
+        self.rng = rng
+        self.hosts = hosts or [0] * plan.size
+        self.in_place = in_place
+        self.twice = twice
+        self.again = again
+        self.echoes = []
+        self.deviations = {}
+        self.skips = set()
+        self.clock = 0.0
+        self.frozen = set()
+        self.idle = set()
+        self.leaving = set()
+        self.dead = set()  # processes that have ended
+        self.queues = {}
+        self.most_waiting = collections.Counter()
+        self.requests = []  # (asker, source, what, round, piece)
+        self.answers = []  # the same and the data
+        self.running = [None] * plan.size
+        self.ends = [{} for _ in range(plan.size)]
+        self.results = {}  # bytes of each round's result
+        self.seen = {}  # pieces of results that were fetched
+        self.addresses = {}  # by (source, what, round)
+        self.snapshots = [0] * plan.size
+        self.snapshot_bytes = 100
+        self.recovers = True
+        self.asking = set()
+        self.restored = collections.defaultdict(list)
+        self.offered = collections.defaultdict(list)  # by (rank, round)
+        self.fetched = []  # (asker, source, what, round, piece)
+        self.limits = _engine.Limits()
+        for name, value in (limits or {}).items():
+            setattr(self.limits, name, value)
+
+        self.ancestors = []
+        for rank in range(plan.size):
+            line = []
+            while plan.tree.parents[line[-1] if line else rank] >= 0:
+                line.append(plan.tree.parents[line[-1] if line else rank])
+            self.ancestors.append(line)
+        self.inline = {}
+        for rank, line in enumerate(self.ancestors):
+            for above in line:
+                for link in ((rank, above), (above, rank)):
+                    self.inline[link] = rng.choice(inline)
+                    self.queues[link] = collections.deque()
+        self.wires = [Wire(self, rank) for rank in range(plan.size)]
+        self.nodes = [
+            _engine.LoneNode(
+                engine._family(plan, rank),
+                engine._decoder(plan, rank),
+                self.limits,
+                self.wires[rank],
+            )
+            for rank in range(plan.size)
+        ]
+
+    # The wires.
+
+    def sent(self, source, to, message):
+        if to in self.dead:
+            return
+        queue = self.queues[source, to]
+        queue.append(message)
+        self.most_waiting[source, to] = max(self.most_waiting[source, to], len(queue))
+        head = Header(message)
+        if head.kind == OFFER:
+            self.offered[source, head.round].append(head.ready)
+        if head.flags & (INLINED | FAILURE):
+            return
+        if head.kind == OFFER:
+            at = struct.unpack_from(f"<{head.segments}Q", head.body)
+            self.addresses[source, MESSAGE, head.round] = (
+                self.running[source].message,
+                at,
+            )
+        elif head.kind == RESULTS:
+            table = struct.unpack_from(f"<{2 * head.segments}Q", head.body)
+            at = struct.unpack_from(
+                f"<{head.segments}Q", head.body, 16 * head.segments
+            )
+            segments = list(zip(table[::2], table[1::2]))
+            self.addresses[source, RESULT, head.round] = segments, at
+        elif head.kind == STATES and head.round:
+            size, at = struct.unpack_from("<2Q", head.body)
+            self.addresses[source, STATE, head.round] = [(0, size)], [at]
+
+    def fetch(self, asker, source, what, round, piece):
+        self.fetched.append((asker, source, what, round, piece))
+        if not self.wires[asker].direct(source):
+            self.requests.append((asker, source, what, round, piece))
+            return False
+        if source in self.dead or self.wires[source].valid[what] > round:
+            return None
+        data = self.nodes[source].read(what, round, piece)
+        assert data is not None, (
+            f"rank {source} changed {what, round} before it withdrew it"
+        )
+        segments, at = self.addresses[source, what, round]
+        segment, offset, size = layout(segments, self.limits.piece_bytes)[piece]
+        assert ctypes.string_at(at[segment] + offset, size) == data
+        self.check_piece(source, what, round, piece, data)
+        return data
+
+    def answer(self, request):
+        asker, source, what, round, piece = request
+        data = self.nodes[source].read(what, round, piece)
+        if data is not None:
+            self.check_piece(source, what, round, piece, data)
+        self.answers.append((*request, data or b""))
+
+    def check_piece(self, source, what, round, piece, data):
+        """Nothing that travels is wrong, whether it is used or not."""
+        if what == RESULT:
+            assert self.seen.setdefault((round, piece), data) == data, (round, piece)
+        elif what == MESSAGE:
+            self._check_message(source, round, piece, data)
+
+    def _check_message(self, source, round, piece, data):
+        running, root = self.running[source], self.nodes[self.plan.root]
+        decided = root.next_round() > round or (
+            self.plan.slices_above[source] == 1
+            and root.read(RESULT, round, piece) is not None
+        )
+        # What is decided is not needed any more, and the result may lie in its place.
+        if decided or self.skips or self.deviations or running.call.erased:
+            return
+        segment, offset, size = layout(running.message, self.limits.piece_bytes)[piece]
+        dtype = running.own[segment].dtype
+        actual = np.frombuffer(data, dtype)
+        right = running.call.check_message(
+            self.plan, source, segment, offset // dtype.itemsize, actual
+        )
+        assert right, (source, round, piece)
+
+    # What ranks do.
+
+    def call_of(self, rank, round):
+        return self.deviations.get((rank, round)) or self.script[round - 1]
+
+    def may_call(self, rank):
+        return (
+            self.running[rank] is None
+            and rank not in self.frozen
+            and rank not in self.idle
+            and rank not in self.leaving
+            and not self.nodes[rank].desynchronized()
+            and self.nodes[rank].next_round() <= min(self.open, len(self.script))
+        )
+
+    def submit(self, rank):
+        plan, node = self.plan, self.nodes[rank]
+        round = node.next_round()
+        call = self.call_of(rank, round)
+        own = call.own(plan, rank)
+        out = [
+            np.full(count * jnp.dtype(dtype).itemsize, 255, np.uint8).view(
+                jnp.dtype(dtype)
+            )
+            for dtype, count in call.segments
+        ]
+        alike = all(len(a) == len(b) for a, b in zip(own, out))
+        if alike and self.rng.random() < self.in_place:
+            out = own
+        running = self.running[rank] = Running(round, call, own, out)
+        running.message = [(DTYPES[str(v.dtype)], len(v)) for v in own]
+        erased = [child in call.erased for child in plan.coded_children(rank)]
+        node.submit(
+            call.fingerprint,
+            call.words,
+            call.refusal,
+            call.kind != "broadcast",
+            call.kind != "reduce",
+            (rank, round) in self.skips,
+            erased if call.erased else [],
+            vectors(own),
+            vectors(out),
+        )
+        self.check_end(rank)
+
+    def check_end(self, rank):
+        """See whether a rank's call has ended, and with what."""
+        running, node = self.running[rank], self.nodes[rank]
+        if running is None or node.outcome() == PENDING:
+            return
+        self.running[rank] = None
+        end = End(node.outcome(), node.error())
+        self.ends[rank][running.round] = end
+        if end.outcome == DONE:
+            assert (end.error, node.next_round()) == ("", running.round + 1)
+            self._check_result(rank, running)
+            every = self.snapshots[rank]
+            if every and (running.round + 1) % every == 0:
+                state = self.state(running.round + 1)
+                self.nodes[rank].keep_state(running.round + 1, state)
+        # Nobody relies on the caller's memory any more.
+        for array in (*running.own, *running.out):
+            array.view(np.uint8)[:] = 255
+
+    def _check_result(self, rank, running):
+        where = rank, running.round
+        try:
+            running.call.check(self.plan, rank, running.out)
+        except AssertionError as error:
+            raise AssertionError(where, *error.args) from None
+        if running.call.kind == "reduce" and rank != self.plan.root:
+            return
+        data = b"".join(v.tobytes() for v in running.out)
+        assert self.results.setdefault(running.round, data) == data, where
+
+    def deliver(self, link):
+        source, to = link
+        message = self.queues[link].popleft()
+        for _ in range(1 + (self.rng.random() < self.twice)):
+            self.nodes[to].deliver(source, message)
+            self.check_end(to)
+        if self.rng.random() < self.again and message[0] in (OFFER, RESULTS, NOTE, WORDS):
+            self.echoes.append((link, message))
+
+    def arrive(self, answer):
+        asker, source, what, round, piece, data = answer
+        self.nodes[asker].arrived(source, what, round, piece, data)
+        self.check_end(asker)
+
+    def advance(self, rank):
+        more = self.nodes[rank].advance()
+        self.check_end(rank)
+        return more
+
+    def state(self, round):
+        """What the rounds before this one have made, the same on all ranks."""
+        return random.Random(round).randbytes(self.snapshot_bytes)
+
+    def recover(self, rank):
+        """Fetch a snapshot if need be, and go on with it. Whether anything was done."""
+        node = self.nodes[rank]
+        if not (self.recovers and node.desynchronized()) or node.state_missing():
+            return False
+        if rank not in self.asking:
+            self.asking.add(rank)
+            node.ask_state()
+            return True
+        if not (round := node.state_round()):
+            return False
+        assert node.state() == self.state(round)
+        node.resume()
+        assert (node.next_round(), node.desynchronized()) == (round, False)
+        self.asking.discard(rank)
+        self.restored[rank].append(round)
+        return True
+
+    def leave(self, rank):
+        assert self.running[rank] is None
+        self.leaving.add(rank)
+        self.nodes[rank].leave()
+
+    def bury(self):
+        """End the processes that may."""
+        for rank in self.leaving - self.dead - self.frozen:
+            if self.nodes[rank].left() and self.nodes[rank].outcome() != PENDING:
+                self.dead.add(rank)
+                for link, queue in self.queues.items():
+                    if link[1] == rank:
+                        queue.clear()
+
+    # The scheduler.
+
+    def step(self, pace=None):
+        """One thing happens, whichever.
+
+        Args:
+            pace: how readily each rank calls; default: all alike.
+        """
+        rng = self.rng
+        self.bury()
+        stopped = self.frozen | self.dead
+        kind = rng.random()
+        if self.echoes and rng.random() < 0.1:
+            link, message = self.echoes.pop(rng.randrange(len(self.echoes)))
+            if link[1] not in stopped:
+                self.nodes[link[1]].deliver(link[0], message)
+                self.check_end(link[1])
+        elif kind < 0.45:
+            links = [
+                link
+                for link, queue in self.queues.items()
+                if queue and link[1] not in stopped
+            ]
+            if links:
+                self.deliver(rng.choice(links))
+        elif kind < 0.6:
+            self._move_a_piece()
+        elif kind < 0.85:
+            rank = rng.randrange(self.plan.size)
+            if rank not in stopped:
+                self.advance(rank)
+                self.recover(rank)
+        elif kind < 0.97:
+            rank = rng.randrange(self.plan.size)
+            if self.may_call(rank) and (pace is None or rng.random() < pace[rank]):
+                self.submit(rank)
+        else:
+            self.clock += rng.expovariate(1 / self.limits.orphan_seconds)
+
+    def _move_a_piece(self):
+        rng = self.rng
+        stopped = self.frozen | self.dead
+        asked = [r for r in self.requests if r[1] not in stopped]
+        ready = [a for a in self.answers if a[0] not in stopped]
+        if asked and (not ready or rng.random() < 0.5):
+            request = rng.choice(asked)
+            self.requests.remove(request)
+            self.answer(request)
+        elif ready:
+            answer = rng.choice(ready)
+            self.answers.remove(answer)
+            self.arrive(answer)
+
+    def sweep(self):
+        """Every rank that is not frozen does all it can. Whether there was anything."""
+        moved = False
+        self.bury()
+        for rank in self.rng.sample(range(self.plan.size), self.plan.size):
+            if rank in self.frozen or rank in self.dead:
+                continue
+            if self.may_call(rank):
+                self.submit(rank)
+                moved = True
+            for link in [link for link in self.queues if link[1] == rank]:
+                while self.queues[link]:
+                    self.deliver(link)
+                    moved = True
+            for request in [r for r in self.requests if r[1] == rank]:
+                self.requests.remove(request)
+                self.answer(request)
+                moved = True
+            for answer in [a for a in self.answers if a[0] == rank]:
+                self.answers.remove(answer)
+                self.arrive(answer)
+                moved = True
+            for _ in range(1000):
+                if not self.advance(rank):
+                    break
+            else:
+                raise AssertionError(f"rank {rank} never comes to rest")
+            moved |= self.recover(rank)
+        return moved
+
+    def sweep_all(self):
+        """As `settle`, but no time passes."""
+        while self.sweep():
+            pass
+
+    def parts(self, rank):
+        """The numbers of pieces that a rank has offered in its call so far, in its offers."""
+        running = self.running[rank]
+        return self.offered.get((rank, running.round), ()) if running else ()
+
+    def settle(self):
+        """Everybody who is not frozen goes on, and time passes, until nothing comes."""
+        quiet = 0
+        for _ in range(2000):
+            if self.sweep():
+                quiet = 0
+            else:
+                quiet += 1
+                self.clock += self.limits.orphan_seconds * 2**quiet
+            if quiet == 16:
+                return
+        raise AssertionError("the ranks never come to rest")
+
+    def done(self, rank, rounds=None):
+        """Whether all rounds of a rank ended with their sum."""
+        rounds = min(self.open, len(self.script)) if rounds is None else rounds
+        return all(
+            self.ends[rank].get(r, End(PENDING, "")).outcome == DONE
+            for r in range(1, rounds + 1)
+        )
+
+    def assert_done(self, ranks=None):
+        for rank in range(self.plan.size) if ranks is None else ranks:
+            assert self.done(rank), self.describe(rank)
+
+    def describe(self, rank):
+        node, running = self.nodes[rank], self.running[rank]
+        return {
+            "rank": rank,
+            "parents": self.plan.parents,
+            "hosts": self.hosts,
+            "frozen": self.frozen,
+            "idle": self.idle,
+            "next": node.next_round(),
+            "frontier": node.frontier(),
+            "calling": running and running.round,
+            "waits": node.waiting_for(),
+            "desynchronized": node.desynchronized(),
+            "ends": {r: e for r, e in self.ends[rank].items() if e.outcome != DONE},
+            "all next": [n.next_round() for n in self.nodes],
+        }
+
+
+def vectors(arrays):
+    return [(DTYPES[str(a.dtype)], len(a), a.ctypes.data) for a in arrays]
+
+
+def random_plan(rng, least=1, most=14, slices=(1, 1, 1, 2, 2, 3), stragglers=(0, 1, 1, 2)):
+    """A plan of any shape."""
+    size = rng.randint(least, most)
+    shape = rng.choice(["star", "chain", "balanced", "balanced", "irregular", "irregular"])
+    parents = {
+        "star": [-1] + [0] * (size - 1),
+        "chain": list(range(-1, size - 1)),
+        "balanced": None,
+        "irregular": [-1] + [rng.randint(max(0, r - 5), r - 1) for r in range(1, size)],
+    }[shape]
+    if shape == "irregular":  # so that the root is not always rank 0
+        names = rng.sample(range(size), size)
+        parents = [
+            -1 if parents[names[r]] < 0 else names.index(parents[names[r]])
+            for r in range(size)
+        ]
+    widest = max(map(parents.count, range(size))) if parents else size - 1
+    m = max(1, min(rng.choice(slices), widest))
+    s = max(0, min(rng.choice(stragglers), widest - m))
+    options = {
+        "parents": parents,
+        "stragglers": s,
+        "slices": m,
+        "root_computes": rng.random() < 0.5,
+    }
+    if parents is None and rng.random() < 0.6:
+        options["fanout"] = rng.randint(max(s + m, 1), max(s + m, 4))
+    kinds = ["cyclic_repetition", "fractional_repetition", "random_generator", "uncoded"]
+    for kind in (rng.choice(["auto", "auto", *kinds]), "auto"):
+        try:
+            return make_plan(size, code=kind, **options)
+        except ValueError:  # there is no such code for one of its parents
+            continue
+    return random_plan(rng, least, most, slices, stragglers)
+
+
+def tolerated(plan, rng):
+    """Ranks that every parent can do without, at most as many as it tolerates."""
+    out = set()
+    for rank in range(plan.size):
+        children = plan.coded_children(rank)
+        out.update(rng.sample(children, rng.randint(0, plan.tolerates(rank))))
+    return out
+
+
+def too_many(plan, rng):
+    """Children of the root without which it waits; one less, and it does not."""
+    code = plan.codings[plan.root].code
+    children, missing = plan.coded_children(plan.root), []
+    enough = min(code.n - code.stragglers, len(set(code.classes)))
+
+    def suffices():
+        answered = [child not in missing for child in children]
+        heard = {c for c, here in zip(code.classes, answered) if here}
+        return len(heard) >= enough and code.decodable(answered)
+
+    while suffices():
+        missing.append(rng.choice([c for c in children if c not in missing]))
+    return missing
+
+
+def erasable(plan, rng):
+    """Ranks without which the plan finds every sum, maybe more than it promises."""
+    mask = np.zeros(plan.size, bool)
+    for rank in rng.sample(range(plan.size), rng.randint(0, plan.size)):
+        mask[rank] = True
+        mask[rank] = not plan.unrecoverable(mask)
+    return set(np.flatnonzero(mask).tolist())
+
+
+def random_script(plan, rng, rounds, *, most=40, dtypes=None, **more):
+    """Calls of different gradients, of none to three segments each."""
+    multiple = plan.padding_multiple
+    dtypes = dtypes or ["float16", "bfloat16", "float32", "float64"]
+    out = []
+    for _ in range(rounds):
+        segments = tuple(
+            (dtype, multiple * rng.choice([0, 1, 2, rng.randrange(most // multiple + 1)]))
+            for dtype in rng.sample(dtypes, rng.choice([0, 1, 1, 1, 2, 3]))
+        )
+        out.append(Call(segments, rng.randrange(2**32), **more))
+    return out
+
+
+def random_world(plan, rounds, rng, *, script=None, limits=None, **more):
+    """A world whose links and sizes are drawn."""
+    hosts = rng.choice(
+        [
+            [0] * plan.size,
+            list(range(plan.size)),
+            [rng.randrange(3) for _ in range(plan.size)],
+        ]
+    )
+    drawn = {
+        "piece_bytes": rng.choice([8, 8, 16, 24, 64, 1 << 18]),
+        "announced_bytes": rng.choice([8, 32, 64, 1 << 20]),
+    }
+    return World(
+        plan,
+        script or random_script(plan, rng, rounds),
+        rng,
+        hosts=hosts,
+        inline=rng.choice([(0,), (0,), (64,), (1 << 20,), (0, 32, 1 << 20)]),
+        limits=drawn | (limits or {}),
+        in_place=rng.choice([0, 0, 0.5, 1]),
+        **more,
+    )

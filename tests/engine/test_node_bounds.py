@@ -1,0 +1,163 @@
+"""What piles up stays bounded: messages to a rank that does nothing, results kept for it."""
+
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import Call, World
+
+from jaxcoded import make_plan
+
+ROUNDS = 200
+COUNT = 128  # float32 numbers: 512 bytes, which is what an entry of the history takes
+ENTRY = 512
+
+
+def script(rounds=ROUNDS):
+    return [Call((("float32", COUNT),), seed) for seed in range(rounds)]
+
+
+def played(world, rounds, *, slow=0.0):
+    """Round after round, and after each of them nothing; in some of them time passes before
+    all ranks have called."""
+    for world.open in range(1, rounds + 1):
+        if world.rng.random() < slow:
+            late = world.rng.randrange(world.plan.size)
+            resting = late not in world.idle
+            world.idle.add(late)
+            for _ in range(6):
+                world.sweep_all()
+                world.clock += world.limits.orphan_seconds * world.rng.choice([1, 10, 30])
+            if resting:
+                world.idle.discard(late)
+        world.sweep_all()
+        world.clock += world.rng.choice([0, 0, 0.01, 1])
+        world.sweep_all()
+        yield world.open
+
+
+TREES = {
+    "star": ([-1] + [0] * 7, {3}, {5}),
+    "13": ([-1, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], {1}, {7}),
+    "both inner": ([-1, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 5], {1}, {8}),
+    "one below the other": ([-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], {1, 3}, {6}),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("links", ["near", "far", "inline"])
+def test_messages_to_a_stopped_rank(tree, links):
+    parents, frozen, idle = TREES[tree]
+    stragglers = 2 if tree == "star" else 1
+    plan = make_plan(len(parents), parents=parents, stragglers=stragglers)
+    world = World(
+        plan,
+        script(),
+        random.Random(1),
+        hosts=list(range(plan.size)) if links == "far" else None,
+        inline=(1 << 20 if links == "inline" else 0,),
+        limits={"piece_bytes": 256},
+    )
+    for _ in played(world, 3):
+        pass
+    world.frozen |= frozen
+    world.idle |= idle
+    for round in played(world, ROUNDS, slow=0.2):
+        world.settle() if round % 50 == 0 else None
+    world.settle()
+    world.assert_done(set(range(plan.size)) - frozen - idle)
+    assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
+    # nor do requests for their pieces
+    assert len(world.requests) <= 24 * len(frozen)
+    world.frozen.clear()
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+    assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_history_without_stragglers(far):
+    plan = make_plan(13, fanout=3)
+    world = World(
+        plan, script(60), random.Random(0), hosts=list(range(13)) if far else None
+    )
+    for _ in range(3_000):  # in no order
+        world.step()
+        assert all(node.history_bytes() <= 8 * ENTRY for node in world.nodes)
+    for _ in played(world, 60):
+        # the result of the last round, until it is known that everybody has it
+        assert all(node.history_bytes() <= 2 * ENTRY for node in world.nodes)
+    world.assert_done()
+
+
+@pytest.mark.parametrize("kind", ["frozen", "idle"])
+@pytest.mark.parametrize("late", [1, 4])
+@pytest.mark.parametrize(
+    ("budget", "rounds", "most", "kept"),
+    [
+        (10 * ENTRY, 3, 1 << 30, 10),  # by its bytes
+        (2 * ENTRY, 7, 1 << 30, 7),  # but so many rounds
+        (2 * ENTRY, 50, 12 * ENTRY, 12),  # up to so many bytes
+        (0, 0, 0, 1),
+    ],
+)
+def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
+    plan = make_plan(13, fanout=3)
+    limits = {
+        "history_bytes": budget,
+        "history_rounds": rounds,
+        "history_most": most,
+        "ahead_bytes": 4 * ENTRY,
+        "piece_bytes": 256,
+    }
+    world = World(plan, script(), random.Random(0), limits=limits)
+    getattr(world, kind).add(late)
+    line = world.ancestors[late]
+    below = {rank for rank in range(13) if late in world.ancestors[rank]}
+    memory = []
+    for _ in played(world, ROUNDS):
+        held = [node.history_bytes() for node in world.nodes]
+        assert max(held) <= (max(kept, 4) + 1) * ENTRY
+        if late == 4:  # a leaf keeps what it will need itself
+            assert held[late] <= 4 * ENTRY
+        if world.open > 20:  # what is promised is kept, above the late rank
+            assert all(held[rank] >= kept * ENTRY for rank in line)
+        for rank in set(range(13)) - set(line) - below - {late}:
+            assert held[rank] <= 2 * ENTRY
+        memory.append(sum(node.memory_bytes() for node in world.nodes))
+    assert max(memory[100:]) <= max(memory[:100])
+    world.assert_done(set(range(13)) - below - {late})
+
+
+class Zeros(Call):
+    """A call that costs nothing to check."""
+
+    def own(self, plan, rank):
+        return [np.zeros(count, dtype) for dtype, count in self.segments]
+
+    def check(self, plan, rank, vectors):
+        pass
+
+    def check_message(self, *_):
+        return True
+
+
+def test_memory_for_long_vectors():
+    """It is used again, round after round, and there is little of it."""
+    plan = make_plan(13, fanout=3)
+    size = 4 << 20
+    calls = [Zeros((("float32", size // 4),), seed) for seed in range(8)]
+    world = World(
+        plan, calls, random.Random(0), limits={"history_bytes": 3 * size}
+    )
+    used = []
+    for _ in played(world, len(calls)):
+        used.append([node.memory_bytes() for node in world.nodes])
+    world.assert_done()
+    assert used[3] == used[-1]
+    # a sum, a result, three children's messages, and as much kept for later
+    assert max(used[-1]) <= 6 * size

@@ -1,0 +1,170 @@
+"""Ranks that close their group, in any order."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded, random_missing
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import DONE, FAILED, Call, World, random_plan, random_world, too_many
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=60)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def leave_at(world, rounds):
+    """Whoever has made so many rounds leaves. Whether anybody did."""
+    ready = [
+        rank
+        for rank in range(world.plan.size)
+        if rank not in world.leaving | world.frozen | world.idle
+        and world.running[rank] is None
+        and world.nodes[rank].next_round() > rounds
+    ]
+    for rank in ready:
+        world.leave(rank)
+    return bool(ready)
+
+
+def settle_and_leave(world, rounds):
+    world.settle()
+    while leave_at(world, rounds):
+        world.settle()
+
+
+@many
+@given(seeds)
+def test_all_leave(seed):
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng), rng.randint(0, 5)
+    world = random_world(plan, rounds, rng)
+    pace = [rng.choice([0.05, 1, 1]) for _ in range(plan.size)]
+    for _ in range(rng.choice([0, 300, 2000])):
+        world.step(pace)
+        if rng.random() < 0.3:
+            leave_at(world, rounds)
+    settle_and_leave(world, rounds)
+    world.assert_done()
+    assert world.dead == set(range(plan.size))
+
+
+@many
+@given(seeds)
+def test_who_is_needed_stays(seed):
+    """Nobody is gone for good before all below it are, however late they are."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng, 3, stragglers=(1, 2)), 5
+    world = random_world(plan, rounds, rng)
+    late = random_missing(plan, np.random.default_rng(seed))
+    world.frozen |= late
+    settle_and_leave(world, rounds)
+    world.assert_done(set(range(plan.size)) - late)
+    for rank in late:
+        for above in world.ancestors[rank]:
+            assert not world.nodes[above].left()
+    world.frozen.clear()
+    settle_and_leave(world, rounds)
+    world.assert_done()
+    assert world.dead == set(range(plan.size))
+
+
+@many
+@given(seeds)
+def test_early_leavers_are_stragglers(seed):
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng, 3, stragglers=(1, 2)), 8
+    world = random_world(plan, rounds, rng)
+    early = random_missing(plan, np.random.default_rng(seed))
+    world.open = rng.randint(0, 4)
+    world.settle()
+    for rank in early:
+        world.leave(rank)
+    world.open = rounds
+    for _ in range(rng.choice([0, 300])):
+        world.step()
+    settle_and_leave(world, rounds)
+    world.assert_done(set(range(plan.size)) - early)
+    assert world.dead == set(range(plan.size))
+
+
+@many
+@given(seeds)
+def test_too_many_leave(seed):
+    """Then the calls of the others fail, and say who has left."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    world = random_world(plan, 6, rng)
+    early = [plan.root] if rng.random() < 0.3 else too_many(plan, rng)
+    rounds = world.open = rng.randint(0, 3)
+    world.settle()
+    if rng.random() < 0.3:  # in the midst of a round of the others
+        world.idle |= set(early)
+        world.open = 6
+        world.settle()
+        world.idle.clear()
+        assert max(world.results, default=0) == rounds
+    for rank in early:
+        world.leave(rank)
+    world.open = 6
+    world.settle()
+    for rank in set(range(plan.size)) - set(early):
+        assert set(world.ends[rank]) == set(range(1, 7)), world.describe(rank)
+        for round in range(rounds + 1, 7):
+            end = world.ends[rank][round]
+            assert end.outcome == FAILED
+            assert end.error.startswith("GroupMismatch: ")
+            assert end.error.endswith("closed the group")
+            assert any(f" {r}" in end.error for r in early)
+    settle_and_leave(world, 6)
+    assert world.dead == set(range(plan.size))
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("down", ["allreduce", "reduce"])
+def test_the_root_leaves_first(far, down):
+    plan = make_plan(13, fanout=3)
+    script = [Call((("float32", 30),), seed, down) for seed in range(6)]
+    world = World(
+        plan,
+        script,
+        random.Random(0),
+        hosts=list(range(13)) if far else None,
+        limits={"piece_bytes": 32},
+    )
+    world.open = 3
+    world.settle()
+    world.assert_done()
+    world.leave(0)
+    assert not world.nodes[0].left()
+    world.open = 6
+    world.settle()
+    for rank in range(1, 13):
+        for round in (1, 2, 3):
+            assert world.ends[rank][round].outcome == DONE
+        for round in (4, 5, 6):
+            end = world.ends[rank][round]
+            assert end.outcome == FAILED, world.describe(rank)
+            assert "rank 0 closed the group" in end.error
+    settle_and_leave(world, 6)
+    assert world.dead == set(range(13))
+
+
+def test_give_up():
+    """A rank that waits no longer for those below says whom it has left behind."""
+    plan = make_plan(13, fanout=3)
+    script = [Call((("float32", 30),), seed) for seed in range(3)]
+    world = World(plan, script, random.Random(0))
+    world.frozen.add(4)
+    settle_and_leave(world, 3)
+    assert not world.nodes[1].left()
+    world.nodes[1].give_up()
+    world.settle()
+    assert world.nodes[1].absent() == [4]
+    assert world.nodes[0].absent() == [4]
+    assert world.dead == set(range(13)) - {4}

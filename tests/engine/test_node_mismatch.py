@@ -1,0 +1,174 @@
+"""Ranks that call different things in one round: all are told, and nobody gets a wrong sum."""
+
+import dataclasses
+import random
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded, random_missing
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import DONE, FAILED, Call, World, random_plan, random_world
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=100)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def other(call, plan, rng):
+    """A call that is not this one."""
+    q, seed = plan.padding_multiple, call.seed + 1
+    return rng.choice(
+        [
+            dataclasses.replace(call, seed=seed),
+            Call((("float64", q * rng.randint(0, 30)),), seed),
+            Call((), seed, "broadcast"),
+            Call((("float32", q * 40),), seed, "reduce"),
+        ]
+    )
+
+
+def failures(world, rank):
+    return {r: e for r, e in world.ends[rank].items() if e.outcome != DONE}
+
+
+def assert_told(world, odd, round):
+    """All ranks were told of the odd one's call, in the same round, and later rounds are
+    right. If the odd call's own round was decided before, either the odd rank failed in it,
+    or all the others did (if the root was odd).
+
+    Returns:
+        The round in which all failed.
+    """
+    last = world.open
+    words = world.deviations[odd, round].words
+    ranks = range(world.plan.size)
+    for rank in ranks:
+        assert set(world.ends[rank]) == set(range(1, last + 1)), world.describe(rank)
+    failed = [failures(world, rank) for rank in ranks]
+    at = max(failed[odd])
+    assert at >= round
+    for rank in ranks:
+        assert failed[rank][at] == failed[0][at]
+        others = failed[rank].keys() - {at}
+        assert others <= {round}
+        if at > round:
+            assert (round in others) == ((rank == odd) == (odd != world.plan.root))
+        for end in failed[rank].values():
+            assert end.outcome == FAILED
+            assert re.match(
+                r"GroupMismatch: ranks called different things in the same round; "
+                r"rank \d+: round \d+, .*; rank \d+: round \d+, .*",
+                end.error,
+            )
+            assert f"rank {odd}: round {round}, {words}" in end.error
+    return at
+
+
+@many
+@given(seeds)
+def test_in_time(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    world = random_world(plan, 8, rng)
+    odd, round = rng.randrange(plan.size), rng.randint(1, 5)
+    world.deviations[odd, round] = other(world.script[round - 1], plan, rng)
+    for world.open in range(1, 9):
+        for _ in range(rng.choice([0, 100])):
+            world.step()
+        world.settle()
+    assert assert_told(world, odd, round) in (round, round + 1)
+
+
+@many
+@given(seeds)
+def test_at_any_time(seed):
+    """While all the others go on as they like."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    rounds = 30
+    world = random_world(plan, rounds, rng)
+    odd, round = rng.randrange(plan.size), rng.randint(1, 5)
+    world.deviations[odd, round] = other(world.script[round - 1], plan, rng)
+    pace = [rng.choice([0.1, 1, 1]) for _ in range(plan.size)]
+    world.open = 15
+    for _ in range(rng.choice([0, 300, 2000])):
+        world.step(pace)
+    world.settle()
+    world.open = rounds
+    world.settle()
+    assert round <= assert_told(world, odd, round) <= 16
+
+
+@many
+@given(seeds)
+def test_late(seed):
+    """The round is over when the odd rank calls."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 3, stragglers=(1, 2))
+    late = random_missing(plan, np.random.default_rng(seed))
+    if not late:
+        return
+    world = random_world(plan, 12, rng)
+    odd, round = rng.choice(sorted(late)), rng.randint(1, 5)
+    world.deviations[odd, round] = other(world.script[round - 1], plan, rng)
+    rng.choice([world.frozen, world.idle]).update(late)
+    world.open = 8
+    world.settle()
+    world.assert_done(set(range(plan.size)) - late)
+    world.frozen.clear()
+    world.idle.clear()
+    world.settle()
+    assert failures(world, odd).keys() == {round}
+    world.open = 12
+    world.settle()
+    assert assert_told(world, odd, round) == 9
+
+
+@pytest.mark.parametrize("odd", [0, 1, 4])
+def test_one_rank_is_a_round_ahead(odd):
+    """It called something once more than the others, so that nothing fits any more."""
+    plan = make_plan(13, fanout=3)
+    script = [Call((("float32", 30),), seed) for seed in range(12)]
+    world = World(plan, script, random.Random(0), limits={"piece_bytes": 32})
+    for round in range(4, 13):
+        world.deviations[odd, round] = Call((("float32", 30),), 3 + 100 * (round > 4))
+        if round > 4:
+            world.deviations[odd, round] = script[round - 2]
+        else:
+            world.deviations[odd, round] = Call((("float64", 3),), 77)
+    world.settle()
+    for rank in range(13):
+        assert set(world.ends[rank]) == set(range(1, 13))
+        failed = failures(world, rank)
+        assert all(e.error.startswith("GroupMismatch: ") for e in failed.values())
+        assert failed.keys() & {4, 5}
+        assert not failed.keys() & {1, 2, 3}
+        if rank == odd:
+            assert failed.keys() == set(range(4, 13))
+
+
+@many
+@given(seeds)
+def test_a_refusal_beside_a_mismatch(seed):
+    """A round that fails anyhow does not swallow that its calls did not fit."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    world = random_world(plan, 10, rng)
+    round = rng.randint(1, 4)
+    at = round + 1
+    world.script[at - 1] = dataclasses.replace(world.script[at - 1], refusal="refused")
+    odd = rng.randrange(plan.size)
+    world.deviations[odd, round] = other(world.script[round - 1], plan, rng)
+    for world.open in range(1, 11):
+        world.settle()
+    for rank in range(plan.size):
+        assert set(world.ends[rank]) == set(range(1, 11)), world.describe(rank)
+        failed = failures(world, rank)
+        assert set(failed) <= {round, at, at + 1}
+        assert any(e.error.startswith("GroupMismatch: ") for e in failed.values()), failed

@@ -1,0 +1,248 @@
+"""Rounds of a whole tree of nodes, in any order of events: the sums are exact everywhere."""
+
+import dataclasses
+import random
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded, random_missing
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import (
+    DONE,
+    FAILED,
+    MESSAGE,
+    Call,
+    World,
+    erasable,
+    random_plan,
+    random_script,
+    random_world,
+    tolerated,
+    too_many,
+)
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=100)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@many
+@given(seeds)
+def test_every_sum_is_exact(seed):
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng), rng.randint(1, 6)
+    repeats = rng.choice([{}, {}, {"twice": 0.2}, {"again": 0.1}])
+    world = random_world(plan, rounds, rng, **repeats)
+    pace = [rng.choice([0.02, 0.3, 1, 1, 1]) for _ in range(plan.size)]
+    for _ in range(rng.choice([0, 200, 1000, 4000])):
+        world.step(pace)
+    world.settle()
+    world.assert_done()
+    assert len(world.results) == rounds
+
+
+@many
+@given(seeds)
+def test_stragglers_hold_up_nobody(seed):
+    """As many as every parent tolerates do nothing at all from some moment on."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng, 3), rng.randint(1, 6)
+    world = random_world(plan, rounds, rng)
+    stragglers = random_missing(plan, np.random.default_rng(seed))
+    for _ in range(rng.choice([0, 0, 30, 200, 1000])):
+        world.step()
+    for rank in stragglers:
+        rng.choice([world.frozen, world.idle]).add(rank)
+    for _ in range(rng.choice([0, 500])):
+        world.step()
+    world.settle()
+    world.assert_done(set(range(plan.size)) - stragglers)
+    # and once they go on, they catch up
+    world.frozen.clear()
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("hosts", ["one", "many"])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_stop_at_any_moment(hosts, slices):
+    """An inner rank and a leaf stop after so many events, in the midst of their pieces."""
+    plan = make_plan(21, fanout=4, slices=slices, root_computes=True)
+    cut = set()
+    for moment in range(0, 1200, 25):
+        rng = random.Random(moment)
+        script = [Call((("float32", 24), ("float64", 8)), n) for n in range(3)]
+        world = World(
+            plan,
+            script,
+            rng,
+            hosts=list(range(21)) if hosts == "many" else None,
+            limits={"piece_bytes": 8, "announced_bytes": 16},
+        )
+        for _ in range(moment):
+            world.step()
+        cut |= {len(world.parts(rank)) for rank in (1, 9)}
+        world.frozen |= {1, 9}
+        world.settle()
+        world.assert_done(set(range(21)) - world.frozen)
+        world.frozen.clear()
+        world.settle()
+        world.assert_done()
+    assert len(cut) > 2  # some were stopped between their first piece and their last
+
+
+@many
+@given(seeds)
+def test_stops_and_goes(seed):
+    """Ranks stop and go on all the time, any number of them."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng), rng.randint(1, 8)
+    world = random_world(plan, rounds, rng)
+    for _ in range(rng.randint(1, 40)):
+        for ranks in (world.frozen, world.idle):
+            ranks.clear()
+            ranks.update(rng.sample(range(plan.size), rng.randint(0, plan.size)))
+        for _ in range(rng.randint(0, 100)):
+            world.step()
+    world.frozen.clear()
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+
+
+@many
+@given(seeds)
+def test_a_rank_far_behind(seed):
+    """It finds the results of all the rounds it missed, and is told how many they are."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 3, stragglers=(1, 2))
+    late = random_missing(plan, np.random.default_rng(seed))
+    rounds = rng.randint(2, 30)
+    world = random_world(plan, rounds, rng)
+    world.idle |= late
+    world.settle()
+    world.assert_done(set(range(plan.size)) - late)
+    for rank in late:
+        assert world.nodes[rank].lag() == rounds
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+    for node in world.nodes:
+        assert node.lag() == 0
+
+
+@pytest.mark.parametrize("hosts", [[0] * 7, list(range(7))])
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+def test_below_a_frozen_rank_results_come_from_further_above(hosts, inline):
+    plan = make_plan(7, parents=[-1, 0, 0, 1, 1, 2, 2], stragglers=1)
+    script = random_script(plan, random.Random(0), 12)
+    world = World(plan, script, random.Random(0), hosts=hosts, inline=(inline,))
+    world.frozen.add(1)
+    healthy = {0, 2, 3, 4, 5, 6}
+    for world.open in range(1, 13):
+        world.sweep_all()
+        # ranks 3 and 4 wait for rank 1, but only in the first round
+        assert world.done(3, 1) == (world.open > 1)
+        world.clock += 10
+        world.settle()
+        world.assert_done(healthy)
+    # what rank 1 would tell them now, they know
+    world.frozen.clear()
+    world.settle()
+    world.assert_done()
+
+
+@many
+@given(seeds)
+def test_beyond_the_stragglers_of_the_code(seed):
+    """Nothing is decided without enough children, the root says whom it waits for, and one
+    more is enough."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    script = random_script(plan, rng, 6)
+    world = random_world(plan, 6, rng, script=script)
+    children = plan.coded_children(plan.root)
+    missing = too_many(plan, rng)
+    rounds = world.open = rng.randint(0, 3)
+    world.settle()
+    world.assert_done()
+    rng.choice([world.idle, world.frozen]).update(missing)
+    world.open = 6
+    for _ in range(rng.choice([0, 300])):
+        world.step()
+    world.settle()
+    assert max(world.results, default=0) == rounds
+    assert not world.done(plan.root, rounds + 1)
+    words = world.nodes[plan.root].waiting_for()
+    head, names, needs = re.fullmatch(
+        r"(round \d+: rank \d+) waits for ranks? ([\d, ]+); it needs (\d+) of its \d+ children",
+        words,
+    ).groups()
+    assert head == f"round {rounds + 1}: rank {plan.root}"
+    assert set(map(int, names.split(", "))) == set(missing)
+    assert int(needs) <= len(children)
+    for ranks in (world.idle, world.frozen):
+        ranks.discard(missing[-1])
+    world.settle()
+    world.assert_done(set(range(plan.size)) - set(missing))
+    assert world.nodes[plan.root].waiting_for() == ""
+
+
+# Other calls than the all-reduce.
+
+
+@many
+@given(seeds)
+def test_calls_of_all_kinds(seed):
+    """Reduce, broadcast, erasures, refusals and skipped calls, one after the other."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng), rng.randint(1, 10)
+    script = []
+    for (call,) in (random_script(plan, rng, 1) for _ in range(rounds)):
+        kind = rng.choice(["allreduce", "reduce", "broadcast", "erased", "refused"])
+        if kind == "broadcast":
+            segments = tuple(("uint8", rng.randrange(60)) for _ in range(rng.randint(0, 2)))
+            call = Call(segments, call.seed, kind)
+        elif kind == "erased":
+            call = dataclasses.replace(call, erased=frozenset(erasable(plan, rng)))
+        elif kind == "refused":
+            call = dataclasses.replace(call, refusal=f"refused: no. {call.seed}")
+        else:
+            call = dataclasses.replace(call, kind=kind)
+        script.append(call)
+    world = random_world(plan, rounds, rng, script=script)
+    for round, call in enumerate(script, 1):
+        if call.kind != "broadcast" and not call.erased and rng.random() < 0.4:
+            world.skips |= {(rank, round) for rank in tolerated(plan, rng)}
+    late = tolerated(plan, rng) if rng.random() < 0.3 else set()
+    late -= {rank for call in script for rank in call.erased} | {r for r, _ in world.skips}
+    if any(call.erased for call in script) or world.skips:
+        late = set()  # together they may be too many
+    world.idle |= late
+    for _ in range(rng.choice([0, 200, 1000])):
+        world.step()
+    world.settle()
+    world.idle.clear()
+    world.settle()
+    for rank in range(plan.size):
+        for round, call in enumerate(script, 1):
+            end = world.ends[rank][round]
+            expected = (FAILED, call.refusal) if call.refusal else (DONE, "")
+            assert (end.outcome, end.error) == expected, (rank, round, call.kind)
+
+
+def test_erased_children_are_not_asked_for_anything():
+    plan = make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1])
+    for erased in (1, 2, 3, 5):
+        call = Call((("float32", 100),), 0, erased=frozenset({erased}))
+        world = World(plan, [call] * 3, random.Random(0), limits={"piece_bytes": 64})
+        world.settle()
+        world.assert_done()
+        assert not any(s == erased and w == MESSAGE for _, s, w, *_ in world.fetched)

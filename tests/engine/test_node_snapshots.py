@@ -1,0 +1,186 @@
+"""Ranks that are later than what their ancestors keep: they go on from a snapshot."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded, random_missing
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import DESYNCHRONIZED, DONE, Call, World, random_plan, random_world
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=60)
+seeds = st.integers(0, 2**32 - 1)
+SHORT = {"history_bytes": 0, "history_rounds": 4}
+
+
+def thirteen(rounds, **more):
+    plan = make_plan(13, fanout=3)
+    script = [Call((("float32", 40),), seed) for seed in range(rounds)]
+    limits = SHORT | {"piece_bytes": 32}
+    return World(plan, script, random.Random(0), limits=limits, **more)
+
+
+@pytest.mark.parametrize("late", [1, 4])
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 33, 1000])
+def test_a_snapshot_brings_a_late_rank_back(late, far, size):
+    world = thirteen(40, hosts=list(range(13)) if far else None)
+    world.snapshots = [3] * 13
+    world.snapshot_bytes = size
+    world.recovers = False
+    world.open = 5
+    world.settle()
+    world.frozen.add(late)
+    for world.open in range(6, 31):  # slowly, for those below the late rank
+        world.settle()
+    world.assert_done(set(range(13)) - {late})
+
+    world.frozen.clear()
+    world.settle()
+    node = world.nodes[late]
+    assert world.ends[late][6].outcome == DESYNCHRONIZED
+    assert node.desynchronized()
+    # and so do its calls, until it has a snapshot
+    world.submit(late)
+    assert world.ends[late][6].outcome == DESYNCHRONIZED
+    world.settle()
+    assert node.desynchronized()
+
+    world.recovers = True
+    world.settle()
+    assert world.restored == {late: [30]}
+    assert world.ends[late][30].outcome == DONE
+    world.open = 40
+    world.settle()
+    for rank in range(13):
+        assert all(world.ends[rank][r].outcome == DONE for r in range(30, 41)), rank
+
+
+@many
+@given(seeds)
+def test_while_the_others_go_on(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, 3, stragglers=(1, 2))
+    rounds = 40
+    late = random_missing(plan, np.random.default_rng(seed))
+    limits = {
+        "history_bytes": rng.choice([0, 0, 1000]),
+        "history_rounds": rng.randint(4, 8),
+        "ahead_bytes": rng.choice([0, 1 << 20]),
+    }
+    world = random_world(plan, rounds, rng, limits=limits)
+    world.snapshots = [0 if rng.random() < 0.2 else rng.randint(1, 4)] * plan.size
+    world.snapshots[plan.root] = rng.randint(1, 4)
+    world.snapshot_bytes = rng.choice([0, 10, 300])
+    for world.open in range(1, rounds + 1, 3):
+        if rng.random() < 0.3:
+            world.frozen.clear()
+            world.idle.clear()
+        elif rng.random() < 0.5:
+            for rank in late:
+                rng.choice([world.frozen, world.idle]).add(rank)
+        for _ in range(rng.choice([0, 20, 200])):
+            world.step()
+        world.settle()
+        world.assert_done(set(range(plan.size)) - below(plan, late))
+    world.frozen.clear()
+    world.idle.clear()
+    world.open = rounds
+    world.settle()
+    for rank in range(plan.size):
+        # all its rounds, or all since its last snapshot
+        first = max(world.restored[rank], default=1)
+        for round in range(first, rounds + 1):
+            assert world.ends[rank][round].outcome == DONE, world.describe(rank)
+
+
+def below(plan, ranks):
+    """These ranks and those below them: a frozen rank keeps what its ancestors have lost."""
+    out = set(ranks)
+    for rank in plan.tree.order:
+        if plan.tree.parents[rank] in out:
+            out.add(rank)
+    return out
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_nobody_has_a_snapshot(far):
+    world = thirteen(40, hosts=list(range(13)) if far else None)
+    world.open = 3
+    world.settle()
+    world.frozen.add(4)
+    world.open = 30
+    world.settle()
+    world.frozen.clear()
+    world.settle()
+    node = world.nodes[4]
+    assert node.desynchronized()
+    assert node.state_missing()
+    assert node.state_round() == 0
+    # the others do not mind
+    world.open = 40
+    world.settle()
+    world.assert_done(set(range(13)) - {4})
+
+
+def test_the_nearest_ancestor_with_a_snapshot_is_asked():
+    world = thirteen(40)
+    world.snapshots[0] = 3  # the root alone
+    world.open = 3
+    world.settle()
+    world.frozen.add(4)
+    world.open = 30
+    world.settle()
+    world.frozen.clear()
+    world.settle()
+    assert world.restored == {4: [30]}
+    asked = [source for a, source, what, *_ in world.fetched if (a, what) == (4, 2)]
+    assert set(asked) == {0}
+
+
+def test_an_ancestor_that_does_not_answer_is_passed_over():
+    world = thirteen(40, hosts=list(range(13)))
+    world.snapshots = [3] * 13
+    world.open = 3
+    world.settle()
+    world.frozen.add(4)
+    world.open = 30
+    world.settle()
+    world.recovers = False
+    world.frozen.clear()
+    world.settle()
+    world.frozen.add(1)
+    world.recovers = True
+    world.settle()
+    assert world.restored == {4: [30]}
+    world.frozen.clear()
+    world.open = 40
+    world.settle()
+    assert world.nodes[4].next_round() == 41
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_snapshot_that_is_replaced_while_it_is_fetched(far):
+    world = thirteen(40, hosts=list(range(13)) if far else None)
+    world.snapshots = [3] * 13
+    world.snapshot_bytes = 3_000  # many pieces
+    world.open = 3
+    world.settle()
+    world.frozen.add(1)
+    for world.open in range(4, 31):
+        world.settle()
+    world.frozen.clear()
+    for moment in range(400):
+        world.step()
+        if moment % 40 == 0:
+            world.open = min(world.open + 1, 40)
+    world.open = 40
+    world.settle()
+    assert world.nodes[1].next_round() == 41
+    assert not world.nodes[1].desynchronized()

@@ -1,0 +1,235 @@
+"""What the programs of this folder share: rounds whose sums are checked, faults that are
+injected at a rank and a round, and a board that says how far every rank has come.
+
+`tests/test_faults.py` starts them as ``PROGRAM DIRECTORY ...`` and reads what the ranks
+leave in the directory.
+"""
+
+import faulthandler
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+import warnings
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+import jaxcoded
+
+jax.config.update("jax_enable_x64", True)
+
+EXAMPLES = 12
+LATE = 0.6  # of the job's time limit
+PATIENCE = 30  # seconds in which other ranks must come as far as they should
+
+
+class Board:
+    """A file in which each rank notes how many rounds it has done.
+
+    Args:
+        directory: shared by all ranks and by the test. Whoever has not ended long
+            before the job's time limit hangs, and writes the stacks of its threads to
+            ``stacks-RANK``.
+    """
+
+    def __init__(self, directory):
+        self.comm = MPI.COMM_WORLD
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.directory = pathlib.Path(directory)
+        stacks = os.open(
+            self.directory / f"stacks-{self.rank}", os.O_WRONLY | os.O_CREAT
+        )
+        limit = float(os.environ.get("JAXCODED_MPIRUN_TIMEOUT", "100"))
+        faulthandler.dump_traceback_later(LATE * limit, file=stacks)
+        # every rank makes the file longer, and nobody changes what is in it
+        with (self.directory / "board").open("ab") as file:
+            os.ftruncate(file.fileno(), 8 * self.size)
+        self._done = np.memmap(self.directory / "board", np.int64, "r+")
+        self._said = {}
+        self._started = time.monotonic()
+
+    def note(self, rounds):
+        """This rank has done so many rounds."""
+        self._done[self.rank] = rounds
+
+    def done(self, rank):
+        return int(self._done[rank])
+
+    def wait(self, ranks, rounds):
+        """Wait until these ranks have done so many rounds. Fails where they do not."""
+        until = time.monotonic() + PATIENCE
+        while min(self._done[list(ranks)]) < rounds:
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"ranks {list(ranks)} should have done {rounds} rounds, but the "
+                    f"rounds of all ranks are {self._done.tolist()}"
+                )
+            time.sleep(2e-3)
+
+    def say(self, words):
+        """Tell the test, on stderr, where this rank is."""
+        passed = time.monotonic() - self._started
+        line = f"[{passed:6.2f} s] rank {self.rank}: {words}\n"
+        sys.stderr.write(line)  # one write, so that lines of ranks do not mix
+        sys.stderr.flush()
+
+    def report(self, **values):
+        """Leave values for the test, in ``rank-RANK.json``."""
+        self._said |= values
+        path = self.directory / f"rank-{self.rank}.json"
+        path.write_text(json.dumps(self._said))
+        self.say(f"reports {', '.join(values)}")
+
+
+class Sums:
+    """Gradients of every round and example, the same on all ranks, and their true sums.
+
+    Args:
+        group: whose ranks sum them.
+        widths: floats of a gradient, for one round after the other.
+    """
+
+    def __init__(self, group, widths=(3000,)):
+        random = np.random.default_rng(0)
+        self._bases = [random.standard_normal((EXAMPLES, width)) for width in widths]
+        self._indices, self._weights = group.assignment(EXAMPLES)
+        self._sum = jax.jit(lambda vector: jaxcoded.coded_allreduce(vector, group))
+        self._hash = hashlib.sha256()
+
+    def _gradients(self, number):
+        """Those of a round are ``scales[:, None] * base``."""
+        scales = np.random.default_rng(number).uniform(1, 2, EXAMPLES)
+        return scales, self._bases[number % len(self._bases)]
+
+    def start(self, number):
+        """This rank's call of a round. Returns before it is over."""
+        scales, base = self._gradients(number)
+        held = self._indices
+        return self._sum((self._weights * scales[held]) @ base[held])
+
+    def check(self, number, total):
+        """Fails unless this is what the round has to result in."""
+        scales, base = self._gradients(number)
+        total = np.asarray(total)
+        error = abs(total - scales @ base) / abs(base).sum(0)
+        assert error.max() < 1e-10, f"round {number} is off by {error.max():.1e}"
+        self._hash.update(total)
+
+    @property
+    def digest(self):
+        """Of all results, in order."""
+        return self._hash.hexdigest()
+
+
+class Faults:
+    """Faults to inject. Every rank plans the same ones, and calls `before` before each
+    round."""
+
+    def __init__(self, board):
+        self._board = board
+        self._pids = board.comm.allgather(os.getpid())
+        self._plan = {}
+        self._down = set()
+
+    def call_at(self, rank, number, action):
+        """Have a rank do something before a round."""
+        if rank == self._board.rank:
+            self._plan.setdefault(number, []).append(action)
+
+    def fail_at(self, rank, number):
+        def fail():
+            self._board.say(f"fails before round {number}")
+            raise RuntimeError(f"injected into rank {rank} before round {number}")
+
+        self.call_at(rank, number, fail)
+
+    def sleep_at(self, rank, number, seconds):
+        self.call_at(rank, number, lambda: time.sleep(seconds))
+
+    def stop_at(self, ranks, number, rounds=None):
+        """Rank 0 stops the processes of these ranks before a round, and lets them go on
+        when all that are not stopped have done so many rounds without them; or never."""
+
+        def stop():
+            self._board.wait(self._going(), number - 1)
+            for rank in ranks:
+                os.kill(self._pids[rank], signal.SIGSTOP)
+            while not all(map(self._stopped, ranks)):
+                time.sleep(1e-3)
+            self._down.update(ranks)
+            self._board.say(f"stopped {ranks} before round {number}")
+
+        def go_on():
+            self._board.wait(self._going(), number + rounds - 1)
+            for rank in ranks:
+                assert self._stopped(rank)
+                assert self._board.done(rank) <= number
+                os.kill(self._pids[rank], signal.SIGCONT)
+            self._down.difference_update(ranks)
+            self._board.say(f"continued {ranks} before round {number + rounds}")
+
+        self.call_at(0, number, stop)
+        if rounds is not None:
+            self.call_at(0, number + rounds, go_on)
+
+    def _going(self):
+        return set(range(self._board.size)) - self._down
+
+    def signal_at(self, rank, number, what):
+        """Send a signal to a rank's own process."""
+        self.call_at(rank, number, lambda: os.kill(os.getpid(), what))
+
+    def before(self, number):
+        for action in self._plan.pop(number, []):
+            action()
+
+    def _stopped(self, rank):
+        stat = pathlib.Path(f"/proc/{self._pids[rank]}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def widths(words):
+    """``"300,3000"`` as numbers."""
+    return [int(width) for width in words.split(",")]
+
+
+def run(board, group, sums, faults, rounds, first=1):
+    """Rounds ``first`` to ``rounds``, each checked. Returns how far behind this rank was
+    at most."""
+    most_lag = 0
+    for number in range(first, rounds + 1):
+        faults.before(number)
+        most_lag = max(most_lag, group.lag())
+        sums.check(number, sums.start(number))
+        board.note(number)
+        if number % 100 == 0:
+            board.say(f"has done round {number}")
+    return most_lag
+
+
+def close(board, group, timeout=60.0):
+    """Close the group, and report how long it took and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        start = time.monotonic()
+        group.close(timeout)
+    board.report(
+        close_seconds=time.monotonic() - start,
+        close_warnings=[str(warning.message) for warning in caught],
+    )
+
+
+def resources():
+    """What must not grow: resident MiB, threads, open files."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return {
+        "memory": int(resident.split()[1]) / 1024,
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+    }

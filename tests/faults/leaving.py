@@ -1,0 +1,61 @@
+"""Ways to leave. ``leaving.py DIRECTORY WAY RANK``: all ranks do `ROUNDS` rounds, and
+RANK does not leave as it should."""
+
+import gc
+import signal
+import sys
+import time
+
+from harness import Board, Faults, Sums, close, run
+
+import jaxcoded
+
+ROUNDS, FAULT = 60, 20
+
+directory, way, victim = sys.argv[1:]
+victim = int(victim)
+board = Board(directory)
+group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine")
+sums, faults = Sums(group), Faults(board)
+
+
+def leave():
+    board.say(f"exits before round {FAULT}")
+    sys.exit(0)
+
+
+match way:
+    case "late":
+        faults.sleep_at(victim, ROUNDS - 10, 3.0)
+    case "stopped":
+        faults.stop_at([victim], FAULT)
+    case "killed":
+        faults.signal_at(victim, FAULT, signal.SIGKILL)
+    case "exit":
+        faults.call_at(victim, FAULT, leave)
+    case "exit-1":
+        faults.call_at(victim, FAULT, lambda: sys.exit(1))
+    case "interrupt":
+        faults.signal_at(victim, FAULT, signal.SIGINT)
+
+try:
+    run(board, group, sums, faults, ROUNDS)
+    board.report(digest=sums.digest)
+    match way:
+        case "deleted":
+            # and another one, that is never closed either
+            del group
+            gc.collect()
+            group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine")
+            run(board, group, Sums(group), Faults(board), ROUNDS)
+        case "in-flight":
+            # the root has not come to this round when the others leave
+            if board.rank == 0:
+                time.sleep(1.0)
+            flying = sums.start(ROUNDS + 1)
+        case "stopped" | "killed":
+            close(board, group, timeout=3.0)
+        case _:
+            close(board, group)
+finally:
+    board.say("leaves the program")

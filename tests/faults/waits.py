@@ -1,0 +1,41 @@
+"""More ranks late than a parent can do without: it waits, says for whom, and goes on.
+
+``waits.py DIRECTORY``: ranks 1 and 2, the root's children, sleep; then 3 and 4, those of
+rank 1, while the root goes on without rank 1.
+"""
+
+import logging
+import sys
+
+from harness import Board, Faults, Sums, close, run
+
+import jaxcoded
+
+SECONDS, REPORT_AFTER = 1.0, 0.2
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+board = Board(sys.argv[1])
+heard = Heard()
+logging.getLogger("jaxcoded").addHandler(heard)
+group = jaxcoded.CodedGroup(
+    board.comm, fanout=2, transport="engine", report_after=REPORT_AFTER
+)
+sums, faults = Sums(group), Faults(board)
+# compiling takes long, too: that counts for nothing
+run(board, group, sums, faults, 5)
+board.comm.Barrier()
+heard.messages.clear()
+for late, number in ((1, 10), (2, 10), (3, 20), (4, 20)):
+    faults.sleep_at(late, number, SECONDS)
+lag = run(board, group, sums, faults, 30, first=6)
+board.report(digest=sums.digest, lag=lag, heard=heard.messages)
+close(board, group)

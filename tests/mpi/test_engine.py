@@ -1,0 +1,701 @@
+"""What only the engine has: results in place, ranks that may be late, snapshots, numpy arrays."""
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from marks import SIZE, engine_only, redundant, several, slices
+from mpi4py import MPI
+from reference import (
+    BATCH,
+    assert_same_bits,
+    assert_sum,
+    contribution,
+    per_example,
+    rounding,
+)
+from together import compilations, finish, late_ranks, one_late, wait_for_all
+
+import jaxcoded
+from jaxcoded import coded_allreduce, coded_reduce, host, tree_bcast
+from jaxcoded.transports import engine
+from jaxcoded.transports.mpi4jax import Mpi4jax
+
+pytestmark = engine_only
+
+RANK = MPI.COMM_WORLD.rank
+VECTOR = per_example(5)
+
+
+@pytest.fixture(scope="module")
+def own(group):
+    return jnp.asarray(contribution(group, VECTOR))
+
+
+# Results in place.
+
+
+@pytest.mark.parametrize("form", ["token", "effect"])
+def test_donated_operand(comm, group, own, form):
+    """It is consumed, and the result lies where it was."""
+
+    def step(x, token):
+        if form == "token":
+            return coded_allreduce(x, group, token=token)
+        return coded_allreduce(x, group), token
+
+    in_place = jax.jit(step, donate_argnums=0)
+    not_in_place = jax.jit(step)
+    total, token = not_in_place(own, jnp.int32(0))
+    assert not own.is_deleted()
+    assert_sum(group, total, VECTOR)
+    for _ in range(2):
+        operand = jnp.array(own)
+        place = operand.unsafe_buffer_pointer()
+        total, token = in_place(operand, token)
+        assert operand.is_deleted()
+        assert total.unsafe_buffer_pointer() == place
+        assert_sum(group, total, VECTOR)
+        assert_same_bits(comm, total)
+    assert in_place._cache_size() == 1
+
+
+@pytest.mark.parametrize("donated", [True, False])
+def test_three_megabytes(comm, group, donated):
+    """Vectors of several pieces, one for each dtype, in place and not."""
+    dtypes = {"float16": 20, "bfloat16": 21, "float32": 19, "float64": 18}
+    scale = per_example()
+    shape = {
+        dtype: np.random.default_rng(bits).uniform(0.5, 1, 3 * 2**bits // 4 + 5)
+        for dtype, bits in dtypes.items()
+    }
+    weight = contribution(group, scale)
+    tree = {dtype: jnp.asarray(weight * v, dtype) for dtype, v in shape.items()}
+    step = jax.jit(
+        lambda x, t: coded_allreduce(x, group, token=t),
+        donate_argnums=(0,) if donated else (),
+    )
+    total, _ = finish(step(tree, jnp.int32(0)))
+    assert all(leaf.is_deleted() for leaf in tree.values()) == donated
+    for dtype, v in shape.items():
+        assert total[dtype].dtype == dtype
+        bound = rounding(group, dtype) * np.abs(scale).sum() * np.abs(v)
+        error = np.abs(np.asarray(total[dtype], np.float64) - scale.sum() * v)
+        assert np.all(error <= bound), dtype
+    assert_same_bits(comm, total)
+
+
+@slices
+def test_three_megabytes_in_slices(comm, transport):
+    scale = 1.0 + np.arange(BATCH)
+    shape = np.random.default_rng(0).uniform(1, 2, 3 * 2**17 + 5)
+    params = {"wide": np.zeros(len(shape)), "single": np.zeros(len(shape), np.float32)}
+    fanout = 3 if SIZE == 13 else None
+    with jaxcoded.CodedGroup(
+        comm, slices=2, fanout=fanout, transport=transport
+    ) as sliced:
+        indices, weights = sliced.assignment(BATCH)
+
+        def loss(params, a):
+            return a * (params["wide"] @ shape + params["single"] @ shape)
+
+        step = jax.jit(jaxcoded.coded_value_and_grad(loss, sliced))
+        (_, grads), _ = finish(
+            step(params, scale[indices], weights, token=jnp.int32(0))
+        )
+        for name, dtype in {"wide": "float64", "single": "float32"}.items():
+            error = np.abs(grads[name] / (scale.sum() * shape) - 1)
+            # the loss is computed in float64, its gradient is rounded once more
+            assert error.max() <= 2 * rounding(sliced, dtype), dtype
+        assert_same_bits(comm, grads)
+
+
+# Several groups and calls in one program, in the order of JAX's effect.
+
+
+def test_two_groups_in_loops(comm, group, transport, own):
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+
+        @jax.jit
+        def program(x):
+            def step(total, k):
+                coded_allreduce(k * x, other)  # nobody reads it
+                there = lambda: coded_allreduce(x, group) + coded_allreduce(x, other)
+                back = lambda: coded_allreduce(x, other) + coded_allreduce(x, group)
+                total += jax.lax.cond(k % 2 == 0, there, back)
+                twice = jax.lax.while_loop(
+                    lambda s: s[0] < 2,
+                    lambda s: (s[0] + 1, s[1] + coded_allreduce(x, group)),
+                    (0, jnp.zeros_like(x)),
+                )[1]
+                # equal calls
+                pair = coded_allreduce(x, other) + coded_allreduce(x, other)
+                return total + twice + pair, coded_reduce(k * x, group)
+
+            return jax.lax.scan(step, jnp.zeros_like(x), jnp.arange(1.0, 4))
+
+        before = group.rounds
+        total, rows = finish(program(own))
+        assert (group.rounds - before, other.rounds) == (3 * 4, 3 * 4)
+    assert_sum(group, total / 18, VECTOR)
+    assert_same_bits(comm, total)
+    for k in (1, 2, 3):
+        at_root = RANK == group.plan.root
+        assert_sum(
+            group, rows[k - 1] + (0 if at_root else k * VECTOR.sum(0)), VECTOR, k
+        )
+
+
+# Ranks that are late.
+
+
+def test_lag_in_step(comm, group):
+    read = jax.jit(lambda: (group.lag(), group.transport.lag(jnp.int32(3))))
+    wait_for_all(comm)
+    assert group.lag() == 0
+    lag, (carried, token) = read()
+    assert (lag.dtype, lag.shape, carried.dtype) == (np.int32, (), np.int32)
+    assert (lag, carried, token) == (0, 0, 3)
+    wait_for_all(comm)
+
+
+@redundant
+@late_ranks
+@pytest.mark.parametrize("form", ["token", "effect"])
+def test_lag_in_the_order_of_the_calls(comm, group, own, late, form):
+    """A late rank's calls return at once, with the sum of the others."""
+
+    @jax.jit
+    def step(x, token):
+        before = group.lag() if form == "effect" else None
+        if form == "effect":
+            total = coded_allreduce(x, group)
+            return before, total, group.lag(), token
+        before, token = group.transport.lag(token)
+        total, token = coded_allreduce(x, group, token=token)
+        after, token = group.transport.lag(token)
+        return before, total, after, token
+
+    token = jnp.int32(0)
+    finish(step(own, token))  # compiles
+    mine = own * np.nan if RANK == late else own
+
+    def three():
+        return [step(mine, token) for _ in range(3)]
+
+    out = one_late(comm, group, late, 3, three)
+    for number, (before, total, after, _) in enumerate(out):
+        assert_sum(group, total, VECTOR)
+        if RANK == late:
+            assert (before, after) == (3 - number, 2 - number)
+        if RANK == group.plan.root:
+            assert (before, after) == (0, 0)
+    assert_same_bits(comm, [total for _, total, _, _ in out])
+
+
+def needed_with(plan, rank):
+    """A mask without whose ranks this one is needed."""
+    for other in plan.tree.children[plan.tree.parents[rank]]:
+        mask = np.arange(plan.size) == other
+        both = mask | (np.arange(plan.size) == rank)
+        if other != rank and not plan.refusal(mask) and plan.refusal(both):
+            return mask
+    raise AssertionError
+
+
+@redundant
+@late_ranks
+def test_a_late_rank_counts_again(comm, group, own, late):
+    one_late(
+        comm, group, late, 2, lambda: [coded_allreduce(own, group) for _ in range(2)]
+    )
+    mask = needed_with(group.plan, late)
+    mine = own * np.nan if mask[RANK] else own
+    total = coded_allreduce(mine, group, erasures=mask)
+    assert_sum(group, total, VECTOR)
+    assert_same_bits(comm, total)
+
+
+class Counter:
+    """Counts how often a loss is computed, while the program runs."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, w, x):
+        jax.debug.callback(self.add)
+        return (x @ w) ** 2 / 2
+
+    def add(self):
+        self.count += 1
+
+
+@redundant
+@late_ranks
+@pytest.mark.parametrize("form", ["token", "effect"])
+def test_a_late_rank_skips_its_gradient(comm, group, late, form):
+    x = per_example(3, seed=1)
+    indices, weights = group.assignment(BATCH)
+    counter = Counter()
+    value_and_grad = jaxcoded.coded_value_and_grad(counter, group, mean=True)
+
+    @jax.jit
+    def step(w, token):
+        if form == "token":
+            (loss, grad), token = value_and_grad(w, x[indices], weights, token=token)
+        else:
+            loss, grad = value_and_grad(w, x[indices], weights)
+        return w - 0.1 * grad, token, loss
+
+    start = jnp.ones(3), jnp.int32(0)
+    finish(step(*start))  # compiles
+    counter.count = 0
+
+    def three():
+        w, token = start
+        losses = []
+        for _ in range(3):
+            w, token, loss = step(w, token)
+            losses.append(loss)
+        return w, losses
+
+    w, losses = one_late(comm, group, late, 3, three)
+    if RANK in (late, 0):  # the root has no data
+        assert counter.count == 0
+    elif SIZE == 4 or (late == 1 and RANK in group.plan.coded_children(0)):
+        assert counter.count == 3  # the code cannot do without these ones, too
+    expected = np.ones(3)
+    for loss in losses:
+        slope = x @ expected
+        np.testing.assert_allclose(loss, (slope**2).mean() / 2, rtol=1e-9)
+        expected = expected - 0.1 * (slope @ x) / BATCH
+    np.testing.assert_allclose(w, expected, rtol=1e-9)
+    assert_same_bits(comm, (w, losses))
+
+
+@slices
+def test_a_late_rank_skips_its_chunks(comm, transport):
+    x = per_example(3, seed=1)
+    fanout = 3 if SIZE == 13 else None
+    with jaxcoded.CodedGroup(
+        comm, slices=2, fanout=fanout, transport=transport
+    ) as sliced:
+        indices, weights = sliced.assignment(BATCH)
+        counter = Counter()
+        step = jax.jit(jaxcoded.coded_value_and_grad(counter, sliced))
+        finish(step(jnp.ones(3), x[indices], weights))  # compiles
+        counter.count = 0
+        out = one_late(
+            comm,
+            *(sliced, SIZE - 1, 2),
+            lambda: [step(jnp.ones(3), x[indices], weights) for _ in range(2)],
+        )
+        assert RANK < SIZE - 1 or counter.count == 0
+        slope = x @ np.ones(3)
+        for loss, grad in out:
+            np.testing.assert_allclose(loss, (slope**2).sum() / 2, rtol=1e-9)
+            np.testing.assert_allclose(grad, slope @ x, rtol=1e-9)
+        assert_same_bits(comm, out)
+
+
+@redundant
+@late_ranks
+def test_a_late_rank_gets_its_results_while_others_close(
+    comm, group, transport, own, late
+):
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+        own = np.asarray(own)
+        if RANK == late:
+            wait_for_all(comm)
+            time.sleep(0.2)
+        totals = [host.coded_allreduce(own, other) for _ in range(3)]
+        if RANK != late:
+            wait_for_all(comm)
+    for total in totals:
+        assert_sum(group, total, VECTOR)
+    assert_same_bits(comm, totals)
+
+
+@several
+def test_close_names_those_that_do_not_come(comm, transport):
+    """And goes on without them."""
+    group = jaxcoded.CodedGroup(
+        comm,
+        stragglers=0,
+        fanout=3 if SIZE == 13 else None,
+        transport=transport,
+    )
+    coded_allreduce(1.0, group)
+    last, parents = SIZE - 1, group.plan.parents
+    above = {parents[last], parents[parents[last]]} - {-1}
+    wait_for_all(comm)
+    if RANK == last:
+        wait_for_all(comm)
+        group.close()
+    else:
+        named = pytest.warns(RuntimeWarning, match=rf"without ranks \[{last}\]")
+        with named if RANK in above else contextlib.nullcontext():
+            group.close(timeout=0.3)
+        wait_for_all(comm)
+    assert group.closed
+
+
+# Numpy arrays.
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_numpy_arrays(comm, group, dtype):
+    gradients = per_example(3, 2, dtype=dtype)
+    array = np.asarray(contribution(group, gradients))
+    with compilations() as compiled:
+        total = host.coded_allreduce(array, group)
+        out = np.empty_like(array)
+        assert host.coded_allreduce(array, group, out=out) is out
+        assert host.coded_allreduce(array, group, out=array) is array
+        empty = host.coded_allreduce(np.zeros((0, 3), dtype), group)
+    assert not compiled
+    assert (empty.shape, empty.dtype) == ((0, 3), dtype)
+    for each in (total, out, array):
+        assert type(each) is np.ndarray
+        assert_sum(group, each, gradients)
+    assert_same_bits(comm, [total, out, array])
+
+
+def test_numpy_arrays_and_a_compiled_step_in_one_round(comm, group, own):
+    if RANK % 2:
+        totals = [host.coded_allreduce(np.asarray(own), group) for _ in range(2)]
+    else:
+        totals = [coded_allreduce(own, group) for _ in range(2)]
+    for total in totals:
+        assert_sum(group, total, VECTOR)
+    assert_same_bits(comm, totals)
+
+
+@redundant
+def test_numpy_arrays_of_ranks_left_out(comm, group, own):
+    last = SIZE - 1
+    array = np.asarray(own) * (np.nan if RANK == last else 1)
+    total = host.coded_allreduce(array, group, skipped=RANK == last)
+    mask = [rank == last for rank in range(SIZE)]
+    erased = host.coded_allreduce(array, group, erasures=mask)
+    assert_sum(group, [total, erased], [VECTOR, VECTOR])
+    assert_same_bits(comm, [total, erased])
+    with pytest.raises(jaxcoded.TooManyErasures, match="rank 0 is the root"):
+        host.coded_allreduce(array, group, erasures=[True] * SIZE)
+    assert_sum(group, host.coded_allreduce(np.asarray(own), group), VECTOR)
+
+
+@several
+def test_numpy_arrays_that_do_not_fit(comm, group, own):
+    """The error is of its class, in that call or the next one."""
+    own, erred = np.asarray(own), []
+    for number in range(3):
+        array = own[:4] if number == 0 and RANK == SIZE - 1 else own
+        try:
+            total = host.coded_allreduce(array, group)
+        except jaxcoded.GroupMismatch as error:
+            assert str(error).startswith("ranks called different things")
+            erred.append(number)
+        else:
+            assert_sum(group, total, VECTOR)
+        wait_for_all(comm)
+        time.sleep(0.05)
+    assert erred in ([0], [1], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("array", "options", "error", "message"),
+    [
+        (np.ones((4, 4))[:, ::2], {}, ValueError, "must be contiguous"),
+        (np.ones(4), {"out": np.ones(8)[::2]}, ValueError, "must be contiguous"),
+        (np.ones(4), {"out": np.ones(3)}, ValueError, r"out must be like the array"),
+        (np.ones(4), {"out": np.ones(4, "f")}, ValueError, "out must be like"),
+        (np.ones(4), {"out": [0.0] * 4}, (TypeError, ValueError), "out"),
+        (np.ones(4, int), {}, TypeError, "floating point"),
+        (np.ones(4, complex), {}, TypeError, "floating point"),
+        (np.ones(4), {"erasures": np.zeros(SIZE + 1, bool)}, ValueError, "erasures"),
+        (np.ones(4), {"erasures": np.zeros(0, bool)}, ValueError, "erasures"),
+        (np.ones(4), {"erasures": [0] * SIZE}, ValueError, "erasures must be bool"),
+    ],
+)
+def test_what_numpy_arrays_may_not_be(group, own, array, options, error, message):
+    with pytest.raises(error, match=message):
+        host.coded_allreduce(array, group, **options)
+    assert_sum(group, host.coded_allreduce(np.asarray(own), group), VECTOR)
+
+
+def test_results_are_not_written_into_what_is_read_only(group, own):
+    """Such as the memory of a JAX array."""
+    array = np.asarray(own)
+    assert not array.flags.writeable
+    with pytest.raises(ValueError, match="read-only|writeable"):
+        host.coded_allreduce(array, group, out=array)
+
+
+@slices
+def test_numpy_arrays_have_no_slices(comm, transport):
+    with (
+        jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced,
+        pytest.raises(TypeError, match="need a group without slices"),
+    ):
+        host.coded_allreduce(np.ones(4), sliced)
+
+
+# Threads.
+
+
+def test_a_group_for_each_thread(comm, group, transport, own):
+    own = np.asarray(own)
+    totals = {}
+
+    def work(name, group):
+        for k in range(20):
+            totals[name, k] = host.coded_allreduce((k + 1) * own, group) / (k + 1)
+
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+        thread = threading.Thread(target=work, args=("other", other))
+        thread.start()
+        work("group", group)
+        thread.join()
+    for total in totals.values():
+        np.testing.assert_allclose(total, VECTOR.sum(0), rtol=1e-9)
+    assert_same_bits(comm, [totals[key] for key in sorted(totals)])
+
+
+@several
+def test_two_threads_in_one_group(comm, group, own):
+    """The second call at the same time is refused, and the first one goes on."""
+    own, totals = np.asarray(own), []
+    before = group.rounds
+    wait_for_all(comm)
+    if RANK == 0:
+        first = threading.Thread(
+            target=lambda: totals.append(host.coded_allreduce(own, group))
+        )
+        first.start()
+        time.sleep(0.2)
+        with pytest.raises(jaxcoded.errors.CodedError, match="two threads called"):
+            host.coded_allreduce(own, group)
+        wait_for_all(comm)
+        first.join()
+    else:
+        wait_for_all(comm)
+        totals.append(host.coded_allreduce(own, group))
+    assert_sum(group, totals[0], VECTOR)
+    assert group.rounds == before + 1
+
+
+# Ranks that are too late.
+
+STEPS = 180
+SCALE = 1.0 + np.arange(BATCH)
+RAMP = np.linspace(1.0, 2.0, 2**16)
+
+
+def assert_state(group, state):
+    """``Σ_k (1 + k mod 3)`` times the sum over the batch."""
+    factor = sum(1 + k % 3 for k in range(int(state["step"])))
+    expected = factor * SCALE.sum() * RAMP
+    tolerance = 1e-13 * group.plan.amplification
+    np.testing.assert_allclose(state["x"], expected, rtol=tolerance)
+
+
+@redundant
+@late_ranks
+def test_resync(comm, group, transport, late):
+    """A rank that is out of everyone's history goes on from a snapshot."""
+    short = jaxcoded.CodedGroup.from_plan(
+        comm, group.plan, transport=transport, history_bytes=1
+    )
+    own = contribution(short, SCALE) * RAMP
+    state = {"x": np.zeros_like(own), "step": 0}
+    compiled = jax.jit(lambda x: coded_allreduce(x, short))
+
+    def train(until, reduce):
+        while state["step"] < until:
+            state["x"] = state["x"] + reduce((1 + state["step"] % 3) * own)
+            state["step"] = state["step"] + 1
+            short.snapshot(state)
+
+    by_host = functools.partial(host.coded_allreduce, group=short)
+    train(5, by_host)
+    assert_state(short, state)
+    wait_for_all(comm)
+    if RANK != late:
+        train(STEPS, by_host)
+    wait_for_all(comm)
+    if RANK == late:
+        lost = r"jaxcoded\.Desynchronized: "
+        with pytest.raises(JaxRuntimeError, match=lost):
+            train(STEPS, lambda x: np.asarray(compiled(x)))
+        assert 5 <= state["step"] < STEPS
+        assert_state(short, state)  # what was kept is right
+        for _ in range(2):
+            with pytest.raises(JaxRuntimeError, match=lost):
+                jax.block_until_ready(compiled(own))
+            with pytest.raises(jaxcoded.Desynchronized, match=r"group\.resync"):
+                by_host(own)
+        like = {
+            "x": jax.ShapeDtypeStruct(own.shape, own.dtype),
+            "step": jax.ShapeDtypeStruct((), np.int64),
+        }
+        state = jax.device_get(short.resync(like))
+        assert STEPS - 16 <= state["step"] <= STEPS
+        assert_state(short, state)
+        train(STEPS, lambda x: np.asarray(compiled(x)))
+    wait_for_all(comm)
+    train(STEPS + 3, by_host)
+    assert_state(short, state)
+    assert_same_bits(comm, state["x"])
+    short.close()
+
+
+def test_snapshots(comm, group, transport):
+    """They can be had below the root, in step or not."""
+    state = {"x": np.arange(3.0), "deep": [np.int32(7), np.ones((2, 0), "float16")]}
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+        with pytest.raises(jaxcoded.Desynchronized, match="has a snapshot: call"):
+            other.resync(state)
+        wait_for_all(comm)
+        kept = []
+        for number in range(7):
+            total = host.coded_allreduce(np.zeros(2), other)
+            state["x"] = state["x"] + 1 + total[0]
+            kept.append(other.snapshot(state, every=3))
+        assert kept == [True, False, False, True, False, False, True]
+        wait_for_all(comm)
+        if RANK == other.plan.root:
+            with pytest.raises(jaxcoded.Desynchronized, match="no rank above rank 0"):
+                other.resync(state)
+        else:
+            assert other.rounds == 7
+            back = other.resync(jax.tree.map(np.zeros_like, state))
+            assert other.rounds == 7
+            jax.tree.map(np.testing.assert_array_equal, back, state)
+            assert [leaf.dtype for leaf in jax.tree.leaves(back)] == [
+                leaf.dtype for leaf in jax.tree.leaves(state)
+            ]
+        wait_for_all(comm)
+
+
+@several
+@pytest.mark.parametrize(
+    "like",
+    [
+        {"x": np.zeros(4), "step": 0},
+        {"x": np.zeros(3, np.float32), "step": 0},
+        {"x": np.zeros(3)},
+        {"another name": np.zeros(3), "step": 0},
+    ],
+    ids=["shape", "dtype", "leaves", "structure"],
+)
+def test_a_snapshot_of_another_state(comm, group, transport, like):
+    """It is refused, and the rank stays where it was."""
+    state = {"x": np.arange(3.0), "step": 3}
+    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+        for _ in range(2):
+            host.coded_allreduce(np.zeros(2), other)
+        other.snapshot(state)
+        wait_for_all(comm)
+        if RANK != other.plan.root:
+            with pytest.raises(ValueError, match="the snapshot is not of this state"):
+                other.resync(like)
+            assert other.rounds == 2
+        wait_for_all(comm)
+
+
+# What one can see of it.
+
+
+@several
+def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
+    with jaxcoded.CodedGroup(
+        comm,
+        stragglers=0,
+        fanout=3 if SIZE == 13 else None,
+        transport=transport,
+        report_after=0.3,
+    ) as group:
+        parents, waited_for = group.plan.parents, SIZE - 1
+        wait_for_all(comm)
+        if RANK == SIZE - 1:
+            time.sleep(1.0)
+        with caplog.at_level(logging.INFO, "jaxcoded"):
+            total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        assert_sum(group, total, VECTOR)
+        said = [r.getMessage() for r in caplog.records if r.name == "jaxcoded"]
+        # from one rank on the way up to the next
+        while waited_for != RANK and parents[waited_for] not in (RANK, -1):
+            waited_for = parents[waited_for]
+        if parents[waited_for] != RANK:
+            assert said == []
+        else:
+            children = len(group.plan.coded_children(RANK))
+            (words,) = said
+            assert words == (
+                f"group {group.index}, round 1: rank {RANK} waits for rank "
+                f"{waited_for}; it needs {children} of its {children} children"
+            )
+
+
+def test_memory_while_nobody_is_late(comm, transport):
+    """A rank keeps a round or two."""
+    with jaxcoded.CodedGroup(
+        comm,
+        stragglers=0,
+        fanout=3 if SIZE == 13 else None,
+        transport=transport,
+    ) as group:
+        array = np.ones(2**17)
+        for _ in range(20):
+            host.coded_allreduce(array, group, out=array)
+            array.fill(1)
+        wait_for_all(comm)
+        figures = group.transport.statistics()
+        assert figures["history_bytes"] <= 2.5 * array.nbytes
+        assert figures["memory_bytes"] <= 16 * array.nbytes
+        children = len(group.plan.coded_children(RANK))
+        above = RANK != group.plan.root
+        assert figures["fetched_bytes"] <= 20 * (children + above) * array.nbytes
+        wait_for_all(comm)
+
+
+# Which transport a group gets.
+
+
+def test_a_rank_without_the_engine(comm, transport, monkeypatch):
+    """Then all have the other one."""
+    last = SIZE - 1
+    if RANK == last:
+        monkeypatch.setattr(engine, "missing", lambda: "no compiler here")
+    warns = pytest.warns(
+        RuntimeWarning,
+        match=rf"falling back on the mpi4jax.*; rank {last}: no compiler",
+    )
+    with warns if RANK == 0 else contextlib.nullcontext() as seen:
+        group = jaxcoded.CodedGroup(comm, stragglers=0)
+    assert RANK != 0 or seen[0].filename == __file__
+    with group:
+        assert isinstance(group.transport, Mpi4jax)
+        assert coded_allreduce(1.0, group) == max(SIZE, 1)
+    message = f'transport="engine" cannot be used: rank {last}: no compiler here'
+    with pytest.raises(ValueError, match=message):
+        jaxcoded.CodedGroup(comm, stragglers=0, transport="engine")
+
+
+def test_bcast_of_odd_lengths(comm, group):
+    """Bytes in pieces."""
+    values = lambda rank: {
+        "bool": (np.arange(300_001) + rank) % 3 == 0,
+        "single": np.arange(100_003, dtype=np.float32) + rank,
+    }
+    got = tree_bcast(values(RANK), group)
+    jax.tree.map(np.testing.assert_array_equal, got, values(group.plan.root))
+    assert_same_bits(comm, got)

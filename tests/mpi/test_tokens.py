@@ -1,0 +1,182 @@
+"""Calls in the order of a token. The engine takes it in the place of JAX's effect; with mpi4jax
+it means nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from marks import engine_only, once
+from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
+from together import compilations, finish
+
+import jaxcoded
+import jaxcoded.optax
+from jaxcoded import coded_allreduce
+
+VECTOR = per_example(5)
+
+
+@pytest.fixture(scope="module")
+def own(group):
+    return jnp.asarray(contribution(group, VECTOR))
+
+
+def test_tokens(comm, group, own):
+    """Several calls in one program, and in a loop."""
+
+    @jax.jit
+    def program(x, token):
+        first, token = coded_allreduce(x, group, token=token)
+        _, token = coded_allreduce({"unused": x[:2]}, group, token=token)
+
+        def step(token, k):
+            total, token = coded_allreduce(k * x, group, token=token)
+            pair, token = coded_allreduce((x, k * x), group, mean=BATCH, token=token)
+            return token, (total / k, pair[0] * BATCH)
+
+        token, rows = jax.lax.scan(step, token, jnp.arange(1.0, 4))
+        return [first, *(row for rows_ in rows for row in rows_)], token
+
+    before = group.rounds
+    for value in (0, -7, 2**31 - 1):  # which means nothing
+        totals, token = finish(program(own, jnp.int32(value)))
+        assert (token.shape, token.dtype) == ((), np.int32)
+        for total in totals:
+            assert_sum(group, total, VECTOR)
+        assert_same_bits(comm, totals)
+    assert group.rounds == before + 3 * 8
+    assert program._cache_size() == 1
+
+
+def test_tokens_in_control_flow(comm, group, own):
+    @jax.jit
+    def program(x, token):
+        def grow(state):
+            number, total, token = state
+
+            def even(token):
+                out, token = coded_allreduce((x, 2 * x), group, token=token)
+                return out[1] / 2, token
+
+            def odd(token):
+                return coded_allreduce(x, group, token=token)
+
+            add, token = jax.lax.cond(number % 2 == 0, even, odd, token)
+            return number + 1, total + add, token
+
+        return jax.lax.while_loop(
+            lambda state: state[0] < 4, grow, (0, jnp.zeros_like(x), token)
+        )
+
+    before = group.rounds
+    _, total, _ = finish(program(own, jnp.int32(0)))
+    assert group.rounds == before + 4
+    assert_sum(group, total / 4, VECTOR)
+    assert_same_bits(comm, total)
+
+
+def test_tokens_outside_jit(group, own):
+    """Nothing is compiled again."""
+    with compilations() as compiled:
+        total, token = coded_allreduce(own[:3], group, token=jnp.int32(5))
+        assert compiled
+        compiled.clear()
+        for k in range(3):
+            total, token = coded_allreduce(k * own[:3], group, token=token)
+            assert_sum(group, total, VECTOR[:, :3], k)
+        assert len(compiled) <= 1  # of the product
+
+
+def test_unused_and_equal_calls_with_a_token(group, own):
+    """The token that a call returned is enough to keep it."""
+
+    @jax.jit
+    def wasteful(x, token):
+        for _ in range(3):
+            _, token = coded_allreduce(x, group, token=token)
+        return token
+
+    before = group.rounds
+    finish(wasteful(own, jnp.int32(0)))
+    assert group.rounds == before + 3
+
+
+def test_value_and_grad_with_a_token(comm, group):
+    x = per_example(3, seed=1)
+    indices, weights = group.assignment(BATCH)
+    step = jaxcoded.coded_value_and_grad(
+        lambda w, x: (x @ w) ** 2 / 2, group, mean=True
+    )
+
+    @jax.jit
+    def descend(w, token):
+        def body(carry, _):
+            w, token = carry
+            (loss, grad), token = step(w, x[indices], weights, token=token)
+            return (w - 0.1 * grad, token), loss
+
+        return jax.lax.scan(body, (w, token), length=3)
+
+    (w, token), losses = finish(descend(np.ones(3), jnp.int32(0)))
+    expected = np.ones(3)
+    for loss in losses:
+        slope = x @ expected
+        np.testing.assert_allclose(loss, (slope**2).mean() / 2, rtol=1e-9)
+        expected = expected - 0.1 * (slope @ x) / BATCH
+    np.testing.assert_allclose(w, expected, rtol=1e-9)
+    assert token.dtype == np.int32
+    assert_same_bits(comm, w)
+
+
+def test_optax_carries_a_token(comm, group):
+    """Also on from a state that was kept, whose token is an old one."""
+    indices, weights = group.assignment(10)
+    grad = jnp.float64((weights * indices).sum())
+    tx = optax.chain(
+        jaxcoded.optax.coded_allreduce(group, mean=10, carry_token=True), optax.sgd(1.0)
+    )
+    state = tx.init(grad)
+    assert state[0].token == 0
+    assert state[0].token.dtype == np.int32
+    kept = jax.tree.map(lambda leaf: leaf + 12345, state)
+    update = jax.jit(tx.update)
+    for number in range(5):
+        updates, state = update(grad, kept if number == 3 else state)
+        np.testing.assert_allclose(updates, -4.5, rtol=1e-9)
+        assert_same_bits(comm, updates)
+    assert update._cache_size() == 1
+
+
+@once
+@pytest.mark.parametrize(
+    ("token", "got"),
+    [
+        (np.int64(0), r"int64\[\]"),
+        (0.0, r"float64\[\]"),
+        (np.zeros(1, np.int32), r"int32\[1\]"),
+        (np.bool_(False), r"bool\[\]"),
+    ],
+)
+def test_what_is_no_token(group, own, token, got):
+    message = rf"token must be an int32 number .*, got {got}"
+    with pytest.raises(TypeError, match=message):
+        coded_allreduce(own, group, token=token)
+
+
+@engine_only
+def test_transformations_that_take_no_token(group, own):
+    token = jnp.int32(0)
+    total = lambda x: coded_allreduce(x, group, token=token)[0].sum()
+    differentiated = "with a token cannot be differentiated: leave the token out"
+    with pytest.raises(NotImplementedError, match=differentiated):
+        jax.grad(total)(own)
+    with pytest.raises(NotImplementedError, match=differentiated):
+        jax.jit(lambda x: jax.jvp(total, (x,), (x,)))(own)
+    with pytest.raises(NotImplementedError, match=differentiated):
+        jax.linear_transpose(total, own)(1.0)
+    batched = "with a token cannot be batched by vmap: leave the token out"
+    with pytest.raises(NotImplementedError, match=batched):
+        jax.vmap(total)(jnp.stack([own, own]))
+    with pytest.raises(NotImplementedError, match=batched):
+        jax.vmap(lambda t: coded_allreduce(own, group, token=t))(jnp.zeros(2, "int32"))

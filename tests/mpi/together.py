@@ -1,0 +1,118 @@
+"""What the ranks of a test do together: wait, be late, call different things."""
+
+import contextlib
+import re
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from marks import SIZE
+
+# A leaf, and among 13 ranks one with children.
+late_ranks = pytest.mark.parametrize("late", [SIZE - 1] if SIZE < 13 else [12, 1])
+
+
+def wait_for_all(comm):
+    """Leaves the cores to those that still have work to do, where an MPI call would spin."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.005)
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def one_late(comm, group, late, rounds, steps):
+    """``steps()`` of so many rounds on all ranks. The late rank makes none of its calls
+    before the others have made all of theirs, and nobody calls while it does."""
+    wait_for_all(comm)
+    if comm.rank != late:
+        out = finish(steps())
+    wait_for_all(comm)
+    if comm.rank == late:
+        wait_until(lambda: group.lag() == rounds)
+        out = finish(steps())
+        assert group.lag() == 0
+    wait_for_all(comm)
+    return out
+
+
+def finish(out):
+    """The result, once all of its effects have taken place."""
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    return out
+
+
+@contextlib.contextmanager
+def compilations():
+    """The compilations inside, as a list that grows."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# Calls that do not fit, where ranks may be late.
+
+
+def told(text, odd, usual, unusual):
+    """Whether an error says what the odd rank called, and what another one."""
+    found = re.search(
+        r"GroupMismatch: ranks called different things in the same round; "
+        r"rank (\d+): round (\d+), ([^;]*); rank (\d+): round (\d+), ([^;]*)",
+        text,
+    )
+    if not found:
+        return False
+    one, its_round, its_words, other, others_round, others_words = found.groups()
+    said = {int(one): its_words.strip(), int(other): others_words.strip()}
+    return (
+        its_round == others_round
+        and len(said) == 2
+        and odd in said
+        and said.pop(odd).endswith(unusual)
+        and said.popitem()[1].endswith(usual)
+    )
+
+
+def assert_odd_one_out(comm, calls, odd, usual, unusual, check):
+    """Three calls, of which the first differs on one rank: an error on every rank in the
+    first or the second, never a wrong sum, and the third is right.
+
+    Args:
+        calls: three functions.
+        odd: that rank.
+        usual, unusual: how the words of the first call end at the others, and at that
+            rank.
+        check: of what a call returned.
+    """
+    erred = []
+    for number, call in enumerate(calls):
+        try:
+            total = np.asarray(call())
+        except JaxRuntimeError as error:
+            erred.append(number)
+            assert told(str(error), odd, usual, unusual), str(error)
+        else:
+            check(total)
+        # ranks that wait for nobody could be rounds ahead of the odd one
+        wait_for_all(comm)
+        time.sleep(0.05)
+    assert erred in ([0], [1], [0, 1])
+    assert 0 in erred or comm.rank != odd
+    second = comm.allgather(1 in erred)
+    assert all(second) or not any(second)
