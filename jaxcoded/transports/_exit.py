@@ -6,6 +6,7 @@ their end, it ends the job.
 """
 
 import atexit
+import contextlib
 import sys
 import time
 
@@ -34,6 +35,12 @@ def give_up(ranks: list[int], seconds: float) -> None:
 
 
 def _leave() -> None:
+    # an MPI that has noticed a failure does not wait for the failed: nothing to do
+    with contextlib.suppress(MPI.Exception):
+        _end()
+
+
+def _end() -> None:
     world = MPI.COMM_WORLD
     nothing = np.empty(0, np.uint8)
     for root in _roots - {world.rank}:

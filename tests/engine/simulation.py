@@ -714,8 +714,12 @@ def tolerated(plan, rng):
     return out
 
 
-def too_many(plan, rng):
-    """Children of the root without which it waits; one less, and it does not."""
+def too_many(plan, rng, *, for_good=False):
+    """Children of the root without which it waits; one less, and it does not.
+
+    It waits where as many as it can do without by luck are missing, but not if they are
+    gone for good.
+    """
     code = plan.codings[plan.root].code
     children, missing = plan.coded_children(plan.root), []
     enough = min(code.n - code.stragglers, len(set(code.classes)))
@@ -723,7 +727,7 @@ def too_many(plan, rng):
     def suffices():
         answered = [child not in missing for child in children]
         heard = {c for c, here in zip(code.classes, answered) if here}
-        return len(heard) >= enough and code.decodable(answered)
+        return (for_good or len(heard) >= enough) and code.decodable(answered)
 
     while suffices():
         missing.append(rng.choice([c for c in children if c not in missing]))

@@ -100,7 +100,7 @@ def test_too_many_leave(seed):
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     world = random_world(plan, 6, rng)
-    early = [plan.root] if rng.random() < 0.3 else too_many(plan, rng)
+    early = [plan.root] if rng.random() < 0.3 else too_many(plan, rng, for_good=True)
     rounds = world.open = rng.randint(0, 3)
     world.settle()
     if rng.random() < 0.3:  # in the midst of a round of the others
