@@ -342,9 +342,7 @@ class World:
             )
         elif head.kind == RESULTS:
             table = struct.unpack_from(f"<{2 * head.segments}Q", head.body)
-            at = struct.unpack_from(
-                f"<{head.segments}Q", head.body, 16 * head.segments
-            )
+            at = struct.unpack_from(f"<{head.segments}Q", head.body, 16 * head.segments)
             segments = list(zip(table[::2], table[1::2]))
             self.addresses[source, RESULT, head.round] = segments, at
         elif head.kind == STATES and head.round:
@@ -480,7 +478,12 @@ class World:
         for _ in range(1 + (self.rng.random() < self.twice)):
             self.nodes[to].deliver(source, message)
             self.check_end(to)
-        if self.rng.random() < self.again and message[0] in (OFFER, RESULTS, NOTE, WORDS):
+        if self.rng.random() < self.again and message[0] in (
+            OFFER,
+            RESULTS,
+            NOTE,
+            WORDS,
+        ):
             self.echoes.append((link, message))
 
     def arrive(self, answer):
@@ -669,10 +672,14 @@ def vectors(arrays):
     return [(DTYPES[str(a.dtype)], len(a), a.ctypes.data) for a in arrays]
 
 
-def random_plan(rng, least=1, most=14, slices=(1, 1, 1, 2, 2, 3), stragglers=(0, 1, 1, 2)):
+def random_plan(
+    rng, least=1, most=14, slices=(1, 1, 1, 2, 2, 3), stragglers=(0, 1, 1, 2)
+):
     """A plan of any shape."""
     size = rng.randint(least, most)
-    shape = rng.choice(["star", "chain", "balanced", "balanced", "irregular", "irregular"])
+    shape = rng.choice(
+        ["star", "chain", "balanced", "balanced", "irregular", "irregular"]
+    )
     parents = {
         "star": [-1] + [0] * (size - 1),
         "chain": list(range(-1, size - 1)),
@@ -696,7 +703,12 @@ def random_plan(rng, least=1, most=14, slices=(1, 1, 1, 2, 2, 3), stragglers=(0,
     }
     if parents is None and rng.random() < 0.6:
         options["fanout"] = rng.randint(max(s + m, 1), max(s + m, 4))
-    kinds = ["cyclic_repetition", "fractional_repetition", "random_generator", "uncoded"]
+    kinds = [
+        "cyclic_repetition",
+        "fractional_repetition",
+        "random_generator",
+        "uncoded",
+    ]
     for kind in (rng.choice(["auto", "auto", *kinds]), "auto"):
         try:
             return make_plan(size, code=kind, **options)
@@ -750,7 +762,10 @@ def random_script(plan, rng, rounds, *, most=40, dtypes=None, **more):
     out = []
     for _ in range(rounds):
         segments = tuple(
-            (dtype, multiple * rng.choice([0, 1, 2, rng.randrange(most // multiple + 1)]))
+            (
+                dtype,
+                multiple * rng.choice([0, 1, 2, rng.randrange(most // multiple + 1)]),
+            )
             for dtype in rng.sample(dtypes, rng.choice([0, 1, 1, 1, 2, 3]))
         )
         out.append(Call(segments, rng.randrange(2**32), **more))

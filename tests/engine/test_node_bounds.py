@@ -30,7 +30,9 @@ def played(world, rounds, *, slow=0.0):
             world.idle.add(late)
             for _ in range(6):
                 world.sweep_all()
-                world.clock += world.limits.orphan_seconds * world.rng.choice([1, 10, 30])
+                world.clock += world.limits.orphan_seconds * world.rng.choice(
+                    [1, 10, 30]
+                )
             if resting:
                 world.idle.discard(late)
         world.sweep_all()
@@ -151,9 +153,7 @@ def test_memory_for_long_vectors():
     plan = make_plan(13, fanout=3)
     size = 4 << 20
     calls = [Zeros((("float32", size // 4),), seed) for seed in range(8)]
-    world = World(
-        plan, calls, random.Random(0), limits={"history_bytes": 3 * size}
-    )
+    world = World(plan, calls, random.Random(0), limits={"history_bytes": 3 * size})
     used = []
     for _ in played(world, len(calls)):
         used.append([node.memory_bytes() for node in world.nodes])

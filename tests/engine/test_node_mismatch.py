@@ -171,4 +171,6 @@ def test_a_refusal_beside_a_mismatch(seed):
         assert set(world.ends[rank]) == set(range(1, 11)), world.describe(rank)
         failed = failures(world, rank)
         assert set(failed) <= {round, at, at + 1}
-        assert any(e.error.startswith("GroupMismatch: ") for e in failed.values()), failed
+        assert any(e.error.startswith("GroupMismatch: ") for e in failed.values()), (
+            failed
+        )

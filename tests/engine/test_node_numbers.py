@@ -46,7 +46,9 @@ class Given(Call):
 
 def added(*vectors, skipped=False, piece_bytes=1 << 18, plan=None):
     """What the root of a tree without stragglers gets; its own vector is the first."""
-    plan = plan or make_plan(len(vectors), stragglers=0, fanout=max(len(vectors) - 1, 1))
+    plan = plan or make_plan(
+        len(vectors), stragglers=0, fanout=max(len(vectors) - 1, 1)
+    )
     world = World(
         plan,
         [Given([[vector] for vector in vectors])],

@@ -208,7 +208,9 @@ def test_calls_of_all_kinds(seed):
     for (call,) in (random_script(plan, rng, 1) for _ in range(rounds)):
         kind = rng.choice(["allreduce", "reduce", "broadcast", "erased", "refused"])
         if kind == "broadcast":
-            segments = tuple(("uint8", rng.randrange(60)) for _ in range(rng.randint(0, 2)))
+            segments = tuple(
+                ("uint8", rng.randrange(60)) for _ in range(rng.randint(0, 2))
+            )
             call = Call(segments, call.seed, kind)
         elif kind == "erased":
             call = dataclasses.replace(call, erased=frozenset(erasable(plan, rng)))
@@ -222,7 +224,9 @@ def test_calls_of_all_kinds(seed):
         if call.kind != "broadcast" and not call.erased and rng.random() < 0.4:
             world.skips |= {(rank, round) for rank in tolerated(plan, rng)}
     late = tolerated(plan, rng) if rng.random() < 0.3 else set()
-    late -= {rank for call in script for rank in call.erased} | {r for r, _ in world.skips}
+    late -= {rank for call in script for rank in call.erased} | {
+        r for r, _ in world.skips
+    }
     if any(call.erased for call in script) or world.skips:
         late = set()  # together they may be too many
     world.idle |= late
