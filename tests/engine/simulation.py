@@ -367,7 +367,7 @@ class World:
         return data
 
     def answer(self, request):
-        asker, source, what, round, piece = request
+        _asker, source, what, round, piece = request
         data = self.nodes[source].read(what, round, piece)
         if data is not None:
             self.check_piece(source, what, round, piece, data)
@@ -389,7 +389,7 @@ class World:
         # What is decided is not needed any more, and the result may lie in its place.
         if decided or self.skips or self.deviations or running.call.erased:
             return
-        segment, offset, size = layout(running.message, self.limits.piece_bytes)[piece]
+        segment, offset, _size = layout(running.message, self.limits.piece_bytes)[piece]
         dtype = running.own[segment].dtype
         actual = np.frombuffer(data, dtype)
         right = running.call.check_message(

@@ -1,6 +1,8 @@
 """Ranks that close their group, in any order."""
 
+import dataclasses
 import random
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +12,17 @@ from independent import bounded, random_missing
 
 pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
 
-from simulation import DONE, FAILED, Call, World, random_plan, random_world, too_many
+from simulation import (
+    DONE,
+    FAILED,
+    Call,
+    World,
+    erasable,
+    random_plan,
+    random_script,
+    random_world,
+    too_many,
+)
 
 from jaxcoded import make_plan
 
@@ -168,3 +180,43 @@ def test_give_up():
     assert world.nodes[1].absent() == [4]
     assert world.nodes[0].absent() == [4]
     assert world.dead == set(range(13)) - {4}
+
+
+@many
+@given(seeds)
+def test_nobody_waits_for_ever(seed):
+    """Whoever leaves at whatever moment, all calls end: with the sum or with the reason."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng, 2), 6
+    script = random_script(plan, rng, rounds)
+    for i, call in enumerate(script):
+        if rng.random() < 0.2:
+            erased = frozenset(erasable(plan, rng))
+            script[i] = dataclasses.replace(call, erased=erased)
+        elif rng.random() < 0.2:
+            script[i] = dataclasses.replace(
+                call, kind=rng.choice(["reduce", "broadcast"])
+            )
+    world = random_world(plan, rounds, rng, script=script)
+    leavers = rng.sample(range(plan.size), rng.randint(1, plan.size))
+    at = {rank: rng.randint(1, rounds) for rank in leavers}
+    for _ in range(rng.choice([100, 1000, 3000])):
+        world.step()
+        for rank in leavers:
+            idle = rank not in world.leaving and world.running[rank] is None
+            if idle and world.nodes[rank].next_round() >= at[rank]:
+                world.leave(rank)
+    settle_and_leave(world, rounds)
+    for rank in range(plan.size):
+        assert world.running[rank] is None, world.describe(rank)
+        last = rounds if rank not in leavers else 0
+        assert set(range(1, last + 1)) <= set(world.ends[rank])
+        for end in world.ends[rank].values():
+            assert end.outcome == DONE or re.fullmatch(
+                r"GroupMismatch: rank \d+ called .* closed the group", end.error
+            )
+    for rank in leavers:
+        if rank not in world.leaving:
+            world.leave(rank)
+    settle_and_leave(world, 0)
+    assert world.dead == set(range(plan.size))
