@@ -35,6 +35,7 @@ enum Flag : std::uint8_t {
   inlined = 1,  // the body ends with the vectors themselves
   failed = 2,   // the round's result is an error; the body is its text
   relays = 4,   // of bye: no more offers, but ranks below still need me
+  calls = 16,   // of want: the sender waits for the round in a call
   closed = 8,   // of a complaint: it only counts if the root has closed the group
 };
 

@@ -184,6 +184,8 @@ void Node::deliver(Rank from, const Message& message) {
         listener->second.first = head.round;
         listener->second.last = head.last;
         listener->second.told = 0;
+        if (head.flags & calls) listener->second.called = head.round;
+        if (root() && leaving_) refuse_called(from, listener->second);
       }
       break;
     case Kind::want_state:
@@ -275,9 +277,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   std::vector<std::size_t> rows(children_.size());
   std::iota(rows.begin(), rows.end(), 0);
   std::ranges::sort(rows, {}, [&](std::size_t row) { return children_[row].order; });
-  std::vector<bool> possible = call_.erased;
-  possible.resize(children_.size());
-  possible.flip();
+  const std::vector<bool> possible = may_offer(piece);
   for (const bool with_stalled : {false, true}) {
     std::vector<bool> answered(children_.size());
     if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;  // of nobody
@@ -546,7 +546,7 @@ void Node::on_result(Rank from, const Message& message) {
     // Another rank's news are as good: this one may have stopped.
     const bool better = from == known->second.from ? head.ready > known->second.ready
                                                    : head.ready >= known->second.ready;
-    if (!better) return;
+    if (!better && !(head.flags & failed)) return;
     if (from != known->second.from && head.round == frontier_) asked_pieces_.clear();
   }
   Announcement news;
@@ -574,7 +574,10 @@ void Node::on_result(Rank from, const Message& message) {
 
 // The entry of the round at the frontier, made if need be; null where there is no room for it yet.
 Entry* Node::entry_at_frontier(const Announcement& news) {
-  if (Entry* entry = history_.find(frontier_)) return entry;
+  if (Entry* entry = history_.find(frontier_)) {
+    if (entry->failed == news.failed) return entry;
+    history_.drop_newest();  // pieces of a round that has failed since
+  }
   Entry entry{.round = frontier_,
               .fingerprint = news.fingerprint,
               .failed = news.failed,
@@ -671,6 +674,7 @@ void Node::hand_over(const Entry& entry) {
   if (!calling() || entry.round != next_) return;
   if (entry.failed) return finish(Outcome::failed, entry.error);
   if (entry.fingerprint != call_.fingerprint) {
+    if (!entry.complete()) return;  // this rank still has to fetch the rest of it
     const std::string text = clash(family_.rank, call_.fingerprint, entry.round,
                                    family_.ancestors.back(), entry.fingerprint);
     complain(entry.round, text);
@@ -726,6 +730,7 @@ void Node::want(std::size_t ancestor) {
   const Rank rank = family_.ancestors[ancestor];
   Message message{header(Kind::want, frontier_)};
   message.header.last = mine && ancestor == 0 ? frontier_ : frontier_ + rounds_ahead - 1;
+  if (mine) message.header.flags = calls;
   wire_.send(rank, message);
   wanted_ = message.header.last;
   asked_ranks_.insert(rank);
@@ -912,15 +917,27 @@ void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
   if (!calling() || !call_.up || call_.skipped || children_.empty() || !call_.refusal.empty()) return;
   // With too many children gone for good, waiting would never end.
-  std::vector<bool> possible(children_.size());
+  const std::vector<bool> possible = may_offer(decoded_);
+  if (closed_.empty() || decoder_.decode(possible, possible)) return;
+  if (!root() && call_.erased.empty()) return retire();
+  const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
+                           call_.words + ", but " + listed(closed_) + " closed the group";
+  if (root()) {
+    decide_error(text);
+  } else {  // in other rounds it may offer
+    complain(next_, text);
+  }
+}
+
+// The children whose message this rank has, or may get in this round.
+std::vector<bool> Node::may_offer(std::uint32_t piece) const {
+  std::vector<bool> out(children_.size());
   for (std::size_t row = 0; row < children_.size(); ++row) {
     const Child& child = children_[row];
-    possible[row] = !child.retired || usable(child, 0);
+    const bool erased = !call_.erased.empty() && call_.erased[row];
+    out[row] = !erased && (!child.retired || usable(child, piece));
   }
-  if (decoder_.decode(possible, possible)) return;
-  if (!root()) return retire();
-  decide_error("GroupMismatch: rank " + std::to_string(family_.rank) + " called " + call_.words +
-               ", but " + listed(closed_) + " closed the group");
+  return out;
 }
 
 // Tell the parent that there will be no more offers; why is in `closed_`.
@@ -950,6 +967,14 @@ void Node::refuse(Round round, const std::string& text) {
   }
 }
 
+// A rank asks for the result of a round that it has called, but the root has left.
+void Node::refuse_called(Rank rank, const Listener& listener) {
+  if (listener.called < next_) return;
+  refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) + " called round " +
+                              std::to_string(listener.called) + ", but rank " +
+                              std::to_string(family_.rank) + " closed the group");
+}
+
 // Let the root fail this round, or its next one, on every rank.
 void Node::complain(Round round, const std::string& text) {
   if (!root()) {
@@ -968,6 +993,9 @@ void Node::decide_error(const std::string& text) {
   const std::string error = text;  // `text` may be `pending_error_`
   pending_error_.clear();
   if (!history_.empty() && history_.last() == next_) history_.drop_newest();
+  for (auto& [rank, listener] : listeners_) {
+    if (listener.first == next_) listener.told = 0;  // of a result that is none
+  }
   Entry& entry = history_.add(
       {.round = next_, .fingerprint = call_.fingerprint, .failed = true, .error = error});
   decided(entry, entry.layout.size());
@@ -1083,6 +1111,9 @@ void Node::leave() {
   if (!std::ranges::all_of(children_, &Child::left)) retire();
   for (Child& child : children_) check_offer(child);
   for (const auto& [round, text] : std::exchange(refused_, {})) refuse(round, text);
+  if (root()) {
+    for (const auto& [rank, listener] : listeners_) refuse_called(rank, listener);
+  }
   say_bye();
 }
 

@@ -163,6 +163,7 @@ class Node {
   struct Listener {
     Round first = 1, last = 0;
     std::uint32_t told = 0;  // pieces of `first`
+    Round called = 0;        // a round it waits for in a call
     bool noted = false;  // and has said nothing since
     Round noted_round = 0;
     bool wants_state = false;
@@ -239,7 +240,9 @@ class Node {
   void check_offer(Child& child);
   void check_offers();
   void retire();
+  std::vector<bool> may_offer(std::uint32_t piece) const;
   void refuse(Round round, const std::string& text);
+  void refuse_called(Rank rank, const Listener& listener);
   void complain(Round round, const std::string& text);
   void decide_error(const std::string& text);
 
