@@ -237,6 +237,7 @@ class World:
         in_place: how often results go where the rank's own vectors are.
         twice: how many messages are delivered twice.
         again: how many of those that announce something are delivered again later.
+        unreadable: how many pieces on the same host cannot be read and must be sent.
         deviations: the calls of ranks that call something else, by ``(rank, round)``.
         skips: ``(rank, round)`` where a rank has nothing to contribute.
         open: the last round that ranks may call.
@@ -261,6 +262,7 @@ class World:
         in_place=0.0,
         twice=0.0,
         again=0.0,
+        unreadable=0.0,
     ):
         self.plan = plan
         self.script = list(script)
@@ -270,6 +272,7 @@ class World:
         self.in_place = in_place
         self.twice = twice
         self.again = again
+        self.unreadable = unreadable
         self.echoes = []
         self.deviations = {}
         self.skips = set()
@@ -351,7 +354,8 @@ class World:
 
     def fetch(self, asker, source, what, round, piece):
         self.fetched.append((asker, source, what, round, piece))
-        if not self.wires[asker].direct(source):
+        direct = self.wires[asker].direct(source)
+        if not direct or (self.unreadable and self.rng.random() < self.unreadable):
             self.requests.append((asker, source, what, round, piece))
             return False
         if source in self.dead or self.wires[source].valid[what] > round:
@@ -793,5 +797,6 @@ def random_world(plan, rounds, rng, *, script=None, limits=None, **more):
         inline=rng.choice([(0,), (0,), (64,), (1 << 20,), (0, 32, 1 << 20)]),
         limits=drawn | (limits or {}),
         in_place=rng.choice([0, 0, 0.5, 1]),
+        unreadable=rng.choice([0, 0, 0.1]),
         **more,
     )

@@ -84,12 +84,12 @@ def test_messages_to_a_stopped_rank(tree, links):
 @pytest.mark.parametrize("far", [False, True])
 def test_history_without_stragglers(far):
     plan = make_plan(13, fanout=3)
-    world = World(
-        plan, script(60), random.Random(0), hosts=list(range(13)) if far else None
-    )
+    hosts = list(range(13)) if far else None
+    world = World(plan, script(60), random.Random(0), hosts=hosts)
     for _ in range(3_000):  # in no order
         world.step()
         assert all(node.history_bytes() <= 8 * ENTRY for node in world.nodes)
+    world = World(plan, script(60), random.Random(0), hosts=hosts)
     for _ in played(world, 60):
         # the result of the last round, until it is known that everybody has it
         assert all(node.history_bytes() <= 2 * ENTRY for node in world.nodes)
@@ -158,6 +158,6 @@ def test_memory_for_long_vectors():
     for _ in played(world, len(calls)):
         used.append([node.memory_bytes() for node in world.nodes])
     world.assert_done()
-    assert used[3] == used[-1]
+    assert max(map(max, used[4:])) <= max(map(max, used[:4]))
     # a sum, a result, three children's messages, and as much kept for later
     assert max(used[-1]) <= 6 * size

@@ -27,7 +27,7 @@ def leave():
 match way:
     case "late":
         faults.sleep_at(victim, ROUNDS - 10, 3.0)
-    case "stopped":
+    case "stopped" | "stopped-unclosed":
         faults.stop_at([victim], FAULT)
     case "killed":
         faults.signal_at(victim, FAULT, signal.SIGKILL)
@@ -42,6 +42,8 @@ try:
     run(board, group, sums, faults, ROUNDS)
     board.report(digest=sums.digest)
     match way:
+        case "stopped-unclosed":
+            pass
         case "deleted":
             # and another one, that is never closed either
             del group

@@ -116,7 +116,7 @@ void Node::submit(Call call) {
 }
 
 void Node::finish(Outcome outcome, std::string error) {
-  wire_.withdraw(Object::What::message, next_ + 1);
+  withdraw(Object::What::message, next_ + 1);
   if (outcome == Outcome::done && !call_.down && !root()) {
     for (std::size_t s = 0; s < call_.out.size(); ++s) {
       std::memset(call_.out[s], 0, call_.total[s].bytes());
@@ -135,6 +135,15 @@ void Node::finish(Outcome outcome, std::string error) {
   }
   ++next_;
   forget();
+}
+
+// Never goes back, also where this rank does: what others have heard of before must not be valid
+// again.
+void Node::withdraw(Object::What what, Round first_valid) {
+  Round& valid = first_valid_[static_cast<std::size_t>(what)];
+  if (first_valid <= valid) return;
+  valid = first_valid;
+  wire_.withdraw(what, first_valid);
 }
 
 double Node::patience() const {
@@ -759,7 +768,7 @@ void Node::lose_frontier() {
 
 // Forget all results, and go on with this one.
 void Node::skip_to(Round round) {
-  wire_.withdraw(Object::What::result, round);
+  withdraw(Object::What::result, round);
   history_.clear();
   frontier_ = round;
   announced_.erase(announced_.begin(), announced_.lower_bound(round));
@@ -856,7 +865,7 @@ void Node::forget() {
     if (!child.left) needed = std::min(needed, child.done);
   }
   const auto drop = [&] {
-    wire_.withdraw(Object::What::result, history_.first() + 1);
+    withdraw(Object::What::result, history_.first() + 1);
     history_.drop_oldest();
   };
   while (!history_.empty() && history_.oldest().complete() && history_.first() < needed) drop();
@@ -1006,7 +1015,7 @@ void Node::decide_error(const std::string& text) {
 void Node::keep_state(Round round, std::span<const std::byte> state) {
   Buffer copy = pool_.take(state.size());
   if (!state.empty()) std::memcpy(copy.data(), state.data(), state.size());
-  wire_.withdraw(Object::What::state, round);
+  withdraw(Object::What::state, round);
   state_ = std::move(copy);
   state_bytes_ = state.size();
   state_kept_ = round;

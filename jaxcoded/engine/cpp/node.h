@@ -9,6 +9,7 @@
 // No MPI, no threads, no clock in here: see `Wire`. docs/engine.md has the protocol in words.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -253,6 +254,7 @@ class Node {
   bool follow_state();
 
   void finish(Outcome outcome, std::string error = {});
+  void withdraw(Object::What what, Round first_valid);
   double patience() const;
   void say_bye();
   Round done() const;
@@ -307,6 +309,7 @@ class Node {
   Round oldest_ = 0;            // the first that those have
   bool desynchronized_ = false;
 
+  std::array<Round, 3> first_valid_{};  // objects that others may fetch
   std::map<std::uint64_t, std::string> words_;
   std::set<std::uint64_t> introduced_;  // to the parent
 
