@@ -87,6 +87,8 @@ class Engine(Transport):
         )
         # at exit the engine stops first: what is registered later runs earlier
         _exit.enter(self._world[plan.root])
+        if comm.rank == plan.root:
+            _rooted[index] = list(self._world)
         _register()
         limits = _engine.Limits()
         limits.history_bytes = history_bytes
@@ -171,6 +173,7 @@ class Engine(Transport):
     def close(self, seconds: float) -> list[int]:
         # ranks below give up first, and say whom
         absent = self._ask("close", seconds + _GIVE_UP_SECONDS * self._height)
+        _rooted.pop(self._index, None)
         if absent and self._rank == self._plan.root:
             _exit.give_up([self._world[rank] for rank in absent], seconds)
         if not absent:
@@ -340,7 +343,17 @@ def _error(outcome: int, text: str) -> Exception:
 def _register() -> None:
     register_ffi_target("jaxcoded_round", _engine.round_handler, platform="cpu")
     register_ffi_target("jaxcoded_lag", _engine.lag_handler, platform="cpu")
-    atexit.register(_engine.stop, _EXIT_SECONDS)
+    atexit.register(_stop)
+
+
+# By index, the ranks of the world of open groups whose root this rank is.
+_rooted: dict[int, list[int]] = {}
+
+
+def _stop() -> None:
+    for index, ranks in _engine.stop(_EXIT_SECONDS).items():
+        if ranks and index in _rooted:
+            _exit.give_up([_rooted[index][rank] for rank in ranks], _EXIT_SECONDS)
 
 
 call_p = Primitive("coded_engine_call")

@@ -263,7 +263,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   return absent;
 }
 
-void Engine::stop(double seconds) {
+std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds) {
   std::unique_lock lock(mutex_);
   for (auto& [index, its] : members_) its.node->leave();
   drive(
@@ -276,6 +276,8 @@ void Engine::stop(double seconds) {
         });
       },
       now() + seconds);
+  std::map<std::uint64_t, std::vector<Rank>> remaining;
+  for (auto& [index, its] : members_) remaining[index] = its.node->not_left();
   stopping_ = true;
   lock.unlock();
   page_->bell.ring();
@@ -291,6 +293,7 @@ void Engine::stop(double seconds) {
     --waiting_;
   }
   members_.clear();
+  return remaining;
 }
 
 }  // namespace jaxcoded

@@ -76,8 +76,9 @@ class Engine {
   // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
   // The ranks below that had not left by then.
   std::vector<Rank> close(std::uint64_t index, double seconds);
-  // Fail what waits, stop the thread. Nothing works afterwards.
-  void stop(double seconds);
+  // Leave all groups, fail what waits, stop the thread. Nothing works afterwards. By group, the
+  // ranks below that had not left after so many seconds.
+  std::map<std::uint64_t, std::vector<Rank>> stop(double seconds);
 
  private:
   Engine();

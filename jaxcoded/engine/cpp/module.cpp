@@ -2,6 +2,7 @@
 #include <mpi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -241,7 +242,7 @@ NB_MODULE(_engine, module) {
     return Engine::instance().close(index, seconds);
   }, Release());
   module.def("abandon", [](std::uint64_t index) { Engine::instance().abandon(index); }, Release());
-  module.def("stop", [](double seconds) { Engine::instance().stop(seconds); }, Release());
+  module.def("stop", [](double seconds) { return Engine::instance().stop(seconds); }, Release());
 
   const auto query = [&](const char* name, auto read) {
     module.def(name, [read](std::uint64_t index) {

@@ -1136,6 +1136,14 @@ void Node::say_bye() {
   wire_.send(family_.ancestors.front(), message);
 }
 
+std::vector<Rank> Node::not_left() const {
+  std::vector<Rank> out;
+  for (const Child& child : children_) {
+    if (!child.left) out.push_back(child.rank);
+  }
+  return out;
+}
+
 void Node::give_up() {
   for (Child& child : children_) {
     if (child.left) continue;

@@ -126,6 +126,8 @@ class Node {
   // This rank makes no more calls. `left`: nobody below needs it any more.
   void leave();
   bool left() const { return said_bye_; }
+  // Children that still need this rank, or may.
+  std::vector<Rank> not_left() const;
   // Leave without those below that still need it.
   void give_up();
   // Ranks below that were given up, here or below.

@@ -1,0 +1,94 @@
+"""All that can happen to a group, in one run."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import (
+    DESYNCHRONIZED,
+    DONE,
+    FAILED,
+    Call,
+    erasable,
+    random_plan,
+    random_script,
+    random_world,
+    tolerated,
+)
+
+many = settings(bounded, derandomize=True, max_examples=40)
+ROUNDS = 25
+
+
+def mixed_script(plan, rng):
+    script = random_script(plan, rng, ROUNDS, most=20)
+    for i, call in enumerate(script):
+        kind = rng.choice(["allreduce"] * 4 + ["reduce", "broadcast", "erased", "refused"])
+        if kind == "erased":
+            call = dataclasses.replace(call, erased=frozenset(erasable(plan, rng)))
+        elif kind == "refused":
+            call = dataclasses.replace(call, refusal=f"refused: no. {i}")
+        else:
+            call = dataclasses.replace(call, kind=kind)
+        script[i] = call
+    return script
+
+
+@many
+@given(st.integers(0, 2**32 - 1))
+def test_everything_at_once(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng)
+    script = mixed_script(plan, rng)
+    limits = {"history_bytes": 0, "history_rounds": rng.choice([3, 8, 100])}
+    world = random_world(plan, ROUNDS, rng, script=script, limits=limits)
+    every = rng.randint(1, 3)
+    world.snapshots = [every] * plan.size
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        odd = rng.randrange(plan.size), rng.randint(1, ROUNDS)
+        world.deviations[odd] = Call((("float32", 5 * plan.padding_multiple),), seed)
+    for round, call in enumerate(script, 1):
+        if call.kind == "allreduce" and not call.erased and rng.random() < 0.1:
+            world.skips |= {(rank, round) for rank in tolerated(plan, rng)}
+
+    while not all(node.next_round() > ROUNDS for node in world.nodes):
+        before = [node.next_round() for node in world.nodes]
+        for ranks in (world.frozen, world.idle):
+            ranks.clear()
+            if rng.random() < 0.7:
+                ranks.update(rng.sample(range(plan.size), rng.randint(0, plan.size)))
+        for _ in range(rng.randint(0, 400)):
+            world.step()
+        for node in world.nodes:
+            assert node.status()
+        if rng.random() < 0.3:
+            world.frozen.clear()
+            world.idle.clear()
+            world.open = min(max(before) + 3, ROUNDS)
+            world.settle()
+            after = [node.next_round() for node in world.nodes]
+            assert after > before or min(after) > world.open, world.describe(0)
+            world.open = ROUNDS
+
+    told = ("GroupMismatch: ranks called different things", "refused: no. ")
+    for rank in range(plan.size):
+        for end in world.ends[rank].values():
+            if end.outcome == FAILED:
+                assert end.error.startswith(told)
+            else:
+                assert end.outcome in (DONE, DESYNCHRONIZED)
+    if not world.deviations:
+        for round, call in enumerate(script, 1):
+            assert (round in world.results) == (not call.refusal)
+    world.frozen.clear()
+    world.idle.clear()
+    for rank in range(plan.size):
+        world.leave(rank)
+    world.settle()
+    assert world.dead == set(range(plan.size))
