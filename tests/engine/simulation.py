@@ -457,10 +457,10 @@ class World:
         if end.outcome == DONE:
             assert (end.error, node.next_round()) == ("", running.round + 1)
             self._check_result(rank, running)
-            every = self.snapshots[rank]
-            if every and (running.round + 1) % every == 0:
-                state = self.state(running.round + 1)
-                self.nodes[rank].keep_state(running.round + 1, state)
+        every = self.snapshots[rank]
+        if end.outcome != DESYNCHRONIZED and every and (running.round + 1) % every == 0:
+            state = self.state(running.round + 1)
+            self.nodes[rank].keep_state(running.round + 1, state)
         # Nobody relies on the caller's memory any more.
         for array in (*running.own, *running.out):
             array.view(np.uint8)[:] = 255
