@@ -29,7 +29,9 @@ ROUNDS = 25
 def mixed_script(plan, rng):
     script = random_script(plan, rng, ROUNDS, most=20)
     for i, call in enumerate(script):
-        kind = rng.choice(["allreduce"] * 4 + ["reduce", "broadcast", "erased", "refused"])
+        kind = rng.choice(
+            ["allreduce"] * 4 + ["reduce", "broadcast", "erased", "refused"]
+        )
         if kind == "erased":
             call = dataclasses.replace(call, erased=frozenset(erasable(plan, rng)))
         elif kind == "refused":
