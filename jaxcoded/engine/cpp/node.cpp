@@ -768,7 +768,9 @@ void Node::lose_frontier() {
 
 // Forget all results, and go on with this one.
 void Node::skip_to(Round round) {
-  withdraw(Object::What::result, round);
+  // Where they go back, results of the same rounds will lie elsewhere: those below must get them
+  // from somebody else, for what they know of them is no longer true.
+  withdraw(Object::What::result, history_.empty() ? round : std::max(round, history_.last() + 1));
   history_.clear();
   frontier_ = round;
   announced_.erase(announced_.begin(), announced_.lower_bound(round));
