@@ -81,6 +81,23 @@ def test_messages_to_a_stopped_rank(tree, links):
     assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
 
 
+@pytest.mark.parametrize("leaver", [3, 7])
+def test_messages_about_a_rank_that_has_left(leaver):
+    """Its children go on, and its parent is stopped."""
+    parents, frozen, _ = TREES["one below the other"]
+    plan = make_plan(len(parents), parents=parents)
+    world = World(plan, script(), random.Random(1), limits={"piece_bytes": 256})
+    for _ in played(world, 3):
+        pass
+    world.frozen |= frozen - {3}
+    world.leave(leaver)
+    for _ in played(world, ROUNDS):
+        world.clock += 1
+        world.sweep_all()
+    world.assert_done(set(range(plan.size)) - frozen - {leaver})
+    assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_history_without_stragglers(far):
     plan = make_plan(13, fanout=3)
