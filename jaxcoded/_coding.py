@@ -29,31 +29,19 @@ class Coding:
         code: a `GradientCode` over the children.
         rows: child number (position among the parent's children in rank order) of each
             row of the code.
-        cuts: ``k + 1`` increasing fractions from 0 to 1; partition ``j`` is the part of
-            the parent's coded set between ``cuts[j]`` and ``cuts[j + 1]``.
         capacity: ``Q``, the size of the largest set that the children can be given, in
             units of one rank's load.
     """
 
     code: GradientCode
     rows: tuple[int, ...]
-    cuts: tuple[Fraction, ...]
     capacity: Fraction
 
     def partition_sizes(self, examples: int) -> np.ndarray:
         """Int ``(k,)``: ``examples`` cut into the partitions. A cyclic run of them
         misses its share by less than 1."""
-        return np.diff(
-            [cut.numerator * examples // cut.denominator for cut in self.cuts]
-        )
-
-    def shares(self) -> list[Fraction]:
-        """The part of the parent's coded set that each row's child holds."""
-        sizes = [end - start for start, end in itertools.pairwise(self.cuts)]
-        return [
-            sum((sizes[j] for j in np.flatnonzero(row)), Fraction(0))
-            for row in self.code.support
-        ]
+        cuts = _ends(self.code.sizes)
+        return np.diff([cut.numerator * examples // cut.denominator for cut in cuts])
 
 
 def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
@@ -99,13 +87,8 @@ def coding_of(
     """
     n = len(capacities)
     if stragglers == 0 and slices == 1:
-        total = sum(capacities, Fraction(0))
-        return Coding(
-            codes.uncoded(n),
-            tuple(range(n)),
-            _cuts([c / total for c in capacities]),
-            total,
-        )
+        code = dataclasses.replace(codes.uncoded(n), sizes=capacities)
+        return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
     if kind == "uncoded":
         raise ValueError(
             "code='uncoded' loses no straggler and has one slice; pass stragglers=0 and slices=1"
@@ -125,15 +108,13 @@ def coding_of(
     if kind == "cyclic_repetition" or (
         kind == "auto" and slices == 1 and len(set(capacities)) == 1
     ):
-        return Coding(
-            codes.cyclic_repetition(n, stragglers, seed=seed),
-            tuple(range(n)),
-            _cuts([Fraction(1, n)] * n),
-            min(capacities) * n / (stragglers + 1),
-        )
-    support, cuts = _wrap_around([min(c, largest) / largest for c in capacities])
+        code = codes.cyclic_repetition(n, stragglers, seed=seed)
+        capacity = min(capacities) * n / (stragglers + 1)
+        return Coding(code, tuple(range(n)), capacity)
+    support, sizes = _wrap_around([min(c, largest) / largest for c in capacities])
     code = codes.random_generator(n, stragglers, slices, support=support, seed=seed)
-    return Coding(code, tuple(range(n)), cuts, largest)
+    code = dataclasses.replace(code, sizes=sizes)
+    return Coding(code, tuple(range(n)), largest)
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
@@ -145,20 +126,14 @@ def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> C
     weakest = [
         capacities[rows[first + replicas - 1]] for first in range(0, n, replicas)
     ]
-    total = sum(weakest, Fraction(0))
-    return Coding(
-        code,
-        rows,
-        _cuts([c / total / replicas for c in weakest for _ in range(replicas)]),
-        total,
-    )
+    sizes = tuple(c for c in weakest for _ in range(replicas))
+    code = dataclasses.replace(code, sizes=sizes)
+    return Coding(code, rows, sum(weakest, Fraction(0)))
 
 
-def _cuts(sizes: Sequence[Fraction]) -> tuple[Fraction, ...]:
-    cuts = [Fraction(0)]
-    for size in sizes:
-        cuts.append(cuts[-1] + size)
-    return tuple(cuts)
+def _ends(sizes: Sequence[Fraction]) -> list[Fraction]:
+    """0 and the sums of the first sizes."""
+    return list(itertools.accumulate(sizes, initial=Fraction(0)))
 
 
 def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
@@ -170,9 +145,9 @@ def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction
     them.
 
     Returns:
-        Bool support ``(n, k)`` and the ``k + 1`` cuts.
+        Bool support ``(n, k)`` and the ``k`` sizes.
     """
-    ends = _cuts(shares)
+    ends = _ends(shares)
     cuts = sorted({end % 1 for end in ends} | {Fraction(1)})
     support = np.zeros((len(shares), len(cuts) - 1), bool)
     for child, (start, end) in enumerate(itertools.pairwise(ends)):
@@ -181,4 +156,4 @@ def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction
             # in whole turns
             turns = -((cut - start) // 1)
             support[child, j] = start <= cut + turns < end
-    return support, tuple(cuts)
+    return support, tuple(end - start for start, end in itertools.pairwise(cuts))

@@ -161,7 +161,7 @@ class Plan:
             if coding is None:
                 continue
             coded = given[rank] * coding.capacity / self.capacities[rank]
-            for child, share in zip(self.coded_children(rank), coding.shares()):
+            for child, share in zip(self.coded_children(rank), coding.code.shares):
                 given[child] = coded * share
         return tuple(given)
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ _EXACT = 1e-6
 _RANK = 1e-11
 # Answered sets beyond this number are sampled instead of enumerated.
 MAX_SETS = 256
+DECODINGS = ("exact", "least_squares", "one_step")
 
 
 class Decoding(NamedTuple):
@@ -27,7 +29,8 @@ class Decoding(NamedTuple):
 
     Attributes:
         coefficients: float64 ``(m, n)``, zero at children that did not answer; slice
-            ``u`` of the sum is ``Σ_i coefficients[u, i] · message_i``.
+            ``u`` of the sum is ``Σ_i coefficients[u, i] · message_i``. ``(m, n ·
+            parts)`` where children send several messages.
         residual: ``‖A·B − I‖₂`` (Frobenius), 0 up to rounding where the set is
             decodable. In the least-squares case it is the distance from the exact sum,
             in units of one partition gradient.
@@ -50,20 +53,33 @@ class GradientCode:
     ``m = 1`` is Tandon et al. 2017 (arXiv 1612.03301); ``m > 1`` is Ye and
     Abbe 2018 (arXiv 1802.03475) and Kadhe et al. 2020 (arXiv 2005.07184).
 
+    With several *parts* a child sends several messages in turn, and the parent may
+    decode from some parts of a child: the rows of ``B`` are pairs (child, part). An
+    *approximate* code goes on with any ``n−s`` children and gives the sum as well as
+    they allow.
+
     Args:
-        B: float array ``(n, k, m)``, or ``(n, k)`` for ``m = 1``. Kept as a read-only
-            float64 copy.
+        B: float array ``(n · parts, k, m)``, or two-dimensional for ``m = 1``; row
+            ``i · parts + p`` is part ``p`` of child ``i``. Kept as a read-only float64
+            copy.
         stragglers: the number ``s`` of children that may be missing, whichever they
-            are. Checked, on all patterns or on 256 sampled ones. ``None`` finds the
-            largest such number by enumeration.
+            are. For an exact code it is checked, on all patterns or on 256 sampled
+            ones, and ``None`` finds the largest such number by enumeration.
         name: how the code is called in ``Plan.describe()``.
+        parts: ``P``, messages of each child.
+        sizes: ``k`` numbers, the relative sizes of the partitions. Default: all equal.
+            Kept as fractions that add up to 1.
+        decoding: ``"exact"``; ``"least_squares"``, the best approximation; or
+            ``"one_step"``, the same coefficient for all messages that came, such that
+            the coefficients of the partitions are 1 on average.
 
     Raises:
-        ValueError: ``B`` has a wrong shape or entries that are not finite, some pattern
-            of ``stragglers`` missing children cannot be decoded, or ``stragglers=None``
-            and there are too many patterns to try.
+        ValueError: ``B`` has a wrong shape or entries that are not finite, ``sizes``
+            are not ``k`` numbers ≥ 0 with a sum above 0, some pattern of ``stragglers`` missing children cannot be decoded, ``stragglers=None``
+            and there are too many patterns to try or the code is not exact, or
+            ``"one_step"`` with slices or with a ``B`` that sums to 0 or less.
 
-    Equality and hash are by value (``B`` and ``stragglers``).
+    Equality and hash are by value (everything but the name).
 
     Example:
         A code of Tandon et al. for three children, any one of which may be missing.
@@ -80,6 +96,9 @@ class GradientCode:
     B: np.ndarray
     stragglers: int = None  # type: ignore[assignment]  # an int once constructed
     name: str = "custom"
+    parts: int = 1
+    sizes: tuple[Fraction, ...] = ()
+    decoding: str = "exact"
 
     def __post_init__(self) -> None:
         if np.iscomplexobj(self.B):
@@ -88,9 +107,12 @@ class GradientCode:
         B = np.array(self.B, dtype=np.float64) + 0.0
         if B.ndim == 2:
             B = B[:, :, None]
-        if B.ndim != 3 or 0 in B.shape:
+        parts = _require.integer("parts", self.parts, 1)
+        object.__setattr__(self, "parts", parts)
+        if B.ndim != 3 or 0 in B.shape or len(B) % parts:
             raise ValueError(
-                f"B must have shape (n, k, m) with no axis empty, got {np.shape(self.B)}"
+                f"B must have shape (n{f' · {parts}' * (parts > 1)}, k, m) with no "
+                f"axis empty, got {np.shape(self.B)}"
             )
         if not np.isfinite(B).all():
             raise ValueError("B has entries that are not finite")
@@ -99,12 +121,31 @@ class GradientCode:
         object.__setattr__(
             self, "_decode", functools.lru_cache(maxsize=4096)(self._decode_uncached)
         )
+        sizes = [Fraction(size) for size in self.sizes] or [Fraction(1)] * self.k
+        if len(sizes) != self.k or min(sizes) < 0 or sum(sizes) <= 0:
+            raise ValueError(
+                f"sizes must be {self.k} numbers ≥ 0 with a sum above 0, got "
+                f"{list(map(str, self.sizes))}"
+            )
+        total = sum(sizes, Fraction(0))
+        object.__setattr__(self, "sizes", tuple(size / total for size in sizes))
+        if self.decoding not in DECODINGS:
+            raise ValueError(
+                f"decoding must be one of {', '.join(DECODINGS)}, got {self.decoding!r}"
+            )
+        if self.decoding == "one_step" and (self.m > 1 or B.sum() <= 0):
+            raise ValueError(
+                "one-step decoding is for one slice and a B with a positive sum, got "
+                f"m = {self.m} and the sum {B.sum():.3g}; take least_squares"
+            )
         if self.stragglers is None:
+            if self.approximate:
+                raise ValueError("an approximate code needs stragglers=")
             object.__setattr__(self, "stragglers", self._largest_tolerance())
             return
         stragglers = _require.integer("stragglers", self.stragglers, 0, self.n - 1)
         object.__setattr__(self, "stragglers", stragglers)
-        if not self._answers[1].all():
+        if not self.approximate and not self._answers[1].all():
             raise ValueError(
                 f"this B cannot be decoded from every {self.n - self.stragglers} of its {self.n} children"
             )
@@ -112,7 +153,7 @@ class GradientCode:
     @property
     def n(self) -> int:
         """Number of children."""
-        return self.B.shape[0]
+        return self.B.shape[0] // self.parts
 
     @property
     def k(self) -> int:
@@ -124,21 +165,36 @@ class GradientCode:
         """Number of slices: a message is ``1/m`` as long as the gradient."""
         return self.B.shape[2]
 
+    @property
+    def approximate(self) -> bool:
+        """Whether the parent goes on with any ``n−s`` children, exact or not."""
+        return self.decoding != "exact"
+
     @functools.cached_property
     def support(self) -> np.ndarray:
         """Bool ``(n, k)``: child ``i`` holds partition ``j``."""
-        return (self.B != 0).any(axis=2)
+        return (self.B != 0).reshape(self.n, self.parts, self.k, self.m).any((1, 3))
 
     @functools.cached_property
     def loads(self) -> np.ndarray:
         """Int ``(n,)``: the number of partitions each child holds."""
         return self.support.sum(axis=1)
 
+    @functools.cached_property
+    def shares(self) -> tuple[Fraction, ...]:
+        """The part of all examples that each child holds, from the sizes of its
+        partitions."""
+        return tuple(
+            sum((self.sizes[j] for j in np.flatnonzero(row)), Fraction(0))
+            for row in self.support
+        )
+
     def decodable(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
         """Whether the exact sum can be rebuilt from these children.
 
         Args:
-            answered: bool ``(n,)``, or the indices of the children that answered.
+            answered: bool ``(n,)``; or the indices of the children that answered; or
+                bool ``(n, parts)``, the parts that came.
 
         Raises:
             ValueError: a wrong shape, or indices that are not distinct children.
@@ -147,16 +203,28 @@ class GradientCode:
         missing = ~self._answered(answered)
         return bool(self._solve(self._missing_replicas(missing)[None])[1][0])
 
+    def sufficient(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
+        """Whether a parent goes on with these children: they are decodable or, in an
+        approximate code, at least ``n−s`` of them are there with all their parts.
+
+        Args:
+            answered: as for `decodable`.
+        """
+        if not self.approximate:
+            return self.decodable(answered)
+        complete = self._answered(answered).reshape(self.n, self.parts).all(axis=1)
+        return int(complete.sum()) >= self.n - self.stragglers
+
     def decode(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> Decoding:
         """The coefficients that rebuild the sum from these children.
 
-        Of children with the same row of ``B`` (replicas, as in fractional repetition)
-        the first that answered is used and the others get 0. Where the set is decodable
-        the solution of least norm is returned; otherwise the least-squares one, with
-        its residual.
+        Of equal rows of ``B`` (replicas, as in fractional repetition) the first that
+        answered is used and the others get 0. Where the set is decodable the solution
+        of least norm is returned; otherwise the least-squares one, with its residual.
+        One-step decoding has its own rule.
 
         Args:
-            answered: bool ``(n,)``, or the indices of the children that answered.
+            answered: as for `decodable`.
 
         Returns:
             A `Decoding`; its coefficients are read-only.
@@ -174,24 +242,41 @@ class GradientCode:
         Over all answered sets with at most ``stragglers`` missing, or 256 sampled ones
         where there are more.
         """
+        if self.approximate:
+            magnitude = np.abs(self.B).sum(axis=2)
+            decodings = [
+                self._decode((~missing).tobytes())  # type: ignore[attr-defined]
+                for missing in self._rows_of(self._missing_children())
+            ]
+            return max(
+                float((np.abs(it.coefficients) @ magnitude).max()) for it in decodings
+            )
         magnitude = np.abs(self._rows).reshape(-1, self.k, self.m).sum(axis=2)
         return float((np.abs(self._answers[0]) @ magnitude).max())
 
     @functools.cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray]:
         """`_solve` for the straggler patterns that the code must answer."""
-        return self._solve(self._missing_sets())
+        missing = self._rows_of(self._missing_children())
+        return self._solve(np.unique(self._missing_replicas(missing), axis=0))
+
+    @property
+    def _value(self) -> tuple[Any, ...]:
+        fields = (self.stragglers, self.parts, self.sizes, self.decoding)
+        return *fields, self.B.shape, self.B.tobytes()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GradientCode):
             return NotImplemented
-        return self.stragglers == other.stragglers and np.array_equal(self.B, other.B)
+        return self._value == other._value
 
     def __hash__(self) -> int:
-        return hash((self.stragglers, self.B.shape, self.B.tobytes()))
+        return hash(self._value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GradientCode, (self.B, self.stragglers, self.name)
+        return GradientCode, tuple(
+            getattr(self, field.name) for field in dataclasses.fields(self)
+        )
 
     # Decoding. Replicas (equal rows) collapse to one; of the reduced matrix M every
     # exact solution is A = A0 + Y·N with the left null space N, so leaving out the set
@@ -200,14 +285,14 @@ class GradientCode:
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The class of each child; children of one class have the same row of ``B``, so
-        that one of them will do."""
+        """The class of each row of ``B``; rows of one class are equal, so that one of
+        them will do."""
         return tuple(self._replicas[1].tolist())
 
     @functools.cached_property
     def _replicas(self) -> tuple[np.ndarray, np.ndarray]:
-        """First child of each class of equal rows, and the class of each child."""
-        rows = self.B.reshape(self.n, -1)
+        """First of each class of equal rows, and the class of each row."""
+        rows = self.B.reshape(len(self.B), -1)
         _, first, classes = np.unique(
             rows, axis=0, return_index=True, return_inverse=True
         )
@@ -215,12 +300,12 @@ class GradientCode:
         return first[order], np.argsort(order)[classes.reshape(-1)]
 
     def _missing_replicas(self, missing: np.ndarray) -> np.ndarray:
-        """Bool ``(..., n)`` to bool ``(..., classes)``: the classes of which no child
-        answered."""
+        """Bool ``(..., rows)`` to bool ``(..., classes)``: the classes of which no row
+        is there."""
         first, classes = self._replicas
         out = np.ones((*missing.shape[:-1], len(first)), bool)
-        for child, replica in enumerate(classes):
-            out[..., replica] &= missing[..., child]
+        for row, replica in enumerate(classes):
+            out[..., replica] &= missing[..., row]
         return out
 
     @functools.cached_property
@@ -231,8 +316,8 @@ class GradientCode:
 
     @functools.cached_property
     def _units(self) -> np.ndarray:
-        """The size of each child's message, a power of 2: how large a child's messages
-        are must not matter for what is singular."""
+        """The size of each message, a power of 2: how large a child's messages are must
+        not matter for what is singular."""
         _, exponents = np.frexp(np.abs(self.B).max(axis=(1, 2)))
         return np.ldexp(1.0, exponents - 1)
 
@@ -266,6 +351,18 @@ class GradientCode:
 
     def _decode_uncached(self, answered: bytes) -> Decoding:
         mask = np.frombuffer(answered, bool)
+        if self.decoding == "one_step":
+            coefficients = self._one_step(mask)
+        else:
+            coefficients = self._best(mask)
+        coefficients.setflags(write=False)
+        error = np.tensordot(coefficients, self.B, 1) - self._target.reshape(
+            self.m, self.k, self.m
+        )
+        return Decoding(coefficients, float(np.linalg.norm(error)))
+
+    def _best(self, mask: np.ndarray) -> np.ndarray:
+        """The exact coefficients, or those with the least residual."""
         missing = self._missing_replicas(~mask)
         (reduced,), (exact,) = self._solve(missing[None])
         if not exact:
@@ -273,26 +370,33 @@ class GradientCode:
             if not missing.all():
                 heard = self._rows[~missing]
                 reduced[:, ~missing] = np.linalg.lstsq(heard.T, self._target.T)[0].T
-        residual = float(np.linalg.norm(reduced @ self._rows - self._target))
-        coefficients = np.zeros((self.m, self.n))
+        coefficients = np.zeros((self.m, len(self.B)))
         for replica in np.flatnonzero(~missing):
-            child = np.flatnonzero(mask & (self._replicas[1] == replica))[0]
-            coefficients[:, child] = reduced[:, replica] / self._units[child]
-        coefficients.setflags(write=False)
-        return Decoding(coefficients, residual)
+            row = np.flatnonzero(mask & (self._replicas[1] == replica))[0]
+            coefficients[:, row] = reduced[:, replica] / self._units[row]
+        return coefficients
+
+    def _one_step(self, mask: np.ndarray) -> np.ndarray:
+        """The same coefficient for all that came."""
+        mass = self.B.sum() / len(self.B) * mask.sum()
+        return np.where(mask, self.k / mass if mask.any() else 0.0, 0.0)[None]
 
     # Sets of children.
 
     def _answered(
         self, answered: Sequence[bool] | Sequence[int] | np.ndarray
     ) -> np.ndarray:
+        """Bool ``(rows,)``."""
         given = np.asarray(answered)
         if given.dtype == bool:
+            if given.shape == (self.n, self.parts):
+                return given.reshape(-1)
             if given.shape != (self.n,):
+                or_parts = f" or ({self.n}, {self.parts})" * (self.parts > 1)
                 raise ValueError(
-                    f"answered must have shape ({self.n},), got {given.shape}"
+                    f"answered must have shape ({self.n},){or_parts}, got {given.shape}"
                 )
-            return given
+            return self._rows_of(given)
         mask = np.zeros(self.n, bool)
         if given.size:
             if not np.issubdtype(given.dtype, np.integer) or given.ndim != 1:
@@ -309,28 +413,23 @@ class GradientCode:
                     f"0 … {self.n - 1}, got {answered!r}"
                 )
             mask[given] = True
-        return mask
+        return self._rows_of(mask)
 
-    def _missing_sets(self) -> np.ndarray:
-        """Bool ``(sets, classes)``: the straggler patterns that the code must answer,
-        sampled beyond 256."""
+    def _rows_of(self, missing: np.ndarray) -> np.ndarray:
+        """Bool ``(..., n)`` to bool ``(..., rows)``: all parts of those children."""
+        return np.repeat(missing, self.parts, axis=-1)
+
+    def _missing_children(self) -> np.ndarray:
+        """Bool ``(sets, n)``: the straggler patterns that the code must answer, sampled
+        beyond 256."""
         n, s = self.n, self.stragglers
         if sum(math.comb(n, e) for e in range(s + 1)) <= MAX_SETS:
-            return self._missing_patterns(
-                E for e in range(s + 1) for E in itertools.combinations(range(n), e)
+            return _masks(
+                n,
+                (E for e in range(s + 1) for E in itertools.combinations(range(n), e)),
             )
         rng = np.random.default_rng(0)
-        return self._missing_patterns(
-            rng.permutation(n)[:s].tolist() for _ in range(MAX_SETS)
-        )
-
-    def _missing_patterns(self, patterns: Iterable[Sequence[int]]) -> np.ndarray:
-        """Sets of missing children to distinct sets of missing classes."""
-        rows = []
-        for pattern in patterns:
-            rows.append(np.zeros(self.n, bool))
-            rows[-1][list(pattern)] = True
-        return np.unique(self._missing_replicas(np.array(rows)), axis=0)
+        return _masks(n, (rng.permutation(n)[:s].tolist() for _ in range(MAX_SETS)))
 
     def _largest_tolerance(self) -> int:
         for s in range(self.n):
@@ -339,14 +438,24 @@ class GradientCode:
                     f"finding the tolerance of a code with n = {self.n} needs more "
                     "than 20,000 patterns; pass stragglers="
                 )
-            patterns = itertools.combinations(range(self.n), s)
-            if not self._solve(self._missing_patterns(patterns))[1].all():
+            children = _masks(self.n, itertools.combinations(range(self.n), s))
+            missing = self._missing_replicas(self._rows_of(children))
+            if not self._solve(np.unique(missing, axis=0))[1].all():
                 if s == 0:
                     raise ValueError(
                         "this B cannot be decoded even when every child answers"
                     )
                 return s - 1
         return self.n - 1
+
+
+def _masks(n: int, sets: Iterable[Sequence[int]]) -> np.ndarray:
+    """Bool ``(sets, n)``."""
+    rows = []
+    for each in sets:
+        rows.append(np.zeros(n, bool))
+        rows[-1][list(each)] = True
+    return np.array(rows)
 
 
 def _pseudoinverse(N: np.ndarray) -> np.ndarray:

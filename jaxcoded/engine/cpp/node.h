@@ -261,6 +261,11 @@ class Node {
   void say_bye();
   Round done() const;
   Header header(Kind kind, Round round) const;
+  static void append_addresses(Message& message, const std::vector<std::byte*>& segments);
+  static std::string listed(const std::vector<Rank>& ranks);
+
+  static constexpr std::uint32_t pieces_ahead = 8;  // fetched at a time where it takes time
+  static constexpr std::size_t most_words = 1024;   // of other ranks' calls
 
   Family family_;
   Decoder decoder_;

@@ -1,0 +1,371 @@
+// A node on the way down: results from above, for this rank and for those below.
+#include "node.h"
+
+#include <algorithm>
+
+namespace jaxcoded {
+namespace {
+
+constexpr Round rounds_ahead = 8;  // that a late rank asks for at a time
+constexpr std::size_t most_announced = 64;
+
+}  // namespace
+
+// Memory of its own for an entry.
+void Node::place(Entry& entry) {
+  entry.buffer = pool_.take(entry.layout.bytes());
+  history_.account(entry);
+  entry.at.clear();
+  for (std::size_t s = 0; s < entry.layout.segments().size(); ++s) {
+    entry.at.push_back(entry.buffer.data() + entry.layout.start(s));
+  }
+}
+
+// So many pieces of the newest result are here.
+void Node::decided(Entry& entry, std::uint32_t ready) {
+  if (ready == entry.ready) return;
+  entry.ready = ready;
+  newest_ = std::max(newest_, entry.round);
+  if (entry.complete()) {
+    frontier_ = entry.round + 1;
+    announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
+    gone_from_.clear();
+    asked_pieces_.clear();
+  }
+  asked_at_ = wire_.now();
+  tell_all();
+  hand_over(entry);
+}
+
+void Node::on_result(Rank from, const Message& message) {
+  const Header& head = message.header;
+  if (head.round < frontier_) return;
+  const auto known = announced_.find(head.round);
+  if (known == announced_.end() && announced_.size() >= most_announced) return;
+  if (known != announced_.end()) {
+    // Another rank's news are as good: this one may have stopped.
+    const bool better = from == known->second.from ? head.ready > known->second.ready
+                                                   : head.ready >= known->second.ready;
+    if (!better && !(head.flags & failed)) return;
+    if (from != known->second.from && head.round == frontier_) asked_pieces_.clear();
+  }
+  Announcement news;
+  news.from = from;
+  news.ready = head.ready;
+  news.failed = (head.flags & failed) != 0;
+  news.fingerprint = head.fingerprint;
+  if (news.failed) {
+    news.body = message.body;
+  } else {
+    const auto table = message.values<std::uint64_t>(0, 2 * std::size_t{head.segments});
+    for (std::size_t s = 0; s < head.segments; ++s) {
+      news.segments.push_back({static_cast<DType>(table[2 * s]), table[2 * s + 1]});
+    }
+    const std::size_t start = table.size() * sizeof table[0];
+    if (head.flags & inlined) {
+      news.body.assign(message.body.begin() + static_cast<std::ptrdiff_t>(start),
+                       message.body.end());
+    } else {
+      news.addresses = message.values<std::uint64_t>(start, head.segments);
+    }
+  }
+  announced_[head.round] = std::move(news);
+}
+
+// The entry of the round at the frontier, made if need be; null where there is no room for it yet.
+Entry* Node::entry_at_frontier(const Announcement& news) {
+  if (Entry* entry = history_.find(frontier_)) {
+    if (entry->failed == news.failed) return entry;
+    history_.drop_newest();  // pieces of a round that has failed since
+  }
+  Entry entry{.round = frontier_,
+              .fingerprint = news.fingerprint,
+              .failed = news.failed,
+              .error = news.failed ? std::string(reinterpret_cast<const char*>(news.body.data()),
+                                                 news.body.size())
+                                   : std::string(),
+              .layout = Layout(news.segments, limits_.piece_bytes)};
+  const bool mine = calling() && next_ == frontier_;
+  const bool in_place = mine && listeners_.empty() && call_.down && !news.failed &&
+                        news.fingerprint == call_.fingerprint && news.segments == call_.total;
+  // Without anybody below, results are kept for this rank alone: the first it needs, not the last.
+  // Those above keep the rest.
+  if (!mine && listeners_.empty() && !history_.empty() &&
+      history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
+    return nullptr;
+  }
+  Entry& added = history_.add(std::move(entry));
+  if (in_place) {
+    added.at = call_.out;
+  } else if (!news.segments.empty()) {
+    place(added);
+  }
+  return &added;
+}
+
+bool Node::follow() {
+  if (root()) return false;
+  const auto found = announced_.find(frontier_);
+  if (found == announced_.end()) return false;
+  const Announcement& news = found->second;
+  Entry* entry = entry_at_frontier(news);
+  if (!entry) return false;
+  if (news.failed) {
+    decided(*entry, entry->layout.size());
+    return true;
+  }
+  if (!news.body.empty()) {
+    for (std::uint32_t p = entry->ready; p < entry->layout.size(); ++p) {
+      const Piece& it = entry->layout[p];
+      if (it.bytes == 0) continue;
+      std::memcpy(entry->at[it.segment] + it.offset,
+                  news.body.data() + entry->layout.start(it.segment) + it.offset, it.bytes);
+    }
+    decided(*entry, entry->layout.size());
+    return true;
+  }
+  entry->here.resize(entry->layout.size());
+  const std::uint32_t ahead = wire_.direct(news.from) ? 1 : pieces_ahead;
+  std::uint64_t bytes = 0;
+  std::uint32_t ready = entry->ready;
+  while (ready < news.ready && bytes < limits_.announced_bytes) {
+    for (std::uint32_t p = ready; p < std::min(news.ready, ready + ahead); ++p) {
+      const Piece& piece = entry->layout[p];
+      if (entry->here[p] || asked_pieces_.contains(p)) continue;
+      if (piece.bytes == 0) {
+        entry->here[p] = true;
+        continue;
+      }
+      fetched_bytes_ += piece.bytes;
+      switch (wire_.fetch(news.from, {Object::What::result, frontier_}, p,
+                          news.addresses[piece.segment] + piece.offset,
+                          entry->at[piece.segment] + piece.offset, piece.bytes)) {
+        case Wire::Fetch::done:
+          entry->here[p] = true;
+          break;
+        case Wire::Fetch::pending:
+          asked_pieces_.insert(p);
+          break;
+        case Wire::Fetch::gone:
+          lost_source();
+          return true;
+      }
+    }
+    if (!entry->here[ready]) break;
+    bytes += entry->layout[ready].bytes;
+    ++ready;
+  }
+  const bool more = ready < news.ready && !asked_pieces_.contains(ready);
+  const bool last = ready == entry->layout.size();
+  decided(*entry, ready);
+  return more || (last && announced_.contains(frontier_));
+}
+
+// Whoever announced the result at the frontier has lost it.
+void Node::lost_source() {
+  const Rank from = announced_.at(frontier_).from;
+  announced_.erase(frontier_);
+  asked_pieces_.clear();
+  on_gone(from, frontier_, 0);
+}
+
+// Copy what is here of the result of the call in progress to the caller.
+void Node::hand_over(const Entry& entry) {
+  if (!calling() || entry.round != next_) return;
+  if (entry.failed) return finish(Outcome::failed, entry.error);
+  if (entry.fingerprint != call_.fingerprint) {
+    if (!entry.complete()) return;  // this rank still has to fetch the rest of it
+    const std::string text = clash(family_.rank, call_.fingerprint, entry.round,
+                                   family_.ancestors.back(), entry.fingerprint);
+    complain(entry.round, text);
+    if (calling()) finish(Outcome::failed, text);
+    return;
+  }
+  if (call_.down && entry.buffer) {
+    for (; given_ < entry.ready; ++given_) {
+      const Piece& it = entry.layout[given_];
+      if (it.bytes) std::memcpy(call_.out[it.segment] + it.offset, entry.data(given_), it.bytes);
+    }
+  }
+  if (entry.complete()) finish(Outcome::done);
+}
+
+// Ask above for the results that are decided, and elsewhere for one that does not come.
+void Node::ask() {
+  if (root() || said_bye_) return;
+  const bool mine = calling() && next_ == frontier_;
+  const bool decided = newest_ >= frontier_;
+  // An offer asks for its result too; but not where it could not be made, or a stand-in answers.
+  const bool orphan = mine && upstream_ > 0;
+  if ((wanted_ < frontier_ && decided) ||
+      (orphan && asked_for_ < frontier_ &&
+       !asked_ranks_.contains(family_.ancestors[upstream_]))) {
+    want(upstream_);
+  }
+  if (!mine) return;
+  const double waited = wire_.now() - asked_at_;
+  if (waited < limits_.orphan_seconds || waited < patience()) return;
+  // Give up whoever announced it, and ask somebody else. Who has not answered is not asked again.
+  Rank silent = family_.rank;
+  if (const auto source = announced_.find(frontier_); source != announced_.end()) {
+    silent = source->second.from;
+    announced_.erase(source);
+    asked_pieces_.clear();
+  }
+  for (const bool any : {false, true}) {
+    for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
+      const Rank rank = family_.ancestors[a];
+      if (asked_ranks_.contains(rank) || gone_from_.contains(rank)) continue;
+      if ((a == 0 && unanswered_) || (rank == silent && !any)) continue;
+      return want(a);
+    }
+  }
+  // All have been asked. If it is gone where an answer came from, silence elsewhere is no hope.
+  if (!gone_from_.empty()) lose_frontier();
+}
+
+void Node::want(std::size_t ancestor) {
+  const bool mine = calling() && next_ == frontier_;
+  upstream_ = ancestor;
+  const Rank rank = family_.ancestors[ancestor];
+  Message message{header(Kind::want, frontier_)};
+  message.header.last = mine && ancestor == 0 ? frontier_ : frontier_ + rounds_ahead - 1;
+  if (mine) message.header.flags = calls;
+  wire_.send(rank, message);
+  wanted_ = message.header.last;
+  asked_ranks_.insert(rank);
+  asked_for_ = frontier_;
+  asked_at_ = wire_.now();
+}
+
+void Node::on_gone(Rank from, Round round, Round oldest) {
+  if (round != frontier_) return;
+  gone_from_.insert(from);
+  oldest_ = std::max({oldest, oldest_, frontier_ + 1});
+  for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
+    const Rank rank = family_.ancestors[a];
+    if (!gone_from_.contains(rank) && !asked_ranks_.contains(rank) && (a || !unanswered_)) {
+      return want(a);
+    }
+  }
+  if (gone_from_.size() == family_.ancestors.size()) lose_frontier();
+}
+
+// The result at the frontier can be had nowhere. Go on relaying from a later round.
+void Node::lose_frontier() {
+  skip_to(oldest_);
+  desynchronize();
+}
+
+// Forget all results, and go on with this one.
+void Node::skip_to(Round round) {
+  // Where they go back, results of the same rounds will lie elsewhere: those below must get them
+  // from somebody else, for what they know of them is no longer true.
+  withdraw(Object::What::result, history_.empty() ? round : std::max(round, history_.last() + 1));
+  history_.clear();
+  frontier_ = round;
+  announced_.erase(announced_.begin(), announced_.lower_bound(round));
+  gone_from_.clear();
+  asked_pieces_.clear();
+  wanted_ = asked_for_ = oldest_ = 0;
+}
+
+// This rank's calls fail from now on, until it has fetched a snapshot.
+void Node::desynchronize() {
+  desynchronized_ = true;
+  if (calling()) {
+    finish(Outcome::desynchronized,
+           "the results that this rank lacks are no longer kept anywhere: call group.resync");
+  }
+}
+
+// Tell a rank below of the results that it wants and does not know of.
+void Node::tell(Rank rank, Listener& listener) {
+  while (listener.first <= listener.last) {
+    const Entry* entry = history_.find(listener.first);
+    if (!entry) {
+      const Round oldest = history_.empty() ? frontier_ : history_.first();
+      if (listener.first >= oldest) return;
+      Message message{header(Kind::gone, listener.first)};
+      message.header.last = oldest;
+      listener.last = 0;
+      return wire_.send(rank, message);
+    }
+    const bool small = !entry->failed && entry->layout.bytes() <= wire_.inline_bytes(rank);
+    if (entry->ready == listener.told || (small && !entry->complete())) return;
+    if (!entry->failed) introduce(rank, listener.introduced, entry->fingerprint);
+    Message message{header(Kind::result, entry->round)};
+    message.header.fingerprint = entry->fingerprint;
+    message.header.ready = entry->ready;
+    if (entry->failed) {
+      message.header.flags = failed;
+      message.append(entry->error.data(), entry->error.size());
+    } else {
+      message.header.segments = static_cast<std::uint16_t>(entry->layout.segments().size());
+      for (const Segment& segment : entry->layout.segments()) {
+        const std::uint64_t row[2] = {static_cast<std::uint64_t>(segment.dtype), segment.count};
+        message.append(row, sizeof row);
+      }
+      if (small) {
+        message.header.flags = inlined;
+        if (entry->buffer) message.append(entry->buffer.data(), entry->layout.bytes());
+        message.body.resize(std::max<std::size_t>(message.body.size(), 1));
+      } else {
+        append_addresses(message, entry->at);
+      }
+    }
+    wire_.send(rank, message);
+    if (!entry->complete()) {
+      listener.told = entry->ready;
+      return;
+    }
+    ++listener.first;
+    listener.told = 0;
+  }
+}
+
+void Node::tell_all() {
+  for (auto& [rank, listener] : listeners_) {
+    tell(rank, listener);
+    if (listener.wants_state) tell_state(rank, listener);
+  }
+  if (history_.empty()) return;
+  const Round newest = history_.last() - (history_.find(history_.last())->ready == 0);
+  for (const Child& child : children_) {
+    Listener& listener = listeners_[child.rank];
+    if (child.left || listener.noted || listener.last >= newest || child.round >= newest ||
+        listener.noted_round >= newest) {
+      continue;
+    }
+    Message message{header(Kind::note, newest)};
+    message.header.last = newest;
+    listener.noted = true;
+    listener.noted_round = newest;
+    wire_.send(child.rank, message);
+  }
+}
+
+bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {
+  return bytes > limits_.history_bytes &&
+         (rounds > limits_.history_rounds || bytes > limits_.history_most);
+}
+
+// Drop the results that nobody lacks any more, and the oldest ones where memory is short.
+void Node::forget() {
+  Round needed = desynchronized_ ? frontier_ : next_;
+  for (const Child& child : children_) {
+    if (!child.left) needed = std::min(needed, child.done);
+  }
+  const auto drop = [&] {
+    withdraw(Object::What::result, history_.first() + 1);
+    history_.drop_oldest();
+  };
+  while (!history_.empty() && history_.oldest().complete() && history_.first() < needed) drop();
+  while (history_.rounds() > 1 && history_.oldest().complete() && !listeners_.empty() &&
+         !(calling() && history_.first() == next_) &&
+         over_budget(history_.bytes(), history_.rounds())) {
+    drop();
+  }
+}
+
+}  // namespace jaxcoded

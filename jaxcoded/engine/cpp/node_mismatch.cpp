@@ -1,0 +1,141 @@
+// What a node does with calls that do not fit: an error in words, the same on every rank.
+#include "node.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace jaxcoded {
+
+void Node::introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint) {
+  if (known.size() >= most_words) known.clear();
+  if (!words_.contains(fingerprint) || !known.insert(fingerprint).second) return;
+  Message message{header(Kind::words, 0)};
+  message.header.fingerprint = fingerprint;
+  message.append(words_[fingerprint].data(), words_[fingerprint].size());
+  wire_.send(to, message);
+}
+
+std::string Node::words_of(std::uint64_t fingerprint) const {
+  const auto found = words_.find(fingerprint);
+  return found == words_.end() ? "something else" : found->second;
+}
+
+std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
+                        std::uint64_t others) const {
+  return "GroupMismatch: ranks called different things in the same round; rank " +
+         std::to_string(one) + ": round " + std::to_string(round) + ", " + words_of(its) +
+         "; rank " + std::to_string(other) + ": round " + std::to_string(round) + ", " +
+         words_of(others);
+}
+
+void Node::check_offer(Child& child) {
+  if (child.withdrawn || child.round == 0) return;
+  std::uint64_t expected = child.fingerprint;
+  Rank other = family_.rank;
+  if (calling() && child.round == next_) {
+    expected = call_.fingerprint;
+  } else if (const Entry* entry = history_.find(child.round); entry && !entry->failed) {
+    expected = entry->fingerprint;
+    if (!root()) other = family_.ancestors.back();
+  }
+  if (expected != child.fingerprint) {
+    child.withdrawn = true;
+    complain(child.round, clash(child.rank, child.fingerprint, child.round, other, expected));
+  } else if (leaving_ && child.round >= next_ && !calling()) {
+    child.withdrawn = true;
+    refuse(child.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
+                            words_of(child.fingerprint) + ", but rank " +
+                            std::to_string(root() ? family_.rank : family_.ancestors.back()) +
+                            " closed the group");
+  }
+}
+
+void Node::check_offers() {
+  for (Child& child : children_) check_offer(child);
+  if (!calling() || !call_.up || call_.skipped || children_.empty() || !call_.refusal.empty()) return;
+  // With too many children gone for good, waiting would never end.
+  const std::vector<bool> possible = may_offer(decoded_);
+  if (closed_.empty() || decoder_.decode(possible, possible)) return;
+  if (!root() && call_.erased.empty()) return retire();
+  const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
+                           call_.words + ", but " + listed(closed_) + " closed the group";
+  if (root()) {
+    decide_error(text);
+  } else {  // in other rounds it may offer
+    complain(next_, text);
+  }
+}
+
+// The children whose message this rank has, or may get in this round.
+std::vector<bool> Node::may_offer(std::uint32_t piece) const {
+  std::vector<bool> out(children_.size());
+  for (std::size_t row = 0; row < children_.size(); ++row) {
+    const Child& child = children_[row];
+    const bool erased = !call_.erased.empty() && call_.erased[row];
+    out[row] = !erased && (!child.retired || usable(child, piece));
+  }
+  return out;
+}
+
+// Tell the parent that there will be no more offers; why is in `closed_`.
+void Node::retire() {
+  if (retired_ || root()) return;
+  retired_ = true;
+  Message message{header(Kind::bye, 0)};
+  message.header.flags = relays;
+  message.append(closed_.data(), closed_.size() * sizeof(Rank));
+  wire_.send(family_.ancestors.front(), message);
+}
+
+// A call that can never be answered, since the root has closed the group. If it has.
+void Node::refuse(Round round, const std::string& text) {
+  if (!root()) {
+    Message message{header(Kind::complaint, round)};
+    message.header.flags = closed;
+    message.append(text.data(), text.size());
+    return wire_.send(family_.ancestors.front(), message);
+  }
+  if (!leaving_) {  // not yet
+    refused_.emplace(round, text);
+  } else if (round >= next_ && !calling()) {
+    call_ = {};
+    outcome_ = Outcome::pending;
+    decide_error(text);
+  }
+}
+
+// A rank asks for the result of a round that it has called, but the root has left.
+void Node::refuse_called(Rank rank, const Listener& listener) {
+  if (listener.called < next_) return;
+  refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) + " called round " +
+                              std::to_string(listener.called) + ", but rank " +
+                              std::to_string(family_.rank) + " closed the group");
+}
+
+// Let the root fail this round, or its next one, on every rank.
+void Node::complain(Round round, const std::string& text) {
+  if (!root()) {
+    Message message{header(Kind::complaint, round)};
+    message.append(text.data(), text.size());
+    return wire_.send(family_.ancestors.front(), message);
+  }
+  if (round <= complained_) return;  // several ranks notice the same
+  complained_ = round;
+  pending_error_ = text;
+  const Entry* entry = history_.find(next_);
+  if (calling() && (!entry || entry->ready == 0)) decide_error(text);
+}
+
+void Node::decide_error(const std::string& text) {
+  const std::string error = text;  // `text` may be `pending_error_`
+  pending_error_.clear();
+  if (!history_.empty() && history_.last() == next_) history_.drop_newest();
+  for (auto& [rank, listener] : listeners_) {
+    if (listener.first == next_) listener.told = 0;  // of a result that is none
+  }
+  Entry& entry = history_.add(
+      {.round = next_, .fingerprint = call_.fingerprint, .failed = true, .error = error});
+  decided(entry, entry.layout.size());
+}
+
+}  // namespace jaxcoded
