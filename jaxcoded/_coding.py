@@ -12,13 +12,7 @@ import numpy as np
 from jaxcoded import codes
 from jaxcoded.codes import GradientCode
 
-CODES = (
-    "auto",
-    "uncoded",
-    "fractional_repetition",
-    "cyclic_repetition",
-    "random_generator",
-)
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +69,9 @@ def coding_of(
         capacities: of the children in rank order, in units of one rank's load.
         stragglers: ``s``, at most ``n − slices``.
         slices: ``m``.
-        kind: one of `CODES`. ``"auto"`` takes fractional repetition where it wastes no
-            capacity, then cyclic repetition where all children are alike, then a random
-            generator.
+        kind: the text of a code, see `codes.named`; or ``"auto"``, which takes
+            fractional repetition where it wastes no capacity, then cyclic repetition
+            where all children are alike, then a random generator.
         seed: of random codes. Nothing else enters, so parents with equal children have
             equal codes.
 
@@ -89,32 +83,42 @@ def coding_of(
     if stragglers == 0 and slices == 1:
         code = dataclasses.replace(codes.uncoded(n), sizes=capacities)
         return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
-    if kind == "uncoded":
-        raise ValueError(
-            "code='uncoded' loses no straggler and has one slice; pass stragglers=0 and slices=1"
-        )
-    if slices > 1 and kind in ("fractional_repetition", "cyclic_repetition"):
-        raise ValueError(
-            f"code={kind!r} has one slice; slices={slices} needs code='random_generator' or 'auto'"
-        )
-
     largest = largest_coded_set(capacities, stragglers + slices)
-    if kind == "fractional_repetition" or (
-        kind == "auto" and slices == 1 and n % (stragglers + 1) == 0
-    ):
+    if kind == AUTO and slices == 1 and n % (stragglers + 1) == 0:
         repetition = _fractional_repetition(capacities, stragglers)
-        if kind == "fractional_repetition" or repetition.capacity == largest:
+        if repetition.capacity == largest:
             return repetition
-    if kind == "cyclic_repetition" or (
-        kind == "auto" and slices == 1 and len(set(capacities)) == 1
-    ):
-        code = codes.cyclic_repetition(n, stragglers, seed=seed)
-        capacity = min(capacities) * n / (stragglers + 1)
-        return Coding(code, tuple(range(n)), capacity)
-    support, sizes = _wrap_around([min(c, largest) / largest for c in capacities])
-    code = codes.random_generator(n, stragglers, slices, support=support, seed=seed)
-    code = dataclasses.replace(code, sizes=sizes)
-    return Coding(code, tuple(range(n)), largest)
+    if kind == "fractional_repetition" and slices == 1:
+        return _fractional_repetition(capacities, stragglers)
+    alike = len(set(capacities)) == 1
+    if kind == AUTO:
+        cyclic = slices == 1 and alike
+        kind = "cyclic_repetition" if cyclic else "random_generator"
+    if kind == "random_generator":
+        support, sizes = _wrap_around([min(c, largest) / largest for c in capacities])
+        code = codes.random_generator(n, stragglers, slices, support=support, seed=seed)
+        code = dataclasses.replace(code, sizes=sizes)
+        return Coding(code, tuple(range(n)), largest)
+    code = codes.named(kind, n, stragglers, slices, seed=seed)
+    # children that can hold more stand where the code gives more
+    rows = _ranked(capacities, code.shares)
+    capacity = min(
+        capacities[child] / share for child, share in zip(rows, code.shares) if share
+    )
+    return Coding(code, rows, capacity)
+
+
+def _ranked(
+    capacities: Sequence[Fraction], shares: Sequence[Fraction]
+) -> tuple[int, ...]:
+    """The child of each row: the more a row holds, the larger the child's capacity."""
+    n = len(shares)
+    children = sorted(range(n), key=lambda child: -capacities[child])
+    rows = sorted(range(n), key=lambda row: -shares[row])
+    out = [0] * n
+    for child, row in zip(children, rows):
+        out[row] = child
+    return tuple(out)
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:

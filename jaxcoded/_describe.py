@@ -54,7 +54,9 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
     """One row of the table."""
     ranks = [rank for rank in plan.tree.order if plan.tree.layers[rank] == layer]
     codes = [coding.code for rank in ranks if (coding := plan.codings[rank])]
-    own = [plan.given[rank] / plan.capacities[rank] for rank in ranks]
+    own = [
+        plan.given[rank] * plan.speed(rank) / plan.capacities[rank] for rank in ranks
+    ]
     spare = [plan.capacities[rank] - plan.given[rank] for rank in ranks]
     return [
         str(layer),
@@ -65,7 +67,7 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
         _span((code.stragglers / code.n for code in codes), "{:.2f}".format),
         _span((code.amplification for code in codes), "{:.3g}".format),
         _span(
-            (part * plan.load * plan.computes(r) for r, part in zip(ranks, own)),
+            (part * plan.load for part in own),
             _fraction,
         ),
         _span((part * plan.load for part in spare), _fraction),
@@ -84,6 +86,17 @@ def _exceptions(plan: "Plan") -> list[str]:
             lines.append(
                 f"rank {rank} has {n} child{'ren' * (n > 1)} and keeps s = {s}, "
                 f"m = {m} instead of s = {plan.stragglers}, m = {plan.slices}"
+            )
+    for rank, coding in enumerate(plan.codings):
+        if coding is None or not plan.speeds:
+            continue
+        whole = coding.capacity
+        fast = [c for c in plan.tree.children[rank] if plan.capacities[c] > whole]
+        for child in fast:
+            lines.append(
+                f"rank {child} is fast enough for "
+                f"{_fraction(plan.capacities[child] / whole)} times the whole set of "
+                f"its parent {rank}: it gets that set and no more"
             )
     return lines
 

@@ -1,6 +1,8 @@
 """From a plan and a batch size to the examples that each rank reads and their coding
 weights."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from jaxcoded import _require
@@ -40,7 +42,8 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
 def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The examples of one rank, and their coefficients in its message.
 
-    A rank keeps ``1/c`` of what it is given (``c``: the capacity of its subtree) and
+    A rank keeps ``v/c`` of what it is given (``v``: its speed, 1 where all are equal;
+    ``c``: the capacity of its subtree) and
     codes the rest over its children. Coefficients multiply down the path; with slices,
     a coefficient is a vector, and slice ``u`` of a parent cut into ``m`` is slices
     ``u·m … u·m + m−1`` of the child.
@@ -84,7 +87,8 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
 
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """What one rank reads, padded to one static length for all ranks.
+    """What one rank reads, padded to one static length for all ranks; in a plan with
+    unequal speeds, to a length of its own.
 
     Padding repeats one of the rank's own examples (example 0 where it has none) with
     weight 0.
@@ -112,11 +116,13 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
         ([0, 1, 2, 3], [1.0, 1.0, 1.0, 1.0])
     """
     indices, coefficients = shares(plan, rank, batch_size)
+    ranks = [rank] if plan.speeds else range(plan.size)
     if plan.sliced:
-        chunks, chunk_size = _grid(plan, batch_size)
+        chunks, chunk_size = _grid(plan, batch_size, ranks)
         members = _chunks(coefficients, chunk_size)
     else:
-        chunks, chunk_size = 1, max(1, int(loads(plan, batch_size).max()))
+        own = loads(plan, batch_size)
+        chunks, chunk_size = 1, max(1, *(int(own[each]) for each in ranks))
         members = [np.arange(len(indices))]
     spare = indices[0] if len(indices) else 0
     read = np.full((chunks, chunk_size), spare, np.int64)
@@ -145,12 +151,12 @@ def _cells(coefficients: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(cell.reshape(-1) == c) for c in np.argsort(first)]
 
 
-def _grid(plan: Plan, batch_size: int) -> tuple[int, int]:
-    """Number and size of chunks, the same for all ranks: as few examples as will take
-    every rank's cells, and of equals the largest chunks."""
+def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
+    """Number and size of chunks, the same for all of these ranks: as few examples as
+    will take every rank's cells, and of equals the largest chunks."""
     sizes = [
         [len(cell) for cell in _cells(shares(plan, rank, batch_size)[1])]
-        for rank in range(plan.size)
+        for rank in ranks
     ]
     candidates = sorted({size for cells in sizes for size in cells}) or [1]
 
@@ -165,7 +171,5 @@ def _grid(plan: Plan, batch_size: int) -> tuple[int, int]:
 
 def _own(plan: Plan, rank: int, given: int) -> int:
     """How many of the examples given to a rank's subtree it keeps for itself."""
-    if not plan.computes(rank):
-        return 0
-    capacity = plan.capacities[rank]
-    return -(-given * capacity.denominator // capacity.numerator)
+    share = plan.speed(rank) / plan.capacities[rank]
+    return -(-given * share.numerator // share.denominator)

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,13 +37,14 @@ class CodedGroup:
         comm: an mpi4py intra-communicator.
         stragglers: ``s``, the number of children of every parent that may be missing.
         fanout: the largest number of children of a parent; see `make_plan`.
-        code: kind of gradient code; see `make_plan`.
+        code: kind of gradient code, or one for each layer or parent; see `make_plan`.
         slices: ``m``, messages shrink by this in every layer; see `make_plan`.
         root_computes: whether the root holds data.
         transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
             which every rank must turn up; or ``"auto"``, the engine where all ranks
             have it, and otherwise mpi4jax with a warning.
         seed: of random codes.
+        speeds: relative speed of each rank; see `make_plan`.
         history_bytes: of the engine: memory of a rank for results that late ranks
             lack, in bytes; at least 64 rounds are kept up to 1 GiB.
         report_after: of the engine: seconds after which a rank that cannot go on logs
@@ -70,11 +71,12 @@ class CodedGroup:
         *,
         stragglers: int = 1,
         fanout: int | None = None,
-        code: str = "auto",
+        code: str | Mapping[int, str] | Sequence[str] = "auto",
         slices: int = 1,
         root_computes: bool = False,
         transport: str = "auto",
         seed: int = 0,
+        speeds: Sequence[float] | None = None,
         history_bytes: int = 256 << 20,
         report_after: float = 10.0,
     ) -> None:
@@ -85,6 +87,7 @@ class CodedGroup:
             "slices": slices,
             "root_computes": root_computes,
             "seed": seed,
+            "speeds": speeds,
         }
         self._open(
             comm,

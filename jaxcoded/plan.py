@@ -6,16 +6,16 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded._coding import CODES, Coding, coding_of
+from jaxcoded._coding import AUTO, Coding, coding_of
 from jaxcoded._describe import describe
-from jaxcoded.codes import GradientCode
+from jaxcoded.codes import GradientCode, parsed
 from jaxcoded.tree import NO_PARENT, Tree, balanced_parents, default_fanout
 
 
@@ -34,9 +34,13 @@ class Plan:
         stragglers: ``s`` asked for at every parent. A parent with too few children
             keeps less, see `codings`.
         slices: ``m`` asked for at every parent.
-        code: kind of code asked for, one of `jaxcoded.plan.CODES`.
+        code: the code asked for at every parent, ``"auto"`` or one of
+            `codes.named`; or a tuple of such texts, one for each rank. Those of leaves
+            mean nothing.
         root_computes: whether the root holds data.
         seed: of random codes.
+        speeds: relative speed of each rank, the fastest 1; empty where all are equal.
+            Kept as fractions of 1000.
 
     Raises:
         ValueError: no such plan exists. The message names the value and the remedy.
@@ -54,9 +58,10 @@ class Plan:
     parents: tuple[int, ...]
     stragglers: int
     slices: int
-    code: str
+    code: str | tuple[str, ...]
     root_computes: bool
     seed: int
+    speeds: tuple[Fraction, ...] = ()
 
     def __post_init__(self) -> None:
         tree = Tree(tuple(self.parents))
@@ -64,10 +69,8 @@ class Plan:
         for name, least in (("stragglers", 0), ("slices", 1), ("seed", 0)):
             value = _require.integer(name, getattr(self, name), least)
             object.__setattr__(self, name, value)
-        if self.code not in CODES:
-            raise ValueError(
-                f"code must be one of {', '.join(CODES)}, got {self.code!r}"
-            )
+        object.__setattr__(self, "code", _checked_code(self.code, tree))
+        object.__setattr__(self, "speeds", _checked_speeds(self.speeds, tree.size))
         if not isinstance(self.root_computes, bool):
             raise TypeError(
                 f"root_computes must be True or False, got {self.root_computes!r}"
@@ -107,9 +110,12 @@ class Plan:
         rows = () if coding is None else coding.rows
         return tuple(self.tree.children[rank][row] for row in rows)
 
-    def computes(self, rank: int) -> bool:
-        """Whether a rank can hold data. A rank alone computes."""
-        return rank != self.root or self.root_computes or self.size == 1
+    def speed(self, rank: int) -> Fraction:
+        """How much of its own data a rank can hold, relative to the fastest one: 0 for
+        a root without data. A rank alone computes."""
+        if rank == self.root and not self.root_computes and self.size > 1:
+            return Fraction(0)
+        return self.speeds[rank] if self.speeds else Fraction(1)
 
     # Codes and capacities.
 
@@ -121,13 +127,13 @@ class Plan:
     @functools.cached_property
     def capacities(self) -> tuple[Fraction, ...]:
         """The size of the largest set that each rank's subtree can be given, in units
-        of one rank's load."""
+        of the fastest rank's load."""
         return self._coded[1]
 
     @functools.cached_property
     def _coded(self) -> tuple[tuple[Coding | None, ...], tuple[Fraction, ...]]:
         codings: list[Coding | None] = [None] * self.size
-        capacities = [Fraction(1)] * self.size
+        capacities = list(map(self.speed, range(self.size)))
         for rank in reversed(self.tree.order):
             children = self.tree.children[rank]
             if not children:
@@ -139,7 +145,7 @@ class Plan:
                     tuple(capacities[c] for c in children),
                     stragglers,
                     slices,
-                    self.code,
+                    self.code if isinstance(self.code, str) else self.code[rank],
                     self.seed,
                 )
             except ValueError as error:
@@ -147,13 +153,13 @@ class Plan:
                     f"rank {rank} with its {len(children)} children: {error}"
                 ) from None
             codings[rank] = coding
-            capacities[rank] = coding.capacity + self.computes(rank)
+            capacities[rank] += coding.capacity
         return tuple(codings), tuple(capacities)
 
     @functools.cached_property
     def given(self) -> tuple[Fraction, ...]:
-        """The size of the set that each rank's subtree is given, in units of one rank's
-        load: at most its capacity."""
+        """The size of the set that each rank's subtree is given, in units of the
+        fastest rank's load: at most its capacity."""
         given = [Fraction(0)] * self.size
         given[self.root] = self.capacities[self.root]
         for rank in self.tree.order:
@@ -235,7 +241,7 @@ class Plan:
             coding = self.codings[rank]
             if coding is not None and needed[rank]:
                 answered = ~erased[list(self.coded_children(rank))]
-                if not coding.code.decodable(answered):
+                if not coding.code.sufficient(answered):
                     failed.append(rank)
         return failed
 
@@ -266,7 +272,7 @@ class Plan:
 
     @property
     def load(self) -> Fraction:
-        """``r``: the largest part of the batch that a rank computes, ``1 / c(root)``.
+        """``r``: the part of the batch that the fastest rank computes, ``1 / c(root)``.
 
         ``1 / Σ_l (n/(s+m))^l`` on an (n, L)-regular tree (CodedReduce, for
         ``m = 1``).
@@ -293,9 +299,11 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` makes an equal plan of it."""
-        return json.dumps(
-            dataclasses.asdict(self) | {"format": "jaxcoded.Plan/1"}, sort_keys=True
-        )
+        fields = dataclasses.asdict(self) | {
+            "speeds": list(map(str, self.speeds)),
+            "format": "jaxcoded.Plan/1",
+        }
+        return json.dumps(fields, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -322,7 +330,10 @@ class Plan:
             raise ValueError(  # noqa: TRY004  # the text is wrong, not a type
                 f"parents must be a list, got {fields['parents']!r}"
             )
-        return cls(**fields | {"parents": tuple(fields["parents"])})
+        if isinstance(fields["code"], list):
+            fields["code"] = tuple(fields["code"])
+        speeds = tuple(map(Fraction, fields["speeds"]))
+        return cls(**fields | {"parents": tuple(fields["parents"]), "speeds": speeds})
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -351,9 +362,10 @@ def make_plan(
     fanout: int | None = None,
     stragglers: int = 1,
     slices: int = 1,
-    code: str = "auto",
+    code: str | Mapping[int, str] | Sequence[str] = AUTO,
     root_computes: bool = False,
     seed: int = 0,
+    speeds: Sequence[float | Fraction] | None = None,
     parents: Sequence[int] | None = None,
 ) -> Plan:
     """Plan a coded tree reduction over ``size`` ranks.
@@ -370,13 +382,18 @@ def make_plan(
             parent keeps what it can, and `Plan.describe` says so.
         slices: ``m``; every layer's messages are ``1/m`` as long as those above, at a
             load as if ``s + m − 1`` could be missing.
-        code: ``"auto"`` (fractional repetition wherever it fits), ``"uncoded"``,
-            ``"fractional_repetition"``, ``"cyclic_repetition"`` or
-            ``"random_generator"``, for every parent. A parent that loses nobody and
-            has one slice is uncoded whatever is asked.
+        code: ``"auto"`` (fractional repetition wherever it fits) or the text of a code
+            such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``, see
+            `codes.named`, for every parent. Or one for each layer of parents, the
+            root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
+            parent that loses nobody and has one slice is uncoded whatever is asked.
         root_computes: whether rank 0 holds data too. It is the one rank whose work
             nobody can replace.
         seed: of random codes; equal seeds give equal plans.
+        speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
+            the fastest. Every rank's load is in proportion, up to the bound that its
+            parent's whole set is: `Plan.describe` says where that bites. Default: all
+            equal.
         parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
 
     Returns:
@@ -413,7 +430,74 @@ def make_plan(
                 "fan-out, or fewer stragglers or slices"
             )
         parents = balanced_parents(size, min(int(fanout), size - 1), needed)
-    return Plan(tuple(parents), stragglers, slices, code, root_computes, seed)
+    return Plan(
+        tuple(parents),
+        stragglers,
+        slices,
+        _code_of_ranks(code, tuple(parents)),
+        root_computes,
+        seed,
+        tuple(speeds or ()),  # type: ignore[arg-type]  # the plan makes them fractions
+    )
+
+
+def _code_of_ranks(
+    code: str | Mapping[int, str] | Sequence[str], parents: tuple[int, ...]
+) -> str | tuple[str, ...]:
+    """A code for all, layers or single ranks as one for all or one for each rank."""
+    if isinstance(code, str):
+        return code
+    tree = Tree(parents)
+    if isinstance(code, Mapping):
+        unknown = sorted(set(code) - set(range(tree.size)))
+        if unknown:
+            raise ValueError(
+                f"code names rank {unknown[0]}, but there are {tree.size} ranks"
+            )
+        return tuple(code.get(rank, AUTO) for rank in range(tree.size))
+    if len(code) != tree.depth:
+        raise ValueError(
+            f"code has {len(code)} entries for {tree.depth} layers of parents"
+        )
+    return tuple(code[layer] if layer < tree.depth else AUTO for layer in tree.layers)
+
+
+def _checked_code(code: str | Sequence[str], tree: Tree) -> str | tuple[str, ...]:
+    texts = [code] if isinstance(code, str) else list(code)
+    for text in texts:
+        if text != AUTO:
+            parsed(text)
+    if isinstance(code, str):
+        return code
+    if len(texts) != tree.size:
+        raise ValueError(f"code has {len(texts)} entries for {tree.size} ranks")
+    inner = [text if kids else AUTO for text, kids in zip(texts, tree.children)]
+    used = {text for text, kids in zip(texts, tree.children) if kids}
+    return used.pop() if len(used) == 1 else tuple(inner)
+
+
+def _checked_speeds(speeds: Sequence[Any], size: int) -> tuple[Fraction, ...]:
+    """Relative to the fastest; empty where all are equal."""
+    if not len(speeds):
+        return ()
+    if len(speeds) != size:
+        raise ValueError(f"speeds has {len(speeds)} entries for {size} ranks")
+    for rank, speed in enumerate(speeds):
+        if not (0 < float(speed) < math.inf):
+            raise ValueError(
+                f"speeds must be positive and finite, got {speed} for rank {rank}"
+            )
+    fastest = Fraction(max(speeds))
+    out = tuple(
+        Fraction(round(Fraction(speed) / fastest * 1000), 1000) for speed in speeds
+    )
+    if min(out) == 0:
+        slowest = speeds[out.index(min(out))]
+        raise ValueError(
+            f"speeds must be at least 1/1000 of the fastest, got {slowest} beside "
+            f"{max(speeds)}"
+        )
+    return out if len(set(out)) > 1 else ()
 
 
 def _needed(size: int, stragglers: int, slices: int) -> int:

@@ -6,6 +6,9 @@ from jaxcoded.codes._fractional_repetition import (
 )
 from jaxcoded.codes._gradient_code import Decoding as Decoding
 from jaxcoded.codes._gradient_code import GradientCode as GradientCode
+from jaxcoded.codes._named import NAMES as NAMES
+from jaxcoded.codes._named import named as named
+from jaxcoded.codes._named import parsed as parsed
 from jaxcoded.codes._random_generator import random_generator as random_generator
 from jaxcoded.codes._redraw import MAX_ROUNDING as MAX_ROUNDING
 from jaxcoded.codes._uncoded import uncoded as uncoded

@@ -297,7 +297,7 @@ def _decoder(plan: Plan, rank: int) -> Any:
 
     def decode(answered: list[bool]) -> list[float]:
         mask = np.array(answered, bool)
-        if not code.decodable(mask):
+        if not code.sufficient(mask):
             return []
         return code.decode(mask).coefficients.ravel().tolist()
 

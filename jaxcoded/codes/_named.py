@@ -1,0 +1,89 @@
+import ast
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxcoded import codes
+from jaxcoded.codes._gradient_code import GradientCode
+
+NAMES = (
+    "uncoded",
+    "fractional_repetition",
+    "cyclic_repetition",
+    "random_generator",
+)
+
+
+def named(
+    text: str, n: int, stragglers: int = 0, slices: int = 1, *, seed: int = 0
+) -> GradientCode:
+    """The code that a text names: a constructor of `jaxcoded.codes`, and what it needs
+    besides the common arguments.
+
+    Args:
+        text: such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``: one of
+            `NAMES`, with keyword arguments that are Python literals.
+        n: number of children.
+        stragglers: ``s``, that may be missing.
+        slices: ``m``.
+        seed: of random codes.
+
+    Returns:
+        A `GradientCode` with ``m`` slices. It may tolerate more than ``s``.
+
+    Raises:
+        ValueError: no such name or argument, the constructor refuses the arguments, or
+            the code has another ``m`` or tolerates less than ``s``.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> codes.named("random_generator", 5, 1, 2).loads.tolist()
+        [3, 3, 3, 3, 3]
+    """
+    name, given = parsed(text)
+    constructor: Callable[..., GradientCode] = getattr(codes, name)
+    parameters = inspect.signature(constructor).parameters
+    unknown = given.keys() - parameters.keys()
+    if unknown:
+        raise ValueError(
+            f"code={text!r}: {name} has no argument {min(unknown)!r}; it has "
+            f"{', '.join(parameters)}"
+        )
+    common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
+    code = constructor(**{k: common[k] for k in common if k in parameters} | given)
+    if code.m != slices:
+        raise ValueError(
+            f"code={text!r} has {code.m} slice{'s' * (code.m > 1)}, not {slices}: pass "
+            f"slices={code.m} or take another code, such as 'random_generator'"
+        )
+    if code.stragglers < stragglers:
+        raise ValueError(
+            f"code={text!r} loses {code.stragglers} of its {n} children, not "
+            f"{stragglers}: pass stragglers={code.stragglers} or take another code"
+        )
+    return code
+
+
+def parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """The name in the text of a code, and its arguments.
+
+    Raises:
+        ValueError: it has none, or not in this form.
+    """
+    wanted = f"code must be 'auto' or one of {', '.join(NAMES)}"
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, AttributeError):
+        raise ValueError(f"{wanted}; got {text!r}") from None
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.func.id not in NAMES or call.args:
+        raise ValueError(f"{wanted}; got {text!r}")
+    arguments = {}
+    for keyword in call.keywords:
+        try:
+            arguments[str(keyword.arg)] = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise ValueError(
+                f"code={text!r}: {keyword.arg} is not a Python literal"
+            ) from None
+    return call.func.id, arguments
