@@ -11,14 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcoded import _require
+from jaxcoded.codes import _blocks
 
-# A decoding counts as exact when no entry of A·B − I misses by more than this. Exact
-# float64 solves of the codes that we accept (amplification · eps ≤ 1e-3, mostly far
-# below) come out near amplification · 1e-16, and sets that cannot be decoded miss by
-# about 1/√k or more.
-_EXACT = 1e-6
-# Singular values below this fraction of the largest one are zero.
-_RANK = 1e-11
 # Answered sets beyond this number are sampled instead of enumerated.
 MAX_SETS = 256
 DECODINGS = ("exact", "least_squares", "one_step")
@@ -252,13 +246,12 @@ class GradientCode:
                 float((np.abs(it.coefficients) @ magnitude).max()) for it in decodings
             )
         magnitude = np.abs(self._rows).reshape(-1, self.k, self.m).sum(axis=2)
-        return float((np.abs(self._answers[0]) @ magnitude).max())
+        return float(np.tensordot(np.abs(self._answers[0]), magnitude, 1).max())
 
     @functools.cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray]:
         """`_solve` for the straggler patterns that the code must answer."""
-        missing = self._rows_of(self._missing_children())
-        return self._solve(np.unique(self._missing_replicas(missing), axis=0))
+        return self._solve(self._missing_replicas(self._rows_of(self._hardest())))
 
     @property
     def _value(self) -> tuple[Any, ...]:
@@ -278,10 +271,8 @@ class GradientCode:
             getattr(self, field.name) for field in dataclasses.fields(self)
         )
 
-    # Decoding. Replicas (equal rows) collapse to one; of the reduced matrix M every
-    # exact solution is A = A0 + Y·N with the left null space N, so leaving out the set
-    # E asks only for Y·N_E = −A0_E: a system with as many unknowns as the code has
-    # surplus children, whatever n is.
+    # Decoding. Replicas (equal rows) collapse to one; the reduced matrix M falls into
+    # blocks that are solved one by one.
 
     @property
     def classes(self) -> tuple[int, ...]:
@@ -292,21 +283,17 @@ class GradientCode:
     @functools.cached_property
     def _replicas(self) -> tuple[np.ndarray, np.ndarray]:
         """First of each class of equal rows, and the class of each row."""
-        rows = self.B.reshape(len(self.B), -1)
-        _, first, classes = np.unique(
-            rows, axis=0, return_index=True, return_inverse=True
-        )
+        first, classes = _blocks.alike(self.B.reshape(len(self.B), -1))
         order = np.argsort(first)
-        return first[order], np.argsort(order)[classes.reshape(-1)]
+        return first[order], np.argsort(order)[classes]
 
     def _missing_replicas(self, missing: np.ndarray) -> np.ndarray:
         """Bool ``(..., rows)`` to bool ``(..., classes)``: the classes of which no row
         is there."""
         first, classes = self._replicas
-        out = np.ones((*missing.shape[:-1], len(first)), bool)
-        for row, replica in enumerate(classes):
-            out[..., replica] &= missing[..., row]
-        return out
+        order = np.argsort(classes, kind="stable")
+        starts = np.searchsorted(classes[order], np.arange(len(first)))
+        return np.logical_and.reduceat(missing[..., order], starts, axis=-1)
 
     @functools.cached_property
     def _rows(self) -> np.ndarray:
@@ -327,27 +314,23 @@ class GradientCode:
         return np.tile(np.eye(self.m), (1, self.k))
 
     @functools.cached_property
-    def _solution(self) -> tuple[np.ndarray, np.ndarray]:
-        """``A0`` (m, classes), and ``N`` (surplus, classes) with orthonormal rows."""
-        M = self._rows
-        # the rows of `right` beyond the rank are not needed, and k·m may be large
-        left, values, right = np.linalg.svd(M, full_matrices=M.shape[0] > M.shape[1])
-        rank = int((values > _RANK * values[0]).sum())
-        A0 = ((self._target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
-        # so that repetition codes decode by 0 and 1 exactly
-        if np.array_equal(np.rint(A0) @ M, self._target):
-            A0 = np.rint(A0)
-        return A0, left[:, rank:].T
+    def _blocks(self) -> list[tuple[_blocks.Block, np.ndarray]]:
+        """The different blocks of ``M``, and the classes of each of their copies."""
+        return _blocks.blocks(self._rows.reshape(-1, self.k, self.m))
 
     def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Bool ``(sets, classes)`` of missing classes to ``A`` ``(sets, m, classes)``
         and bool ``(sets,)``: exact."""
-        A0, N = self._solution
-        left_out = missing[:, None, :]
-        Y = np.where(left_out, -A0, 0.0) @ _pseudoinverse(np.where(left_out, N, 0.0))
-        A = np.where(left_out, 0.0, A0 + Y @ N)
-        error = np.abs(A @ self._rows - self._target).max(axis=(1, 2))
-        return A, error <= _EXACT
+        A = np.zeros((len(missing), self.m, missing.shape[1]))
+        exact = np.full(len(missing), self.support.any(axis=0).all())
+        for block, rows in self._blocks:
+            patterns = missing[:, rows].reshape(-1, rows.shape[1])
+            first, which = _blocks.alike(patterns)
+            which = which.reshape(len(missing), len(rows))
+            each, decoded = block.solve(patterns[first])
+            A[:, :, rows] = each[which].swapaxes(1, 2)
+            exact &= decoded[which].all(axis=1)
+        return A, exact
 
     def _decode_uncached(self, answered: bytes) -> Decoding:
         mask = np.frombuffer(answered, bool)
@@ -366,14 +349,14 @@ class GradientCode:
         missing = self._missing_replicas(~mask)
         (reduced,), (exact,) = self._solve(missing[None])
         if not exact:
-            reduced = np.zeros((self.m, len(missing)))
-            if not missing.all():
-                heard = self._rows[~missing]
-                reduced[:, ~missing] = np.linalg.lstsq(heard.T, self._target.T)[0].T
+            for block, copies in self._blocks:
+                for rows in copies:
+                    reduced[:, rows] = block.best(missing[rows])
         coefficients = np.zeros((self.m, len(self.B)))
-        for replica in np.flatnonzero(~missing):
-            row = np.flatnonzero(mask & (self._replicas[1] == replica))[0]
-            coefficients[:, row] = reduced[:, replica] / self._units[row]
+        answered = np.flatnonzero(mask)
+        heard, first = np.unique(self._replicas[1][answered], return_index=True)
+        rows = answered[first]
+        coefficients[:, rows] = reduced[:, heard] / self._units[rows]
         return coefficients
 
     def _one_step(self, mask: np.ndarray) -> np.ndarray:
@@ -422,14 +405,47 @@ class GradientCode:
     def _missing_children(self) -> np.ndarray:
         """Bool ``(sets, n)``: the straggler patterns that the code must answer, sampled
         beyond 256."""
-        n, s = self.n, self.stragglers
-        if sum(math.comb(n, e) for e in range(s + 1)) <= MAX_SETS:
-            return _masks(
-                n,
-                (E for e in range(s + 1) for E in itertools.combinations(range(n), e)),
+        return self._patterns(np.arange(self.n), MAX_SETS)
+
+    def _hardest(self) -> np.ndarray:
+        """Bool ``(sets, n)``: straggler patterns of which one is as hard as any other
+        pattern, sampled beyond 256.
+
+        Blocks decode one by one, so those of one block of each kind will do.
+        """
+        if self._count(self.n) <= MAX_SETS:
+            return self._missing_children()
+        holds = np.zeros((self.n, len(self._replicas[0])), bool)
+        holds[np.arange(len(self.B)) // self.parts, self._replicas[1]] = True
+        kinds = {}
+        for kind, (_, copies) in enumerate(self._blocks):
+            for rows in copies:
+                children = np.flatnonzero(holds[:, rows].any(axis=1))
+                which = holds[np.ix_(children, rows)].tobytes()
+                kinds[kind, len(children), which] = children
+        most = max(1, MAX_SETS // max(1, len(kinds)))
+        return np.concatenate(
+            [self._patterns(children, most) for children in kinds.values()]
+            or [np.zeros((1, self.n), bool)]
+        )
+
+    def _count(self, children: int) -> int:
+        """How many patterns of at most ``stragglers`` of so many children there are."""
+        return sum(math.comb(children, e) for e in range(self.stragglers + 1))
+
+    def _patterns(self, children: np.ndarray, most: int) -> np.ndarray:
+        """Bool ``(sets, n)``: at most ``stragglers`` of these are missing; as many as
+        that are in ``most`` samples where there are more patterns."""
+        s = min(self.stragglers, len(children))
+        if self._count(len(children)) <= most:
+            sets = (
+                E for e in range(s + 1) for E in itertools.combinations(children, e)
             )
+            return _masks(self.n, sets)
         rng = np.random.default_rng(0)
-        return _masks(n, (rng.permutation(n)[:s].tolist() for _ in range(MAX_SETS)))
+        return _masks(
+            self.n, (rng.permutation(children)[:s].tolist() for _ in range(most))
+        )
 
     def _largest_tolerance(self) -> int:
         for s in range(self.n):
@@ -440,7 +456,7 @@ class GradientCode:
                 )
             children = _masks(self.n, itertools.combinations(range(self.n), s))
             missing = self._missing_replicas(self._rows_of(children))
-            if not self._solve(np.unique(missing, axis=0))[1].all():
+            if not self._solve(missing)[1].all():
                 if s == 0:
                     raise ValueError(
                         "this B cannot be decoded even when every child answers"
@@ -456,11 +472,3 @@ def _masks(n: int, sets: Iterable[Sequence[int]]) -> np.ndarray:
         rows.append(np.zeros(n, bool))
         rows[-1][list(each)] = True
     return np.array(rows)
-
-
-def _pseudoinverse(N: np.ndarray) -> np.ndarray:
-    """Pseudo-inverses of matrices whose rows are parts of orthonormal ones: singular
-    values are small against 1, not against the largest one, which may be rounding."""
-    left, values, right = np.linalg.svd(N, full_matrices=False)
-    inverse = np.where(values > _RANK, 1 / np.maximum(values, _RANK), 0.0)
-    return (right.swapaxes(-1, -2) * inverse[..., None, :]) @ left.swapaxes(-1, -2)
