@@ -1,14 +1,20 @@
 """Gradient codes: one constructor per scheme, all of them a `GradientCode`."""
 
+from jaxcoded.codes._approximate import approximate as approximate
+from jaxcoded.codes._block_design import block_design as block_design
 from jaxcoded.codes._cyclic_repetition import cyclic_repetition as cyclic_repetition
+from jaxcoded.codes._expander import expander as expander
 from jaxcoded.codes._fractional_repetition import (
     fractional_repetition as fractional_repetition,
 )
 from jaxcoded.codes._gradient_code import Decoding as Decoding
 from jaxcoded.codes._gradient_code import GradientCode as GradientCode
+from jaxcoded.codes._grouped import grouped as grouped
 from jaxcoded.codes._named import NAMES as NAMES
 from jaxcoded.codes._named import named as named
 from jaxcoded.codes._named import parsed as parsed
 from jaxcoded.codes._random_generator import random_generator as random_generator
 from jaxcoded.codes._redraw import MAX_ROUNDING as MAX_ROUNDING
+from jaxcoded.codes._sparse import bernoulli as bernoulli
+from jaxcoded.codes._sparse import stochastic_block as stochastic_block
 from jaxcoded.codes._uncoded import uncoded as uncoded

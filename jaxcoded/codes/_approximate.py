@@ -1,0 +1,39 @@
+import dataclasses
+
+from jaxcoded.codes._gradient_code import GradientCode
+
+
+def approximate(
+    code: GradientCode, stragglers: int, decoding: str = "least_squares"
+) -> GradientCode:
+    """The same code used beyond what it tolerates: the parent goes on with any ``n−s``
+    children and gives the sum as well as they allow.
+
+    Where the children that answered are decodable, least squares still gives the exact
+    sum. Fractional repetition in this use is the code that Charles, Papailiopoulos and
+    Ellenberg 2017 (arXiv 1711.06771) decode optimally: with ``r`` of ``n`` answers at
+    random and every partition on ``d`` children, the squared residual is ``n · C(n−d,
+    r) / C(n, r)`` on average.
+
+    Args:
+        code: any code.
+        stragglers: how many children may be missing now, in ``0 … n−1``.
+        decoding: as in `GradientCode`.
+
+    Returns:
+        A `GradientCode` with the ``B``, parts and sizes of ``code``.
+
+    Raises:
+        ValueError: stragglers out of range, or one-step decoding of slices or of a
+            ``B`` that sums to 0 or less.
+
+    Example:
+        Group 1 of 2 does not answer; its two partitions are lost.
+
+        >>> from jaxcoded import codes
+        >>> code = codes.approximate(codes.fractional_repetition(4, 1), 2)
+        >>> decoding = code.decode([True, True, False, False])
+        >>> decoding.coefficients, round(decoding.residual**2, 9)
+        (array([[1., 0., 0., 0.]]), 2.0)
+    """
+    return dataclasses.replace(code, stragglers=stragglers, decoding=decoding)

@@ -1,0 +1,125 @@
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.codes._gradient_code import GradientCode
+
+
+def bernoulli(
+    n: int,
+    stragglers: int,
+    load: float,
+    *,
+    seed: int = 0,
+    decoding: str = "least_squares",
+) -> GradientCode:
+    """Bernoulli code (BGC): child ``i`` holds partition ``j`` with probability
+    ``load/n``, each independently. Approximate, for any ``n`` and ``s < n``.
+
+    The Bernoulli gradient code of Charles, Papailiopoulos and Ellenberg 2017 (arXiv
+    1711.06771). With ``r`` answers and the coefficients ``n/(r · load)`` the squared
+    residual is ``(n − load) · n/(r · load)`` on average. Here no partition is left
+    without a holder and no child without a partition: what is empty after the draw gets
+    one entry, where there are fewest. So the loads are a little above ``load`` on
+    average where it is as small as ``log n``.
+
+    Args:
+        n: number of children and of partitions.
+        stragglers: ``s`` in ``0 … n−1``.
+        load: the expected number of partitions of a child, above 0 and at most ``n``.
+        seed: of the random draw; the same seed gives the same code on every rank.
+        decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
+
+    Returns:
+        A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.bernoulli(100, 10, 8)
+        >>> int(code.loads.min()), float(code.loads.mean()), int(code.loads.max())
+        (3, 8.22, 15)
+    """
+    n = _require.integer("n", n, 1)
+    if not 0 < load <= n:
+        raise ValueError(f"load must be above 0 and at most n = {n}, got {load!r}")
+    B = _draw(np.full((n, n), load / n), seed)
+    return GradientCode(B, stragglers, "bernoulli", decoding=decoding)
+
+
+def stochastic_block(
+    n: int,
+    stragglers: int,
+    load: float,
+    blocks: int,
+    *,
+    inside: float = 0.8,
+    seed: int = 0,
+    decoding: str = "least_squares",
+) -> GradientCode:
+    """Stochastic block code (SBC): a child draws one share of its partitions from its
+    own block of them, the rest from all others. Approximate, for any ``n`` and ``s <
+    n``.
+
+    Children and partitions are cut into ``blocks`` blocks of ``n/blocks`` (or the two
+    integers next to that), and entries are drawn independently with one probability
+    inside the blocks and another outside: the stochastic block code of Charles and
+    Papailiopoulos 2018 (arXiv 1805.10378). It lies between fractional repetition
+    (``inside = 1`` and ``load = n/blocks``), which loses little to stragglers at random
+    but all of a block to the worst ones, and the Bernoulli code (``inside =
+    1/blocks``). Empty partitions and children are filled as in `bernoulli`.
+
+    Args:
+        n: number of children and of partitions.
+        stragglers: ``s`` in ``0 … n−1``.
+        load: the expected number of partitions of a child, above 0.
+        blocks: in ``2 … n``.
+        inside: the share of the load that is in the child's own block, in ``0 … 1``.
+        seed: of the random draw; the same seed gives the same code on every rank.
+        decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
+
+    Returns:
+        A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``.
+
+    Raises:
+        ValueError: an argument out of range, or more partitions inside or outside of a
+            block than there are.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.stochastic_block(8, 2, 4, 2, inside=1)
+        >>> code == codes.approximate(codes.fractional_repetition(8, 3), 2)
+        True
+    """
+    n = _require.integer("n", n, 2)
+    blocks = _require.integer("blocks", blocks, 2, n)
+    if load <= 0 or not 0 <= inside <= 1:
+        raise ValueError(
+            f"load must be above 0 and inside in 0 … 1, got {load!r} and {inside!r}"
+        )
+    block = np.arange(n) * blocks // n
+    own = block[:, None] == block
+    size = own.sum(axis=1, keepdims=True)
+    probability = np.where(own, inside * load / size, (1 - inside) * load / (n - size))
+    if probability.max() > 1:
+        raise ValueError(
+            f"a child cannot hold {inside * load:g} partitions of its own block of "
+            f"{size.min()} and {(1 - inside) * load:g} of the others; take another "
+            "load, inside or blocks"
+        )
+    B = _draw(probability, seed)
+    return GradientCode(B, stragglers, "stochastic_block", decoding=decoding)
+
+
+def _draw(probability: np.ndarray, seed: int) -> np.ndarray:
+    """0/1 ``(n, n)`` with these probabilities; no row and no column is empty."""
+    n = len(probability)
+    held = np.random.default_rng([seed, n]).random((n, n)) < probability
+    for partition in np.flatnonzero(~held.any(axis=0)):
+        loads = np.where(probability[:, partition] > 0, held.sum(axis=1), n)
+        held[loads.argmin(), partition] = True
+    for child in np.flatnonzero(~held.any(axis=1)):
+        holders = np.where(probability[child] > 0, held.sum(axis=0), n)
+        held[child, holders.argmin()] = True
+    return held.astype(float)
