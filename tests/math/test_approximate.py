@@ -285,8 +285,9 @@ def test_the_shares_of_stochastic_blocks(inside):
     )
 
 
-def test_blocks_of_unequal_size_and_nothing_empty():
-    held = codes.stochastic_block(7, 2, 1, 3, inside=1).support
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_unequal_size_and_nothing_empty(seed):
+    held = codes.stochastic_block(7, 2, 0.5, 3, inside=1, seed=seed).support
     assert held.any(axis=0).all() and held.any(axis=1).all()
     block = np.array([0, 0, 0, 1, 1, 2, 2])
     assert not held[block[:, None] != block].any()
