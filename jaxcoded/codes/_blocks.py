@@ -21,7 +21,8 @@ class Block:
     as many unknowns as the block has surplus rows.
 
     Args:
-        M: float64 ``(r, c·m)``, the rows on the partitions that they hold.
+        M: float64 ``(r, c·m)``, the rows on the partitions that they hold; of equal
+            partitions one may stand for all.
         m: number of slices.
     """
 
@@ -82,12 +83,20 @@ def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
     """
     copies: dict[tuple[tuple[int, ...], bytes], tuple[Block, list[np.ndarray]]] = {}
     for rows, columns in _components((M != 0).any(axis=2)):
-        each = M[np.ix_(rows, columns)].reshape(len(rows), -1)
+        each = _without_copies(M[np.ix_(rows, columns)]).reshape(len(rows), -1)
         block = copies.setdefault(
             (each.shape, each.tobytes()), (Block(each, M.shape[2]), [])
         )
         block[1].append(rows)
     return [(block, np.array(rows)) for block, rows in copies.values()]
+
+
+def _without_copies(M: np.ndarray) -> np.ndarray:
+    """``M`` ``(r, c, m)`` with one partition for all that are alike, if all are equally
+    many: neither the solutions nor the best of them change."""
+    first, which = alike(M.swapaxes(0, 1).reshape(M.shape[1], -1))
+    counts = np.bincount(which)
+    return M[:, np.sort(first)] if (counts == counts[0]).all() else M
 
 
 def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

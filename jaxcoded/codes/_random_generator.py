@@ -1,7 +1,7 @@
 import numpy as np
 
-from jaxcoded import _require
 from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._load import checked
 from jaxcoded.codes._redraw import least_amplified
 
 
@@ -10,6 +10,7 @@ def random_generator(
     stragglers: int,
     slices: int = 1,
     *,
+    load: int | None = None,
     support: np.ndarray | None = None,
     loads: list[int] | np.ndarray | None = None,
     seed: int = 0,
@@ -29,10 +30,12 @@ def random_generator(
         n: number of children.
         stragglers: ``s``, with ``s + slices ≤ n``.
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
+        load: ``d`` in ``s+m … n``, the same for all children. Default: ``s+m``,
+            the least there is.
         support: bool ``(n, k)``, child ``i`` holds partition ``j``; every partition
             needs at least ``s + m`` holders. Default: ``k = n`` partitions dealt
-            round-robin, ``s+m`` to each child.
-        loads: instead of ``support``, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
+            round-robin, ``load`` to each child.
+        loads: instead, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
             ``ℓ_i ≤ k``, dealt round-robin over the ``k`` partitions.
         seed: of the random draws; the same seed gives the same code on every rank.
 
@@ -40,8 +43,9 @@ def random_generator(
         A `GradientCode` with ``B`` of shape ``(n, k, m)``.
 
     Raises:
-        ValueError: ``s + m > n``, a partition with too few holders, loads that do not
-            add up, or no draw that decodes in float64 (amplification · eps > 1e-3).
+        ValueError: ``s + m > n``, a load out of range, a partition with too few
+            holders, loads that do not add up, or no draw that decodes in float64
+            (amplification · eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes
@@ -51,19 +55,13 @@ def random_generator(
         >>> codes.random_generator(3, 1, loads=[1, 2, 3]).support.astype(int).tolist()
         [[1, 0, 0], [0, 1, 1], [1, 1, 1]]
     """
-    n = _require.integer("n", n, 1)
-    s = _require.integer("stragglers", stragglers, 0)
-    m = _require.integer("slices", slices, 1)
-    if s + m > n:
-        raise ValueError(
-            f"stragglers + slices = {s} + {m} children are needed, but n = {n}"
-        )
-    if support is not None and loads is not None:
-        raise ValueError("give support or loads, not both")
+    n, s, m, d = checked(n, stragglers, slices, load)
+    if sum(given is not None for given in (load, support, loads)) > 1:
+        raise ValueError("give load, support or loads, not several of them")
     if loads is not None:
         support = _deal(np.asarray(loads), n, s + m)
     elif support is None:
-        support = _deal(np.full(n, s + m), n, s + m)
+        support = _deal(np.full(n, d), n, d)
     support = np.asarray(support, bool)
     if support.ndim != 2 or len(support) != n or support.shape[1] == 0:
         raise ValueError(

@@ -1,6 +1,6 @@
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -33,6 +33,51 @@ def draws(n: int, stragglers: int) -> int:
     return min(MAX_DRAWS, max(4, _WORK_OF_A_SECOND // max(1, work)))
 
 
+def too_large(amplification: float) -> bool:
+    """Whether rounding in float64 leaves fewer than three digits of the sums."""
+    return amplification * float(np.finfo(np.float64).eps) > MAX_ROUNDING
+
+
+def accepted(
+    B: np.ndarray,
+    stragglers: int,
+    name: str,
+    remedy: str,
+    patterns: Iterable[np.ndarray] = (),
+) -> GradientCode:
+    """The code with this ``B``, if float64 can decode it.
+
+    Args:
+        patterns: sets of missing children that are tried besides those of
+            `GradientCode`.
+
+    Raises:
+        ValueError: some set of ``n−s`` children cannot be decoded, or amplification ·
+            eps(float64) > 1e-3.
+    """
+    start = (
+        f"{name} with n = {B.shape[0]}, stragglers = {stragglers}, slices = "
+        f"{B.shape[2]} cannot be decoded in float64: "
+    )
+    try:
+        code = GradientCode(B, stragglers, name)
+    except (ValueError, np.linalg.LinAlgError) as error:
+        raise ValueError(f"{start}{error}; {remedy}") from None
+    amplification = code.amplification
+    magnitude = np.abs(B).sum(axis=2)
+    for missing in patterns:
+        answered = np.setdiff1d(np.arange(code.n), missing)
+        if not code.decodable(answered):
+            raise ValueError(
+                f"{start}not without the children {np.sort(missing)}; {remedy}"
+            )
+        A = np.abs(code.decode(answered).coefficients)
+        amplification = max(amplification, float((A @ magnitude).max()))
+    if too_large(amplification):
+        raise ValueError(f"{start}the amplification is {amplification:.1e}; {remedy}")
+    return code
+
+
 def least_amplified(
     draw: Callable[[np.random.Generator], np.ndarray],
     n: int,
@@ -61,7 +106,7 @@ def least_amplified(
             best = code
         if best.amplification <= 1 + 1e-9:
             break  # there is no better one
-    if best is None or best.amplification * np.finfo(np.float64).eps > MAX_ROUNDING:
+    if best is None or too_large(best.amplification):
         reached = (
             "no draw could be decoded"
             if best is None

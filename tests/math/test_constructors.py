@@ -288,7 +288,7 @@ def test_a_random_generator_that_cannot_be(s, m, message):
     [
         (
             {"support": np.ones((4, 4)), "loads": [2, 2, 2, 2]},
-            "give support or loads, not both",
+            "give load, support or loads, not several of them",
         ),
         (
             {"support": np.ones((3, 4))},

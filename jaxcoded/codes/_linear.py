@@ -1,0 +1,74 @@
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.codes._distance import independent, minimum_distance, parity_check
+from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._redraw import accepted
+
+
+def linear(
+    n: int, generator: np.ndarray, *, stragglers: int | None = None
+) -> GradientCode:
+    """Groups of ``d`` children that send their sum encoded by a linear ``[d, m, δ]``
+    code, any that there is.
+
+    The ``d`` children of a group hold the same ``d`` partitions. The sum of these is
+    cut into ``m`` slices, and child ``i`` sends their combination by column ``i`` of
+    the generator. So block length is load, dimension is communication saving, and
+    minimum distance is tolerance: the framework of Kadhe, Koyluoglu and Ramchandran
+    2020 (arXiv 2005.07184). Decodable where the answered columns of every group have
+    rank ``m``; any ``d−δ+1`` of a group do.
+
+    A row of ones is fractional repetition.
+
+    Args:
+        n: number of children and of partitions, a multiple of ``d``.
+        generator: float array ``(m, d)`` of rank ``m``.
+        stragglers: ``s`` below ``δ``. Default: ``δ − 1`` of `minimum_distance`.
+
+    Returns:
+        A `GradientCode` with ``B`` of shape ``(n, n, m)``; children ``gd … gd+d−1``
+        form group ``g`` and hold the partitions of the same numbers.
+
+    Raises:
+        ValueError: the generator is not a finite real matrix of rank ``m``, ``d`` does
+            not divide ``n``, some ``stragglers`` columns are needed, there are more
+            than 200,000 sets of columns to try, or float64 cannot decode the code
+            (amplification · eps > 1e-3).
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.linear(4, [[1, 0, 1, 1], [0, 1, 1, -1]])
+        >>> code.stragglers, code.m, code.loads.tolist()
+        (2, 2, [4, 4, 4, 4])
+        >>> code.decode([2, 3]).coefficients.round(6) + 0.0
+        array([[ 0. ,  0. ,  0.5,  0.5],
+               [ 0. ,  0. ,  0.5, -0.5]])
+    """
+    return of_groups(n, np.asarray(generator), stragglers, "linear")
+
+
+def of_groups(n: int, G: np.ndarray, stragglers: int | None, name: str) -> GradientCode:
+    """`linear` by another name."""
+    n = _require.integer("n", n, 1)
+    H = parity_check(G)
+    d = G.shape[1]
+    if n % d:
+        below = f"{n // d * d} or " if n > d else ""
+        raise ValueError(
+            f"{name} has groups of d = {d} children, which must divide n = {n}; take "
+            f"n = {below}{(n // d + 1) * d} children, or random_generator for any n"
+        )
+    if stragglers is None:
+        s = minimum_distance(G) - 1
+    else:
+        s = _require.integer("stragglers", stragglers, 0, d - 1)
+        if not independent(H, s):
+            raise ValueError(
+                f"{name}: in float64 some {s} of the {d} children of a group cannot be "
+                "missing; take stragglers below codes.minimum_distance(generator)"
+            )
+    B = np.einsum("gh,ui,j->gihju", np.eye(n // d), G, np.ones(d))
+    return accepted(
+        B.reshape(n, n, len(G)), s, name, "take a better conditioned generator"
+    )

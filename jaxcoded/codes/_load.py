@@ -1,0 +1,20 @@
+from jaxcoded import _require
+
+
+def checked(
+    n: int, stragglers: int, slices: int, load: int | None
+) -> tuple[int, int, int, int]:
+    """``n``, ``s``, ``m`` and the load ``d``, by default the least there is: ``s+m``.
+
+    Raises:
+        ValueError: an argument out of range, or ``d < s+m``, which no code can be.
+    """
+    n = _require.integer("n", n, 1)
+    s = _require.integer("stragglers", stragglers, 0)
+    m = _require.integer("slices", slices, 1)
+    if s + m > n:
+        raise ValueError(
+            f"stragglers + slices = {s} + {m} children are needed, but n = {n}"
+        )
+    d = s + m if load is None else _require.integer("load", load, s + m, n)
+    return n, s, m, d

@@ -1,0 +1,82 @@
+import warnings
+
+import numpy as np
+
+from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._load import checked
+from jaxcoded.codes._redraw import accepted, usual_amplification
+
+
+def polynomial(
+    n: int, stragglers: int, slices: int = 1, *, load: int | None = None
+) -> GradientCode:
+    """The codes of Ye and Abbe 2018 (arXiv 1802.03475, Vandermonde construction): child
+    ``i`` holds partitions ``i, i+1, …, i+d−1`` (mod n), for any ``n`` and ``d ≥ s+m``.
+
+    Partition ``j`` has the polynomial ``p`` with roots at the points of the ``n−d``
+    children that do not hold it, and ``p^(u) = x·p^(u−1) − c·p``, such that the top
+    ``m`` coefficients of ``p^(1) … p^(m)`` are an identity. ``B[i, j, u]`` is the value
+    of ``p^(u)`` at point ``i``. The points are the paper's: ±(1 + i/2), and 0 for odd
+    ``n``, here with alternating signs.
+
+    Any ``d−m`` children may be missing, and ``s`` of them are what a plan counts on:
+    with ``d > s+m`` there is more than enough in ``n−s`` answers, which lowers the
+    amplification. No randomness and no search, but **unstable**: the paper decodes by
+    inverting a Vandermonde matrix, which has no digits left beyond n ≈ 20. The least
+    norm decoder of `GradientCode` does better where ``s`` and ``m`` are small, yet the
+    amplification still grows by powers of ``n`` and exponentially with ``s+m``, so take
+    `random_generator` for anything but small codes. It warns where the amplification is
+    more than ten times that of random codes.
+
+    Args:
+        n: number of children and of partitions.
+        stragglers: ``s``, with ``s + slices ≤ n``.
+        slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
+        load: ``d`` in ``s+m … n``. Default: ``s+m``.
+
+    Returns:
+        A `GradientCode` with ``B`` of shape ``(n, n, m)`` and loads ``d``.
+
+    Raises:
+        ValueError: an argument out of range; or float64 cannot decode the code: from
+            some ``n−s`` children not at all or with amplification · eps > 1e-3. The
+            sets without ``s`` neighbouring points, the hardest, are always tried.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.polynomial(5, 1, 2)
+        >>> code.B.shape, code.loads.tolist(), code.decodable([0, 1, 3, 4])
+        ((5, 5, 2), [3, 3, 3, 3, 3], True)
+    """
+    n, s, m, d = checked(n, stragglers, slices, load)
+    points = (1 + np.arange(n) // 2 / 2) * (-1.0) ** np.arange(n)
+    if n % 2:
+        points = np.concatenate([[0.0], points[:-1]])
+    # partition j misses the children after it; those before it hold it
+    roots = points[(np.arange(1, n - d + 1) + np.arange(n)[:, None]) % n]
+    B = np.empty((n, n, m))
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        first = value = np.prod(points[:, None, None] - roots, axis=2)
+        # coefficients, highest power first
+        p = np.array([np.atleast_1d(np.poly(each)) for each in roots])
+        q = np.zeros((n, n - d + m + 1))
+        q[:, : n - d + 1] = p
+        for u in range(m):
+            B[:, :, u] = value
+            c = q[:, u + 1]
+            value = points[:, None] * value - c * first
+            q[:, u + 1 : u + 1 + n - d + 1] -= c[:, None] * p
+    remedy = (
+        "take random_generator, which has the same loads and is stable, fewer slices or "
+        "fewer stragglers"
+    )
+    neighbours = np.argsort(points)[(np.arange(s) + np.arange(n)[:, None]) % n]
+    code = accepted(B, s, "polynomial", remedy, neighbours)
+    if code.amplification > 10 * usual_amplification(n, s, m):
+        warnings.warn(
+            f"polynomial with n = {n}, stragglers = {s}, slices = {m}: the amplification "
+            f"{code.amplification:.1e} is far above that of random codes; take "
+            "random_generator",
+            stacklevel=2,
+        )
+    return code
