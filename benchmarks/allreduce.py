@@ -2,7 +2,8 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/allreduce.py
 
-Nobody straggles. Every repetition times all of them one after the other, so that they
+Nobody straggles. "2 x, alone" is a jitted function without any communication: what JAX
+itself takes on these ranks at the same time. Every repetition times all of them one after the other, so that they
 share the machine's moods: a barrier, then some calls in a row without one, each waited
 for as a training step would. Times are of the slowest rank. Prints medians and the
 medians of the ratios within a repetition, and stores them.
@@ -55,11 +56,11 @@ def kept(call):
     return prepare
 
 
-def with_token(group):
-    """Donated, and ordered by a token."""
+def with_token(group, donate=True):
+    """Ordered by a token."""
     jitted = jax.jit(
         lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
-        donate_argnums=(0, 1),
+        donate_argnums=(0, 1) if donate else 1,
     )
 
     def prepare(size):
@@ -67,8 +68,9 @@ def with_token(group):
 
         def run():
             nonlocal x, token
-            x, token = jitted(x, token)
-            x.block_until_ready()
+            out, token = jitted(x, token)
+            out.block_until_ready()
+            x = out if donate else x
 
         return run
 
@@ -185,14 +187,14 @@ def main():
             check(each)
         s = coded.plan.stragglers
         collectives = {
+            "2 x, alone": donated(lambda x: 2 * x),
+            "2 x, alone, not donated": kept(lambda x: 2 * x),
             "mpi4py Allreduce": bare,
             "mpi4jax.allreduce": kept(lambda x: baselines.allreduce(x, comm)),
             "psum over gloo": psum,
             f"engine, s={s}": donated(lambda x: jaxcoded.coded_allreduce(x, coded)),
             f"engine, s={s}, token": with_token(coded),
-            f"engine, s={s}, not donated": kept(
-                lambda x: jaxcoded.coded_allreduce(x, coded)
-            ),
+            f"engine, s={s}, token, not donated": with_token(coded, donate=False),
             f"engine, s={s}, numpy": on_numpy(coded),
             "engine, s=0": donated(lambda x: jaxcoded.coded_allreduce(x, uncoded)),
             "engine, s=0, token": with_token(uncoded),
@@ -210,14 +212,14 @@ def main():
 def report(times, plan, out):
     kinds = {coding.code.name for coding in plan.codings if coding is not None}
     print(f"{comm.size} ranks, code at s={plan.stragglers}: {', '.join(sorted(kinds))}")
-    print(f"{'bytes':>10}  {'collective':26}{'median':>12}", end="")
+    print(f"{'bytes':>10}  {'collective':28}{'median':>12}", end="")
     print("".join(f"{'÷ ' + base:>20}" for base in BASES))
     rows = []
     for size, by_name in times.items():
         for name, values in by_name.items():
             ratios = [np.median(values / by_name[base]) for base in BASES]
             rows.append((comm.size, 4 * size, name, np.median(values), *ratios))
-            print(f"{4 * size:10}  {name:26}{np.median(values) * 1e3:9.3f} ms", end="")
+            print(f"{4 * size:10}  {name:28}{np.median(values) * 1e3:9.3f} ms", end="")
             print("".join(f"{ratio:20.2f}" for ratio in ratios))
     out.mkdir(parents=True, exist_ok=True)
     with (out / f"allreduce-{comm.size}.csv").open("w", newline="") as file:

@@ -156,13 +156,17 @@ bool Engine::poll() {
   return news;
 }
 
+// Whether something may happen without a ring of the bell.
+bool Engine::hears_nothing() const {
+  return std::ranges::any_of(members_, [](const auto& it) {
+    const MpiWire& wire = *it.second.wire;
+    return wire.silent_peers() || wire.unfinished();
+  });
+}
+
 // How long a thread may sleep, when nothing has come for `quiet` seconds to a thread that waits.
 double Engine::longest_sleep(bool waiting, double quiet) const {
-  bool silent = false;
-  for (const auto& [index, its] : members_) {
-    silent |= its.wire->silent_peers() || its.wire->unfinished();
-  }
-  if (silent) return nap_;
+  if (hears_nothing()) return nap_;
   return waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
 }
 
@@ -195,14 +199,20 @@ bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool(
         if (waiting_) changed_.notify_all();
         continue;
       }
+      double quiet = now() - last_news;
+      const double longest = std::min(longest_sleep(true, quiet), until - now());
+      const bool silent = hears_nothing();
       lock.unlock();
-      const double quiet = now() - last_news;
-      if (quiet < spin_seconds) {
+      // Where every peer rings, there is nothing to look at before one does.
+      do {
+        if (quiet >= spin_seconds) {
+          bell.sleep(Bell::driver, seen, longest);
+          nap_ = std::min(nap_ * 1.5, longest_nap);
+          break;
+        }
         sched_yield();
-      } else {
-        bell.sleep(Bell::driver, seen, std::min(longest_sleep(true, quiet), until - now()));
-        nap_ = std::min(nap_ * 1.5, longest_nap);
-      }
+        quiet = now() - last_news;
+      } while (!silent && bell.rings() == seen);
       lock.lock();
     }
     for (int i = 0; i < 4 && news; ++i) {

@@ -86,6 +86,7 @@ class Engine {
 
   Member& member(std::uint64_t index);
   bool poll();
+  bool hears_nothing() const;
   double longest_sleep(bool waiting, double quiet) const;
   bool drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double until);
   void progress();
