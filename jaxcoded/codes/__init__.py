@@ -13,6 +13,7 @@ from jaxcoded.codes._gradient_code import Decoding as Decoding
 from jaxcoded.codes._gradient_code import GradientCode as GradientCode
 from jaxcoded.codes._grouped import grouped as grouped
 from jaxcoded.codes._hamming import hamming as hamming
+from jaxcoded.codes._ignore_stragglers import ignore_stragglers as ignore_stragglers
 from jaxcoded.codes._linear import linear as linear
 from jaxcoded.codes._named import NAMES as NAMES
 from jaxcoded.codes._named import named as named

@@ -11,6 +11,18 @@ NAMES = (
     "fractional_repetition",
     "cyclic_repetition",
     "random_generator",
+    "polynomial",
+    "linear",
+    "gaussian_mds",
+    "single_parity_check",
+    "reed_solomon",
+    "hamming",
+    "ignore_stragglers",
+    "bernoulli",
+    "stochastic_block",
+    "expander",
+    "block_design",
+    "grouped",
 )
 
 
