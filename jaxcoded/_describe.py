@@ -81,7 +81,7 @@ def _exceptions(plan: "Plan") -> list[str]:
     for rank, coding in enumerate(plan.codings):
         if coding is None:
             continue
-        n, s, m = coding.code.n, coding.code.stragglers, coding.code.m
+        n, (s, m) = coding.code.n, plan.keeps(rank)
         if (s, m) != (plan.stragglers, plan.slices):
             lines.append(
                 f"rank {rank} has {n} child{'ren' * (n > 1)} and keeps s = {s}, "

@@ -1,6 +1,7 @@
 """From a plan and a batch size to the examples that each rank reads and their coding
 weights."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -46,7 +47,9 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
     ``c``: the capacity of its subtree) and
     codes the rest over its children. Coefficients multiply down the path; with slices,
     a coefficient is a vector, and slice ``u`` of a parent cut into ``m`` is slices
-    ``u·m … u·m + m−1`` of the child.
+    ``u·m … u·m + m−1`` of the child. With parts there is one such vector for each, and
+    part ``p`` of a parent with ``P'`` parts to a child is parts ``p·P' … p·P' + P'−1``
+    of the child.
 
     Args:
         plan: the plan.
@@ -55,16 +58,17 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
     Returns:
         indices: int64 ``(load,)``, distinct numbers in ``0 … d−1``.
-        coefficients: float64 ``(load, M)`` with ``M = plan.slices_above[rank]``: this
-            rank adds ``Σ_u coefficients[e, u] · gradient_e[slice u of M]`` to its
-            message for every example ``e``.
+        coefficients: float64 ``(load, P, M)`` with ``P = plan.parts_above[rank]`` and
+            ``M = plan.slices_above[rank]``: this rank adds ``Σ_u coefficients[e, p, u]
+            · gradient_e[slice u of M]`` to part ``p`` of its message for every example
+            ``e``.
 
     Raises:
         ValueError: ``batch_size < 1``, or no such rank.
     """
     rank = _require.integer("rank", rank, 0, plan.size - 1)
     indices = np.arange(_require.integer("batch_size", batch_size, 1))
-    coefficients = np.ones((batch_size, 1))
+    coefficients = np.ones((batch_size, 1, 1))
     path = [rank]
     while path[-1] != plan.root:
         path.append(plan.tree.parents[path[-1]])
@@ -78,10 +82,11 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
         )
         held = coding.code.support[row][partition]
         indices = indices[kept:][held]
-        steps = coding.code.B[row][partition[held]]
-        coefficients = (
-            coefficients[kept:][held][:, :, None] * steps[:, None, :]
-        ).reshape(len(indices), plan.slices_above[child])
+        parts = coding.code.parts
+        steps = coding.code.B[row * parts : (row + 1) * parts, partition[held]]
+        coefficients = np.einsum(
+            "epu,Pev->epPuv", coefficients[kept:][held], steps
+        ).reshape(len(indices), plan.parts_above[child], plan.slices_above[child])
     kept = _own(plan, rank, len(indices))
     return indices[:kept], coefficients[:kept]
 
@@ -100,10 +105,12 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
 
     Returns:
         indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.
-        weights: float64. Without slices ``(length,)``: the weight of each example in
-            the local loss. With slices ``(chunks, length // chunks, M)``: the
-            coefficients of the ``M`` slices of each example's gradient, equal within a
-            chunk but for padding.
+        weights: float64. Without slices and parts ``(length,)``: the weight of each
+            example in the local loss. Otherwise ``(chunks, length // chunks, P · M)``:
+            the coefficients of the ``M`` slices of each example's gradient in the
+            ``P`` parts of the message, equal within a chunk but for padding. The number
+            of chunks is a multiple of ``P``, and the first ``(p + 1) / P`` of them are
+            all of part ``p``.
 
     Raises:
         ValueError: ``batch_size < 1``.
@@ -117,53 +124,74 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
     """
     indices, coefficients = shares(plan, rank, batch_size)
     ranks = [rank] if plan.speeds else range(plan.size)
-    if plan.sliced:
+    if plan.encoded:
         chunks, chunk_size = _grid(plan, batch_size, ranks)
-        members = _chunks(coefficients, chunk_size)
+        members = _chunks(coefficients, chunk_size, chunks)
     else:
         own = loads(plan, batch_size)
         chunks, chunk_size = 1, max(1, *(int(own[each]) for each in ranks))
         members = [np.arange(len(indices))]
     spare = indices[0] if len(indices) else 0
     read = np.full((chunks, chunk_size), spare, np.int64)
-    weights = np.zeros((chunks, chunk_size, plan.slices_above[rank]))
+    weights = np.zeros((chunks, chunk_size, *coefficients.shape[1:]))
     for chunk, positions in enumerate(members):
         read[chunk, : len(positions)] = indices[positions]
         weights[chunk, : len(positions)] = coefficients[positions]
-    return read.reshape(-1), weights if plan.sliced else weights.reshape(-1)
+    weights = weights.reshape(chunks, chunk_size, -1)
+    return read.reshape(-1), weights if plan.encoded else weights.reshape(-1)
 
 
-def _chunks(coefficients: np.ndarray, chunk_size: int) -> list[np.ndarray]:
+def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.ndarray]:
     """Positions of examples with equal coefficients, in runs of at most
-    ``chunk_size``."""
+    ``chunk_size``; stage after stage, as many chunks in each."""
+    stages: list[list[np.ndarray]] = [[] for _ in range(coefficients.shape[1])]
+    for stage, cell in _cells(coefficients):
+        stages[stage] += [
+            cell[start : start + chunk_size]
+            for start in range(0, len(cell), chunk_size)
+        ]
+    empty = np.zeros(0, np.int64)
     return [
-        cell[start : start + chunk_size]
-        for cell in _cells(coefficients)
-        for start in range(0, len(cell), chunk_size)
+        chunk
+        for stage in stages
+        for chunk in stage + [empty] * (chunks // len(stages) - len(stage))
     ]
 
 
-def _cells(coefficients: np.ndarray) -> list[np.ndarray]:
-    """Positions of examples with equal coefficients."""
+def _cells(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Positions of examples with equal coefficients, and their stage: the first part
+    that they are in."""
     _, first, cell = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
-    return [np.flatnonzero(cell.reshape(-1) == c) for c in np.argsort(first)]
+    stages = (coefficients != 0).any(axis=2).argmax(axis=1)
+    return [
+        (int(stages[first[c]]), np.flatnonzero(cell.reshape(-1) == c))
+        for c in np.argsort(first)
+    ]
 
 
 def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
     """Number and size of chunks, the same for all of these ranks: as few examples as
     will take every rank's cells, and of equals the largest chunks."""
-    sizes = [
-        [len(cell) for cell in _cells(shares(plan, rank, batch_size)[1])]
-        for rank in ranks
-    ]
-    candidates = sorted({size for cells in sizes for size in cells}) or [1]
+    # for every rank, the sizes of its cells by stage
+    sizes: list[list[list[int]]] = []
+    for rank in ranks:
+        sizes.append([[] for _ in range(plan.parts_above[rank])])
+        for stage, cell in _cells(shares(plan, rank, batch_size)[1]):
+            sizes[-1][stage].append(len(cell))
+    multiple = math.lcm(*map(len, sizes))
+    candidates = sorted(
+        {size for stages in sizes for stage in stages for size in stage}
+    ) or [1]
 
     def chunks(chunk_size: int) -> int:
-        return max(
-            1, max(sum(-(-size // chunk_size) for size in cells) for cells in sizes)
+        most = max(
+            len(stages)
+            * max(sum(-(-size // chunk_size) for size in stage) for stage in stages)
+            for stages in sizes
         )
+        return -(-max(1, most) // multiple) * multiple
 
     best = min(candidates, key=lambda size: (chunks(size) * size, -size))
     return chunks(best), best

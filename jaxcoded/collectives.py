@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import rounds
+from jaxcoded import cells, rounds
 from jaxcoded.codes import MAX_ROUNDING
 from jaxcoded.group import CodedGroup, check_open, find
 from jaxcoded.kernels import Encoded, accumulator, divided
@@ -30,23 +30,27 @@ class _TreeRound(rounds.Carrier):
         trip: what happens on the way.
         skips: whether the first extra says that this rank has nothing to contribute.
         erases: whether the last extra is a mask of ranks to leave out.
+        begun: whether the vectors are the last parts of those of the round.
     """
 
     index: int
     trip: Trip
     skips: bool = False
     erases: bool = False
+    begun: bool = False
 
     def __str__(self) -> str:
         return self.trip.words
 
     @property
     def transposable(self) -> bool:
-        return self.trip.up and self.trip.down and not find(self.index).plan.sliced
+        return self.trip.up and self.trip.down and not find(self.index).plan.encoded
 
     def result_length(self, length: int) -> int:
         group = find(self.index)
-        return length * group.plan.slices_above[group.rank] if self.trip.up else length
+        if self.begun:
+            return length * group.plan.slices_above[group.rank]
+        return group.plan.result_length(group.rank, length) if self.trip.up else length
 
     def carry(
         self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
@@ -80,6 +84,7 @@ class _TreeRound(rounds.Carrier):
             erased=extras[-1] if self.erases else None,
             skipped=extras[0] if self.skips else None,
             token=token,
+            begun=self.begun,
         )
 
 
@@ -89,6 +94,7 @@ def coded_allreduce(
     *,
     mean: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+    residual: bool = False,
     token: jax.Array | None = None,
 ) -> Any:
     """The exact sum over the global batch, on every rank, from the ranks' coded
@@ -115,14 +121,19 @@ def coded_allreduce(
             messages are left out. They must call all the same. A parent's
             coefficients for the others come from its code in float64. Ranks that are
             late need not be named here: the engine goes on without them.
+        residual: return how far the sum is from the exact one, too: ``‖c − 1‖₂ /
+            √cells`` for the coefficients ``c`` that the parts of the batch ended up
+            with, in the group's `jaxcoded.cells`, which go through the same round. 0 up
+            to rounding for an exact code.
         token: an int32 number such as ``jnp.int32(0)`` that orders this call, in place
             of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
             each call's to the next one; its value is never read. All calls of a group
             in one compiled function must have one, or none.
 
     Returns:
-        A pytree like ``tree``, or like the gradient that was encoded. With a ``token``,
-        a pair with the token for the next call.
+        A pytree like ``tree``, or like the gradient that was encoded. With a
+        ``residual`` and a ``token`` a tuple of it, the residual (a float32 number, the
+        same on all ranks) and the token for the next call.
 
     Raises:
         TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
@@ -144,7 +155,15 @@ def coded_allreduce(
         {'x': Array([0. , 0.5, 1. ], dtype=float32)}
         >>> group.close()
     """
-    return summed("coded_allreduce", tree, group, mean, erasures, token=token)
+    return summed(
+        "coded_allreduce",
+        tree,
+        group,
+        mean,
+        erasures,
+        residual=residual,
+        token=token,
+    )
 
 
 def coded_reduce(
@@ -198,32 +217,83 @@ def summed(
     erasures: Any = None,
     *,
     down: bool = True,
+    residual: bool = False,
     skipped: jax.Array | None = None,
     token: jax.Array | None = None,
+    begun: bool = False,
 ) -> Any:
     """`coded_allreduce` under a name; ``skipped`` (int32, not 0) says that this rank has
-    nothing to contribute."""
+    nothing to contribute, and ``begun`` that ``tree`` is the last part of its message,
+    see `begin`."""
     check_open(group)
     with group.failing(name):
         divisor = _checked_mean(mean)
-        vectors, packing = _message(name, tree, group)
-        trip = summing(name, packing, group, divisor, down=down)
+        vectors, packing = _message(name, tree, group, begun)
+        trip = summing(
+            name, packing, group, divisor, down=down, residual=residual, token=token
+        )
+        if residual:
+            vectors = (*vectors, _probe(group, begun))
         extras = [] if skipped is None else [skipped]
         if erasures is not None:
             extras.append(jnp.asarray(checked_erasures(erasures, group.size)))
         if token is not None:
             token = _checked_token(token)
-            trip = dataclasses.replace(trip, words=f"{trip.words}, with a token")
     carrier = _TreeRound(
-        group.index, trip, skips=skipped is not None, erases=erasures is not None
+        group.index,
+        trip,
+        skips=skipped is not None,
+        erases=erasures is not None,
+        begun=begun,
     )
     if token is None or group.transport.takes_tokens:
-        out, token = rounds.run(carrier, vectors, extras, token)
+        out, next_token = rounds.run(carrier, vectors, extras, token)
     else:  # in order without it
         out, _ = rounds.run(carrier, vectors, extras)
+        next_token = token
+    found = [_residual(group, out.pop())] if residual else []
     total = unpack(out, packing)
     total = total if mean is None else divided(total, mean)
-    return total if token is None else (total, token)
+    if next_token is not None:
+        found.append(next_token)
+    return (total, *found) if found else total
+
+
+def begin(
+    name: str,
+    part: Encoded,
+    group: CodedGroup,
+    *,
+    residual: bool = False,
+    skipped: jax.Array | None = None,
+    token: jax.Array | None = None,
+    number: int = 0,
+) -> jax.Array | None:
+    """Send one part of this rank's message, ahead of the call of `summed` that ends the
+    round. The parts but the last, in order.
+
+    Returns:
+        The next token.
+    """
+    vectors, packing = _message(name, part, group, begun=True)
+    trip = summing(name, packing, group, residual=residual, token=token)
+    if residual:
+        vectors = (*vectors, _probe(group, True, number))
+    return group.transport.begin(trip, vectors, skipped=skipped, token=token)
+
+
+def _probe(group: CodedGroup, begun: bool, number: int = -1) -> jax.Array:
+    """What finds out the coefficients of the sum; of one part only if ``begun``."""
+    probe = cells.probe(group.plan, group.rank).astype(np.float32)
+    if begun:
+        probe = probe.reshape(group.plan.parts_above[group.rank], -1)[number]
+    return jnp.asarray(probe)
+
+
+def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
+    exact, weights = cells.deviation(group.plan)
+    wrong = found - exact.astype(np.float32)
+    return jnp.sqrt(jnp.sum(weights.astype(np.float32) * wrong**2, axis=-1))
 
 
 def summing(
@@ -233,6 +303,8 @@ def summing(
     divisor: str = "",
     *,
     down: bool = True,
+    residual: bool = False,
+    token: jax.Array | None = None,
 ) -> Trip:
     """The round of a coded sum of leaves like these.
 
@@ -243,29 +315,36 @@ def summing(
     for dtype in packing.vectors:
         group.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
-    return Trip(f"{name} of {packing}{divisor}", down=down)
+    words = f"{name} of {packing}{divisor}"
+    words += ", with its residual" * residual + ", with a token" * (token is not None)
+    return Trip(words, down=down)
 
 
 def _message(
-    name: str, tree: Any, group: CodedGroup
+    name: str, tree: Any, group: CodedGroup, begun: bool = False
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """What this rank sends, and the packing of the gradient that it is about."""
+    """What this rank sends, or one part of it if ``begun``, and the packing of the
+    gradient that it is about."""
     plan = group.plan
     if isinstance(tree, Encoded):
-        slices, multiple = plan.slices_above[group.rank], plan.padding_multiple
-        if (tree.slices, tree.multiple) != (slices, multiple):
+        parts = 1 if begun else plan.parts_above[group.rank]
+        its = parts, plan.slices_above[group.rank]
+        multiple = plan.padding_multiple
+        if (tree.parts, tree.slices, tree.multiple) != (*its, multiple):
             raise ValueError(
-                f"rank {group.rank} of this group sends slices={slices}, "
-                f"multiple={multiple}, but this message was encoded with "
-                f"slices={tree.slices}, multiple={tree.multiple}: use this group's "
-                "assignment and encode(..., multiple=group.plan.padding_multiple)"
+                f"rank {group.rank} of this group sends parts={its[0]}, "
+                f"slices={its[1]}, multiple={multiple}, but this message was encoded "
+                f"with parts={tree.parts}, slices={tree.slices}, "
+                f"multiple={tree.multiple}: use this group's assignment and "
+                "encode(..., multiple=group.plan.padding_multiple)"
             )
         return tree.vectors, tree.packing
-    if plan.sliced:
+    if plan.encoded:
         raise TypeError(
-            f"this group has slices={plan.slices}: its messages are shorter than the "
-            f"gradient, so {name} takes what jaxcoded.kernels.encode made, not a "
-            f"{type(tree).__name__}; coded_value_and_grad does both"
+            f"this group has slices or parts ({plan.code}, slices={plan.slices}): its "
+            f"messages are not one weighted gradient, so {name} takes what "
+            f"jaxcoded.kernels.encode made, not a {type(tree).__name__}; "
+            "coded_value_and_grad does both"
         )
     return pack(tree)
 

@@ -28,7 +28,7 @@ def coded_allreduce(
     Args:
         array: this rank's contribution, of a float dtype, contiguous; equal shapes and
             dtypes on all ranks.
-        group: an open group without slices, with ``transport="engine"``.
+        group: an open group without slices and parts, with ``transport="engine"``.
         out: where the result goes; may be ``array`` itself. Default: a new array.
         skipped: this rank has nothing to contribute, as one that is late
             (`CodedGroup.lag`); ``array`` gives the shape only.
@@ -71,8 +71,10 @@ def coded_allreduce(
             raise ValueError("out is read-only")
         if not (array.flags.c_contiguous and result.flags.c_contiguous):
             raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
-        if group.plan.sliced:
-            raise TypeError("collectives on numpy arrays need a group without slices")
+        if group.plan.encoded:
+            raise TypeError(
+                "collectives on numpy arrays need a group without slices and parts"
+            )
         packing = Packing.of(array)
         trip = summing("coded_allreduce", packing, group)
         mask = None if erasures is None else checked_erasures(erasures, group.size)

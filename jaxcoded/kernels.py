@@ -20,7 +20,7 @@ from jaxcoded.packing import Packing, pack, unpack
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["vectors"],
-    meta_fields=["packing", "slices", "multiple"],
+    meta_fields=["packing", "slices", "multiple", "parts"],
 )
 @dataclasses.dataclass(frozen=True)
 class Encoded:
@@ -30,18 +30,20 @@ class Encoded:
     Made by `encode`; a pytree whose only leaves are its vectors.
 
     Attributes:
-        vectors: one array for each dtype of the gradient, ``(..., ⌈q/multiple⌉ ·
-            multiple / slices)`` for ``q`` elements.
+        vectors: one array for each dtype of the gradient, ``(..., parts · ⌈q/multiple⌉
+            · multiple / slices)`` for ``q`` elements, part after part.
         packing: structure, shapes and dtypes of the gradient.
         slices: ``M``, the number of slices that the gradient was cut into.
         multiple: gradients are padded with zeros to a multiple of this many elements
             before they are cut.
+        parts: ``P``, the number of messages, each a coded gradient of its own.
     """
 
     vectors: tuple[jax.Array, ...]
     packing: Packing
     slices: int
     multiple: int
+    parts: int = 1
 
 
 def accumulator(dtype: Any) -> np.dtype:
@@ -125,7 +127,7 @@ def decode_vector(
 def encode(
     partials: Any, coefficients: jax.Array | np.ndarray, *, multiple: int | None = None
 ) -> Any:
-    """One child's message: ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``.
+    """One child's message: ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several.
 
     Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``partials``.
 
@@ -134,8 +136,8 @@ def encode(
             stacked.
         coefficients: ``(k,)`` for codes without slices, the result then has the
             structure of one gradient; or ``(k, m)``, such as ``code.B[i]``, and the
-            result is an `Encoded`.
-        multiple: for ``(k, m)`` only: pad gradients to a multiple of this many
+            result is an `Encoded`; or ``(parts, k, m)``.
+        multiple: not for ``(k,)``: pad gradients to a multiple of this many
             elements, itself a multiple of ``m``. Every message of a group must use the
             group's (``group.plan.padding_multiple``). Default ``m``.
 
@@ -160,18 +162,20 @@ def encode(
         [30, 34, 38, 42, 46]
     """
     coefficients = jnp.asarray(coefficients)
-    if coefficients.ndim not in (1, 2):
+    if coefficients.ndim not in (1, 2, 3):
         raise ValueError(
-            f"coefficients must have shape (k,) or (k, m), got {coefficients.shape}"
+            "coefficients must have shape (k,), (k, m) or (parts, k, m), got "
+            f"{coefficients.shape}"
         )
-    k = len(coefficients)
+    k = coefficients.shape[max(0, coefficients.ndim - 2)]
     _check_leading_axis(partials, k, "partitions")
     if coefficients.ndim == 1:
         pack(partials)  # refuses what is not floating point
         return jax.tree.map(
             lambda leaf: weighted_sum(coefficients, leaf).astype(leaf.dtype), partials
         )
-    m = coefficients.shape[1]
+    m = coefficients.shape[-1]
+    rows = coefficients.reshape(-1, k, m)
     multiple = m if multiple is None else multiple
     if multiple < 1 or multiple % m:
         raise ValueError(
@@ -180,12 +184,15 @@ def encode(
     vectors, packing = _pack_stacked(partials)
     return Encoded(
         tuple(
-            encode_vector(vector, coefficients, multiple).astype(vector.dtype)
+            jax.vmap(lambda row, v=vector: encode_vector(v, row, multiple))(rows)
+            .astype(vector.dtype)
+            .reshape(-1)
             for vector in vectors
         ),
         packing,
         m,
         multiple,
+        len(rows),
     )
 
 
@@ -197,15 +204,15 @@ def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
     Args:
         messages: what `encode` made for each of ``n`` children, stacked along a new
             leading axis. Messages of children that did not answer may hold anything.
-        coefficients: ``(m, n)``, from `GradientCode.decode`; ``(n,)`` will do for ``m =
-            1``.
+        coefficients: ``(m, n · parts)``, from `GradientCode.decode`; one-dimensional
+            will do for ``m = 1``.
 
     Returns:
         A pytree with the structure, shapes and dtypes of one gradient.
 
     Raises:
-        ValueError: a leaf's leading axis is not ``n``, or ``m`` is not that of the
-            messages.
+        ValueError: a leaf's leading axis is not ``n``, or ``m`` or the parts are not
+            those of the messages.
 
     Example: see `encode`.
     """
@@ -214,15 +221,20 @@ def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
         raise ValueError(
             f"coefficients must have shape (m, n) or (n,), got {coefficients.shape}"
         )
-    m, n = coefficients.shape
-    _check_leading_axis(messages, n, "children")
+    m, rows = coefficients.shape
+    parts = messages.parts if isinstance(messages, Encoded) else 1
+    if rows % parts:
+        raise ValueError(
+            f"the messages have {parts} parts but there are {rows} coefficients"
+        )
+    _check_leading_axis(messages, rows // parts, "children")
     if isinstance(messages, Encoded):
         if messages.slices != m:
             raise ValueError(
                 f"the messages have {messages.slices} slices but the coefficients decode {m}"
             )
         decoded = [
-            decode_vector(vector, coefficients).astype(vector.dtype)
+            decode_vector(_rows(vector, parts), coefficients).astype(vector.dtype)
             for vector in messages.vectors
         ]
         return unpack(decoded, messages.packing)
@@ -231,6 +243,13 @@ def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
     return jax.tree.map(
         lambda leaf: weighted_sum(coefficients[0], leaf).astype(leaf.dtype), messages
     )
+
+
+def _rows(vector: jax.Array, parts: int) -> jax.Array:
+    """``(n, ..., parts · l)`` to ``(n · parts, ..., l)``."""
+    apart = vector.reshape(*vector.shape[:-1], parts, vector.shape[-1] // parts)
+    together = jnp.moveaxis(apart, -2, 1)
+    return together.reshape(-1, *together.shape[2:])
 
 
 def _pack_stacked(partials: Any) -> tuple[tuple[jax.Array, ...], Packing]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxcoded import _require
 from jaxcoded._coding import AUTO, Coding, coding_of
 from jaxcoded._describe import describe
-from jaxcoded.codes import GradientCode, parsed
+from jaxcoded.codes import GradientCode, needed, parsed
 from jaxcoded.tree import NO_PARENT, Tree, balanced_parents, default_fanout
 
 
@@ -76,10 +76,11 @@ class Plan:
                 f"root_computes must be True or False, got {self.root_computes!r}"
             )
         most = max(map(len, tree.children))
-        if tree.size > 1 and self.stragglers + self.slices > most:
+        needed = _needed(self.code, self.stragglers, self.slices)
+        if tree.size > 1 and needed > most:
             raise ValueError(
                 f"stragglers={self.stragglers} and slices={self.slices} need a parent "
-                f"with at least {self.stragglers + self.slices} children, but no parent "
+                f"with at least {needed} children, but no parent "
                 f"has more than {most} (size={tree.size}): take fewer stragglers or "
                 "slices, a larger fan-out or more ranks"
             )
@@ -117,6 +118,18 @@ class Plan:
             return Fraction(0)
         return self.speeds[rank] if self.speeds else Fraction(1)
 
+    def keeps(self, rank: int) -> tuple[int, int]:
+        """``s`` and ``m`` at a parent: what was asked for, or what its number of
+        children allows."""
+        children = len(self.tree.children[rank])
+        slices = min(self.slices, children)
+        lost = children - _needed(self.code_of(rank), 0, slices)
+        return min(self.stragglers, lost), slices
+
+    def code_of(self, rank: int) -> str:
+        """The code asked for at a parent."""
+        return self.code if isinstance(self.code, str) else self.code[rank]
+
     # Codes and capacities.
 
     @functools.cached_property
@@ -138,14 +151,11 @@ class Plan:
             children = self.tree.children[rank]
             if not children:
                 continue
-            slices = min(self.slices, len(children))
-            stragglers = min(self.stragglers, len(children) - slices)
             try:
                 coding = coding_of(
                     tuple(capacities[c] for c in children),
-                    stragglers,
-                    slices,
-                    self.code if isinstance(self.code, str) else self.code[rank],
+                    *self.keeps(rank),
+                    self.code_of(rank),
                     self.seed,
                 )
             except ValueError as error:
@@ -180,10 +190,22 @@ class Plan:
         """
         return self._product_above(lambda code: code.m)
 
+    @functools.cached_property
+    def parts_above(self) -> tuple[int, ...]:
+        """The number ``P`` of vectors in each rank's message: the product of the parts
+        of its ancestors' codes."""
+        return self._product_above(lambda code: code.parts)
+
+    @functools.cached_property
+    def encoded(self) -> bool:
+        """Whether messages are more than one weighted gradient each: shorter vectors
+        (slices), or several (parts)."""
+        return max(self.slices_above) > 1 or max(self.parts_above) > 1
+
     @property
-    def sliced(self) -> bool:
-        """Whether messages are shorter than the gradient."""
-        return self.padding_multiple > 1
+    def approximate(self) -> bool:
+        """Whether a parent may go on with an approximation of its sum."""
+        return any(it is not None and it.code.approximate for it in self.codings)
 
     @property
     def padding_multiple(self) -> int:
@@ -191,11 +213,15 @@ class Plan:
         layer's slices divide them."""
         return math.lcm(*self.slices_above)
 
+    def result_length(self, rank: int, length: int) -> int:
+        """The length of a sum to which this rank contributes so many numbers."""
+        return length // self.parts_above[rank] * self.slices_above[rank]
+
     def coefficients(
         self, rank: int, erased: Sequence[bool] | np.ndarray | None = None
     ) -> np.ndarray:
-        """How a rank combines its children's messages: float64 ``(m, n)`` over
-        `coded_children`, ``(1, 0)`` at a leaf.
+        """How a rank combines its children's messages: float64 ``(m, n · parts)`` over
+        `coded_children` and the parts of each, ``(1, 0)`` at a leaf.
 
         Args:
             rank: whose coefficients.
@@ -420,7 +446,17 @@ def make_plan(
     elif size == 1:
         parents = (NO_PARENT,)
     else:
-        needed = _needed(size, stragglers, slices)
+        stragglers = _require.integer("stragglers", stragglers, 0)
+        slices = _require.integer("slices", slices, 1)
+        needed = _needed(code, stragglers, slices)
+        if size < needed + 1:
+            raise ValueError(
+                f"size={size} ranks are too few: stragglers={stragglers} and "
+                f"slices={slices} need at least {needed + 1} ranks, a parent and "
+                f"{needed} children; take more ranks, or "
+                f"stragglers={max(0, stragglers - needed - 1 + size)}"
+                + (" and slices=1" if size - 1 < slices else "")
+            )
         if fanout is None:
             fanout = default_fanout(size, needed)
         if _require.integer("fanout", fanout, 1) < needed:
@@ -500,16 +536,16 @@ def _checked_speeds(speeds: Sequence[Any], size: int) -> tuple[Fraction, ...]:
     return out if len(set(out)) > 1 else ()
 
 
-def _needed(size: int, stragglers: int, slices: int) -> int:
-    """The number of children that every parent needs."""
-    stragglers = _require.integer("stragglers", stragglers, 0)
-    slices = _require.integer("slices", slices, 1)
-    needed = stragglers + slices
-    if size < needed + 1:
-        raise ValueError(
-            f"size={size} ranks are too few: stragglers={stragglers} and "
-            f"slices={slices} need at least s + m + 1 = {needed + 1} ranks; take more "
-            f"ranks, or stragglers={max(0, size - 1 - slices)}"
-            + (" and slices=1" if size - 1 < slices else "")
-        )
-    return needed
+def _needed(
+    code: str | Mapping[int, str] | Sequence[str], stragglers: int, slices: int
+) -> int:
+    """The number of children that a parent needs, with the least of these codes."""
+    texts = (
+        [code]
+        if isinstance(code, str)
+        else list(code.values() if isinstance(code, Mapping) else code)
+    )
+    return min(
+        (needed(text, stragglers, slices) for text in texts if text != AUTO),
+        default=stragglers + slices,
+    )

@@ -1,17 +1,20 @@
 """The gradient of a loss over the global batch, coded and reduced."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.collectives import summed
+from jaxcoded.collectives import begin, summed
 from jaxcoded.group import CodedGroup, check_open
 from jaxcoded.kernels import Encoded, accumulator, divided, encode_vector
 from jaxcoded.packing import Packing, pack
+from jaxcoded.plan import Plan
+
+_NAME = "coded_value_and_grad"
 
 
 def coded_value_and_grad(
@@ -20,13 +23,16 @@ def coded_value_and_grad(
     *,
     has_aux: bool = False,
     mean: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+    residual: bool = False,
+) -> Callable[..., tuple[Any, ...]]:
     """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced,
     exact, equal on all ranks.
 
     Encoding is linear, so without slices the coding coefficients are loss weights and
-    there is one backward pass: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices the gradient of every chunk is encoded on its own, one
-    after the other in a ``scan``. A rank (or chunk) whose weights are all 0 computes no
+    there is one backward pass: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices or parts the gradient of every
+    chunk is encoded on its own, one after the other in a ``scan``. A code with several
+    parts sends each as soon as it is ready (with the engine, without ``erasures``), so
+    that what a slow rank has finished counts. A rank (or chunk) whose weights are all 0 computes no
     gradient, and neither does a rank that is behind (`CodedGroup.lag`): its round is
     decided, and it catches up. The loss must be a sum over examples: batch normalisation is not, and
     random keys must belong to the example, not to the rank.
@@ -40,11 +46,14 @@ def coded_value_and_grad(
             stacked over the chunks.
         mean: divide loss and gradient by the number of examples in the global batch,
             counted by the same code. The weights must be those of ``group.assignment``.
+            With an approximate code, by the weight that they have in the sum.
+        residual: return the residual too, see `coded_allreduce`.
 
     Returns:
         A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
-        grads)``, or ``((loss, aux), grads)``; with a ``token``, a pair of that and the
-        token for the next call, see `coded_allreduce`. ``batch`` is a pytree of this rank's examples, leading
+        grads)``, or ``((loss, aux), grads)``; with ``residual``, ``(loss, grads,
+        residual)``; with a ``token``, a pair of that and the token for the next call,
+        see `coded_allreduce`. ``batch`` is a pytree of this rank's examples, leading
         axis ``length`` as in ``group.assignment``, and ``weights`` are its weights. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it.
@@ -73,7 +82,7 @@ def coded_value_and_grad(
         erasures: jax.Array | None = None,
         token: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        with group.failing("coded_value_and_grad"):
+        with group.failing(_NAME):
             batch = jax.tree.map(jnp.asarray, batch)
             coding = jnp.asarray(weights)
             _check_shapes(batch, coding, group)
@@ -82,31 +91,59 @@ def coded_value_and_grad(
                 lag, token = group.transport.lag(token)
                 behind = (lag > 0).astype(jnp.int32)
             partial = functools.partial(
-                _weighted, per_example_loss, has_aux, mean, behind, params
+                _weighted, per_example_loss, has_aux, mean, params
             )
-            if group.plan.sliced:
-                multiple = group.plan.padding_multiple
-                local, aux = _encoded(partial, batch, coding, multiple)
+            parts = group.plan.parts_above[group.rank]
+            ahead = group.transport.takes_parts and erasures is None and parts > 1
+            if group.plan.encoded:
+
+                def send(part: Encoded, number: int) -> jax.Array | None:
+                    """What is ready goes ahead. Whether this rank is behind by now."""
+                    nonlocal token
+                    token = begin(
+                        _NAME,
+                        part,
+                        group,
+                        residual=residual,
+                        skipped=behind,
+                        token=token,
+                        number=number,
+                    )
+                    lag, token = group.transport.lag(token)
+                    return (lag > 0).astype(jnp.int32)
+
+                local, aux, behind = _encoded(
+                    partial,
+                    batch,
+                    coding,
+                    behind,
+                    group.plan,
+                    parts,
+                    send if ahead else None,
+                )
             else:
-                local, aux = partial(batch, coding)
+                local, aux = partial(behind, batch, coding)
         # the skipped gradient and its round are one: zeros can never enter a sum
-        reduced = summed(
-            "coded_value_and_grad",
+        out = summed(
+            _NAME,
             local,
             group,
             erasures=erasures,
+            residual=residual,
             skipped=behind,
             token=token,
+            begun=ahead,
         )
-        if token is not None:
-            reduced, token = reduced
+        reduced, *more = out if residual or token is not None else (out,)
         loss, grads = reduced["loss"], reduced["grads"]
         if mean:
             # every example counts once in the exact sum, so that the nearest whole
             # number takes the code's rounding away while κ · eps · count is below ½
-            loss, grads = divided((loss, grads), jnp.round(reduced["count"]))
-        out = ((loss, aux) if has_aux else loss), grads
-        return out if token is None else (out, token)
+            count = reduced["count"]
+            count = count if group.plan.approximate else jnp.round(count)
+            loss, grads = divided((loss, grads), count)
+        result = ((loss, aux) if has_aux else loss), grads, *more[:residual]
+        return result if token is None else (result, more[-1])
 
     return value_and_grad
 
@@ -115,8 +152,8 @@ def _weighted(
     per_example_loss: Callable[[Any, Any], Any],
     has_aux: bool,
     counted: bool,
-    behind: jax.Array | None,
     params: Any,
+    behind: jax.Array | None,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
@@ -159,41 +196,74 @@ def _weighted(
 
 
 def _encoded(
-    partial: Callable[[Any, jax.Array], tuple[Any, Any]],
+    partial: Callable[[jax.Array | None, Any, jax.Array], tuple[Any, Any]],
     batch: Any,
     weights: jax.Array,
-    multiple: int,
-) -> tuple[Encoded, Any]:
+    behind: jax.Array | None,
+    plan: Plan,
+    parts: int,
+    send: Callable[[Encoded, int], jax.Array | None] | None,
+) -> tuple[Encoded, Any, jax.Array | None]:
     """The coded message of what ``partial`` makes of every chunk, one after the other;
-    and the auxiliary data, stacked."""
-    chunks, chunk_size, slices = weights.shape
+    the auxiliary data, stacked; and whether this rank is behind at the end.
+
+    With ``send`` every part but the last goes there when its chunks are done, and the
+    message is the last one.
+    """
+    chunks, chunk_size, _ = weights.shape
+    multiple = plan.padding_multiple
+    weights = weights.reshape(chunks, chunk_size, parts, -1)
+    slices = weights.shape[-1]
     batches = jax.tree.map(
         lambda leaf: leaf.reshape(chunks, chunk_size, *leaf.shape[1:]), batch
     )
-    held = jnp.any(weights != 0, axis=2).astype(weights.dtype)
+    held = jnp.any(weights != 0, axis=(2, 3)).astype(weights.dtype)
     local, _ = jax.eval_shape(
-        partial, jax.tree.map(lambda leaf: leaf[0], batches), held[0]
+        partial, behind, jax.tree.map(lambda leaf: leaf[0], batches), held[0]
     )
     packing = Packing.of(local)
-    empty = tuple(
-        jnp.zeros(-(-length // multiple) * multiple // slices, accumulator(dtype))
+    message = tuple(
+        jnp.zeros(
+            (parts, -(-length // multiple) * multiple // slices), accumulator(dtype)
+        )
         for dtype, length in packing.vectors.items()
     )
 
     def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
         chunk, mask, coefficients = operands
-        local, aux = partial(chunk, mask)
+        local, aux = partial(behind, chunk, mask)
         # padding stands at the end of a chunk: its first example has the coefficients
         # of all
         added = [
-            encode_vector(vector[None], coefficients[:1], multiple)
+            jax.vmap(lambda row, v=vector: encode_vector(v[None], row[None], multiple))(
+                coefficients[0]
+            )
             for vector in pack(local)[0]
         ]
         return tuple(map(jnp.add, message, added)), aux
 
-    message, aux = jax.lax.scan(step, empty, (batches, held, weights))
-    vectors = tuple(map(jnp.astype, message, packing.vectors))
-    return Encoded(vectors, packing, slices, multiple), aux
+    def encoded(vectors: Iterable[jax.Array], parts: int) -> Encoded:
+        flat = (
+            v.reshape(-1).astype(dtype) for v, dtype in zip(vectors, packing.vectors)
+        )
+        return Encoded(tuple(flat), packing, slices, multiple, parts)
+
+    operands = batches, held, weights
+    if send is None:
+        message, aux = jax.lax.scan(step, message, operands)
+        return encoded(message, parts), aux, behind
+    # as `assignment` has ordered them: after each of these, one more part is complete
+    stages = []
+    for part in range(parts):
+        stage = jax.tree.map(
+            lambda leaf, part=part: jnp.split(leaf, parts)[part], operands
+        )
+        message, aux = jax.lax.scan(step, message, stage)
+        stages.append(aux)
+        if part < parts - 1:
+            behind = send(encoded([vector[part] for vector in message], 1), part)
+    aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stages)
+    return encoded([vector[-1] for vector in message], 1), aux, behind
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -206,13 +276,16 @@ def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
             f"weights must be floating point as group.assignment makes them, got "
             f"{weights.dtype}"
         )
-    slices, sliced = group.plan.slices_above[group.rank], group.plan.sliced
-    if weights.ndim != (3 if sliced else 1) or (sliced and weights.shape[2] != slices):
-        wanted = f"(chunks, length // chunks, {slices})" if sliced else "(length,)"
+    plan, rank = group.plan, group.rank
+    numbers, encoded = plan.parts_above[rank] * plan.slices_above[rank], plan.encoded
+    if weights.ndim != (3 if encoded else 1) or (
+        encoded and weights.shape[2] != numbers
+    ):
+        wanted = f"(chunks, length // chunks, {numbers})" if encoded else "(length,)"
         raise ValueError(
             f"weights must have shape {wanted} as group.assignment makes them, got {weights.shape}"
         )
-    length = weights.shape[0] * weights.shape[1] if sliced else weights.shape[0]
+    length = weights.shape[0] * weights.shape[1] if encoded else weights.shape[0]
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
             raise ValueError(

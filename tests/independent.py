@@ -39,39 +39,51 @@ def solvable(B, answered):
 
 
 def own_messages(plan, gradients):
-    """What each rank adds for its own examples; ``gradients`` is ``(d, q)``, ``q`` a multiple of its slices."""
+    """What each rank adds for its own examples, ``(P, q/M)``; ``gradients`` is ``(d, q)``, ``q`` a multiple of its slices."""
     d, q = gradients.shape
     messages = []
-    for rank, M in enumerate(plan.slices_above):
+    for rank, (P, M) in enumerate(zip(plan.parts_above, plan.slices_above)):
         indices, weights = assignment(plan, rank, d)
         slices = gradients[indices].reshape(-1, M, q // M)
-        messages.append(np.einsum("eu,euq->q", weights.reshape(-1, M), slices))
+        messages.append(np.einsum("epu,euq->pq", weights.reshape(-1, P, M), slices))
     return messages
 
 
-def tree_sum(plan, own, missing=()):
+def tree_sum(plan, own, missing=(), came=None):
     """The vector that the root ends with, each rank in turn following the algebra in float64.
 
     Args:
         own: of `own_messages`.
         missing: ranks whose message does not reach their parent; their subtrees are lost with them.
+        came: by rank, how many of the parts of its message reach its parent; default all.
     """
     messages = list(own)
     for rank in reversed(plan.tree.order):
         children = plan.coded_children(rank)
-        if children:
-            answered = [child not in missing for child in children]
-            A = plan.codings[rank].code.decode(answered).coefficients
-            slices = [
-                sum(
-                    a * messages[child]
-                    for a, child, ok in zip(row, children, answered)
-                    if ok
-                )
-                for row in A
+        if not children:
+            continue
+        code = plan.codings[rank].code
+        parts = [
+            0 if child in missing else (came or {}).get(child, code.parts)
+            for child in children
+        ]
+        answered = np.arange(code.parts) < np.array(parts)[:, None]
+        A = code.decode(answered).coefficients
+        total = []
+        for own_part in range(plan.parts_above[rank]):
+            rows = [
+                messages[child][own_part * code.parts + part]
+                for child in children
+                for part in range(code.parts)
             ]
-            messages[rank] = messages[rank] + np.concatenate(slices)
-    return messages[plan.root]
+            slices = [
+                sum(a * row for a, row, ok in zip(line, rows, answered.ravel()) if ok)
+                for line in A
+            ]
+            total.append(np.concatenate(slices))
+        messages[rank] = messages[rank] + np.array(total)
+    (total,) = messages[plan.root]
+    return total
 
 
 def gradients_for(plan, batch_size, seed=0):

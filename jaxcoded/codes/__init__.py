@@ -1,5 +1,6 @@
 """Gradient codes: one constructor per scheme, all of them a `GradientCode`."""
 
+from jaxcoded.codes._adaptive import adaptive as adaptive
 from jaxcoded.codes._approximate import approximate as approximate
 from jaxcoded.codes._block_design import block_design as block_design
 from jaxcoded.codes._cyclic_repetition import cyclic_repetition as cyclic_repetition
@@ -17,8 +18,11 @@ from jaxcoded.codes._ignore_stragglers import ignore_stragglers as ignore_stragg
 from jaxcoded.codes._linear import linear as linear
 from jaxcoded.codes._named import NAMES as NAMES
 from jaxcoded.codes._named import named as named
+from jaxcoded.codes._named import needed as needed
 from jaxcoded.codes._named import parsed as parsed
+from jaxcoded.codes._partial_stragglers import partial_stragglers as partial_stragglers
 from jaxcoded.codes._polynomial import polynomial as polynomial
+from jaxcoded.codes._progressive import progressive as progressive
 from jaxcoded.codes._random_generator import random_generator as random_generator
 from jaxcoded.codes._redraw import MAX_ROUNDING as MAX_ROUNDING
 from jaxcoded.codes._reed_solomon import reed_solomon as reed_solomon

@@ -6,7 +6,7 @@ from typing import Any
 from jaxcoded import codes
 from jaxcoded.codes._gradient_code import GradientCode
 
-NAMES = (
+EXACT = (
     "uncoded",
     "fractional_repetition",
     "cyclic_repetition",
@@ -17,6 +17,12 @@ NAMES = (
     "single_parity_check",
     "reed_solomon",
     "hamming",
+    "partial_stragglers",
+    "progressive",
+    "adaptive",
+)
+# Whatever the slices, they do without any children but one.
+APPROXIMATE = (
     "ignore_stragglers",
     "bernoulli",
     "stochastic_block",
@@ -24,6 +30,7 @@ NAMES = (
     "block_design",
     "grouped",
 )
+NAMES = (*EXACT, *APPROXIMATE)
 
 
 def named(
@@ -41,7 +48,8 @@ def named(
         seed: of random codes.
 
     Returns:
-        A `GradientCode` with ``m`` slices. It may tolerate more than ``s``.
+        A `GradientCode` with ``m`` slices, or as many times more as it has parts. It
+        may tolerate more than ``s``.
 
     Raises:
         ValueError: no such name or argument, the constructor refuses the arguments, or
@@ -63,7 +71,7 @@ def named(
         )
     common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
     code = constructor(**{k: common[k] for k in common if k in parameters} | given)
-    if code.m != slices:
+    if code.m not in (slices, slices * code.parts):
         raise ValueError(
             f"code={text!r} has {code.m} slice{'s' * (code.m > 1)}, not {slices}: pass "
             f"slices={code.m} or take another code, such as 'random_generator'"
@@ -74,6 +82,12 @@ def named(
             f"{stragglers}: pass stragglers={code.stragglers} or take another code"
         )
     return code
+
+
+def needed(text: str, stragglers: int, slices: int) -> int:
+    """The number of children that a parent needs for the code that a text names."""
+    approximate = parsed(text)[0] in APPROXIMATE
+    return stragglers + (1 if approximate else slices)
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:

@@ -85,6 +85,8 @@ def least_amplified(
     slices: int,
     name: str,
     seed: int,
+    *,
+    parts: int = 1,
 ) -> GradientCode:
     """The code with the smallest amplification of at most 64 draws of ``B``.
 
@@ -99,7 +101,7 @@ def least_amplified(
     best: GradientCode | None = None
     for _ in range(draws(n, stragglers)):
         try:
-            code = GradientCode(draw(rng), stragglers, name)
+            code = GradientCode(draw(rng), stragglers, name, parts)
         except (ValueError, np.linalg.LinAlgError):
             continue  # so close to singular that it cannot be decoded
         if best is None or code.amplification < best.amplification:
@@ -117,7 +119,7 @@ def least_amplified(
             f"be decoded in float64: {reached} after {draws(n, stragglers)} draws; take "
             "fewer stragglers, fewer slices, a smaller fan-out or fractional repetition"
         )
-    if best.amplification > 10 * usual:
+    if parts == 1 and best.amplification > 10 * usual:
         warnings.warn(
             f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices}: the "
             f"amplification {best.amplification:.1e} is far above the usual "

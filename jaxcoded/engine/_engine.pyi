@@ -16,6 +16,7 @@ class Decoder:
     def __init__(
         self,
         slices: int,
+        parts: int,
         enough: int,
         classes: list[int],
         decode: Callable[[list[bool]], list[float]],
@@ -36,6 +37,7 @@ _Vector: TypeAlias = tuple[int, int, int]
 _Card: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 round_handler: Any
+part_handler: Any
 lag_handler: Any
 
 def thread_multiple() -> bool: ...

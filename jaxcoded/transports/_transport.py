@@ -31,6 +31,8 @@ class Transport(abc.ABC):
     can_lag = False
     # Whether a token can order rounds in the effect's place.
     takes_tokens = False
+    # Whether the parts of a message can go ahead of the others.
+    takes_parts = False
 
     @abc.abstractmethod
     def carry(
@@ -41,6 +43,7 @@ class Transport(abc.ABC):
         erased: jax.Array | None = None,
         skipped: jax.Array | None = None,
         token: jax.Array | None = None,
+        begun: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         """Trace a round.
 
@@ -50,10 +53,33 @@ class Transport(abc.ABC):
             erased: bool ``(size,)``, ranks to leave out.
             skipped: int32, not 0 where this rank has nothing to contribute.
             token: int32 that orders the round; otherwise the effect does.
+            begun: whether `begin` had all parts of the vectors but the last, which
+                these are.
 
         Returns:
             The resulting vectors, and the next token.
         """
+
+    def begin(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> jax.Array | None:
+        """Trace the sending of one part of a round's vectors, ahead of the round
+        itself. Does not wait.
+
+        Args:
+            trip: of the round.
+            vectors: ``(length / parts,)``, the next part of each of them.
+            skipped, token: as for `carry`. What is skipped later is not sent.
+
+        Returns:
+            The next token.
+        """
+        raise NotImplementedError
 
     def check_sum(self, dtype: np.dtype) -> None:
         """Raise a TypeError unless vectors of this dtype can be summed."""

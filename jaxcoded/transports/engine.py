@@ -70,6 +70,7 @@ class Engine(Transport):
 
     can_lag = True
     takes_tokens = True
+    takes_parts = True
 
     def __init__(
         self,
@@ -117,19 +118,24 @@ class Engine(Transport):
         erased: jax.Array | None = None,
         skipped: jax.Array | None = None,
         token: jax.Array | None = None,
+        begun: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        slices = self._plan.slices_above[self._rank] if trip.up else 1
-        # a parent joins slices one after the other, whatever the batch: they come first
+        plan, rank = self._plan, self._rank
+        # a parent joins slices and parts one after the other, whatever the batch: they
+        # come first
         moved = [
-            jnp.moveaxis(v, -1, 0) if slices_in_a_batch(v, self._plan) else v
+            jnp.moveaxis(v, -1, 0) if v.ndim > 1 and plan.encoded else v
             for v in vectors
         ]
-        shapes = [
-            (v.shape[0] * slices, *v.shape[1:])
-            if v is not vector
-            else (*v.shape[:-1], v.shape[-1] * slices)
-            for v, vector in zip(moved, vectors)
-        ]
+        shapes = []
+        for v, vector in zip(moved, vectors):
+            length = vector.shape[-1]
+            if begun:
+                length *= plan.slices_above[rank]
+            elif trip.up:
+                length = plan.result_length(rank, length)
+            batch = v.shape[1:] if v is not vector else v.shape[:-1]
+            shapes.append((length, *batch) if v is not vector else (*batch, length))
         extras = [x for x in (skipped, erased) if x is not None]
         out, token = _bind(
             "jaxcoded_round",
@@ -141,6 +147,8 @@ class Engine(Transport):
             fingerprint=_fingerprint(trip.words),
             up=int(trip.up),
             down=int(trip.down),
+            parts=1 if begun or not trip.up else plan.parts_above[rank],
+            begun=int(begun),
             skips=int(skipped is not None),
             erases=int(erased is not None),
         )
@@ -148,6 +156,28 @@ class Engine(Transport):
             jnp.moveaxis(o, 0, -1) if v is not vector else o
             for o, v, vector in zip(out, moved, vectors)
         ], token
+
+    def begin(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> jax.Array | None:
+        extras = [] if skipped is None else [skipped]
+        return _bind(
+            "jaxcoded_part",
+            [*extras, *vectors],
+            [],
+            token,
+            group=self._index,
+            words=trip.words,
+            fingerprint=_fingerprint(trip.words),
+            parts=self._plan.parts_above[self._rank],
+            slices=self._plan.slices_above[self._rank],
+            skips=len(extras),
+        )[1]
 
     def check_sum(self, dtype: np.dtype) -> None:
         if dtype.name not in _DTYPES:
@@ -231,11 +261,6 @@ class Engine(Transport):
             raise errors.use_after_close(self._index) from error
 
 
-def slices_in_a_batch(vector: jax.Array, plan: Plan) -> bool:
-    """Whether a vector has batch axes and is made of slices."""
-    return vector.ndim > 1 and plan.sliced
-
-
 # What the engine is told about a rank.
 
 
@@ -292,18 +317,20 @@ def _family(plan: Plan, rank: int) -> Any:
 def _decoder(plan: Plan, rank: int) -> Any:
     coding = plan.codings[rank]
     if coding is None:
-        return _engine.Decoder(1, 0, [], lambda answered: [])
+        return _engine.Decoder(1, 1, 0, [], lambda answered: [])
     code = coding.code
 
     def decode(answered: list[bool]) -> list[float]:
-        mask = np.array(answered, bool)
+        mask = np.array(answered, bool).reshape(code.n, code.parts)
         if not code.sufficient(mask):
             return []
         return code.decode(mask).coefficients.ravel().tolist()
 
-    # any n - s do, and of replicas one of each class
-    enough = min(code.n - code.stragglers, len(set(code.classes)))
-    return _engine.Decoder(code.m, enough, list(code.classes), decode)
+    # an approximation may use every message, also copies
+    classes = range(len(code.B)) if code.approximate else code.classes
+    # any n - s do, and of replicas one of each class; of parts fewer may
+    enough = 1 if code.parts > 1 else min(code.n - code.stragglers, len(set(classes)))
+    return _engine.Decoder(code.m, code.parts, enough, list(classes), decode)
 
 
 def _refusal(plan: Plan) -> Callable[[list[bool]], str]:
@@ -342,6 +369,7 @@ def _error(outcome: int, text: str) -> Exception:
 @functools.cache
 def _register() -> None:
     register_ffi_target("jaxcoded_round", _engine.round_handler, platform="cpu")
+    register_ffi_target("jaxcoded_part", _engine.part_handler, platform="cpu")
     register_ffi_target("jaxcoded_lag", _engine.lag_handler, platform="cpu")
     atexit.register(_stop)
 

@@ -51,19 +51,27 @@ class Mpi4jax(Transport):
         erased: jax.Array | None = None,
         skipped: jax.Array | None = None,
         token: jax.Array | None = None,
+        begun: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        assert token is None
+        assert token is None and not begun
         plan, comm, rank = self._plan, self._comm, self._comm.rank
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
         coefficients = self._begin(trip, vectors, erased)
         out = []
         for vector in vectors:
-            slices = plan.slices_above[rank] if trip.up else 1
-            shape = (*vector.shape[:-1], vector.shape[-1] * slices)
             if trip.up:
-                total = tree_reduce(vector, children, parent, coefficients, comm)
+                length = plan.result_length(rank, vector.shape[-1])
+                total = tree_reduce(
+                    vector,
+                    children,
+                    parent,
+                    coefficients,
+                    comm,
+                    parts=plan.parts_above[rank],
+                )
                 # below the root this only gives the shape of what comes down, or the
                 # zeros of a reduce
+                shape = (*vector.shape[:-1], length)
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
             if trip.down:
                 vector = tree_broadcast(vector, children, parent, comm)
@@ -183,32 +191,44 @@ def tree_reduce(
     parent: int,
     coefficients: jax.Array | np.ndarray,
     comm: MPI.Intracomm,
+    *,
+    parts: int = 1,
 ) -> jax.Array:
     """The way up at one rank: hear the children, decode, add one's own, tell the
     parent.
 
     Args:
-        own: this rank's message ``(..., l)``.
-        children: ranks in the order of the code's rows; their messages are ``(...,
-            l/m)``.
+        own: this rank's message ``(..., P·l)``.
+        children: ranks in the order of the code's rows; their messages are ``(..., P·P'
+            ·l/m)``.
         parent: whom to send to; negative at the root.
-        coefficients: ``(m, n)``.
+        coefficients: ``(m, n·P')``.
         comm: the communicator.
+        parts: ``P``.
 
     Returns:
-        ``(..., l)``, the coded sum over this rank's subtree.
+        ``(..., P·l)``, the coded sum over this rank's subtree.
     """
     total = own
     if children:
-        length, rest = divmod(own.shape[-1], len(coefficients))
+        slices, rows = coefficients.shape
+        length, rest = divmod(own.shape[-1], parts * slices)
         assert not rest, (
             "messages are padded to a length that every layer's slices divide"
         )
-        like = jax.ShapeDtypeStruct((*own.shape[:-1], length), own.dtype)
-        messages = [receive(like, child, comm) for child in children]
+        batch, theirs = own.shape[:-1], rows // len(children)
+        like = jax.ShapeDtypeStruct((*batch, parts * theirs * length), own.dtype)
+        messages = [
+            part
+            for child in children
+            for part in jnp.unstack(
+                receive(like, child, comm).reshape(*batch, parts, theirs, length),
+                axis=-2,
+            )
+        ]
         decoded = decode_vector(
             messages, jnp.asarray(coefficients, accumulator(own.dtype))
-        )
+        ).reshape(own.shape)
         total = (decoded + own.astype(decoded.dtype)).astype(own.dtype)
     if parent >= 0:
         send(total, parent, comm)

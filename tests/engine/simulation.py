@@ -104,17 +104,18 @@ class Call:
         return [(g.sum(0), np.abs(g).sum(0)) for g in wide]
 
     def own(self, plan, rank):
-        """A rank's vectors, in the result's dtypes."""
+        """A rank's vectors, in the result's dtypes: all of one part, then the next."""
         if self.kind == "broadcast":
             return [g[rank % EXAMPLES].copy() for g in self.gradients]
         indices, coefficients = held(plan, rank)
         slices = plan.slices_above[rank]
         out = []
-        for g in self.gradients:
-            shape = (len(indices), slices, g.shape[1] // slices)
-            parts = g[indices].astype(np.float64).reshape(shape)
-            vector = np.einsum("eu,euq->q", coefficients, parts)
-            out.append(vector.astype(g.dtype))
+        for part in range(plan.parts_above[rank]):
+            for g in self.gradients:
+                shape = (len(indices), slices, g.shape[1] // slices)
+                pieces = g[indices].astype(np.float64).reshape(shape)
+                vector = np.einsum("eu,euq->q", coefficients[:, part], pieces)
+                out.append(vector.astype(g.dtype))
         return out
 
     def check(self, plan, rank, vectors):
@@ -136,7 +137,8 @@ class Call:
         """Whether this is a part of what a rank tells its parent."""
         exact, scale = self.messages(plan)
         expected = exact[rank][segment][first : first + len(actual)]
-        bound = rounding(plan, actual.dtype) * scale[segment] * EXAMPLES
+        size = scale[segment % len(self.segments)]
+        bound = rounding(plan, actual.dtype) * size * EXAMPLES
         error = np.abs(actual.astype(np.float64) - expected)
         return error.max(initial=0) <= bound
 
@@ -148,12 +150,18 @@ class Call:
         ]
         scale = np.ones(len(self.segments))
         for rank in reversed(plan.tree.order):
-            children = plan.coded_children(rank)
+            children, count = plan.coded_children(rank), len(self.segments)
             for s, vector in enumerate(own[rank]):
                 if children:
-                    parts = np.array([own[child][s] for child in children])
-                    vector += (plan.coefficients(rank) @ parts).reshape(-1)
-                scale[s] = max(scale[s], np.abs(vector).max(initial=0))
+                    theirs = plan.codings[rank].code.parts
+                    rows = [
+                        own[child][(s // count * theirs + part) * count + s % count]
+                        for child in children
+                        for part in range(theirs)
+                    ]
+                    vector += (plan.coefficients(rank) @ np.array(rows)).reshape(-1)
+                kind = s % count
+                scale[kind] = max(scale[kind], np.abs(vector).max(initial=0))
         return own, scale
 
 
@@ -165,6 +173,7 @@ class Running:
     call: Call
     own: list[np.ndarray]
     out: list[np.ndarray]
+    known: int  # of its vectors the node has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +247,7 @@ class World:
         twice: how many messages are delivered twice.
         again: how many of those that announce something are delivered again later.
         unreadable: how many pieces on the same host cannot be read and must be sent.
+        staged: how many calls of ranks with several parts begin before all are ready.
         deviations: the calls of ranks that call something else, by ``(rank, round)``.
         skips: ``(rank, round)`` where a rank has nothing to contribute.
         open: the last round that ranks may call.
@@ -263,6 +273,7 @@ class World:
         twice=0.0,
         again=0.0,
         unreadable=0.0,
+        staged=0.0,
     ):
         self.plan = plan
         self.script = list(script)
@@ -273,6 +284,7 @@ class World:
         self.twice = twice
         self.again = again
         self.unreadable = unreadable
+        self.staged = staged
         self.echoes = []
         self.deviations = {}
         self.skips = set()
@@ -427,10 +439,13 @@ class World:
             )
             for dtype, count in call.segments
         ]
-        alike = all(len(a) == len(b) for a, b in zip(own, out))
+        alike = list(map(len, own)) == list(map(len, out))
         if alike and self.rng.random() < self.in_place:
             out = own
-        running = self.running[rank] = Running(round, call, own, out)
+        known = len(own)
+        if len(own) > len(out) and self.rng.random() < self.staged:
+            known = len(out) * self.rng.randrange(1, len(own) // len(out))
+        running = self.running[rank] = Running(round, call, own, out, known)
         running.message = [(DTYPES[str(v.dtype)], len(v)) for v in own]
         erased = [child in call.erased for child in plan.coded_children(rank)]
         node.submit(
@@ -443,7 +458,26 @@ class World:
             erased if call.erased else [],
             vectors(own),
             vectors(out),
+            known,
         )
+        self.check_end(rank)
+
+    def may_extend(self, rank):
+        running = self.running[rank]
+        return (
+            running is not None
+            and running.known < len(running.own)
+            and rank not in self.frozen
+            and rank not in self.idle
+        )
+
+    def extend(self, rank):
+        """One more part of a rank's call is ready."""
+        running, node = self.running[rank], self.nodes[rank]
+        first, running.known = running.known, running.known + len(running.out)
+        node.extend(vectors(running.own[first : running.known]))
+        if running.known == len(running.own):
+            node.complete(vectors(running.out))
         self.check_end(rank)
 
     def check_end(self, rank):
@@ -572,6 +606,8 @@ class World:
             rank = rng.randrange(self.plan.size)
             if self.may_call(rank) and (pace is None or rng.random() < pace[rank]):
                 self.submit(rank)
+            elif self.may_extend(rank):
+                self.extend(rank)
         else:
             self.clock += rng.expovariate(1 / self.limits.orphan_seconds)
 
@@ -598,6 +634,9 @@ class World:
                 continue
             if self.may_call(rank):
                 self.submit(rank)
+                moved = True
+            if self.may_extend(rank):
+                self.extend(rank)
                 moved = True
             for link in [link for link in self.queues if link[1] == rank]:
                 while self.queues[link]:

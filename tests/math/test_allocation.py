@@ -89,7 +89,11 @@ def test_shares_are_distinct_examples_and_as_many_as_the_loads_say(plan, batch):
     for rank in range(plan.size):
         indices, coefficients = shares(plan, rank, batch)
         assert len(set(indices.tolist())) == len(indices) == loads(plan, batch)[rank]
-        assert coefficients.shape == (len(indices), plan.slices_above[rank])
+        assert coefficients.shape == (
+            len(indices),
+            plan.parts_above[rank],
+            plan.slices_above[rank],
+        )
         assert indices.dtype == np.int64 and coefficients.dtype == np.float64
         assert ((0 <= indices) & (indices < batch)).all()
 
@@ -108,7 +112,9 @@ def test_padding(plan, batch):
         # what is not padding is the share, in some order
         order, expected = np.argsort(indices[real]), np.argsort(own)
         np.testing.assert_array_equal(indices[real][order], own[expected])
-        np.testing.assert_array_equal(flat[real][order], coefficients[expected])
+        np.testing.assert_array_equal(
+            flat[real][order], coefficients[expected].reshape(-1, flat.shape[1])
+        )
         # padding repeats an example of the rank's own, or example 0
         assert set(indices[~real]) <= (set(own) if len(own) else {0})
     assert len(lengths) == 1 and lengths.pop() >= 1

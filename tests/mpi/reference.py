@@ -23,8 +23,9 @@ def contribution(group, gradients):
     """This rank's coded contribution, of a pytree of arrays ``(BATCH, ...)``."""
     indices, weights = group.assignment(BATCH)
     held = jax.tree.map(lambda leaf: leaf[indices], gradients)
-    if group.plan.sliced:
-        coefficients = weights.reshape(len(indices), -1)
+    if group.plan.encoded:
+        parts = group.plan.parts_above[group.rank]
+        coefficients = weights.reshape(len(indices), parts, -1).transpose(1, 0, 2)
         multiple = group.plan.padding_multiple
         return kernels.encode(held, coefficients, multiple=multiple)
 

@@ -43,7 +43,7 @@ def assert_exact(comm, group, sums):
     # the coefficients are float64, so that float64 has its digits, and float32 only its own rounding
     shares = {
         "wide": 1e-12 * group.plan.amplification,
-        "single": rounding(group, np.float32) + 1e-6 * group.plan.sliced,
+        "single": rounding(group, np.float32) + 1e-6 * group.plan.encoded,
     }
     for name, expected in exact(GRADIENTS).items():
         error = np.abs(sums[name] - expected)

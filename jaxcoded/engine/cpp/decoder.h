@@ -1,4 +1,4 @@
-// Which children suffice, and how their messages are combined.
+// Which messages of the children suffice, and how they are combined.
 #pragma once
 
 #include <algorithm>
@@ -10,27 +10,34 @@
 namespace jaxcoded {
 
 struct Decoding {
-  std::vector<std::size_t> rows;                  // children whose messages are needed
+  std::vector<std::size_t> rows;                  // messages that are needed
   std::vector<std::vector<double>> coefficients;  // for each slice, one for each of `rows`
 };
 
-// A parent's code, asked once for each set of children.
+// A parent's code, asked once for each set of messages. A row is a message of a child, which may
+// have several parts: row `child * parts + part`.
 class Decoder {
  public:
-  // Coefficients (slices × children, row-major) for the children that answered; empty if they do
-  // not suffice.
+  // Coefficients (slices × rows, row-major) for the messages that came; empty if they do not
+  // suffice.
   using Code = std::function<std::vector<double>(const std::vector<bool>&)>;
 
-  // `enough`: so many children suffice, and fewer are not worth asking the code. `classes`: children
-  // of one class send the same message up to a factor, so that one of them will do.
-  Decoder(std::size_t slices, std::size_t enough, std::vector<int> classes, Code code)
-      : slices_(slices), enough_(enough), classes_(std::move(classes)), code_(std::move(code)) {}
+  // `enough`: so many messages suffice, and fewer are not worth asking the code. `classes`: rows of
+  // one class are the same message up to a factor, so that one of them will do.
+  Decoder(std::size_t slices, std::size_t parts, std::size_t enough, std::vector<int> classes,
+          Code code)
+      : slices_(slices),
+        parts_(parts),
+        enough_(enough),
+        classes_(std::move(classes)),
+        code_(std::move(code)) {}
 
   std::size_t slices() const { return slices_; }
+  std::size_t parts() const { return parts_; }
   std::size_t enough() const { return enough_; }
-  std::size_t children() const { return classes_.size(); }
+  std::size_t rows() const { return classes_.size(); }
 
-  // Null if the children that answered do not suffice. `possible`: those that may answer at all.
+  // Null if the messages that came do not suffice. `possible`: those that may come at all.
   std::shared_ptr<const Decoding> decode(const std::vector<bool>& answered,
                                          const std::vector<bool>& possible) {
     const std::vector<bool> set = representatives(answered);
@@ -50,7 +57,7 @@ class Decoder {
  private:
   static constexpr std::size_t most_known = 4096;
 
-  // The first child of each class: sums then do not depend on which copies were heard.
+  // The first of each class: sums then do not depend on which copies were heard.
   std::vector<bool> representatives(const std::vector<bool>& answered) const {
     std::vector<bool> out(answered.size());
     std::vector<bool> taken(answered.size());
@@ -80,6 +87,7 @@ class Decoder {
   }
 
   std::size_t slices_;
+  std::size_t parts_;
   std::size_t enough_;
   std::vector<int> classes_;
   Code code_;

@@ -84,13 +84,7 @@ std::string Engine::refusal(Member& member, const std::vector<bool>& erased) {
   return member.refusals[erased] = member.refuse(erased);
 }
 
-Result Engine::run(std::uint64_t index, Request request) {
-  std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  Node& node = *its.node;
-  if (node.outcome() == Outcome::pending) {
-    return {Outcome::failed, "two threads called collectives of one group at the same time"};
-  }
+Call Engine::call_of(Member& its, Request& request) {
   Call call;
   call.words = std::move(request.words);
   call.fingerprint = request.fingerprint;
@@ -120,16 +114,65 @@ Result Engine::run(std::uint64_t index, Request request) {
   call.total = std::move(request.total);
   call.own = std::move(request.own);
   call.out = std::move(request.out);
-  node.submit(std::move(call));
-  while (node.advance() && node.outcome() == Outcome::pending) {
+  return call;
+}
+
+Result Engine::run(std::uint64_t index, Request request) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  Node& node = *its.node;
+  if (request.begun != !its.begun.empty() ||
+      (node.outcome() == Outcome::pending && !request.begun)) {
+    return {Outcome::failed, its.begun.empty()
+                                 ? "two threads called collectives of one group at the same time"
+                                 : "a call of a collective came between the parts of another one"};
+  }
+  if (request.begun) {
+    if (!request.skipped) node.extend(request.own);
+    node.complete(std::move(request.out));
+  } else {
+    node.submit(call_of(its, request));
+  }
+  while (node.outcome() == Outcome::pending && node.advance()) {
   }
   if (node.outcome() == Outcome::pending) {
     drive(lock, [&] { return node.outcome() != Outcome::pending || stopping_; }, 1e300);
   }
+  its.begun.clear();
   if (node.outcome() == Outcome::pending) {
     return {Outcome::failed, "GroupClosed: the process ends"};
   }
   return {node.outcome(), node.error()};
+}
+
+std::string Engine::extend(std::uint64_t index, Request request) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  Node& node = *its.node;
+  const bool first = its.begun.empty();
+  if (first && node.outcome() == Outcome::pending) {
+    return "two threads called collectives of one group at the same time";
+  }
+  if (first || !request.skipped) {
+    for (std::size_t i = 0; i < request.own.size(); ++i) {
+      const std::byte* vector = request.own[i];
+      its.begun.emplace_back(vector, vector + request.message[i].bytes());
+      request.own[i] = its.begun.back().data();
+    }
+    // an empty message is one too
+    if (its.begun.empty()) its.begun.emplace_back();
+    if (first) {
+      Call call = call_of(its, request);
+      call.complete = false;
+      node.submit(std::move(call));
+    } else {
+      node.extend(request.own);
+    }
+  }
+  while (node.outcome() == Outcome::pending && node.advance()) {
+  }
+  page_->bell.ring();  // the progress thread goes on
+  return {};
 }
 
 bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done) {

@@ -30,6 +30,8 @@ struct Member {
   double report_seconds = 10;
   Round reported = 0;
   bool abandoned = false;  // this rank makes no more calls, but relays
+  // The parts of a call that has begun, and that the call itself has not followed yet.
+  std::vector<std::vector<std::byte>> begun;
 };
 
 // What a collective's call brings along.
@@ -41,6 +43,7 @@ struct Request {
   std::vector<const std::byte*> own;
   std::vector<std::byte*> out;
   std::vector<bool> erased;  // ranks left out; empty: none
+  bool begun = false;        // parts of it were here before; these are the last
 };
 
 struct Result {
@@ -60,6 +63,9 @@ class Engine {
 
   // One round. Blocks until its result is there; any thread, one call per group at a time.
   Result run(std::uint64_t index, Request request);
+  // The next part of the vectors of a round that `run` will follow. Copies it, and does not wait.
+  // `message` and `total` are those of the round. In words, why not; empty otherwise.
+  std::string extend(std::uint64_t index, Request request);
   void note_failure(std::uint64_t index, const std::string& words);
 
   // Call `use` with the group's member, under the lock.
@@ -90,6 +96,7 @@ class Engine {
   double longest_sleep(bool waiting, double quiet) const;
   bool drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double until);
   void progress();
+  Call call_of(Member& member, Request& request);
   std::string refusal(Member& member, const std::vector<bool>& erased);
 
   OwnPage page_;

@@ -36,6 +36,7 @@ class Layout {
     for (std::size_t s = 0; s < segments_.size(); ++s) {
       const Segment& segment = segments_[s];
       starts_.push_back(bytes_);
+      firsts_.push_back(size());
       bytes_ += (segment.bytes() + alignment - 1) / alignment * alignment;
       const std::uint64_t size = size_of(segment.dtype);
       const std::uint64_t step = std::max<std::uint64_t>(piece_bytes / size, 1);
@@ -55,12 +56,18 @@ class Layout {
   std::uint64_t bytes() const { return bytes_; }
   std::uint64_t start(std::size_t segment) const { return starts_[segment]; }
 
+  // The first piece of a segment; one that does not exist for the segment after the last.
+  std::uint32_t first(std::size_t segment) const {
+    return segment < firsts_.size() ? firsts_[segment] : size();
+  }
+
  private:
   static constexpr std::uint64_t alignment = 64;
 
   std::vector<Segment> segments_;
   std::vector<Piece> pieces_;
   std::vector<std::uint64_t> starts_;
+  std::vector<std::uint32_t> firsts_;
   std::uint64_t bytes_ = 0;
 };
 

@@ -54,9 +54,9 @@ std::function<Out(In...)> with_gil(nb::callable function, Out otherwise) {
   };
 }
 
-Decoder decoder_of(std::size_t slices, std::size_t enough, std::vector<int> classes,
-                   nb::callable decode) {
-  return Decoder(slices, enough, std::move(classes),
+Decoder decoder_of(std::size_t slices, std::size_t parts, std::size_t enough,
+                   std::vector<int> classes, nb::callable decode) {
+  return Decoder(slices, parts, enough, std::move(classes),
                  with_gil<std::vector<double>, const std::vector<bool>&>(std::move(decode), {}));
 }
 
@@ -158,9 +158,13 @@ class LoneNode {
   LoneNode(Family family, Decoder decoder, Limits limits, nb::object wire)
       : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
 
+  // `known` of the vectors are there; the others follow, and the call is then to be completed.
   void submit(std::uint64_t fingerprint, std::string words, std::string refusal, bool up, bool down,
               bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
-              const std::vector<Vector>& out) {
+              const std::vector<Vector>& out, std::size_t known) {
+    const bool complete = known == own.size();
+    auto there = pointers_of<const std::byte>(own);
+    there.resize(known);
     node_.submit({.fingerprint = fingerprint,
                   .words = std::move(words),
                   .refusal = std::move(refusal),
@@ -169,10 +173,13 @@ class LoneNode {
                   .skipped = skipped,
                   .message = segments_of(own),
                   .total = segments_of(out),
-                  .own = pointers_of<const std::byte>(own),
-                  .out = pointers_of<std::byte>(out),
+                  .own = std::move(there),
+                  .out = complete ? pointers_of<std::byte>(out) : std::vector<std::byte*>(),
+                  .complete = complete,
                   .erased = std::move(erased)});
   }
+  void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
+  void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
   void deliver(Rank from, nb::bytes message) { node_.deliver(from, Message::from(span_of(message))); }
   void arrived(Rank from, int what, Round round, std::uint32_t piece, nb::bytes data) {
     node_.arrived(from, {static_cast<Object::What>(what), round}, piece, span_of(data));
@@ -209,9 +216,10 @@ NB_MODULE(_engine, module) {
              new (self) Family{rank, std::move(ancestors), std::move(children), std::move(descendants)};
            });
   nb::class_<Decoder>(module, "Decoder")
-      .def("__init__", [](Decoder* self, std::size_t slices, std::size_t enough,
+      .def("__init__", [](Decoder* self, std::size_t slices, std::size_t parts, std::size_t enough,
                           std::vector<int> classes, nb::callable decode) {
-        new (self) Decoder(decoder_of(slices, enough, std::move(classes), std::move(decode)));
+        new (self)
+            Decoder(decoder_of(slices, parts, enough, std::move(classes), std::move(decode)));
       });
   nb::class_<Limits>(module, "Limits")
       .def(nb::init<>())
@@ -291,6 +299,8 @@ NB_MODULE(_engine, module) {
   nb::class_<LoneNode>(module, "LoneNode")
       .def(nb::init<Family, Decoder, Limits, nb::object>())
       .def("submit", &LoneNode::submit)
+      .def("extend", &LoneNode::extend)
+      .def("complete", &LoneNode::complete)
       .def("deliver", &LoneNode::deliver)
       .def("arrived", &LoneNode::arrived)
       .def("read", &LoneNode::read)
@@ -320,5 +330,6 @@ NB_MODULE(_engine, module) {
       .def("absent", [](LoneNode& self) { return self.node().absent(); });
 
   module.attr("round_handler") = nb::capsule(reinterpret_cast<void*>(round_handler), "xla._CUSTOM_CALL_TARGET");
+  module.attr("part_handler") = nb::capsule(reinterpret_cast<void*>(part_handler), "xla._CUSTOM_CALL_TARGET");
   module.attr("lag_handler") = nb::capsule(reinterpret_cast<void*>(lag_handler), "xla._CUSTOM_CALL_TARGET");
 }

@@ -76,9 +76,17 @@ void Node::submit(Call call) {
   }
 
   outgoing_ = Layout(call_.message, limits_.piece_bytes);
-  std::vector<Segment> parts = call_.message;
-  for (Segment& part : parts) part.count /= decoder_.slices();
-  incoming_ = Layout(std::move(parts), limits_.piece_bytes);
+  std::vector<Segment> incoming = call_.message;
+  for (Segment& segment : incoming) segment.count /= decoder_.slices();
+  if (decoder_.parts() > 1) {
+    std::vector<Segment> theirs;
+    const auto step = static_cast<std::ptrdiff_t>(call_.total.size());
+    for (auto part = incoming.begin(); part != incoming.end(); part += step) {
+      for (std::size_t p = 0; p < decoder_.parts(); ++p) theirs.insert(theirs.end(), part, part + step);
+    }
+    theirs_ = Layout(std::move(theirs), limits_.piece_bytes);
+  }
+  incoming_ = Layout(std::move(incoming), limits_.piece_bytes);
   decoded_elements_.assign(call_.message.size(), 0);
 
   if (root()) {
@@ -101,6 +109,7 @@ void Node::submit(Call call) {
     if (children_.empty()) {
       sum_at_.clear();
       for (const std::byte* own : call_.own) sum_at_.push_back(const_cast<std::byte*>(own));
+      sum_at_.resize(call_.message.size());
     } else {
       sum_ = pool_.take(outgoing_.bytes());
       sum_at_.clear();
@@ -110,6 +119,23 @@ void Node::submit(Call call) {
     }
   }
   check_offers();
+}
+
+void Node::extend(const std::vector<const std::byte*>& own) {
+  if (!calling()) return;
+  const std::size_t known = call_.own.size();
+  call_.own.insert(call_.own.end(), own.begin(), own.end());
+  if (!children_.empty() || !call_.up || call_.skipped || !call_.refusal.empty()) return;
+  for (std::size_t s = known; s < call_.own.size(); ++s) {
+    sum_at_[s] = const_cast<std::byte*>(call_.own[s]);
+  }
+}
+
+void Node::complete(std::vector<std::byte*> out) {
+  if (!calling()) return;
+  call_.out = std::move(out);
+  call_.complete = true;
+  if (const Entry* entry = history_.find(next_)) hand_over(*entry);
 }
 
 void Node::finish(Outcome outcome, std::string error) {
@@ -326,13 +352,18 @@ void Node::give_up() {
 std::string Node::waiting_for() const {
   if (!calling() || !call_.up || call_.skipped || children_.empty() || decoding_) return {};
   std::vector<Rank> missing;
-  for (const Child& child : children_) {
-    if (!usable(child, decoded_)) missing.push_back(child.rank);
+  for (std::size_t row = 0; row < decoder_.rows(); ++row) {
+    const Rank rank = children_[row / decoder_.parts()].rank;
+    if (!usable(row, decoded_) && (missing.empty() || missing.back() != rank)) {
+      missing.push_back(rank);
+    }
   }
   if (missing.empty()) return {};
   return "round " + std::to_string(next_) + ": rank " + std::to_string(family_.rank) +
-         " waits for " + listed(missing) + "; it needs " + std::to_string(decoder_.enough()) +
-         " of its " + std::to_string(children_.size()) + " children";
+         " waits for " + listed(missing) +
+         (decoder_.parts() > 1 ? " or parts of theirs"
+                               : "; it needs " + std::to_string(decoder_.enough()) + " of its " +
+                                     std::to_string(children_.size()) + " children");
 }
 
 std::string Node::status() const {

@@ -61,10 +61,12 @@ struct Call {
   bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
   bool down = true;               // every rank gets the result; otherwise the root alone
   bool skipped = false;           // this rank has nothing to contribute
-  std::vector<Segment> message;   // this rank's vectors
+  std::vector<Segment> message;   // this rank's vectors: those of `total`, for each of its parts
   std::vector<Segment> total;     // those of the result
-  std::vector<const std::byte*> own;  // where they are; valid, as `out`, until the call is over
+  std::vector<const std::byte*> own;  // where they are; valid, as `out`, until the call is over.
+                                      // The last ones may follow, see `Node::extend`
   std::vector<std::byte*> out;        // where the result goes; may be where `own` is
+  bool complete = true;               // or only its first parts, and `out` is not known yet
   std::vector<bool> erased;           // children left out, by row; empty: none
 };
 
@@ -94,6 +96,10 @@ class Node {
 
   // The call in progress. At most one at a time; `outcome` stays until the next `submit`.
   void submit(Call call);
+  // The next of this rank's vectors in a call that was not complete. Nothing if it is over.
+  void extend(const std::vector<const std::byte*>& own);
+  // No more of them, and where the result goes.
+  void complete(std::vector<std::byte*> out);
   Outcome outcome() const { return outcome_; }
   const std::string& error() const { return error_; }
 
@@ -205,12 +211,15 @@ class Node {
 
   // The way up.
   void on_offer(Child& child, const Message& message);
-  bool usable(const Child& child, std::uint32_t piece) const;
+  Child& child_of_row(std::size_t row) { return children_[row / decoder_.parts()]; }
+  std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const;
+  bool usable(std::size_t row, std::uint32_t piece) const;
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
-  const std::byte* bring(Child& child, std::uint32_t piece);
+  const std::byte* bring(std::size_t row, std::uint32_t piece);
   bool gather();
   void decode(const Decoding& decoding, std::span<const std::byte* const> inputs);
   void skip_piece();
+  bool own_ready(std::uint32_t piece) const;
   std::uint32_t summed(const Layout& layout) const;
   void announce_sum();
   void offer();
@@ -282,7 +291,8 @@ class Node {
   std::vector<double> durations_;  // of the latest rounds
 
   // The way up of round `next_`.
-  Layout incoming_;  // the children's messages
+  Layout incoming_;  // one part of the children's messages for each of this rank's parts
+  Layout theirs_;    // all of a child's message
   Layout outgoing_;  // this rank's
   Buffer sum_;
   std::vector<std::byte*> sum_at_;  // by segment

@@ -86,7 +86,7 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
                                    : std::string(),
               .layout = Layout(news.segments, limits_.piece_bytes)};
   const bool mine = calling() && next_ == frontier_;
-  const bool in_place = mine && listeners_.empty() && call_.down && !news.failed &&
+  const bool in_place = mine && call_.complete && listeners_.empty() && call_.down && !news.failed &&
                         news.fingerprint == call_.fingerprint && news.segments == call_.total;
   // Without anybody below, results are kept for this rank alone: the first it needs, not the last.
   // Those above keep the rest.
@@ -173,6 +173,7 @@ void Node::lost_source() {
 void Node::hand_over(const Entry& entry) {
   if (!calling() || entry.round != next_) return;
   if (entry.failed) return finish(Outcome::failed, entry.error);
+  if (!call_.complete) return;
   if (entry.fingerprint != call_.fingerprint) {
     if (!entry.complete()) return;  // this rank still has to fetch the rest of it
     const std::string text = clash(family_.rank, call_.fingerprint, entry.round,

@@ -66,13 +66,13 @@ void Node::check_offers() {
   }
 }
 
-// The children whose message this rank has, or may get in this round.
+// The messages that this rank has, or may get in this round.
 std::vector<bool> Node::may_offer(std::uint32_t piece) const {
-  std::vector<bool> out(children_.size());
-  for (std::size_t row = 0; row < children_.size(); ++row) {
-    const Child& child = children_[row];
-    const bool erased = !call_.erased.empty() && call_.erased[row];
-    out[row] = !erased && (!child.retired || usable(child, piece));
+  std::vector<bool> out(decoder_.rows());
+  for (std::size_t row = 0; row < out.size(); ++row) {
+    const std::size_t child = row / decoder_.parts();
+    const bool erased = !call_.erased.empty() && call_.erased[child];
+    out[row] = !erased && (!children_[child].retired || usable(row, piece));
   }
   return out;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace jaxcoded {
 
@@ -30,29 +31,43 @@ void Node::on_offer(Child& child, const Message& message) {
   check_offer(child);
 }
 
-bool Node::usable(const Child& child, std::uint32_t piece) const {
-  const auto row = static_cast<std::size_t>(&child - children_.data());
-  return child.round == next_ && child.ready > piece && !child.withdrawn &&
-         child.fingerprint == call_.fingerprint && (call_.erased.empty() || !call_.erased[row]);
+// The piece of a child's message that goes into this piece of `incoming_`.
+std::uint32_t Node::piece_of_row(std::size_t row, std::uint32_t piece) const {
+  const std::size_t parts = decoder_.parts();
+  if (parts == 1 || !incoming_[piece].count) return piece;
+  const std::size_t segment = incoming_[piece].segment;
+  const std::size_t vectors = call_.total.size();
+  const std::size_t part = segment / vectors * parts + row % parts;
+  return theirs_.first(part * vectors + segment % vectors) + piece - incoming_.first(segment);
 }
 
-// The children to decode a piece from: those in use as long as they deliver, otherwise the first
-// that sufficed.
+bool Node::usable(std::size_t row, std::uint32_t piece) const {
+  const std::size_t number = row / decoder_.parts();
+  const Child& child = children_[number];
+  return child.round == next_ && child.ready > piece_of_row(row, piece) && !child.withdrawn &&
+         child.fingerprint == call_.fingerprint &&
+         (call_.erased.empty() || !call_.erased[number]);
+}
+
+// The messages to decode a piece from: those in use as long as they come, otherwise the first that
+// sufficed; first parts before others.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (decoding_ && std::ranges::all_of(decoding_->rows, [&](std::size_t row) {
-        return usable(children_[row], piece) && !children_[row].stalled;
+        return usable(row, piece) && !child_of_row(row).stalled;
       })) {
     return decoding_;
   }
-  std::vector<std::size_t> rows(children_.size());
+  std::vector<std::size_t> rows(decoder_.rows());
   std::iota(rows.begin(), rows.end(), 0);
-  std::ranges::sort(rows, {}, [&](std::size_t row) { return children_[row].order; });
+  std::ranges::sort(rows, {}, [&](std::size_t row) {
+    return std::pair(row % decoder_.parts(), child_of_row(row).order);
+  });
   const std::vector<bool> possible = may_offer(piece);
   for (const bool with_stalled : {false, true}) {
-    std::vector<bool> answered(children_.size());
+    std::vector<bool> answered(decoder_.rows());
     if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;  // of nobody
     for (std::size_t row : rows) {
-      if (!usable(children_[row], piece) || (children_[row].stalled && !with_stalled)) continue;
+      if (!usable(row, piece) || (child_of_row(row).stalled && !with_stalled)) continue;
       answered[row] = true;
       if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;
     }
@@ -63,16 +78,21 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
 
 // A piece of a child's message, if it is here. Otherwise it is on its way, or the child has
 // withdrawn its offer.
-const std::byte* Node::bring(Child& child, std::uint32_t piece) {
+const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   static const std::byte nothing[1] = {};
-  const Piece& it = incoming_[piece];
+  Child& child = child_of_row(row);
+  const Layout& layout = decoder_.parts() > 1 ? theirs_ : incoming_;
+  const std::uint32_t first = piece_of_row(row, piece);
+  const Piece& it = layout[first];
   if (it.bytes == 0) return nothing;
-  if (!child.body.empty()) return child.body.data() + incoming_.start(it.segment) + it.offset;
+  if (!child.body.empty()) return child.body.data() + layout.start(it.segment) + it.offset;
   const std::uint32_t ahead = wire_.direct(child.rank) ? 1 : pieces_ahead;
-  for (std::uint32_t p = piece; p < std::min(child.ready, piece + ahead); ++p) {
+  for (std::uint32_t p = first; p < std::min(child.ready, first + ahead); ++p) {
+    const Piece& wanted = layout[p];
+    // a part that may not be needed
+    if (p != first && decoder_.parts() > 1 && wanted.segment != it.segment) break;
     const auto [slot, added] = child.slots.try_emplace(p);
     if (!added) continue;
-    const Piece& wanted = incoming_[p];
     slot->second.buffer = pool_.take(wanted.bytes);
     fetched_bytes_ += wanted.bytes;
     switch (wire_.fetch(child.rank, {Object::What::message, next_}, p,
@@ -89,8 +109,13 @@ const std::byte* Node::bring(Child& child, std::uint32_t piece) {
         return nullptr;
     }
   }
-  const Child::Slot& slot = child.slots[piece];
+  const Child::Slot& slot = child.slots[first];
   return slot.here ? slot.buffer.data() : nullptr;
+}
+
+// Whether this rank's own vectors are here as far as that piece of `incoming_`.
+bool Node::own_ready(std::uint32_t piece) const {
+  return call_.skipped || !incoming_[piece].count || incoming_[piece].segment < call_.own.size();
 }
 
 bool Node::gather() {
@@ -99,8 +124,9 @@ bool Node::gather() {
     return false;
   }
   if (!root() && (call_.skipped || children_.empty())) {
-    if (!offering_ && !call_.skipped) decoded_ = incoming_.size();
-    if (!offering_) offer();
+    const std::uint32_t before = decoded_;
+    while (!call_.skipped && decoded_ < incoming_.size() && own_ready(decoded_)) skip_piece();
+    if (!offering_ || decoded_ != before) offer();
     return false;
   }
   std::uint64_t bytes = 0;
@@ -112,16 +138,19 @@ bool Node::gather() {
       skip_piece();
       continue;
     }
-    const auto decoding = choose(decoded_);
-    if (!decoding) return false;
+    const auto decoding = own_ready(decoded_) ? choose(decoded_) : nullptr;
+    if (!decoding) {
+      if (bytes && call_.message.size() > call_.total.size()) announce_sum();  // a part may be
+      return false;
+    }
     std::vector<const std::byte*> inputs;
     for (std::size_t row : decoding->rows) {
-      const std::byte* input = bring(children_[row], decoded_);
+      const std::byte* input = bring(row, decoded_);
       if (input) inputs.push_back(input);
     }
     if (inputs.size() < decoding->rows.size()) {
       if (std::ranges::any_of(decoding->rows,
-                              [&](std::size_t row) { return children_[row].withdrawn; })) {
+                              [&](std::size_t row) { return child_of_row(row).withdrawn; })) {
         continue;
       }
       return false;
@@ -156,7 +185,9 @@ void Node::decode(const Decoding& decoding, std::span<const std::byte* const> in
 void Node::skip_piece() {
   const Piece& piece = incoming_[decoded_];
   if (piece.count) decoded_elements_[piece.segment] += piece.count;
-  for (Child& child : children_) child.slots.erase(decoded_);
+  for (std::size_t row = 0; row < decoder_.rows(); ++row) {
+    child_of_row(row).slots.erase(piece_of_row(row, decoded_));
+  }
   ++decoded_;
 }
 
@@ -191,10 +222,16 @@ void Node::offer() {
   if (!calling() || root()) return;
   const Rank parent = family_.ancestors.front();
   const bool empty = !call_.up || call_.skipped || !call_.refusal.empty();
-  const std::uint32_t ready = empty ? 0 : summed(outgoing_);
+  std::uint32_t ready = empty ? 0 : summed(outgoing_);
   const bool complete = empty || ready == outgoing_.size();
-  const bool small = !empty && outgoing_.bytes() <= wire_.inline_bytes(parent);
-  if (small && !complete) return;
+  // A small message goes as a whole, or with the parts that are ready.
+  bool small = !empty && outgoing_.bytes() <= wire_.inline_bytes(parent);
+  if (small && !complete) {
+    small = false;
+    const std::size_t vectors = call_.total.size();
+    const std::size_t parts = outgoing_[ready].segment / vectors;
+    ready = outgoing_.first(parts * vectors);
+  }
   if (!empty && ready == offered_) return;
   if (!offering_) {
     // A parent that has not answered to an earlier round's offer gets no second one.
@@ -230,8 +267,9 @@ void Node::watch_for_stalls() {
   if (now - waiting_since_ < std::max(limits_.stall_seconds, waiting_since_ - started_)) return;
   waiting_since_ = now;
   for (std::size_t row : decoding_->rows) {
-    const auto slot = children_[row].slots.find(decoded_);
-    if (slot != children_[row].slots.end() && !slot->second.here) children_[row].stalled = true;
+    Child& child = child_of_row(row);
+    const auto slot = child.slots.find(piece_of_row(row, decoded_));
+    if (slot != child.slots.end() && !slot->second.here) child.stalled = true;
   }
 }
 

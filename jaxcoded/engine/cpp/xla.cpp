@@ -41,9 +41,24 @@ ffi::Error error_of(Outcome outcome, const std::string& text) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, text);
 }
 
+// Vectors that hold so many parts, one after the other.
+void append_parts(const std::vector<ffi::AnyBuffer>& vectors, std::uint64_t parts,
+                  Request& request) {
+  for (std::uint64_t part = 0; part < parts; ++part) {
+    for (const ffi::AnyBuffer& vector : vectors) {
+      Segment segment = segment_of(vector);
+      segment.count /= parts;
+      request.message.push_back(segment);
+      request.own.push_back(static_cast<const std::byte*>(vector.untyped_data()) +
+                            part * segment.bytes());
+    }
+  }
+}
+
 ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
                       std::string_view words, std::int64_t fingerprint, std::int64_t up,
-                      std::int64_t down, std::int64_t skips, std::int64_t erases) {
+                      std::int64_t down, std::int64_t parts, std::int64_t begun,
+                      std::int64_t skips, std::int64_t erases) {
   std::size_t next = 0;
   const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
   const auto result = [&](std::size_t i) { return **results.get<ffi::AnyBuffer>(i); };
@@ -59,18 +74,48 @@ ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::
     const auto* erased = static_cast<const bool*>(mask.untyped_data());
     request.erased.assign(erased, erased + mask.element_count());
   }
+  std::vector<ffi::AnyBuffer> vectors;
   for (std::size_t i = 1; i < results.size(); ++i) {
-    const ffi::AnyBuffer own = operand();
+    vectors.push_back(operand());
     const ffi::AnyBuffer out = result(i);
-    request.message.push_back(segment_of(own));
     request.total.push_back(segment_of(out));
-    request.own.push_back(static_cast<const std::byte*>(own.untyped_data()));
     request.out.push_back(static_cast<std::byte*>(out.untyped_data()));
   }
+  append_parts(vectors, static_cast<std::uint64_t>(parts), request);
+  request.begun = begun != 0;
   try {
     const Result outcome = Engine::instance().run(static_cast<std::uint64_t>(group), std::move(request));
     if (outcome.outcome == Outcome::done) return ffi::Error::Success();
     return error_of(outcome.outcome, outcome.error);
+  } catch (const Closed& closed) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, closed.text);
+  }
+}
+
+// One part of the vectors of a round, ahead of the round itself.
+ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
+                     std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                     std::int64_t slices, std::int64_t skips) {
+  std::size_t next = 0;
+  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
+  pass_on(operand(), **results.get<ffi::AnyBuffer>(0));
+  Request request;
+  request.words = words;
+  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  if (skips) request.skipped = *static_cast<const std::int32_t*>(operand().untyped_data()) != 0;
+  std::vector<ffi::AnyBuffer> vectors;
+  while (next < args.size()) vectors.push_back(operand());
+  append_parts(vectors, 1, request);
+  for (std::int64_t part = 0; part < parts; ++part) {
+    for (const ffi::AnyBuffer& vector : vectors) request.total.push_back(segment_of(vector));
+  }
+  request.message.swap(request.total);
+  for (Segment& segment : request.total) segment.count *= static_cast<std::uint64_t>(slices);
+  try {
+    const std::string error =
+        Engine::instance().extend(static_cast<std::uint64_t>(group), std::move(request));
+    if (error.empty()) return ffi::Error::Success();
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error);
   } catch (const Closed& closed) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, closed.text);
   }
@@ -101,8 +146,21 @@ XLA_FFI_DEFINE_HANDLER(round_handler_impl, round_impl,
                            .Attr<std::int64_t>("fingerprint")
                            .Attr<std::int64_t>("up")
                            .Attr<std::int64_t>("down")
+                           .Attr<std::int64_t>("parts")
+                           .Attr<std::int64_t>("begun")
                            .Attr<std::int64_t>("skips")
                            .Attr<std::int64_t>("erases"));
+
+XLA_FFI_DEFINE_HANDLER(part_handler_impl, part_impl,
+                       ffi::Ffi::Bind()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::int64_t>("group")
+                           .Attr<std::string_view>("words")
+                           .Attr<std::int64_t>("fingerprint")
+                           .Attr<std::int64_t>("parts")
+                           .Attr<std::int64_t>("slices")
+                           .Attr<std::int64_t>("skips"));
 
 XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl,
                        ffi::Ffi::Bind()
@@ -112,6 +170,7 @@ XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl,
                            .Attr<std::int64_t>("group"));
 
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
+XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame) { return part_handler_impl(frame); }
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame) { return lag_handler_impl(frame); }
 
 }  // namespace jaxcoded

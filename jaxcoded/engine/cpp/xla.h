@@ -9,6 +9,10 @@ namespace jaxcoded {
 // `skips`, bool ranks left out if `erases`, and the vectors. Results: the order, and the vectors.
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame);
 
+// The parts of a round's vectors but the last ones, each ahead of the round itself. Operands: the
+// order, int32 `skipped` if `skips`, and the vectors of one part. Result: the order.
+XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame);
+
 // Operand: the order. Results: the order, and the lag as int32.
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
 

@@ -1,0 +1,71 @@
+import math
+
+import numpy as np
+
+from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._load import checked
+from jaxcoded.codes._redraw import least_amplified
+
+
+def adaptive(
+    n: int, stragglers: int, slices: int = 1, *, seed: int = 0
+) -> GradientCode:
+    """Several signals in turn, so that the traffic follows the number of children that
+    really straggle.
+
+    Every child holds ``d = s + m`` partitions. If ``δ ≤ s`` children are missing, the
+    parent decodes from the first ``1/(d−δ)`` of a gradient that each of the others
+    sends; only at ``δ = s`` does it need their whole message of ``1/m``. No less
+    would do for that ``δ`` (`random_generator`). Adaptive gradient coding as in Cao et
+    al. 2020 (arXiv 2006.04845), by the construction in ``docs/theory.md``.
+
+    Args:
+        n: number of children.
+        stragglers: ``s``, with ``s + m ≤ n``.
+        slices: ``m ≥ 1``; a whole message is ``1/m`` as long as the gradient.
+        seed: of the random draws.
+
+    Returns:
+        A `GradientCode` with ``L/m`` parts and ``B`` of shape ``(n·L/m, n, L)`` with
+        ``L = lcm(m, …, s+m)``: parts are ``1/L`` as long as the gradient.
+
+    Raises:
+        ValueError: ``s + m > n``, or no draw decodes in float64.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.adaptive(4, 1)
+        >>> code.parts, code.m  # halves of the gradient
+        (2, 2)
+        >>> code.decodable([[True, False]] * 4), code.decodable([0, 1, 2])
+        (True, True)
+    """
+    n, s, m, d = checked(n, stragglers, slices, None)
+    L = math.lcm(*range(m, d + 1))
+    parts = L // m
+    ends = [L // (d - missing) for missing in range(s + 1)]  # parts that each δ takes
+    held = (np.arange(n)[:, None] - np.arange(d)) % n  # children that hold a partition
+
+    def draw(rng: np.random.Generator) -> np.ndarray:
+        # rows are (part, child) here
+        # with all children there, part p has d of the slices
+        decoder = np.kron(np.eye(ends[0]), rng.standard_normal((d, n)))
+        decoder = decoder.reshape(L, ends[0], n)
+        checks = [
+            rng.standard_normal((missing * end - (missing - 1) * before, end, n))
+            for missing, before, end in zip(range(1, s + 1), ends, ends[1:])
+        ]
+        B = np.zeros((parts, n, n, L))
+        for j, children in enumerate(held):
+            first = decoder[:, :, children].reshape(L, L)
+            B[: ends[0], children, j] = np.linalg.inv(first).reshape(ends[0], d, L)
+            for check, before, end in zip(checks, ends, ends[1:]):
+                known = check[:, :before, children].reshape(len(check), -1)
+                new = check[:, before:, children].reshape(len(check), -1)
+                seen = B[:before, children, j].reshape(-1, L)
+                B[before:end, children, j] = np.linalg.solve(
+                    new, -known @ seen
+                ).reshape(end - before, d, L)
+        return B.transpose(1, 0, 2, 3).reshape(n * parts, n, L)
+
+    return least_amplified(draw, n, s, m, "adaptive", seed, parts=parts)

@@ -1,0 +1,65 @@
+from fractions import Fraction
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.codes._cyclic_repetition import cyclic_repetition
+from jaxcoded.codes._fractional_repetition import fractional_repetition
+from jaxcoded.codes._gradient_code import GradientCode
+
+
+def partial_stragglers(
+    n: int, late: int, *, slowdown: float, seed: int = 0
+) -> GradientCode:
+    """Two messages per child: the sum of partitions of its own first, then a coded one.
+    For stragglers that are slow, not dead.
+
+    The parent needs the first message of all ``n`` children and the second one of any
+    ``n−s``. Child ``i`` holds partition ``i`` of ``n`` naive ones alone and ``s+1`` of
+    ``n`` coded ones. A naive one is ``n1 = (s+1)/(α−1)`` times as large as a coded one:
+    when the others have finished both parts, a child that is ``α`` times slower has
+    just finished the first. The load is ``α(s+1)/(n(s+α))`` of the examples, ``α/(s+α)``
+    of that of a full code. Tandon et al. 2017 (arXiv 1612.03301, section 4).
+
+    Args:
+        n: number of children.
+        late: ``s`` in ``0 … n−1``, the children whose second message may be missing.
+            No child may be missing altogether.
+        slowdown: ``α > 1``, how many times slower a straggler is at most.
+        seed: of the random draws of the coded part (`cyclic_repetition`; `fractional_repetition`
+            where ``s+1`` divides ``n``).
+
+    Returns:
+        A `GradientCode` with two parts, ``B`` of shape ``(2n, 2n, 1)`` and
+        ``stragglers = 0``.
+
+    Raises:
+        ValueError: ``α ≤ 1``, ``s`` is out of range, or as `cyclic_repetition`.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.partial_stragglers(3, 1, slowdown=5)
+        >>> code.shares[0]  # α(s+1)/(n(s+α)) = 5·2 / (3·6)
+        Fraction(5, 9)
+        >>> code.decodable([[True, True], [True, False], [True, True]])
+        True
+    """
+    n = _require.integer("n", n, 1)
+    s = _require.integer("late", late, 0, n - 1)
+    alpha = Fraction(slowdown)
+    if alpha <= 1:
+        raise ValueError(
+            f"slowdown is how many times slower a straggler is, above 1, got {slowdown}"
+        )
+    coded = (
+        cyclic_repetition(n, s, seed=seed)
+        if n % (s + 1)
+        else fractional_repetition(n, s)
+    )
+    B = np.zeros((n, 2, 2 * n))
+    B[:, 0, :n] = np.eye(n)
+    B[:, 1, n:] = coded.B[:, :, 0]
+    sizes = [Fraction(s + 1) / (alpha - 1)] * n + [Fraction(1)] * n
+    return GradientCode(
+        B.reshape(2 * n, 2 * n), 0, "partial_stragglers", parts=2, sizes=tuple(sizes)
+    )

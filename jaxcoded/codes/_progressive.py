@@ -1,0 +1,37 @@
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.codes._gradient_code import GradientCode
+
+
+def progressive(n: int, stragglers: int) -> GradientCode:
+    """Every child sends the sums of its ``s+1`` partitions one after the other, so that
+    what a slow child has finished counts.
+
+    Child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n) and sends them in this order.
+    The parent needs each partition from somebody: any ``s`` children may be missing, or
+    more that have done part of their work. It takes ``s+1`` messages of every child
+    where a coded one is enough, and no rounding grows: the coefficients are 0 and 1.
+    What is known as multi-message communication without a code.
+
+    Args:
+        n: number of children.
+        stragglers: ``s`` in ``0 … n−1``.
+
+    Returns:
+        A `GradientCode` with ``s+1`` parts and ``B`` 0/1 of shape ``(n·(s+1), n, 1)``.
+
+    Raises:
+        ValueError: ``s`` is not in ``0 … n−1``.
+
+    Example:
+        >>> from jaxcoded import codes
+        >>> code = codes.progressive(4, 2)
+        >>> code.decodable([0, 2]), code.decodable([[True, False, False]] * 4)
+        (True, True)
+    """
+    n = _require.integer("n", n, 1)
+    s = _require.integer("stragglers", stragglers, 0, n - 1)
+    held = (np.arange(n)[:, None] + np.arange(s + 1)) % n
+    B = np.eye(n)[held.reshape(-1)]
+    return GradientCode(B, s, "progressive", parts=s + 1)

@@ -1,0 +1,250 @@
+"""Every scheme on every transport: the sum over the batch, or, of approximate codes, the
+sum with the coefficients that the residual is about."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only
+from reference import (
+    BATCH,
+    assert_same_bits,
+    assert_sum,
+    contribution,
+    per_example,
+    random_erasures,
+)
+
+import jaxcoded
+from jaxcoded import coded_allreduce
+
+# code, and what make_plan needs besides it; for 3 children of every parent, or 6
+EXACT = {
+    4: {
+        "partial_stragglers(late=1, slowdown=5)": {"stragglers": 0},
+        "progressive": {},
+        "adaptive": {},
+        "polynomial": {"slices": 2},
+        "gaussian_mds": {"slices": 2},
+        "single_parity_check": {"slices": 2},
+        "linear(generator=[[1, 0, 1], [0, 1, 1]])": {"slices": 2},
+        "reed_solomon": {"slices": 2},
+    },
+    7: {
+        "partial_stragglers(late=2, slowdown=3)": {"stragglers": 0},
+        "progressive": {"stragglers": 2},
+        "adaptive": {"stragglers": 2},
+        "polynomial(load=4)": {"stragglers": 2, "slices": 2},
+        "gaussian_mds": {"slices": 2},
+        "single_parity_check": {"slices": 5},
+        "random_generator(load=4)": {"stragglers": 2},
+    },
+}
+EXACT[13] = EXACT[4]  # at every parent of the (3, 2) tree
+APPROXIMATE = {
+    4: {
+        "ignore_stragglers": {},
+        "bernoulli(load=2)": {},
+        "grouped(load=3)": {"slices": 2, "stragglers": 2},
+    },
+    7: {
+        "ignore_stragglers": {"stragglers": 2},
+        "expander(degree=3)": {"stragglers": 2},
+        "grouped(load=3)": {"slices": 2, "stragglers": 3},
+        "stochastic_block(load=2, blocks=2)": {"stragglers": 2},
+    },
+}
+APPROXIMATE[13] = APPROXIMATE[4]
+FANOUT = {4: 3, 7: 6, 13: 3}
+RESIDUAL = 2e-4  # of an exact sum in float32, at most; see `test_exact`
+
+exact_codes = pytest.mark.parametrize("code", EXACT.get(SIZE, {}))
+approximate_codes = pytest.mark.parametrize("code", APPROXIMATE.get(SIZE, {}))
+
+
+def open_group(comm, transport, code, table):
+    return jaxcoded.CodedGroup(
+        comm, fanout=FANOUT[SIZE], code=code, transport=transport, **table[SIZE][code]
+    )
+
+
+@exact_codes
+def test_exact(comm, transport, code):
+    """With everybody there, and with random ranks left out."""
+    gradients = {"w": per_example(5, 3), "b": per_example(7, seed=1, dtype="float32")}
+    rng = np.random.default_rng(3)
+    with open_group(comm, transport, code, EXACT) as group:
+        reduce = jax.jit(
+            lambda x, gone: coded_allreduce(x, group, erasures=gone, residual=True)
+        )
+        own = contribution(group, gradients)
+        for mask in [
+            np.zeros(SIZE, bool),
+            *(random_erasures(group.plan, rng) for _ in range(3)),
+        ]:
+            total, residual = reduce(own, mask)
+            assert_sum(group, total, gradients)
+            assert 0 <= residual <= max(RESIDUAL, 1e-6 * group.plan.amplification)
+            assert_same_bits(comm, (total, residual))
+        # without a mask, and without a residual
+        assert_sum(group, jax.jit(lambda x: coded_allreduce(x, group))(own), gradients)
+
+
+@exact_codes
+def test_training_step(comm, transport, code):
+    """The parts go ahead of each other where the transport can."""
+    with open_group(comm, transport, code, EXACT) as group:
+        x = np.random.default_rng(0).normal(size=(23, 4))
+        params = {"w": np.ones(4), "b": np.float32(0.5)}
+
+        def loss(params, x):
+            return (x @ params["w"] - 1.0) ** 2 + params["b"].astype(np.float64) * x[
+                :, 0
+            ]
+
+        indices, weights = group.assignment(23)
+        step = jax.jit(
+            jaxcoded.coded_value_and_grad(loss, group, mean=True, residual=True)
+        )
+        expected = jax.value_and_grad(lambda p: loss(p, x).mean())(params)
+        for _ in range(5):
+            total, grads, residual = step(params, x[indices], weights)
+            tolerance = 1e-13 * group.plan.amplification
+            np.testing.assert_allclose(total, expected[0], rtol=tolerance)
+            np.testing.assert_allclose(grads["w"], expected[1]["w"], atol=tolerance)
+            np.testing.assert_allclose(grads["b"], expected[1]["b"], atol=1e-4)
+            assert residual <= max(RESIDUAL, 1e-6 * group.plan.amplification)
+            assert_same_bits(comm, (total, grads, residual))
+
+
+@approximate_codes
+def test_approximate(comm, transport, code):
+    """The residual is that of the coefficients which the sum really has."""
+    gradients = per_example(6)
+    with open_group(comm, transport, code, APPROXIMATE) as group:
+        plan = group.plan
+        assert plan.approximate
+        reduce = jax.jit(
+            lambda x, gone: coded_allreduce(x, group, erasures=gone, residual=True)
+        )
+        rng = np.random.default_rng(5)
+        masks = [random_erasures(plan, rng) for _ in range(4)]
+        if transport == "mpi4jax":  # the engine goes on with the first n - s
+            masks.append(np.zeros(SIZE, bool))
+        for mask in masks:
+            total, residual = reduce(contribution(group, gradients), mask)
+            expected = sum_by_hand(plan, gradients, mask)
+            np.testing.assert_allclose(total, expected, atol=1e-9)
+            assert_same_bits(comm, (total, residual))
+            np.testing.assert_allclose(
+                residual, residual_by_hand(plan, mask), atol=1e-5
+            )
+
+
+def messages_by_hand(plan, own, mask):
+    """What the root ends with, by the algebra: ``own`` is ``(P, l)`` for each rank."""
+    messages = [np.array(each) for each in own]
+    for rank in reversed(plan.tree.order):
+        children = plan.coded_children(rank)
+        if not children:
+            continue
+        code = plan.codings[rank].code
+        answered = ~mask[list(children)]
+        A = code.decode(answered).coefficients
+        rows = np.array(
+            [messages[child][p] for child in children for p in range(code.parts)]
+        )
+        assert plan.parts_above[rank] == 1
+        messages[rank] = messages[rank] + (A @ rows).reshape(1, -1)
+    return messages[plan.root][0]
+
+
+def sum_by_hand(plan, gradients, mask):
+    length = gradients.shape[1] + -gradients.shape[1] % plan.padding_multiple
+    padded = np.zeros((BATCH, length))
+    padded[:, : gradients.shape[1]] = gradients
+    own = []
+    for rank in range(plan.size):
+        indices, coefficients = jaxcoded.allocation.shares(plan, rank, BATCH)
+        M = plan.slices_above[rank]
+        slices = padded[indices].reshape(len(indices), M, length // M)
+        own.append(np.einsum("epu,euq->pq", coefficients, slices))
+    return messages_by_hand(plan, own, mask)[: gradients.shape[1]]
+
+
+def residual_by_hand(plan, mask):
+    """From a batch so fine that cells are whole numbers of examples."""
+    fine = plan.padding_multiple
+    batch = 5040
+    own = []
+    for rank in range(plan.size):
+        indices, coefficients = jaxcoded.allocation.shares(plan, rank, batch)
+        M = plan.slices_above[rank]
+        probe = np.zeros((coefficients.shape[1], fine // M, batch, fine))
+        for v in range(fine):
+            u, w = divmod(v, fine // M)
+            probe[:, w, indices, v] = coefficients[:, :, u].T
+        own.append(probe.reshape(coefficients.shape[1], -1))
+    found = messages_by_hand(plan, own, mask).reshape(fine, batch, fine)
+    wrong = found - np.eye(fine)[:, None, :]
+    return np.sqrt((wrong**2).sum() / batch / fine)
+
+
+@engine_only
+@pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
+def test_what_a_slow_rank_has_finished_counts(comm, transport):
+    """A child that is at its second part while all others end the round: they need its
+    first one."""
+    talk = comm.Dup()
+    others = [rank for rank in range(comm.size) if rank != 1]
+    with jaxcoded.CodedGroup(
+        comm,
+        fanout=SIZE - 1,
+        stragglers=0,
+        code="partial_stragglers(late=1, slowdown=5)",
+        transport=transport,
+    ) as group:
+        parts = []
+
+        def stall(x):
+            parts.append(len(x))
+            if len(parts) == 2:
+                for rank in others:
+                    talk.send("at its second part", dest=rank)
+                for rank in others:
+                    talk.recv(source=rank)
+            return np.asarray(x)
+
+        def loss(w, x):
+            if comm.rank == 1:
+                like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+                x = jax.pure_callback(stall, like, x)
+            return x @ w
+
+        x = np.random.default_rng(0).normal(size=(4 * (SIZE - 1), 3))
+        indices, weights = group.assignment(len(x))
+        step = jax.jit(jaxcoded.coded_value_and_grad(loss, group))
+        if comm.rank != 1:
+            talk.recv(source=1)
+        _, grads = jax.block_until_ready(step(np.ones(3), x[indices], weights))
+        np.testing.assert_allclose(grads, x.sum(0), atol=1e-9)
+        if comm.rank != 1:
+            talk.send("has ended the round", dest=1)
+        assert len(parts) == (2 if comm.rank == 1 else 0)
+    talk.Free()
+
+
+def test_unequal_speeds(comm, transport):
+    """Loads follow the speeds, and the sum is exact."""
+    if SIZE < 4:
+        pytest.skip("no redundancy")
+    speeds = [1.0 + rank % 3 for rank in range(SIZE)]
+    gradients = per_example(9)
+    with jaxcoded.CodedGroup(
+        comm, fanout=FANOUT[SIZE], speeds=speeds, transport=transport
+    ) as group:
+        indices, weights = group.assignment(BATCH)
+        assert len(indices) == max(1, np.count_nonzero(weights))
+        own = contribution(group, gradients)
+        total = jax.jit(lambda v: coded_allreduce(jnp.asarray(v), group))(own)
+        assert_sum(group, total, gradients)
