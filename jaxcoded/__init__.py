@@ -19,4 +19,5 @@ from jaxcoded.group import CodedGroup as CodedGroup
 from jaxcoded.kernels import Encoded as Encoded
 from jaxcoded.plan import Plan as Plan
 from jaxcoded.plan import make_plan as make_plan
+from jaxcoded.rounds import settle as settle
 from jaxcoded.training import coded_value_and_grad as coded_value_and_grad

@@ -80,7 +80,8 @@ def coding_of(
             which ones would.
     """
     n = len(capacities)
-    if stragglers == 0 and slices == 1:
+    plain = kind == AUTO or not codes.parsed(kind)[1]
+    if stragglers == 0 and slices == 1 and plain:
         code = dataclasses.replace(codes.uncoded(n), sizes=capacities)
         return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
     largest = largest_coded_set(capacities, stragglers + slices)

@@ -94,6 +94,7 @@ def coded_allreduce(
     *,
     mean: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+    skip: bool | jax.Array | None = None,
     residual: bool = False,
     token: jax.Array | None = None,
 ) -> Any:
@@ -121,6 +122,10 @@ def coded_allreduce(
             messages are left out. They must call all the same. A parent's
             coefficients for the others come from its code in float64. Ranks that are
             late need not be named here: the engine goes on without them.
+        skip: whether this rank has nothing to contribute, as one that is late
+            (`CodedGroup.lag`) and leaves out its work; may be traced. ``tree`` then
+            gives the shapes alone, and this rank counts as a straggler: its zeros
+            never enter a sum. With the engine only.
         residual: return how far the sum is from the exact one, too: ``‖c − 1‖₂ /
             √cells`` for the coefficients ``c`` that the parts of the batch ended up
             with, in the group's `jaxcoded.cells`, which go through the same round. 0 up
@@ -138,8 +143,9 @@ def coded_allreduce(
     Raises:
         TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
             not `Encoded`, or ``group`` is not a group.
-        ValueError: ``erasures`` has a wrong shape, ``mean`` is not positive, or the
-            plan's amplification leaves too few digits in this dtype.
+        ValueError: ``erasures`` has a wrong shape, ``mean`` is not positive, the
+            plan's amplification leaves too few digits in this dtype, or ``skip`` with
+            another transport than the engine.
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: what is found during the round, on every rank. Its
             text contains ``GroupMismatch`` (ranks called different things in this
@@ -155,6 +161,9 @@ def coded_allreduce(
         {'x': Array([0. , 0.5, 1. ], dtype=float32)}
         >>> group.close()
     """
+    check_open(group)
+    with group.failing("coded_allreduce"):
+        skipped = None if skip is None else _checked_skip(skip, group)
     return summed(
         "coded_allreduce",
         tree,
@@ -162,6 +171,7 @@ def coded_allreduce(
         mean,
         erasures,
         residual=residual,
+        skipped=skipped,
         token=token,
     )
 
@@ -385,6 +395,20 @@ def checked_erasures(erasures: Any, size: int) -> Any:
             f"got {erasures.dtype}{list(erasures.shape)}"
         )
     return erasures
+
+
+def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
+    if not group.transport.can_lag:
+        raise ValueError(
+            "skip= needs a group with the engine: with the mpi4jax transport every rank "
+            "contributes; leave ranks out with erasures="
+        )
+    skip = jnp.asarray(skip)
+    if skip.shape or not (
+        skip.dtype == bool or jnp.issubdtype(skip.dtype, jnp.integer)
+    ):
+        raise ValueError(f"skip is True or False, got {skip.dtype}{list(skip.shape)}")
+    return (skip != 0).astype(jnp.int32)
 
 
 def _checked_token(token: Any) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import rounds, snapshots
+from jaxcoded import _require, rounds, snapshots
 from jaxcoded.agreement import check_communicator, disagreement
 from jaxcoded.allocation import assignment
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
@@ -158,8 +158,17 @@ class CodedGroup:
     ) -> None:
         check_communicator(comm)
         self._comm = comm.Dup()
+
+        def checked(size: int) -> Plan:
+            _require.integer("history_bytes", history_bytes, 0)
+            if not isinstance(report_after, int | float) or not report_after > 0:
+                raise ValueError(
+                    f"report_after must be a number of seconds > 0, got {report_after!r}"
+                )
+            return planner(size)
+
         try:
-            self.plan = self._agreed_plan(transport, request, planner)
+            self.plan = self._agreed_plan(transport, request, checked)
             self.index = next(_indices)
             self.transport = self._agreed_transport(
                 transport, history_bytes, report_after
@@ -286,6 +295,11 @@ class CodedGroup:
         `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
         transport, always.
 
+        Outside ``jit`` this waits for this rank's own rounds in flight; calls ordered by
+        a token must have ended before. To leave out a gradient of your own, hand
+        `jaxcoded.coded_allreduce` ``skip=True`` with that very call: zeros alone would
+        count as a contribution if the round is not decided yet.
+
         Returns:
             A number; inside ``jit`` an int32 scalar, read in the order of the
             collectives.
@@ -293,6 +307,7 @@ class CodedGroup:
         check_open(self)
         if rounds.tracing():
             return self.transport.lag(None)[0]
+        rounds.settle()
         return self.transport.host_lag()
 
     def snapshot(self, state: Any, *, every: int = 16) -> bool:
@@ -344,8 +359,11 @@ class CodedGroup:
         round_, data = self.transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
-                f"no rank above rank {self.rank} has a snapshot: call group.snapshot on "
-                f"all ranks after each step (or none has answered within {timeout} s)"
+                f"no rank above rank {self.rank} has a snapshot from which it could go "
+                f"on, or none has answered within {timeout} s: call group.snapshot on "
+                "all ranks after each step, and every so often that the rounds since are "
+                "still kept. Only a rank whose calls raise Desynchronized needs to "
+                "resync"
             )
         state = snapshots.from_bytes(data, like)
         self.transport.resume()
@@ -355,7 +373,8 @@ class CodedGroup:
         """Finish pending rounds and give the communicator back. Collective; does
         nothing the second time.
 
-        A later call of a collective on this group, compiled or not, raises
+        Calls ordered by a token must have ended: wait for the last one's result. A later
+        call of a collective on this group, compiled or not, raises
         `GroupClosed`. With the engine a rank leaves once the ranks below it have left,
         so that late ones can still get their results.
 

@@ -40,7 +40,8 @@ def coded_allreduce(
     Raises:
         ValueError: an array is not contiguous, or ``out`` is not like ``array`` or
             read-only, or ``erasures`` has a wrong shape.
-        TypeError: it is not floating point, or the group has slices.
+        TypeError: it is not floating point or has another byte order, or the group has
+            slices or parts.
         CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
             but as the very classes: `GroupMismatch`, `TooManyErasures`,
             `Desynchronized`, `GroupClosed`.
@@ -58,6 +59,11 @@ def coded_allreduce(
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
                 f"coded sums need floating point, got an array of {array.dtype}"
+            )
+        if not array.dtype.isnative:
+            raise TypeError(
+                f"the array's byte order is not this machine's ({array.dtype.str}): use "
+                "array.astype(array.dtype.newbyteorder('='))"
             )
         if out is not None and not isinstance(out, np.ndarray):
             raise TypeError(f"out must be a numpy array, got a {type(out).__name__}")

@@ -5,8 +5,8 @@ it is the same for all of them and stands here once.
 """
 
 import abc
-import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +21,8 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 from mpi4py import MPI
 
+logger = logging.getLogger("jaxcoded")
+
 # mpi4jax orders its operations by an effect of its own; rounds take part in that order,
 # so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
 # dropped.
@@ -34,15 +36,27 @@ TOKEN = getattr(jax.ffi, "abstract_token", None) or core.abstract_token
 
 
 def settle() -> None:
-    """Wait for the rounds in flight. An error of one of them was raised by its call, and
-    is not raised again here."""
+    """Wait for the rounds in flight that are ordered by the effect, and let go of those
+    that have failed.
+
+    JAX runs a compiled step while Python goes on. If a round of it fails then, JAX hands
+    the error to every later call that has rounds, without running it, on groups of all
+    kinds and in mpi4jax: after such an error call this on all ranks, and go on. What
+    had failed is logged as a warning (logger ``jaxcoded``), not raised.
+
+    Example:
+        >>> import jaxcoded
+        >>> jaxcoded.settle()
+    """
     tokens = dispatch.runtime_tokens
     for token in (
         *tokens.current_tokens.values(),
         *tokens.output_runtime_tokens.values(),
     ):
-        with contextlib.suppress(Exception):
+        try:
             token.block_until_ready()
+        except Exception as error:  # noqa: BLE001  # whatever the program failed with
+            logger.warning("a round had failed: %s", error)
     tokens.clear()
 
 
@@ -255,7 +269,8 @@ batching.primitive_batchers[round_p] = _batch
 def _refuse_token(params: Any, what: str) -> None:
     if params["tokened"]:
         raise NotImplementedError(
-            f"{params['carrier']} with a token cannot be {what}: leave the token out"
+            f"{params['carrier']}: a call with a token cannot be {what}; leave the "
+            "token out"
         )
 
 

@@ -7,12 +7,14 @@ their end, it ends the job.
 
 import atexit
 import contextlib
+import os
 import sys
 import time
 
 import numpy as np
 from mpi4py import MPI
 
+_process = os.getpid()
 _TAG = 32_749  # on MPI.COMM_WORLD, after everything else
 
 _roots: set[int] = set()  # ranks of the world that this rank tells of its end
@@ -35,6 +37,8 @@ def give_up(ranks: list[int], seconds: float) -> None:
 
 
 def _leave() -> None:
+    if os.getpid() != _process:
+        return  # a fork
     # an MPI that has noticed a failure does not wait for the failed: nothing to do
     with contextlib.suppress(MPI.Exception):
         _end()

@@ -8,6 +8,7 @@ import atexit
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -374,11 +375,14 @@ def _register() -> None:
     atexit.register(_stop)
 
 
+_process = os.getpid()
 # By index, the ranks of the world of open groups whose root this rank is.
 _rooted: dict[int, list[int]] = {}
 
 
 def _stop() -> None:
+    if os.getpid() != _process:
+        return  # a fork, in which nothing of the engine runs
     for index, ranks in _engine.stop(_EXIT_SECONDS).items():
         if ranks and index in _rooted:
             _exit.give_up([_rooted[index][rank] for rank in ranks], _EXIT_SECONDS)

@@ -24,7 +24,7 @@ from reference import (
 from together import compilations, finish, late_ranks, one_late, wait_for_all
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, host, tree_bcast
+from jaxcoded import coded_allreduce, coded_reduce, host, snapshots, tree_bcast
 from jaxcoded.transports import engine
 from jaxcoded.transports.mpi4jax import Mpi4jax
 
@@ -561,7 +561,7 @@ def test_snapshots(comm, group, transport):
     """They can be had below the root, in step or not."""
     state = {"x": np.arange(3.0), "deep": [np.int32(7), np.ones((2, 0), "float16")]}
     with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
-        with pytest.raises(jaxcoded.Desynchronized, match="has a snapshot: call"):
+        with pytest.raises(jaxcoded.Desynchronized, match="has a snapshot from which"):
             other.resync(state)
         wait_for_all(comm)
         kept = []
@@ -699,3 +699,82 @@ def test_bcast_of_odd_lengths(comm, group):
     got = tree_bcast(values(RANK), group)
     jax.tree.map(np.testing.assert_array_equal, got, values(group.plan.root))
     assert_same_bits(comm, got)
+
+
+@redundant
+def test_skipped_is_missing(group):
+    """A rank that skips counts as a straggler, whatever it hands in and whether or not
+    the round is decided."""
+    gradients = per_example(5)
+    late = group.size - 1
+    reduce = jax.jit(lambda x, skip: coded_allreduce(x, group, skip=skip))
+    own = contribution(group, gradients)
+    for round_ in range(6):
+        mine = np.nan * own if group.rank == late else own
+        assert_sum(group, reduce(mine, group.rank == late), gradients)
+        assert_sum(group, coded_allreduce(own, group, skip=round_ < 0), gradients)
+    with pytest.raises(ValueError, match=r"skip is True or False, got float64\[\]"):
+        coded_allreduce(own, group, skip=0.5)
+
+
+@several
+def test_an_error_that_comes_late(comm, transport):
+    """It is handed on until the ranks settle, and then all goes on in step."""
+    with jaxcoded.CodedGroup(
+        comm, stragglers=int(comm.size > 2), transport=transport
+    ) as group:
+
+        @jax.jit
+        def step(x):
+            work = jax.lax.fori_loop(
+                0, 20, lambda i, a: jnp.sin(a @ a), jnp.ones((200, 200))
+            )
+            return coded_allreduce(x + 0 * work[0, 0], group)
+
+        gradients = per_example(3)
+        own = contribution(group, gradients)
+        odd = np.ones(4) if comm.rank == comm.size - 1 else own
+        assert_sum(group, step(own), gradients)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="GroupMismatch"):
+            jax.block_until_ready(step(odd))
+        jaxcoded.settle()
+        comm.Barrier()
+        for _ in range(3):
+            assert_sum(group, step(own), gradients)
+
+
+def test_snapshots_keep_kinds(transport):
+    """Python numbers and numpy arrays come back as such, with all their bits."""
+    state = {
+        "step": 3,
+        "sampler": np.int64(2**40 + 5),
+        "w": jnp.ones(3, jnp.bfloat16),
+        "x": np.arange(3, dtype=">i4"),
+    }
+    with jax.enable_x64(False):
+        back = snapshots.from_bytes(snapshots.to_bytes(state).tobytes(), state)
+    assert {k: type(v) for k, v in back.items()} == {
+        k: type(v) for k, v in state.items()
+    }
+    assert (back["step"], back["sampler"]) == (3, 2**40 + 5)
+    np.testing.assert_array_equal(back["x"], state["x"])
+    with pytest.raises(TypeError, match=r"leaf \['k'\] is a PRNGKeyArray"):
+        snapshots.to_bytes({"k": jax.random.key(0)})
+
+
+def test_a_byte_order_of_another_machine(group):
+    with pytest.raises(TypeError, match="byte order"):
+        host.coded_allreduce(np.ones(3, ">f4"), group)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"history_bytes": -1}, {"history_bytes": 1e9}, {"report_after": None}]
+)
+def test_misuse_of_limits(comm, transport, wrong):
+    """On every rank, also where one alone is wrong."""
+    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, **wrong)
+    if comm.size > 1:
+        mine = wrong if comm.rank == comm.size - 1 else {}
+        with pytest.raises(jaxcoded.GroupMismatch, match=next(iter(wrong))):
+            jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, **mine)
