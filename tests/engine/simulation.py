@@ -752,9 +752,12 @@ def random_plan(
         "random_generator",
         "uncoded",
     ]
-    for kind in (rng.choice(["auto", "auto", *kinds]), "auto"):
+    in_parts = ["progressive", "adaptive", "partial_stragglers(late=1, slowdown=4)"]
+    everywhere = rng.choice(["auto", "auto", *kinds, *in_parts])
+    mixed = {rank: rng.choice(["auto", *in_parts]) for rank in range(size)}
+    for code in (everywhere if rng.random() < 0.7 else mixed, "auto"):
         try:
-            return make_plan(size, code=kind, **options)
+            return make_plan(size, code=code, **options)
         except ValueError:  # there is no such code for one of its parents
             continue
     return random_plan(rng, least, most, slices, stragglers)
@@ -837,5 +840,6 @@ def random_world(plan, rounds, rng, *, script=None, limits=None, **more):
         limits=drawn | (limits or {}),
         in_place=rng.choice([0, 0, 0.5, 1]),
         unreadable=rng.choice([0, 0, 0.1]),
+        staged=rng.choice([0, 0.5, 1]),
         **more,
     )
