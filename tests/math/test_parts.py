@@ -1,0 +1,269 @@
+"""Codes with several messages per child, in turn; the tree with them; cells and probes."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from independent import (
+    bounded,
+    gradients_for,
+    own_messages,
+    random_missing,
+    solvable,
+    tree_sum,
+)
+
+from jaxcoded import GradientCode, cells, codes, make_plan
+from jaxcoded.allocation import assignment, loads, shares
+
+
+@pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 1), (5, 2), (6, 3), (4, 0)])
+@pytest.mark.parametrize("alpha", [2, 5, Fraction(3, 2)])
+def test_load_of_partial_stragglers(n, s, alpha):
+    """facts.md §3: n1 = (s+1)/(α−1), load α(s+1)/(n(s+α)), α/(s+α) of full coding."""
+    code = codes.partial_stragglers(n, s, slowdown=alpha)
+    load = alpha * Fraction(s + 1) / (n * (s + alpha))
+    assert set(code.shares) == {load}
+    assert load / Fraction(s + 1, n) == Fraction(alpha) / (s + alpha)
+    naive, coded = code.sizes[0], code.sizes[n]
+    assert naive / coded == Fraction(s + 1) / (alpha - 1)
+
+
+@pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 1), (5, 2)])
+def test_every_set_of_parts_of_partial_stragglers(n, s):
+    """All naive messages and any n−s coded ones; a naive one can never be missed."""
+    code = codes.partial_stragglers(n, s, slowdown=3)
+    for bits in itertools.product([False, True], repeat=2 * n):
+        answered = np.array(bits).reshape(n, 2)
+        decodable = code.decodable(answered)
+        assert decodable == solvable(code.B, answered.reshape(-1))
+        if answered[:, 0].all() and answered[:, 1].sum() >= n - s:
+            assert decodable
+        if not answered[:, 0].all():
+            assert not decodable
+
+
+@pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 2), (5, 1)])
+def test_every_set_of_parts_of_progressive(n, s):
+    """Each partition from somebody."""
+    code = codes.progressive(n, s)
+    for counts in itertools.product(range(s + 2), repeat=n):
+        answered = np.arange(s + 1) < np.array(counts)[:, None]
+        seen = {(i + p) % n for i, p in zip(*np.nonzero(answered))}
+        assert code.decodable(answered) == (len(seen) == n)
+        if len(seen) == n:
+            assert set(np.unique(code.decode(answered).coefficients)) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("n", "s", "m"), [(3, 1, 1), (4, 1, 1), (5, 2, 1), (4, 1, 2), (6, 2, 2), (4, 0, 2)]
+)
+def test_traffic_of_adaptive_follows_the_stragglers(n, s, m):
+    """With δ missing, a share of 1/(s+m−δ) of a gradient from each of the others is
+    enough, and one part less from all of them is not."""
+    code = codes.adaptive(n, s, m)
+    assert (code.loads == s + m).all()
+    assert Fraction(code.parts, code.m) == Fraction(1, m)
+    for missing in range(s + 1):
+        parts = Fraction(code.m, s + m - missing)
+        assert parts.denominator == 1
+        for lost in itertools.combinations(range(n), missing):
+            answered = np.zeros((n, code.parts), bool)
+            answered[:, : int(parts)] = True
+            answered[list(lost)] = False
+            assert code.decodable(answered)
+            A = code.decode(answered).coefficients
+            wrong = np.einsum("ui,ijv->ujv", A, code.B) - np.eye(code.m)[:, None, :]
+            assert np.abs(wrong).max() < 1e-13 * code.m * code.amplification * 10
+            answered[:, int(parts) - 1] = False
+            assert not code.decodable(answered)
+
+
+def test_misuse():
+    with pytest.raises(ValueError, match=r"slowdown is .* above 1, got 1$"):
+        codes.partial_stragglers(3, 1, slowdown=1)
+    with pytest.raises(ValueError, match=r"shape \(n · 2, k, m\)"):
+        GradientCode(np.ones((3, 2)), 0, parts=2)
+    with pytest.raises(ValueError, match=r"shape \(3,\) or \(3, 2\), got \(2,\)"):
+        codes.progressive(3, 1).decodable([True, False])
+    with pytest.raises(ValueError, match="sizes must be 2 numbers ≥ 0"):
+        GradientCode(np.eye(2), 0, sizes=(1, -1))
+
+
+PLANS = {
+    "partial": make_plan(
+        13, fanout=3, stragglers=0, code="partial_stragglers(late=1, slowdown=4)"
+    ),
+    "progressive": make_plan(13, fanout=3, code="progressive"),
+    "adaptive": make_plan(13, fanout=3, code="adaptive"),
+    "adaptive with slices": make_plan(21, fanout=4, code="adaptive", slices=2),
+    "one for each layer": make_plan(
+        13, fanout=3, code=["progressive", "cyclic_repetition"]
+    ),
+    "one for each parent": make_plan(
+        13,
+        fanout=3,
+        slices=2,
+        code={0: "gaussian_mds", 1: "adaptive", 2: "single_parity_check"},
+    ),
+    "unequal": make_plan(
+        13,
+        parents=[-1, 0, 0, 0, 1, 1, 1, 4, 4, 4, 4, 2, 2],
+        code={0: "progressive", 1: "adaptive", 4: "progressive", 2: "auto"},
+        speeds=[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1],
+    ),
+    "slices": make_plan(13, fanout=3, slices=2),
+    "speeds": make_plan(13, fanout=3, speeds=range(1, 14)),
+}
+each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+
+@each_plan
+def test_tree(plan):
+    """The root's sum is exact, with all there and with as many missing as may be."""
+    rng = np.random.default_rng(1)
+    for batch in (1, 29):
+        gradients = gradients_for(plan, batch)
+        own = own_messages(plan, gradients)
+        atol = 1e-14 * batch * plan.size * max(10.0, plan.amplification)
+        assert atol < 1e-3
+        for missing in [set(), *(random_missing(plan, rng) for _ in range(5))]:
+            total = tree_sum(plan, own, missing)
+            np.testing.assert_allclose(total, gradients.sum(0), rtol=0, atol=atol)
+
+
+def test_tree_with_parts_that_did_not_come():
+    plan = PLANS["partial"]
+    gradients = gradients_for(plan, 40)
+    own = own_messages(plan, gradients)
+    for slow in ([1, 4, 7, 10], [3, 6, 9, 12]):  # one child of every parent
+        total = tree_sum(plan, own, came=dict.fromkeys(slow, 1))
+        np.testing.assert_allclose(total, gradients.sum(0), atol=1e-9)
+    total = tree_sum(plan, own, came={1: 1, 2: 1})
+    assert np.abs(total - gradients.sum(0)).max() > 1e-2
+
+
+@each_plan
+@pytest.mark.parametrize("batch", [1, 7, 40])
+def test_stages(plan, batch):
+    """After the first p + 1 of P equal runs of chunks a rank has all of part p."""
+    for rank in range(plan.size):
+        indices, weights = assignment(plan, rank, batch)
+        if not plan.encoded:
+            continue
+        parts = plan.parts_above[rank]
+        chunks = len(weights)
+        assert chunks % parts == 0
+        held = weights.reshape(chunks, -1, parts, plan.slices_above[rank])
+        for part in range(parts):
+            later = held[(part + 1) * chunks // parts :, :, part]
+            assert not later.any()
+        own, coefficients = shares(plan, rank, batch)
+        np.testing.assert_allclose(
+            held.sum((0, 1)), coefficients.sum(0), atol=1e-9 * plan.amplification
+        )
+        assert set(own) <= set(indices)
+
+
+@each_plan
+def test_cells(plan):
+    """They cover the batch once, and say what `shares` says of a batch that divides."""
+    sizes = cells.sizes(plan)
+    assert sizes.min() > 0 and sizes.sum() == pytest.approx(1)
+    batch = 20_160
+    ends = np.cumsum(sizes)
+    for rank in range(plan.size):
+        indices, coefficients = shares(plan, rank, batch)
+        dense = np.zeros((batch, *coefficients.shape[1:]))
+        dense[indices] = coefficients
+        cell = np.searchsorted(ends, (np.arange(batch) + 0.5) / batch)
+        expected = cells.coefficients(plan, rank)[np.minimum(cell, len(sizes) - 1)]
+        # whole examples are not cut
+        wrong = (np.abs(dense - expected) > 1e-12).any(axis=(1, 2)).mean()
+        assert wrong <= 2 * plan.size * len(sizes) / batch
+
+
+@each_plan
+def test_probes(plan):
+    """Their sum is exact where all are there; without some ranks it tells the
+    coefficients of the least-squares sum."""
+    own = [
+        cells.probe(plan, rank).reshape(plan.parts_above[rank], -1)
+        for rank in range(plan.size)
+    ]
+    exact, weights = cells.deviation(plan)
+    assert weights.sum() == pytest.approx(plan.padding_multiple)
+    np.testing.assert_allclose(tree_sum(plan, own), exact, atol=1e-9)
+    lost = {plan.coded_children(plan.root)[0], plan.coded_children(plan.root)[1]}
+    found = tree_sum(plan, own, lost)
+    assert np.sqrt((weights * (found - exact) ** 2).sum()) > 1e-3
+
+
+speeds = st.lists(st.integers(1, 9), min_size=5, max_size=14)
+
+
+@bounded
+@given(speeds=speeds, stragglers=st.integers(0, 2), slices=st.integers(1, 2))
+def test_loads_follow_speeds(speeds, stragglers, slices):
+    """In proportion wherever a child does not have to hold more than its parent's whole
+    set, and never more than in proportion."""
+    plan = make_plan(len(speeds), speeds=speeds, stragglers=stragglers, slices=slices)
+    batch = 50_000
+    own = loads(plan, batch)
+    fastest = max(speeds)
+    per_speed = [load / (speed / fastest) for load, speed in zip(own[1:], speeds[1:])]
+    most = float(plan.load) * batch
+    assert max(per_speed) <= most * 1.01 + 20
+    bites = any(
+        plan.capacities[child] > coding.capacity
+        for rank, coding in enumerate(plan.codings)
+        if coding
+        for child in plan.tree.children[rank]
+    )
+    fits = all(
+        coding is None or coding.code.name in ("random_generator", "uncoded")
+        for coding in plan.codings
+    )
+    if fits and not bites:
+        assert min(per_speed) >= most * 0.99 - 20
+    assert ("times the whole set of its parent" in plan.describe()) == (
+        bites and len(set(speeds)) > 1
+    )
+
+
+def test_speeds_are_ratios():
+    plan = make_plan(7, speeds=[2.0, 4, 4, 4, 4, 4, 4])
+    assert plan == make_plan(7, speeds=[1, 2, 2, 2, 2, 2, 2])
+    assert plan.from_json(plan.to_json()) == plan
+    assert make_plan(7, speeds=[3] * 7) == make_plan(7)
+    for wrong, message in [
+        ([1, 1], "speeds has 2 entries for 3 ranks"),
+        ([1, 0, 1], "positive and finite, got 0 for rank 1"),
+        ([1, 1e9, 1], "at least 1/1000 of the fastest"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_plan(3, speeds=wrong)
+
+
+def test_codes_by_name():
+    plan = make_plan(13, fanout=3, code="bernoulli(load=2)")
+    assert plan.approximate and "bernoulli" in plan.describe()
+    assert plan.from_json(plan.to_json()) == plan
+    mixed = PLANS["one for each parent"]
+    assert mixed.from_json(mixed.to_json()) == mixed
+    assert [it.code.name for it in mixed.codings if it] == [
+        *("gaussian_mds", "adaptive", "single_parity_check", "random_generator")
+    ]
+    for wrong, message in [
+        ("bernoulli(3)", "code must be 'auto' or one of"),
+        ("bernoulli(weight=2)", "has no argument 'weight'; it has n, stragglers, load"),
+        ("hamming(r=3)", "rank .* with its 3 children"),
+        ("os.system('true')", "code must be"),
+        ("bernoulli(load=__import__('os'))", "load is not a Python literal"),
+        ({99: "auto"}, "code names rank 99, but there are 13 ranks"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_plan(13, fanout=3, code=wrong)
