@@ -781,6 +781,7 @@ def too_many(plan, rng, *, for_good=False):
     code = plan.codings[plan.root].code
     children, missing = plan.coded_children(plan.root), []
     enough = min(code.n - code.stragglers, len(set(code.classes)))
+    enough = 1 if code.parts > 1 else enough  # it asks the code of every set
 
     def suffices():
         answered = [child not in missing for child in children]
