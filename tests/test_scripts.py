@@ -88,6 +88,16 @@ def test_stragglers_benchmark(tmp_path):
     assert 0 < rows["4,000 B, memory while nobody is late"]
 
 
+def test_codes_benchmark(tmp_path):
+    command = [sys.executable, "benchmarks/codes.py", "--smoke", "--out", tmp_path]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
+    with (tmp_path / "codes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 18
+    for row in rows:
+        assert row["decode n=16"].endswith((" ms", "refused"))
+
+
 def test_kernels_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/kernels.py", "--smoke", "--out", tmp_path]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)

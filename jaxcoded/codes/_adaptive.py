@@ -6,6 +6,8 @@ from jaxcoded.codes._gradient_code import GradientCode
 from jaxcoded.codes._load import checked
 from jaxcoded.codes._redraw import least_amplified
 
+MAX_ROWS = 512
+
 
 def adaptive(
     n: int, stragglers: int, slices: int = 1, *, seed: int = 0
@@ -30,7 +32,8 @@ def adaptive(
         ``L = lcm(m, …, s+m)``: parts are ``1/L`` as long as the gradient.
 
     Raises:
-        ValueError: ``s + m > n``, or no draw decodes in float64.
+        ValueError: ``s + m > n``, more than 512 messages in all (they would take
+            seconds to check), or no draw decodes in float64.
 
     Example:
         >>> from jaxcoded import codes
@@ -43,6 +46,12 @@ def adaptive(
     n, s, m, d = checked(n, stragglers, slices, None)
     L = math.lcm(*range(m, d + 1))
     parts = L // m
+    if n * parts > MAX_ROWS:
+        raise ValueError(
+            f"adaptive with n = {n}, stragglers = {s}, slices = {m} has {n * parts} "
+            f"messages of {parts} parts, more than {MAX_ROWS}: take a smaller fan-out or "
+            "fewer stragglers"
+        )
     ends = [L // (d - missing) for missing in range(s + 1)]  # parts that each δ takes
     held = (np.arange(n)[:, None] - np.arange(d)) % n  # children that hold a partition
 

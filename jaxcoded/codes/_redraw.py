@@ -22,15 +22,17 @@ def usual_amplification(n: int, stragglers: int, slices: int) -> float:
     return n * slices * math.sqrt(choices)
 
 
-def draws(n: int, stragglers: int) -> int:
+def draws(n: int, stragglers: int, parts: int = 1) -> int:
     """How often to draw: 64 times, or as often as takes about a second.
 
-    Judging a draw takes a singular value decomposition of ``B`` and one of an ``s × n``
-    matrix for every straggler pattern.
+    Judging a draw takes a singular value decomposition of ``B`` and one of a matrix
+    with as many columns, and ``s`` rows for each part, for every straggler pattern.
     """
     patterns = min(MAX_SETS, sum(math.comb(n, e) for e in range(stragglers + 1)))
-    work = patterns * stragglers**2 * n + n**3 // 6
-    return min(MAX_DRAWS, max(4, _WORK_OF_A_SECOND // max(1, work)))
+    rows = n * parts
+    work = patterns * (stragglers * parts) ** 2 * rows + rows**3 // 6
+    least = 4 if parts == 1 else 1
+    return min(MAX_DRAWS, max(least, _WORK_OF_A_SECOND // max(1, work)))
 
 
 def too_large(amplification: float) -> bool:
@@ -99,7 +101,7 @@ def least_amplified(
     rng = np.random.default_rng([seed, n, stragglers, slices])
     usual = usual_amplification(n, stragglers, slices)
     best: GradientCode | None = None
-    for _ in range(draws(n, stragglers)):
+    for _ in range(draws(n, stragglers, parts)):
         try:
             code = GradientCode(draw(rng), stragglers, name, parts)
         except (ValueError, np.linalg.LinAlgError):
@@ -116,7 +118,7 @@ def least_amplified(
         )
         raise ValueError(
             f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices} cannot "
-            f"be decoded in float64: {reached} after {draws(n, stragglers)} draws; take "
+            f"be decoded in float64: {reached} after {draws(n, stragglers, parts)} draws; take "
             "fewer stragglers, fewer slices, a smaller fan-out or fractional repetition"
         )
     if parts == 1 and best.amplification > 10 * usual:
