@@ -19,10 +19,7 @@ HEADER = [
     "spare",
     "message",
 ]
-LEGEND = (
-    "load and spare: parts of the batch per rank; message: part of a gradient that a "
-    "rank sends up"
-)
+LEGEND = "load and spare: parts of the batch per rank; message: gradients that a rank sends up"
 
 
 def describe(plan: "Plan") -> str:
@@ -37,6 +34,8 @@ def describe(plan: "Plan") -> str:
             f"{plan.size} ranks: root {plan.root} ({with_data} data) and {workers} "
             f"worker{_s(workers)} in {depth} layer{_s(depth)}; "
             f"any {plan.stragglers} of a parent's children may be missing"
+            + ", the sum is then approximate"
+            * plan.approximate
         ),
         (
             f"load r = {_fraction(plan.load)} of the batch for the busiest rank "
@@ -54,9 +53,6 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
     """One row of the table."""
     ranks = [rank for rank in plan.tree.order if plan.tree.layers[rank] == layer]
     codes = [coding.code for rank in ranks if (coding := plan.codings[rank])]
-    own = [
-        plan.given[rank] * plan.speed(rank) / plan.capacities[rank] for rank in ranks
-    ]
     spare = [plan.capacities[rank] - plan.given[rank] for rank in ranks]
     return [
         str(layer),
@@ -66,12 +62,13 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
         _span(code.stragglers for code in codes),
         _span((code.stragglers / code.n for code in codes), "{:.2f}".format),
         _span((code.amplification for code in codes), "{:.3g}".format),
+        _span(map(plan.load_of, ranks), _fraction),
+        _span((part / plan.capacities[plan.root] for part in spare), _fraction),
         _span(
-            (part * plan.load for part in own),
-            _fraction,
+            Fraction(plan.parts_above[r], plan.slices_above[r])
+            for r in ranks
+            if r != plan.root
         ),
-        _span((part * plan.load for part in spare), _fraction),
-        _span(Fraction(1, plan.slices_above[r]) for r in ranks if r != plan.root),
     ]
 
 

@@ -298,12 +298,19 @@ class Plan:
 
     @property
     def load(self) -> Fraction:
-        """``r``: the part of the batch that the fastest rank computes, ``1 / c(root)``.
+        """``r``: the largest part of the batch that a rank computes.
 
-        ``1 / Σ_l (n/(s+m))^l`` on an (n, L)-regular tree (CodedReduce, for
-        ``m = 1``).
+        ``1 / c(root)`` where all ranks are equally fast, so ``1 / Σ_l (n/(s+m))^l`` on
+        an (n, L)-regular tree (CodedReduce, for ``m = 1``).
         """
-        return 1 / self.capacities[self.root]
+        if not self.speeds:
+            return 1 / self.capacities[self.root]
+        return max(self.load_of(rank) for rank in range(self.size))
+
+    def load_of(self, rank: int) -> Fraction:
+        """The part of the batch that a rank computes, before rounding to examples."""
+        kept = self.given[rank] * self.speed(rank) / self.capacities[rank]
+        return kept / self.capacities[self.root]
 
     @functools.cached_property
     def amplification(self) -> float:
