@@ -272,12 +272,12 @@ def summed(
 def begin(
     name: str,
     part: Encoded,
+    number: int,
     group: CodedGroup,
     *,
     residual: bool = False,
     skipped: jax.Array | None = None,
     token: jax.Array | None = None,
-    number: int = 0,
 ) -> jax.Array | None:
     """Send one part of this rank's message, ahead of the call of `summed` that ends the
     round. The parts but the last, in order.
@@ -289,7 +289,7 @@ def begin(
     trip = summing(name, packing, group, residual=residual, token=token)
     if residual:
         vectors = (*vectors, _probe(group, True, number))
-    return group.transport.begin(trip, vectors, skipped=skipped, token=token)
+    return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
 
 
 def _probe(group: CodedGroup, begun: bool, number: int = -1) -> jax.Array:

@@ -103,11 +103,11 @@ def coded_value_and_grad(
                     token = begin(
                         _NAME,
                         part,
+                        number,
                         group,
                         residual=residual,
                         skipped=behind,
                         token=token,
-                        number=number,
                     )
                     lag, token = group.transport.lag(token)
                     return (lag > 0).astype(jnp.int32)

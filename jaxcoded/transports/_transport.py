@@ -64,6 +64,7 @@ class Transport(abc.ABC):
         self,
         trip: Trip,
         vectors: Sequence[jax.Array],
+        number: int,
         *,
         skipped: jax.Array | None = None,
         token: jax.Array | None = None,
@@ -74,6 +75,7 @@ class Transport(abc.ABC):
         Args:
             trip: of the round.
             vectors: ``(length / parts,)``, the next part of each of them.
+            number: of that part, from 0.
             skipped, token: as for `carry`. What is skipped later is not sent.
 
         Returns:

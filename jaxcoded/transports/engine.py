@@ -162,6 +162,7 @@ class Engine(Transport):
         self,
         trip: Trip,
         vectors: Sequence[jax.Array],
+        number: int,
         *,
         skipped: jax.Array | None = None,
         token: jax.Array | None = None,
@@ -176,6 +177,7 @@ class Engine(Transport):
             words=trip.words,
             fingerprint=_fingerprint(trip.words),
             parts=self._plan.parts_above[self._rank],
+            number=number,
             slices=self._plan.slices_above[self._rank],
             skips=len(extras),
         )[1]

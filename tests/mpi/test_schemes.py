@@ -234,6 +234,43 @@ def test_what_a_slow_rank_has_finished_counts(comm, transport):
     talk.Free()
 
 
+@engine_only
+@pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
+def test_a_call_that_breaks_off_between_its_parts(comm, transport):
+    """The rank counts as missing in the round that it began, and takes its result when
+    it tries again."""
+    with jaxcoded.CodedGroup(
+        comm, fanout=SIZE - 1, code="progressive", transport=transport
+    ) as group:
+        calls = []
+
+        def fail(x):
+            calls.append(len(x))
+            if len(calls) == 2:
+                raise ValueError("injected between the parts")
+            return np.asarray(x)
+
+        def loss(w, x):
+            if comm.rank == 1:
+                like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+                x = jax.pure_callback(fail, like, x)
+            return x @ w
+
+        xs = np.random.default_rng(0).normal(size=(4, 4 * (SIZE - 1), 3))
+        indices, weights = group.assignment(xs.shape[1])
+        step = jax.jit(jaxcoded.coded_value_and_grad(loss, group))
+        if comm.rank == 1:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
+                jax.block_until_ready(step(np.ones(3), xs[0][indices], weights))
+            jaxcoded.settle()
+            comm.Barrier()
+        else:  # the round is open until this rank has failed
+            comm.Barrier()
+        for x in xs:
+            _, grads = jax.block_until_ready(step(np.ones(3), x[indices], weights))
+            np.testing.assert_allclose(grads, x.sum(0), atol=1e-9)
+
+
 def test_unequal_speeds(comm, transport):
     """Loads follow the speeds, and the sum is exact."""
     if SIZE < 4:

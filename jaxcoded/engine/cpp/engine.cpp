@@ -21,6 +21,9 @@ constexpr double idle_seconds = 0.25;
 // For the last messages of a group to leave.
 constexpr double flush_seconds = 0.2;
 
+constexpr const char* two_threads =
+    "two threads called collectives of one group at the same time";
+
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -121,15 +124,15 @@ Result Engine::run(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   Node& node = *its.node;
-  if (request.begun != !its.begun.empty() ||
-      (node.outcome() == Outcome::pending && !request.begun)) {
-    return {Outcome::failed, its.begun.empty()
-                                 ? "two threads called collectives of one group at the same time"
-                                 : "a call of a collective came between the parts of another one"};
+  const bool broken_off = !its.begun.empty() && !request.begun;
+  if (node.outcome() == Outcome::pending && its.begun.empty()) {
+    return {Outcome::failed, two_threads};
   }
   if (request.begun) {
     if (!request.skipped) node.extend(request.own);
     node.complete(std::move(request.out));
+  } else if (broken_off) {
+    node.break_off(call_of(its, request));
   } else {
     node.submit(call_of(its, request));
   }
@@ -149,11 +152,10 @@ std::string Engine::extend(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   Node& node = *its.node;
-  const bool first = its.begun.empty();
-  if (first && node.outcome() == Outcome::pending) {
-    return "two threads called collectives of one group at the same time";
-  }
-  if (first || !request.skipped) {
+  const bool broken_off = !its.begun.empty() && !request.begun;
+  if (node.outcome() == Outcome::pending && its.begun.empty()) return two_threads;
+  if (broken_off) its.begun.clear();
+  if (!request.begun || !request.skipped) {
     for (std::size_t i = 0; i < request.own.size(); ++i) {
       const std::byte* vector = request.own[i];
       its.begun.emplace_back(vector, vector + request.message[i].bytes());
@@ -161,12 +163,16 @@ std::string Engine::extend(std::uint64_t index, Request request) {
     }
     // an empty message is one too
     if (its.begun.empty()) its.begun.emplace_back();
-    if (first) {
+    if (request.begun) {
+      node.extend(request.own);
+    } else {
       Call call = call_of(its, request);
       call.complete = false;
-      node.submit(std::move(call));
-    } else {
-      node.extend(request.own);
+      if (broken_off) {
+        node.break_off(std::move(call));
+      } else {
+        node.submit(std::move(call));
+      }
     }
   }
   while (node.outcome() == Outcome::pending && node.advance()) {

@@ -43,7 +43,7 @@ struct Request {
   std::vector<const std::byte*> own;
   std::vector<std::byte*> out;
   std::vector<bool> erased;  // ranks left out; empty: none
-  bool begun = false;        // parts of it were here before; these are the last
+  bool begun = false;        // parts of it were here before
 };
 
 struct Result {

@@ -138,6 +138,14 @@ void Node::complete(std::vector<std::byte*> out) {
   if (const Entry* entry = history_.find(next_)) hand_over(*entry);
 }
 
+void Node::break_off(Call call) {
+  if (calling()) {
+    withdraw(Object::What::message, next_ + 1);
+    call.skipped = true;  // whoever fetched a part of the first one must not mix them
+  }
+  submit(std::move(call));
+}
+
 void Node::finish(Outcome outcome, std::string error) {
   withdraw(Object::What::message, next_ + 1);
   if (outcome == Outcome::done && !call_.down && !root()) {

@@ -100,6 +100,9 @@ class Node {
   void extend(const std::vector<const std::byte*>& own);
   // No more of them, and where the result goes.
   void complete(std::vector<std::byte*> out);
+  // What came of a call that was not complete is not to be used. Another one takes its place, in
+  // the same round.
+  void break_off(Call call);
   Outcome outcome() const { return outcome_; }
   const std::string& error() const { return error_; }
 

@@ -95,13 +95,14 @@ ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::
 // One part of the vectors of a round, ahead of the round itself.
 ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
                      std::string_view words, std::int64_t fingerprint, std::int64_t parts,
-                     std::int64_t slices, std::int64_t skips) {
+                     std::int64_t number, std::int64_t slices, std::int64_t skips) {
   std::size_t next = 0;
   const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
   pass_on(operand(), **results.get<ffi::AnyBuffer>(0));
   Request request;
   request.words = words;
   request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  request.begun = number != 0;
   if (skips) request.skipped = *static_cast<const std::int32_t*>(operand().untyped_data()) != 0;
   std::vector<ffi::AnyBuffer> vectors;
   while (next < args.size()) vectors.push_back(operand());
@@ -159,6 +160,7 @@ XLA_FFI_DEFINE_HANDLER(part_handler_impl, part_impl,
                            .Attr<std::string_view>("words")
                            .Attr<std::int64_t>("fingerprint")
                            .Attr<std::int64_t>("parts")
+                           .Attr<std::int64_t>("number")
                            .Attr<std::int64_t>("slices")
                            .Attr<std::int64_t>("skips"));
 
