@@ -63,9 +63,20 @@ def settings(limit):
 
 
 def run(
-    directory, ranks, program, *arguments, limit=SMALL_LIMIT, python=MPI4PY, options=()
+    directory,
+    ranks,
+    program,
+    *arguments,
+    limit=SMALL_LIMIT,
+    python=MPI4PY,
+    options=(),
+    leavers=None,
 ):
-    """Run a program of tests/faults. Fails if it hangs or crashes."""
+    """Run a program of tests/faults. Fails if it hangs or crashes.
+
+    Args:
+        leavers: the job need not end if so many ranks have left the program.
+    """
     start = time.monotonic()
     job = subprocess.run(
         [
@@ -81,7 +92,8 @@ def run(
         cwd=ROOT,
     )
     seconds = time.monotonic() - start
-    if job.returncode == 124:
+    left = job.stderr.count(": leaves the program")
+    if job.returncode == 124 and left != leavers:
         raise AssertionError(f"{program} hangs; {whereabouts(directory, job.stderr)}")
     for words in ("Process received signal", "Fatal Python error"):
         assert words not in job.stderr, whereabouts(directory, job.stderr)
@@ -253,7 +265,16 @@ def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim):
     if not re.search(r"Open MPI\S* [5-9]\.", version):
         pytest.skip(f"the option is one of Open MPI 5, not of {version[:60]!r}")
     options = ("--with-ft", "ulfm")
-    job = run(tmp_path, 5, "leaving.py", "killed", str(victim), options=options)
+    # Once in a while MPI_Finalize of Open MPI 5.0 never ends where a rank has died.
+    job = run(
+        tmp_path,
+        5,
+        "leaving.py",
+        *("killed", str(victim)),
+        limit=30,
+        options=options,
+        leavers=4,
+    )
     assert set(job.reports) == set(range(5)) - {victim}
     job.of_all("digest")
     assert f"without ranks [{victim}]" in " ".join(job.reports[0]["close_warnings"])

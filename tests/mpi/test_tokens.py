@@ -168,14 +168,14 @@ def test_what_is_no_token(group, own, token, got):
 def test_transformations_that_take_no_token(group, own):
     token = jnp.int32(0)
     total = lambda x: coded_allreduce(x, group, token=token)[0].sum()
-    differentiated = "with a token cannot be differentiated: leave the token out"
+    differentiated = "a call with a token cannot be differentiated; leave the token out"
     with pytest.raises(NotImplementedError, match=differentiated):
         jax.grad(total)(own)
     with pytest.raises(NotImplementedError, match=differentiated):
         jax.jit(lambda x: jax.jvp(total, (x,), (x,)))(own)
     with pytest.raises(NotImplementedError, match=differentiated):
         jax.linear_transpose(total, own)(1.0)
-    batched = "with a token cannot be batched by vmap: leave the token out"
+    batched = "a call with a token cannot be batched by vmap; leave the token out"
     with pytest.raises(NotImplementedError, match=batched):
         jax.vmap(total)(jnp.stack([own, own]))
     with pytest.raises(NotImplementedError, match=batched):
