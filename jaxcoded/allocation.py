@@ -13,7 +13,10 @@ from jaxcoded.plan import Plan
 def loads(plan: Plan, batch_size: int) -> np.ndarray:
     """Number of distinct examples that each rank computes, int64 ``(size,)``.
 
-    No rank exceeds ``⌈load · batch_size⌉`` by more than the depth of the tree.
+    No rank exceeds ``⌈load · batch_size⌉`` by more than the depth of the tree, where the
+    partitions of a child lie side by side on a circle (all but block designs, expanders
+    and the random approximate codes; there by less than one example for each of the
+    partitions that it holds).
 
     Args:
         plan: the plan.

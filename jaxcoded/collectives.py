@@ -15,6 +15,7 @@ from jaxcoded.group import CodedGroup, check_open, find
 from jaxcoded.kernels import Encoded, accumulator, divided
 from jaxcoded.packing import Packing, pack, unpack
 from jaxcoded.transports import Trip
+from jaxcoded.transports._transport import BATCHED
 
 # float16 and bfloat16 round every message; beyond this share of the sum the user is
 # told.
@@ -76,7 +77,7 @@ class _TreeRound(rounds.Carrier):
         batch = vectors[0].shape[:-1] if vectors else ()
         trip = self.trip
         if batch:
-            words = f"{trip.words}, batched {list(batch)}"
+            words = f"{trip.words}{BATCHED}{list(batch)}"
             trip = dataclasses.replace(trip, words=words)
         return find(self.index).transport.carry(
             trip,
@@ -123,7 +124,8 @@ def coded_allreduce(
             coefficients for the others come from its code in float64. Ranks that are
             late need not be named here: the engine goes on without them.
         skip: whether this rank has nothing to contribute, as one that is late
-            (`CodedGroup.lag`) and leaves out its work; may be traced. ``tree`` then
+            (`CodedGroup.lag`) and leaves out its work; may be traced. Never true at the
+            root, which is never late. ``tree`` then
             gives the shapes alone, and this rank counts as a straggler: its zeros
             never enter a sum. With the engine only.
         residual: return how far the sum is from the exact one, too: ``‖c − 1‖₂ /
@@ -137,8 +139,8 @@ def coded_allreduce(
 
     Returns:
         A pytree like ``tree``, or like the gradient that was encoded. With a
-        ``residual`` and a ``token`` a tuple of it, the residual (a float32 number, the
-        same on all ranks) and the token for the next call.
+        ``residual`` and a ``token`` a tuple of it, the residual (a float32 number, or float64
+        where the tree has float64, the same on all ranks) and the token for the next call.
 
     Raises:
         TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
@@ -243,7 +245,7 @@ def summed(
             name, packing, group, divisor, down=down, residual=residual, token=token
         )
         if residual:
-            vectors = (*vectors, _probe(group, begun))
+            vectors = (*vectors, _probe(group, vectors, -1 if begun else None))
         extras = [] if skipped is None else [skipped]
         if erasures is not None:
             extras.append(jnp.asarray(checked_erasures(erasures, group.size)))
@@ -288,22 +290,26 @@ def begin(
     vectors, packing = _message(name, part, group, begun=True)
     trip = summing(name, packing, group, residual=residual, token=token)
     if residual:
-        vectors = (*vectors, _probe(group, True, number))
+        vectors = (*vectors, _probe(group, vectors, number))
     return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
 
 
-def _probe(group: CodedGroup, begun: bool, number: int = -1) -> jax.Array:
-    """What finds out the coefficients of the sum; of one part only if ``begun``."""
-    probe = cells.probe(group.plan, group.rank).astype(np.float32)
-    if begun:
+def _probe(
+    group: CodedGroup, vectors: Sequence[jax.Array], number: int | None
+) -> jax.Array:
+    """What finds out the coefficients of the sum, as exactly as these vectors are; of
+    one part only if there is a ``number``."""
+    probe = cells.probe(group.plan, group.rank)
+    if number is not None:
         probe = probe.reshape(group.plan.parts_above[group.rank], -1)[number]
-    return jnp.asarray(probe)
+    dtype = np.result_type(np.float32, *(accumulator(v.dtype) for v in vectors))
+    return jnp.asarray(probe, dtype)
 
 
 def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
     exact, weights = cells.deviation(group.plan)
-    wrong = found - exact.astype(np.float32)
-    return jnp.sqrt(jnp.sum(weights.astype(np.float32) * wrong**2, axis=-1))
+    wrong = found - exact.astype(found.dtype)
+    return jnp.sqrt(jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1))
 
 
 def summing(

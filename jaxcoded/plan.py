@@ -70,7 +70,9 @@ class Plan:
             value = _require.integer(name, getattr(self, name), least)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "code", _checked_code(self.code, tree))
-        object.__setattr__(self, "speeds", _checked_speeds(self.speeds, tree.size))
+        idle = tree.root if tree.size > 1 and self.root_computes is False else None
+        speeds = _checked_speeds(self.speeds, tree.size, idle)
+        object.__setattr__(self, "speeds", speeds)
         if not isinstance(self.root_computes, bool):
             raise TypeError(
                 f"root_computes must be True or False, got {self.root_computes!r}"
@@ -520,8 +522,11 @@ def _checked_code(code: str | Sequence[str], tree: Tree) -> str | tuple[str, ...
     return used.pop() if len(used) == 1 else tuple(inner)
 
 
-def _checked_speeds(speeds: Sequence[Any], size: int) -> tuple[Fraction, ...]:
-    """Relative to the fastest; empty where all are equal."""
+def _checked_speeds(
+    speeds: Sequence[Any], size: int, idle: int | None
+) -> tuple[Fraction, ...]:
+    """Relative to the fastest; empty where all are equal. That of a rank that computes
+    nothing does not count."""
     if not len(speeds):
         return ()
     if len(speeds) != size:
@@ -531,6 +536,9 @@ def _checked_speeds(speeds: Sequence[Any], size: int) -> tuple[Fraction, ...]:
             raise ValueError(
                 f"speeds must be positive and finite, got {speed} for rank {rank}"
             )
+    speeds = list(speeds)
+    if idle is not None:
+        speeds[idle] = max(speed for rank, speed in enumerate(speeds) if rank != idle)
     fastest = Fraction(max(speeds))
     out = tuple(
         Fraction(round(Fraction(speed) / fastest * 1000), 1000) for speed in speeds
@@ -548,6 +556,11 @@ def _needed(
     code: str | Mapping[int, str] | Sequence[str], stragglers: int, slices: int
 ) -> int:
     """The number of children that a parent needs, with the least of these codes."""
+    if not isinstance(code, str | Mapping | Sequence):
+        raise TypeError(
+            "code must be a text, a mapping of ranks to texts, or one text for each "
+            f"layer, got {code!r}"
+        )
     texts = (
         [code]
         if isinstance(code, str)

@@ -69,8 +69,17 @@ def named(
             f"code={text!r}: {name} has no argument {min(unknown)!r}; it has "
             f"{', '.join(parameters)}"
         )
+    for name_ in ("n", "stragglers", "slices", "seed"):
+        if name_ in given:
+            raise ValueError(
+                f"code={text!r}: {name_} is the same for all codes of a plan; give it "
+                "to the plan or the group"
+            )
     common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
-    code = constructor(**{k: common[k] for k in common if k in parameters} | given)
+    try:
+        code = constructor(**{k: common[k] for k in common if k in parameters} | given)
+    except TypeError as error:
+        raise ValueError(f"code={text!r}: {error}") from None
     if code.m not in (slices, slices * code.parts):
         raise ValueError(
             f"code={text!r} has {code.m} slice{'s' * (code.m > 1)}, not {slices}: pass "
@@ -96,19 +105,23 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: it has none, or not in this form.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"code must be a text, got {text!r}")  # noqa: TRY004
     wanted = f"code must be 'auto' or one of {', '.join(NAMES)}"
     try:
         node = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, AttributeError):
+    except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
         raise ValueError(f"{wanted}; got {text!r}") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.func.id not in NAMES or call.args:
         raise ValueError(f"{wanted}; got {text!r}")
     arguments = {}
     for keyword in call.keywords:
+        if keyword.arg in arguments:
+            raise ValueError(f"code={text!r} gives {keyword.arg} twice")
         try:
             arguments[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError, MemoryError, RecursionError):
             raise ValueError(
                 f"code={text!r}: {keyword.arg} is not a Python literal"
             ) from None

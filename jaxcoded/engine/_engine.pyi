@@ -18,6 +18,7 @@ class Decoder:
         slices: int,
         parts: int,
         enough: int,
+        pinned: bool,
         classes: list[int],
         decode: Callable[[list[bool]], list[float]],
     ) -> None: ...

@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+# In the words of a round that carries several payloads, before the list of their numbers.
+BATCHED = ", batched "
+
 
 @dataclasses.dataclass(frozen=True)
 class Trip:

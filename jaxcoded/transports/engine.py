@@ -7,6 +7,7 @@ opened for a group, and its calls become JAX primitives.
 import atexit
 import functools
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -18,12 +19,13 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
-from jax.interpreters import mlir, xla
+from jax.interpreters import batching, mlir, xla
 from mpi4py import MPI
 
 from jaxcoded import errors, rounds
 from jaxcoded.plan import Plan
 from jaxcoded.transports import _exit
+from jaxcoded.transports._transport import BATCHED as _BATCHED
 from jaxcoded.transports._transport import Transport, Trip
 
 _why_missing = ""
@@ -320,7 +322,7 @@ def _family(plan: Plan, rank: int) -> Any:
 def _decoder(plan: Plan, rank: int) -> Any:
     coding = plan.codings[rank]
     if coding is None:
-        return _engine.Decoder(1, 1, 0, [], lambda answered: [])
+        return _engine.Decoder(1, 1, 0, False, [], lambda answered: [])
     code = coding.code
 
     def decode(answered: list[bool]) -> list[float]:
@@ -333,7 +335,9 @@ def _decoder(plan: Plan, rank: int) -> Any:
     classes = range(len(code.B)) if code.approximate else code.classes
     # any n - s do, and of replicas one of each class; of parts fewer may
     enough = 1 if code.parts > 1 else min(code.n - code.stragglers, len(set(classes)))
-    return _engine.Decoder(code.m, code.parts, enough, list(classes), decode)
+    return _engine.Decoder(
+        code.m, code.parts, enough, code.approximate, list(classes), decode
+    )
 
 
 def _refusal(plan: Plan) -> Callable[[list[bool]], str]:
@@ -459,3 +463,44 @@ def _lowering(
 
 
 mlir.register_lowering(call_p, _lowering, platform="cpu")
+
+
+def _batch(
+    operands: Sequence[Any],
+    axes: Sequence[Any],
+    *,
+    target: str,
+    results: Any,
+    tokened: bool,
+    attributes: Any,
+) -> tuple[Any, Any]:
+    """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
+    own axis, the outermost batch first."""
+    assert target == "jaxcoded_part"
+    if tokened:
+        raise NotImplementedError("a call with a token cannot be batched by vmap")
+    values = dict(attributes)
+    size = next(
+        operand.shape[axis] for operand, axis in zip(operands, axes) if axis is not None
+    )
+    skips = values["skips"]
+    vectors = [
+        jnp.moveaxis(batching.bdim_at_front(vector, axis, size), 0, 1)
+        for vector, axis in zip(operands[skips:], axes[skips:])
+    ]
+    words, _, inner = values["words"].partition(_BATCHED)
+    batch = [size, *json.loads(inner or "[]")]
+    values["words"] = f"{words}{_BATCHED}{batch}"
+    values["fingerprint"] = _fingerprint(values["words"])
+    out = call_p.bind(
+        *operands[:skips],
+        *vectors,
+        target=target,
+        results=results,
+        tokened=tokened,
+        attributes=tuple(values.items()),
+    )
+    return out, []
+
+
+batching.primitive_batchers[call_p] = _batch

@@ -22,19 +22,22 @@ class Decoder {
   // suffice.
   using Code = std::function<std::vector<double>(const std::vector<bool>&)>;
 
-  // `enough`: so many messages suffice, and fewer are not worth asking the code. `classes`: rows of
-  // one class are the same message up to a factor, so that one of them will do.
-  Decoder(std::size_t slices, std::size_t parts, std::size_t enough, std::vector<int> classes,
-          Code code)
+  // `enough`: so many messages suffice, and fewer are not worth asking the code. `pinned`: all of a
+  // sum must come from the same messages, as it is approximate. `classes`: rows of one class are the
+  // same message up to a factor, so that one of them will do.
+  Decoder(std::size_t slices, std::size_t parts, std::size_t enough, bool pinned,
+          std::vector<int> classes, Code code)
       : slices_(slices),
         parts_(parts),
         enough_(enough),
+        pinned_(pinned),
         classes_(std::move(classes)),
         code_(std::move(code)) {}
 
   std::size_t slices() const { return slices_; }
   std::size_t parts() const { return parts_; }
   std::size_t enough() const { return enough_; }
+  bool pinned() const { return pinned_; }
   std::size_t rows() const { return classes_.size(); }
 
   // Null if the messages that came do not suffice. `possible`: those that may come at all.
@@ -89,6 +92,7 @@ class Decoder {
   std::size_t slices_;
   std::size_t parts_;
   std::size_t enough_;
+  bool pinned_;
   std::vector<int> classes_;
   Code code_;
   std::map<std::vector<bool>, std::shared_ptr<const Decoding>> known_;

@@ -54,9 +54,9 @@ std::function<Out(In...)> with_gil(nb::callable function, Out otherwise) {
   };
 }
 
-Decoder decoder_of(std::size_t slices, std::size_t parts, std::size_t enough,
+Decoder decoder_of(std::size_t slices, std::size_t parts, std::size_t enough, bool pinned,
                    std::vector<int> classes, nb::callable decode) {
-  return Decoder(slices, parts, enough, std::move(classes),
+  return Decoder(slices, parts, enough, pinned, std::move(classes),
                  with_gil<std::vector<double>, const std::vector<bool>&>(std::move(decode), {}));
 }
 
@@ -217,9 +217,9 @@ NB_MODULE(_engine, module) {
            });
   nb::class_<Decoder>(module, "Decoder")
       .def("__init__", [](Decoder* self, std::size_t slices, std::size_t parts, std::size_t enough,
-                          std::vector<int> classes, nb::callable decode) {
-        new (self)
-            Decoder(decoder_of(slices, parts, enough, std::move(classes), std::move(decode)));
+                          bool pinned, std::vector<int> classes, nb::callable decode) {
+        new (self) Decoder(
+            decoder_of(slices, parts, enough, pinned, std::move(classes), std::move(decode)));
       });
   nb::class_<Limits>(module, "Limits")
       .def(nb::init<>())

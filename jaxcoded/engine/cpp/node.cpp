@@ -90,6 +90,10 @@ void Node::submit(Call call) {
   decoded_elements_.assign(call_.message.size(), 0);
 
   if (root()) {
+    if (call_.skipped && call_.up) {
+      return decide_error("TooManyErasures: rank " + std::to_string(family_.rank) +
+                          " is the root, the one rank that cannot skip a round");
+    }
     const std::string& reason = pending_error_.empty() ? call_.refusal : pending_error_;
     if (!reason.empty()) return decide_error(std::string(reason));
     Entry& entry = history_.add(
@@ -98,6 +102,14 @@ void Node::submit(Call call) {
          .layout = call_.down ? Layout(call_.total, limits_.piece_bytes) : Layout()});
     if (call_.down) place(entry);
     sum_at_ = call_.down ? entry.at : call_.out;
+    if (decoder_.pinned() && call_.up && !call_.down) {
+      own_copy_ = pool_.take(outgoing_.bytes());
+      for (std::size_t s = 0; s < call_.own.size(); ++s) {
+        std::byte* copy = own_copy_.data() + outgoing_.start(s);
+        if (call_.message[s].bytes()) std::memcpy(copy, call_.own[s], call_.message[s].bytes());
+        call_.own[s] = copy;
+      }
+    }
     if (!call_.up) {
       for (std::size_t s = 0; s < call_.own.size(); ++s) {
         std::memcpy(sum_at_[s], call_.own[s], call_.message[s].bytes());
@@ -156,6 +168,7 @@ void Node::finish(Outcome outcome, std::string error) {
   outcome_ = outcome;
   error_ = std::move(error);
   sum_ = {};
+  own_copy_ = {};
   for (Child& child : children_) child.slots.clear();
   if (outcome == Outcome::desynchronized) return;
   const double duration = wire_.now() - started_;

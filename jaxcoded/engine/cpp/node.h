@@ -218,6 +218,7 @@ class Node {
   std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const;
   bool usable(std::size_t row, std::uint32_t piece) const;
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
+  void start_again_without(const std::vector<std::size_t>& rows);
   const std::byte* bring(std::size_t row, std::uint32_t piece);
   bool gather();
   void decode(const Decoding& decoding, std::span<const std::byte* const> inputs);
@@ -298,6 +299,7 @@ class Node {
   Layout theirs_;    // all of a child's message
   Layout outgoing_;  // this rank's
   Buffer sum_;
+  Buffer own_copy_;  // where the sum lies in its place and may be formed again
   std::vector<std::byte*> sum_at_;  // by segment
   std::uint32_t decoded_ = 0;       // pieces of `incoming_`
   std::vector<std::uint64_t> decoded_elements_;  // by segment

@@ -52,6 +52,11 @@ bool Node::usable(std::size_t row, std::uint32_t piece) const {
 // The messages to decode a piece from: those in use as long as they come, otherwise the first that
 // sufficed; first parts before others.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
+  if (decoding_ && decoder_.pinned()) {
+    const bool there = std::ranges::all_of(decoding_->rows,
+                                           [&](std::size_t row) { return usable(row, piece); });
+    return there ? decoding_ : nullptr;
+  }
   if (decoding_ && std::ranges::all_of(decoding_->rows, [&](std::size_t row) {
         return usable(row, piece) && !child_of_row(row).stalled;
       })) {
@@ -74,6 +79,17 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   }
   decoding_.reset();
   return nullptr;
+}
+
+// Forget what is summed: it is of messages that no longer come. Nobody has been told of it yet.
+void Node::start_again_without(const std::vector<std::size_t>& rows) {
+  for (std::size_t row : rows) {
+    if (!usable(row, decoded_)) child_of_row(row).stalled = true;
+  }
+  for (Child& child : children_) child.slots.clear();
+  decoding_.reset();
+  decoded_ = 0;
+  std::ranges::fill(decoded_elements_, 0);
 }
 
 // A piece of a child's message, if it is here. Otherwise it is on its way, or the child has
@@ -140,7 +156,7 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(decoded_) ? choose(decoded_) : nullptr;
     if (!decoding) {
-      if (bytes && call_.message.size() > call_.total.size()) announce_sum();  // a part may be
+      if (bytes && !decoder_.pinned() && call_.message.size() > call_.total.size()) announce_sum();  // a part may be
       return false;
     }
     std::vector<const std::byte*> inputs;
@@ -151,6 +167,7 @@ bool Node::gather() {
     if (inputs.size() < decoding->rows.size()) {
       if (std::ranges::any_of(decoding->rows,
                               [&](std::size_t row) { return child_of_row(row).withdrawn; })) {
+        if (decoder_.pinned()) start_again_without(decoding->rows);
         continue;
       }
       return false;
@@ -158,7 +175,8 @@ bool Node::gather() {
     bytes += incoming_[decoded_].bytes;
     decode(*decoding, inputs);
     waiting_since_ = wire_.now();
-    if (bytes >= limits_.announced_bytes || decoded_ == incoming_.size()) {
+    if ((bytes >= limits_.announced_bytes && !decoder_.pinned()) ||
+        decoded_ == incoming_.size()) {
       announce_sum();
       if (!calling()) return false;
       return decoded_ < incoming_.size();
@@ -266,6 +284,21 @@ void Node::watch_for_stalls() {
   const double now = wire_.now();
   if (now - waiting_since_ < std::max(limits_.stall_seconds, waiting_since_ - started_)) return;
   waiting_since_ = now;
+  if (decoder_.pinned()) {
+    std::vector<std::size_t> late;
+    for (std::size_t row : decoding_->rows) {
+      const auto slot = child_of_row(row).slots.find(piece_of_row(row, decoded_));
+      const bool asked = slot != child_of_row(row).slots.end();
+      if (asked ? !slot->second.here : !usable(row, decoded_)) late.push_back(row);
+    }
+    std::vector<bool> others(decoder_.rows());
+    for (std::size_t row = 0; row < others.size(); ++row) {
+      others[row] = usable(row, 0) && std::ranges::find(late, row) == late.end();
+    }
+    if (late.empty() || !decoder_.decode(others, may_offer(0))) return;  // nobody else
+    for (std::size_t row : late) child_of_row(row).stalled = true;
+    return start_again_without({});
+  }
   for (std::size_t row : decoding_->rows) {
     Child& child = child_of_row(row);
     const auto slot = child.slots.find(piece_of_row(row, decoded_));
