@@ -9,6 +9,7 @@ TEST_LIMIT = 300  # seconds for a test in it; one that hangs says where
 
 # On 13 ranks, which take turns on a few cores, only the sums themselves.
 SUMS = ("test_collectives.py", "test_erasures.py", "test_value_and_grad.py")
+SUMS += ("test_schemes.py::test_exact", "test_schemes.py::test_approximate")
 
 
 @pytest.mark.mpi

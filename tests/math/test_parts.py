@@ -213,7 +213,7 @@ def test_loads_follow_speeds(speeds, stragglers, slices):
     plan = make_plan(len(speeds), speeds=speeds, stragglers=stragglers, slices=slices)
     batch = 50_000
     own = loads(plan, batch)
-    fastest = max(speeds)
+    fastest = max(speeds[1:])
     per_speed = [load / (speed / fastest) for load, speed in zip(own[1:], speeds[1:])]
     most = batch / float(plan.capacities[plan.root])
     assert abs(own.max() - float(plan.load) * batch) <= 20
@@ -231,7 +231,7 @@ def test_loads_follow_speeds(speeds, stragglers, slices):
     if fits and not bites:
         assert min(per_speed) >= most * 0.99 - 20
     assert ("times the whole set of its parent" in plan.describe()) == (
-        bites and len(set(speeds)) > 1
+        bites and len(set(speeds[1:])) > 1
     )
 
 
@@ -240,6 +240,9 @@ def test_speeds_are_ratios():
     assert plan == make_plan(7, speeds=[1, 2, 2, 2, 2, 2, 2])
     assert plan.from_json(plan.to_json()) == plan
     assert make_plan(7, speeds=[3] * 7) == make_plan(7)
+    # a root without data does not count
+    assert make_plan(7, speeds=[9, *[3] * 6]) == make_plan(7)
+    assert make_plan(4, speeds=[1, 10, 1, 1]).load == 1
     for wrong, message in [
         ([1, 1], "speeds has 2 entries for 3 ranks"),
         ([1, 0, 1], "positive and finite, got 0 for rank 1"),
@@ -264,6 +267,11 @@ def test_codes_by_name():
         ("hamming(r=3)", "rank .* with its 3 children"),
         ("os.system('true')", "code must be"),
         ("bernoulli(load=__import__('os'))", "load is not a Python literal"),
+        ("bernoulli", "code='bernoulli': .* missing 1 required .*'load'"),
+        ("bernoulli(load=2, load=3)", "gives load twice"),
+        ("cyclic_repetition(n=3)", "n is the same for all codes of a plan"),
+        ("linear(generator={[]: 2})", "generator is not a Python literal"),
+        ("-" * 30_000, "code must be"),
         ({99: "auto"}, "code names rank 99, but there are 13 ranks"),
     ]:
         with pytest.raises(ValueError, match=message):

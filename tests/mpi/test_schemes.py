@@ -285,3 +285,54 @@ def test_unequal_speeds(comm, transport):
         own = contribution(group, gradients)
         total = jax.jit(lambda v: coded_allreduce(jnp.asarray(v), group))(own)
         assert_sum(group, total, gradients)
+
+
+@pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
+def test_vmap_of_parts(comm, transport):
+    """An ensemble of ensembles: one round, its parts one after the other."""
+    with jaxcoded.CodedGroup(
+        comm, fanout=FANOUT[SIZE], code="progressive", transport=transport
+    ) as group:
+        x = np.random.default_rng(0).normal(size=(2 * SIZE, 3))
+        indices, weights = group.assignment(len(x))
+        step = jaxcoded.coded_value_and_grad(lambda w, x: (x @ w) ** 2, group)
+        many = jax.vmap(jax.vmap(step, (0, None, None)), (0, None, None))
+        w = np.random.default_rng(1).normal(size=(2, 4, 3))
+        before = group.rounds
+        _, grads = jax.block_until_ready(jax.jit(many)(w, x[indices], weights))
+        assert group.rounds == before + 1
+        expected = 2 * np.einsum("xi,xj,abi->abj", x, x, w)
+        np.testing.assert_allclose(grads, expected, atol=1e-9)
+
+
+@engine_only
+@pytest.mark.parametrize("computes", [False, True])
+def test_the_root_cannot_skip(comm, transport, computes):
+    with jaxcoded.CodedGroup(
+        comm, stragglers=0, root_computes=computes, transport=transport
+    ) as group:
+        step = jax.jit(lambda x, skip: coded_allreduce(x, group, skip=skip))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="cannot skip a round"):
+            jax.block_until_ready(step(np.ones(2), comm.rank == 0))
+        jaxcoded.settle()
+        comm.Barrier()
+        jax.block_until_ready(step(np.ones(2), False))
+
+
+@pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
+def test_residual_of_a_large_amplification(comm, transport):
+    """As exact as the data."""
+    if SIZE != 4:
+        pytest.skip("one size will do")
+    generator = [[1, 1, 1], [1, 1.00001, 1.00002]]
+    with jaxcoded.CodedGroup(
+        comm, code=f"linear(generator={generator})", slices=2, transport=transport
+    ) as group:
+        assert group.plan.amplification > 1e5
+        gradients = per_example(4)
+        own = contribution(group, gradients)
+        gone = np.arange(SIZE) == 2
+        total, residual = coded_allreduce(own, group, erasures=gone, residual=True)
+        assert_sum(group, total, gradients)
+        assert residual.dtype == np.float64
+        assert residual < 1e-14 * group.plan.amplification

@@ -105,6 +105,9 @@ Call Engine::call_of(Member& its, Request& request) {
     }
     call.refusal = refusal(its, request.erased);
   }
+  if (its.root && request.skipped && request.up) {
+    call.refusal = "TooManyErasures: the root is the one rank that cannot skip a round";
+  }
   if (!its.failure.empty()) {
     call.words += its.failure;
     call.fingerprint = mixed(call.fingerprint, its.failure);

@@ -22,6 +22,7 @@ struct Member {
   std::unique_ptr<Node> node;
   std::uint64_t slot = 0;
   std::vector<Rank> children;
+  bool root = false;
   std::string failure;  // this rank's error since its last call, in words
   // Why a round without these ranks must fail; empty if it need not.
   std::function<std::string(const std::vector<bool>&)> refuse;

@@ -83,6 +83,7 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   Member member;
   member.slot = slot;
   member.children = family.children;
+  member.root = family.ancestors.empty();
   member.refuse = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
   auto said = with_gil<bool, const std::string&>(std::move(report), false);
   member.report = [said](const std::string& words) { said(words); };

@@ -90,10 +90,6 @@ void Node::submit(Call call) {
   decoded_elements_.assign(call_.message.size(), 0);
 
   if (root()) {
-    if (call_.skipped && call_.up) {
-      return decide_error("TooManyErasures: rank " + std::to_string(family_.rank) +
-                          " is the root, the one rank that cannot skip a round");
-    }
     const std::string& reason = pending_error_.empty() ? call_.refusal : pending_error_;
     if (!reason.empty()) return decide_error(std::string(reason));
     Entry& entry = history_.add(
