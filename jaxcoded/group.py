@@ -274,11 +274,12 @@ class CodedGroup:
 
         Returns:
             indices: int64 ``(length,)`` into the global batch, of one length ≥ 1 on all
-                ranks. Padding repeats one of the rank's own examples (example 0 where
-                it has none) with weight 0.
+                ranks; with ``speeds``, of a length of its own on each. Padding repeats
+                one of the rank's own examples (example 0 where it has none) with
+                weight 0.
             weights: of JAX's default float dtype; ``(length,)`` loss weights, or, with
-                slices, the coefficients ``(chunks, length // chunks, M)`` for
-                `coded_value_and_grad`.
+                slices or parts, the coefficients ``(chunks, length // chunks, P · M)``
+                for `coded_value_and_grad`; see `jaxcoded.allocation.assignment`.
 
         Raises:
             ValueError: ``batch_size < 1``.
