@@ -357,7 +357,7 @@ def test_slices_want_encoded(comm, group, transport):
     with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced:
         with pytest.raises(
             TypeError,
-            match="this group has slices=2: .* jaxcoded.kernels.encode made, not a dict",
+            match="this group has slices or parts .*slices=2.*: .* jaxcoded.kernels.encode made, not a dict",
         ):
             coded_allreduce({"w": np.ones(4)}, sliced)
         message = kernels.encode(
@@ -367,12 +367,12 @@ def test_slices_want_encoded(comm, group, transport):
         )
         with pytest.raises(
             ValueError,
-            match=f"rank {RANK} of this group sends slices={sliced.plan.slices_above[RANK]}, .* slices={message.slices}, multiple=8",
+            match=f"rank {RANK} of this group sends parts=1, slices={sliced.plan.slices_above[RANK]}, .* slices={message.slices}, multiple=8",
         ):
             coded_reduce(message, sliced)
         with pytest.raises(
             ValueError,
-            match=f"rank {RANK} of this group sends slices=1, multiple=1, .* slices={message.slices}, multiple=8",
+            match=f"rank {RANK} of this group sends parts=1, slices=1, multiple=1, .* slices={message.slices}, multiple=8",
         ):
             coded_allreduce(message, group)  # a message for another group
 
