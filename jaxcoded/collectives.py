@@ -308,8 +308,11 @@ def _probe(
 
 def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
     exact, weights = cells.deviation(group.plan)
+    # between barriers every rank compiles the same arithmetic, so that bits are equal
+    found = jax.lax.optimization_barrier(found)
     wrong = found - exact.astype(found.dtype)
-    return jnp.sqrt(jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1))
+    square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
+    return jax.lax.optimization_barrier(jnp.sqrt(square))
 
 
 def summing(
