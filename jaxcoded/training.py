@@ -229,18 +229,23 @@ def _encoded(
         for dtype, length in packing.vectors.items()
     )
 
-    def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
-        chunk, mask, coefficients = operands
-        local, aux = partial(behind, chunk, mask)
-        # padding stands at the end of a chunk: its first example has the coefficients
-        # of all
-        added = [
-            jax.vmap(lambda row, v=vector: encode_vector(v[None], row[None], multiple))(
-                coefficients[0]
-            )
-            for vector in pack(local)[0]
-        ]
-        return tuple(map(jnp.add, message, added)), aux
+    def steps(behind: jax.Array | None) -> Callable[..., tuple[Any, Any]]:
+        # a new function for each stage: `scan` would trace one only once, with the
+        # first stage's `behind`
+        def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
+            chunk, mask, coefficients = operands
+            local, aux = partial(behind, chunk, mask)
+            # padding stands at the end of a chunk: its first example has the
+            # coefficients of all
+            added = [
+                jax.vmap(
+                    lambda row, v=vector: encode_vector(v[None], row[None], multiple)
+                )(coefficients[0])
+                for vector in pack(local)[0]
+            ]
+            return tuple(map(jnp.add, message, added)), aux
+
+        return step
 
     def encoded(vectors: Iterable[jax.Array], parts: int) -> Encoded:
         flat = (
@@ -250,7 +255,7 @@ def _encoded(
 
     operands = batches, held, weights
     if send is None:
-        message, aux = jax.lax.scan(step, message, operands)
+        message, aux = jax.lax.scan(steps(behind), message, operands)
         return encoded(message, parts), aux, behind
     # as `assignment` has ordered them: after each of these, one more part is complete
     stages = []
@@ -258,7 +263,7 @@ def _encoded(
         stage = jax.tree.map(
             lambda leaf, part=part: jnp.split(leaf, parts)[part], operands
         )
-        message, aux = jax.lax.scan(step, message, stage)
+        message, aux = jax.lax.scan(steps(behind), message, stage)
         stages.append(aux)
         if part < parts - 1:
             behind = send(encoded([vector[part] for vector in message], 1), part)
