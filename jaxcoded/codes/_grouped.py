@@ -55,11 +55,11 @@ def grouped(
         )
     B = np.zeros((n, n, m))
     for group in np.array_split(np.arange(n), groups):
-        B[np.ix_(group, group)] = _vectors(len(group), m)[:, None, :]
+        B[np.ix_(group, group)] = trigonometric(len(group), m)[:, None, :]
     return GradientCode(B, stragglers, "grouped", decoding=decoding)
 
 
-def _vectors(children: int, slices: int) -> np.ndarray:
+def trigonometric(children: int, slices: int) -> np.ndarray:
     """``(children, slices)`` with orthogonal columns; any ``slices`` rows are
     independent.
 

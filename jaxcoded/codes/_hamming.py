@@ -36,5 +36,4 @@ def hamming(n: int, r: int) -> GradientCode:
     words = np.arange(1, 2**r)[:, None] >> np.arange(r) & 1
     checks = words[words.sum(axis=1) > 1]
     G = np.hstack([np.eye(len(checks)), checks])
-    G = np.hstack([np.eye(len(checks)), checks])
     return of_groups(n, G, None, "hamming")

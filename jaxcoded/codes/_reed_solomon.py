@@ -1,6 +1,6 @@
 from jaxcoded import _require
 from jaxcoded.codes._gradient_code import GradientCode
-from jaxcoded.codes._grouped import _vectors
+from jaxcoded.codes._grouped import trigonometric
 from jaxcoded.codes._linear import of_groups
 
 
@@ -38,4 +38,4 @@ def reed_solomon(n: int, stragglers: int, slices: int = 1) -> GradientCode:
     """
     s = _require.integer("stragglers", stragglers, 0)
     m = _require.integer("slices", slices, 1)
-    return of_groups(n, _vectors(s + m, m).T, s, "reed_solomon")
+    return of_groups(n, trigonometric(s + m, m).T, s, "reed_solomon")

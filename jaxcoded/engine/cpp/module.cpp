@@ -264,7 +264,6 @@ NB_MODULE(_engine, module) {
   query("memory_bytes", [](Node& node) { return node.memory_bytes(); });
   query("fetched_bytes", [](Node& node) { return node.fetched_bytes(); });
   query("status", [](Node& node) { return node.status(); });
-  query("desynchronized", [](Node& node) { return node.desynchronized(); });
 
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     Engine::instance().with(index, [&](Member& its) {

@@ -76,7 +76,6 @@ void MpiWire::receive(Fetching& it) {
 }
 
 void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
-  ++messages_;
   Outgoing& it = outgoing_.emplace_back(MPI_REQUEST_NULL, std::move(bytes));
   MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, to, tag, comm_,
             &it.request);

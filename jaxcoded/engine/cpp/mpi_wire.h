@@ -17,8 +17,8 @@ namespace jaxcoded {
 class MpiWire : public Wire {
  public:
   // `comm` is the wire's own, and is not freed: messages to a rank that has left may still be on
-  // their way, and would be taken for those of the next communicator. `cards` are those of all its ranks; `peers` the ranks that this one
-  // ever speaks with.
+  // their way, and would be taken for those of the next communicator. `cards` are those of all its
+  // ranks; `peers` the ranks that this one ever speaks with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
           const std::vector<Card>& cards, Validity& validity);
   ~MpiWire() override;
@@ -36,7 +36,6 @@ class MpiWire : public Wire {
   // Whether something may come without a ring of the bell.
   bool silent_peers() const { return silent_peers_; }
   bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
-  std::uint64_t messages() const { return messages_; }
 
  private:
   struct Peer {
@@ -74,7 +73,6 @@ class MpiWire : public Wire {
   std::list<Fetching> fetches_;
   int next_tag_;
   bool silent_peers_ = false;
-  std::uint64_t messages_ = 0;
 };
 
 }  // namespace jaxcoded
