@@ -11,6 +11,7 @@ from jaxcoded.collectives import coded_allreduce as coded_allreduce
 from jaxcoded.collectives import coded_reduce as coded_reduce
 from jaxcoded.collectives import tree_bcast as tree_bcast
 from jaxcoded.errors import CodedError as CodedError
+from jaxcoded.errors import DeadlineExceeded as DeadlineExceeded
 from jaxcoded.errors import Desynchronized as Desynchronized
 from jaxcoded.errors import GroupClosed as GroupClosed
 from jaxcoded.errors import GroupMismatch as GroupMismatch

@@ -30,6 +30,11 @@ class GroupMismatch(CodedError):
     arguments."""
 
 
+class DeadlineExceeded(CodedError):
+    """More children of a parent were late than a round can do without, for longer than
+    the group's deadline."""
+
+
 class Desynchronized(CodedError):
     """This rank is so late that the results it lacks are no longer kept anywhere.
 

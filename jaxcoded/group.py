@@ -14,6 +14,7 @@ from mpi4py import MPI
 from jaxcoded import _require, rounds, snapshots
 from jaxcoded.agreement import check_communicator, disagreement
 from jaxcoded.allocation import assignment
+from jaxcoded.deadline import Deadline
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.transports import Transport, engine
@@ -47,8 +48,17 @@ class CodedGroup:
         speeds: relative speed of each rank; see `make_plan`.
         history_bytes: of the engine: memory of a rank for results that late ranks
             lack, in bytes; at least 64 rounds are kept up to 1 GiB.
-        report_after: of the engine: seconds after which a rank that cannot go on logs
-            whom it waits for, once per round (``logging``, logger ``jaxcoded``).
+        deadline: of the engine: how long the root waits for more children than a round
+            can do without, in seconds from the beginning of a round; or ``"3x"``, 3
+            times its median round, once 5 rounds have been; or ``None``. A parent further
+            down, ``h`` layers above the lowest leaf below it, has ``h / H`` of the time.
+            Never needed for up to ``stragglers`` late children.
+        on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
+            once per round (``logging``, logger ``jaxcoded``), and waits on.
+            ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
+            ``"approximate"``: parents go on with the least-squares combination of what
+            has come. ``residual=True`` in a call tells how far its sum is from the
+            exact one.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
@@ -78,7 +88,8 @@ class CodedGroup:
         seed: int = 0,
         speeds: Sequence[float] | None = None,
         history_bytes: int = 256 << 20,
-        report_after: float = 10.0,
+        deadline: float | str | None = 10.0,
+        on_deadline: str = "wait",
     ) -> None:
         request: dict[str, Any] = {
             "stragglers": stragglers,
@@ -95,7 +106,8 @@ class CodedGroup:
             request,
             lambda size: make_plan(size, **request),
             history_bytes,
-            report_after,
+            deadline,
+            on_deadline,
         )
 
     @classmethod
@@ -106,7 +118,8 @@ class CodedGroup:
         *,
         transport: str = "auto",
         history_bytes: int = 256 << 20,
-        report_after: float = 10.0,
+        deadline: float | str | None = 10.0,
+        on_deadline: str = "wait",
     ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
         Collective.
@@ -114,7 +127,7 @@ class CodedGroup:
         Args:
             comm: as for the constructor.
             plan: for as many ranks as ``comm`` has.
-            transport, history_bytes, report_after: as for the constructor.
+            transport, history_bytes, deadline, on_deadline: as for the constructor.
 
         Raises:
             ValueError: the plan is for another number of ranks.
@@ -143,7 +156,13 @@ class CodedGroup:
 
         group = cls.__new__(cls)
         group._open(
-            comm, transport, {"plan": plan}, fitting, history_bytes, report_after
+            comm,
+            transport,
+            {"plan": plan},
+            fitting,
+            history_bytes,
+            deadline,
+            on_deadline,
         )
         return group
 
@@ -154,25 +173,22 @@ class CodedGroup:
         request: dict[str, Any],
         planner: Callable[[int], Plan],
         history_bytes: int,
-        report_after: float,
+        deadline: float | str | None,
+        on_deadline: str,
     ) -> None:
         check_communicator(comm)
         self._comm = comm.Dup()
 
         def checked(size: int) -> Plan:
             _require.integer("history_bytes", history_bytes, 0)
-            if not isinstance(report_after, int | float) or not report_after > 0:
-                raise ValueError(
-                    f"report_after must be a number of seconds > 0, got {report_after!r}"
-                )
+            self.deadline = Deadline.parsed(deadline, on_deadline)
             return planner(size)
 
+        request |= {"deadline": deadline, "on_deadline": on_deadline}
         try:
             self.plan = self._agreed_plan(transport, request, checked)
             self.index = next(_indices)
-            self.transport = self._agreed_transport(
-                transport, history_bytes, report_after
-            )
+            self.transport = self._agreed_transport(transport, history_bytes)
         except Exception:
             self._comm.Free()
             raise
@@ -180,9 +196,7 @@ class CodedGroup:
         self._snapshots = 0
         _groups[self.index] = self
 
-    def _agreed_transport(
-        self, transport: str, history_bytes: int, report_after: float
-    ) -> Transport:
+    def _agreed_transport(self, transport: str, history_bytes: int) -> Transport:
         """The transport asked for, the same on all ranks."""
         reason = "" if transport == "mpi4jax" else engine.missing()
         reasons = self._comm.allgather(reason)
@@ -194,6 +208,11 @@ class CodedGroup:
             )
             if transport == "engine":
                 raise ValueError(f'transport="engine" cannot be used: {words}')
+            if self.deadline.action != "wait":
+                raise ValueError(
+                    f'on_deadline="{self.deadline.action}" needs the engine'
+                    + (f", which cannot be used: {words}" if words else "")
+                )
             if transport == "auto" and self._comm.rank == 0:
                 warnings.warn(
                     "falling back on the mpi4jax transport, in which every rank waits "
@@ -207,7 +226,7 @@ class CodedGroup:
             self._comm,
             self.plan,
             history_bytes=history_bytes,
-            report_after=report_after,
+            deadline=self.deadline,
         )
 
     def _agreed_plan(
@@ -254,6 +273,11 @@ class CodedGroup:
     def comm(self) -> MPI.Intracomm:
         """The group's own duplicate of the communicator it was made with."""
         return self._comm
+
+    @property
+    def approximate(self) -> bool:
+        """Whether sums may be approximate: by the code, or after the deadline."""
+        return self.plan.approximate or self.deadline.action == "approximate"
 
     @property
     def rounds(self) -> int:

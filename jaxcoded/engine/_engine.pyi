@@ -20,8 +20,11 @@ class Decoder:
         enough: int,
         pinned: bool,
         classes: list[int],
-        decode: Callable[[list[bool]], list[float]],
+        decode: Callable[[list[bool], bool], list[float]],
     ) -> None: ...
+
+class OnDeadline:  # an enumeration: wait, raise, approximate
+    def __class_getitem__(cls, name: str) -> OnDeadline: ...
 
 class Limits:
     piece_bytes: int
@@ -32,6 +35,10 @@ class Limits:
     ahead_bytes: int
     orphan_seconds: float
     stall_seconds: float
+    on_deadline: OnDeadline
+    deadline_seconds: float
+    deadline_rounds: float
+    deadline_share: float
 
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
 _Vector: TypeAlias = tuple[int, int, int]
@@ -52,8 +59,7 @@ def open(
     decoder: Decoder,
     limits: Limits,
     refuse: Callable[[list[bool]], str],
-    report: Callable[[str], bool],
-    report_seconds: float,
+    report: Callable[[str], bool] | None,
 ) -> None: ...
 def run(
     index: int,

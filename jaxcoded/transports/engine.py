@@ -23,6 +23,7 @@ from jax.interpreters import batching, mlir, xla
 from mpi4py import MPI
 
 from jaxcoded import errors, rounds
+from jaxcoded.deadline import Deadline
 from jaxcoded.plan import Plan
 from jaxcoded.transports import _exit
 from jaxcoded.transports._transport import BATCHED as _BATCHED
@@ -67,8 +68,7 @@ class Engine(Transport):
         comm: the group's communicator.
         plan: the group's plan.
         history_bytes: memory for results that late ranks lack, in bytes.
-        report_after: seconds after which a rank that cannot go on logs whom it waits
-            for.
+        deadline: how long a parent waits for its children, and what it does then.
     """
 
     can_lag = True
@@ -82,7 +82,7 @@ class Engine(Transport):
         plan: Plan,
         *,
         history_bytes: int,
-        report_after: float,
+        deadline: Deadline,
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
         self._height = _height(plan, comm.rank)
@@ -97,6 +97,10 @@ class Engine(Transport):
         limits = _engine.Limits()
         limits.history_bytes = history_bytes
         limits.history_most = max(limits.history_most, history_bytes)
+        limits.on_deadline = _engine.OnDeadline[deadline.action]
+        limits.deadline_seconds = deadline.seconds
+        limits.deadline_rounds = deadline.rounds
+        limits.deadline_share = _deadline_share(plan, comm.rank)
         # every rank draws the same session: old messages are told from new ones by it
         session = comm.bcast(_random())
         self._serial, self._own = _communicator(comm)
@@ -109,8 +113,7 @@ class Engine(Transport):
             _decoder(plan, comm.rank),
             limits,
             _refusal(plan),
-            functools.partial(_report, index),
-            report_after,
+            functools.partial(_report, index) if deadline.action == "wait" else None,
         )
 
     def carry(
@@ -305,6 +308,11 @@ def _height(plan: Plan, rank: int) -> int:
     return heights[rank]
 
 
+def _deadline_share(plan: Plan, rank: int) -> float:
+    """Deadlines of parents further down are earlier, so that they are heard in time."""
+    return _height(plan, rank) / max(_height(plan, plan.root), 1)
+
+
 def _family(plan: Plan, rank: int) -> Any:
     tree = plan.tree
     ancestors = []
@@ -322,12 +330,12 @@ def _family(plan: Plan, rank: int) -> Any:
 def _decoder(plan: Plan, rank: int) -> Any:
     coding = plan.codings[rank]
     if coding is None:
-        return _engine.Decoder(1, 1, 0, False, [], lambda answered: [])
+        return _engine.Decoder(1, 1, 0, False, [], lambda answered, approximate: [])
     code = coding.code
 
-    def decode(answered: list[bool]) -> list[float]:
+    def decode(answered: list[bool], approximate: bool) -> list[float]:
         mask = np.array(answered, bool).reshape(code.n, code.parts)
-        if not code.sufficient(mask):
+        if not approximate and not code.sufficient(mask):
             return []
         return code.decode(mask).coefficients.ravel().tolist()
 

@@ -326,15 +326,16 @@ class World:
                     self.inline[link] = rng.choice(inline)
                     self.queues[link] = collections.deque()
         self.wires = [Wire(self, rank) for rank in range(plan.size)]
-        self.nodes = [
-            _engine.LoneNode(
-                engine._family(plan, rank),
-                engine._decoder(plan, rank),
-                self.limits,
-                self.wires[rank],
-            )
-            for rank in range(plan.size)
-        ]
+        self.nodes = [self._node(rank) for rank in range(plan.size)]
+
+    def _node(self, rank):
+        self.limits.deadline_share = engine._deadline_share(self.plan, rank)
+        return _engine.LoneNode(
+            engine._family(self.plan, rank),
+            engine._decoder(self.plan, rank),
+            self.limits,
+            self.wires[rank],
+        )
 
     # The wires.
 

@@ -11,7 +11,7 @@ from harness import Board, Faults, Sums, close, run
 
 import jaxcoded
 
-SECONDS, REPORT_AFTER = 1.0, 0.2
+SECONDS, DEADLINE = 1.0, 0.2
 
 
 class Heard(logging.Handler):
@@ -27,7 +27,7 @@ board = Board(sys.argv[1])
 heard = Heard()
 logging.getLogger("jaxcoded").addHandler(heard)
 group = jaxcoded.CodedGroup(
-    board.comm, fanout=2, transport="engine", report_after=REPORT_AFTER
+    board.comm, fanout=2, transport="engine", deadline=DEADLINE
 )
 sums, faults = Sums(group), Faults(board)
 # compiling takes long, too: that counts for nothing

@@ -621,7 +621,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         stragglers=0,
         fanout=3 if SIZE == 13 else None,
         transport=transport,
-        report_after=0.3,
+        deadline=0.3,
     ) as group:
         parents, waited_for = group.plan.parents, SIZE - 1
         wait_for_all(comm)
@@ -766,7 +766,7 @@ def test_a_byte_order_of_another_machine(group):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"history_bytes": -1}, {"history_bytes": 1e9}, {"report_after": None}]
+    "wrong", [{"history_bytes": -1}, {"history_bytes": 1e9}, {"deadline": -1}]
 )
 def test_misuse_of_limits(comm, transport, wrong):
     """On every rank, also where one alone is wrong."""

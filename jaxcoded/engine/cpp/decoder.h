@@ -19,8 +19,8 @@ struct Decoding {
 class Decoder {
  public:
   // Coefficients (slices × rows, row-major) for the messages that came; empty if they do not
-  // suffice.
-  using Code = std::function<std::vector<double>(const std::vector<bool>&)>;
+  // suffice, unless an approximation will do.
+  using Code = std::function<std::vector<double>(const std::vector<bool>&, bool approximate)>;
 
   // `enough`: so many messages suffice, and fewer are not worth asking the code. `pinned`: all of a
   // sum must come from the same messages, as it is approximate. `classes`: rows of one class are the
@@ -52,7 +52,17 @@ class Decoder {
     auto found = known_.find(set);
     if (found == known_.end()) {
       if (known_.size() >= most_known) known_.clear();
-      found = known_.emplace(set, decoding(set)).first;
+      found = known_.emplace(set, decoding(set, false)).first;
+    }
+    return found->second;
+  }
+
+  // The best that can be made of these messages. Never null.
+  std::shared_ptr<const Decoding> approximate(const std::vector<bool>& answered) {
+    auto found = approximations_.find(answered);
+    if (found == approximations_.end()) {
+      if (approximations_.size() >= most_known) approximations_.clear();
+      found = approximations_.emplace(answered, decoding(answered, true)).first;
     }
     return found->second;
   }
@@ -72,8 +82,9 @@ class Decoder {
     return out;
   }
 
-  std::shared_ptr<const Decoding> decoding(const std::vector<bool>& set) const {
-    const std::vector<double> all = code_(set);
+  std::shared_ptr<const Decoding> decoding(const std::vector<bool>& set, bool approximate) const {
+    std::vector<double> all = code_(set, approximate);
+    if (approximate) all.resize(slices_ * set.size());  // of a code that has failed
     if (all.empty() && slices_ * set.size() != 0) return nullptr;
     Decoding out;
     out.coefficients.resize(slices_);
@@ -95,7 +106,7 @@ class Decoder {
   bool pinned_;
   std::vector<int> classes_;
   Code code_;
-  std::map<std::vector<bool>, std::shared_ptr<const Decoding>> known_;
+  std::map<std::vector<bool>, std::shared_ptr<const Decoding>> known_, approximations_;
 };
 
 }  // namespace jaxcoded

@@ -197,9 +197,7 @@ bool Engine::poll() {
     bool its_news = its.wire->poll(*its.node);
     its_news |= its.node->advance();
     news |= its_news;
-    if (!its_news && its.report && its.node->outcome() == Outcome::pending &&
-        its.reported < its.node->next() &&
-        now() - its.node->call_started() > its.report_seconds) {
+    if (!its_news && its.report && its.node->overdue() && its.reported < its.node->next()) {
       const std::string words = its.node->waiting_for();
       its.reported = its.node->next();
       if (!words.empty()) its.report(words);
@@ -219,7 +217,11 @@ bool Engine::hears_nothing() const {
 // How long a thread may sleep, when nothing has come for `quiet` seconds to a thread that waits.
 double Engine::longest_sleep(bool waiting, double quiet) const {
   if (hears_nothing()) return nap_;
-  return waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
+  double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
+  for (const auto& [index, its] : members_) {
+    out = std::min(out, std::max(its.node->wakes_at() - now(), 0.0));
+  }
+  return out;
 }
 
 // Do the engine's work on this thread until `done`. Whether it is.

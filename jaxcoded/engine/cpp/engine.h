@@ -28,7 +28,6 @@ struct Member {
   std::function<std::string(const std::vector<bool>&)> refuse;
   std::map<std::vector<bool>, std::string> refusals;
   std::function<void(const std::string&)> report;
-  double report_seconds = 10;
   Round reported = 0;
   bool abandoned = false;  // this rank makes no more calls, but relays
   // The parts of a call that has begun, and that the call itself has not followed yet.

@@ -37,6 +37,8 @@ enum Flag : std::uint8_t {
   relays = 4,   // of bye: no more offers, but ranks below still need me
   calls = 16,   // of want: the sender waits for the round in a call
   closed = 8,   // of a complaint: it only counts if the root has closed the group
+  approximate = 32,  // of an offer: the pieces that were not offered before are not exact
+  overdue = 64,      // of a complaint: whom the sender waits for after its deadline
 };
 
 struct Header {

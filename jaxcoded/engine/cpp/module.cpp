@@ -57,7 +57,7 @@ std::function<Out(In...)> with_gil(nb::callable function, Out otherwise) {
 Decoder decoder_of(std::size_t slices, std::size_t parts, std::size_t enough, bool pinned,
                    std::vector<int> classes, nb::callable decode) {
   return Decoder(slices, parts, enough, pinned, std::move(classes),
-                 with_gil<std::vector<double>, const std::vector<bool>&>(std::move(decode), {}));
+                 with_gil<std::vector<double>, const std::vector<bool>&, bool>(std::move(decode), {}));
 }
 
 using CardTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t,
@@ -70,8 +70,7 @@ CardTuple introduce() {
 }
 
 void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
-          Family family, Decoder decoder, Limits limits, nb::callable refuse, nb::callable report,
-          double report_seconds) {
+          Family family, Decoder decoder, Limits limits, nb::callable refuse, nb::object report) {
   std::vector<Card> all;
   for (const auto& [pid, descriptor, magic, address, slot, ticket, host] : cards) {
     all.push_back({pid, descriptor, magic, address, slot, ticket, host});
@@ -85,9 +84,10 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.children = family.children;
   member.root = family.ancestors.empty();
   member.refuse = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
-  auto said = with_gil<bool, const std::string&>(std::move(report), false);
-  member.report = [said](const std::string& words) { said(words); };
-  member.report_seconds = report_seconds;
+  if (!report.is_none()) {
+    auto said = with_gil<bool, const std::string&>(nb::cast<nb::callable>(report), false);
+    member.report = [said](const std::string& words) { said(words); };
+  }
   nb::gil_scoped_release release;
   auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
   auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
@@ -222,6 +222,10 @@ NB_MODULE(_engine, module) {
         new (self) Decoder(
             decoder_of(slices, parts, enough, pinned, std::move(classes), std::move(decode)));
       });
+  nb::enum_<OnDeadline>(module, "OnDeadline")
+      .value("wait", OnDeadline::wait)
+      .value("raise", OnDeadline::raise)
+      .value("approximate", OnDeadline::approximate);
   nb::class_<Limits>(module, "Limits")
       .def(nb::init<>())
       .def_rw("piece_bytes", &Limits::piece_bytes)
@@ -231,7 +235,11 @@ NB_MODULE(_engine, module) {
       .def_rw("history_most", &Limits::history_most)
       .def_rw("ahead_bytes", &Limits::ahead_bytes)
       .def_rw("orphan_seconds", &Limits::orphan_seconds)
-      .def_rw("stall_seconds", &Limits::stall_seconds);
+      .def_rw("stall_seconds", &Limits::stall_seconds)
+      .def_rw("on_deadline", &Limits::on_deadline)
+      .def_rw("deadline_seconds", &Limits::deadline_seconds)
+      .def_rw("deadline_rounds", &Limits::deadline_rounds)
+      .def_rw("deadline_share", &Limits::deadline_share);
 
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {

@@ -62,7 +62,8 @@ void Node::submit(Call call) {
   error_.clear();
   started_ = asked_at_ = waiting_since_ = wire_.now();
   decoded_ = offered_ = given_ = 0;
-  offering_ = held_back_ = false;
+  offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = false;
+  exact_ = 0;
   decoding_.reset();
   for (Child& child : children_) child.stalled = false;
   if (words_.size() >= most_words) words_.clear();
@@ -88,6 +89,7 @@ void Node::submit(Call call) {
   }
   incoming_ = Layout(std::move(incoming), limits_.piece_bytes);
   decoded_elements_.assign(call_.message.size(), 0);
+  exact_elements_ = decoded_elements_;
 
   if (root()) {
     const std::string& reason = pending_error_.empty() ? call_.refusal : pending_error_;
@@ -98,14 +100,7 @@ void Node::submit(Call call) {
          .layout = call_.down ? Layout(call_.total, limits_.piece_bytes) : Layout()});
     if (call_.down) place(entry);
     sum_at_ = call_.down ? entry.at : call_.out;
-    if (decoder_.pinned() && call_.up && !call_.down) {
-      own_copy_ = pool_.take(outgoing_.bytes());
-      for (std::size_t s = 0; s < call_.own.size(); ++s) {
-        std::byte* copy = own_copy_.data() + outgoing_.start(s);
-        if (call_.message[s].bytes()) std::memcpy(copy, call_.own[s], call_.message[s].bytes());
-        call_.own[s] = copy;
-      }
-    }
+    if (decoder_.pinned()) keep_own();
     if (!call_.up) {
       for (std::size_t s = 0; s < call_.own.size(); ++s) {
         std::memcpy(sum_at_[s], call_.own[s], call_.message[s].bytes());
@@ -127,6 +122,17 @@ void Node::submit(Call call) {
     }
   }
   check_offers();
+}
+
+// What lies where the sum will be, if that may be formed more than once.
+void Node::keep_own() {
+  if (!root() || !call_.up || call_.down || own_copy_) return;
+  own_copy_ = pool_.take(outgoing_.bytes());
+  for (std::size_t s = 0; s < call_.own.size(); ++s) {
+    std::byte* copy = own_copy_.data() + outgoing_.start(s);
+    if (call_.message[s].bytes()) std::memcpy(copy, call_.own[s], call_.message[s].bytes());
+    call_.own[s] = copy;
+  }
 }
 
 void Node::extend(const std::vector<const std::byte*>& own) {
@@ -167,11 +173,13 @@ void Node::finish(Outcome outcome, std::string error) {
   own_copy_ = {};
   for (Child& child : children_) child.slots.clear();
   if (outcome == Outcome::desynchronized) return;
-  const double duration = wire_.now() - started_;
-  if (durations_.size() < durations_kept) {
-    durations_.push_back(duration);
-  } else {
-    durations_[next_ % durations_kept] = duration;
+  if (!overdue_) {  // deadlines must not grow with the rounds that miss them
+    const double duration = wire_.now() - started_;
+    if (durations_.size() < durations_kept) {
+      durations_.push_back(duration);
+    } else {
+      durations_[next_ % durations_kept] = duration;
+    }
   }
   ++next_;
   forget();
@@ -186,13 +194,16 @@ void Node::withdraw(Object::What what, Round first_valid) {
   wire_.withdraw(what, first_valid);
 }
 
-double Node::patience() const {
-  if (durations_.empty()) return limits_.orphan_seconds;
+// 0 before the first round.
+double Node::median_duration() const {
+  if (durations_.empty()) return 0;
   std::vector<double> sorted = durations_;
   const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
   std::nth_element(sorted.begin(), middle, sorted.end());
-  return std::max(limits_.orphan_seconds, 4 * *middle);
+  return *middle;
 }
+
+double Node::patience() const { return std::max(limits_.orphan_seconds, 4 * median_duration()); }
 
 std::uint64_t Node::lag() const {
   const Round decided = std::max(frontier_ - 1, newest_);
@@ -241,7 +252,9 @@ void Node::deliver(Rank from, const Message& message) {
       if (listener != listeners_.end()) listener->second.wants_state = true;
       break;
     case Kind::complaint:
-      if (head.flags & closed) {
+      if (head.flags & Flag::overdue) {
+        if (child) on_overdue(*child, message);
+      } else if (head.flags & closed) {
         refuse(head.round, std::string(message.text()));
       } else {
         complain(head.round, std::string(message.text()));
@@ -364,23 +377,6 @@ void Node::give_up() {
     absent_.push_back(child.rank);
   }
   say_bye();
-}
-
-std::string Node::waiting_for() const {
-  if (!calling() || !call_.up || call_.skipped || children_.empty() || decoding_) return {};
-  std::vector<Rank> missing;
-  for (std::size_t row = 0; row < decoder_.rows(); ++row) {
-    const Rank rank = children_[row / decoder_.parts()].rank;
-    if (!usable(row, decoded_) && (missing.empty() || missing.back() != rank)) {
-      missing.push_back(rank);
-    }
-  }
-  if (missing.empty()) return {};
-  return "round " + std::to_string(next_) + ": rank " + std::to_string(family_.rank) +
-         " waits for " + listed(missing) +
-         (decoder_.parts() > 1 ? " or parts of theirs"
-                               : "; it needs " + std::to_string(decoder_.enough()) + " of its " +
-                                     std::to_string(children_.size()) + " children");
 }
 
 std::string Node::status() const {

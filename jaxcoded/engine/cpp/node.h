@@ -79,6 +79,13 @@ struct Family {
   std::vector<Rank> descendants = {};  // children and all below them
 };
 
+// What a parent does that still waits for its children at the deadline.
+enum class OnDeadline {
+  wait,         // it waits on
+  raise,        // the round fails, unless the root can do without this parent
+  approximate,  // it goes on with what has come
+};
+
 struct Limits {
   std::uint64_t piece_bytes = 256 << 10;     // what is decoded at a time
   std::uint64_t announced_bytes = 1 << 20;   // what is announced at a time
@@ -88,6 +95,10 @@ struct Limits {
   std::uint64_t ahead_bytes = 32 << 20;      // of results a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least time before a result is asked for elsewhere
   double stall_seconds = 0.002;              // least time before another child's message is used
+  OnDeadline on_deadline = OnDeadline::wait;
+  double deadline_seconds = 0;               // from the start of a round; 0: none
+  double deadline_rounds = 0;                // or so many times the median round; 0: none
+  double deadline_share = 1;                 // of this rank: those below it come earlier
 };
 
 class Node {
@@ -144,6 +155,10 @@ class Node {
 
   // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
   std::string waiting_for() const;
+  // Whether it has waited for longer than the deadline.
+  bool overdue() const { return overdue_; }
+  // When something is to be done although nothing has come; in the time of the wire.
+  double wakes_at() const;
   // Where this rank stands, for whoever looks for the cause of a hang.
   std::string status() const;
   double call_started() const { return started_; }
@@ -157,7 +172,11 @@ class Node {
     Round round = 0;  // of its latest offer
     std::uint64_t fingerprint = 0;
     std::uint32_t ready = 0;
+    std::uint32_t exact = 0;  // pieces of these
     std::uint64_t order = 0;  // of that offer among all
+    double seen = 0;          // when the first offer of that round came
+    Round overdue_round = 0;  // in which it waits after its deadline,
+    std::string overdue = {};  // and for whom
     bool withdrawn = false;
     bool stalled = false;
     std::vector<std::uint64_t> addresses = {};
@@ -218,6 +237,7 @@ class Node {
   std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const;
   bool usable(std::size_t row, std::uint32_t piece) const;
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
+  bool pinned() const { return decoder_.pinned() || approximating_; }
   void start_again_without(const std::vector<std::size_t>& rows);
   const std::byte* bring(std::size_t row, std::uint32_t piece);
   bool gather();
@@ -228,6 +248,15 @@ class Node {
   void announce_sum();
   void offer();
   void watch_for_stalls();
+
+  // Deadlines.
+  double median_duration() const;
+  double deadline() const;
+  double began() const;
+  std::string lacking() const;
+  void miss_the_deadline();
+  void on_overdue(Child& child, const Message& message);
+  std::shared_ptr<const Decoding> approximation(std::uint32_t piece);
 
   // The way down.
   void place(Entry& entry);
@@ -247,6 +276,7 @@ class Node {
   void tell_all();
   bool over_budget(std::uint64_t bytes, std::size_t rounds) const;
   void forget();
+  void drop_unfinished();
 
   // Calls that do not fit.
   void introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint);
@@ -269,6 +299,7 @@ class Node {
   bool follow_state();
 
   void finish(Outcome outcome, std::string error = {});
+  void keep_own();
   void withdraw(Object::What what, Round first_valid);
   double patience() const;
   void say_bye();
@@ -309,6 +340,11 @@ class Node {
   std::uint64_t offers_seen_ = 0;
   std::shared_ptr<const Decoding> decoding_;
   double waiting_since_ = 0;
+  bool overdue_ = false;        // after the deadline
+  bool told_overdue_ = false;   // and the parent knows
+  bool approximating_ = false;  // the pieces from here on are of what has come:
+  std::uint32_t exact_ = 0;
+  std::vector<std::uint64_t> exact_elements_;  // by segment
   std::string pending_error_;  // at the root: what the next undecided round fails with
   Round complained_ = 0;       // the newest round that ranks complained of
 

@@ -76,7 +76,7 @@ void Node::on_result(Rank from, const Message& message) {
 Entry* Node::entry_at_frontier(const Announcement& news) {
   if (Entry* entry = history_.find(frontier_)) {
     if (entry->failed == news.failed) return entry;
-    history_.drop_newest();  // pieces of a round that has failed since
+    drop_unfinished();  // pieces of a round that has failed since
   }
   Entry entry{.round = frontier_,
               .fingerprint = news.fingerprint,
@@ -101,6 +101,15 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
     place(added);
   }
   return &added;
+}
+
+// Forget the newest result, of which pieces may be known: it will be an error.
+void Node::drop_unfinished() {
+  const Round round = history_.last();
+  history_.drop_newest();
+  for (auto& [rank, listener] : listeners_) {
+    if (listener.first == round) listener.told = 0;
+  }
 }
 
 bool Node::follow() {

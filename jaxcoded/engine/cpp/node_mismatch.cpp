@@ -129,10 +129,7 @@ void Node::complain(Round round, const std::string& text) {
 void Node::decide_error(const std::string& text) {
   const std::string error = text;  // `text` may be `pending_error_`
   pending_error_.clear();
-  if (!history_.empty() && history_.last() == next_) history_.drop_newest();
-  for (auto& [rank, listener] : listeners_) {
-    if (listener.first == next_) listener.told = 0;  // of a result that is none
-  }
+  if (!history_.empty() && history_.last() == next_) drop_unfinished();
   Entry& entry = history_.add(
       {.round = next_, .fingerprint = call_.fingerprint, .failed = true, .error = error});
   decided(entry, entry.layout.size());

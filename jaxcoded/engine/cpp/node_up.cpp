@@ -12,6 +12,8 @@ void Node::on_offer(Child& child, const Message& message) {
   if (head.round < child.round || (head.round == child.round && head.ready < child.ready)) return;
   if (head.round > child.round) {
     child.order = ++offers_seen_;
+    child.seen = wire_.now();
+    child.ready = child.exact = 0;
     child.withdrawn = child.stalled = false;
     child.slots.clear();
     child.round = head.round;
@@ -20,6 +22,7 @@ void Node::on_offer(Child& child, const Message& message) {
     listener.first = listener.last = head.round;
     listener.told = 0;
   }
+  if (!(head.flags & approximate)) child.exact = head.ready;
   child.ready = head.ready;
   child.addresses.clear();
   child.body.clear();
@@ -44,7 +47,8 @@ std::uint32_t Node::piece_of_row(std::size_t row, std::uint32_t piece) const {
 bool Node::usable(std::size_t row, std::uint32_t piece) const {
   const std::size_t number = row / decoder_.parts();
   const Child& child = children_[number];
-  return child.round == next_ && child.ready > piece_of_row(row, piece) && !child.withdrawn &&
+  return child.round == next_ && !child.withdrawn &&
+         (approximating_ ? child.ready : child.exact) > piece_of_row(row, piece) &&
          child.fingerprint == call_.fingerprint &&
          (call_.erased.empty() || !call_.erased[number]);
 }
@@ -52,7 +56,7 @@ bool Node::usable(std::size_t row, std::uint32_t piece) const {
 // The messages to decode a piece from: those in use as long as they come, otherwise the first that
 // sufficed; first parts before others.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
-  if (decoding_ && decoder_.pinned()) {
+  if (decoding_ && pinned()) {
     const bool there = std::ranges::all_of(decoding_->rows,
                                            [&](std::size_t row) { return usable(row, piece); });
     return there ? decoding_ : nullptr;
@@ -69,6 +73,8 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   });
   const std::vector<bool> possible = may_offer(piece);
   for (const bool with_stalled : {false, true}) {
+    const bool waits = !overdue_ || limits_.on_deadline == OnDeadline::wait;
+    if (approximating_ || (with_stalled && !waits)) break;
     std::vector<bool> answered(decoder_.rows());
     if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;  // of nobody
     for (std::size_t row : rows) {
@@ -78,7 +84,10 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
     }
   }
   decoding_.reset();
-  return nullptr;
+  if (overdue_ && limits_.on_deadline == OnDeadline::approximate) {
+    decoding_ = approximation(piece);
+  }
+  return decoding_;
 }
 
 // Forget what is summed: it is of messages that no longer come. Nobody has been told of it yet.
@@ -88,8 +97,8 @@ void Node::start_again_without(const std::vector<std::size_t>& rows) {
   }
   for (Child& child : children_) child.slots.clear();
   decoding_.reset();
-  decoded_ = 0;
-  std::ranges::fill(decoded_elements_, 0);
+  decoded_ = exact_;
+  decoded_elements_ = exact_elements_;
 }
 
 // A piece of a child's message, if it is here. Otherwise it is on its way, or the child has
@@ -145,6 +154,7 @@ bool Node::gather() {
     if (!offering_ || decoded_ != before) offer();
     return false;
   }
+  overdue_ = overdue_ || wire_.now() >= wakes_at();
   std::uint64_t bytes = 0;
   while (decoded_ < incoming_.size()) {
     // What is decided is not needed any more, and may lie where this rank's own vector was.
@@ -156,7 +166,8 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(decoded_) ? choose(decoded_) : nullptr;
     if (!decoding) {
-      if (bytes && !decoder_.pinned() && call_.message.size() > call_.total.size()) announce_sum();  // a part may be
+      if (bytes && !pinned() && call_.message.size() > call_.total.size()) announce_sum();  // a part may be
+      if (overdue_ && own_ready(decoded_)) miss_the_deadline();
       return false;
     }
     std::vector<const std::byte*> inputs;
@@ -167,7 +178,7 @@ bool Node::gather() {
     if (inputs.size() < decoding->rows.size()) {
       if (std::ranges::any_of(decoding->rows,
                               [&](std::size_t row) { return child_of_row(row).withdrawn; })) {
-        if (decoder_.pinned()) start_again_without(decoding->rows);
+        if (pinned()) start_again_without(decoding->rows);
         continue;
       }
       return false;
@@ -175,7 +186,7 @@ bool Node::gather() {
     bytes += incoming_[decoded_].bytes;
     decode(*decoding, inputs);
     waiting_since_ = wire_.now();
-    if ((bytes >= limits_.announced_bytes && !decoder_.pinned()) ||
+    if ((bytes >= limits_.announced_bytes && !pinned()) ||
         decoded_ == incoming_.size()) {
       announce_sum();
       if (!calling()) return false;
@@ -262,8 +273,9 @@ void Node::offer() {
   Message message{header(Kind::offer, next_)};
   message.header.fingerprint = call_.fingerprint;
   message.header.ready = ready;
+  if (approximating_) message.header.flags = approximate;
   if (small) {
-    message.header.flags = inlined;
+    message.header.flags |= inlined;
     message.body.resize(std::max<std::uint64_t>(outgoing_.bytes(), 1));
     for (std::size_t s = 0; s < sum_at_.size(); ++s) {
       std::memcpy(message.body.data() + outgoing_.start(s), sum_at_[s], call_.message[s].bytes());
@@ -284,7 +296,7 @@ void Node::watch_for_stalls() {
   const double now = wire_.now();
   if (now - waiting_since_ < std::max(limits_.stall_seconds, waiting_since_ - started_)) return;
   waiting_since_ = now;
-  if (decoder_.pinned()) {
+  if (pinned()) {
     std::vector<std::size_t> late;
     for (std::size_t row : decoding_->rows) {
       const auto slot = child_of_row(row).slots.find(piece_of_row(row, decoded_));
@@ -295,7 +307,8 @@ void Node::watch_for_stalls() {
     for (std::size_t row = 0; row < others.size(); ++row) {
       others[row] = usable(row, 0) && std::ranges::find(late, row) == late.end();
     }
-    if (late.empty() || !decoder_.decode(others, may_offer(0))) return;  // nobody else
+    if (late.empty()) return;
+    if (!approximating_ && !decoder_.decode(others, may_offer(0))) return;  // nobody else
     for (std::size_t row : late) child_of_row(row).stalled = true;
     return start_again_without({});
   }

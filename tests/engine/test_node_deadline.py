@@ -1,0 +1,177 @@
+"""More children missing than a sum can do without: what happens at the deadline."""
+
+import dataclasses
+import functools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import (
+    DONE,
+    FAILED,
+    Call,
+    _engine,
+    random_plan,
+    random_script,
+    random_world,
+    tolerated,
+)
+
+from jaxcoded import cells, make_plan
+
+many = settings(bounded, derandomize=True, max_examples=60)
+ROUNDS = 6
+SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Probed(Call):
+    """A sum over the cells of a plan, that brings its coefficients along: the last
+    segment is a probe."""
+
+    plan: object = None
+
+    @functools.cached_property
+    def gradients(self):
+        rng = np.random.default_rng(self.seed)
+        count = len(cells.sizes(self.plan))
+        return [
+            rng.standard_normal((count, length)) for _, length in self.segments[:-1]
+        ]
+
+    def own(self, plan, rank):
+        coefficients = cells.coefficients(plan, rank)
+        probe = cells.probe(plan, rank).reshape(coefficients.shape[1], -1)
+        out = []
+        for part in range(coefficients.shape[1]):
+            for g in self.gradients:
+                pieces = g.reshape(len(g), coefficients.shape[2], -1)
+                out.append(np.einsum("cu,cuq->q", coefficients[:, part], pieces))
+            out.append(probe[part].copy())
+        return out
+
+    def coefficients(self, probe):
+        """Of each cell ``(slices of the result, slices of the gradient, cells)``."""
+        fine = self.plan.padding_multiple
+        return probe.reshape(fine, -1, fine).transpose(0, 2, 1)
+
+    def check(self, plan, rank, vectors):
+        found = self.coefficients(vectors[-1])
+        exact = np.eye(len(found))[:, :, None] + np.zeros(found.shape)
+        for vector, g in zip(vectors[:-1], self.gradients):
+            pieces = g.reshape(len(g), len(found), -1)
+            said = np.einsum("uvc,cvq->uq", found, pieces).reshape(-1)
+            sums = np.einsum("uvc,cvq->uq", exact, pieces).reshape(-1)
+            # what was decided before the deadline is exact
+            right = np.minimum(np.abs(vector - said), np.abs(vector - sums))
+            assert right.max(initial=0) < 1e-6 * plan.amplification, right.max()
+
+    def check_message(self, plan, rank, segment, first, actual):
+        return True  # the result tells
+
+
+def probed_script(plan, rng):
+    multiple = plan.padding_multiple
+    probe = ("float64", len(cells.deviation(plan)[0]))
+    return [
+        Probed(
+            tuple(("float64", multiple * rng.randint(0, 9)) for _ in range(2))
+            + (probe,),
+            rng.randrange(2**32),
+            plan=plan,
+        )
+        for _ in range(ROUNDS)
+    ]
+
+
+def limits(action, **more):
+    return {"on_deadline": _engine.OnDeadline[action], "deadline_seconds": SECONDS} | more
+
+
+def stop_and_go(world, rng, rounds=ROUNDS):
+    """Freeze any ranks but the root, again and again, until the root has all rounds.
+    Its rounds that ended while nobody else than tolerated was frozen."""
+    plan = world.plan
+    others = [rank for rank in range(plan.size) if rank != plan.root]
+    root = world.nodes[plan.root]
+    world.open = 0
+    healthy = set()
+    while root.next_round() <= rounds:
+        fine = rng.random() < 0.4
+        world.frozen.clear()
+        if fine:  # nobody is late from before
+            world.settle()
+        world.open = before = root.next_round()
+        world.frozen.update(
+            tolerated(plan, rng) if fine else rng.sample(others, rng.randint(0, len(others)))
+        )
+        for _ in range(rng.randint(0, 100)):
+            world.step()
+        if not fine and rng.random() < 0.5:  # some go on, and others stop in the middle
+            world.frozen = set(rng.sample(others, rng.randint(0, len(others))))
+        world.settle()
+        assert root.next_round() > before, world.describe(plan.root)
+        if fine:
+            healthy.add(before)
+    world.frozen.clear()
+    world.settle()
+    return healthy
+
+
+@many
+@given(st.integers(0, 2**32 - 1))
+def test_what_has_come_is_used_and_the_residual_tells(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, least=2, most=9)
+    world = random_world(
+        plan,
+        ROUNDS,
+        rng,
+        script=probed_script(plan, rng),
+        limits=limits("approximate"),
+    )
+    healthy = stop_and_go(world, rng)
+    for ends in world.ends:
+        assert all(end.outcome == DONE for end in ends.values()), ends
+    for number in healthy:
+        exact, _ = cells.deviation(plan)
+        probe = np.frombuffer(world.results[number], np.float64)[-len(exact) :]
+        np.testing.assert_allclose(probe, exact, atol=1e-6 * plan.amplification)
+
+
+@many
+@given(st.integers(0, 2**32 - 1))
+def test_the_same_error_on_all_ranks(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, least=2, most=9)
+    script = random_script(plan, rng, ROUNDS)
+    world = random_world(plan, ROUNDS, rng, script=script, limits=limits("raise"))
+    healthy = stop_and_go(world, rng)
+    for number in range(1, ROUNDS + 1):
+        first = world.ends[plan.root][number]
+        assert all(ends[number] == first for ends in world.ends)
+        assert first.outcome == DONE or number not in healthy
+        if first.outcome != DONE:
+            assert first.outcome == FAILED
+            start = f"DeadlineExceeded: round {number} was not decided within 5 s: rank {plan.root} waits for rank"
+            assert first.error.startswith(start)
+
+
+def test_the_error_names_ranks_further_down():
+    plan = make_plan(7, fanout=2, stragglers=0)
+    rng = random.Random(0)
+    script = [Call((("float32", 4),), seed) for seed in range(1)]
+    world = random_world(plan, 1, rng, script=script, limits=limits("raise"))
+    late = plan.tree.children[plan.tree.children[plan.root][0]][0]
+    world.frozen.add(late)
+    world.settle()
+    error = world.ends[plan.root][1].error
+    above = plan.tree.parents[late]
+    assert f"rank {plan.root} waits for rank {above}; it needs 2 of its 2" in error
+    assert f"; rank {above} waits for rank {late}; it needs 2 of its 2" in error
