@@ -1,6 +1,7 @@
 """How long a parent waits for its children, and what it does then."""
 
 import dataclasses
+import math
 import re
 from typing import Any, Self
 
@@ -41,13 +42,13 @@ class Deadline:
             if action != "wait":
                 raise ValueError(f"on_deadline={action!r} needs a deadline")
             return cls(0.0, 0.0, action)
-        if isinstance(deadline, str):
-            found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*x", deadline)
-            if found and float(found[1]) > 1:
-                return cls(0.0, float(found[1]), action)
-        elif not isinstance(deadline, bool) and isinstance(deadline, int | float):
-            if 0 < deadline < float("inf"):
-                return cls(float(deadline), 0.0, action)
+        text = isinstance(deadline, str)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*x", deadline) if text else None
+        if found and float(found[1]) > 1:
+            return cls(0.0, float(found[1]), action)
+        seconds = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+        if seconds and 0 < deadline < math.inf:
+            return cls(float(deadline), 0.0, action)
         raise ValueError(
             'deadline must be a number of seconds > 0, or a text such as "3x" for 3 '
             f"(> 1) times the median round, got {deadline!r}"

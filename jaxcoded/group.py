@@ -1,9 +1,13 @@
 """A group: a plan on a communicator."""
 
 import contextlib
+import copy
+import dataclasses
+import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +21,7 @@ from jaxcoded.allocation import assignment
 from jaxcoded.deadline import Deadline
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
 from jaxcoded.plan import Plan, make_plan
+from jaxcoded.telemetry import RoundSeen, Telemetry, reporter
 from jaxcoded.transports import Transport, engine
 from jaxcoded.transports.mpi4jax import Mpi4jax
 
@@ -59,6 +64,8 @@ class CodedGroup:
             ``"approximate"``: parents go on with the least-squares combination of what
             has come. ``residual=True`` in a call tells how far its sum is from the
             exact one.
+        telemetry_rounds: of the engine: how many of the latest rounds `telemetry`
+            tells of; 0 turns it off.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
@@ -90,6 +97,7 @@ class CodedGroup:
         history_bytes: int = 256 << 20,
         deadline: float | str | None = 10.0,
         on_deadline: str = "wait",
+        telemetry_rounds: int = 1024,
     ) -> None:
         request: dict[str, Any] = {
             "stragglers": stragglers,
@@ -108,6 +116,7 @@ class CodedGroup:
             history_bytes,
             deadline,
             on_deadline,
+            telemetry_rounds,
         )
 
     @classmethod
@@ -120,6 +129,7 @@ class CodedGroup:
         history_bytes: int = 256 << 20,
         deadline: float | str | None = 10.0,
         on_deadline: str = "wait",
+        telemetry_rounds: int = 1024,
     ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
         Collective.
@@ -127,7 +137,8 @@ class CodedGroup:
         Args:
             comm: as for the constructor.
             plan: for as many ranks as ``comm`` has.
-            transport, history_bytes, deadline, on_deadline: as for the constructor.
+            transport, history_bytes, deadline, on_deadline, telemetry_rounds: as for the
+                constructor.
 
         Raises:
             ValueError: the plan is for another number of ranks.
@@ -163,6 +174,7 @@ class CodedGroup:
             history_bytes,
             deadline,
             on_deadline,
+            telemetry_rounds,
         )
         return group
 
@@ -175,20 +187,24 @@ class CodedGroup:
         history_bytes: int,
         deadline: float | str | None,
         on_deadline: str,
+        telemetry_rounds: int,
     ) -> None:
         check_communicator(comm)
         self._comm = comm.Dup()
 
         def checked(size: int) -> Plan:
             _require.integer("history_bytes", history_bytes, 0)
+            _require.integer("telemetry_rounds", telemetry_rounds, 0)
             self.deadline = Deadline.parsed(deadline, on_deadline)
             return planner(size)
 
-        request |= {"deadline": deadline, "on_deadline": on_deadline}
+        request = request | {"deadline": deadline, "on_deadline": on_deadline}
         try:
             self.plan = self._agreed_plan(transport, request, checked)
             self.index = next(_indices)
-            self.transport = self._agreed_transport(transport, history_bytes)
+            self.transport = self._agreed_transport(
+                transport, history_bytes, telemetry_rounds
+            )
         except Exception:
             self._comm.Free()
             raise
@@ -196,7 +212,9 @@ class CodedGroup:
         self._snapshots = 0
         _groups[self.index] = self
 
-    def _agreed_transport(self, transport: str, history_bytes: int) -> Transport:
+    def _agreed_transport(
+        self, transport: str, history_bytes: int, telemetry_rounds: int
+    ) -> Transport:
         """The transport asked for, the same on all ranks."""
         reason = "" if transport == "mpi4jax" else engine.missing()
         reasons = self._comm.allgather(reason)
@@ -226,6 +244,7 @@ class CodedGroup:
             self._comm,
             self.plan,
             history_bytes=history_bytes,
+            telemetry_rounds=telemetry_rounds,
             deadline=self.deadline,
         )
 
@@ -358,7 +377,9 @@ class CodedGroup:
             return False
         # every round that was started before belongs to the state
         rounds.settle()
-        self.transport.keep_state(snapshots.to_bytes(state))
+        self.transport.keep_state(
+            np.concatenate([_digest(self.plan), snapshots.to_bytes(state)])
+        )
         return True
 
     def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
@@ -376,7 +397,8 @@ class CodedGroup:
             The state, a pytree of arrays.
 
         Raises:
-            Desynchronized: nobody above has a snapshot, or answers in time.
+            Desynchronized: nobody above has a snapshot, or answers in time; or there
+                was a `replan` since.
             ValueError: the snapshot is of another state.
         """
         check_open(self)
@@ -390,9 +412,91 @@ class CodedGroup:
                 "still kept. Only a rank whose calls raise Desynchronized needs to "
                 "resync"
             )
-        state = snapshots.from_bytes(data, like)
+        plan = _digest(self.plan)
+        if data[: len(plan)] != plan.tobytes():
+            raise Desynchronized(
+                f"the ranks of this group went on with another plan after rank "
+                f"{self.rank} lost touch: call replan before a rank can be that late, "
+                "or keep a longer history (history_bytes)"
+            )
+        state = snapshots.from_bytes(data[len(plan) :], like)
         self.transport.resume()
         return state
+
+    def telemetry(self) -> Telemetry:
+        """What this rank has seen of the latest rounds: who was in time and how late,
+        who decided, what took how long. Neither waits nor communicates.
+
+        The root sees its own children like any parent, and knows besides how fast all
+        ranks are (`Telemetry.speeds`).
+
+        Raises:
+            NotImplementedError: with the mpi4jax transport, where all ranks wait for
+                the slowest.
+        """
+        check_open(self)
+        plan = self.plan
+        return Telemetry.of(
+            self.rank,
+            np.array(plan.parents),
+            np.array([float(plan.load_of(rank)) for rank in range(plan.size)]),
+            self.transport.telemetry(),
+        )
+
+    def on_round(self, callback: Callable[[RoundSeen], Any]) -> None:
+        """Call a function with a `jaxcoded.telemetry.RoundSeen` after each of this rank's rounds, for
+        loggers.
+
+        It runs on a thread of its own, in the order of the rounds, and holds up no
+        round. What it raises is logged. A group has one such function, the latest.
+        """
+        check_open(self)
+        self.transport.on_round(reporter(callback))
+
+    def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
+        """The group with its data laid out anew, in proportion to these speeds.
+
+        A round like any other: all ranks call it between the same two rounds, and nobody
+        waits for a late one. The root's speeds count, such as
+        ``group.telemetry().speeds``. This group is closed by it: take the new one's
+        `assignment`, and compile the step with the new one.
+
+        Args:
+            speeds: relative speed of each rank, positive; see `make_plan`.
+
+        Returns:
+            A group of the same ranks. Its tree, codes and options are the same.
+
+        Raises:
+            ValueError: there is no such plan. On every rank; this group stays open.
+            GroupMismatch: other ranks called something else.
+
+        Example:
+            >>> from mpi4py import MPI
+            >>> import jaxcoded
+            >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+            >>> group = group.replan(speeds=[1.0])
+            >>> group.close()
+        """
+        check_open(self)
+        with self.failing("replan"):
+            mine = np.array(speeds, np.float64)
+            if mine.shape != (self.size,):
+                raise ValueError(
+                    f"speeds must have shape ({self.size},), one for each rank, got "
+                    f"{mine.shape}"
+                )
+        rounds.settle()
+        agreed = self.transport.broadcast("replan", mine)
+        plan = dataclasses.replace(
+            self.plan, speeds=tuple(Fraction(speed) for speed in agreed.tolist())
+        )
+        other = copy.copy(self)
+        other.plan, other.index = plan, next(_indices)
+        other.transport = self.transport.replanned(other.index, plan)
+        del _groups[self.index]
+        _groups[other.index] = other
+        return other
 
     def close(self, timeout: float = 60.0) -> None:
         """Finish pending rounds and give the communicator back. Collective; does
@@ -462,6 +566,11 @@ class CodedGroup:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"
         return f"<CodedGroup {self.index} of {self.size} ranks, {state}>"
+
+
+def _digest(plan: Plan) -> np.ndarray:
+    """What tells a plan from others, as bytes."""
+    return np.frombuffer(hashlib.sha256(plan.fingerprint.encode()).digest(), np.uint8)
 
 
 # What compiled code holds of a group is its index. Indices are never used again.

@@ -2,11 +2,13 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from jaxcoded.plan import Plan
 
 # In the words of a round that carries several payloads, before the list of their numbers.
 BATCHED = ", batched "
@@ -126,6 +128,23 @@ class Transport(abc.ABC):
         raise NotImplementedError(
             'rounds on numpy arrays need a group with transport="engine"'
         )
+
+    @abc.abstractmethod
+    def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
+        """The root's array on every rank, in a round of its own."""
+
+    @abc.abstractmethod
+    def replanned(self, index: int, plan: Plan) -> "Transport":
+        """The same ranks with another plan from the next round on, under another
+        index. This one is then closed."""
+
+    def telemetry(self) -> dict[str, list[Any]]:
+        """What was remembered of the latest rounds, by name."""
+        raise NotImplementedError('telemetry needs a group with transport="engine"')
+
+    def on_round(self, hook: Callable[..., None]) -> None:
+        """Call a function with the fields of each round, on some thread."""
+        raise NotImplementedError('telemetry needs a group with transport="engine"')
 
     def keep_state(self, state: np.ndarray) -> None:
         """Keep a copy of these bytes as this rank's snapshot."""

@@ -5,6 +5,7 @@ opened for a group, and its calls become JAX primitives.
 """
 
 import atexit
+import copy
 import functools
 import hashlib
 import json
@@ -68,6 +69,7 @@ class Engine(Transport):
         comm: the group's communicator.
         plan: the group's plan.
         history_bytes: memory for results that late ranks lack, in bytes.
+        telemetry_rounds: rounds to remember.
         deadline: how long a parent waits for its children, and what it does then.
     """
 
@@ -82,6 +84,7 @@ class Engine(Transport):
         plan: Plan,
         *,
         history_bytes: int,
+        telemetry_rounds: int,
         deadline: Deadline,
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
@@ -97,7 +100,8 @@ class Engine(Transport):
         limits = _engine.Limits()
         limits.history_bytes = history_bytes
         limits.history_most = max(limits.history_most, history_bytes)
-        limits.on_deadline = _engine.OnDeadline[deadline.action]
+        limits.telemetry_rounds = telemetry_rounds
+        limits.on_deadline = getattr(_engine.OnDeadline, deadline.action)
         limits.deadline_seconds = deadline.seconds
         limits.deadline_rounds = deadline.rounds
         limits.deadline_share = _deadline_share(plan, comm.rank)
@@ -243,6 +247,26 @@ class Engine(Transport):
         )
         if outcome != _DONE:
             raise _error(outcome, text)
+
+    def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
+        out = np.empty_like(array)
+        self.host_round(Trip(words, up=False), [array], [out])
+        return out
+
+    def replanned(self, index: int, plan: Plan) -> "Engine":
+        children = list(plan.coded_children(self._rank))
+        self._ask("replan", index, children, _decoder(plan, self._rank), _refusal(plan))
+        if self._index in _rooted:
+            _rooted[index] = _rooted.pop(self._index)
+        other = copy.copy(self)
+        other._index, other._plan = index, plan
+        return other
+
+    def telemetry(self) -> dict[str, list[Any]]:
+        return self._ask("telemetry")
+
+    def on_round(self, hook: Callable[..., None]) -> None:
+        self._ask("on_round", hook)
 
     def keep_state(self, state: np.ndarray) -> None:
         self._ask("keep_state", state.ctypes.data, state.nbytes)

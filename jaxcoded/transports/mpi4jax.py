@@ -90,6 +90,16 @@ class Mpi4jax(Transport):
     def note_failure(self, words: str) -> None:
         self._failure = words
 
+    def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
+        self._agree(words)
+        return self._comm.bcast(array, self._plan.root)
+
+    def replanned(self, index: int, plan: Plan) -> "Mpi4jax":
+        del _open[self._index]
+        other = Mpi4jax(index, self._comm, plan)
+        other._round = self._round
+        return other
+
     def close(self, seconds: float) -> list[int]:
         try:
             self._agree("close")

@@ -651,7 +651,7 @@ class World:
                 self.answers.remove(answer)
                 self.arrive(answer)
                 moved = True
-            for _ in range(1000):
+            for _ in range(10_000):
                 if not self.advance(rank):
                     break
             else:
@@ -672,7 +672,7 @@ class World:
     def settle(self):
         """Everybody who is not frozen goes on, and time passes, until nothing comes."""
         quiet = 0
-        for _ in range(2000):
+        for _ in range(10_000):
             if self.sweep():
                 quiet = 0
             else:

@@ -91,7 +91,10 @@ def probed_script(plan, rng):
 
 
 def limits(action, **more):
-    return {"on_deadline": _engine.OnDeadline[action], "deadline_seconds": SECONDS} | more
+    return {
+        "on_deadline": getattr(_engine.OnDeadline, action),
+        "deadline_seconds": SECONDS,
+    } | more
 
 
 def stop_and_go(world, rng, rounds=ROUNDS):
@@ -109,7 +112,9 @@ def stop_and_go(world, rng, rounds=ROUNDS):
             world.settle()
         world.open = before = root.next_round()
         world.frozen.update(
-            tolerated(plan, rng) if fine else rng.sample(others, rng.randint(0, len(others)))
+            tolerated(plan, rng)
+            if fine
+            else rng.sample(others, rng.randint(0, len(others)))
         )
         for _ in range(rng.randint(0, 100)):
             world.step()
@@ -134,7 +139,7 @@ def test_what_has_come_is_used_and_the_residual_tells(seed):
         ROUNDS,
         rng,
         script=probed_script(plan, rng),
-        limits=limits("approximate"),
+        limits=limits("approximate", piece_bytes=rng.choice([64, 256, 4096])),
     )
     healthy = stop_and_go(world, rng)
     for ends in world.ends:

@@ -26,9 +26,7 @@ class Heard(logging.Handler):
 board = Board(sys.argv[1])
 heard = Heard()
 logging.getLogger("jaxcoded").addHandler(heard)
-group = jaxcoded.CodedGroup(
-    board.comm, fanout=2, transport="engine", deadline=DEADLINE
-)
+group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine", deadline=DEADLINE)
 sums, faults = Sums(group), Faults(board)
 # compiling takes long, too: that counts for nothing
 run(board, group, sums, faults, 5)

@@ -300,6 +300,21 @@ void Engine::progress() {
   }
 }
 
+void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
+                    Decoder decoder,
+                    std::function<std::string(const std::vector<bool>&)> refuse) {
+  std::unique_lock lock(mutex_);
+  member(index);
+  auto moved = members_.extract(index);
+  Member& its = moved.mapped();
+  its.node->replan(children, std::move(decoder));
+  its.children = children;
+  its.refuse = std::move(refuse);
+  its.refusals.clear();
+  moved.key() = next;
+  members_.insert(std::move(moved));
+}
+
 void Engine::abandon(std::uint64_t index) {
   std::unique_lock lock(mutex_);
   member(index).abandoned = true;

@@ -77,6 +77,10 @@ class Engine {
   // Do the engine's work until `done(member)`, or so many seconds. Whether it is done.
   bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
 
+  // The group goes on under another index, with another code. Not while it has a call.
+  void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
+              Decoder decoder, std::function<std::string(const std::vector<bool>&)> refuse);
+
   // Refuse this rank's calls from now on. It still relays to those below.
   void abandon(std::uint64_t index);
   // Leave the group once nobody needs this rank any more, after so many seconds at the latest.

@@ -26,9 +26,10 @@ enum class Kind : std::uint8_t {
   note,    // `last` is decided
   gone,    // I no longer have the result of `round`
   state,   // my snapshot of `round` can be had; round 0: I have none
-  // Both.
+  // Others.
   words,  // the call with this fingerprint, in words
   pull,   // send me piece `ready` of an object in a message with tag `last` (wires only)
+  paces,  // up: how fast I and those below me are, a `Pace` each
 };
 
 enum Flag : std::uint8_t {

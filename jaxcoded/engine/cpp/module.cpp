@@ -70,7 +70,8 @@ CardTuple introduce() {
 }
 
 void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
-          Family family, Decoder decoder, Limits limits, nb::callable refuse, nb::object report) {
+          Family family, Decoder decoder, Limits limits, nb::callable refuse,
+          std::optional<nb::callable> report) {
   std::vector<Card> all;
   for (const auto& [pid, descriptor, magic, address, slot, ticket, host] : cards) {
     all.push_back({pid, descriptor, magic, address, slot, ticket, host});
@@ -84,8 +85,8 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.children = family.children;
   member.root = family.ancestors.empty();
   member.refuse = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
-  if (!report.is_none()) {
-    auto said = with_gil<bool, const std::string&>(nb::cast<nb::callable>(report), false);
+  if (report) {
+    auto said = with_gil<bool, const std::string&>(std::move(*report), false);
     member.report = [said](const std::string& words) { said(words); };
   }
   nb::gil_scoped_release release;
@@ -109,6 +110,84 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
                   .erased = std::move(erased)};
   const Result result = Engine::instance().run(index, std::move(request));
   return {static_cast<int>(result.outcome), result.error};
+}
+
+// What a group remembers of its rounds: columns of numbers, by name.
+nb::dict telemetry(std::uint64_t index) {
+  std::vector<RoundRecord> records;
+  std::vector<Pace> paces;
+  std::map<Rank, Link> links;
+  std::vector<Rank> children;
+  std::vector<double> arrived;
+  std::vector<bool> used;
+  {
+    nb::gil_scoped_release release;
+    Engine::instance().with(index, [&](Member& its) {
+      const Telemetry& known = its.node->telemetry();
+      children = its.node->columns();
+      records = known.records();
+      for (const RoundRecord& record : records) {
+        for (std::size_t child = 0; child < children.size(); ++child) {
+          arrived.push_back(known.arrival(record.round, child));
+          used.push_back(known.was_used(record.round, child));
+        }
+      }
+      paces = its.node->paces();
+      links = its.wire->links();
+      return 0;
+    });
+  }
+  nb::dict out;
+  const auto column = [&](const char* name, const auto& rows, auto read) {
+    nb::list values;
+    for (const auto& row : rows) values.append(read(row));
+    out[name] = values;
+  };
+  column("round", records, [](const RoundRecord& it) { return it.round; });
+  column("work", records, [](const RoundRecord& it) { return it.work; });
+  column("started", records, [](const RoundRecord& it) { return it.started; });
+  column("decided", records, [](const RoundRecord& it) { return it.decided; });
+  column("ended", records, [](const RoundRecord& it) { return it.ended; });
+  column("decider", records, [](const RoundRecord& it) { return it.decider; });
+  column("outcome", records, [](const RoundRecord& it) { return it.outcome; });
+  column("skipped", records, [](const RoundRecord& it) { return it.skipped; });
+  column("approximate", records, [](const RoundRecord& it) { return it.approximate; });
+  column("children", children, [](Rank it) { return it; });
+  column("arrived", arrived, [](double it) { return it; });
+  column("used", used, [](bool it) { return it; });
+  column("paced", paces, [](const Pace& it) { return it.rank; });
+  column("pace", paces, [](const Pace& it) { return it.work; });
+  column("silent", paces, [](const Pace& it) { return it.silent; });
+  column("peers", links, [](const auto& it) { return it.first; });
+  column("link_bytes", links, [](const auto& it) { return it.second.bytes; });
+  column("link_seconds", links, [](const auto& it) { return it.second.seconds; });
+  return out;
+}
+
+// `hook` gets the fields of each round's record, on any thread.
+void on_round(std::uint64_t index, nb::callable hook) {
+  auto* kept = new nb::callable(std::move(hook));  // see `with_gil`
+  nb::gil_scoped_release release;
+  Engine::instance().with(index, [&](Member& its) {
+    its.node->on_round([kept](const RoundRecord& it) {
+      nb::gil_scoped_acquire gil;
+      try {
+        (*kept)(it.round, it.work, it.started, it.decided, it.ended, it.decider,
+                static_cast<int>(it.outcome), it.skipped, it.approximate);
+      } catch (nb::python_error& error) {
+        error.restore();
+        PyErr_WriteUnraisable(kept->ptr());
+      }
+    });
+    return 0;
+  });
+}
+
+void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
+            Decoder decoder, nb::callable refuse) {
+  auto refusal = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
+  nb::gil_scoped_release release;
+  Engine::instance().replan(index, next, children, std::move(decoder), std::move(refusal));
 }
 
 // --- A node on its own, for tests: its wire is a Python object. ---
@@ -239,7 +318,9 @@ NB_MODULE(_engine, module) {
       .def_rw("on_deadline", &Limits::on_deadline)
       .def_rw("deadline_seconds", &Limits::deadline_seconds)
       .def_rw("deadline_rounds", &Limits::deadline_rounds)
-      .def_rw("deadline_share", &Limits::deadline_share);
+      .def_rw("deadline_share", &Limits::deadline_share)
+      .def_rw("telemetry_rounds", &Limits::telemetry_rounds)
+      .def_rw("pace_seconds", &Limits::pace_seconds);
 
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
     try {
@@ -250,7 +331,8 @@ NB_MODULE(_engine, module) {
   });
 
   module.def("introduce", &introduce, Release());
-  module.def("open", &open);
+  module.def("open", &open, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg(), nb::arg().none());
   module.def("run", &run, Release());
   module.def("note_failure", [](std::uint64_t index, std::string words) {
     Engine::instance().note_failure(index, words);
@@ -273,6 +355,9 @@ NB_MODULE(_engine, module) {
   query("fetched_bytes", [](Node& node) { return node.fetched_bytes(); });
   query("status", [](Node& node) { return node.status(); });
 
+  module.def("telemetry", &telemetry);
+  module.def("on_round", &on_round);
+  module.def("replan", &replan);
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     Engine::instance().with(index, [&](Member& its) {
       its.node->keep_state(its.node->next(),

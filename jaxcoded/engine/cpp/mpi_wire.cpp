@@ -95,14 +95,19 @@ void MpiWire::send(Rank to, const Message& message) {
 
 Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
                            std::byte* to, std::size_t bytes) {
-  const PeerPage* page = peers_[from].page.get();
+  Peer& peer = peers_[from];
+  const PeerPage* page = peer.page.get();
   if (page && page->readable()) {
+    const double before = now();
     const bool read = page->read(address, to, bytes);
+    peer.link.seconds += now() - before;
+    if (read) peer.link.bytes += bytes;
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!page->valid(static_cast<std::size_t>(object.what), object.round)) return Fetch::gone;
     if (read) return Fetch::done;
     // It is there, but cannot be read from here: let it be sent.
   }
+  if (peer.fetches++ == 0) peer.since = now();
   next_tag_ = next_tag_ == last_tag ? first_tag : next_tag_ + 1;
   receive(fetches_.emplace_back(MPI_REQUEST_NULL, from, next_tag_, object, piece,
                                 std::vector<std::byte>(sizeof(Stamp) + bytes)));
@@ -143,6 +148,14 @@ bool MpiWire::direct(Rank from) const {
   return peer != peers_.end() && peer->second.page && peer->second.page->readable();
 }
 
+std::map<Rank, Link> MpiWire::links() const {
+  std::map<Rank, Link> out;
+  for (const auto& [rank, peer] : peers_) {
+    if (peer.link.bytes) out[rank] = peer.link;
+  }
+  return out;
+}
+
 double MpiWire::now() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -165,6 +178,7 @@ bool MpiWire::open_inboxes(Node& node) {
     if (bytes < static_cast<int>(sizeof(Header))) continue;
     const Rank from = ranks_[peer];
     const std::vector<std::byte>& inbox = peers_[from].inbox;
+    peers_[from].link.bytes += static_cast<std::uint64_t>(bytes);
     const Message message = Message::from({inbox.data(), static_cast<std::size_t>(bytes)});
     receive(peer);
     if (message.header.session != session_) continue;
@@ -205,6 +219,9 @@ bool MpiWire::poll(Node& node) {
     }
     const Fetching fetched = std::move(*it);
     it = fetches_.erase(it);
+    Peer& peer = peers_[fetched.from];
+    peer.link.bytes += static_cast<std::uint64_t>(bytes);
+    if (--peer.fetches == 0) peer.link.seconds += now() - peer.since;
     std::span<const std::byte> data;
     if (stamped) data = std::span(fetched.bytes).first(static_cast<std::size_t>(bytes)).subspan(sizeof(Stamp));
     node.arrived(fetched.from, fetched.object, fetched.piece, data);

@@ -14,6 +14,12 @@
 
 namespace jaxcoded {
 
+// What has come from a rank.
+struct Link {
+  std::uint64_t bytes = 0;  // of all kinds
+  double seconds = 0;       // in which vectors were on their way
+};
+
 class MpiWire : public Wire {
  public:
   // `comm` is the wire's own, and is not freed: messages to a rank that has left may still be on
@@ -36,11 +42,15 @@ class MpiWire : public Wire {
   // Whether something may come without a ring of the bell.
   bool silent_peers() const { return silent_peers_; }
   bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
+  std::map<Rank, Link> links() const;
 
  private:
   struct Peer {
     std::unique_ptr<PeerPage> page;
     std::vector<std::byte> inbox;
+    Link link = {};
+    std::size_t fetches = 0;  // in progress,
+    double since = 0;         // since then without a break
   };
   struct Outgoing {
     MPI_Request request;

@@ -15,8 +15,13 @@ Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
       decoder_(std::move(decoder)),
       limits_(limits),
       wire_(wire),
-      pool_(limits.history_bytes) {
-  for (Rank child : family_.children) children_.push_back({.rank = child});
+      pool_(limits.history_bytes),
+      telemetry_(limits.telemetry_rounds, family_.children.size()),
+      columns_(family_.children) {
+  for (Rank child : family_.children) {
+    children_.push_back({.rank = child, .column = children_.size(), .heard = wire.now()});
+    paces_[child].rank = child;
+  }
   for (Rank below : family_.descendants) listeners_[below];
 }
 
@@ -62,7 +67,8 @@ void Node::submit(Call call) {
   error_.clear();
   started_ = asked_at_ = waiting_since_ = wire_.now();
   decoded_ = offered_ = given_ = 0;
-  offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = false;
+  offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = complete_ = false;
+  telemetry_.started(next_, started_, call_.skipped);
   exact_ = 0;
   decoding_.reset();
   for (Child& child : children_) child.stalled = false;
@@ -160,6 +166,14 @@ void Node::break_off(Call call) {
   submit(std::move(call));
 }
 
+void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
+  decoder_ = std::move(decoder);
+  std::ranges::sort(children_, {}, [&](const Child& child) {
+    return std::ranges::find(children, child.rank) - children.begin();
+  });
+  family_.children = children;
+}
+
 void Node::finish(Outcome outcome, std::string error) {
   withdraw(Object::What::message, next_ + 1);
   if (outcome == Outcome::done && !call_.down && !root()) {
@@ -173,8 +187,12 @@ void Node::finish(Outcome outcome, std::string error) {
   own_copy_ = {};
   for (Child& child : children_) child.slots.clear();
   if (outcome == Outcome::desynchronized) return;
+  const double now = wire_.now();
+  telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome));
+  if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);
+  if (now - told_paces_ > limits_.pace_seconds) tell_paces();
   if (!overdue_) {  // deadlines must not grow with the rounds that miss them
-    const double duration = wire_.now() - started_;
+    const double duration = now - started_;
     if (durations_.size() < durations_kept) {
       durations_.push_back(duration);
     } else {
@@ -224,7 +242,10 @@ void Node::deliver(Rank from, const Message& message) {
   const Header& head = message.header;
   Child* child = child_of(from);
   auto listener = listeners_.find(from);
-  if (child) child->done = std::max(child->done, head.done);
+  if (child) {
+    child->done = std::max(child->done, head.done);
+    if (telemetry_.on()) child->heard = wire_.now();
+  }
   asked_ranks_.erase(from);  // it answers
   if (listener != listeners_.end()) listener->second.noted = false;
   if (!root() && from == family_.ancestors.front()) {
@@ -289,6 +310,9 @@ void Node::deliver(Rank from, const Message& message) {
     case Kind::words:
       if (words_.size() >= most_words) words_.clear();
       words_[head.fingerprint] = message.text();
+      break;
+    case Kind::paces:
+      on_paces(from, message);
       break;
     case Kind::pull:
       break;  // the wire answers it

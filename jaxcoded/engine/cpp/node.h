@@ -10,6 +10,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,6 +22,7 @@
 #include "history.h"
 #include "message.h"
 #include "pool.h"
+#include "telemetry.h"
 
 namespace jaxcoded {
 
@@ -99,6 +101,8 @@ struct Limits {
   double deadline_seconds = 0;               // from the start of a round; 0: none
   double deadline_rounds = 0;                // or so many times the median round; 0: none
   double deadline_share = 1;                 // of this rank: those below it come earlier
+  std::uint64_t telemetry_rounds = 1024;     // that are remembered
+  double pace_seconds = 1;                   // between messages of how fast ranks are
 };
 
 class Node {
@@ -126,6 +130,9 @@ class Node {
 
   // A piece of an object of this rank, if it has it.
   std::optional<std::span<const std::byte>> read(Object object, std::uint32_t piece) const;
+
+  // Another code from the next round on, the same on all ranks. `children` in the order of its rows.
+  void replan(const std::vector<Rank>& children, Decoder decoder);
 
   // Rounds that are decided and that this rank has not called yet.
   std::uint64_t lag() const;
@@ -162,6 +169,13 @@ class Node {
   // Where this rank stands, for whoever looks for the cause of a hang.
   std::string status() const;
   double call_started() const { return started_; }
+  const Telemetry& telemetry() const { return telemetry_; }
+  // Called with each round of this rank at its end, if there is any telemetry.
+  void on_round(std::function<void(const RoundRecord&)> hook) { hook_ = std::move(hook); }
+  // The ranks that its children stand for, in that order.
+  const std::vector<Rank>& columns() const { return columns_; }
+  // Of this rank and those below, where it is known.
+  std::vector<Pace> paces() const;
   std::uint64_t history_bytes() const { return history_.bytes(); }
   std::uint64_t memory_bytes() const { return pool_.used() + pool_.kept(); }
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
@@ -169,6 +183,8 @@ class Node {
  private:
   struct Child {
     Rank rank;
+    std::size_t column;  // in the telemetry
+    double heard;  // of it last
     Round round = 0;  // of its latest offer
     std::uint64_t fingerprint = 0;
     std::uint32_t ready = 0;
@@ -258,6 +274,12 @@ class Node {
   void on_overdue(Child& child, const Message& message);
   std::shared_ptr<const Decoding> approximation(std::uint32_t piece);
 
+  // Telemetry.
+  void sum_complete();
+  double own_work() const;
+  void on_paces(Rank from, const Message& message);
+  void tell_paces();
+
   // The way down.
   void place(Entry& entry);
   void decided(Entry& entry, std::uint32_t ready);
@@ -324,6 +346,11 @@ class Node {
   std::string error_;
   double started_ = 0;
   std::vector<double> durations_;  // of the latest rounds
+  Telemetry telemetry_;
+  std::function<void(const RoundRecord&)> hook_;
+  std::vector<Rank> columns_;
+  std::map<Rank, Pace> paces_;  // of ranks below
+  double told_paces_ = 0;
 
   // The way up of round `next_`.
   Layout incoming_;  // one part of the children's messages for each of this rank's parts
@@ -342,6 +369,7 @@ class Node {
   double waiting_since_ = 0;
   bool overdue_ = false;        // after the deadline
   bool told_overdue_ = false;   // and the parent knows
+  bool complete_ = false;       // the sum is, or is not needed any more
   bool approximating_ = false;  // the pieces from here on are of what has come:
   std::uint32_t exact_ = 0;
   std::vector<std::uint64_t> exact_elements_;  // by segment

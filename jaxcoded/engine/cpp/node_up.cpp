@@ -13,6 +13,7 @@ void Node::on_offer(Child& child, const Message& message) {
   if (head.round > child.round) {
     child.order = ++offers_seen_;
     child.seen = wire_.now();
+    telemetry_.arrived(child.column, child.round + 1, head.round, child.seen);
     child.ready = child.exact = 0;
     child.withdrawn = child.stalled = false;
     child.slots.clear();
@@ -161,6 +162,7 @@ bool Node::gather() {
     if (const Entry* entry = root() ? nullptr : history_.find(next_);
         entry && entry->ready > decoded_ &&
         entry->layout.segments() == incoming_.segments()) {
+      complete_ = true;
       skip_piece();
       continue;
     }
@@ -198,6 +200,7 @@ bool Node::gather() {
 }
 
 void Node::decode(const Decoding& decoding, std::span<const std::byte* const> inputs) {
+  for (std::size_t row : decoding.rows) telemetry_.used(next_, child_of_row(row).column);
   const Piece& piece = incoming_[decoded_];
   if (piece.count) {
     const Segment& part = incoming_.segments()[piece.segment];
@@ -237,6 +240,7 @@ std::uint32_t Node::summed(const Layout& layout) const {
 }
 
 void Node::announce_sum() {
+  if (decoded_ == incoming_.size() && !complete_) sum_complete();
   if (!root()) return offer();
   Entry& entry = *history_.find(next_);
   if (call_.down) {

@@ -1,0 +1,65 @@
+// What a node remembers of its rounds, and what it tells of it.
+#include "node.h"
+
+#include <algorithm>
+
+namespace jaxcoded {
+namespace {
+
+constexpr Round latest = 31;  // rounds that a pace is of
+
+}  // namespace
+
+void Node::sum_complete() {
+  complete_ = true;
+  telemetry_.decided(next_, wire_.now(), family_.rank, columns_, approximating_);
+}
+
+// Median seconds between calls that this rank took part in; `never` if there were none.
+double Node::own_work() const {
+  std::vector<double> works;
+  const Round first = next_ > latest ? next_ - latest : 1;
+  for (Round round = first; round < next_; ++round) {
+    const RoundRecord* record = telemetry_.find(round);
+    if (record && !record->skipped && record->work >= 0) works.push_back(record->work);
+  }
+  if (works.empty()) return never;
+  const auto middle = works.begin() + static_cast<std::ptrdiff_t>(works.size() / 2);
+  std::nth_element(works.begin(), middle, works.end());
+  return *middle;
+}
+
+std::vector<Pace> Node::paces() const {
+  std::vector<Pace> out{{.rank = family_.rank, .work = own_work()}};
+  const RoundRecord* last = next_ > 1 ? telemetry_.find(next_ - 1) : nullptr;
+  for (const auto& [rank, pace] : paces_) {
+    out.push_back(pace);
+    for (const Child& child : children_) {
+      if (child.rank != rank || !last || child.round >= last->round) continue;
+      out.back().silent = std::max(last->ended - child.heard, 0.0);
+    }
+  }
+  return out;
+}
+
+void Node::on_paces(Rank from, const Message& message) {
+  if (!child_of(from)) return;
+  for (const Pace& pace : message.values<Pace>(0, message.body.size() / sizeof(Pace))) {
+    const auto rank = static_cast<Rank>(pace.rank);
+    if (listeners_.contains(rank)) paces_[rank] = pace;
+  }
+}
+
+void Node::tell_paces() {
+  if (!telemetry_.on() || root() || unanswered_) return;
+  told_paces_ = wire_.now();
+  const std::vector<Pace> all = paces();
+  constexpr std::size_t most = 1024;  // in a message
+  for (std::size_t first = 0; first < all.size(); first += most) {
+    Message message{header(Kind::paces, 0)};
+    message.append(all.data() + first, std::min(most, all.size() - first) * sizeof(Pace));
+    wire_.send(family_.ancestors.front(), message);
+  }
+}
+
+}  // namespace jaxcoded

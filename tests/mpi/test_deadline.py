@@ -1,0 +1,165 @@
+"""Deadlines: more ranks late than a parent can do without."""
+
+import contextlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from marks import SIZE
+from mpi4py import MPI
+from reference import assert_sum, contribution, per_example
+from together import wait_for_all
+
+import jaxcoded
+from jaxcoded import cells, host
+from jaxcoded.deadline import Deadline
+from jaxcoded.transports import engine
+
+pytestmark = pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
+several = pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+RANK = MPI.COMM_WORLD.rank
+VECTOR = per_example(7)
+SECONDS = 0.3
+
+
+@contextlib.contextmanager
+def opened(comm, deadline, action, **more):
+    stragglers = 1 if SIZE > 2 else 0
+    with jaxcoded.CodedGroup(
+        comm,
+        stragglers=stragglers,
+        fanout=3 if SIZE == 13 else None,
+        transport="engine",
+        deadline=deadline,
+        on_deadline=action,
+        **more,
+    ) as group:
+        yield group
+
+
+def too_late(group):
+    """Two children of one parent, so that it cannot go on: leaves where there are."""
+    tree = group.plan.tree
+    parent = next(
+        rank
+        for rank in reversed(tree.order)
+        if len(group.plan.coded_children(rank)) > 1
+    )
+    return group.plan.coded_children(parent)[-2:]
+
+
+@several
+@pytest.mark.parametrize("deadline", [SECONDS, "100x"])
+def test_raise(comm, deadline):
+    """All ranks get one text, the late ones too, and go on together."""
+    with opened(comm, deadline, "raise") as group:
+        late = too_late(group)
+        x = contribution(group, VECTOR)
+        call = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
+        for _ in range(8):
+            assert_sum(group, np.asarray(call(x)), VECTOR)
+        wait_for_all(comm)
+        if RANK in late:
+            time.sleep(4 * SECONDS)
+        with pytest.raises(JaxRuntimeError, match="DeadlineExceeded") as raised:
+            call(x).block_until_ready()
+        jaxcoded.settle()
+        text = str(raised.value).split("DeadlineExceeded")[1]
+        texts = comm.allgather(text)
+        assert len(set(texts)) == 1
+        assert "round 9 was not decided within" in text
+        assert all(str(rank) in text for rank in late)
+        if RANK in late:
+            time.sleep(4 * SECONDS)
+        with pytest.raises(jaxcoded.DeadlineExceeded, match="round 10 was not decided"):
+            host.coded_allreduce(np.asarray(x), group)
+        wait_for_all(comm)
+        assert_sum(group, np.asarray(call(x)), VECTOR)
+        wait_for_all(comm)
+
+
+@several
+def test_no_deadline_is_met_by_those_it_can_do_without(comm):
+    with opened(comm, SECONDS, "raise") as group:
+        late = too_late(group)[-1]
+        x = np.asarray(contribution(group, VECTOR))
+        wait_for_all(comm)
+        if RANK == late:
+            time.sleep(3 * SECONDS)
+        assert_sum(group, host.coded_allreduce(x, group), VECTOR)
+        wait_for_all(comm)
+
+
+@several
+@pytest.mark.parametrize("code", ["auto", "cyclic_repetition"])
+def test_approximate(comm, code):
+    """The sum is the one that the residual is of, on all ranks, and exact otherwise."""
+    with opened(comm, SECONDS, "approximate", code=code) as group:
+        plan, late = group.plan, too_late(group)
+        count = len(cells.sizes(plan))
+        # each rank's coefficients of the cells: the sum is that of all cells
+        mine = cells.coefficients(plan, RANK)[:, 0, 0]
+        call = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group, residual=True))
+        total, residual = call(jnp.asarray(mine))
+        np.testing.assert_allclose(total, np.ones(count), atol=1e-9)
+        assert float(residual) < 1e-6
+        wait_for_all(comm)
+        if RANK in late:
+            time.sleep(4 * SECONDS)
+        total, residual = call(jnp.asarray(mine))
+        found = np.asarray(total)
+        expected = np.sqrt(np.sum(cells.sizes(plan) * (found - 1) ** 2))
+        np.testing.assert_allclose(float(residual), expected, rtol=1e-6)
+        assert expected > 0.1
+        assert len({found.tobytes() for found in comm.allgather(found)}) == 1
+        # the least squares of what has come at the parent that lacks two
+        wait_for_all(comm)
+        total, residual = call(jnp.asarray(mine))
+        np.testing.assert_allclose(total, np.ones(count), atol=1e-9)
+        assert float(residual) < 1e-6
+        wait_for_all(comm)
+        seen = group.telemetry()
+        lacks = plan.parents[late[0]] == RANK
+        assert seen.approximate.tolist() == [False, lacks, False]
+
+
+@several
+def test_approximate_training_counts_what_came(comm):
+    """With ``mean`` the loss is that of the examples whose gradients came."""
+    with opened(comm, SECONDS, "approximate") as group:
+        late = too_late(group)
+        batch = jnp.arange(60.0)
+        indices, weights = group.assignment(60)
+        step = jax.jit(
+            jaxcoded.coded_value_and_grad(
+                lambda w, x: w + 0 * x, group, mean=True, residual=True
+            )
+        )
+        wait_for_all(comm)
+        value, grad, residual = step(2.0, batch[indices], weights)
+        assert (float(value), float(grad), float(residual) < 1e-6) == (2.0, 1.0, True)
+        wait_for_all(comm)
+        if RANK in late:
+            time.sleep(4 * SECONDS)
+        value, grad, residual = step(2.0, batch[indices], weights)
+        np.testing.assert_allclose([float(value), float(grad)], [2.0, 1.0], rtol=1e-6)
+        assert float(residual) > 0.1
+        wait_for_all(comm)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "action"),
+    [(0, "wait"), ("fast", "wait"), ("0.5x", "raise"), (True, "wait"), (None, "raise")],
+)
+def test_misuse(comm, deadline, action):
+    with pytest.raises(ValueError, match="deadline"):
+        jaxcoded.CodedGroup(comm, stragglers=0, deadline=deadline, on_deadline=action)
+    with pytest.raises(ValueError, match="on_deadline must be one of"):
+        Deadline.parsed(1.0, "hope")
+    with pytest.raises(ValueError, match="needs the engine"):
+        jaxcoded.CodedGroup(
+            comm, stragglers=0, transport="mpi4jax", deadline=1.0, on_deadline="raise"
+        )
