@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from types import TracebackType
 from typing import Any, Self
 
@@ -488,9 +487,7 @@ class CodedGroup:
                 )
         rounds.settle()
         agreed = self.transport.broadcast("replan", mine)
-        plan = dataclasses.replace(
-            self.plan, speeds=tuple(Fraction(speed) for speed in agreed.tolist())
-        )
+        plan = dataclasses.replace(self.plan, speeds=tuple(agreed.tolist()))
         other = copy.copy(self)
         other.plan, other.index = plan, next(_indices)
         other.transport = self.transport.replanned(other.index, plan)

@@ -1,0 +1,249 @@
+"""What ranks see of their rounds, and what follows from it."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only, mpi4jax_only, redundant, several
+from mpi4py import MPI
+from reference import BATCH, assert_sum, contribution, per_example
+from together import wait_for_all, wait_until
+
+import jaxcoded
+from jaxcoded import host
+from jaxcoded.telemetry import SLOWEST, Telemetry
+
+RANK = MPI.COMM_WORLD.rank
+VECTOR = per_example(4096)
+LATE = 0.1
+
+
+@pytest.fixture
+def fresh(comm, transport):
+    with jaxcoded.CodedGroup(
+        comm,
+        stragglers=1 if SIZE > 2 else 0,
+        fanout=3 if SIZE == 13 else None,
+        transport=transport,
+    ) as group:
+        yield group
+
+
+def leaf(group):
+    """The last leaf among the root's children, or below them."""
+    return [r for r in range(group.size) if not group.plan.coded_children(r)][-1]
+
+
+@engine_only
+@redundant
+def test_who_was_late_and_by_how_much(comm, fresh):
+    group, late = fresh, leaf(fresh)
+    parent = group.plan.parents[late]
+    x = np.asarray(contribution(group, VECTOR))
+    for number in range(6):
+        wait_for_all(comm)
+        if RANK == late and number % 2:
+            time.sleep(LATE)
+        assert_sum(group, host.coded_allreduce(x, group), VECTOR)
+    wait_for_all(comm)
+    seen = group.telemetry()
+    assert seen.rounds.tolist() == [1, 2, 3, 4, 5, 6]
+    assert not (seen.failed | seen.skipped | seen.approximate).any()
+    assert (seen.ended >= seen.started).all()
+    assert np.isnan(seen.work[0])
+    np.testing.assert_allclose(seen.work[1:], (seen.started[1:] - seen.ended[:-1]))
+    if RANK == parent:
+        column = seen.children.tolist().index(late)
+        odd = seen.lateness[1::2, column]
+        assert (odd > LATE / 2).all()
+        assert not seen.used[1::2, column].any()
+        assert f"child {late} was too late in" in seen.summary()
+    if seen.children.size:
+        assert (seen.decided >= seen.started).all()
+        assert (seen.used.sum(axis=1) <= len(seen.children)).all()
+        assert all(by in {RANK, *seen.children} for by in seen.decided_by)
+        # who decided was in time
+        assert ((seen.lateness <= 0) | ~seen.used).all()
+    else:
+        assert np.isnan(seen.decided).all()
+
+
+@engine_only
+@several
+def test_links_count_what_comes(comm, fresh):
+    x = np.asarray(contribution(fresh, VECTOR))
+    rounds = 10
+    for _ in range(rounds):
+        host.coded_allreduce(x, fresh)
+    wait_for_all(comm)
+    seen = fresh.telemetry()
+    size = dict(zip(seen.peers.tolist(), seen.link_bytes.tolist()))
+    if RANK != fresh.plan.root:  # the result, from one rank above or another
+        assert sum(size.values()) >= rounds * x.nbytes
+        assert (seen.link_seconds > 0).any()
+    used = int(seen.used.sum())
+    below = sum(size.get(child, 0) for child in fresh.plan.coded_children(RANK))
+    assert used * x.nbytes <= below <= (used + rounds) * x.nbytes + 2**16
+
+
+@engine_only
+@redundant
+def test_speeds_and_replan(comm, fresh, tmp_path):
+    """A slow rank is found out, and gets less of the data, on all ranks."""
+    group, slow = fresh, leaf(fresh)
+    for _ in range(30):
+        time.sleep(0.12 if RANK == slow else 0.03)
+        host.coded_allreduce(
+            np.asarray(contribution(group, VECTOR)), group, skipped=group.lag() > 0
+        )
+    wait_for_all(comm)
+    time.sleep(1.1)  # paces are told once a second
+    wait_for_all(comm)
+    for _ in range(group.plan.tree.depth + 1):
+        host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        wait_for_all(comm)
+        time.sleep(1.1)
+        wait_for_all(comm)
+    seen = group.telemetry()
+    if RANK == group.plan.root:
+        workers = [r for r in range(SIZE) if r not in (slow, RANK)]
+        assert SLOWEST <= seen.speeds[slow] < 0.6
+        assert np.median(seen.speeds[workers]) > 0.6
+        assert f"rank {slow} is slow" in seen.summary()
+    # what the others think does not count
+    other = group.replan(seen.speeds if RANK == group.plan.root else np.ones(SIZE))
+    assert group.closed
+    assert not other.closed
+    assert len(set(comm.allgather(other.plan.to_json()))) == 1
+    assert 0 < other.plan.load_of(slow) < group.plan.load_of(slow)
+    assert_sum(
+        other,
+        host.coded_allreduce(np.asarray(contribution(other, VECTOR)), other),
+        VECTOR,
+    )
+    call = jax.jit(lambda x: jaxcoded.coded_allreduce(x, other, residual=True))
+    total, residual = call(contribution(other, VECTOR))
+    assert_sum(other, np.asarray(total), VECTOR)
+    assert float(residual) < 1e-6
+    with pytest.raises(jaxcoded.GroupClosed):
+        host.coded_allreduce(VECTOR[0], group)
+    # what was seen can be kept
+    seen.save(tmp_path / "seen.npz")
+    back = Telemetry.load(tmp_path / "seen.npz")
+    assert back.summary() == seen.summary()
+    np.testing.assert_array_equal(back.lateness, seen.lateness)
+    wait_for_all(comm)
+    other.close()
+
+
+@redundant
+def test_replan_with_a_late_rank(comm, transport):
+    """A rank that is rounds behind replans when it gets there, and its old data never
+    meets the new codes."""
+    group = jaxcoded.CodedGroup(
+        comm, stragglers=1, fanout=3 if SIZE == 13 else None, transport=transport
+    )
+    late = leaf(group)
+    speeds = np.where(np.arange(SIZE) == late, 0.25, 1.0)
+    wait_for_all(comm)
+    if RANK == late:
+        time.sleep(0.5)
+    for _ in range(3):
+        for _ in range(3):
+            total = jaxcoded.coded_allreduce(contribution(group, VECTOR), group)
+            assert_sum(group, np.asarray(total), VECTOR)
+        group = group.replan(speeds)
+        speeds = speeds[::-1].copy()
+    indices, weights = group.assignment(BATCH)
+    step = jax.jit(
+        jaxcoded.coded_value_and_grad(lambda w, x: w * x, group, residual=True)
+    )
+    value, grad, residual = step(2.0, jnp.arange(float(BATCH))[indices], weights)
+    exact = BATCH * (BATCH - 1) / 2
+    np.testing.assert_allclose([value, grad], [2 * exact, exact], rtol=1e-6)
+    assert float(residual) < 1e-6
+    wait_for_all(comm)
+    group.close()
+
+
+def test_replan_misuse(comm, transport):
+    with jaxcoded.CodedGroup(
+        comm, stragglers=0, root_computes=True, transport=transport
+    ) as group:
+        for wrong in (np.ones(SIZE + 1), 1.0):
+            with pytest.raises(
+                ValueError, match=f"speeds must have shape \\({SIZE},\\)"
+            ):
+                group.replan(wrong)
+        for wrong in (np.zeros(SIZE), np.full(SIZE, np.nan)):
+            with pytest.raises(ValueError, match="speeds must be positive and finite"):
+                group.replan(wrong)
+        total = jaxcoded.coded_allreduce(contribution(group, VECTOR), group)
+        assert_sum(group, np.asarray(total), VECTOR)
+
+
+@several
+def test_replan_beside_another_call(comm, fresh):
+    """Fails on all ranks, and the group stays as it is."""
+    mine = RANK == SIZE - 1
+    with pytest.raises(
+        (jaxcoded.GroupMismatch, jax.errors.JaxRuntimeError),
+        match="called different things in the same round",
+    ):
+        if mine:
+            fresh.replan(np.ones(SIZE))
+        else:
+            jaxcoded.coded_allreduce(
+                contribution(fresh, VECTOR), fresh
+            ).block_until_ready()
+    jaxcoded.settle()
+    wait_for_all(comm)
+    total = jaxcoded.coded_allreduce(contribution(fresh, VECTOR), fresh)
+    assert_sum(fresh, np.asarray(total), VECTOR)
+    wait_for_all(comm)
+
+
+@engine_only
+def test_hook(comm, fresh):
+    """Sees every round once, on a thread of its own, and may raise or call the group."""
+    seen, threads = [], set()
+
+    def look(it):
+        threads.add(threading.current_thread())
+        seen.append(it)
+        fresh.lag()
+        if it.number == 2:
+            raise ValueError("not of interest")
+
+    fresh.on_round(look)
+    for _ in range(5):
+        host.coded_allreduce(np.asarray(contribution(fresh, VECTOR)), fresh)
+    wait_until(lambda: len(seen) == 5)
+    assert [it.number for it in seen] == [1, 2, 3, 4, 5]
+    assert not any(it.failed or it.skipped for it in seen)
+    assert all(it.ended >= it.started for it in seen)
+    assert threads.isdisjoint({threading.main_thread()})
+    wait_for_all(comm)
+
+
+@mpi4jax_only
+def test_without_the_engine(fresh):
+    with pytest.raises(NotImplementedError, match="engine"):
+        fresh.telemetry()
+    with pytest.raises(NotImplementedError, match="engine"):
+        fresh.on_round(print)
+
+
+@engine_only
+def test_turned_off(comm, transport):
+    with jaxcoded.CodedGroup(
+        comm, stragglers=0, transport=transport, telemetry_rounds=0
+    ) as group:
+        host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        seen = group.telemetry()
+        assert len(seen.rounds) == 0
+        assert seen.speeds.tolist() == [1.0] * SIZE
+        assert "has not called" in seen.summary()
