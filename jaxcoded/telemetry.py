@@ -211,11 +211,13 @@ class Telemetry:
             for column in np.argsort(-late):
                 if late[column] <= _OFTEN:
                     break
-                by = np.median(lateness[lateness[:, column] > 0, column])
+                missed = lateness[lateness[:, column] > 0, column]
+                known = missed[np.isfinite(missed)]
                 lines.append(
                     f"child {self.children[column]} was too late in "
-                    f"{late[column]:.0%} of {len(lateness)} rounds, "
-                    + (f"by {_time(by)} (median)" if np.isfinite(by) else "for good")
+                    f"{late[column]:.0%} of {len(lateness)} rounds "
+                    + (f"by {_time(np.median(known))} (median)" if len(known) else "")
+                    + (", and has not come since" if np.isinf(missed[-1]) else "")
                 )
             if not lines:
                 lines.append("no child was late in more than 10% of the rounds")

@@ -1,0 +1,90 @@
+"""What is made of a rank's records, from records written by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxcoded.telemetry import SLOWEST, Telemetry
+
+NAN = float("nan")
+
+
+def seen(**changes):
+    """The root of a star of three, in four rounds of one second: rank 3 is late in the
+    third by 0.4 s, and does not come in the last, where nobody waits for it."""
+    columns = {
+        "round": [7, 8, 9, 10],
+        "work": [NAN, 0.1, 0.1, 0.3],
+        "started": [0.0, 1.0, 2.0, 3.0],
+        "decided": [0.5, 1.5, 2.5, 3.5],
+        "ended": [0.6, 1.6, 2.6, 3.6],
+        "decider": [1, 2, 2, 0],
+        "outcome": [1, 1, 2, 1],
+        "skipped": [False] * 4,
+        "approximate": [False, False, False, True],
+        "children": [1, 2, 3],
+        "arrived": [0.5, 0.1, 0.2, 1.1, 1.5, 1.2, 2.1, 2.5, 2.9, 2.9, 2.9, NAN],
+        "used": [True, True, False] * 4,
+        "paced": [0, 1, 2, 3],
+        "pace": [0.05, 0.1, 0.1, 0.4],
+        "silent": [0.0, 0.0, 0.0, 0.7],
+        "peers": [1, 2],
+        "link_bytes": [4_000_000, 1000],
+        "link_seconds": [0.002, 0.0],
+    }
+    return Telemetry.of(
+        0, np.array([-1, 0, 0, 0]), np.array([0, 0.5, 0.5, 0.5]), columns | changes
+    )
+
+
+def test_lateness():
+    late = seen().lateness
+    np.testing.assert_allclose(late[:, 0], [0.0, -0.4, -0.4, -0.6])
+    np.testing.assert_allclose(late[:3, 2], [-0.3, -0.3, 0.4])
+    assert late[3, 2] == np.inf
+    # no sum, no lateness
+    assert np.isnan(seen(decided=[NAN] * 4).lateness).all()
+
+
+def test_speeds():
+    """Load over time between calls, or over the silence; a root without data counts for
+    nothing."""
+    speeds = seen().speeds
+    np.testing.assert_allclose(speeds, [1.0, 1.0, 1.0, 1 / 7])
+    unknown = seen(pace=[0.05, 0.1, 0.2, NAN], silent=[0.0] * 4)
+    np.testing.assert_allclose(unknown.speeds, [0.75, 1.0, 0.5, 0.75])
+    assert seen(silent=[0, 0, 0, 1e9]).speeds[3] == SLOWEST
+    nothing = seen(pace=[NAN] * 4, silent=[0.0] * 4)
+    assert nothing.speeds.tolist() == [1.0] * 4
+
+
+def test_summary():
+    said = seen().summary().splitlines()
+    assert said[0] == (
+        "rank 0, rounds 7 to 10, medians: 600 ms from call to result, 100 ms of work "
+        "before it"
+    )
+    assert said[1] == "failed: 1 of 4 rounds"
+    assert said[2] == "approximate: 1 of 4 rounds"
+    assert said[3] == (
+        "child 3 was too late in 50% of 4 rounds by 400 ms (median), and has not come "
+        "since"
+    )
+    assert said[4] == "rank 3 is slow: 14% of the fastest rank's speed, 700 ms a round"
+    assert said[5:] == ["from rank 1: 4 MB, 2000 MB/s", "from rank 2: 0.001 MB"]
+
+
+def test_files(tmp_path):
+    path = tmp_path / "seen.npz"
+    seen().save(path)
+    with np.load(path, allow_pickle=False) as file:
+        assert file["rounds"].tolist() == [7, 8, 9, 10]
+    back = Telemetry.load(path)
+    for field in dataclasses.fields(Telemetry):
+        np.testing.assert_array_equal(
+            getattr(back, field.name), getattr(seen(), field.name)
+        )
+    np.savez(tmp_path / "other.npz", rounds=[1])
+    with pytest.raises(ValueError, match=r"other\.npz was not written by Telemetry"):
+        Telemetry.load(tmp_path / "other.npz")
