@@ -88,6 +88,25 @@ def test_stragglers_benchmark(tmp_path):
     assert 0 < rows["4,000 B, memory while nobody is late"]
 
 
+def test_telemetry_benchmark(tmp_path):
+    script = ("-m", "mpi4py", "benchmarks/telemetry.py", "--smoke", "--out")
+    mpirun(4, *script, str(tmp_path))
+    with (tmp_path / "telemetry-4.csv").open() as file:
+        rows = {row["what"]: float(row["ratio"]) for row in csv.DictReader(file)}
+    assert rows.keys() == {"wall clock", "CPU time"}
+    assert all(ratio > 0 for ratio in rows.values())
+
+
+def test_replan_benchmark(tmp_path):
+    script = ("-m", "mpi4py", "benchmarks/replan.py", "--smoke", "--out")
+    job = mpirun(7, *script, str(tmp_path))
+    with (tmp_path / "replan-7.csv").open() as file:
+        loads = [float(row["load"]) for row in csv.DictReader(file)]
+    assert sum(loads) == pytest.approx(2)  # s + 1
+    assert max(loads[5:]) < min(loads[1:5])  # those that are three times slower
+    assert "times faster" in job.stdout
+
+
 def test_codes_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/codes.py", "--smoke", "--out", tmp_path]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
