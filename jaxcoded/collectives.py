@@ -13,7 +13,7 @@ from jaxcoded import cells, rounds
 from jaxcoded.codes import MAX_ROUNDING
 from jaxcoded.group import CodedGroup, check_open, find
 from jaxcoded.kernels import Encoded, accumulator, divided
-from jaxcoded.packing import Packing, pack, unpack
+from jaxcoded.packing import Packing, checked_wire_dtype, pack, unpack
 from jaxcoded.transports import Trip
 from jaxcoded.transports._transport import BATCHED
 
@@ -32,6 +32,7 @@ class _TreeRound(rounds.Carrier):
         skips: whether the first extra says that this rank has nothing to contribute.
         erases: whether the last extra is a mask of ranks to leave out.
         begun: whether the vectors are the last parts of those of the round.
+        wires: the dtypes in which the first vectors travel; the others in their own.
     """
 
     index: int
@@ -39,6 +40,7 @@ class _TreeRound(rounds.Carrier):
     skips: bool = False
     erases: bool = False
     begun: bool = False
+    wires: tuple[np.dtype, ...] = ()
 
     def __str__(self) -> str:
         return self.trip.words
@@ -79,14 +81,15 @@ class _TreeRound(rounds.Carrier):
         if batch:
             words = f"{trip.words}{BATCHED}{list(batch)}"
             trip = dataclasses.replace(trip, words=words)
-        return find(self.index).transport.carry(
+        out, next_token = find(self.index).transport.carry(
             trip,
-            vectors,
+            _converted(vectors, self.wires),
             erased=extras[-1] if self.erases else None,
             skipped=extras[0] if self.skips else None,
             token=token,
             begun=self.begun,
         )
+        return _converted(out, [vector.dtype for vector in vectors]), next_token
 
 
 def coded_allreduce(
@@ -97,6 +100,7 @@ def coded_allreduce(
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
     skip: bool | jax.Array | None = None,
     residual: bool = False,
+    wire_dtype: Any = None,
     token: jax.Array | None = None,
 ) -> Any:
     """The exact sum over the global batch, on every rank, from the ranks' coded
@@ -132,6 +136,10 @@ def coded_allreduce(
             √cells`` for the coefficients ``c`` that the parts of the batch ended up
             with, in the group's `jaxcoded.cells`, which go through the same round. 0 up
             to rounding for an exact code.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it
+            once for each message, which halves the traffic, see ``docs/theory.md`` for
+            the error; all else, also numbers (leaves of no axes, such as a loss),
+            travels as it is. Of an `Encoded` it is what `encode` was given.
         token: an int32 number such as ``jnp.int32(0)`` that orders this call, in place
             of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
             each call's to the next one; its value is never read. All calls of a group
@@ -146,9 +154,10 @@ def coded_allreduce(
     Raises:
         TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
             not `Encoded`, or ``group`` is not a group.
-        ValueError: ``erasures`` has a wrong shape, ``mean`` is not positive, the
-            plan's amplification leaves too few digits in this dtype, or ``skip`` with
-            another transport than the engine.
+        ValueError: ``erasures`` has a wrong shape, ``mean`` is not positive,
+            ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
+            amplification leaves too few digits in this dtype, or ``skip`` with another
+            transport than the engine.
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: what is found during the round, on every rank. Its
             text contains ``GroupMismatch`` (ranks called different things in this
@@ -175,6 +184,7 @@ def coded_allreduce(
         erasures,
         residual=residual,
         skipped=skipped,
+        wire_dtype=wire_dtype,
         token=token,
     )
 
@@ -185,12 +195,15 @@ def coded_reduce(
     *,
     mean: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+    wire_dtype: Any = None,
 ) -> Any:
     """`coded_allreduce` without the way down: the sum at the root, zeros elsewhere.
 
     Takes, returns and raises what `coded_allreduce` does. It has no transpose.
     """
-    return summed("coded_reduce", tree, group, mean, erasures, down=False)
+    return summed(
+        "coded_reduce", tree, group, mean, erasures, down=False, wire_dtype=wire_dtype
+    )
 
 
 def tree_bcast(tree: Any, group: CodedGroup) -> Any:
@@ -232,6 +245,7 @@ def summed(
     down: bool = True,
     residual: bool = False,
     skipped: jax.Array | None = None,
+    wire_dtype: Any = None,
     token: jax.Array | None = None,
     begun: bool = False,
 ) -> Any:
@@ -241,7 +255,7 @@ def summed(
     check_open(group)
     with group.failing(name):
         divisor = _checked_mean(mean)
-        vectors, packing = _message(name, tree, group, begun)
+        vectors, packing = _message(name, tree, group, wire_dtype, begun)
         trip = summing(
             name, packing, group, divisor, down=down, residual=residual, token=token
         )
@@ -258,6 +272,7 @@ def summed(
         skips=skipped is not None,
         erases=erasures is not None,
         begun=begun,
+        wires=packing.wires,
     )
     if token is None or group.transport.takes_tokens:
         out, next_token = rounds.run(carrier, vectors, extras, token)
@@ -289,10 +304,19 @@ def begin(
         The next token.
     """
     vectors, packing = _message(name, part, group, begun=True)
+    vectors = _converted(vectors, packing.wires)
     trip = summing(name, packing, group, residual=residual, token=token)
     if residual:
-        vectors = (*vectors, _probe(group, vectors, number))
+        vectors = (*vectors, _probe(group, part.vectors, number))
     return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
+
+
+def _converted(
+    vectors: Sequence[jax.Array], dtypes: Sequence[np.dtype]
+) -> tuple[jax.Array, ...]:
+    """The vectors, the first ones in these dtypes."""
+    converted = (v.astype(dtype) for v, dtype in zip(vectors, dtypes))
+    return (*converted, *vectors[len(dtypes) :])
 
 
 def _probe(
@@ -329,7 +353,7 @@ def summing(
         ValueError: rounding would spoil it.
         TypeError: the transport cannot sum such leaves.
     """
-    for dtype in packing.vectors:
+    for dtype in dict.fromkeys(packing.wires):
         group.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
     words = f"{name} of {packing}{divisor}"
@@ -338,7 +362,11 @@ def summing(
 
 
 def _message(
-    name: str, tree: Any, group: CodedGroup, begun: bool = False
+    name: str,
+    tree: Any,
+    group: CodedGroup,
+    wire_dtype: Any = None,
+    begun: bool = False,
 ) -> tuple[tuple[jax.Array, ...], Packing]:
     """What this rank sends, or one part of it if ``begun``, and the packing of the
     gradient that it is about."""
@@ -355,6 +383,13 @@ def _message(
                 f"multiple={tree.multiple}: use this group's assignment and "
                 "encode(..., multiple=group.plan.padding_multiple)"
             )
+        wanted = checked_wire_dtype(wire_dtype)
+        if wanted not in (None, tree.packing.wire_dtype):
+            raise ValueError(
+                f"this message was encoded with wire_dtype={tree.packing.wire_dtype}, "
+                f"not {wanted}: which leaves it is about is settled there, use "
+                f"encode(..., wire_dtype={wanted.name!r})"
+            )
         return tree.vectors, tree.packing
     if plan.encoded:
         raise TypeError(
@@ -363,7 +398,7 @@ def _message(
             f"jaxcoded.kernels.encode made, not a {type(tree).__name__}; "
             "coded_value_and_grad does both"
         )
-    return pack(tree)
+    return pack(tree, wire_dtype=wire_dtype)
 
 
 def _checked_mean(mean: Any) -> str:

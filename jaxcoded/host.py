@@ -6,6 +6,7 @@ shapes and dtypes are equal. They need a group with the engine.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ def coded_allreduce(
     out: np.ndarray | None = None,
     skipped: bool = False,
     erasures: Sequence[bool] | np.ndarray | None = None,
+    wire_dtype: Any = None,
 ) -> np.ndarray:
     """`jaxcoded.coded_allreduce` of one numpy array. Blocks until the result is there.
 
@@ -32,14 +34,14 @@ def coded_allreduce(
         out: where the result goes; may be ``array`` itself. Default: a new array.
         skipped: this rank has nothing to contribute, as one that is late
             (`CodedGroup.lag`); ``array`` gives the shape only.
-        erasures: as for `jaxcoded.coded_allreduce`.
+        erasures, wire_dtype: as for `jaxcoded.coded_allreduce`.
 
     Returns:
         ``out``: the sum.
 
     Raises:
         ValueError: an array is not contiguous, or ``out`` is not like ``array`` or
-            read-only, or ``erasures`` has a wrong shape.
+            read-only, ``erasures`` has a wrong shape, or ``wire_dtype`` is another one.
         TypeError: it is not floating point or has another byte order, or the group has
             slices or parts.
         CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
@@ -81,10 +83,15 @@ def coded_allreduce(
             raise TypeError(
                 "collectives on numpy arrays need a group without slices and parts"
             )
-        packing = Packing.of(array)
+        packing = Packing.of(array, wire_dtype)
         trip = summing("coded_allreduce", packing, group)
         mask = None if erasures is None else checked_erasures(erasures, group.size)
-    vectors = [array] if array.size else []
-    results = [result] if array.size else []
+    vectors, results = [], []
+    for wire in packing.wires:  # one, or none of an array of no elements
+        vectors = [array.astype(wire, copy=False)]
+        results = [result if wire == result.dtype else vectors[0]]
     group.transport.host_round(trip, vectors, results, erased=mask, skipped=skipped)
+    for received in results:
+        if received is not result:
+            result[...] = received.reshape(result.shape)
     return result

@@ -30,9 +30,10 @@ class Encoded:
     Made by `encode`; a pytree whose only leaves are its vectors.
 
     Attributes:
-        vectors: one array for each dtype of the gradient, ``(..., parts · ⌈q/multiple⌉
+        vectors: one array for each `jaxcoded.packing.Kind` of leaves, ``(..., parts · ⌈q/multiple⌉
             · multiple / slices)`` for ``q`` elements, part after part.
-        packing: structure, shapes and dtypes of the gradient.
+        packing: structure, shapes and dtypes of the gradient, and in which dtypes it
+            travels.
         slices: ``M``, the number of slices that the gradient was cut into.
         multiple: gradients are padded with zeros to a multiple of this many elements
             before they are cut.
@@ -125,7 +126,11 @@ def decode_vector(
 
 
 def encode(
-    partials: Any, coefficients: jax.Array | np.ndarray, *, multiple: int | None = None
+    partials: Any,
+    coefficients: jax.Array | np.ndarray,
+    *,
+    multiple: int | None = None,
+    wire_dtype: Any = None,
 ) -> Any:
     """One child's message: ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several.
 
@@ -140,13 +145,15 @@ def encode(
         multiple: not for ``(k,)``: pad gradients to a multiple of this many
             elements, itself a multiple of ``m``. Every message of a group must use the
             group's (``group.plan.padding_multiple``). Default ``m``.
+        wire_dtype: not for ``(k,)``: in which the message is to travel, see
+            `jaxcoded.coded_allreduce`, which rounds it.
 
     Returns:
         The message, in the dtypes of ``partials``.
 
     Raises:
-        ValueError: a leaf's leading axis is not ``k``, or ``m`` does not divide
-            ``multiple``.
+        ValueError: a leaf's leading axis is not ``k``, ``m`` does not divide
+            ``multiple``, or ``wire_dtype`` is not bfloat16, float16 or ``None``.
         TypeError: a leaf is not floating point.
 
     Example:
@@ -181,7 +188,7 @@ def encode(
         raise ValueError(
             f"the number of slices m = {m} does not divide multiple = {multiple}"
         )
-    vectors, packing = _pack_stacked(partials)
+    vectors, packing = _pack_stacked(partials, wire_dtype)
     return Encoded(
         tuple(
             jax.vmap(lambda row, v=vector: encode_vector(v, row, multiple))(rows)
@@ -252,11 +259,14 @@ def _rows(vector: jax.Array, parts: int) -> jax.Array:
     return together.reshape(-1, *together.shape[2:])
 
 
-def _pack_stacked(partials: Any) -> tuple[tuple[jax.Array, ...], Packing]:
+def _pack_stacked(
+    partials: Any, wire_dtype: Any
+) -> tuple[tuple[jax.Array, ...], Packing]:
     """`pack` of each of the stacked trees: vectors ``(k, q)``, and the packing of one
     tree."""
-    packing = pack(jax.tree.map(lambda leaf: leaf[0], partials))[1]
-    return jax.vmap(lambda tree: pack(tree)[0])(partials), packing
+    packed = functools.partial(pack, wire_dtype=wire_dtype)
+    packing = packed(jax.tree.map(lambda leaf: leaf[0], partials))[1]
+    return jax.vmap(lambda tree: packed(tree)[0])(partials), packing
 
 
 def _check_leading_axis(tree: Any, length: int, what: str) -> None:

@@ -26,6 +26,7 @@ def coded_allreduce(
     group: CodedGroup,
     *,
     mean: float | jax.Array | None = None,
+    wire_dtype: Any = None,
     carry_token: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Replace local gradients by their exact sum over the global batch.
@@ -38,6 +39,7 @@ def coded_allreduce(
     Args:
         group: an open group.
         mean: the global batch size to divide by. Default: the sum.
+        wire_dtype: as for `jaxcoded.coded_allreduce`.
         carry_token: order the calls by a number in the state, which is faster to
             dispatch. Then the step must make no other call of this group.
 
@@ -71,7 +73,12 @@ def coded_allreduce(
     ) -> tuple[optax.Updates, CodedAllreduceState]:
         del params, extra_args
         total = collectives.coded_allreduce(
-            updates, group, mean=mean, erasures=erasures, token=state.token
+            updates,
+            group,
+            mean=mean,
+            erasures=erasures,
+            wire_dtype=wire_dtype,
+            token=state.token,
         )
         if state.token is None:
             return total, state

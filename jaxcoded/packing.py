@@ -4,35 +4,69 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 _MOST_WORDS = 300  # characters of a packing's description
+_WIRE_DTYPES = ("bfloat16", "float16")
+
+
+class Kind(NamedTuple):
+    """What the leaves of one vector have in common.
+
+    Attributes:
+        dtype: theirs, and the vector's.
+        wire: in which the vector travels.
+    """
+
+    dtype: np.dtype
+    wire: np.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """What it takes to rebuild a pytree from its vectors: structure, shapes and dtypes
-    of the leaves.
+    of the leaves; and in which dtypes they travel.
 
     Hashable and comparable, so that it can be static under ``jit``.
+
+    Attributes:
+        structure: ``jax.tree_util.PyTreeDef``.
+        shapes, dtypes: of the leaves.
+        wire_dtype: in which float32 leaves travel. Not those of no axes, such as a
+            loss or a count, whose digits count and whose bytes do not.
     """
 
-    structure: Any  # jax.tree_util.PyTreeDef
+    structure: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
+    wire_dtype: np.dtype | None = None
 
     @classmethod
-    def of(cls, tree: Any) -> "Packing":
-        """The packing of a pytree of arrays or ``jax.ShapeDtypeStruct``."""
+    def of(cls, tree: Any, wire_dtype: Any = None) -> "Packing":
+        """The packing of a pytree of arrays or ``jax.ShapeDtypeStruct``.
+
+        Raises:
+            ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
+        """
         leaves, structure = jax.tree.flatten(tree)
         return cls(
             structure,
             tuple(leaf.shape for leaf in leaves),
             tuple(np.dtype(leaf.dtype) for leaf in leaves),
+            checked_wire_dtype(wire_dtype),
+        )
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of the leaves."""
+        wire = self.wire_dtype
+        return tuple(
+            Kind(dtype, wire if wire and shape and dtype == np.float32 else dtype)
+            for shape, dtype in zip(self.shapes, self.dtypes)
         )
 
     def __str__(self) -> str:
@@ -42,9 +76,10 @@ class Packing:
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         leaves = [
-            f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}".lstrip()
-            for (path, _), shape, dtype in zip(
-                jax.tree_util.tree_leaves_with_path(places), self.shapes, self.dtypes
+            f"{jax.tree_util.keystr(path)} {kind.dtype}{list(shape)}".lstrip()
+            + f" as {kind.wire}" * (kind.wire != kind.dtype)
+            for (path, _), shape, kind in zip(
+                jax.tree_util.tree_leaves_with_path(places), self.shapes, self.kinds
             )
         ]
         words = ", ".join(leaves) or "no leaves"
@@ -54,30 +89,38 @@ class Packing:
         return f"{words[:_MOST_WORDS]}… ({len(leaves)} leaves, {digest})"
 
     @property
-    def vectors(self) -> dict[np.dtype, int]:
-        """The dtypes that need a vector, in the order of their first leaf, with its
+    def vectors(self) -> dict[Kind, int]:
+        """The kinds that need a vector, in the order of their first leaf, with its
         length."""
-        lengths: dict[np.dtype, int] = {}
-        for shape, dtype in zip(self.shapes, self.dtypes):
-            lengths[dtype] = lengths.get(dtype, 0) + math.prod(shape)
-        return {dtype: length for dtype, length in lengths.items() if length}
+        lengths: dict[Kind, int] = {}
+        for shape, kind in zip(self.shapes, self.kinds):
+            lengths[kind] = lengths.get(kind, 0) + math.prod(shape)
+        return {kind: length for kind, length in lengths.items() if length}
+
+    @property
+    def wires(self) -> tuple[np.dtype, ...]:
+        """The dtype in which each vector travels."""
+        return tuple(kind.wire for kind in self.vectors)
 
 
 def pack(
-    tree: Any, *, floats_only: bool = True
+    tree: Any, *, floats_only: bool = True, wire_dtype: Any = None
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """Fuse the leaves of a pytree into one vector per dtype.
+    """Fuse the leaves of a pytree into one vector per dtype, or `Kind` of it.
 
     Args:
         tree: pytree of arrays and Python numbers. Empty leaves take part with no
             element.
         floats_only: refuse leaves that are not floating point.
+        wire_dtype: see `Packing`. The vectors themselves are in the dtypes of the
+            leaves.
 
     Returns:
-        The vectors, one for each dtype with at least one element, and the `Packing`
+        The vectors, one for each kind with at least one element, and the `Packing`
         that `unpack` needs.
 
     Raises:
+        ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
         TypeError: a leaf is not an array of numbers, or not floating point. The message
             names its place in the tree.
 
@@ -90,11 +133,13 @@ def pack(
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [_array(leaf, _place(path), floats_only) for path, leaf in paths]
-    packing = Packing.of(jax.tree.unflatten(structure, leaves))
+    packing = Packing.of(jax.tree.unflatten(structure, leaves), wire_dtype)
     vectors = []
-    for dtype in packing.vectors:
+    for kind in packing.vectors:
         flat = [
-            leaf.reshape(-1) for leaf in leaves if leaf.dtype == dtype and leaf.size
+            leaf.reshape(-1)
+            for leaf, its in zip(leaves, packing.kinds)
+            if its == kind and leaf.size
         ]
         vectors.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
     return tuple(vectors), packing
@@ -106,15 +151,37 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
     sources = dict(zip(packing.vectors, vectors, strict=True))
     taken = dict.fromkeys(sources, 0)
     leaves = []
-    for shape, dtype in zip(packing.shapes, packing.dtypes):
+    for shape, kind in zip(packing.shapes, packing.kinds):
         size = math.prod(shape)
         if not size:
-            leaves.append(jnp.zeros(shape, dtype))
+            leaves.append(jnp.zeros(shape, kind.dtype))
             continue
-        start = taken[dtype]
-        leaves.append(sources[dtype][start : start + size].reshape(shape))
-        taken[dtype] = start + size
+        start = taken[kind]
+        leaves.append(
+            jax.lax.slice_in_dim(sources[kind], start, start + size).reshape(shape)
+        )
+        taken[kind] = start + size
     return jax.tree.unflatten(packing.structure, leaves)
+
+
+def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+    """A dtype in which float32 can travel, or none.
+
+    Raises:
+        ValueError: it is not bfloat16, float16 or ``None``.
+    """
+    if wire_dtype is None:
+        return None
+    try:
+        dtype = np.dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _WIRE_DTYPES:
+        raise ValueError(
+            f"wire_dtype must be {' or '.join(_WIRE_DTYPES)}, or None to send arrays as "
+            f"they are, got {wire_dtype!r}"
+        )
+    return dtype
 
 
 def _array(leaf: Any, place: str, floats_only: bool) -> jax.Array:

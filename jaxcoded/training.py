@@ -11,7 +11,7 @@ import numpy as np
 from jaxcoded.collectives import begin, summed
 from jaxcoded.group import CodedGroup, check_open
 from jaxcoded.kernels import Encoded, accumulator, divided, encode_vector
-from jaxcoded.packing import Packing, pack
+from jaxcoded.packing import Packing, checked_wire_dtype, pack
 from jaxcoded.plan import Plan
 
 _NAME = "coded_value_and_grad"
@@ -24,6 +24,7 @@ def coded_value_and_grad(
     has_aux: bool = False,
     mean: bool = False,
     residual: bool = False,
+    wire_dtype: Any = None,
 ) -> Callable[..., tuple[Any, ...]]:
     """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced,
     exact, equal on all ranks.
@@ -48,6 +49,9 @@ def coded_value_and_grad(
             counted by the same code. The weights must be those of ``group.assignment``.
             With an approximate code, by the weight that they have in the sum.
         residual: return the residual too, see `coded_allreduce`.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
+            arrays travel, see `coded_allreduce`. Gradients are computed and encoded as
+            without it, and loss and count keep all digits.
 
     Returns:
         A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
@@ -73,6 +77,8 @@ def coded_value_and_grad(
         >>> group.close()
     """
     check_open(group)
+    with group.failing(_NAME):
+        wire_dtype = checked_wire_dtype(wire_dtype)
 
     def value_and_grad(
         params: Any,
@@ -120,6 +126,7 @@ def coded_value_and_grad(
                     group.plan,
                     parts,
                     send if ahead else None,
+                    wire_dtype,
                 )
             else:
                 local, aux = partial(behind, batch, coding)
@@ -131,6 +138,7 @@ def coded_value_and_grad(
             erasures=erasures,
             residual=residual,
             skipped=behind,
+            wire_dtype=wire_dtype,
             token=token,
             begun=ahead,
         )
@@ -203,6 +211,7 @@ def _encoded(
     plan: Plan,
     parts: int,
     send: Callable[[Encoded, int], jax.Array | None] | None,
+    wire_dtype: np.dtype | None,
 ) -> tuple[Encoded, Any, jax.Array | None]:
     """The coded message of what ``partial`` makes of every chunk, one after the other;
     the auxiliary data, stacked; and whether this rank is behind at the end.
@@ -221,12 +230,13 @@ def _encoded(
     local, _ = jax.eval_shape(
         partial, behind, jax.tree.map(lambda leaf: leaf[0], batches), held[0]
     )
-    packing = Packing.of(local)
+    packing = Packing.of(local, wire_dtype)
     message = tuple(
         jnp.zeros(
-            (parts, -(-length // multiple) * multiple // slices), accumulator(dtype)
+            (parts, -(-length // multiple) * multiple // slices),
+            accumulator(kind.dtype),
         )
-        for dtype, length in packing.vectors.items()
+        for kind, length in packing.vectors.items()
     )
 
     def steps(behind: jax.Array | None) -> Callable[..., tuple[Any, Any]]:
@@ -241,7 +251,7 @@ def _encoded(
                 jax.vmap(
                     lambda row, v=vector: encode_vector(v[None], row[None], multiple)
                 )(coefficients[0])
-                for vector in pack(local)[0]
+                for vector in pack(local, wire_dtype=wire_dtype)[0]
             ]
             return tuple(map(jnp.add, message, added)), aux
 
@@ -249,7 +259,8 @@ def _encoded(
 
     def encoded(vectors: Iterable[jax.Array], parts: int) -> Encoded:
         flat = (
-            v.reshape(-1).astype(dtype) for v, dtype in zip(vectors, packing.vectors)
+            v.reshape(-1).astype(kind.dtype)
+            for v, kind in zip(vectors, packing.vectors)
         )
         return Encoded(tuple(flat), packing, slices, multiple, parts)
 

@@ -1,0 +1,279 @@
+"""Float32 arrays that travel in 16 bits: what is rounded and what is not, on both transports."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from marks import engine_only, slices
+from reference import (
+    BATCH,
+    assert_same_bits,
+    assert_sum,
+    contribution,
+    exact,
+    per_example,
+    rounding,
+)
+
+import jaxcoded
+from jaxcoded import coded_allreduce, coded_reduce, kernels, packing
+
+wires = pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+
+GRADIENTS = {
+    "matrix": per_example(40, 30, dtype="float32"),
+    "number": per_example(seed=1, dtype="float32"),
+    "wide": per_example(7, seed=2),
+    "half": per_example(9, seed=3, dtype="float16"),
+    "brain": per_example(9, seed=4, dtype="bfloat16"),
+    "empty": per_example(0, 3, dtype="float32"),
+}
+
+
+def assert_rounded(group, wire, actual, gradients, factor=1.0):
+    """Within the bound of the wire dtype, and not nearer than it can be."""
+    size = np.abs(gradients.astype(np.float64)).sum(0)
+    error = np.abs(np.asarray(actual, np.float64) - factor * exact(gradients))
+    assert actual.dtype == np.float32
+    assert np.all(error <= rounding(group, wire) * size * abs(factor))
+    if group.size > 1:
+        assert error.max() > float(jnp.finfo(wire).eps) / 16 * abs(factor)
+
+
+@wires
+@pytest.mark.parametrize("mean", [None, BATCH])
+def test_what_is_rounded(comm, group, wire, mean):
+    factor = 1.0 if mean is None else 1 / mean
+    call = jax.jit(lambda x: coded_allreduce(x, group, mean=mean, wire_dtype=wire))
+    total = call(contribution(group, GRADIENTS))
+    assert_same_bits(comm, total)
+    matrix = total.pop("matrix")
+    assert_rounded(group, wire, matrix, GRADIENTS["matrix"], factor)
+    if mean is None:  # the root, too, has what went down
+        assert np.array_equal(matrix, matrix.astype(wire).astype(np.float32))
+    rest = {name: g for name, g in GRADIENTS.items() if name != "matrix"}
+    assert_sum(group, total, rest, factor)
+
+
+@wires
+def test_reduce(group, wire):
+    own = contribution(group, GRADIENTS["matrix"])
+    total = coded_reduce(own, group, wire_dtype=jnp.dtype(wire))
+    if group.rank == group.plan.root:
+        assert_rounded(group, wire, total, GRADIENTS["matrix"])
+    else:
+        assert total.dtype == np.float32 and not total.any()
+
+
+@slices
+@pytest.mark.parametrize("wire", ["bfloat16"])
+@pytest.mark.parametrize(
+    "code",
+    [{"slices": 2}, {"code": "progressive"}, {"code": "adaptive", "stragglers": 1}],
+)
+def test_encoded_messages_are_rounded_once(comm, transport, wire, code):
+    fanout = 3 if comm.size == 13 else None
+    tree = {name: GRADIENTS[name] for name in ("matrix", "number", "wide")}
+    with jaxcoded.CodedGroup(comm, fanout=fanout, transport=transport, **code) as group:
+        indices, weights = group.assignment(BATCH)
+        parts = group.plan.parts_above[group.rank]
+        message = kernels.encode(
+            jax.tree.map(lambda leaf: leaf[indices], tree),
+            weights.reshape(len(indices), parts, -1).transpose(1, 0, 2),
+            multiple=group.plan.padding_multiple,
+            wire_dtype=wire,
+        )
+        assert {v.dtype.name for v in message.vectors} == {"float32", "float64"}
+        total = coded_allreduce(message, group, wire_dtype=wire)
+        assert_rounded(group, wire, total.pop("matrix"), tree.pop("matrix"))
+        assert_sum(group, total, tree)
+        other = {"bfloat16": "float16", "float16": "bfloat16"}[wire]
+        with pytest.raises(ValueError, match=f"encoded with wire_dtype={wire}, not"):
+            coded_allreduce(message, group, wire_dtype=other)
+
+
+EXAMPLES = 24
+X = np.random.default_rng(0).normal(size=(EXAMPLES, 50)).astype(np.float32)
+
+
+def loss(params, x):
+    return jnp.sum((params["w"] - x) ** 2, -1) / 2 + (params["b"] - x[:, 0]) ** 2 / 2
+
+
+@slices
+@pytest.mark.parametrize("code", ["auto", "auto, slices", "progressive"])
+def test_value_and_grad(comm, transport, code):
+    """Loss, count, numbers and the residual's probe keep their digits; arrays are
+    rounded, but come near."""
+    code, *more = code.split(", ")
+    wire, fanout = "bfloat16", 3 if comm.size == 13 else None
+    with jaxcoded.CodedGroup(
+        comm, code=code, slices=1 + len(more), fanout=fanout, transport=transport
+    ) as group:
+        indices, weights = group.assignment(EXAMPLES)
+        step = jaxcoded.coded_value_and_grad(
+            loss, group, mean=True, residual=True, wire_dtype=wire
+        )
+        params = {"w": jnp.zeros(50, jnp.float32), "b": jnp.float32(0)}
+        total, grads, residual = jax.jit(step)(params, X[indices], weights)
+        amplification, bound = group.plan.amplification, rounding(group, wire)
+    terms = {"w": -X.astype(np.float64), "b": -X[:, 0].astype(np.float64)}
+    losses = (terms["w"] ** 2).sum(1) / 2 + terms["b"] ** 2 / 2
+    fine = 1e-6 * amplification * EXAMPLES
+    np.testing.assert_allclose(total, losses.mean(), rtol=fine)
+    np.testing.assert_allclose(grads["b"], terms["b"].mean(), atol=fine)
+    assert residual < 2e-4
+    assert grads["w"].dtype == np.float32
+    error = np.abs(grads["w"] - terms["w"].mean(0))
+    assert 1e-4 < error.max()
+    assert np.all(error <= bound * np.abs(terms["w"]).mean(0) + 1e-6)
+
+
+def test_transformations(group):
+    """One more axis is one round; the transpose passes cotangents as they are."""
+    gradients, wire = GRADIENTS["matrix"][:, :3], "bfloat16"
+    own = jnp.asarray(contribution(group, gradients))
+    call = lambda x: coded_allreduce(x, group, wire_dtype=wire)
+    before = group.rounds
+    assert_rounded(group, wire, jax.jit(jax.vmap(call))(own), gradients)
+    assert group.rounds == before + 1
+    # batched numbers are still numbers
+    rows = jax.vmap(call)(own[:, 0])
+    assert_sum(group, rows, gradients[:, :, 0])
+    _, back = jax.vjp(call, own)
+    cotangent = jnp.float32(1 / 3) * own
+    np.testing.assert_array_equal(back(cotangent)[0], cotangent)
+    _, tangent = jax.jvp(call, (own,), (2 * own,))
+    assert_rounded(group, wire, tangent, gradients, 2)
+    jax.effects_barrier()
+
+
+def test_optax(group):
+    wire = "bfloat16"
+    tx = jaxcoded.optax.coded_allreduce(group, mean=BATCH, wire_dtype=wire)
+    own = contribution(group, GRADIENTS["matrix"])
+    tx = optax.chain(tx, optax.scale(-1.0))
+    total, _ = tx.update(own, tx.init(own))
+    assert_rounded(group, wire, total, GRADIENTS["matrix"], -1 / BATCH)
+
+
+@wires
+@engine_only
+def test_numpy(comm, group, wire):
+    """Some ranks with a compiled function, some without; in place and not."""
+    gradients = GRADIENTS["matrix"]
+    own = contribution(group, gradients)
+    kept = own.copy()
+    on_host = lambda **out: jaxcoded.host.coded_allreduce(
+        own, group, wire_dtype=wire, **out
+    )
+    if group.rank % 2:
+        total = coded_allreduce(own, group, wire_dtype=wire)
+    else:
+        total = on_host()
+        assert np.array_equal(own, kept)
+    assert_rounded(group, wire, total, gradients)
+    assert_same_bits(comm, total)
+    out = np.empty_like(own)
+    assert on_host(out=out) is out
+    assert np.array_equal(own, kept)
+    assert on_host(out=own) is own
+    for again in (out, own):
+        assert_rounded(group, wire, again, gradients)
+    empty = np.zeros((0, 2), np.float32)
+    assert jaxcoded.host.coded_allreduce(empty, group, wire_dtype=wire).shape == (0, 2)
+
+
+@wires
+@engine_only
+def test_traffic_is_halved(comm, group, wire):
+    own = np.zeros(1_000_000, np.float32)
+    run = jax.jit(
+        lambda x, w: coded_allreduce(x, group, wire_dtype=w), static_argnums=1
+    )
+
+    def fetched(dtype):
+        before = group.transport.statistics()["fetched_bytes"]
+        jax.block_until_ready(run(own, dtype))
+        comm.Barrier()
+        return group.transport.statistics()["fetched_bytes"] - before
+
+    full, half = comm.allreduce(fetched(None)), comm.allreduce(fetched(wire))
+    if comm.size > 1:
+        # at least one child's message and one result for each edge, or copies of some
+        assert half * 2 == pytest.approx(full, rel=0.35)
+        assert full >= 4_000_000 * (comm.size - 1)
+
+
+@engine_only
+def test_token(group):
+    gradients, wire = GRADIENTS["matrix"], "bfloat16"
+    own = contribution(group, gradients)
+    step = jax.jit(
+        lambda x, token: coded_allreduce(x, group, token=token, wire_dtype=wire)
+    )
+    token = jnp.int32(0)
+    for _ in range(3):
+        total, token = step(own, token)
+        assert_rounded(group, wire, total, gradients)
+
+
+@engine_only
+def test_float16_overflows(group):
+    """As sharp-bits says; bfloat16 has the exponents of float32."""
+    _, weights = group.assignment(1)
+    own = np.full(3, 1e5 * weights.sum(), np.float32)
+    assert np.all(np.isinf(coded_allreduce(own, group, wire_dtype="float16")))
+    total = coded_allreduce(own, group, wire_dtype="bfloat16")
+    np.testing.assert_allclose(total, 1e5, rtol=0.01 * group.plan.amplification)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["int8", "float64", "float32", "float8_e5m2", "nonsense", 16, np.complex64]
+)
+def test_wrong_dtypes(group, wrong):
+    message = (
+        "wire_dtype must be bfloat16 or float16, or None to send arrays as they are"
+    )
+    x = np.ones(3, np.float32)
+    tx = jaxcoded.optax.coded_allreduce(group, wire_dtype=wrong)
+    calls = [
+        lambda: coded_allreduce(x, group, wire_dtype=wrong),
+        lambda: coded_reduce(x, group, wire_dtype=wrong),
+        lambda: jaxcoded.coded_value_and_grad(loss, group, wire_dtype=wrong),
+        lambda: tx.update(x, tx.init(x)),
+        lambda: packing.pack(x, wire_dtype=wrong),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert_sum(group, coded_allreduce(contribution(group, GRADIENTS), group), GRADIENTS)
+
+
+@slices
+def test_rounding_is_checked_for_the_wire_dtype(comm, transport):
+    fanout = 3 if comm.size == 13 else None
+    with jaxcoded.CodedGroup(
+        comm, slices=2, code="polynomial", fanout=fanout, transport=transport
+    ) as group:
+        narrow = group.plan.amplification * float(jnp.finfo("bfloat16").eps)
+        zeros = np.zeros((1, 8), np.float32)
+        shape = (
+            group.plan.parts_above[group.rank],
+            1,
+            group.plan.slices_above[group.rank],
+        )
+        multiple = group.plan.padding_multiple
+        encoded = lambda wire: kernels.encode(
+            zeros, np.zeros(shape), multiple=multiple, wire_dtype=wire
+        )
+        coded_allreduce(encoded(None), group)  # in float32, not a word
+        with contextlib.ExitStack() as stack:
+            if narrow > 0.125:
+                words = "messages in bfloat16 with the plan's amplification"
+                stack.enter_context(pytest.warns(UserWarning, match=words))
+            coded_allreduce(encoded("bfloat16"), group)
+        assert narrow > 0.125 or comm.size < 7
