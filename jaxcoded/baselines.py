@@ -126,7 +126,11 @@ class _Baseline(rounds.Carrier):
 class _Allreduce(_Baseline):
     def sum(self, vector: jax.Array) -> jax.Array:
         wide = vector.astype(accumulator(vector.dtype))
-        return mpi4jax.allreduce(wide, op=MPI.SUM, comm=self.comm).astype(vector.dtype)
+        sums = [
+            mpi4jax.allreduce(part, op=MPI.SUM, comm=self.comm)
+            for part in transport.cut(wide)
+        ]
+        return transport.joined(sums, vector.shape).astype(vector.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ oracle of the tests, and what runs where no compiler is at hand.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jaxcoded.kernels import accumulator, decode_vector
 from jaxcoded.plan import Plan
 from jaxcoded.transports._transport import Transport, Trip
 
-# MPI counts elements in a C int.
+# MPI counts elements in a C int: longer vectors go in several messages.
 MAX_ELEMENTS = 2**31 - 1
 # MPI has no float16 and bfloat16; they travel as the integers with the same bits.
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
@@ -169,17 +170,20 @@ _open: dict[int, Mpi4jax] = {}
 def send(vector: jax.Array, rank: int, comm: MPI.Intracomm) -> None:
     """Send an array of any float, integer or bool dtype; blocks until its buffer may be
     reused."""
-    _check_length(vector)
-    mpi4jax.send(_to_wire(vector), dest=rank, comm=comm)
+    for message in cut(_to_wire(vector)):
+        mpi4jax.send(message, dest=rank, comm=comm)
 
 
 def receive(
     like: jax.Array | jax.ShapeDtypeStruct, rank: int, comm: MPI.Intracomm
 ) -> jax.Array:
     """Receive an array of this shape and dtype."""
-    _check_length(like)
-    template = jnp.empty(like.shape, _wire_dtype(like.dtype))
-    return _from_wire(mpi4jax.recv(template, source=rank, comm=comm), like.dtype)
+    templates = cut(jax.ShapeDtypeStruct(like.shape, _wire_dtype(like.dtype)))
+    received = [
+        mpi4jax.recv(jnp.empty(each.shape, each.dtype), source=rank, comm=comm)
+        for each in templates
+    ]
+    return _from_wire(joined(received, like.shape), like.dtype)
 
 
 def exchange(
@@ -187,12 +191,34 @@ def exchange(
 ) -> jax.Array:
     """Send an array to ``target`` and receive one of the same shape and dtype from
     ``source`` at the same time."""
-    _check_length(vector)
-    wire = _to_wire(vector)
-    received = mpi4jax.sendrecv(
-        wire, jnp.empty_like(wire), source=source, dest=target, comm=comm
-    )
-    return _from_wire(received, vector.dtype)
+    received = [
+        mpi4jax.sendrecv(
+            message, jnp.empty_like(message), source=source, dest=target, comm=comm
+        )
+        for message in cut(_to_wire(vector))
+    ]
+    return _from_wire(joined(received, vector.shape), vector.dtype)
+
+
+def cut(array: Any) -> list[Any]:
+    """An array, or ``jax.ShapeDtypeStruct``, as such of at most `MAX_ELEMENTS` elements
+    each: itself, or consecutive runs of its elements."""
+    if array.size <= MAX_ELEMENTS:
+        return [array]
+    starts = range(0, array.size, MAX_ELEMENTS)
+    ends = [min(start + MAX_ELEMENTS, array.size) for start in starts]
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return [
+            jax.ShapeDtypeStruct((end - start,), array.dtype)
+            for start, end in zip(starts, ends)
+        ]
+    flat = array.reshape(-1)
+    return [jax.lax.slice_in_dim(flat, start, end) for start, end in zip(starts, ends)]
+
+
+def joined(arrays: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """Inverse of `cut`."""
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays).reshape(shape)
 
 
 def tree_reduce(
@@ -277,11 +303,3 @@ def _from_wire(vector: jax.Array, dtype: np.dtype) -> jax.Array:
     return (
         vector if vector.dtype == dtype else jax.lax.bitcast_convert_type(vector, dtype)
     )
-
-
-def _check_length(vector: jax.Array | jax.ShapeDtypeStruct) -> None:
-    if vector.size > MAX_ELEMENTS:
-        raise ValueError(
-            f"a message of {vector.size} elements is longer than MPI's {MAX_ELEMENTS}; "
-            "reduce the tree in several calls"
-        )

@@ -73,11 +73,6 @@ def means(group, own, odd):
     return 2 * coded_allreduce(own, group, mean=3 if odd else 2)
 
 
-def wires(group, own, odd):
-    narrow = {"wire_dtype": "bfloat16"} if odd else {}
-    return coded_allreduce(own.astype("float32"), group, **narrow)
-
-
 def nothing(group, own, odd):
     return coded_allreduce({} if odd else own, group)
 
@@ -103,7 +98,6 @@ differences = pytest.mark.parametrize(
         ),
         (erasures, "float64[5], erasures of ranks []", "coded_allreduce of float64[5]"),
         (means, "float64[5], divided by 2.0", "float64[5], divided by 3.0"),
-        (wires, "of float32[5]", "coded_allreduce of float32[5] as bfloat16"),
         (nothing, "coded_allreduce of float64[5]", "coded_allreduce of no leaves"),
         (caught, "float64[5]", "float64[5] after a TypeError in coded_allreduce"),
     ],

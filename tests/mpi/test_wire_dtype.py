@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import engine_only, slices
+import together
+from marks import engine_only, several, slices
 from reference import (
     BATCH,
     assert_same_bits,
@@ -219,6 +220,26 @@ def test_token(group):
     for _ in range(3):
         total, token = step(own, token)
         assert_rounded(group, wire, total, gradients)
+
+
+@several
+@pytest.mark.parametrize("other", [None, "float16"])
+def test_ranks_must_agree(comm, group, other):
+    gradients = per_example(5, dtype="float32")
+    own = contribution(group, gradients)
+
+    def call(odd):
+        wire = other if odd and comm.rank == comm.size - 1 else "bfloat16"
+        return coded_allreduce(own, group, wire_dtype=wire)
+
+    together.assert_odd_one_out(
+        comm,
+        [lambda: call(True), lambda: call(False), lambda: call(False)],
+        comm.size - 1,
+        "coded_allreduce of float32[5] as bfloat16",
+        "coded_allreduce of float32[5]" + f" as {other}" * (other is not None),
+        lambda total: assert_rounded(group, "bfloat16", total, gradients),
+    )
 
 
 @engine_only

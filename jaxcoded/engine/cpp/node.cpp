@@ -438,9 +438,9 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
     return std::span<const std::byte>{entry->data(piece), entry->layout[piece].bytes};
   }
   if (object.round != state_kept_) return std::nullopt;
-  const Layout layout({{DType::bytes, state_bytes_}}, limits_.piece_bytes);
-  if (piece >= layout.size()) return std::nullopt;
-  return std::span<const std::byte>{state_.data() + layout[piece].offset, layout[piece].bytes};
+  if (piece >= state_layout_.size()) return std::nullopt;
+  const Piece& it = state_layout_[piece];
+  return std::span<const std::byte>{state_.data() + it.offset, it.bytes};
 }
 
 }  // namespace jaxcoded

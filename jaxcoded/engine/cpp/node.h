@@ -260,7 +260,7 @@ class Node {
   void decode(const Decoding& decoding, std::span<const std::byte* const> inputs);
   void skip_piece();
   bool own_ready(std::uint32_t piece) const;
-  std::uint32_t summed(const Layout& layout) const;
+  std::uint32_t summed(const Layout& layout, std::uint32_t piece) const;
   void announce_sum();
   void offer();
   void watch_for_stalls();
@@ -401,7 +401,7 @@ class Node {
 
   Round state_kept_ = 0;
   Buffer state_;
-  std::uint64_t state_bytes_ = 0;
+  Layout state_layout_{{{DType::bytes, 0}}, 1};
   State fetched_state_;
   bool leaving_ = false, retired_ = false, said_bye_ = false;
   std::vector<Rank> closed_;  // ranks that have closed the group, here or below

@@ -10,7 +10,7 @@ void Node::keep_state(Round round, std::span<const std::byte> state) {
   if (!state.empty()) std::memcpy(copy.data(), state.data(), state.size());
   withdraw(Object::What::state, round);
   state_ = std::move(copy);
-  state_bytes_ = state.size();
+  state_layout_ = Layout({{DType::bytes, state.size()}}, limits_.piece_bytes);
   state_kept_ = round;
 }
 
@@ -19,7 +19,8 @@ void Node::tell_state(Rank rank, Listener& listener) {
   // A snapshot is of use while the rounds after it can be had.
   const bool useful = state_kept_ >= frontier_ || history_.find(state_kept_);
   Message message{header(Kind::state, useful ? state_kept_ : 0)};
-  const std::uint64_t where[2] = {state_bytes_, reinterpret_cast<std::uintptr_t>(state_.data())};
+  const std::uint64_t where[2] = {state_layout_.segments().front().bytes(),
+                                  reinterpret_cast<std::uintptr_t>(state_.data())};
   message.append(where, sizeof where);
   wire_.send(rank, message);
 }

@@ -224,10 +224,9 @@ void Node::skip_piece() {
 }
 
 // The pieces of this rank's message, or of the result at the root, that are summed: all before
-// this one.
-std::uint32_t Node::summed(const Layout& layout) const {
+// this one. Those before `piece` are known to be.
+std::uint32_t Node::summed(const Layout& layout, std::uint32_t piece) const {
   if (decoded_ == incoming_.size()) return layout.size();
-  std::uint32_t piece = 0;
   for (; piece < layout.size(); ++piece) {
     const Piece& it = layout[piece];
     if (!it.count) break;
@@ -244,7 +243,7 @@ void Node::announce_sum() {
   if (!root()) return offer();
   Entry& entry = *history_.find(next_);
   if (call_.down) {
-    decided(entry, summed(entry.layout));
+    decided(entry, summed(entry.layout, entry.ready));
   } else if (decoded_ == incoming_.size()) {
     decided(entry, entry.layout.size());
   }
@@ -255,7 +254,7 @@ void Node::offer() {
   if (!calling() || root()) return;
   const Rank parent = family_.ancestors.front();
   const bool empty = !call_.up || call_.skipped || !call_.refusal.empty();
-  std::uint32_t ready = empty ? 0 : summed(outgoing_);
+  std::uint32_t ready = empty ? 0 : summed(outgoing_, offered_);
   const bool complete = empty || ready == outgoing_.size();
   // A small message goes as a whole, or with the parts that are ready.
   bool small = !empty && outgoing_.bytes() <= wire_.inline_bytes(parent);
