@@ -1,0 +1,60 @@
+"""Messages of many numbers and trees of many leaves. Where more than MPI's 2³¹ − 1 elements
+would be needed, the limit is lowered; `tests/test_large.py` has the real sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import mpi4jax_only
+from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
+
+import jaxcoded
+from jaxcoded import baselines, coded_allreduce, tree_bcast
+from jaxcoded.transports import mpi4jax as transport_of_mpi4jax
+
+
+@pytest.fixture
+def messages_of_7(monkeypatch):
+    monkeypatch.setattr(transport_of_mpi4jax, "MAX_ELEMENTS", 7)
+
+
+@mpi4jax_only
+@pytest.mark.parametrize("size", [7, 8, 14, 30])
+def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
+    gradients = {
+        "wide": per_example(size),
+        "half": per_example(size, 2, dtype="float16"),
+    }
+    with jaxcoded.CodedGroup(comm, transport=transport, stragglers=0) as group:
+        own = contribution(group, gradients)
+        total = jax.jit(lambda x: coded_allreduce(x, group))(own)
+        assert_sum(group, total, gradients)
+        assert_same_bits(comm, total)
+        rows = jax.vmap(lambda x: coded_allreduce(x, group))(own["half"].T)
+        assert_sum(group, rows.T, gradients["half"])
+        told = tree_bcast(jnp.arange(size, dtype=np.int8) + comm.rank, group)
+        np.testing.assert_array_equal(told, np.arange(size) + group.plan.root)
+    # every rank's counts once
+    mine = np.arange(2 * size, dtype=np.float64).reshape(2, size) + comm.rank
+    expected = sum(mine - comm.rank + rank for rank in range(comm.size))
+    for each in (
+        *(baselines.allreduce, baselines.ring_allreduce),
+        *(baselines.master_worker_allreduce, baselines.tree_allreduce),
+    ):
+        np.testing.assert_array_equal(each(mine, comm), expected)
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_many_leaves(group, wire_dtype):
+    """More than words or headers could list."""
+    count = 2000
+    gradients = per_example(count, 2, dtype="float32")
+    own = contribution(group, gradients)
+    leaves = {f"{i}": own[i] for i in range(count)}
+    total = coded_allreduce(leaves, group, wire_dtype=wire_dtype)
+    tolerance = 1e-5 if wire_dtype is None else 0.02
+    np.testing.assert_allclose(
+        np.stack([total[f"{i}"] for i in range(count)]),
+        gradients.astype(np.float64).sum(0),
+        atol=tolerance * group.plan.amplification * BATCH,
+    )
