@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 import together
-from marks import engine_only, several, slices
+from jax.errors import JaxRuntimeError
+from marks import engine_only, mpi4jax_only, several, slices
 from reference import (
     BATCH,
     assert_same_bits,
@@ -223,6 +224,7 @@ def test_token(group):
 
 
 @several
+@engine_only
 @pytest.mark.parametrize("other", [None, "float16"])
 def test_ranks_must_agree(comm, group, other):
     gradients = per_example(5, dtype="float32")
@@ -240,6 +242,18 @@ def test_ranks_must_agree(comm, group, other):
         "coded_allreduce of float32[5]" + f" as {other}" * (other is not None),
         lambda total: assert_rounded(group, "bfloat16", total, gradients),
     )
+
+
+@several
+@mpi4jax_only
+def test_ranks_must_agree_with_mpi4jax(group):
+    wire = "float16" if group.rank else "bfloat16"
+    with pytest.raises(JaxRuntimeError, match="GroupMismatch") as error:
+        coded_allreduce(
+            np.ones(5, np.float32), group, wire_dtype=wire
+        ).block_until_ready()
+    for each in ("bfloat16", "float16"):
+        assert f"coded_allreduce of float32[5] as {each}" in str(error.value)
 
 
 @engine_only
