@@ -157,9 +157,7 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
             leaves.append(jnp.zeros(shape, kind.dtype))
             continue
         start = taken[kind]
-        leaves.append(
-            jax.lax.slice_in_dim(sources[kind], start, start + size).reshape(shape)
-        )
+        leaves.append(sources[kind][start : start + size].reshape(shape))
         taken[kind] = start + size
     return jax.tree.unflatten(packing.structure, leaves)
 
