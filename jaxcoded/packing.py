@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _MOST_WORDS = 300  # characters of a packing's description
+_MAX_INDEX = 2**31 - 1
 _WIRE_DTYPES = ("bfloat16", "float16")
 
 
@@ -157,9 +158,17 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
             leaves.append(jnp.zeros(shape, kind.dtype))
             continue
         start = taken[kind]
-        leaves.append(sources[kind][start : start + size].reshape(shape))
+        leaves.append(_run(sources[kind], start, size).reshape(shape))
         taken[kind] = start + size
     return jax.tree.unflatten(packing.structure, leaves)
+
+
+def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
+    """So many elements, from a place on."""
+    if start + size > _MAX_INDEX:
+        return jax.lax.slice_in_dim(vector, start, start + size)
+    # outside `jit` this is compiled once for all places, which are int32 then
+    return vector[start : start + size]
 
 
 def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:

@@ -57,6 +57,34 @@ def test_there_and_back(spec):
     assert_same(unpack([jnp.append(v, 99) for v in vectors], packing), tree)  # padding
 
 
+def test_places_beyond_int32(monkeypatch):
+    monkeypatch.setattr("jaxcoded.packing._MAX_INDEX", 4)
+    tree = [jnp.arange(3.0), jnp.arange(4.0), jnp.arange(2.0)]
+    assert_same(unpack(*pack(tree)), tree)
+
+
+def test_wire_dtypes():
+    tree = {
+        "a": jnp.ones((2, 1)),
+        "b": jnp.float32(2),
+        "c": jnp.ones(3, jnp.bfloat16),
+        "d": jnp.ones((0, 2)),
+        "e": jnp.ones(1),
+    }
+    vectors, packing = pack(tree, wire_dtype="bfloat16")
+    assert [(v.shape, v.dtype.name) for v in vectors] == [
+        ((3,), "float32"),
+        ((1,), "float32"),
+        ((3,), "bfloat16"),
+    ]
+    assert [wire.name for wire in packing.wires] == ["bfloat16", "float32", "bfloat16"]
+    assert str(packing).startswith("['a'] float32[2, 1] as bfloat16, ['b'] float32[], ")
+    assert_same(unpack(vectors, packing), tree)
+    _, other = pack(tree, wire_dtype=jnp.float16)
+    assert len({packing, other, Packing.of(tree)}) == 3
+    assert len({str(packing), str(other), str(Packing.of(tree))}) == 3
+
+
 def test_packing_is_a_static_value():
     trees = [{"a": np.ones((2, 3), np.float32)} for _ in range(2)]
     one, two = map(Packing.of, trees)

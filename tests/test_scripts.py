@@ -74,6 +74,15 @@ def test_allreduce_benchmark(tmp_path):
     assert sorted(measured) == sorted(itertools.product(compared, [4_000, 16_000]))
 
 
+def test_wire_benchmark(tmp_path):
+    mpirun(4, "-m", "mpi4py", "benchmarks/wire.py", "--smoke", "--out", str(tmp_path))
+    with (tmp_path / "wire-4.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    measured = [(row["wire"], int(row["bytes"])) for row in rows]
+    wires = ["float32", "bfloat16", "float16"]
+    assert sorted(measured) == sorted(itertools.product(wires, [4_000, 16_000]))
+
+
 def test_stragglers_benchmark(tmp_path):
     mpirun(
         13,
