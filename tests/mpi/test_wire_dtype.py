@@ -292,7 +292,7 @@ def test_wrong_dtypes(group, wrong):
 def test_rounding_is_checked_for_the_wire_dtype(comm, transport):
     fanout = 3 if comm.size == 13 else None
     with jaxcoded.CodedGroup(
-        comm, slices=2, code="polynomial", fanout=fanout, transport=transport
+        comm, code="adaptive", fanout=fanout, transport=transport
     ) as group:
         narrow = group.plan.amplification * float(jnp.finfo("bfloat16").eps)
         zeros = np.zeros((1, 8), np.float32)
