@@ -22,7 +22,7 @@ with open("/proc/self/maps") as maps:
 libraries = {
     path
     for path in mapped
-    if os.path.basename(path).startswith(("libmpi.", "libmpich."))
+    if os.path.basename(path).startswith(("libmpi.", "libmpi_abi.", "libmpich."))
 }
 if len(libraries) > 1:
     sys.exit(

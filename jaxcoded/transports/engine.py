@@ -51,6 +51,12 @@ def missing() -> str:
     """Why the engine cannot be used in this process, in words; empty if it can."""
     if _why_missing:
         return f"the engine is not built ({_why_missing})"
+    built_for, loaded = _engine.mpi_library(), MPI.Get_library_version()
+    if _release(built_for) != _release(loaded):
+        return (
+            f"the engine was built for {_release(built_for)}, but mpi4py uses "
+            f"{_release(loaded)}: build it again with this MPI's mpicc on the PATH"
+        )
     if not _engine.thread_multiple():
         return (
             "MPI was initialised without MPI_THREAD_MULTIPLE, which the engine's "
@@ -59,6 +65,11 @@ def missing() -> str:
     if jax.default_backend() != "cpu":
         return f"the engine does not run on {jax.default_backend()} yet"
     return ""
+
+
+def _release(version: str) -> str:
+    """Name and number of an MPI, out of what it says about itself."""
+    return " ".join(version.partition("\n")[0].partition(",")[0].split())
 
 
 class Engine(Transport):
@@ -92,8 +103,6 @@ class Engine(Transport):
         self._world = comm.Get_group().Translate_ranks(
             range(comm.size), MPI.COMM_WORLD.Get_group()
         )
-        # at exit the engine stops first: what is registered later runs earlier
-        _exit.enter(self._world[plan.root])
         if comm.rank == plan.root:
             _rooted[index] = list(self._world)
         _register()
@@ -108,6 +117,7 @@ class Engine(Transport):
         # every rank draws the same session: old messages are told from new ones by it
         session = comm.bcast(_random())
         self._serial, self._own = _communicator(comm)
+        _exit.enter(self._own, list(self._world), plan.root)
         _engine.open(
             index,
             self._own.py2f(),
@@ -410,6 +420,8 @@ def _register() -> None:
     register_ffi_target("jaxcoded_round", _engine.round_handler, platform="cpu")
     register_ffi_target("jaxcoded_part", _engine.part_handler, platform="cpu")
     register_ffi_target("jaxcoded_lag", _engine.lag_handler, platform="cpu")
+    # at exit the engine stops first: what is registered later runs earlier
+    _exit.register()
     atexit.register(_stop)
 
 

@@ -283,6 +283,13 @@ NB_MODULE(_engine, module) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   module.doc() = "The engine of jaxcoded.";
 
+  // Which MPI this was built with and loads; mpi4py may have brought another one.
+  module.def("mpi_library", [] {
+    char words[MPI_MAX_LIBRARY_VERSION_STRING];
+    int length = 0;
+    MPI_Get_library_version(words, &length);
+    return std::string(words, static_cast<std::size_t>(length));
+  });
   module.def("thread_multiple", [] {
     int provided = 0;
     MPI_Query_thread(&provided);
