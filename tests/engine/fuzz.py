@@ -1,0 +1,262 @@
+"""Random schedules of the engine's state machine, for as long as one likes.
+
+    make fuzz MINUTES=10                                every test, seeds drawn
+    python tests/engine/fuzz.py --minutes 10 --seed 7   the same schedules as last time with 7
+    python tests/engine/fuzz.py --only test_late --replay 123 --most 4      one schedule again
+
+The tests of this folder that draw their schedule from a seed are run with seeds that no other run
+has tried. Each schedule runs in a process of its own choosing order: messages arrive in any order
+that links allow, ranks call, stop, stay away, skip, leave and fail at any moment. One that fails,
+crashes or does not end is looked for on smaller trees, and printed with the command that runs it
+again.
+"""
+
+import argparse
+import collections
+import importlib
+import multiprocessing
+import os
+import pathlib
+import random
+import secrets
+import sys
+import time
+import traceback
+from multiprocessing.connection import wait
+
+HERE = pathlib.Path(__file__).resolve().parent
+LIMIT = 120  # seconds for one schedule
+SMALLER = (2, 3, 4, 6, 9)  # ranks, of the plans on which a failure is looked for
+SMALLER_SECONDS = 20  # for each
+OUTCOMES = ("", "calls done", "calls failed", "calls of ranks out of the history")
+KINDS = "offer want want_state complaint bye result note gone state words".split()
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+
+def tests(most, seen):
+    """The tests that draw schedules from a seed, by name.
+
+    Args:
+        most: ranks that a plan may have.
+        seen: a counter of what happens in the schedules.
+    """
+    import simulation
+
+    class Watched(simulation.World):
+        def deliver(self, link):
+            seen["message: " + KINDS[self.queues[link][0][0]]] += 1
+            super().deliver(link)
+
+        def submit(self, rank):
+            seen["skipped calls"] += (
+                rank,
+                self.nodes[rank].next_round(),
+            ) in self.skips
+            seen["late calls"] += self.nodes[rank].lag() > 0
+            super().submit(rank)
+
+        def extend(self, rank):
+            seen["parts that follow"] += 1
+            super().extend(rank)
+
+        def check_end(self, rank):
+            running = self.running[rank]
+            super().check_end(rank)
+            if running is not None and self.running[rank] is None:
+                seen[OUTCOMES[self.ends[rank][running.round].outcome]] += 1
+
+        def recover(self, rank):
+            restored = len(self.restored[rank])
+            moved = super().recover(rank)
+            seen["returns by a snapshot"] += len(self.restored[rank]) - restored
+            return moved
+
+        def arrive(self, answer):
+            seen["pieces that are sent" if answer[-1] else "pieces that are gone"] += 1
+            super().arrive(answer)
+
+        def leave(self, rank):
+            seen["ranks that leave"] += 1
+            super().leave(rank)
+
+        def bury(self):
+            before = len(self.dead)
+            super().bury()
+            seen["ranks that end"] += len(self.dead) - before
+
+        def step(self, pace=None):
+            seen["steps"] += 1
+            seen["steps with stopped ranks"] += bool(self.frozen)
+            seen["steps with ranks that stay away"] += bool(self.idle)
+            super().step(pace)
+
+    draw = simulation.random_plan
+
+    def random_plan(rng, least=1, largest=14, **more):
+        return draw(rng, least, max(least, min(largest, most)), **more)
+
+    # before the tests take them over
+    simulation.World, simulation.random_plan = Watched, random_plan
+    out = {}
+    for path in sorted(HERE.glob("test_node_*.py")):
+        module = importlib.import_module(path.stem)
+        for name, test in vars(module).items():
+            if hasattr(test, "hypothesis"):
+                out[name] = test.hypothesis.inner_test
+    return out
+
+
+def work(pipe, seed, only, most, replay):
+    """Run schedules and tell of each, until the process is ended."""
+    seen = collections.Counter()
+    known = tests(most, seen)
+    names = [name for name in known if not only or name == only]
+    rng = random.Random(seed)
+    while True:
+        name = rng.choice(names)
+        number = rng.getrandbits(32) if replay is None else replay
+        seen.clear()
+        pipe.send(("begins", name, number))
+        try:
+            known[name](number)
+        except BaseException:  # noqa: BLE001  # whatever it is, it is a finding
+            pipe.send(("fails", name, number, traceback.format_exc()))
+            return
+        pipe.send(("ends", name, number, dict(+seen)))
+
+
+class Finding(Exception):
+    """A schedule that failed: the test's name, its seed, and what happened."""
+
+
+class Fuzzer:
+    """Processes that run schedules.
+
+    Args:
+        seed: of the seeds.
+        jobs: processes.
+    """
+
+    def __init__(self, seed, jobs, only=None, most=14, replay=None):
+        context = multiprocessing.get_context("spawn")
+        self.schedules = 0
+        self.of_tests, self.times, self.schedules_with = (
+            collections.Counter() for _ in range(3)
+        )
+        self._processes = {}
+        for job in range(jobs):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (theirs, f"{seed}-{job}", only, most, replay)
+            process = context.Process(target=work, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes[ours] = [process, ("nothing yet", None), time.monotonic()]
+
+    def run(self, seconds, progress=None):
+        """Run schedules for so long. Raises `Finding` when one fails."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            for pipe in wait(list(self._processes), min(left, 1)):
+                self._hear(pipe)
+            for process, doing, since in self._processes.values():
+                if time.monotonic() - since > LIMIT:
+                    raise Finding(*doing, f"has not ended after {LIMIT} s")
+            if progress is not None:
+                progress.set_postfix(schedules=self.schedules, refresh=False)
+                progress.update(min(seconds, seconds - left) - progress.n)
+
+    def _hear(self, pipe):
+        entry = self._processes[pipe]
+        entry[2] = time.monotonic()
+        try:
+            what, name, number, *more = pipe.recv()
+        except EOFError:
+            entry[0].join()
+            status = entry[0].exitcode
+            raise Finding(*entry[1], f"ended its process, status {status}") from None
+        entry[1] = name, number
+        if what == "fails":
+            raise Finding(name, number, more[0])
+        if what == "ends":
+            self.schedules += 1
+            self.of_tests[name] += 1
+            self.times.update(more[0])
+            self.schedules_with.update(dict.fromkeys(more[0], 1))
+
+    def close(self):
+        for pipe, (process, _, _) in self._processes.items():
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def attempt(seconds, progress=None, **arguments):
+    """What a fuzzer with these arguments finds in so many seconds, and the fuzzer."""
+    fuzzer = Fuzzer(**arguments)
+    try:
+        fuzzer.run(seconds, progress)
+    except Finding as finding:
+        return finding.args, fuzzer
+    finally:
+        fuzzer.close()
+    return None, fuzzer
+
+
+def report(finding, most, jobs):
+    """Print a finding, on the smallest tree where it is found again."""
+    name, number, words = finding
+    print(f"\n{name}({number}): {words}", file=sys.stderr, flush=True)
+    for ranks in SMALLER:
+        if ranks >= most:
+            break
+        print(f"looking for it on {ranks} ranks at most", file=sys.stderr, flush=True)
+        smaller, _ = attempt(
+            SMALLER_SECONDS, seed=number, jobs=jobs, only=name, most=ranks
+        )
+        if smaller:
+            most, (name, number, words) = ranks, smaller
+            print(f"\n{name}({number}): {words}", file=sys.stderr)
+            break
+    print(
+        f"\nTo run it again:\n    {sys.executable} tests/engine/fuzz.py "
+        f"--only {name} --most {most} --replay {number}",
+        file=sys.stderr,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", help="the name of a test")
+    parser.add_argument("--most", type=int, default=14, help="ranks of a plan")
+    parser.add_argument("--replay", type=int, help="the seed of one schedule")
+    given = parser.parse_args()
+    if given.replay is not None:
+        if not given.only:
+            parser.error("--replay needs --only")
+        tests(given.most, collections.Counter())[given.only](given.replay)
+        return
+
+    from tqdm import tqdm
+
+    print(f"seed {given.seed}", flush=True)
+    seconds = 60 * given.minutes
+    fuzzing = {"jobs": given.jobs, "only": given.only, "most": given.most}
+    form = "{percentage:3.0f}% |{bar}| {n:.0f} of {total:.0f} s{postfix}"
+    with tqdm(total=seconds, bar_format=form, mininterval=1) as progress:
+        finding, fuzzer = attempt(seconds, progress, seed=given.seed, **fuzzing)
+    rate = fuzzer.schedules / seconds
+    print(f"{fuzzer.schedules:,} schedules, {rate:.1f} in a second; in so many of them:")
+    for what, count in sorted(fuzzer.schedules_with.items()):
+        print(f"{count:10,}  {what} ({fuzzer.times[what]:,})")
+    for name, count in sorted(fuzzer.of_tests.items()):
+        print(f"{count:10,}  {name}")
+    if finding:
+        report(finding, given.most, given.jobs)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

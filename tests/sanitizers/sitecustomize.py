@@ -1,0 +1,19 @@
+"""With this folder on PYTHONPATH, Python loads the engine in ``JAXCODED_ENGINE_FILE`` in place of
+the one beside the sources. `scripts/sanitize` starts its processes, and they their ranks, so."""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+
+class Instead(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "jaxcoded.engine._engine":
+            return None
+        return importlib.util.spec_from_file_location(
+            name, os.environ["JAXCODED_ENGINE_FILE"]
+        )
+
+
+sys.meta_path.insert(0, Instead())
