@@ -254,6 +254,7 @@ class Node {
   bool usable(std::size_t row, std::uint32_t piece) const;
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
   bool pinned() const { return decoder_.pinned() || approximating_; }
+  void stall(Child& child);
   void start_again_without(const std::vector<std::size_t>& rows);
   const std::byte* bring(std::size_t row, std::uint32_t piece);
   bool gather();

@@ -91,12 +91,19 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   return decoding_;
 }
 
-// Forget what is summed: it is of messages that no longer come. Nobody has been told of it yet.
+// The child's pieces do not come: the others' are used if they suffice, and it is the last to be
+// asked otherwise, so that all are tried in turn.
+void Node::stall(Child& child) {
+  child.stalled = true;
+  child.order = ++offers_seen_;
+}
+
+// Forget what is summed: it is of messages that no longer come. Nobody has been told of it yet. What
+// is on its way from the children stays wanted.
 void Node::start_again_without(const std::vector<std::size_t>& rows) {
   for (std::size_t row : rows) {
-    if (!usable(row, decoded_)) child_of_row(row).stalled = true;
+    if (!usable(row, decoded_)) stall(child_of_row(row));
   }
-  for (Child& child : children_) child.slots.clear();
   decoding_.reset();
   decoded_ = exact_;
   decoded_elements_ = exact_elements_;
@@ -312,13 +319,13 @@ void Node::watch_for_stalls() {
     }
     if (late.empty()) return;
     if (!approximating_ && !decoder_.decode(others, may_offer(0))) return;  // nobody else
-    for (std::size_t row : late) child_of_row(row).stalled = true;
+    for (std::size_t row : late) stall(child_of_row(row));
     return start_again_without({});
   }
   for (std::size_t row : decoding_->rows) {
     Child& child = child_of_row(row);
     const auto slot = child.slots.find(piece_of_row(row, decoded_));
-    if (slot != child.slots.end() && !slot->second.here) child.stalled = true;
+    if (slot != child.slots.end() && !slot->second.here) stall(child);
   }
 }
 
