@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pathlib
 import random
+import re
 import secrets
 import sys
 import time
@@ -29,8 +30,16 @@ LIMIT = 120  # seconds for one schedule
 SMALLER = (2, 3, 4, 6, 9)  # ranks, of the plans on which a failure is looked for
 SMALLER_SECONDS = 20  # for each
 OUTCOMES = ("", "calls done", "calls failed", "calls of ranks out of the history")
-KINDS = "offer want want_state complaint bye result note gone state words".split()
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+
+def kinds():
+    """The names of messages, as the engine numbers them."""
+    header = HERE.parent.parent / "jaxcoded/engine/cpp/message.h"
+    (listed,) = re.findall(
+        r"enum class Kind[^{]*{(.*?)}", header.read_text(), re.DOTALL
+    )
+    return re.findall(r"^\s*(\w+),", listed, re.MULTILINE)
 
 
 def tests(most, seen):
@@ -42,9 +51,11 @@ def tests(most, seen):
     """
     import simulation
 
+    names = kinds()
+
     class Watched(simulation.World):
         def deliver(self, link):
-            seen["message: " + KINDS[self.queues[link][0][0]]] += 1
+            seen["message: " + names[self.queues[link][0][0]]] += 1
             super().deliver(link)
 
         def submit(self, rank):
@@ -248,7 +259,9 @@ def main():
     with tqdm(total=seconds, bar_format=form, mininterval=1) as progress:
         finding, fuzzer = attempt(seconds, progress, seed=given.seed, **fuzzing)
     rate = fuzzer.schedules / seconds
-    print(f"{fuzzer.schedules:,} schedules, {rate:.1f} in a second; in so many of them:")
+    print(
+        f"{fuzzer.schedules:,} schedules, {rate:.1f} in a second; in so many of them:"
+    )
     for what, count in sorted(fuzzer.schedules_with.items()):
         print(f"{count:10,}  {what} ({fuzzer.times[what]:,})")
     for name, count in sorted(fuzzer.of_tests.items()):
