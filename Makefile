@@ -44,8 +44,8 @@ test: setup
 # An engine belongs to one MPI, so MPICH gets a copy of the checkout with a .venv of its own.
 test-mpich:
 	mkdir -p build/mpich
-	find build/mpich -path build/mpich/build -prune -o -path build/mpich/.venv -prune -o \
-	    -type f ! -name '_engine.*.so' -delete
+	find build/mpich -type f ! -path 'build/mpich/build/*' ! -path 'build/mpich/.venv/*' \
+	    ! -name '_engine.*.so' -delete
 	tar --exclude-vcs --exclude=./build --exclude=./.venv --exclude='_engine.*.so' -cf - . | tar -xf - -C build/mpich
 	$(MAKE) -C build/mpich MPI=mpich setup
 	cd build/mpich && JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider \

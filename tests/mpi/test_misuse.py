@@ -21,6 +21,7 @@ from jaxcoded import (
     kernels,
     tree_bcast,
 )
+from jaxcoded.transports import engine
 
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(5)
@@ -129,6 +130,9 @@ def assert_odd_one_out(comm, group, own, odd, call, usual, unusual):
         lambda: coded_allreduce(own, group),
         lambda: coded_allreduce(own, group),
     ]
+    # of an error before this test, the next call tells
+    assert_sum(group, coded_allreduce(own, group), VECTOR)
+    together.wait_for_all(comm)
     together.assert_odd_one_out(comm, calls, odd, usual, unusual, check)
 
 
@@ -449,3 +453,13 @@ def test_error_inside_with_closes(comm, group, transport):
         coded_allreduce(1.0, broken)
     with pytest.raises(JaxRuntimeError, match="GroupClosed: use after close"):
         compiled(1.0)
+
+
+def test_an_engine_of_another_mpi(comm, monkeypatch):
+    extension = pytest.importorskip("jaxcoded.engine._engine")
+    other = "Another MPI  v1.2, package: of somebody"
+    monkeypatch.setattr(extension, "mpi_library", lambda: other)
+    reason = engine.missing()
+    assert reason.startswith("the engine was built for Another MPI v1.2, but mpi4py ")
+    with pytest.raises(ValueError, match="built for Another MPI"):
+        jaxcoded.CodedGroup(comm, transport="engine")
