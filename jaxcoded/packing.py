@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,8 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded.runs import runs
+
 _MOST_WORDS = 300  # characters of a packing's description
 _MAX_INDEX = 2**31 - 1
+# So many leaves of up to so many bytes are copied out of their vector at once.
+_MANY, _SMALL = 32, 64 << 10
 _WIRE_DTYPES = ("bfloat16", "float16")
 
 
@@ -150,17 +155,42 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
     """Inverse of `pack`. Vectors may be longer than needed: padding at their end is
     dropped."""
     sources = dict(zip(packing.vectors, vectors, strict=True))
-    taken = dict.fromkeys(sources, 0)
-    leaves = []
-    for shape, kind in zip(packing.shapes, packing.kinds):
-        size = math.prod(shape)
-        if not size:
-            leaves.append(jnp.zeros(shape, kind.dtype))
-            continue
-        start = taken[kind]
-        leaves.append(_run(sources[kind], start, size).reshape(shape))
-        taken[kind] = start + size
+    counts = [math.prod(shape) for shape in packing.shapes]
+    leaves: list[Any] = [
+        None if count else jnp.zeros(shape, dtype)
+        for count, shape, dtype in zip(counts, packing.shapes, packing.dtypes)
+    ]
+    for kind, vector in sources.items():
+        mine = [
+            i
+            for i, (count, its) in enumerate(zip(counts, packing.kinds))
+            if its == kind and count
+        ]
+        sizes = [counts[i] for i in mine]
+        starts = [0, *itertools.accumulate(sizes)]
+        for i, run in zip(mine, _runs(vector, starts, sizes)):
+            leaves[i] = run.reshape(packing.shapes[i])
     return jax.tree.unflatten(packing.structure, leaves)
+
+
+def _runs(
+    vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
+) -> list[jax.Array]:
+    """Consecutive leaves. Slices become part of what uses them, and nothing is copied;
+    but each has to be compiled."""
+    small = [
+        i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
+    ]
+    if len(small) < _MANY or not isinstance(vector, jax.core.Tracer):
+        small = []
+    out: list[Any] = [None] * len(sizes)
+    copied = runs(vector, [starts[i] for i in small], [sizes[i] for i in small])
+    for i, run in zip(small, copied):
+        out[i] = run
+    for i, (start, size) in enumerate(zip(starts, sizes)):
+        if out[i] is None:
+            out[i] = _run(vector, start, size)
+    return out
 
 
 def _run(vector: jax.Array, start: int, size: int) -> jax.Array:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxcoded import runs
 from jaxcoded.packing import Packing, pack, unpack
 
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -148,3 +149,40 @@ def test_wrong_number_of_vectors():
     vectors, packing = pack(np.ones(2, np.float32))
     with pytest.raises(ValueError, match="shorter|longer"):
         unpack([*vectors, *vectors], packing)
+
+
+def many_leaves(n):
+    """Of one to five elements, with a large one between them."""
+    tree = [np.arange(1 + i % 5, dtype=np.float32) + i for i in range(n)]
+    tree.insert(n // 2, np.arange(20_000, dtype=np.float32))
+    return tree
+
+
+def there_and_back(tree):
+    vectors, packing = pack(tree)
+    return unpack(vectors, packing)
+
+
+def test_many_small_leaves():
+    tree = many_leaves(200)
+    assert_same(jax.jit(there_and_back)(tree), tree)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf, -leaf]), tree)
+    assert_same(jax.jit(jax.vmap(there_and_back))(stacked), stacked)
+    transposed = jax.jit(lambda t: jax.vjp(there_and_back, tree)[1](t)[0])
+    assert_same(transposed(tree), tree)
+    tangents = jax.jit(lambda t: jax.jvp(there_and_back, (tree,), (t,))[1])
+    assert_same(tangents(tree), tree)
+    # what is not used has no cotangent
+    gradients = jax.jit(jax.grad(lambda t: there_and_back(t)[3].sum()))(tree)
+    assert [float(leaf.sum()) for leaf in gradients] == [
+        4.0 if i == 3 else 0.0 for i in range(201)
+    ]
+
+
+def test_many_small_leaves_without_the_engine():
+    """XLA's slices are the same."""
+    vector = jnp.arange(100.0)
+    starts, sizes = [0, 7, 60], [7, 1, 40]
+    expected = [vector[a : a + n] for a, n in zip(starts, sizes)]
+    assert_same(jax.jit(lambda v: runs.runs(v, starts, sizes))(vector), expected)
+    assert_same(runs._slices(vector, starts=starts, sizes=sizes), expected)

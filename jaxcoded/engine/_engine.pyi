@@ -48,6 +48,7 @@ _Card: TypeAlias = tuple[int, int, int, int, int, int, int]
 round_handler: Any
 part_handler: Any
 lag_handler: Any
+runs_handler: Any
 
 def mpi_library() -> str: ...
 def thread_multiple() -> bool: ...

@@ -44,14 +44,20 @@ def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
         np.testing.assert_array_equal(each(mine, comm), expected)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
-def test_many_leaves(group, wire_dtype):
+@pytest.mark.parametrize(
+    ("wire_dtype", "count", "jitted"),
+    [(None, 10_000, False), ("bfloat16", 1000, False), (None, 1000, True)],
+)
+def test_many_leaves(group, wire_dtype, count, jitted):
     """More than words or headers could list."""
-    count = 2000
     gradients = per_example(count, 2, dtype="float32")
     own = contribution(group, gradients)
     leaves = {f"{i}": own[i] for i in range(count)}
-    total = coded_allreduce(leaves, group, wire_dtype=wire_dtype)
+
+    def call(leaves):
+        return coded_allreduce(leaves, group, wire_dtype=wire_dtype)
+
+    total = (jax.jit(call) if jitted else call)(leaves)
     tolerance = 1e-5 if wire_dtype is None else 0.02
     np.testing.assert_allclose(
         np.stack([total[f"{i}"] for i in range(count)]),

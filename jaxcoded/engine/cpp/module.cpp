@@ -431,5 +431,6 @@ NB_MODULE(_engine, module) {
 
   module.attr("round_handler") = nb::capsule(reinterpret_cast<void*>(round_handler), "xla._CUSTOM_CALL_TARGET");
   module.attr("part_handler") = nb::capsule(reinterpret_cast<void*>(part_handler), "xla._CUSTOM_CALL_TARGET");
+  module.attr("runs_handler") = nb::capsule(reinterpret_cast<void*>(runs_handler), "xla._CUSTOM_CALL_TARGET");
   module.attr("lag_handler") = nb::capsule(reinterpret_cast<void*>(lag_handler), "xla._CUSTOM_CALL_TARGET");
 }

@@ -122,6 +122,19 @@ ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
   }
 }
 
+ffi::Error runs_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
+                     ffi::Span<const std::int64_t> starts) {
+  const std::size_t item = ffi::ByteWidth(vector.element_type());
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const ffi::AnyBuffer run = **results.get<ffi::AnyBuffer>(i);
+    std::memcpy(run.untyped_data(),
+                static_cast<const std::byte*>(vector.untyped_data()) +
+                    static_cast<std::size_t>(starts[i]) * item,
+                run.size_bytes());
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                     ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
   pass_on(order, *next);
@@ -164,6 +177,12 @@ XLA_FFI_DEFINE_HANDLER(part_handler_impl, part_impl,
                            .Attr<std::int64_t>("slices")
                            .Attr<std::int64_t>("skips"));
 
+XLA_FFI_DEFINE_HANDLER(runs_handler_impl, runs_impl,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<ffi::Span<const std::int64_t>>("starts"));
+
 XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()
@@ -173,6 +192,7 @@ XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl,
 
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame) { return part_handler_impl(frame); }
+XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame) { return runs_handler_impl(frame); }
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame) { return lag_handler_impl(frame); }
 
 }  // namespace jaxcoded

@@ -13,6 +13,9 @@ XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame);
 // order, int32 `skipped` if `skips`, and the vectors of one part. Result: the order.
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame);
 
+// Operand: a vector. Results: the runs of it that begin at the attribute `starts`.
+XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame);
+
 // Operand: the order. Results: the order, and the lag as int32.
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
 
