@@ -120,6 +120,12 @@ Call Engine::call_of(Member& its, Request& request) {
   call.total = std::move(request.total);
   call.own = std::move(request.own);
   call.out = std::move(request.out);
+  call.feed = request.feed.get();
+  if (its.root && call.feed && call.refusal.empty()) {
+    if (const std::string why = call.feed->failure(); !why.empty()) {
+      call.refusal = "CodedError: the root: " + why;
+    }
+  }
   return call;
 }
 
@@ -131,6 +137,7 @@ Result Engine::run(std::uint64_t index, Request request) {
   if (node.outcome() == Outcome::pending && its.begun.empty()) {
     return {Outcome::failed, two_threads};
   }
+  const auto before = std::exchange(its.feed, request.feed);
   if (request.begun) {
     if (!request.skipped) node.extend(request.own);
     node.complete(std::move(request.out));
@@ -145,6 +152,7 @@ Result Engine::run(std::uint64_t index, Request request) {
     drive(lock, [&] { return node.outcome() != Outcome::pending || stopping_; }, 1e300);
   }
   its.begun.clear();
+  its.feed.reset();
   if (node.outcome() == Outcome::pending) {
     return {Outcome::failed, "GroupClosed: the process ends"};
   }
@@ -158,8 +166,9 @@ std::string Engine::extend(std::uint64_t index, Request request) {
   const bool broken_off = !its.begun.empty() && !request.begun;
   if (node.outcome() == Outcome::pending && its.begun.empty()) return two_threads;
   if (broken_off) its.begun.clear();
+  const auto before = std::exchange(its.feed, request.feed);
   if (!request.begun || !request.skipped) {
-    for (std::size_t i = 0; i < request.own.size(); ++i) {
+    for (std::size_t i = 0; i < request.own.size() && !request.feed; ++i) {
       const std::byte* vector = request.own[i];
       its.begun.emplace_back(vector, vector + request.message[i].bytes());
       request.own[i] = its.begun.back().data();

@@ -32,6 +32,7 @@ struct Member {
   bool abandoned = false;  // this rank makes no more calls, but relays
   // The parts of a call that has begun, and that the call itself has not followed yet.
   std::vector<std::vector<std::byte>> begun;
+  std::shared_ptr<Feed> feed;  // of the call in progress
 };
 
 // What a collective's call brings along.
@@ -39,11 +40,12 @@ struct Request {
   std::uint64_t fingerprint = 0;
   std::string words;
   bool up = true, down = true, skipped = false;
-  std::vector<Segment> message, total;
-  std::vector<const std::byte*> own;
-  std::vector<std::byte*> out;
-  std::vector<bool> erased;  // ranks left out; empty: none
+  std::vector<Segment> message = {}, total = {};
+  std::vector<const std::byte*> own = {};
+  std::vector<std::byte*> out = {};
+  std::vector<bool> erased = {};  // ranks left out; empty: none
   bool begun = false;        // parts of it were here before
+  std::shared_ptr<Feed> feed = {};  // what brings and takes the vectors, if they are not here
 };
 
 struct Result {
@@ -64,9 +66,12 @@ class Engine {
   // One round. Blocks until its result is there; any thread, one call per group at a time.
   Result run(std::uint64_t index, Request request);
   // The next part of the vectors of a round that `run` will follow. Copies it, and does not wait.
-  // `message` and `total` are those of the round. In words, why not; empty otherwise.
+  // `message` and `total` are those of the round. What a feed brings is not copied. In words, why
+  // not; empty otherwise.
   std::string extend(std::uint64_t index, Request request);
   void note_failure(std::uint64_t index, const std::string& words);
+  // A feed has news. Any thread.
+  void ring() { page_->bell.ring(); }
 
   // Call `use` with the group's member, under the lock.
   template <class Use>

@@ -4,6 +4,7 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +13,7 @@
 #include <tuple>
 
 #include "engine.h"
+#include "staging.h"
 #include "xla.h"
 
 namespace nb = nanobind;
@@ -190,6 +192,47 @@ void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& ch
   Engine::instance().replan(index, next, children, std::move(decoder), std::move(refusal));
 }
 
+// A call whose vectors lie on a GPU, as the handlers for XLA make it.
+DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
+                       std::string words, bool begun, std::uint64_t skipped,
+                       const std::vector<Vector>& own) {
+  return {.stream = reinterpret_cast<cuda::Stream>(stream),
+          .group = index,
+          .request = {.fingerprint = fingerprint,
+                      .words = std::move(words),
+                      .message = segments_of(own),
+                      .own = pointers_of<const std::byte>(own),
+                      .begun = begun},
+          .skipped = reinterpret_cast<const void*>(skipped)};
+}
+
+std::tuple<int, std::string> device_run(std::uint64_t index, std::uint64_t stream,
+                                        std::uint64_t fingerprint, std::string words, bool up,
+                                        bool down, bool begun, std::uint64_t skipped,
+                                        std::uint64_t erased, std::size_t ranks,
+                                        const std::vector<Vector>& own,
+                                        const std::vector<Vector>& out) {
+  DeviceCall call = device_call(index, stream, fingerprint, std::move(words), begun, skipped, own);
+  call.erased = reinterpret_cast<const void*>(erased);
+  call.ranks = ranks;
+  call.request.up = up;
+  call.request.down = down;
+  call.request.total = segments_of(out);
+  call.request.out = pointers_of<std::byte>(out);
+  const Result result = run_on_device(std::move(call));
+  return {static_cast<int>(result.outcome), result.error};
+}
+
+std::string device_extend(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
+                          std::string words, bool begun, std::uint64_t skipped,
+                          const std::vector<Vector>& own, const std::vector<Vector>& message,
+                          const std::vector<Vector>& total) {
+  DeviceCall call = device_call(index, stream, fingerprint, std::move(words), begun, skipped, own);
+  call.request.message = segments_of(message);
+  call.request.total = segments_of(total);
+  return extend_on_device(std::move(call));
+}
+
 // --- A node on its own, for tests: its wire is a Python object. ---
 
 nb::bytes bytes_of(std::span<const std::byte> data) {
@@ -341,6 +384,10 @@ NB_MODULE(_engine, module) {
   module.def("open", &open, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg().none());
   module.def("run", &run, Release());
+  module.def("load_cuda", &cuda::load, Release());
+  module.def("device_run", &device_run, Release());
+  module.def("device_extend", &device_extend, Release());
+  module.def("pinned_bytes", &pinned_bytes, Release());
   module.def("note_failure", [](std::uint64_t index, std::string words) {
     Engine::instance().note_failure(index, words);
   }, Release());
@@ -429,8 +476,14 @@ NB_MODULE(_engine, module) {
       .def("give_up", [](LoneNode& self) { self.node().give_up(); })
       .def("absent", [](LoneNode& self) { return self.node().absent(); });
 
-  module.attr("round_handler") = nb::capsule(reinterpret_cast<void*>(round_handler), "xla._CUSTOM_CALL_TARGET");
-  module.attr("part_handler") = nb::capsule(reinterpret_cast<void*>(part_handler), "xla._CUSTOM_CALL_TARGET");
-  module.attr("runs_handler") = nb::capsule(reinterpret_cast<void*>(runs_handler), "xla._CUSTOM_CALL_TARGET");
-  module.attr("lag_handler") = nb::capsule(reinterpret_cast<void*>(lag_handler), "xla._CUSTOM_CALL_TARGET");
+  const auto handler = [&](const char* name, XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
+    module.attr(name) = nb::capsule(reinterpret_cast<void*>(function), "xla._CUSTOM_CALL_TARGET");
+  };
+  handler("round_handler", round_handler);
+  handler("part_handler", part_handler);
+  handler("runs_handler", runs_handler);
+  handler("lag_handler", lag_handler);
+  handler("cuda_round_handler", cuda_round_handler);
+  handler("cuda_part_handler", cuda_part_handler);
+  handler("cuda_lag_handler", cuda_lag_handler);
 }

@@ -55,6 +55,19 @@ class Wire {
   virtual double now() const = 0;
 };
 
+// Vectors that are on their way while the call is in progress: those of a GPU.
+class Feed {
+ public:
+  virtual ~Feed() = default;
+
+  // So many bytes from the start of this rank's own vector are where `own` says.
+  virtual std::uint64_t ready(std::size_t vector) const = 0;
+  // These bytes of the result are where `out` says. In order, as far as they come before the end.
+  virtual void given(std::size_t vector, std::uint64_t offset, std::uint64_t bytes) = 0;
+  // Why the rest of `own` will not come, in words; empty if it may.
+  virtual std::string failure() = 0;
+};
+
 // One call of a collective at this rank.
 struct Call {
   std::uint64_t fingerprint = 0;  // equal on ranks that call the same
@@ -70,6 +83,8 @@ struct Call {
   std::vector<std::byte*> out;        // where the result goes; may be where `own` is
   bool complete = true;               // or only its first parts, and `out` is not known yet
   std::vector<bool> erased;           // children left out, by row; empty: none
+  Feed* feed = nullptr;               // what brings `own` and takes `out`; null if both are here.
+                                      // All of `own` is, unless the call goes both up and down
 };
 
 enum class Outcome { pending, done, failed, desynchronized };
@@ -264,6 +279,7 @@ class Node {
   std::uint32_t summed(const Layout& layout, std::uint32_t piece) const;
   void announce_sum();
   void offer();
+  void fail(const std::string& why);
   void watch_for_stalls();
 
   // Deadlines.

@@ -191,10 +191,14 @@ void Node::hand_over(const Entry& entry) {
     if (calling()) finish(Outcome::failed, text);
     return;
   }
-  if (call_.down && entry.buffer) {
+  if (call_.down && (entry.buffer || call_.feed)) {
     for (; given_ < entry.ready; ++given_) {
       const Piece& it = entry.layout[given_];
-      if (it.bytes) std::memcpy(call_.out[it.segment] + it.offset, entry.data(given_), it.bytes);
+      if (!it.bytes) continue;
+      if (entry.buffer) {
+        std::memcpy(call_.out[it.segment] + it.offset, entry.data(given_), it.bytes);
+      }
+      if (call_.feed) call_.feed->given(it.segment, it.offset, it.bytes);
     }
   }
   if (entry.complete()) finish(Outcome::done);

@@ -123,7 +123,8 @@ void Node::complain(Round round, const std::string& text) {
   complained_ = round;
   pending_error_ = text;
   const Entry* entry = history_.find(next_);
-  if (calling() && (!entry || entry->ready == 0)) decide_error(text);
+  // pieces of this very round may lack that rank for ever
+  if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
 
 void Node::decide_error(const std::string& text) {

@@ -148,10 +148,26 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
 
 // Whether this rank's own vectors are here as far as that piece of `incoming_`.
 bool Node::own_ready(std::uint32_t piece) const {
-  return call_.skipped || !incoming_[piece].count || incoming_[piece].segment < call_.own.size();
+  const Piece& it = incoming_[piece];
+  if (call_.skipped || !it.count) return true;
+  if (it.segment >= call_.own.size()) return false;
+  if (!call_.feed) return true;
+  const std::uint64_t last = (decoder_.slices() - 1) * incoming_.segments()[it.segment].bytes();
+  return call_.feed->ready(it.segment) >= last + it.offset + it.bytes;
+}
+
+// This rank cannot contribute, and every rank is to hear why.
+void Node::fail(const std::string& why) {
+  const std::string text = "CodedError: rank " + std::to_string(family_.rank) + ": " + why;
+  if (root()) return decide_error(text);
+  complain(next_, text);
+  call_.skipped = true;  // the result, or the error, comes as to any other
 }
 
 bool Node::gather() {
+  if (calling() && call_.feed && !call_.skipped) {
+    if (const std::string why = call_.feed->failure(); !why.empty()) fail(why);
+  }
   if (!calling() || !call_.up || !call_.refusal.empty()) {
     if (calling() && !root() && !offering_) offer();
     return false;
@@ -175,7 +191,9 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(decoded_) ? choose(decoded_) : nullptr;
     if (!decoding) {
-      if (bytes && !pinned() && call_.message.size() > call_.total.size()) announce_sum();  // a part may be
+      // of parts the first may be complete, and a vector may be on its way
+      const bool rest_comes = call_.feed || call_.message.size() > call_.total.size();
+      if (bytes && !pinned() && rest_comes) announce_sum();
       if (overdue_ && own_ready(decoded_)) miss_the_deadline();
       return false;
     }

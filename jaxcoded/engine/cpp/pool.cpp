@@ -32,24 +32,28 @@ void release(std::byte* data, std::size_t capacity) {
 
 }  // namespace
 
+const Source heap{allocate, release};
+
 Buffer::~Buffer() {
   if (data_) pool_->give(data_, capacity_);
 }
 
 Pool::~Pool() {
-  for (auto [capacity, data] : free_) release(data, capacity);
+  for (auto [capacity, data] : free_) source_.release(data, capacity);
 }
 
 Buffer Pool::take(std::size_t bytes) {
   const std::size_t capacity = rounded(bytes);
-  used_ += capacity;
+  std::byte* data = nullptr;
   if (auto found = free_.find(capacity); found != free_.end()) {
-    std::byte* data = found->second;
+    data = found->second;
     free_.erase(found);
     kept_ -= capacity;
-    return {this, data, capacity};
+  } else {
+    data = source_.allocate(capacity);
   }
-  return {this, allocate(capacity), capacity};
+  used_ += capacity;
+  return {this, data, capacity};
 }
 
 void Pool::give(std::byte* data, std::size_t capacity) {
@@ -59,7 +63,7 @@ void Pool::give(std::byte* data, std::size_t capacity) {
   while (kept_ > most_) {
     const auto largest = std::prev(free_.end());
     kept_ -= largest->first;
-    release(largest->second, largest->first);
+    source_.release(largest->second, largest->first);
     free_.erase(largest);
   }
 }

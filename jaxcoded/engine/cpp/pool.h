@@ -39,16 +39,25 @@ class Buffer {
   std::size_t capacity_ = 0;
 };
 
+// Where a pool's memory comes from, aligned to 64 bytes.
+struct Source {
+  std::byte* (*allocate)(std::size_t bytes);
+  void (*release)(std::byte* data, std::size_t bytes);
+};
+extern const Source heap;
+
 // Not safe for use from several threads at once.
 class Pool {
  public:
   // Keeps up to this many unused bytes.
-  explicit Pool(std::size_t most) : most_(most) {}
+  explicit Pool(std::size_t most, Source source = heap) : most_(most), source_(source) {}
   Pool(const Pool&) = delete;
   ~Pool();
 
   // At least `bytes` and at least one byte, aligned to 64.
   Buffer take(std::size_t bytes);
+
+  void keep(std::size_t most) { most_ = most; }
 
   // Memory handed out, and memory kept for later, in bytes.
   std::size_t used() const { return used_; }
@@ -60,6 +69,7 @@ class Pool {
 
   std::multimap<std::size_t, std::byte*> free_;  // by capacity
   std::size_t most_;
+  Source source_;
   std::size_t used_ = 0;
   std::size_t kept_ = 0;
 };

@@ -19,4 +19,9 @@ XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame);
 // Operand: the order. Results: the order, and the lag as int32.
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
 
+// The same where operands and results lie on a GPU.
+XLA_FFI_Error* cuda_round_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* cuda_part_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* cuda_lag_handler(XLA_FFI_CallFrame* frame);
+
 }  // namespace jaxcoded

@@ -1,0 +1,548 @@
+#include "staging.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "pool.h"
+
+namespace jaxcoded {
+namespace {
+
+using cuda::address_of;
+using cuda::Current;
+using cuda::driver;
+
+// Copied at a time: long enough for the bus, and a small part of what is long.
+constexpr std::uint64_t chunk_bytes = 2 << 20;
+constexpr std::size_t huge_page = std::size_t{2} << 20;
+constexpr std::size_t alignment = 64;
+
+// --- Pinned memory ---
+
+// Ordinary memory that is then pinned: other ranks must be able to read it.
+std::byte* allocate_pinned(std::size_t bytes) {
+  // from a huge page's start, so that there are some
+  const std::size_t mapped = bytes + (bytes >= huge_page ? huge_page : 0);
+  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw cuda::Failure{"no " + std::to_string(bytes) + " bytes of memory to pin for a GPU"};
+  }
+  auto* start = static_cast<std::byte*>(memory);
+  std::byte* data = start;
+  if (bytes >= huge_page) {
+    const auto address = reinterpret_cast<std::uintptr_t>(start);
+    data = start + (huge_page - address % huge_page) % huge_page;
+    if (data != start) munmap(start, static_cast<std::size_t>(data - start));
+    const std::size_t rest = mapped - static_cast<std::size_t>(data - start) - bytes;
+    if (rest) munmap(data + bytes, rest);
+    madvise(data, bytes, MADV_HUGEPAGE);
+  }
+  try {
+    driver().pin(data, bytes, cuda::portable);
+  } catch (cuda::Failure& failure) {
+    munmap(data, bytes);
+    throw cuda::Failure{std::to_string(bytes) + " bytes of memory cannot be pinned for a GPU: " +
+                        failure.text};
+  }
+  return data;
+}
+
+void release_pinned(std::byte* data, std::size_t bytes) {
+  driver().unpin.address(data);
+  munmap(data, bytes);
+}
+
+// Whole pages, so that `munmap` can give them back.
+std::size_t pages(std::size_t bytes) {
+  const std::size_t unit = bytes >= huge_page ? huge_page : std::size_t{64} << 10;
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// --- What calls share ---
+
+// What the engine has in one context of the driver, that is, on one GPU.
+struct Lane {
+  cuda::Context context = nullptr;
+  cuda::Stream copies = nullptr;  // to the host
+  cuda::Stream news = nullptr;    // host functions: no copy is to wait for one
+  std::vector<cuda::Event> events = {};  // that nobody needs now
+};
+
+// Vectors on their way to the host.
+struct Batch {
+  Buffer memory;
+  std::vector<std::byte*> at;        // by vector
+  std::vector<std::uint64_t> bytes;
+  std::vector<std::size_t> first;    // chunk of each vector
+  std::size_t chunks = 0;
+  std::atomic<std::size_t> arrived{0};  // chunks; they come in order
+
+  std::uint64_t ready(std::size_t vector) const {
+    const std::size_t here = arrived.load(std::memory_order_acquire);
+    return here <= first[vector] ? 0 : std::min(bytes[vector], (here - first[vector]) * chunk_bytes);
+  }
+  bool complete() const { return arrived.load(std::memory_order_acquire) == chunks; }
+};
+
+// Memory that a stream may still use, until the event.
+struct Retired {
+  Lane* lane;
+  cuda::Event event;
+  Buffer memory;
+  std::shared_ptr<Batch> batch;
+};
+
+// The pinned memory and the lanes. A lane's context is current where a lane is passed.
+class Depot {
+ public:
+  static Depot& instance() {
+    // Never destroyed: the driver may be gone when the process ends.
+    static Depot* depot = new Depot;
+    return *depot;
+  }
+
+  Lane& lane(cuda::Context context) {
+    std::unique_lock lock(mutex_);
+    Lane& lane = lanes_[context];
+    if (!lane.context) {
+      const Current current(context);
+      if (!lane.copies) driver().create_stream(&lane.copies, cuda::non_blocking);
+      if (!lane.news) driver().create_stream(&lane.news, cuda::non_blocking);
+      lane.context = context;
+    }
+    return lane;
+  }
+
+  Buffer take(Lane& lane, std::size_t bytes) {
+    std::unique_lock lock(mutex_);
+    reclaim(lane);
+    Buffer memory = pool_.take(pages(bytes));
+    // What was needed at one time will be needed again.
+    pool_.keep(most_ = std::max(most_, pool_.used()));
+    return memory;
+  }
+
+  cuda::Event take_event(Lane& lane) {
+    std::unique_lock lock(mutex_);
+    cuda::Event event = nullptr;
+    if (lane.events.empty()) {
+      driver().create_event(&event, cuda::sleeps_without_timing);
+    } else {
+      event = lane.events.back();
+      lane.events.pop_back();
+    }
+    return event;
+  }
+
+  void give(Lane& lane, cuda::Event event) {
+    std::unique_lock lock(mutex_);
+    lane.events.push_back(event);
+  }
+
+  void retire(Retired retired) {
+    std::unique_lock lock(mutex_);
+    retired_.push_back(std::move(retired));
+  }
+
+  std::pair<std::size_t, std::size_t> bytes() {
+    std::unique_lock lock(mutex_);
+    return {pool_.used(), pool_.kept()};
+  }
+
+ private:
+  void reclaim(Lane& lane) {
+    for (auto it = retired_.begin(); it != retired_.end();) {
+      const int state = it->lane == &lane ? driver().query_event.address(it->event) : cuda::not_ready;
+      if (state == cuda::not_ready) {
+        ++it;
+        continue;
+      }
+      // Where the GPU is lost, nobody knows what still uses the memory.
+      if (state != cuda::success) new Retired(std::move(*it));
+      else lane.events.push_back(it->event);
+      it = retired_.erase(it);
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<cuda::Context, Lane> lanes_;
+  Pool pool_{0, {allocate_pinned, release_pinned}};
+  std::size_t most_ = 0;
+  std::list<Retired> retired_;
+};
+
+// An event that others may use after this.
+class Mark {
+ public:
+  Mark(Lane& lane, cuda::Stream stream) : lane_(lane), event_(Depot::instance().take_event(lane)) {
+    record(stream);
+  }
+  ~Mark() {
+    if (event_) Depot::instance().give(lane_, event_);
+  }
+  Mark(const Mark&) = delete;
+
+  void record(cuda::Stream stream) {
+    if (const int code = driver().record.address(event_, stream); code != cuda::success) {
+      Depot::instance().give(lane_, std::exchange(event_, nullptr));
+      throw cuda::Failure{cuda::words_of(driver().record.name, code)};
+    }
+  }
+  void wait() const { driver().wait_for_event(event_); }
+  // What is enqueued to a stream from now on comes after the mark, wherever that goes later.
+  void hold(cuda::Stream stream) const { driver().wait_in_stream(stream, event_, 0); }
+  cuda::Event keep() { return std::exchange(event_, nullptr); }
+
+ private:
+  Lane& lane_;
+  cuda::Event event_;
+};
+
+// Runs on a thread of the driver, which allows no call of its own there.
+void chunk_arrived(void* batch) {
+  static_cast<Batch*>(batch)->arrived.fetch_add(1, std::memory_order_release);
+  Engine::instance().ring();
+}
+
+std::uint64_t aligned(std::uint64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
+
+// --- A call ---
+
+class Flight : public Feed {
+ public:
+  ~Flight() override {
+    if (!lane_) return;
+    for (auto& batch : batches_) retire(lane_->news, {}, std::move(batch));
+  }
+
+  // What the operands on the GPU say of the call. Where it `waits`, the stream has then come to it,
+  // and vectors that are short are here as well.
+  void begin(DeviceCall& call, bool waits) {
+    attempt([&] {
+      stream_ = call.stream;
+      cuda::Context context = nullptr;
+      driver().context_of_stream(stream_, &context);
+      lane_ = &Depot::instance().lane(context);
+      const Current current(context);
+      if (!waits) return;
+      const std::size_t words = call.skipped ? alignment : 0;
+      if (words + call.ranks) scratch_ = Depot::instance().take(*lane_, words + call.ranks);
+      if (call.skipped) {
+        driver().copy_to_host(scratch_.data(), address_of(call.skipped),
+                              sizeof(std::int32_t), stream_);
+      }
+      if (call.ranks) {
+        driver().copy_to_host(scratch_.data() + words,
+                              address_of(call.erased), call.ranks,
+                              stream_);
+      }
+      std::uint64_t all = 0;
+      for (std::size_t i = 0; i < call.request.own.size(); ++i) all += call.request.message[i].bytes();
+      if (all <= chunk_bytes) {
+        next_ = make_batch(call);
+        for (std::size_t i = 0; i < next_->at.size(); ++i) {
+          if (!next_->bytes[i]) continue;
+          driver().copy_to_host(next_->at[i], address_of(call.request.own[i]), next_->bytes[i],
+                                stream_);
+        }
+      }
+      Mark(*lane_, stream_).wait();
+      if (next_) next_->arrived = next_->chunks;
+      if (call.skipped) {
+        std::int32_t skipped = 0;
+        std::memcpy(&skipped, scratch_.data(), sizeof skipped);
+        call.request.skipped = skipped != 0;
+      }
+      if (call.ranks) {
+        const auto* erased = reinterpret_cast<const bool*>(scratch_.data() + words);
+        call.request.erased.assign(erased, erased + call.ranks);
+      }
+    });
+  }
+
+  // This rank's vectors come, if they are `needed` and not here.
+  void bring(DeviceCall& call, bool needed) {
+    if (needed && !next_) {
+      attempt([&] {
+        const Current current(lane_->context);
+        next_ = make_batch(call);
+        Mark mark(*lane_, stream_);
+        mark.hold(lane_->copies);
+        for (std::size_t i = 0; i < next_->at.size(); ++i) {
+          for (std::uint64_t start = 0; start < next_->bytes[i]; start += chunk_bytes) {
+            driver().copy_to_host(next_->at[i] + start, address_of(call.request.own[i]) + start,
+                                  std::min(chunk_bytes, next_->bytes[i] - start), lane_->copies);
+            mark.record(lane_->copies);
+            mark.hold(lane_->news);
+            driver().call_in_stream(lane_->news, chunk_arrived, next_.get());
+          }
+        }
+      });
+    }
+    std::unique_lock lock(mutex_);
+    for (std::size_t i = 0; i < call.request.own.size(); ++i) {
+      call.request.own[i] = needed && failure_.empty() ? next_->at[i] : nullptr;
+      if (needed && next_) where_.emplace_back(next_.get(), i);
+    }
+    if (next_) batches_.push_back(std::move(next_));
+    next_.reset();
+  }
+
+  void wait_for_own() {
+    attempt([&] {
+      const Current current(lane_->context);
+      Mark(*lane_, lane_->news).wait();
+    });
+  }
+
+  // Where the result goes.
+  void expect(DeviceCall& call) {
+    Request& request = call.request;
+    attempt([&] {
+      const Current current(lane_->context);
+      std::uint64_t all = 0;
+      for (const Segment& it : request.total) all += aligned(it.bytes());
+      memory_ = Depot::instance().take(*lane_, all);
+      std::uint64_t start = 0;
+      for (std::size_t i = 0; i < request.out.size(); ++i) {
+        const std::uint64_t bytes = request.total[i].bytes();
+        outs_.push_back({memory_.data() + start, address_of(request.out[i]), bytes});
+        start += aligned(bytes);
+      }
+    });
+    for (std::size_t i = 0; i < request.out.size(); ++i) {
+      if (failed()) {  // the others' result may be on its way
+        nowhere_.emplace_back(request.total[i].bytes());
+        request.out[i] = nowhere_.back().data();
+      } else {
+        request.out[i] = outs_[i].host;
+      }
+    }
+    if (failed()) outs_.clear();
+  }
+
+  std::uint64_t ready(std::size_t vector) const override {
+    std::unique_lock lock(mutex_);
+    if (vector >= where_.size()) return 0;
+    const auto [batch, number] = where_[vector];
+    return batch->ready(number);
+  }
+
+  void given(std::size_t vector, std::uint64_t offset, std::uint64_t bytes) override {
+    if (vector >= outs_.size()) return;
+    Out& it = outs_[vector];
+    const std::uint64_t here = offset + bytes;
+    if (here - it.copied < chunk_bytes && here < it.bytes) return;
+    attempt([&] {
+      const Current current(lane_->context);
+      copy_back(it, here);
+    });
+  }
+
+  std::string failure() override {
+    attempt([&] {
+      if (!comes()) return;
+      // Of a context that is lost no host function runs any more.
+      const Current current(lane_->context);
+      const int state = driver().query_stream.address(lane_->copies);
+      if (state != cuda::success && state != cuda::not_ready) {
+        throw cuda::Failure{cuda::words_of(driver().query_stream.name, state)};
+      }
+    });
+    std::unique_lock lock(mutex_);
+    told_ |= !failure_.empty();
+    return failure_;
+  }
+
+  // The stream goes on once nothing is copied any more from where the vectors are; whatever the
+  // driver has refused before.
+  void go_on() {
+    if (!lane_) return;
+    const auto either = [&](auto action) {
+      try {
+        const Current current(lane_->context);
+        action(Mark(*lane_, lane_->copies));
+        return true;
+      } catch (const cuda::Failure& failure) {
+        note(failure);
+        return false;
+      }
+    };
+    either([&](const Mark& mark) { mark.hold(stream_); }) ||
+        either([&](const Mark& mark) { mark.wait(); });
+  }
+
+  // The call is over, and the rest of the result follows, if it is `done`. Why it could not be
+  // brought, unless all ranks have heard of that; otherwise nothing.
+  std::optional<std::string> finish(bool done) {
+    if (done) {
+      attempt([&] {
+        const Current current(lane_->context);
+        for (Out& it : outs_) copy_back(it, it.bytes);
+      });
+    }
+    go_on();
+    if (lane_) {
+      retire(stream_, std::move(memory_), {});
+      retire(stream_, std::move(scratch_), {});
+    }
+    if (told_ || failure_.empty()) return {};
+    return failure_;
+  }
+
+  bool failed() const {
+    std::unique_lock lock(mutex_);
+    return !failure_.empty();
+  }
+
+ private:
+  struct Out {
+    std::byte* host;
+    cuda::Address device;
+    std::uint64_t bytes;
+    std::uint64_t copied = 0;
+  };
+
+  // The first thing that the driver refuses ends what the flight does.
+  template <class Action>
+  void attempt(Action action) {
+    if (failed()) return;
+    try {
+      action();
+    } catch (const cuda::Failure& failure) {
+      note(failure);
+    }
+  }
+
+  void note(const cuda::Failure& failure) {
+    std::unique_lock lock(mutex_);
+    if (failure_.empty()) failure_ = failure.text;
+  }
+
+  bool comes() const {
+    std::unique_lock lock(mutex_);
+    return std::ranges::any_of(batches_, [](const auto& it) { return !it->complete(); });
+  }
+
+  std::shared_ptr<Batch> make_batch(const DeviceCall& call) {
+    auto batch = std::make_shared<Batch>();
+    std::uint64_t all = 0;
+    for (std::size_t i = 0; i < call.request.own.size(); ++i) {
+      batch->bytes.push_back(call.request.message[i].bytes());
+      batch->first.push_back(batch->chunks);
+      batch->chunks += (batch->bytes[i] + chunk_bytes - 1) / chunk_bytes;
+      all += aligned(batch->bytes[i]);
+    }
+    batch->memory = Depot::instance().take(*lane_, all);
+    std::byte* start = batch->memory.data();
+    for (const std::uint64_t bytes : batch->bytes) {
+      batch->at.push_back(start);
+      start += aligned(bytes);
+    }
+    return batch;
+  }
+
+  void copy_back(Out& it, std::uint64_t here) {
+    if (here == it.copied) return;
+    driver().copy_to_device(it.device + it.copied, it.host + it.copied, here - it.copied, stream_);
+    it.copied = here;
+  }
+
+  // For the next calls, once the stream no longer uses it.
+  void retire(cuda::Stream stream, Buffer memory, std::shared_ptr<Batch> batch) {
+    if (!memory && !batch) return;
+    Retired retired{lane_, nullptr, std::move(memory), std::move(batch)};
+    try {
+      const Current current(lane_->context);
+      retired.event = Mark(*lane_, stream).keep();
+      Depot::instance().retire(std::move(retired));
+    } catch (const cuda::Failure&) {
+      new Retired(std::move(retired));  // the GPU is lost: nobody knows what still uses it
+    }
+  }
+
+  Lane* lane_ = nullptr;
+  cuda::Stream stream_ = nullptr;
+  Buffer scratch_;  // what the operands say
+  Buffer memory_;   // of the result
+  std::vector<Out> outs_;
+  std::vector<std::vector<std::byte>> nowhere_;
+  std::shared_ptr<Batch> next_;  // of this handler, until the node is to know of it
+
+  // The engine asks on any thread while the next part of a call is prepared on another.
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<Batch>> batches_;
+  std::vector<std::pair<Batch*, std::size_t>> where_;  // the node's vectors are
+  std::string failure_;
+  bool told_ = false;
+};
+
+// The flight that parts of this call began, or a new one.
+std::shared_ptr<Flight> flight_of(const DeviceCall& call) {
+  std::shared_ptr<Feed> begun;
+  if (call.request.begun) {
+    begun = Engine::instance().with(call.group, [](Member& its) { return its.feed; });
+  }
+  auto flight = std::dynamic_pointer_cast<Flight>(begun);
+  return flight ? flight : std::make_shared<Flight>();
+}
+
+// Bring what the node will ask for.
+void prepare(Flight& flight, DeviceCall& call, bool waits) {
+  Request& request = call.request;
+  flight.begin(call, waits);
+  const auto [late, root] = Engine::instance().with(call.group, [](Member& its) {
+    return std::pair(its.node->lag() > 0, its.root);
+  });
+  if (late) request.skipped = true;  // the round is decided: nobody fetches from this rank
+  flight.bring(call, !request.skipped && (request.up || root));
+}
+
+}  // namespace
+
+Result run_on_device(DeviceCall call) {
+  Engine& engine = Engine::instance();
+  Request& request = call.request;
+  const auto flight = flight_of(call);
+  prepare(*flight, call, true);
+  if (!request.up || !request.down) flight->wait_for_own();
+  flight->expect(call);
+  request.feed = flight;
+  Result result;
+  try {
+    result = engine.run(call.group, std::move(request));
+  } catch (...) {
+    flight->finish(false);
+    throw;
+  }
+  if (const auto why = flight->finish(result.outcome == Outcome::done)) {
+    engine.note_failure(call.group, " after an error in the last call: " + *why);
+    return {Outcome::failed, "CodedError: " + *why};
+  }
+  if (result.outcome == Outcome::done && flight->failed()) {
+    return {Outcome::failed, "CodedError: " + flight->failure()};
+  }
+  return result;
+}
+
+std::string extend_on_device(DeviceCall call) {
+  const auto flight = flight_of(call);
+  prepare(*flight, call, call.skipped != nullptr);
+  call.request.feed = flight;
+  const std::string error = Engine::instance().extend(call.group, std::move(call.request));
+  flight->go_on();
+  return error;
+}
+
+std::pair<std::size_t, std::size_t> pinned_bytes() { return Depot::instance().bytes(); }
+
+}  // namespace jaxcoded

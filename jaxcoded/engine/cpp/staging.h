@@ -1,0 +1,37 @@
+// Rounds on the vectors of a GPU: they pass through pinned memory of the host, where the engine
+// sums.
+//
+// A call begins when the stream has reached it. This rank's vectors then come to the host in
+// chunks, on a stream of the engine's own; a host function behind each chunk rings the engine's
+// bell, and what is here is offered at once. The result goes back on the caller's stream, chunk by
+// chunk as it comes. So copies in both directions, sums and messages overlap.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "cuda_driver.h"
+#include "engine.h"
+
+namespace jaxcoded {
+
+struct DeviceCall {
+  cuda::Stream stream = nullptr;   // of the caller
+  std::uint64_t group = 0;
+  Request request = {};            // `own` and `out` lie in the GPU's memory,
+  const void* skipped = nullptr;   // and so do an int32 in place of `skipped`, unless null,
+  const void* erased = nullptr;    // and bools in place of `erased`, unless null:
+  std::size_t ranks = 0;           // so many
+};
+
+// `Engine::run`, but for a GPU. When it returns the result is on its way there, on the stream.
+Result run_on_device(DeviceCall call);
+// `Engine::extend`, but for a GPU.
+std::string extend_on_device(DeviceCall call);
+
+// Pinned bytes in use, and kept for the next calls.
+std::pair<std::size_t, std::size_t> pinned_bytes();
+
+}  // namespace jaxcoded

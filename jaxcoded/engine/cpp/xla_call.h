@@ -1,0 +1,181 @@
+// What the handlers of all platforms make of XLA's buffers.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxcoded {
+
+namespace ffi = xla::ffi;
+
+// The operands and results of a call. The vectors are in the request.
+struct XlaCall {
+  ffi::AnyBuffer order, next;
+  std::optional<ffi::AnyBuffer> skipped = {}, erased = {};
+  Request request = {};
+};
+
+inline Segment segment_of(ffi::AnyBuffer buffer) {
+  switch (buffer.element_type()) {
+    case ffi::F16:
+      return {DType::float16, buffer.element_count()};
+    case ffi::BF16:
+      return {DType::bfloat16, buffer.element_count()};
+    case ffi::F32:
+      return {DType::float32, buffer.element_count()};
+    case ffi::F64:
+      return {DType::float64, buffer.element_count()};
+    default:
+      return {DType::bytes, buffer.size_bytes()};
+  }
+}
+
+// Vectors that hold so many parts, one after the other.
+inline void append_parts(const std::vector<ffi::AnyBuffer>& vectors, std::uint64_t parts,
+                         Request& request) {
+  for (std::uint64_t part = 0; part < parts; ++part) {
+    for (const ffi::AnyBuffer& vector : vectors) {
+      Segment segment = segment_of(vector);
+      segment.count /= parts;
+      request.message.push_back(segment);
+      request.own.push_back(static_cast<const std::byte*>(vector.untyped_data()) +
+                            part * segment.bytes());
+    }
+  }
+}
+
+inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
+                          std::string_view words, std::int64_t fingerprint, std::int64_t up,
+                          std::int64_t down, std::int64_t parts, std::int64_t begun,
+                          std::int64_t skips, std::int64_t erases) {
+  std::size_t next = 0;
+  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
+  const auto result = [&](std::size_t i) { return **results.get<ffi::AnyBuffer>(i); };
+  XlaCall call{.order = operand(), .next = result(0)};
+  Request& request = call.request;
+  request.words = words;
+  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  request.up = up != 0;
+  request.down = down != 0;
+  request.begun = begun != 0;
+  if (skips) call.skipped = operand();
+  if (erases) call.erased = operand();
+  std::vector<ffi::AnyBuffer> vectors;
+  for (std::size_t i = 1; i < results.size(); ++i) {
+    vectors.push_back(operand());
+    const ffi::AnyBuffer out = result(i);
+    request.total.push_back(segment_of(out));
+    request.out.push_back(static_cast<std::byte*>(out.untyped_data()));
+  }
+  append_parts(vectors, static_cast<std::uint64_t>(parts), request);
+  return call;
+}
+
+// One part of the vectors of a round, ahead of the round itself.
+inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
+                         std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                         std::int64_t number, std::int64_t slices, std::int64_t skips) {
+  std::size_t next = 0;
+  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
+  XlaCall call{.order = operand(), .next = **results.get<ffi::AnyBuffer>(0)};
+  Request& request = call.request;
+  request.words = words;
+  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  request.begun = number != 0;
+  if (skips) call.skipped = operand();
+  std::vector<ffi::AnyBuffer> vectors;
+  while (next < args.size()) vectors.push_back(operand());
+  append_parts(vectors, 1, request);
+  for (std::int64_t part = 0; part < parts; ++part) {
+    for (const ffi::AnyBuffer& vector : vectors) request.total.push_back(segment_of(vector));
+  }
+  request.message.swap(request.total);
+  for (Segment& segment : request.total) segment.count *= static_cast<std::uint64_t>(slices);
+  return call;
+}
+
+// Where the order must be copied: its value is never read, what counts is that there is a next one.
+inline bool must_pass_on(const XlaCall& call) {
+  return call.order.element_type() != ffi::TOKEN &&
+         call.order.untyped_data() != call.next.untyped_data();
+}
+
+inline ffi::Error failed_precondition(const std::string& text) {
+  return ffi::Error(ffi::ErrorCode::kFailedPrecondition, text);
+}
+
+inline ffi::Error error_of(const Result& result) {
+  if (result.outcome == Outcome::done) return ffi::Error::Success();
+  if (result.outcome == Outcome::desynchronized) {
+    return ffi::Error(ffi::ErrorCode::kOutOfRange, "jaxcoded.Desynchronized: " + result.error);
+  }
+  return failed_precondition(result.error);
+}
+
+// The lag, as XLA has it.
+inline std::int32_t lag_of(std::int64_t group) {
+  const std::uint64_t rounds = Engine::instance().with(
+      static_cast<std::uint64_t>(group), [](Member& its) { return its.node->lag(); });
+  constexpr std::uint64_t most = std::numeric_limits<std::int32_t>::max();
+  return static_cast<std::int32_t>(std::min(rounds, most));
+}
+
+// Do what may find the group closed.
+template <class Action>
+ffi::Error guarded(Action action) {
+  try {
+    return action();
+  } catch (const Closed& closed) {
+    return failed_precondition(closed.text);
+  }
+}
+
+// The operands, results and attributes of the handlers; what comes before is the platform's.
+
+template <class Binding>
+auto bind_round(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<std::int64_t>("group")
+      .template Attr<std::string_view>("words")
+      .template Attr<std::int64_t>("fingerprint")
+      .template Attr<std::int64_t>("up")
+      .template Attr<std::int64_t>("down")
+      .template Attr<std::int64_t>("parts")
+      .template Attr<std::int64_t>("begun")
+      .template Attr<std::int64_t>("skips")
+      .template Attr<std::int64_t>("erases");
+}
+
+template <class Binding>
+auto bind_part(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<std::int64_t>("group")
+      .template Attr<std::string_view>("words")
+      .template Attr<std::int64_t>("fingerprint")
+      .template Attr<std::int64_t>("parts")
+      .template Attr<std::int64_t>("number")
+      .template Attr<std::int64_t>("slices")
+      .template Attr<std::int64_t>("skips");
+}
+
+template <class Binding>
+auto bind_lag(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::BufferR0<ffi::S32>>()
+      .template Attr<std::int64_t>("group");
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,100 @@
+// The handlers for a GPU of NVIDIA. XLA calls them on a thread of the host, while its stream still
+// computes the operands. They block, so they are not for command buffers, and do not say they are.
+#include "staging.h"
+#include "xla.h"
+#include "xla_call.h"
+
+namespace jaxcoded {
+namespace {
+
+using cuda::address_of;
+using cuda::driver;
+
+// In a stream's context, on this thread.
+template <class Action>
+void in_context(cuda::Stream stream, Action action) {
+  cuda::Context context = nullptr;
+  driver().context_of_stream(stream, &context);
+  const cuda::Current current(context);
+  action();
+}
+
+void pass_on(const XlaCall& call, cuda::Stream stream) {
+  if (!must_pass_on(call)) return;
+  in_context(stream, [&] {
+    driver().copy_on_device(address_of(call.next.untyped_data()),
+                            address_of(call.order.untyped_data()), call.order.size_bytes(), stream);
+  });
+}
+
+DeviceCall device_call(XlaCall& call, cuda::Stream stream, std::int64_t group) {
+  DeviceCall out{.stream = stream,
+                 .group = static_cast<std::uint64_t>(group),
+                 .request = std::move(call.request)};
+  if (call.skipped) out.skipped = call.skipped->untyped_data();
+  if (call.erased) {
+    out.erased = call.erased->untyped_data();
+    out.ranks = call.erased->element_count();
+  }
+  return out;
+}
+
+// As `guarded`, where the driver may refuse what is not a round's.
+template <class Action>
+ffi::Error guarded_on_device(Action action) {
+  try {
+    return guarded(action);
+  } catch (const cuda::Failure& failure) {
+    return ffi::Error(ffi::ErrorCode::kInternal, "CodedError: " + failure.text);
+  }
+}
+
+ffi::Error round_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets results,
+                      std::int64_t group, std::string_view words, std::int64_t fingerprint,
+                      std::int64_t up, std::int64_t down, std::int64_t parts, std::int64_t begun,
+                      std::int64_t skips, std::int64_t erases) {
+  XlaCall call =
+      round_call(args, results, words, fingerprint, up, down, parts, begun, skips, erases);
+  return guarded_on_device([&] {
+    const Result result = run_on_device(device_call(call, stream, group));
+    if (result.outcome == Outcome::done) pass_on(call, stream);
+    return error_of(result);
+  });
+}
+
+ffi::Error part_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets results,
+                     std::int64_t group, std::string_view words, std::int64_t fingerprint,
+                     std::int64_t parts, std::int64_t number, std::int64_t slices,
+                     std::int64_t skips) {
+  XlaCall call = part_call(args, results, words, fingerprint, parts, number, slices, skips);
+  return guarded_on_device([&] {
+    const std::string error = extend_on_device(device_call(call, stream, group));
+    if (!error.empty()) return failed_precondition(error);
+    pass_on(call, stream);
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error lag_impl(cuda::Stream stream, ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
+                    ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
+  return guarded_on_device([&] {
+    pass_on({.order = order, .next = *next}, stream);
+    const auto rounds = static_cast<unsigned>(lag_of(group));
+    in_context(stream, [&] { driver().set_words(address_of(lag->typed_data()), rounds, 1, stream); });
+    return ffi::Error::Success();
+  });
+}
+
+auto on_stream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>>(); }
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(cuda_round_handler_impl, round_impl, bind_round(on_stream()));
+XLA_FFI_DEFINE_HANDLER(cuda_part_handler_impl, part_impl, bind_part(on_stream()));
+XLA_FFI_DEFINE_HANDLER(cuda_lag_handler_impl, lag_impl, bind_lag(on_stream()));
+
+XLA_FFI_Error* cuda_round_handler(XLA_FFI_CallFrame* frame) { return cuda_round_handler_impl(frame); }
+XLA_FFI_Error* cuda_part_handler(XLA_FFI_CallFrame* frame) { return cuda_part_handler_impl(frame); }
+XLA_FFI_Error* cuda_lag_handler(XLA_FFI_CallFrame* frame) { return cuda_lag_handler_impl(frame); }
+
+}  // namespace jaxcoded

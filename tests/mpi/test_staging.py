@@ -1,0 +1,456 @@
+"""Rounds on the memory of a GPU, of which `tests/cuda/driver.cpp` is a stand-in: the code that the
+handlers for XLA call, without XLA."""
+
+import contextlib
+import pathlib
+import sys
+import tempfile
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only, redundant, several, slices
+from mpi4py import MPI
+from reference import (
+    assert_same_bits,
+    contribution,
+    per_example,
+    random_erasures,
+    rounding,
+)
+from together import wait_for_all, wait_until
+
+import jaxcoded
+from jaxcoded import errors
+from jaxcoded.transports.engine import _BYTES, _DTYPES, _engine
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "cuda"))
+import fake
+
+pytestmark = engine_only
+
+RANK = MPI.COMM_WORLD.rank
+CHUNK = (2 << 20) // 4  # float32 numbers that are copied at a time
+DONE = 1
+LOST = int(SIZE > 2)  # stragglers
+CALL, NAME = "a test of staging", 1234567  # in words, and its fingerprint
+
+
+@pytest.fixture(scope="module")
+def gpu(comm, transport):
+    if not fake.compiler():
+        pytest.skip("there is no C++ compiler")
+    with tempfile.TemporaryDirectory() as directory:
+        directory = comm.bcast(directory)
+        if RANK == 0:
+            fake.compiled(directory)
+        comm.Barrier()
+        gpu = fake.Gpu(pathlib.Path(directory) / "libfakecuda.so")
+        comm.Barrier()
+        if reasons := [reason for reason in comm.allgather(gpu.reason) if reason]:
+            pytest.skip(reasons[0])
+        yield gpu
+
+
+@pytest.fixture
+def stream(comm, gpu):
+    yield gpu.renew()
+    wait_for_all(comm)
+    assert gpu.misuses() == ""
+
+
+def vector(array, part=0, parts=1):
+    size = array.size // parts
+    code = _DTYPES.get(array.dtype.name, _BYTES)
+    nbytes = array.nbytes // parts
+    return (code, size if code else nbytes, array.address + part * nbytes)
+
+
+def device_round(
+    gpu,
+    stream,
+    group,
+    own,
+    *,
+    up=True,
+    down=True,
+    in_place=False,
+    skipped=None,
+    erased=None,
+    apart=False,
+    seconds=0.0,
+    words=CALL,
+):
+    """One round on vectors that the stream computes for so many seconds: the results.
+
+    Args:
+        own: this rank's vectors; of several parts, one after the other.
+        in_place: the result lies where the vector was, if it is as long.
+        skipped, erased: are arrays of the GPU, too.
+        apart: the parts but the last one go ahead.
+    """
+    plan, rank = group.plan, group.rank
+    parts = plan.parts_above[rank] if up else 1
+    operands = [gpu.array(stream, values, seconds=seconds) for values in own]
+    outs, mine = [], []
+    for operand in operands:
+        length = plan.result_length(rank, operand.size) if up else operand.size
+        if in_place and length == operand.size:
+            outs.append(operand)
+        else:
+            mine.append(gpu.array(stream, np.full(length, 7, operand.dtype)))
+            outs.append(mine[-1])
+    flag = mask = None
+    if skipped is not None:
+        flag = gpu.array(stream, np.int32(skipped))
+    if erased is not None:
+        mask = gpu.array(stream, np.asarray(erased, bool))
+    name = NAME + (words != CALL)
+    message = [vector(v, p, parts) for p in range(parts) for v in operands]
+    total = [vector(v) for v in outs]
+    address = 0 if flag is None else flag.address
+    ahead = parts - 1 if apart else 0
+    for part in range(ahead):
+        here = message[part * len(operands) : (part + 1) * len(operands)]
+        words_of_error = _engine.device_extend(
+            group.index, stream, name, words, part > 0, address, here, message, total
+        )
+        assert words_of_error == ""
+    try:
+        outcome, text = _engine.device_run(
+            group.index,
+            stream,
+            name,
+            words,
+            up,
+            down,
+            ahead > 0,
+            address,
+            0 if mask is None else mask.address,
+            0 if mask is None else mask.size,
+            message[ahead * len(operands) :],
+            total,
+        )
+        if outcome != DONE:
+            raise errors.CodedError(text)
+        if any(out.read() is None for out in outs):
+            raise errors.CodedError("CUDA_ERROR_ILLEGAL_ADDRESS, after the round")
+        return [out.read() for out in outs]
+    finally:
+        for array in (*operands, *mine, flag, mask):
+            if array is not None:
+                array.read()  # nothing is in use any more
+                array.free()
+
+
+SCALE = per_example()  # of each example's gradient
+
+
+def gradients(*sizes, dtypes=("float32",)):
+    """What every example's gradient is a multiple of: one vector for each size and dtype."""
+    rng = np.random.default_rng(5)
+    return [
+        rng.uniform(0.5, 1, size).astype(jnp.dtype(dtype))
+        for size in sizes
+        for dtype in dtypes
+    ]
+
+
+def vectors_of(group, tree):
+    """This rank's vectors."""
+    if group.plan.encoded:
+        each = [(SCALE[:, None] * shape).astype(shape.dtype) for shape in tree]
+        return [np.asarray(v).ravel() for v in contribution(group, each).vectors]
+    weight = contribution(group, SCALE)
+    return [(weight * shape).astype(shape.dtype) for shape in tree]
+
+
+def check(comm, group, out, tree):
+    for result, shape in zip(out, tree, strict=True):
+        assert result.dtype == shape.dtype
+        exact = SCALE.sum() * shape.astype(np.float64)
+        bound = rounding(group, shape.dtype) * np.abs(SCALE).sum()
+        error = np.abs(result[: shape.size].astype(np.float64) - exact)
+        assert np.all(error <= bound), (shape.dtype, error.max(), bound)
+    assert_same_bits(comm, out)
+
+
+SIZES = [
+    (0,),
+    (1,),
+    (1000, 3),
+    (CHUNK,),
+    (CHUNK + 1, 5),
+    (3 * CHUNK + 77, 0, 1, 2 * CHUNK),
+]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sums(comm, gpu, stream, group, sizes, in_place):
+    tree = gradients(*sizes)
+    for _ in range(2):
+        out = device_round(
+            gpu, stream, group, vectors_of(group, tree), in_place=in_place
+        )
+        check(comm, group, out, tree)
+
+
+def test_dtypes(comm, gpu, stream, group):
+    tree = gradients(700_001, dtypes=("float16", "bfloat16", "float32", "float64"))
+    out = device_round(gpu, stream, group, vectors_of(group, tree), in_place=True)
+    check(comm, group, out, tree)
+
+
+def test_the_stream_is_waited_for(comm, gpu, stream, group):
+    tree = gradients(1000, 2 * CHUNK)
+    out = device_round(gpu, stream, group, vectors_of(group, tree), seconds=0.05)
+    check(comm, group, out, tree)
+
+
+@slices
+@pytest.mark.parametrize(
+    "code", ["gaussian_mds", "single_parity_check", "reed_solomon"]
+)
+def test_slices(comm, gpu, stream, code):
+    with jaxcoded.CodedGroup(comm, fanout=3, code=code, slices=2) as group:
+        tree = gradients(3 * CHUNK + 78)
+        out = device_round(gpu, stream, group, vectors_of(group, tree))
+        check(comm, group, out, tree)
+
+
+@redundant
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("flagged", [False, True])
+def test_parts(comm, gpu, stream, apart, flagged):
+    with jaxcoded.CodedGroup(comm, fanout=3, code="progressive") as group:
+        tree = gradients(CHUNK + 3)
+        for _ in range(2):
+            out = device_round(
+                gpu,
+                stream,
+                group,
+                vectors_of(group, tree),
+                apart=apart,
+                seconds=0.01,
+                skipped=0 if flagged else None,
+            )
+            check(comm, group, out, tree)
+
+
+@redundant
+def test_a_call_that_breaks_off_between_its_parts(comm, gpu, stream):
+    with jaxcoded.CodedGroup(comm, fanout=3, code="progressive") as group:
+        tree = gradients(CHUNK + 3)
+        own = vectors_of(group, tree)
+        if RANK == SIZE - 1:
+            part = gpu.array(stream, own[0])
+            message = [vector(part, p, 2) for p in range(2)]
+            _engine.device_extend(
+                group.index, stream, NAME, CALL, False, 0, message[:1], message, message
+            )
+            part.read()
+            part.free()
+        check(comm, group, device_round(gpu, stream, group, own), tree)
+
+
+@redundant
+def test_skipped_ranks(comm, gpu, stream, group):
+    """What a rank that skips has is not looked at."""
+    tree = gradients(2 * CHUNK)
+    own = vectors_of(group, tree)
+    skips = RANK == SIZE - 1
+    if skips:
+        own = [np.full_like(v, np.nan) for v in own]
+    out = device_round(gpu, stream, group, own, skipped=int(skips))
+    check(comm, group, out, tree)
+
+
+@redundant
+def test_erasures(comm, gpu, stream, group):
+    tree = gradients(1000, 2 * CHUNK)
+    rng = np.random.default_rng(11)
+    for _ in range(3):
+        erased = random_erasures(group.plan, rng)
+        own = vectors_of(group, tree)
+        check(comm, group, device_round(gpu, stream, group, own, erased=erased), tree)
+
+
+@redundant
+def test_late_ranks_copy_nothing_to_the_host(comm, gpu, stream, group):
+    tree = gradients(2 * CHUNK)
+    own = vectors_of(group, tree)
+    wait_for_all(comm)
+    late = RANK == SIZE - 1
+    if not late:
+        outs = [device_round(gpu, stream, group, own) for _ in range(3)]
+    wait_for_all(comm)
+    if late:
+        wait_until(lambda: group.lag() == 3)
+        before = gpu.copied_bytes()
+        outs = [device_round(gpu, stream, group, own) for _ in range(3)]
+        assert gpu.copied_bytes() - before == 3 * own[0].nbytes
+    for out in outs:
+        check(comm, group, out, tree)
+
+
+@pytest.mark.parametrize("size", [10, 3 * CHUNK + 1])
+def test_one_way(comm, gpu, stream, group, size):
+    root = RANK == group.plan.root
+    tree = gradients(size)
+    own = vectors_of(group, tree)
+    (out,) = device_round(gpu, stream, group, own, down=False)
+    if root:
+        exact = SCALE.sum() * tree[0].astype(np.float64)
+        bound = rounding(group, "float32") * np.abs(SCALE).sum()
+        np.testing.assert_allclose(out[:size], exact, rtol=0, atol=bound)
+    else:
+        assert not out.any()
+    mine = np.arange(size, dtype=np.float32) + RANK
+    for in_place in (False, True):
+        (out,) = device_round(gpu, stream, group, [mine], up=False, in_place=in_place)
+        np.testing.assert_array_equal(out, mine - RANK + group.plan.root)
+    number = np.arange(7) * (1 if root else 0)  # not summed, so of any dtype
+    (out,) = device_round(gpu, stream, group, [number], up=False)
+    np.testing.assert_array_equal(out, np.arange(7))
+
+
+def test_the_same_as_on_the_host(comm, gpu, stream):
+    """To the bit, where all messages are used."""
+    with jaxcoded.CodedGroup(comm, stragglers=0) as group:
+        tree = gradients(2 * CHUNK + 5)
+        own = vectors_of(group, tree)
+        (out,) = device_round(gpu, stream, group, own)
+        np.testing.assert_array_equal(
+            out, jaxcoded.host.coded_allreduce(own[0].copy(), group)
+        )
+
+
+def test_memory_is_used_again(comm, gpu, stream, group):
+    tree = gradients(CHUNK)
+    own = vectors_of(group, tree)
+    totals = set()
+    for _ in range(6):
+        device_round(gpu, stream, group, own)
+        totals.add(sum(_engine.pinned_bytes()))
+    assert len(totals) <= 2
+
+
+def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
+    """Each thread of the process has a group and a context of its own."""
+    with jaxcoded.CodedGroup(comm, stragglers=LOST) as one, jaxcoded.CodedGroup(comm, stragglers=LOST) as other:
+        tree = gradients(CHUNK)
+        results = {}
+
+        def rounds(group, stream):
+            gpu.no_context()
+            own = vectors_of(group, tree)
+            results[group] = [
+                device_round(gpu, stream, group, own, words=CALL) for _ in range(4)
+            ]
+
+        streams = [stream, gpu.renew()]
+        threads = [
+            threading.Thread(target=rounds, args=pair)
+            for pair in zip((one, other), streams)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for group in (one, other):
+            for out in results[group]:
+                check(comm, group, out, tree)
+
+
+# What the driver refuses.
+
+REFUSED = [
+    "cuMemHostRegister_v2",
+    "cuEventSynchronize",
+    "cuMemcpyDtoHAsync_v2",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuLaunchHostFunc",
+    "cuMemcpyHtoDAsync_v2",
+]
+who = pytest.mark.parametrize("who", [0, SIZE - 1] if SIZE > 1 else [0])
+
+
+def errors_of(comm, gpu, stream, group, tree, rounds=2):
+    """The errors of so many rounds, by round."""
+    out = []
+    for _ in range(rounds):
+        text = ""
+        try:
+            device_round(gpu, stream, group, vectors_of(group, tree))
+        except errors.CodedError as error:
+            text = str(error)
+        out.append(text)
+        wait_for_all(comm)
+    return out
+
+
+def assert_said(comm, texts, who, words):
+    """Every rank has heard of it, in words that name the rank."""
+    everybody = comm.allgather(texts)
+    assert all(any(words in text for text in each) for each in everybody), everybody
+    named = [f"rank {who}: ", "the root: ", f"rank {who}: round"]
+    for each in everybody[:who] + everybody[who + 1 :]:
+        assert any(name in text for name in named for text in each), everybody
+
+
+@who
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("function", REFUSED)
+def test_what_the_driver_refuses_fails_the_round(comm, gpu, stream, function, after, who):
+    with jaxcoded.CodedGroup(comm, stragglers=LOST) as group:
+        tree = gradients(2 * CHUNK + 9)
+        check(comm, group, device_round(gpu, stream, group, vectors_of(group, tree)), tree)
+        fresh = function == "cuMemHostRegister_v2"  # else there is memory from before
+        if RANK == who:
+            gpu.fail(function, after if not fresh else 1)
+        if fresh:
+            tree = gradients(5 * CHUNK)
+        texts = errors_of(comm, gpu, stream, group, tree)
+        happened = comm.bcast(any(function in text for text in texts), who)
+        if happened:
+            assert_said(comm, texts, who, function)
+        else:
+            assert (function, after) in [("cuEventSynchronize", 3)], texts
+        if RANK == who:
+            gpu.renew()  # nothing fails any more
+        wait_for_all(comm)
+        again = gpu.renew()
+        check(comm, group, device_round(gpu, again, group, vectors_of(group, tree)), tree)
+
+
+@who
+@pytest.mark.parametrize("after", [1, 2, 4, 6])
+def test_a_gpu_that_is_lost(comm, gpu, stream, after, who):
+    """In the middle of a round: nobody hangs, and every rank hears of it."""
+    with jaxcoded.CodedGroup(comm, stragglers=LOST) as group:
+        tree = gradients(2 * CHUNK)
+        if RANK == who:
+            gpu.lose(after)
+        texts = errors_of(comm, gpu, stream, group, tree)
+        assert_said(comm, texts, who, "CUDA_ERROR_ILLEGAL_ADDRESS")
+        again = gpu.renew()
+        tree = gradients(1000)
+        for _ in range(3):  # an error may be of the round after
+            with contextlib.suppress(errors.CodedError):
+                device_round(gpu, again, group, vectors_of(group, tree))
+            wait_for_all(comm)
+        check(comm, group, device_round(gpu, again, group, vectors_of(group, tree)), tree)
+
+
+@several
+def test_calls_that_do_not_fit(comm, gpu, stream):
+    with jaxcoded.CodedGroup(comm, stragglers=0) as group:
+        tree = gradients(CHUNK)
+        own = vectors_of(group, tree)
+        words = "another call" if RANK == SIZE - 1 else CALL
+        with pytest.raises(errors.CodedError, match="called different things"):
+            device_round(gpu, stream, group, own, words=words)
+        check(comm, group, device_round(gpu, stream, group, own), tree)
