@@ -43,13 +43,8 @@ def seconds_in_place(elements, dtype, *, repetitions):
     return np.median(times)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="small and short")
-    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
-    args = parser.parse_args()
-    length = 1 << (12 if args.smoke else 22)
-    repetitions = 3 if args.smoke else 21
+def measure(length, repetitions):
+    """Rows of kernel, dtype, code, GB/s and share of the copy's bandwidth."""
     rows = []
     for dtype in (jnp.float32, jnp.bfloat16):
         for n, s, m in ((3, 1, 1), (4, 1, 2), (8, 2, 1)):
@@ -81,6 +76,15 @@ def main():
                         copy / took,
                     )
                 )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    args = parser.parse_args()
+    rows = measure(1 << (12 if args.smoke else 22), 3 if args.smoke else 21)
     print(f"{'kernel':8} {'dtype':10} {'n,s,m':8} {'GB/s':>8} {'÷ copy':>8}")
     for name, dtype, code, bandwidth, share in rows:
         print(f"{name:8} {dtype:10} {code:8} {bandwidth:8.1f} {share:8.2f}")

@@ -1,4 +1,9 @@
-"""Kernels and collectives on a GPU. Skipped where there is none."""
+"""Kernels and collectives on a GPU. Skipped where there is none.
+
+What the engine does with a GPU's memory is tested without one, too: tests/mpi/test_staging.py.
+"""
+
+import ctypes
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +11,11 @@ import mpi4jax
 import numpy as np
 import pytest
 from launch import mpirun
+from mpi4py import MPI
 
+import jaxcoded
 from jaxcoded import codes, kernels
+from jaxcoded.transports import engine
 
 
 def gpus():
@@ -18,6 +26,9 @@ def gpus():
 
 
 pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU that JAX can use")
+needs_engine = pytest.mark.skipif(
+    bool(engine.missing()), reason=engine.missing() or "-"
+)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
@@ -41,18 +52,97 @@ def test_kernels_on_a_gpu(n, s, m, dtype):
     )
 
 
-@pytest.mark.mpi
-@pytest.mark.skipif(
-    not mpi4jax.has_cuda_support(), reason="mpi4jax is built without CUDA"
-)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_collectives_on_a_gpu_shared_by_several_ranks(ranks):
+# One rank in this process: what goes to the host and back is the same.
+
+
+@needs_engine
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("size", [0, 1, 1000, 2**19, 3 * 2**19 + 77])
+@pytest.mark.parametrize("form", ["effect", "token", "donated"])
+def test_there_and_back(dtype, size, form):
+    with jax.enable_x64(True), jax.default_device(gpus()[0]):
+        values = np.random.default_rng(1).standard_normal(size)
+        x = jnp.asarray(values, dtype)
+        expected = np.asarray(x)
+        with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+
+            def step(x, token):
+                if form == "effect":
+                    return jaxcoded.coded_allreduce(x, group), token
+                return jaxcoded.coded_allreduce(x, group, token=token)
+
+            jitted = jax.jit(step, donate_argnums=0 if form == "donated" else ())
+            token = jnp.int32(0)
+            for _ in range(3):
+                x, token = jitted(x, token)
+                assert x.devices() == {gpus()[0]}
+            np.testing.assert_array_equal(np.asarray(x), expected)
+
+
+@needs_engine
+def test_lag_and_erasures():
+    with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+        assert int(jax.jit(lambda: group.lag())()) == 0
+        mask = jnp.zeros(1, bool)
+        reduce = jax.jit(
+            lambda x, gone: jaxcoded.coded_allreduce(x, group, erasures=gone)
+        )
+        np.testing.assert_array_equal(reduce(jnp.ones(5), mask), np.ones(5))
+
+
+@needs_engine
+def test_copies_of_a_call():
+    """Without a round. Pinned memory is used again."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    own = jnp.arange(5 << 20, dtype=jnp.float32).block_until_ready()
+    out = jnp.zeros_like(own).block_until_ready()
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert driver.cuCtxSetCurrent(context) == 0
+    assert driver.cuStreamCreate(ctypes.byref(stream), 1) == 0
+    pinned = set()
+    for _ in range(4):
+        engine._engine.device_copies(
+            stream.value,
+            own.unsafe_buffer_pointer(),
+            out.unsafe_buffer_pointer(),
+            own.nbytes,
+        )
+        pinned.add(sum(engine._engine.pinned_bytes()))
+    assert len(pinned) <= 2
+
+
+# Several ranks on one GPU.
+
+
+def run_on_gpu(ranks, *places, limit=600):
+    words = ("-k", "engine") if not mpi4jax.has_cuda_support() else ()
     job = mpirun(
         ranks,
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"),
-        "tests/mpi/test_collectives.py",
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", *words),
+        *places,
+        limit=limit,
         JAX_PLATFORMS="cuda,cpu",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         MPI4JAX_USE_CUDA_MPI="0",
     )
     assert job.stdout.count(" passed") == ranks, job.stdout[-4000:]
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "test_collectives.py",
+        "test_engine.py",
+        "test_erasures.py",
+        "test_gradients.py",
+        "test_schemes.py",
+        "test_tokens.py",
+        "test_value_and_grad.py",
+    ],
+)
+def test_collectives_on_a_gpu_shared_by_several_ranks(ranks, place):
+    run_on_gpu(ranks, f"tests/mpi/{place}")

@@ -136,3 +136,17 @@ def test_kernels_benchmark(tmp_path):
     codes = ["3,1,1", "4,1,2", "8,2,1"]
     expected = itertools.product(["decode", "encode"], ["float32", "bfloat16"], codes)
     assert sorted(measured) == sorted(expected)
+
+
+def test_gpu_benchmark(tmp_path):
+    """Without a GPU it asks the CPU what can be asked of one."""
+    mpirun(2, "-m", "mpi4py", "benchmarks/gpu.py", "--smoke", "--out", str(tmp_path))
+    stored = json.loads((tmp_path / "gpu-2.json").read_text())
+    assert stored["machine"]["ranks"] == 2
+    assert {"processor", "device", "jax", "backend"} <= stored["machine"].keys()
+    measured = [(name.split(",")[0], size) for name, size, _ in stored["allreduce"]]
+    compared = ["coded_allreduce", "mpi4jax.allreduce"]
+    if stored["machine"]["backend"] == "cpu":
+        assert sorted(measured) == sorted(itertools.product(compared, [4_000, 64_000]))
+        assert stored["copies"] == [] and stored["verdicts"] == {}
+    assert len(stored["kernels"]) == 12

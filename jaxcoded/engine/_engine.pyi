@@ -49,6 +49,9 @@ round_handler: Any
 part_handler: Any
 lag_handler: Any
 runs_handler: Any
+cuda_round_handler: Any
+cuda_part_handler: Any
+cuda_lag_handler: Any
 
 def mpi_library() -> str: ...
 def thread_multiple() -> bool: ...
@@ -75,6 +78,36 @@ def run(
     own: list[_Vector],
     out: list[_Vector],
 ) -> tuple[int, str]: ...
+def load_cuda(library: str) -> str: ...
+def device_run(
+    index: int,
+    stream: int,
+    fingerprint: int,
+    words: str,
+    up: bool,
+    down: bool,
+    begun: bool,
+    skipped: int,
+    erased: int,
+    ranks: int,
+    own: list[_Vector],
+    out: list[_Vector],
+) -> tuple[int, str]: ...
+def device_extend(
+    index: int,
+    stream: int,
+    fingerprint: int,
+    words: str,
+    begun: bool,
+    skipped: int,
+    own: list[_Vector],
+    message: list[_Vector],
+    total: list[_Vector],
+) -> str: ...
+def device_copies(
+    stream: int, own: int, out: int, bytes: int
+) -> tuple[float, float]: ...
+def pinned_bytes() -> tuple[int, int]: ...
 def note_failure(index: int, words: str) -> None: ...
 def close(index: int, seconds: float) -> list[int]: ...
 def abandon(index: int) -> None: ...

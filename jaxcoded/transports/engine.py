@@ -5,6 +5,7 @@ opened for a group, and its calls become JAX primitives.
 """
 
 import atexit
+import contextlib
 import copy
 import functools
 import hashlib
@@ -62,9 +63,13 @@ def missing() -> str:
             "MPI was initialised without MPI_THREAD_MULTIPLE, which the engine's "
             "progress thread needs (mpi4py.rc.thread_level)"
         )
-    if jax.default_backend() != "cpu":
-        return f"the engine does not run on {jax.default_backend()} yet"
-    return ""
+    backend = jax.default_backend()
+    if backend == "cpu":
+        return ""
+    if backend != "gpu":
+        return f"the engine runs on CPUs and NVIDIA's GPUs, not on {backend}"
+    why = _engine.load_cuda("")
+    return f"the engine cannot use the GPU: {why}" if why else ""
 
 
 def _release(version: str) -> str:
@@ -417,9 +422,10 @@ def _error(outcome: int, text: str) -> Exception:
 
 @functools.cache
 def _register() -> None:
-    register_ffi_target("jaxcoded_round", _engine.round_handler, platform="cpu")
-    register_ffi_target("jaxcoded_part", _engine.part_handler, platform="cpu")
-    register_ffi_target("jaxcoded_lag", _engine.lag_handler, platform="cpu")
+    for platform, prefix in (("cpu", ""), ("CUDA", "cuda_")):
+        for name in ("round", "part", "lag"):
+            handler = getattr(_engine, f"{prefix}{name}_handler")
+            register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
     # at exit the engine stops first: what is registered later runs earlier
     _exit.register()
     atexit.register(_stop)
@@ -494,9 +500,9 @@ def _lowering(
         and (avals_in[i + extras].shape, avals_in[i + extras].dtype)
         == (avals_out[i].shape, avals_out[i].dtype)
     }
-    lower = ffi_lowering(
-        target, has_side_effect=True, operand_output_aliases={0: 0, **aliases}
-    )
+    if tokened:
+        aliases[0] = 0
+    lower = ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     out = lower(
         ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **numbers
     )
@@ -507,6 +513,8 @@ def _lowering(
 
 
 mlir.register_lowering(call_p, _lowering, platform="cpu")
+with contextlib.suppress(NotImplementedError):  # a JAX that knows of no CUDA
+    mlir.register_lowering(call_p, _lowering, platform="cuda")
 
 
 def _batch(

@@ -337,9 +337,24 @@ def test_memory_is_used_again(comm, gpu, stream, group):
     assert len(totals) <= 2
 
 
+def test_copies_without_a_round(gpu, stream):
+    values = np.zeros(3 * CHUNK + 7, np.float32)
+    own, out = gpu.array(stream, values), gpu.array(stream, values)
+    assert min(_engine.device_copies(stream, own.address, out.address, own.nbytes)) > 0
+    gpu.fail("cuMemcpyHtoDAsync_v2", 2)
+    with pytest.raises(RuntimeError, match="cuMemcpyHtoDAsync_v2 failed: CUDA_ERROR"):
+        _engine.device_copies(stream, own.address, out.address, own.nbytes)
+    for array in (own, out):
+        array.read()
+        array.free()
+
+
 def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
     """Each thread of the process has a group and a context of its own."""
-    with jaxcoded.CodedGroup(comm, stragglers=LOST) as one, jaxcoded.CodedGroup(comm, stragglers=LOST) as other:
+    with (
+        jaxcoded.CodedGroup(comm, stragglers=LOST) as one,
+        jaxcoded.CodedGroup(comm, stragglers=LOST) as other,
+    ):
         tree = gradients(CHUNK)
         results = {}
 
@@ -404,10 +419,14 @@ def assert_said(comm, texts, who, words):
 @who
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("function", REFUSED)
-def test_what_the_driver_refuses_fails_the_round(comm, gpu, stream, function, after, who):
+def test_what_the_driver_refuses_fails_the_round(
+    comm, gpu, stream, function, after, who
+):
     with jaxcoded.CodedGroup(comm, stragglers=LOST) as group:
         tree = gradients(2 * CHUNK + 9)
-        check(comm, group, device_round(gpu, stream, group, vectors_of(group, tree)), tree)
+        check(
+            comm, group, device_round(gpu, stream, group, vectors_of(group, tree)), tree
+        )
         fresh = function == "cuMemHostRegister_v2"  # else there is memory from before
         if RANK == who:
             gpu.fail(function, after if not fresh else 1)
@@ -423,7 +442,9 @@ def test_what_the_driver_refuses_fails_the_round(comm, gpu, stream, function, af
             gpu.renew()  # nothing fails any more
         wait_for_all(comm)
         again = gpu.renew()
-        check(comm, group, device_round(gpu, again, group, vectors_of(group, tree)), tree)
+        check(
+            comm, group, device_round(gpu, again, group, vectors_of(group, tree)), tree
+        )
 
 
 @who
@@ -442,7 +463,9 @@ def test_a_gpu_that_is_lost(comm, gpu, stream, after, who):
             with contextlib.suppress(errors.CodedError):
                 device_round(gpu, again, group, vectors_of(group, tree))
             wait_for_all(comm)
-        check(comm, group, device_round(gpu, again, group, vectors_of(group, tree)), tree)
+        check(
+            comm, group, device_round(gpu, again, group, vectors_of(group, tree)), tree
+        )
 
 
 @several

@@ -38,7 +38,7 @@ struct Member {
 // What a collective's call brings along.
 struct Request {
   std::uint64_t fingerprint = 0;
-  std::string words;
+  std::string words = {};
   bool up = true, down = true, skipped = false;
   std::vector<Segment> message = {}, total = {};
   std::vector<const std::byte*> own = {};

@@ -377,6 +377,8 @@ NB_MODULE(_engine, module) {
       std::rethrow_exception(thrown);
     } catch (const Closed& closed) {
       PyErr_SetString(PyExc_RuntimeError, closed.text.c_str());
+    } catch (const cuda::Failure& failure) {
+      PyErr_SetString(PyExc_RuntimeError, failure.text.c_str());
     }
   });
 
@@ -387,6 +389,12 @@ NB_MODULE(_engine, module) {
   module.def("load_cuda", &cuda::load, Release());
   module.def("device_run", &device_run, Release());
   module.def("device_extend", &device_extend, Release());
+  module.def("device_copies", [](std::uint64_t stream, std::uint64_t own, std::uint64_t out,
+                                 std::uint64_t bytes) {
+    return time_copies(reinterpret_cast<cuda::Stream>(stream),
+                       reinterpret_cast<const std::byte*>(own), reinterpret_cast<std::byte*>(out),
+                       bytes);
+  }, Release());
   module.def("pinned_bytes", &pinned_bytes, Release());
   module.def("note_failure", [](std::uint64_t index, std::string words) {
     Engine::instance().note_failure(index, words);

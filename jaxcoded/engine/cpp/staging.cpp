@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <list>
 #include <map>
@@ -297,12 +298,8 @@ class Flight : public Feed {
     next_.reset();
   }
 
-  void wait_for_own() {
-    attempt([&] {
-      const Current current(lane_->context);
-      Mark(*lane_, lane_->news).wait();
-    });
-  }
+  void wait_for_own() { wait_for(lane_ ? lane_->news : nullptr); }
+  void wait_for_stream() { wait_for(stream_); }
 
   // Where the result goes.
   void expect(DeviceCall& call) {
@@ -428,6 +425,13 @@ class Flight : public Feed {
     if (failure_.empty()) failure_ = failure.text;
   }
 
+  void wait_for(cuda::Stream stream) {
+    attempt([&] {
+      const Current current(lane_->context);
+      Mark(*lane_, stream).wait();
+    });
+  }
+
   bool comes() const {
     std::unique_lock lock(mutex_);
     return std::ranges::any_of(batches_, [](const auto& it) { return !it->complete(); });
@@ -541,6 +545,31 @@ std::string extend_on_device(DeviceCall call) {
   const std::string error = Engine::instance().extend(call.group, std::move(call.request));
   flight->go_on();
   return error;
+}
+
+std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own, std::byte* out,
+                                      std::uint64_t bytes) {
+  const std::vector<Segment> vector = {{DType::bytes, bytes}};
+  DeviceCall call{.stream = stream,
+                  .request = {.message = vector, .total = vector, .own = {own}, .out = {out}}};
+  Flight flight;
+  const auto now = [] { return std::chrono::steady_clock::now(); };
+  const auto seconds = [](auto since, auto until) {
+    return std::chrono::duration<double>(until - since).count();
+  };
+  flight.begin(call, false);
+  const auto start = now();
+  flight.bring(call, true);
+  flight.wait_for_own();
+  const auto here = now();
+  flight.expect(call);
+  const auto ready = now();
+  const std::uint64_t piece = Limits().piece_bytes;
+  for (std::uint64_t at = 0; at < bytes; at += piece) flight.given(0, at, std::min(piece, bytes - at));
+  flight.finish(true);
+  flight.wait_for_stream();
+  if (const std::string why = flight.failure(); !why.empty()) throw cuda::Failure{why};
+  return {seconds(start, here), seconds(ready, now())};
 }
 
 std::pair<std::size_t, std::size_t> pinned_bytes() { return Depot::instance().bytes(); }

@@ -31,6 +31,11 @@ Result run_on_device(DeviceCall call);
 // `Engine::extend`, but for a GPU.
 std::string extend_on_device(DeviceCall call);
 
+// How long this rank's vector takes to the host and a result to the GPU, in seconds, without a
+// round: what the copies of a call cost alone. Throws what the driver refuses.
+std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own, std::byte* out,
+                                      std::uint64_t bytes);
+
 // Pinned bytes in use, and kept for the next calls.
 std::pair<std::size_t, std::size_t> pinned_bytes();
 
