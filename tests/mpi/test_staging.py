@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -377,6 +378,21 @@ def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
         for group in (one, other):
             for out in results[group]:
                 check(comm, group, out, tree)
+
+
+@pytest.mark.parametrize("tokened", [False, True])
+def test_programs_for_a_gpu(group, tokened):
+    """They are made, also where there is none. Only a number that orders is aliased."""
+
+    def step(x, token):
+        if tokened:
+            return jaxcoded.coded_allreduce(x, group, token=token)
+        return jaxcoded.coded_allreduce(x, group), token
+
+    traced = jax.jit(step).trace(jnp.ones(3), jnp.int32(0))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = [line for line in text.splitlines() if "@jaxcoded_round" in line]
+    assert call.count("output_operand_alias<") == 1 + tokened
 
 
 # What the driver refuses.

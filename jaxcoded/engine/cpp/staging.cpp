@@ -47,6 +47,8 @@ std::byte* allocate_pinned(std::size_t bytes) {
     if (rest) munmap(data + bytes, rest);
     madvise(data, bytes, MADV_HUGEPAGE);
   }
+  // A fork would leave the GPU with pages that are no longer this process's.
+  madvise(data, bytes, MADV_DONTFORK);
   try {
     driver().pin(data, bytes, cuda::portable);
   } catch (cuda::Failure& failure) {
