@@ -224,7 +224,9 @@ class Flight : public Feed {
  public:
   ~Flight() override {
     if (!lane_) return;
+    if (next_) batches_.push_back(std::move(next_));
     for (auto& batch : batches_) retire(lane_->news, {}, std::move(batch));
+    retire(lane_->news, std::move(scratch_), {});
   }
 
   // What the operands on the GPU say of the call. Where it `waits`, the stream has then come to it,
@@ -238,7 +240,10 @@ class Flight : public Feed {
       const Current current(context);
       if (!waits) return;
       const std::size_t words = call.skipped ? alignment : 0;
-      if (words + call.ranks) scratch_ = Depot::instance().take(*lane_, words + call.ranks);
+      if (scratch_.capacity() < words + call.ranks) {
+        retire(stream_, std::move(scratch_), {});
+        scratch_ = Depot::instance().take(*lane_, words + call.ranks);
+      }
       if (call.skipped) {
         driver().copy_to_host(scratch_.data(), address_of(call.skipped),
                               sizeof(std::int32_t), stream_);
