@@ -1,6 +1,7 @@
 """A GPU without a GPU: `driver.cpp` stands in for NVIDIA's driver."""
 
 import ctypes
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -10,7 +11,11 @@ import numpy as np
 
 from jaxcoded.transports.engine import _engine
 
-SOURCE = pathlib.Path(__file__).with_name("driver.cpp")
+HERE = pathlib.Path(__file__).parent
+# as XLA numbers them
+DTYPES = {"bool": 1, "int32": 4, "float16": 10, "float32": 11, "float64": 12}
+DTYPES |= {"bfloat16": 16}
+TOKEN = (17, 0, -1)
 
 
 def compiler():
@@ -19,24 +24,81 @@ def compiler():
     return next((name for name in names if name and shutil.which(name)), None)
 
 
-def compiled(directory):
-    """The path of the compiled stand-in."""
-    library = pathlib.Path(directory) / "libfakecuda.so"
-    command = [compiler(), "-std=c++20", "-O1", "-g", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, SOURCE, "-o", library], check=True, timeout=120)
-    return library
+def compile_all(directory):
+    """Compile the driver and the caller of handlers there."""
+    jaxlib = pathlib.Path(importlib.util.find_spec("jaxlib").origin).parent
+    for name in ("driver", "xla"):
+        command = [compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread"]
+        # GCC rejects names in the headers of XLA
+        command += ["-w", "-fpermissive"] * (name == "xla")
+        command += [f"-I{jaxlib / 'include'}", HERE / f"{name}.cpp"]
+        out = library(directory, name)
+        subprocess.run([*command, "-o", out], check=True, timeout=120)
+
+
+def library(directory, name):
+    return pathlib.Path(directory) / f"lib{name}.so"
+
+
+class Xla:
+    """What calls the engine's handlers for a GPU.
+
+    Args:
+        directory: of `compile_all`.
+    """
+
+    def __init__(self, directory):
+        self._call = ctypes.CDLL(str(library(directory, "xla"))).call_handler
+        self._pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        self._pointer.restype = ctypes.c_void_p
+        self._pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+    def __call__(self, name, stream, operands, results, *, words="", **attributes):
+        """The error, or an empty text. Operands and results are `buffer`s or `TOKEN`."""
+        handler = getattr(_engine, f"cuda_{name}_handler")
+        address = self._pointer(handler, b"xla._CUSTOM_CALL_TARGET")
+        if name != "lag":
+            attributes["words"] = 0
+        names = sorted(attributes)
+        text = ctypes.create_string_buffer(1000)
+        failed = self._call(
+            ctypes.c_void_p(address),
+            ctypes.c_void_p(stream),
+            *_columns(operands),
+            *_columns(results),
+            len(names),
+            (ctypes.c_char_p * len(names))(*(each.encode() for each in names)),
+            (ctypes.c_int64 * len(names))(*(attributes[each] for each in names)),
+            words.encode(),
+            text,
+            ctypes.c_size_t(len(text)),
+        )
+        return text.value.decode() if failed else ""
+
+
+def _columns(buffers):
+    dtypes, addresses, lengths = zip(*buffers)
+    count = len(buffers)
+    return (
+        count,
+        (ctypes.c_int * count)(*dtypes),
+        (ctypes.c_void_p * count)(*addresses),
+        (ctypes.c_int64 * count)(*lengths),
+    )
 
 
 class Gpu:
     """The GPU of this process.
 
     Args:
-        library: of `compiled`. The engine takes it for the driver from now on.
+        directory: of `compile_all`. The engine takes what is there for the driver from
+            now on.
     """
 
-    def __init__(self, library):
-        self.reason = _engine.load_cuda(str(library))
-        self._lib = ctypes.CDLL(str(library))
+    def __init__(self, directory):
+        path = str(library(directory, "driver"))
+        self.reason = _engine.load_cuda(path)
+        self._lib = ctypes.CDLL(path)
         for name in ("fake_allocate", "fake_copied_bytes"):
             getattr(self._lib, name).restype = ctypes.c_ulonglong
 
@@ -72,7 +134,7 @@ class Gpu:
 
     def array(self, stream, values, *, seconds=0.0):
         """An array there, which the stream computes for so many seconds."""
-        return Array(self._lib, stream, np.ascontiguousarray(values), seconds)
+        return Array(self._lib, stream, np.asarray(values, order="C"), seconds)
 
 
 class Array:
@@ -90,6 +152,11 @@ class Array:
             ctypes.c_size_t(values.nbytes),
             int(seconds * 1e6),
         )
+
+    def buffer(self):
+        """As XLA has it; a number has no axis."""
+        length = self.size if self.shape else -1
+        return DTYPES[self.dtype.name], self.address, length
 
     def read(self):
         """What is there once the stream has come so far; None if it cannot."""

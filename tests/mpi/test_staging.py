@@ -1,5 +1,5 @@
 """Rounds on the memory of a GPU, of which `tests/cuda/driver.cpp` is a stand-in: the code that the
-handlers for XLA call, without XLA."""
+handlers for XLA call, and the handlers themselves, without XLA."""
 
 import contextlib
 import pathlib
@@ -45,9 +45,10 @@ def gpu(comm, transport):
     with tempfile.TemporaryDirectory() as directory:
         directory = comm.bcast(directory)
         if RANK == 0:
-            fake.compiled(directory)
+            fake.compile_all(directory)
         comm.Barrier()
-        gpu = fake.Gpu(pathlib.Path(directory) / "libfakecuda.so")
+        gpu = fake.Gpu(directory)
+        gpu.xla = fake.Xla(directory)
         comm.Barrier()
         if reasons := [reason for reason in comm.allgather(gpu.reason) if reason]:
             pytest.skip(reasons[0])
@@ -391,6 +392,111 @@ def test_programs_for_a_gpu(group, tokened):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (call,) = [line for line in text.splitlines() if "@jaxcoded_round" in line]
     assert call.count("output_operand_alias<") == 1 + tokened
+
+
+# The handlers, called as XLA does.
+
+
+@contextlib.contextmanager
+def arrays_on(gpu, stream, *values):
+    arrays = [gpu.array(stream, each) for each in values]
+    try:
+        yield arrays
+    finally:
+        for array in arrays:
+            array.read()
+            array.free()
+
+
+def attributes(group, **others):
+    names = {"up": 1, "down": 1, "parts": 1, "begun": 0, "skips": 0, "erases": 0}
+    return {"group": group.index, "fingerprint": NAME, **names, **others}
+
+
+@pytest.mark.parametrize("order", ["token", "number", "aliased"])
+def test_round_handler(comm, gpu, stream, group, order):
+    tree = gradients(2 * CHUNK, 3)
+    own = vectors_of(group, tree)
+    numbers = [np.int32(5), np.int32(0), np.int32(0), np.zeros(SIZE, bool)]
+    results = [np.full_like(v, 7) for v in own]
+    with arrays_on(gpu, stream, *numbers, *own, *results) as arrays:
+        before, after, skipped, erased = arrays[:4]
+        if order == "aliased":
+            after = before
+        first = fake.TOKEN if order == "token" else before.buffer()
+        last = fake.TOKEN if order == "token" else after.buffer()
+        vectors = [array.buffer() for array in arrays[4:]]
+        extras = [skipped.buffer(), erased.buffer()]
+        text = gpu.xla(
+            "round",
+            stream,
+            [first, *extras, *vectors[:2]],
+            [last, *vectors[2:]],
+            words=CALL,
+            **attributes(group, skips=1, erases=1),
+        )
+        assert text == ""
+        check(comm, group, [array.read() for array in arrays[6:]], tree)
+        assert after.read() == (0 if order == "token" else 5)
+
+
+@redundant
+def test_part_handler(comm, gpu, stream):
+    with jaxcoded.CodedGroup(comm, fanout=3, code="progressive") as group:
+        tree = gradients(2 * CHUNK)
+        own = np.split(vectors_of(group, tree)[0], group.plan.parts_above[RANK])
+        result = np.full(group.plan.result_length(RANK, own[0].size * len(own)), 7.0)
+        operands = (*own, result.astype(np.float32), np.int32(1), np.int32(0))
+        with arrays_on(gpu, stream, *operands) as (*parts, out, order, flag):
+            number = order.buffer()
+            for i, part in enumerate(parts[:-1]):
+                text = gpu.xla(
+                    "part",
+                    stream,
+                    [number, flag.buffer(), part.buffer()],
+                    [number],
+                    words=CALL,
+                    group=group.index,
+                    fingerprint=NAME,
+                    parts=len(parts),
+                    number=i,
+                    slices=group.plan.slices_above[RANK],
+                    skips=1,
+                )
+                assert text == ""
+            text = gpu.xla(
+                "round",
+                stream,
+                [number, parts[-1].buffer()],
+                [number, out.buffer()],
+                words=CALL,
+                **attributes(group, begun=int(len(parts) > 1)),
+            )
+            assert text == ""
+            check(comm, group, [out.read()], tree)
+
+
+def test_lag_handler_and_use_after_close(comm, gpu, stream):
+    with jaxcoded.CodedGroup(comm, stragglers=LOST) as group:
+        index = group.index
+        with arrays_on(gpu, stream, np.int32(5), np.int32(0), np.int32(9)) as arrays:
+            _, after, lag = arrays
+            buffers = [array.buffer() for array in arrays]
+            assert not gpu.xla("lag", stream, buffers[:1], buffers[1:], group=index)
+            assert (after.read(), lag.read()) == (5, 0)
+    with arrays_on(gpu, stream, np.int32(5), np.int32(0), np.ones(3)) as arrays:
+        order, lag, vector_ = (array.buffer() for array in arrays)
+        text = gpu.xla("lag", stream, [order], [order, lag], group=index)
+        assert "use after close" in text
+        text = gpu.xla(
+            "round",
+            stream,
+            [order, vector_],
+            [order, vector_],
+            words=CALL,
+            **attributes(group),
+        )
+        assert "use after close" in text
 
 
 # What the driver refuses.
