@@ -10,6 +10,7 @@ TEST_LIMIT = 300  # seconds for a test in it; one that hangs says where
 ON_ANY_TREE = (
     "test_gradients.py",
     "test_misuse.py",
+    "test_staging.py",
     "test_tokens.py",
     "test_training.py",
 )
