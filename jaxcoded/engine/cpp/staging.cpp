@@ -245,12 +245,11 @@ class Flight : public Feed {
         scratch_ = Depot::instance().take(*lane_, words + call.ranks);
       }
       if (call.skipped) {
-        driver().copy_to_host(scratch_.data(), address_of(call.skipped),
-                              sizeof(std::int32_t), stream_);
+        driver().copy_to_host(scratch_.data(), address_of(call.skipped), sizeof(std::int32_t),
+                              stream_);
       }
       if (call.ranks) {
-        driver().copy_to_host(scratch_.data() + words,
-                              address_of(call.erased), call.ranks,
+        driver().copy_to_host(scratch_.data() + words, address_of(call.erased), call.ranks,
                               stream_);
       }
       std::uint64_t all = 0;
@@ -275,6 +274,7 @@ class Flight : public Feed {
         call.request.erased.assign(erased, erased + call.ranks);
       }
     });
+    if (failed() && lane_) let_go();
   }
 
   // This rank's vectors come, if they are `needed` and not here.
@@ -381,8 +381,11 @@ class Flight : public Feed {
         return false;
       }
     };
-    either([&](const Mark& mark) { mark.hold(stream_); }) ||
-        either([&](const Mark& mark) { mark.wait(); });
+    // also before what has been copied to is used again
+    either([&](const Mark& mark) {
+      mark.hold(lane_->news);
+      mark.hold(stream_);
+    }) || either([&](const Mark& mark) { mark.wait(); });
   }
 
   // The call is over, and the rest of the result follows, if it is `done`. Why it could not be
@@ -437,6 +440,16 @@ class Flight : public Feed {
       const Current current(lane_->context);
       Mark(*lane_, stream).wait();
     });
+  }
+
+  // What was to be read at once may still be on its way.
+  void let_go() {
+    try {
+      const Current current(lane_->context);
+      Mark(*lane_, stream_).hold(lane_->news);
+    } catch (const cuda::Failure&) {  // nobody knows when it ends
+      new std::pair(std::move(scratch_), std::move(next_));
+    }
   }
 
   bool comes() const {
