@@ -47,8 +47,12 @@ _Card: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 round_handler: Any
 part_handler: Any
+start_handler: Any
+done_handler: Any
 lag_handler: Any
 runs_handler: Any
+
+most_started: int
 
 def mpi_library() -> str: ...
 def thread_multiple() -> bool: ...

@@ -99,6 +99,7 @@ class Engine(Transport):
         deadline: Deadline,
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
+        self.most_started = _engine.most_started
         self._height = _height(plan, comm.rank)
         self._world = comm.Get_group().Translate_ranks(
             range(comm.size), MPI.COMM_WORLD.Get_group()
@@ -200,6 +201,42 @@ class Engine(Transport):
             slices=self._plan.slices_above[self._rank],
             skips=len(extras),
         )[1]
+
+    def start(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        plan, rank = self._plan, self._rank
+        (number,), token = _bind(
+            "jaxcoded_start",
+            [*(x for x in (skipped, erased) if x is not None), *vectors],
+            [ShapedArray((), np.uint32)],
+            token,
+            group=self._index,
+            words=trip.words,
+            fingerprint=_fingerprint(trip.words),
+            parts=plan.parts_above[rank],
+            slices=plan.slices_above[rank],
+            skips=int(skipped is not None),
+            erases=int(erased is not None),
+        )
+        return number, token
+
+    def finish(
+        self,
+        number: jax.Array,
+        results: Sequence[ShapedArray],
+        after: Sequence[jax.Array],
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        return _bind(
+            "jaxcoded_done", [number, *after], results, token, group=self._index
+        )
 
     def check_sum(self, dtype: np.dtype) -> None:
         if dtype.name not in _DTYPES:
@@ -419,6 +456,8 @@ def _error(outcome: int, text: str) -> Exception:
 def _register() -> None:
     register_ffi_target("jaxcoded_round", _engine.round_handler, platform="cpu")
     register_ffi_target("jaxcoded_part", _engine.part_handler, platform="cpu")
+    register_ffi_target("jaxcoded_start", _engine.start_handler, platform="cpu")
+    register_ffi_target("jaxcoded_done", _engine.done_handler, platform="cpu")
     register_ffi_target("jaxcoded_lag", _engine.lag_handler, platform="cpu")
     # at exit the engine stops first: what is registered later runs earlier
     _exit.register()
@@ -486,11 +525,11 @@ def _lowering(
         avals_out = [rounds.TOKEN, *avals_out]
     # A result lies where its operand was, where XLA may: the caller donated it, or it
     # is a temporary.
-    extras = len(avals_in) - len(avals_out) if target == "jaxcoded_round" else 0
+    extras = len(avals_in) - len(avals_out)
     aliases = {
         i + extras: i
         for i in range(1, len(avals_out))
-        if i + extras < len(avals_in)
+        if target == "jaxcoded_round"
         and (avals_in[i + extras].shape, avals_in[i + extras].dtype)
         == (avals_out[i].shape, avals_out[i].dtype)
     }
@@ -520,6 +559,10 @@ def _batch(
 ) -> tuple[Any, Any]:
     """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
     own axis, the outermost batch first."""
+    if target == "jaxcoded_done":
+        raise NotImplementedError(
+            "coded_allreduce_done cannot be batched by vmap: a handle is of one round"
+        )
     assert target == "jaxcoded_part"
     if tokened:
         raise NotImplementedError("a call with a token cannot be batched by vmap")

@@ -338,6 +338,7 @@ NB_MODULE(_engine, module) {
   });
 
   module.def("introduce", &introduce, Release());
+  module.attr("most_started") = Engine::most_started;
   module.def("open", &open, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg().none());
   module.def("run", &run, Release());
@@ -352,22 +353,22 @@ NB_MODULE(_engine, module) {
 
   const auto query = [&](const char* name, auto read) {
     module.def(name, [read](std::uint64_t index) {
-      return Engine::instance().with(index, [read](Member& its) { return read(*its.node); });
+      return Engine::instance().with(index, [read](Member& its) { return read(its); });
     }, Release());
   };
-  query("lag", [](Node& node) { return node.lag(); });
-  query("next_round", [](Node& node) { return node.next(); });
-  query("history_bytes", [](Node& node) { return node.history_bytes(); });
-  query("memory_bytes", [](Node& node) { return node.memory_bytes(); });
-  query("fetched_bytes", [](Node& node) { return node.fetched_bytes(); });
-  query("status", [](Node& node) { return node.status(); });
+  query("lag", [](Member& its) { return its.lag(); });
+  query("next_round", [](Member& its) { return its.next(); });
+  query("history_bytes", [](Member& its) { return its.node->history_bytes(); });
+  query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
+  query("fetched_bytes", [](Member& its) { return its.node->fetched_bytes(); });
+  query("status", [](Member& its) { return its.node->status(); });
 
   module.def("telemetry", &telemetry);
   module.def("on_round", &on_round);
   module.def("replan", &replan);
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     Engine::instance().with(index, [&](Member& its) {
-      its.node->keep_state(its.node->next(),
+      its.node->keep_state(its.next(),
                            {reinterpret_cast<const std::byte*>(address), bytes});
       return 0;
     });
@@ -432,5 +433,7 @@ NB_MODULE(_engine, module) {
   module.attr("round_handler") = nb::capsule(reinterpret_cast<void*>(round_handler), "xla._CUSTOM_CALL_TARGET");
   module.attr("part_handler") = nb::capsule(reinterpret_cast<void*>(part_handler), "xla._CUSTOM_CALL_TARGET");
   module.attr("runs_handler") = nb::capsule(reinterpret_cast<void*>(runs_handler), "xla._CUSTOM_CALL_TARGET");
+  module.attr("start_handler") = nb::capsule(reinterpret_cast<void*>(start_handler), "xla._CUSTOM_CALL_TARGET");
+  module.attr("done_handler") = nb::capsule(reinterpret_cast<void*>(done_handler), "xla._CUSTOM_CALL_TARGET");
   module.attr("lag_handler") = nb::capsule(reinterpret_cast<void*>(lag_handler), "xla._CUSTOM_CALL_TARGET");
 }

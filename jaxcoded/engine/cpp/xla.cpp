@@ -55,6 +55,16 @@ void append_parts(const std::vector<ffi::AnyBuffer>& vectors, std::uint64_t part
   }
 }
 
+std::vector<bool> mask_of(ffi::AnyBuffer mask) {
+  const auto* erased = static_cast<const bool*>(mask.untyped_data());
+  return std::vector<bool>(erased, erased + mask.element_count());
+}
+
+ffi::Error error_of(const Result& result) {
+  if (result.outcome == Outcome::done) return ffi::Error::Success();
+  return error_of(result.outcome, result.error);
+}
+
 ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
                       std::string_view words, std::int64_t fingerprint, std::int64_t up,
                       std::int64_t down, std::int64_t parts, std::int64_t begun,
@@ -69,11 +79,7 @@ ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::
   request.up = up != 0;
   request.down = down != 0;
   if (skips) request.skipped = *static_cast<const std::int32_t*>(operand().untyped_data()) != 0;
-  if (erases) {
-    const ffi::AnyBuffer mask = operand();
-    const auto* erased = static_cast<const bool*>(mask.untyped_data());
-    request.erased.assign(erased, erased + mask.element_count());
-  }
+  if (erases) request.erased = mask_of(operand());
   std::vector<ffi::AnyBuffer> vectors;
   for (std::size_t i = 1; i < results.size(); ++i) {
     vectors.push_back(operand());
@@ -84,9 +90,7 @@ ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::
   append_parts(vectors, static_cast<std::uint64_t>(parts), request);
   request.begun = begun != 0;
   try {
-    const Result outcome = Engine::instance().run(static_cast<std::uint64_t>(group), std::move(request));
-    if (outcome.outcome == Outcome::done) return ffi::Error::Success();
-    return error_of(outcome.outcome, outcome.error);
+    return error_of(Engine::instance().run(static_cast<std::uint64_t>(group), std::move(request)));
   } catch (const Closed& closed) {
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, closed.text);
   }
@@ -135,12 +139,63 @@ ffi::Error runs_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
   return ffi::Error::Success();
 }
 
+ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
+                      ffi::ResultBufferR0<ffi::U32> number, std::int64_t group,
+                      std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                      std::int64_t slices, std::int64_t skips, std::int64_t erases) {
+  std::size_t next = 0;
+  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
+  pass_on(operand(), *order);
+  Request request;
+  request.words = words;
+  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  if (skips) request.skipped = *static_cast<const std::int32_t*>(operand().untyped_data()) != 0;
+  if (erases) request.erased = mask_of(operand());
+  std::vector<ffi::AnyBuffer> vectors;
+  while (next < args.size()) vectors.push_back(operand());
+  append_parts(vectors, static_cast<std::uint64_t>(parts), request);
+  for (const ffi::AnyBuffer& vector : vectors) {
+    Segment segment = segment_of(vector);
+    segment.count = segment.count / static_cast<std::uint64_t>(parts) * static_cast<std::uint64_t>(slices);
+    request.total.push_back(segment);
+  }
+  try {
+    const Started started =
+        Engine::instance().start(static_cast<std::uint64_t>(group), std::move(request));
+    if (!started.error.empty()) return error_of(Outcome::failed, started.error);
+    *number->typed_data() = started.number;
+    return ffi::Error::Success();
+  } catch (const Closed& closed) {
+    return error_of(Outcome::failed, closed.text);
+  }
+}
+
+// Operands after the number are for nothing but to be computed before.
+ffi::Error done_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group) {
+  pass_on(*args.get<ffi::AnyBuffer>(0), **results.get<ffi::AnyBuffer>(0));
+  const auto number =
+      *static_cast<const std::uint32_t*>((*args.get<ffi::AnyBuffer>(1)).untyped_data());
+  std::vector<Segment> total;
+  std::vector<std::byte*> out;
+  for (std::size_t i = 1; i < results.size(); ++i) {
+    const ffi::AnyBuffer result = **results.get<ffi::AnyBuffer>(i);
+    total.push_back(segment_of(result));
+    out.push_back(static_cast<std::byte*>(result.untyped_data()));
+  }
+  try {
+    return error_of(
+        Engine::instance().finish(static_cast<std::uint64_t>(group), number, total, out));
+  } catch (const Closed& closed) {
+    return error_of(Outcome::failed, closed.text);
+  }
+}
+
 ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                     ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
   pass_on(order, *next);
   try {
     const std::uint64_t rounds = Engine::instance().with(
-        static_cast<std::uint64_t>(group), [](Member& its) { return its.node->lag(); });
+        static_cast<std::uint64_t>(group), [](Member& its) { return its.lag(); });
     constexpr std::uint64_t most = std::numeric_limits<std::int32_t>::max();
     *lag->typed_data() = static_cast<std::int32_t>(std::min(rounds, most));
     return ffi::Error::Success();
@@ -183,6 +238,22 @@ XLA_FFI_DEFINE_HANDLER(runs_handler_impl, runs_impl,
                            .RemainingRets()
                            .Attr<ffi::Span<const std::int64_t>>("starts"));
 
+XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl,
+                       ffi::Ffi::Bind()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::BufferR0<ffi::U32>>()
+                           .Attr<std::int64_t>("group")
+                           .Attr<std::string_view>("words")
+                           .Attr<std::int64_t>("fingerprint")
+                           .Attr<std::int64_t>("parts")
+                           .Attr<std::int64_t>("slices")
+                           .Attr<std::int64_t>("skips")
+                           .Attr<std::int64_t>("erases"));
+
+XLA_FFI_DEFINE_HANDLER(done_handler_impl, done_impl,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::int64_t>("group"));
+
 XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()
@@ -193,6 +264,8 @@ XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl,
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame) { return part_handler_impl(frame); }
 XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame) { return runs_handler_impl(frame); }
+XLA_FFI_Error* start_handler(XLA_FFI_CallFrame* frame) { return start_handler_impl(frame); }
+XLA_FFI_Error* done_handler(XLA_FFI_CallFrame* frame) { return done_handler_impl(frame); }
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame) { return lag_handler_impl(frame); }
 
 }  // namespace jaxcoded
