@@ -288,9 +288,7 @@ def prepared(
     skipped: jax.Array | None = None,
     token: jax.Array | None = None,
     begun: bool = False,
-) -> tuple[
-    TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing
-]:
+) -> tuple[TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing]:
     """The checked round of a coded sum, its vectors, extras and token, and the packing of
     what comes of it."""
     check_open(group)

@@ -137,8 +137,8 @@ def coded_allreduce_start(
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
-        ValueError: ``bucket_bytes`` is < 1, makes more than 64 rounds, or comes with an
-            `Encoded`.
+        TypeError: ``bucket_bytes`` comes with an `Encoded`, which is one message.
+        ValueError: ``bucket_bytes`` is < 1, or makes more than 64 rounds.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -253,7 +253,7 @@ def _buckets(
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be ≥ 1, got {bucket_bytes}")
     if isinstance(tree, Encoded):
-        raise ValueError(
+        raise TypeError(
             "bucket_bytes splits a pytree of arrays, but an Encoded is one message: "
             "encode parts of the gradient and start each of them"
         )
@@ -262,7 +262,7 @@ def _buckets(
     held = 0
     for leaf in reversed(leaves):
         size = math.prod(np.shape(leaf)) * np.dtype(jnp.result_type(leaf)).itemsize
-        if buckets[-1] and held + size > bucket_bytes:
+        if size and buckets[-1] and held + size > bucket_bytes:
             buckets.append([])
             held = 0
         buckets[-1].insert(0, leaf)

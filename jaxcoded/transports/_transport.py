@@ -91,7 +91,6 @@ class Transport(abc.ABC):
         """
         raise NotImplementedError
 
-
     def start(
         self,
         trip: Trip,

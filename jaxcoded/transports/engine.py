@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 from mpi4py import MPI
 
 from jaxcoded import errors, rounds
@@ -591,3 +591,12 @@ def _batch(
 
 
 batching.primitive_batchers[call_p] = _batch
+
+
+def _transpose(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "coded_allreduce_start cannot be differentiated: use coded_allreduce"
+    )
+
+
+ad.primitive_transposes[call_p] = _transpose
