@@ -1,7 +1,7 @@
 """How much of a step's communication hides behind its computation?
 
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/overlap.py
-    .venv/bin/python scripts/hosts.py --rate 200mbit -- .venv/bin/python -m mpi4py benchmarks/overlap.py
+    .venv/bin/python scripts/on_hosts.py --rate 200mbit -- .venv/bin/python -m mpi4py benchmarks/overlap.py
 
 Nobody straggles. A step is the gradient of a perceptron of 8 equal layers and its
 all-reduce, in one jitted function: in one round after the backward pass, or in a round

@@ -1,6 +1,7 @@
 """The coded collectives, for use inside and outside ``jit``."""
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -534,5 +535,13 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
         warnings.warn(
             f"messages in {dtype} with the plan's amplification "
             f"κ = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
-            stacklevel=5,
+            stacklevel=_levels_to_the_user(),
         )
+
+
+def _levels_to_the_user() -> int:
+    """The ``stacklevel`` that names the line which calls this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
+        frame, level = frame.f_back, level + 1
+    return level

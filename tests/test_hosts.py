@@ -1,12 +1,12 @@
-"""Several hosts, of `scripts/hosts.py`."""
+"""Several hosts, of `scripts/on_hosts.py`."""
 
 import json
 import subprocess
 import sys
 
-import hosts as machine
+import on_hosts
 import pytest
-from hosts import ROOT, received
+from on_hosts import ROOT, received
 
 LIMIT = 120  # seconds a job may take
 HOSTS, RANKS_EACH = 4, 2
@@ -19,20 +19,20 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(LIMIT + 60)]
 def hosts():
     """The names of hosts that reach each other and nobody else."""
     try:
-        with machine.network(HOSTS) as names:
+        with on_hosts.network(HOSTS) as names:
             yield names
-    except machine.Unavailable as reason:
+    except on_hosts.Unavailable as reason:
         pytest.skip(str(reason))
 
 
 def on_all(hosts, directory, *program):
     """Run a program on `RANKS` ranks, as many on each host, and return its stdout."""
-    command = machine.job(
+    command = on_hosts.job(
         hosts, directory, RANKS_EACH, sys.executable, "-m", "mpi4py", *program
     )
     job = subprocess.run(
         command,
-        env=machine.environment(LIMIT),
+        env=on_hosts.environment(LIMIT),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Run a job on several hosts, all of them on this machine.
 
-    python scripts/hosts.py --hosts 4 --rate 100mbit -- .venv/bin/python -m mpi4py program.py
+    python scripts/on_hosts.py --hosts 4 --rate 100mbit -- .venv/bin/python -m mpi4py program.py
 
 A host is a network namespace with an address and a host name of its own; a bridge in one
 more namespace joins them. What runs on them is an ordinary multi-host mpirun over TCP.
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 MPIRUN = ROOT / "scripts" / "mpirun"
@@ -43,11 +44,12 @@ def environment(limit: float) -> dict[str, str]:
     return os.environ | added
 
 
-def run(*command: object, **options: object) -> "subprocess.CompletedProcess[str]":
+def run(
+    *command: object, check: bool = True, **options: Any
+) -> "subprocess.CompletedProcess[str]":
     """A command and its output."""
     return subprocess.run(
-        list(map(str, command)),
-        **{"capture_output": True, "text": True, "check": True} | options,
+        list(map(str, command)), capture_output=True, text=True, check=check, **options
     )
 
 
