@@ -4,9 +4,10 @@
     .venv/bin/python scripts/on_hosts.py --rate 200mbit -- .venv/bin/python -m mpi4py benchmarks/overlap.py
 
 Nobody straggles. A step is the gradient of a perceptron of 8 equal layers and its
-all-reduce, in one jitted function: in one round after the backward pass, or in a round
-for each layer, started as soon as its gradient is there and waited for at the end. The
-number of examples is chosen so that computing takes as long as the round. The settings
+all-reduce, in one jitted function: in one round after the backward pass; in a round for
+each layer, started as soon as its gradient is there and waited for at the end; or in one
+round that is waited for after the backward pass of the next step, as where gradients of
+several batches are added up. The number of examples is chosen so that computing takes as long as the round. The settings
 take turns; times are of the slowest rank. On one host the ranks compute and communicate
 with the same cores; on several hosts with slow cables the cores are free while messages
 travel. Prints medians and the medians of the ratios within a repetition, and stores
@@ -60,20 +61,46 @@ def settings(group, width):
         )
         return jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
 
-    def buckets_without_after(weights, x, token):
+    def without_after(weights, x, token):
         handle, token = jaxcoded.coded_allreduce_start(
             gradients(weights, x), group, bucket_bytes=layer, token=token
         )
         return jaxcoded.coded_allreduce_done(handle, token=token)
 
-    steps = {
-        "compute alone": compute,
-        "communicate alone": communicate,
-        "one round at the end": blocking,
-        "a round for each layer": buckets,
-        "the same without after=": buckets_without_after,
+    return {
+        "compute alone": jax.jit(compute),
+        "communicate alone": jax.jit(communicate),
+        "one round at the end": jax.jit(blocking),
+        "a round for each layer": jax.jit(buckets),
+        "the same without after=": jax.jit(without_after),
+        "the round of the step before": step_before(group),
     }
-    return {name: jax.jit(step) for name, step in steps.items()}
+
+
+def step_before(group):
+    """The gradient of a step is summed during the next one."""
+
+    @jax.jit
+    def start(grads, token):
+        return jaxcoded.coded_allreduce_start(grads, group, token=token)
+
+    @jax.jit
+    def step(handle, weights, x, token):
+        grads = gradients(weights, x)
+        total, token = jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
+        handle, token = jaxcoded.coded_allreduce_start(grads, group, token=token)
+        return handle, total, token
+
+    handle = None
+
+    def run(weights, x, token):
+        nonlocal handle
+        if handle is None:
+            handle, token = start(weights, token)
+        handle, total, token = step(handle, weights, x, token)
+        return total, token
+
+    return run
 
 
 def seconds(step, weights, x, count):
