@@ -457,6 +457,7 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
   its.children = children;
   its.refuse = std::move(refuse);
   its.refusals.clear();
+  its.started.clear();  // over, and their handles are of the old index
   moved.key() = next;
   members_.insert(std::move(moved));
 }
