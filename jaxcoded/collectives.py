@@ -268,6 +268,7 @@ def summed(
         down=down,
         residual=residual,
         skipped=skipped,
+        wire_dtype=wire_dtype,
         token=token,
         begun=begun,
     )
@@ -287,6 +288,7 @@ def prepared(
     down: bool = True,
     residual: bool = False,
     skipped: jax.Array | None = None,
+    wire_dtype: Any = None,
     token: jax.Array | None = None,
     begun: bool = False,
 ) -> tuple[TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing]:

@@ -16,6 +16,7 @@ from jaxcoded.collectives import (
     carried,
     checked_skip,
     checked_token,
+    converted,
     prepared,
     results,
 )
@@ -88,7 +89,10 @@ class _Start(TreeRound):
         if not transport.most_started:
             return super()._carry(vectors, extras, token)
         number, token = transport.start(
-            self.trip, vectors, token=token, **self.named(extras)
+            self.trip,
+            converted(vectors, self.wires),
+            token=token,
+            **self.named(extras),
         )
         return [number], token
 
@@ -101,6 +105,7 @@ def coded_allreduce_start(
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
     skip: bool | jax.Array | None = None,
     residual: bool = False,
+    wire_dtype: Any = None,
     bucket_bytes: int | None = None,
     token: jax.Array | None = None,
 ) -> Any:
@@ -120,7 +125,8 @@ def coded_allreduce_start(
     differentiated nor batched by ``vmap``.
 
     Args:
-        tree, group, mean, erasures, skip, residual: as for `coded_allreduce`.
+        tree, group, mean, erasures, skip, residual, wire_dtype: as for
+            `coded_allreduce`.
         bucket_bytes: start several rounds, each of leaves of about so many bytes
             (≥ 1). A bucket goes as soon as its own leaves are computed, and the one with
             the last leaves goes first, as a backward pass finds them. At most 64.
@@ -164,9 +170,13 @@ def coded_allreduce_start(
             *(_NAME, bucket, group, mean, erasures),
             residual=residual,
             skipped=skipped,
+            wire_dtype=wire_dtype,
             token=token,
         )
-        start = _Start(carrier.index, carrier.trip, carrier.skips, carrier.erases)
+        start = _Start(
+            *(carrier.index, carrier.trip, carrier.skips, carrier.erases),
+            wires=carrier.wires,
+        )
         out, token = carried(start, vectors, extras, group, token)
         flights.append(tuple(out))
         packings.append(packing)
@@ -228,7 +238,14 @@ def coded_allreduce_done(
     for flight, packing, shapes in zip(handle.rounds, handle.packings, handle.results):
         out: Sequence[jax.Array] = flight
         if group.transport.most_started:
-            out, token = group.transport.finish(flight[0], shapes, before, token)
+            wires = [
+                ShapedArray(shape.shape, wire)
+                for shape, wire in zip(shapes, packing.wires)
+            ]
+            out, token = group.transport.finish(
+                flight[0], (*wires, *shapes[len(wires) :]), before, token
+            )
+            out = converted(out, [shape.dtype for shape in shapes])
         total, *residual = results(out, group, packing, handle.mean, handle.residual)
         sums.append(total)
         residuals += residual

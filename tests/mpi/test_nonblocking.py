@@ -251,6 +251,23 @@ def test_megabytes_of_buckets(comm, group):
         assert_same_bits(comm, sums)
 
 
+def test_wire_dtype(comm, group):
+    """What travels is half as long, and what comes is as the call that waits gives it."""
+    gradients = per_example(40, 3, dtype="float32")
+    own = jnp.asarray(contribution(group, gradients))
+    options = {"wire_dtype": "bfloat16", "residual": True}
+    start = jax.jit(lambda x: coded_allreduce_start(x, group, **options))
+    total, residual = coded_allreduce_done(start(own))
+    expected, same = coded_allreduce(own, group, **options)
+    assert total.dtype == np.float32
+    assert residual.dtype == same.dtype
+    size = np.abs(gradients.astype(np.float64)).sum(0)
+    error = np.abs(np.asarray(total, np.float64) - gradients.sum(0, np.float64))
+    assert np.all(error <= 0.1 * group.plan.amplification * size)
+    assert np.all(np.abs(total - expected) <= 0.1 * group.plan.amplification * size)
+    assert_same_bits(comm, total)
+
+
 @redundant
 def test_erasures(comm, group, own):
     rng = np.random.default_rng(3)
