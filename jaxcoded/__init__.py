@@ -18,6 +18,9 @@ from jaxcoded.errors import GroupMismatch as GroupMismatch
 from jaxcoded.errors import TooManyErasures as TooManyErasures
 from jaxcoded.group import CodedGroup as CodedGroup
 from jaxcoded.kernels import Encoded as Encoded
+from jaxcoded.nonblocking import Handle as Handle
+from jaxcoded.nonblocking import coded_allreduce_done as coded_allreduce_done
+from jaxcoded.nonblocking import coded_allreduce_start as coded_allreduce_start
 from jaxcoded.plan import Plan as Plan
 from jaxcoded.plan import make_plan as make_plan
 from jaxcoded.rounds import settle as settle

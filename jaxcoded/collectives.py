@@ -1,6 +1,7 @@
 """The coded collectives, for use inside and outside ``jit``."""
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ MAX_NARROW_ROUNDING = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
-class _TreeRound(rounds.Carrier):
+class TreeRound(rounds.Carrier):
     """One trip through the tree of a group.
 
     Attributes:
@@ -83,13 +84,19 @@ class _TreeRound(rounds.Carrier):
             trip = dataclasses.replace(trip, words=words)
         out, next_token = find(self.index).transport.carry(
             trip,
-            _converted(vectors, self.wires),
-            erased=extras[-1] if self.erases else None,
-            skipped=extras[0] if self.skips else None,
+            converted(vectors, self.wires),
             token=token,
             begun=self.begun,
+            **self.named(extras),
         )
-        return _converted(out, [vector.dtype for vector in vectors]), next_token
+        return converted(out, [vector.dtype for vector in vectors]), next_token
+
+    def named(self, extras: Sequence[jax.Array]) -> dict[str, jax.Array | None]:
+        """The extras as the transport takes them."""
+        return {
+            "erased": extras[-1] if self.erases else None,
+            "skipped": extras[0] if self.skips else None,
+        }
 
 
 def coded_allreduce(
@@ -175,7 +182,7 @@ def coded_allreduce(
     """
     check_open(group)
     with group.failing("coded_allreduce"):
-        skipped = None if skip is None else _checked_skip(skip, group)
+        skipped = None if skip is None else checked_skip(skip, group)
     return summed(
         "coded_allreduce",
         tree,
@@ -231,7 +238,7 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
     check_open(group)
     with group.failing("tree_bcast"):
         vectors, packing = pack(tree, floats_only=False)
-    carrier = _TreeRound(group.index, Trip(f"tree_bcast of {packing}", up=False))
+    carrier = TreeRound(group.index, Trip(f"tree_bcast of {packing}", up=False))
     return unpack(rounds.run(carrier, vectors)[0], packing)
 
 
@@ -252,6 +259,41 @@ def summed(
     """`coded_allreduce` under a name; ``skipped`` (int32, not 0) says that this rank has
     nothing to contribute, and ``begun`` that ``tree`` is the last part of its message,
     see `begin`."""
+    carrier, vectors, extras, token, packing = prepared(
+        name,
+        tree,
+        group,
+        mean,
+        erasures,
+        down=down,
+        residual=residual,
+        skipped=skipped,
+        wire_dtype=wire_dtype,
+        token=token,
+        begun=begun,
+    )
+    out, token = carried(carrier, vectors, extras, group, token)
+    total, *found = results(out, group, packing, mean, residual)
+    found += [] if token is None else [token]
+    return (total, *found) if found else total
+
+
+def prepared(
+    name: str,
+    tree: Any,
+    group: CodedGroup,
+    mean: Any,
+    erasures: Any,
+    *,
+    down: bool = True,
+    residual: bool = False,
+    skipped: jax.Array | None = None,
+    wire_dtype: Any = None,
+    token: jax.Array | None = None,
+    begun: bool = False,
+) -> tuple[TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing]:
+    """The checked round of a coded sum, its vectors, extras and token, and the packing of
+    what comes of it."""
     check_open(group)
     with group.failing(name):
         divisor = _checked_mean(mean)
@@ -265,8 +307,8 @@ def summed(
         if erasures is not None:
             extras.append(jnp.asarray(checked_erasures(erasures, group.size)))
         if token is not None:
-            token = _checked_token(token)
-    carrier = _TreeRound(
+            token = checked_token(token)
+    carrier = TreeRound(
         group.index,
         trip,
         skips=skipped is not None,
@@ -274,17 +316,33 @@ def summed(
         begun=begun,
         wires=packing.wires,
     )
+    return carrier, vectors, extras, token, packing
+
+
+def carried(
+    carrier: TreeRound,
+    vectors: Sequence[jax.Array],
+    extras: Sequence[jax.Array],
+    group: CodedGroup,
+    token: jax.Array | None,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """What comes of a round, and the next token."""
     if token is None or group.transport.takes_tokens:
-        out, next_token = rounds.run(carrier, vectors, extras, token)
-    else:  # in order without it
-        out, _ = rounds.run(carrier, vectors, extras)
-        next_token = token
-    found = [_residual(group, out.pop())] if residual else []
-    total = unpack(out, packing)
-    total = total if mean is None else divided(total, mean)
-    if next_token is not None:
-        found.append(next_token)
-    return (total, *found) if found else total
+        return rounds.run(carrier, vectors, extras, token)
+    return rounds.run(carrier, vectors, extras)[0], token  # in order without it
+
+
+def results(
+    out: Sequence[jax.Array],
+    group: CodedGroup,
+    packing: Packing,
+    mean: Any,
+    residual: bool,
+) -> list[Any]:
+    """The sum as a pytree, and its residual if there is one."""
+    found = [_residual(group, out[-1])] if residual else []
+    total = unpack(out[: len(out) - len(found)], packing)
+    return [total if mean is None else divided(total, mean), *found]
 
 
 def begin(
@@ -304,14 +362,14 @@ def begin(
         The next token.
     """
     vectors, packing = _message(name, part, group, begun=True)
-    vectors = _converted(vectors, packing.wires)
+    vectors = converted(vectors, packing.wires)
     trip = summing(name, packing, group, residual=residual, token=token)
     if residual:
         vectors = (*vectors, _probe(group, part.vectors, number))
     return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
 
 
-def _converted(
+def converted(
     vectors: Sequence[jax.Array], dtypes: Sequence[np.dtype]
 ) -> tuple[jax.Array, ...]:
     """The vectors, the first ones in these dtypes."""
@@ -439,7 +497,7 @@ def checked_erasures(erasures: Any, size: int) -> Any:
     return erasures
 
 
-def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
+def checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
     if not group.transport.can_lag:
         raise ValueError(
             "skip= needs a group with the engine: with the mpi4jax transport every rank "
@@ -453,7 +511,7 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
     return (skip != 0).astype(jnp.int32)
 
 
-def _checked_token(token: Any) -> jax.Array:
+def checked_token(token: Any) -> jax.Array:
     token = jnp.asarray(token)
     if token.shape or token.dtype != np.int32:
         raise TypeError(
@@ -479,5 +537,13 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
         warnings.warn(
             f"messages in {dtype} with the plan's amplification "
             f"κ = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
-            stacklevel=5,
+            stacklevel=_levels_to_the_user(),
         )
+
+
+def _levels_to_the_user() -> int:
+    """The ``stacklevel`` that names the line which calls this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -109,6 +109,18 @@ class Carrier(abc.ABC):
         """The length of the result's last axis."""
         return length
 
+    def results(self, vectors: Sequence[Any]) -> list[ShapedArray]:
+        """What comes of vectors like these: of `carry`."""
+        return [
+            ShapedArray((*v.shape[:-1], self.result_length(v.shape[-1])), v.dtype)
+            for v in vectors
+        ]
+
+    def refusal(self, what: str) -> str:
+        """Why a round cannot be ``differentiated`` or ``batched by vmap``, whatever the
+        operands; empty if it can."""
+        return ""
+
 
 def run(
     carrier: Carrier,
@@ -158,12 +170,7 @@ def _abstract_eval(
     vectors, rest = _split(avals, extras + tokened)
     if transposed:
         return [ShapedArray(aval.shape, aval.dtype) for aval in vectors], set()
-    out = [
-        ShapedArray(
-            (*aval.shape[:-1], carrier.result_length(aval.shape[-1])), aval.dtype
-        )
-        for aval in vectors
-    ]
+    out = carrier.results(vectors)
     if tokened:
         return [*out, rest[-1]], set()
     return out, {ORDER}
@@ -194,7 +201,7 @@ pe.dce_rules[round_p] = _keep
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Linear: the tangents take one more round of their own."""
-    _refuse_token(params, "differentiated")
+    _check(params, "differentiated")
     out = round_p.bind(*primals, **params)
     _, extras = _split(primals, params["extras"])
     tangents, _ = _split(tangents, params["extras"])
@@ -216,7 +223,7 @@ def _transpose(
     tokened: bool,
     transposed: bool,
 ) -> Any:
-    _refuse_token({"carrier": carrier, "tokened": tokened}, "differentiated")
+    _check({"carrier": carrier, "tokened": tokened}, "differentiated")
     vectors, rest = _split(operands, extras)
     if not carrier.transposable:
         raise NotImplementedError(
@@ -244,7 +251,7 @@ def _batch(
     operands: Sequence[Any], axes: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
     """One round with the stacked payload."""
-    _refuse_token(params, "batched by vmap")
+    _check(params, "batched by vmap")
     vectors, extras = _split(operands, params["extras"])
     vector_axes, extra_axes = _split(axes, params["extras"])
     if any(axis is not None for axis in extra_axes):
@@ -266,7 +273,9 @@ def _batch(
 batching.primitive_batchers[round_p] = _batch
 
 
-def _refuse_token(params: Any, what: str) -> None:
+def _check(params: Any, what: str) -> None:
+    if words := params["carrier"].refusal(what):
+        raise NotImplementedError(words)
     if params["tokened"]:
         raise NotImplementedError(
             f"{params['carrier']}: a call with a token cannot be {what}; leave the "

@@ -34,6 +34,7 @@ def available():
         ("mpi4jax_offsets", 2, 20),
         ("gradient", 1, 14),
         ("snapshot", 2, 18),
+        ("leaves", 2, 4),
     ],
 )
 def test_beyond_2_to_the_31(case, ranks, memory):

@@ -116,6 +116,18 @@ def test_replan_benchmark(tmp_path):
     assert "times faster" in job.stdout
 
 
+def test_overlap_benchmark(tmp_path):
+    mpirun(
+        4, "-m", "mpi4py", "benchmarks/overlap.py", "--smoke", "--out", str(tmp_path)
+    )
+    with (tmp_path / "overlap-4-on-1.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    for row in rows:
+        assert float(row["seconds"]) > 0
+        assert (float(row["gain"]) == 1) == (row["step"] == "one round at the end")
+
+
 def test_codes_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/codes.py", "--smoke", "--out", tmp_path]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)

@@ -47,11 +47,15 @@ _Card: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 round_handler: Any
 part_handler: Any
+start_handler: Any
+done_handler: Any
 lag_handler: Any
 runs_handler: Any
 cuda_round_handler: Any
 cuda_part_handler: Any
 cuda_lag_handler: Any
+
+most_started: int
 
 def mpi_library() -> str: ...
 def thread_multiple() -> bool: ...

@@ -38,6 +38,9 @@ class Transport(abc.ABC):
     takes_tokens = False
     # Whether the parts of a message can go ahead of the others.
     takes_parts = False
+    # How many rounds can be started before the first is finished. None: a started round
+    # would not go on while its rank computes.
+    most_started = 0
 
     @abc.abstractmethod
     def carry(
@@ -85,6 +88,47 @@ class Transport(abc.ABC):
 
         Returns:
             The next token.
+        """
+        raise NotImplementedError
+
+    def start(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Trace the beginning of a round, which does not wait. Only where
+        `most_started` is not 0.
+
+        Args:
+            trip, vectors, erased, skipped, token: as for `carry`, without batch axes.
+
+        Returns:
+            uint32, the number by which `finish` calls for the result, and the next
+            token.
+        """
+        raise NotImplementedError
+
+    def finish(
+        self,
+        number: jax.Array,
+        results: Sequence[Any],
+        after: Sequence[jax.Array],
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        """Trace waiting for the result of a round that was started.
+
+        Args:
+            number: of that round.
+            results: what `carry` would return, as ``ShapedArray``.
+            after: what is to be computed before.
+            token: as for `carry`.
+
+        Returns:
+            The resulting vectors, and the next token.
         """
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 from mpi4py import MPI
 
 from jaxcoded import errors, rounds
@@ -104,6 +104,10 @@ class Engine(Transport):
         deadline: Deadline,
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
+        # a handler for a GPU holds up the thread that fills the stream, so that there
+        # is nothing to gain from a round that goes on by itself
+        on_cpu = jax.default_backend() == "cpu"
+        self.most_started = _engine.most_started if on_cpu else 0
         self._height = _height(plan, comm.rank)
         self._world = comm.Get_group().Translate_ranks(
             range(comm.size), MPI.COMM_WORLD.Get_group()
@@ -205,6 +209,42 @@ class Engine(Transport):
             slices=self._plan.slices_above[self._rank],
             skips=len(extras),
         )[1]
+
+    def start(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        plan, rank = self._plan, self._rank
+        (number,), token = _bind(
+            "jaxcoded_start",
+            [*(x for x in (skipped, erased) if x is not None), *vectors],
+            [ShapedArray((), np.uint32)],
+            token,
+            group=self._index,
+            words=trip.words,
+            fingerprint=_fingerprint(trip.words),
+            parts=plan.parts_above[rank],
+            slices=plan.slices_above[rank],
+            skips=int(skipped is not None),
+            erases=int(erased is not None),
+        )
+        return number, token
+
+    def finish(
+        self,
+        number: jax.Array,
+        results: Sequence[ShapedArray],
+        after: Sequence[jax.Array],
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        return _bind(
+            "jaxcoded_done", [number, *after], results, token, group=self._index
+        )
 
     def check_sum(self, dtype: np.dtype) -> None:
         if dtype.name not in _DTYPES:
@@ -426,6 +466,9 @@ def _register() -> None:
         for name in ("round", "part", "lag"):
             handler = getattr(_engine, f"{prefix}{name}_handler")
             register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
+    for name in ("start", "done"):
+        handler = getattr(_engine, f"{name}_handler")
+        register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
     # at exit the engine stops first: what is registered later runs earlier
     _exit.register()
     atexit.register(_stop)
@@ -492,11 +535,11 @@ def _lowering(
         avals_out = [rounds.TOKEN, *avals_out]
     # A result lies where its operand was, where XLA may: the caller donated it, or it
     # is a temporary.
-    extras = len(avals_in) - len(avals_out) if target == "jaxcoded_round" else 0
+    extras = len(avals_in) - len(avals_out)
     aliases = {
         i + extras: i
         for i in range(1, len(avals_out))
-        if i + extras < len(avals_in)
+        if target == "jaxcoded_round"
         and (avals_in[i + extras].shape, avals_in[i + extras].dtype)
         == (avals_out[i].shape, avals_out[i].dtype)
     }
@@ -528,6 +571,10 @@ def _batch(
 ) -> tuple[Any, Any]:
     """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
     own axis, the outermost batch first."""
+    if target == "jaxcoded_done":
+        raise NotImplementedError(
+            "coded_allreduce_done cannot be batched by vmap: a handle is of one round"
+        )
     assert target == "jaxcoded_part"
     if tokened:
         raise NotImplementedError("a call with a token cannot be batched by vmap")
@@ -556,3 +603,12 @@ def _batch(
 
 
 batching.primitive_batchers[call_p] = _batch
+
+
+def _transpose(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "coded_allreduce_start cannot be differentiated: use coded_allreduce"
+    )
+
+
+ad.primitive_transposes[call_p] = _transpose

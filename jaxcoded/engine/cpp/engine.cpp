@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -23,6 +25,9 @@ constexpr double flush_seconds = 0.2;
 
 constexpr const char* two_threads =
     "two threads called collectives of one group at the same time";
+constexpr const char* broken_off =
+    "a collective of the group was called between the parts of another one's message";
+constexpr const char* process_ends = "GroupClosed: the process ends";
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -35,7 +40,43 @@ std::uint64_t mixed(std::uint64_t fingerprint, const std::string& words) {
   return fingerprint;
 }
 
+// Copies of vectors, in memory of the flight.
+std::vector<std::byte*> memory_for(Flight& flight, const std::vector<Segment>& segments,
+                                   std::size_t count) {
+  std::vector<std::byte*> out;
+  for (std::size_t i = 0; i < count; ++i) {
+    flight.memory.push_back(flight.pool->take(segments[i].bytes()));
+    out.push_back(flight.memory.back().data());
+  }
+  return out;
+}
+
+void copy(const std::vector<std::byte*>& to, const std::vector<const std::byte*>& from,
+          const Segment* segments) {
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    if (segments[i].bytes()) std::memcpy(to[i], from[i], segments[i].bytes());
+  }
+}
+
+void fail(Flight& flight, const char* why) {
+  flight.outcome = Outcome::failed;
+  flight.error = why;
+}
+
 }  // namespace
+
+std::uint64_t Member::ahead() const {
+  return queue.size() - begun();
+}
+
+std::uint64_t Member::lag() const {
+  const std::uint64_t decided = node->lag();
+  return decided - std::min(decided, ahead());
+}
+
+std::uint64_t Member::memory_bytes() const {
+  return node->memory_bytes() + pool->used() + pool->kept();
+}
 
 Engine& Engine::instance() {
   // Never destroyed: a handler may be running while the process ends.
@@ -129,68 +170,174 @@ Call Engine::call_of(Member& its, Request& request) {
   return call;
 }
 
+// The last call of the queue, in place of one whose last parts never came.
+void Engine::enqueue(Member& its, std::shared_ptr<Flight> flight) {
+  if (its.begun()) {
+    const std::shared_ptr<Flight> before = std::move(its.queue.back());
+    its.queue.pop_back();
+    if (before->submitted) {
+      its.node->break_off(std::move(flight->call));
+      flight->submitted = true;
+    }
+  }
+  its.queue.push_back(std::move(flight));
+}
+
+// Carry out the calls of the queue as far as can be done now. Whether one began or ended.
+bool Engine::fly(Member& its) {
+  bool news = false;
+  Node& node = *its.node;
+  while (!its.queue.empty()) {
+    Flight& flight = *its.queue.front();
+    if (!flight.submitted) {
+      node.submit(std::move(flight.call));
+      flight.submitted = news = true;
+      node.advance();
+    }
+    if (node.outcome() == Outcome::pending || flight.open) break;
+    flight.outcome = node.outcome();
+    flight.error = node.error();
+    its.queue.pop_front();
+    news = true;
+  }
+  return news;
+}
+
+// The same, and all the work that can be done before anything comes.
+void Engine::work(Member& its) {
+  fly(its);
+  while (its.node->outcome() == Outcome::pending && its.node->advance()) {
+  }
+  fly(its);
+}
+
 Result Engine::run(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  Node& node = *its.node;
-  const bool broken_off = !its.begun.empty() && !request.begun;
-  if (node.outcome() == Outcome::pending && its.begun.empty()) {
-    return {Outcome::failed, two_threads};
-  }
-  const auto before = std::exchange(its.feed, request.feed);
+  if (its.running) return {Outcome::failed, two_threads};
+  std::shared_ptr<Flight> flight;
   if (request.begun) {
-    if (!request.skipped) node.extend(request.own);
-    node.complete(std::move(request.out));
-  } else if (broken_off) {
-    node.break_off(call_of(its, request));
+    if (!its.begun()) return {Outcome::failed, broken_off};
+    flight = its.queue.back();
+    Call& call = flight->call;
+    if (flight->submitted) {
+      if (!request.skipped) its.node->extend(request.own);
+      its.node->complete(std::move(request.out));
+    } else {
+      if (!request.skipped) call.own.insert(call.own.end(), request.own.begin(), request.own.end());
+      call.out = std::move(request.out);
+      call.complete = true;
+    }
+    flight->open = false;
   } else {
-    node.submit(call_of(its, request));
+    flight = std::make_shared<Flight>();
+    flight->feed = request.feed;
+    flight->call = call_of(its, request);
+    enqueue(its, flight);
   }
-  while (node.outcome() == Outcome::pending && node.advance()) {
+  work(its);
+  if (flight->outcome == Outcome::pending) {
+    its.running = true;
+    drive(lock, [&] { return flight->outcome != Outcome::pending || stopping_; }, 1e300);
+    if (const auto still = members_.find(index); still != members_.end()) {
+      still->second.running = false;
+    }
   }
-  if (node.outcome() == Outcome::pending) {
-    drive(lock, [&] { return node.outcome() != Outcome::pending || stopping_; }, 1e300);
-  }
-  its.begun.clear();
-  its.feed.reset();
-  if (node.outcome() == Outcome::pending) {
-    return {Outcome::failed, "GroupClosed: the process ends"};
-  }
-  return {node.outcome(), node.error()};
+  if (flight->outcome == Outcome::pending) return {Outcome::failed, process_ends};
+  return {flight->outcome, std::move(flight->error)};
 }
 
 std::string Engine::extend(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  Node& node = *its.node;
-  const bool broken_off = !its.begun.empty() && !request.begun;
-  if (node.outcome() == Outcome::pending && its.begun.empty()) return two_threads;
-  if (broken_off) its.begun.clear();
-  const auto before = std::exchange(its.feed, request.feed);
+  if (its.running) return two_threads;
+  if (request.begun && !its.begun()) return broken_off;
   if (!request.begun || !request.skipped) {
-    for (std::size_t i = 0; i < request.own.size() && !request.feed; ++i) {
-      const std::byte* vector = request.own[i];
-      its.begun.emplace_back(vector, vector + request.message[i].bytes());
-      request.own[i] = its.begun.back().data();
-    }
-    // an empty message is one too
-    if (its.begun.empty()) its.begun.emplace_back();
-    if (request.begun) {
-      node.extend(request.own);
+    auto flight = request.begun ? its.queue.back() : std::make_shared<Flight>();
+    flight->pool = its.pool;
+    if (request.feed) {
+      flight->feed = request.feed;
     } else {
-      Call call = call_of(its, request);
-      call.complete = false;
-      if (broken_off) {
-        node.break_off(std::move(call));
-      } else {
-        node.submit(std::move(call));
-      }
+      const auto own = memory_for(*flight, request.message, request.own.size());
+      copy(own, request.own, request.message.data());
+      request.own.assign(own.begin(), own.end());
+    }
+    if (!request.begun) {
+      flight->call = call_of(its, request);
+      flight->call.complete = false;
+      flight->open = true;
+      enqueue(its, flight);
+    } else if (flight->submitted) {
+      its.node->extend(request.own);
+    } else {
+      flight->call.own.insert(flight->call.own.end(), request.own.begin(), request.own.end());
     }
   }
-  while (node.outcome() == Outcome::pending && node.advance()) {
-  }
+  work(its);
   page_->bell.ring();  // the progress thread goes on
   return {};
+}
+
+Started Engine::start(std::uint64_t index, Request request) {
+  std::unique_lock lock(mutex_);
+  Member* its = &member(index);
+  while (its->started.size() >= most_started) {
+    const std::shared_ptr<Flight> oldest = its->started.front();
+    drive(lock, [&] { return oldest->outcome != Outcome::pending || stopping_; }, 1e300);
+    its = &member(index);
+    std::erase(its->started, oldest);
+  }
+  auto flight = std::make_shared<Flight>();
+  flight->pool = its->pool;
+  const std::vector<std::byte*> own = memory_for(*flight, request.message, request.own.size());
+  flight->result = request.message == request.total
+                       ? own
+                       : memory_for(*flight, request.total, request.total.size());
+  // The engine goes on meanwhile.
+  lock.unlock();
+  copy(own, request.own, request.message.data());
+  lock.lock();
+  its = &member(index);
+  if (its->running) return {0, two_threads};
+  request.own.assign(own.begin(), own.end());
+  request.out = flight->result;
+  flight->total = request.total;
+  flight->number = ++its->numbers;
+  flight->call = call_of(*its, request);
+  enqueue(*its, flight);
+  its->started.push_back(flight);
+  fly(*its);
+  page_->bell.ring();  // the progress thread goes on
+  return {flight->number, {}};
+}
+
+Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vector<Segment>& total,
+                      const std::vector<std::byte*>& out) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  const auto found =
+      std::ranges::find(its.started, number, [](const auto& it) { return it->number; });
+  if (found == its.started.end()) {
+    return {Outcome::failed,
+            "coded_allreduce_done had this handle before, or " + std::to_string(most_started) +
+                " rounds of the group were started after it, and its result was let go: call "
+                "coded_allreduce_done once for each handle, and before so many others are started"};
+  }
+  std::shared_ptr<Flight> flight = *found;
+  if (flight->total != total) {
+    return {Outcome::failed, "the handle is of a call with other shapes or dtypes"};
+  }
+  its.started.erase(found);
+  drive(lock, [&] { return flight->outcome != Outcome::pending || stopping_; }, 1e300);
+  if (flight->outcome == Outcome::pending) return {Outcome::failed, process_ends};
+  if (flight->outcome == Outcome::done) {
+    lock.unlock();
+    copy(out, {flight->result.begin(), flight->result.end()}, total.data());
+    lock.lock();
+  }
+  Result result{flight->outcome, std::move(flight->error)};
+  flight.reset();  // under the lock, as its memory goes back to the group's pool
+  return result;
 }
 
 bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done) {
@@ -205,6 +352,7 @@ bool Engine::poll() {
   for (auto& [index, its] : members_) {
     bool its_news = its.wire->poll(*its.node);
     its_news |= its.node->advance();
+    its_news |= fly(its);
     news |= its_news;
     if (!its_news && its.report && its.node->overdue() && its.reported < its.node->next()) {
       const std::string words = its.node->waiting_for();
@@ -320,20 +468,23 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
   its.children = children;
   its.refuse = std::move(refuse);
   its.refusals.clear();
+  its.started.clear();  // over, and their handles are of the old index
   moved.key() = next;
   members_.insert(std::move(moved));
 }
 
 void Engine::abandon(std::uint64_t index) {
   std::unique_lock lock(mutex_);
-  member(index).abandoned = true;
+  Member& its = member(index);
+  its.abandoned = true;
+  its.started.clear();
 }
 
 std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   const double until = now() + seconds;
-  const auto idle = [&] { return its.node->outcome() != Outcome::pending; };
+  const auto idle = [&] { return its.queue.empty(); };
   const auto gone = [&] { return its.node->left() && !its.wire->unfinished(); };
   drive(lock, idle, until);
   its.node->leave();
@@ -343,17 +494,24 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   }
   const std::vector<Rank> absent = its.node->absent();
   auto ended = members_.extract(index);
-  if (!idle()) {  // its handler still waits, and will be told that the process ends
-    ended_.push_back(std::move(ended.mapped()));
-    return absent;
+  for (const auto& flight : its.queue) {
+    fail(*flight, "GroupClosed: the group was closed before this round was over");
   }
+  if (waiting_) changed_.notify_all();
   page_.close_slot(its.slot);
   return absent;
 }
 
 std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds) {
   std::unique_lock lock(mutex_);
-  for (auto& [index, its] : members_) its.node->leave();
+  for (auto& [index, its] : members_) {
+    // The node's own call may still end; those behind it will not begin.
+    while (its.queue.size() > 1) {
+      fail(*its.queue.back(), process_ends);
+      its.queue.pop_back();
+    }
+    its.node->leave();
+  }
   drive(
       lock,
       [&] {

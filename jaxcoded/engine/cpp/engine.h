@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,8 +14,26 @@
 #include "mpi_wire.h"
 #include "node.h"
 #include "page.h"
+#include "pool.h"
 
 namespace jaxcoded {
+
+// A call on its way. The calls of a group at a rank are carried out one after the other, in the
+// order in which they came.
+struct Flight {
+  std::uint32_t number = 0;  // by which a started one is called for; others have none
+  Call call;                 // until the node has it
+  bool submitted = false;    // the node has it
+  bool open = false;         // more parts of its vectors follow
+  Outcome outcome = Outcome::pending;
+  std::string error;
+  std::vector<Segment> total;      // of a started one's result,
+  std::vector<std::byte*> result;  // and where that is
+  // Copies of the caller's vectors. A result takes the place of a copy like it.
+  std::shared_ptr<Pool> pool;
+  std::vector<Buffer> memory;
+  std::shared_ptr<Feed> feed;  // what brings its vectors, if they are not here
+};
 
 // A group at this rank, as the engine knows it.
 struct Member {
@@ -30,9 +49,22 @@ struct Member {
   std::function<void(const std::string&)> report;
   Round reported = 0;
   bool abandoned = false;  // this rank makes no more calls, but relays
-  // The parts of a call that has begun, and that the call itself has not followed yet.
-  std::vector<std::vector<std::byte>> begun;
-  std::shared_ptr<Feed> feed;  // of the call in progress
+  std::shared_ptr<Pool> pool = std::make_shared<Pool>(std::size_t{1} << 30);
+  // Calls that are not over, of which the node has the first. One that is open is the last.
+  std::deque<std::shared_ptr<Flight>> queue;
+  // Calls that were started and not called for yet, over or not, in their order.
+  std::deque<std::shared_ptr<Flight>> started;
+  std::uint32_t numbers = 0;  // given to started calls
+  bool running = false;       // a thread is in `run`
+
+  // Whether the last call of the queue is open.
+  bool begun() const { return !queue.empty() && queue.back()->open; }
+  // Rounds that were called and that the node does not count yet.
+  std::uint64_t ahead() const;
+  // Rounds that are decided and that this rank has not called yet.
+  std::uint64_t lag() const;
+  Round next() const { return node->next() + ahead(); }  // that this rank will call next
+  std::uint64_t memory_bytes() const;
 };
 
 // What a collective's call brings along.
@@ -53,6 +85,11 @@ struct Result {
   std::string error;
 };
 
+struct Started {
+  std::uint32_t number = 0;
+  std::string error;
+};
+
 class Engine {
  public:
   static Engine& instance();
@@ -65,6 +102,13 @@ class Engine {
 
   // One round. Blocks until its result is there; any thread, one call per group at a time.
   Result run(std::uint64_t index, Request request);
+  // The same, to be called for by `finish`. Copies the vectors and does not wait, unless
+  // `most_started` were not called for: then for the end of the oldest, which is forgotten.
+  Started start(std::uint64_t index, Request request);
+  // Blocks until the started call is over, and copies its result, which must be like `total`.
+  Result finish(std::uint64_t index, std::uint32_t number, const std::vector<Segment>& total,
+                const std::vector<std::byte*>& out);
+  static constexpr std::size_t most_started = 64;
   // The next part of the vectors of a round that `run` will follow. Copies it, and does not wait.
   // `message` and `total` are those of the round. What a feed brings is not copied. In words, why
   // not; empty otherwise.
@@ -106,6 +150,9 @@ class Engine {
   bool drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double until);
   void progress();
   Call call_of(Member& member, Request& request);
+  void enqueue(Member& member, std::shared_ptr<Flight> flight);
+  bool fly(Member& member);
+  void work(Member& member);
   std::string refusal(Member& member, const std::vector<bool>& erased);
 
   OwnPage page_;
@@ -113,7 +160,6 @@ class Engine {
   std::condition_variable changed_;
   int waiting_ = 0;  // threads on `changed_`
   std::map<std::uint64_t, Member> members_;
-  std::vector<Member> ended_;  // closed while a call was in flight
   bool driving_ = false;
   bool stopping_ = false;
   double nap_ = 0;

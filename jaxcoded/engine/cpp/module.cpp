@@ -383,6 +383,7 @@ NB_MODULE(_engine, module) {
   });
 
   module.def("introduce", &introduce, Release());
+  module.attr("most_started") = Engine::most_started;
   module.def("open", &open, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg().none());
   module.def("run", &run, Release());
@@ -407,22 +408,22 @@ NB_MODULE(_engine, module) {
 
   const auto query = [&](const char* name, auto read) {
     module.def(name, [read](std::uint64_t index) {
-      return Engine::instance().with(index, [read](Member& its) { return read(*its.node); });
+      return Engine::instance().with(index, [read](Member& its) { return read(its); });
     }, Release());
   };
-  query("lag", [](Node& node) { return node.lag(); });
-  query("next_round", [](Node& node) { return node.next(); });
-  query("history_bytes", [](Node& node) { return node.history_bytes(); });
-  query("memory_bytes", [](Node& node) { return node.memory_bytes(); });
-  query("fetched_bytes", [](Node& node) { return node.fetched_bytes(); });
-  query("status", [](Node& node) { return node.status(); });
+  query("lag", [](Member& its) { return its.lag(); });
+  query("next_round", [](Member& its) { return its.next(); });
+  query("history_bytes", [](Member& its) { return its.node->history_bytes(); });
+  query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
+  query("fetched_bytes", [](Member& its) { return its.node->fetched_bytes(); });
+  query("status", [](Member& its) { return its.node->status(); });
 
   module.def("telemetry", &telemetry);
   module.def("on_round", &on_round);
   module.def("replan", &replan);
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     Engine::instance().with(index, [&](Member& its) {
-      its.node->keep_state(its.node->next(),
+      its.node->keep_state(its.next(),
                            {reinterpret_cast<const std::byte*>(address), bytes});
       return 0;
     });
@@ -490,6 +491,8 @@ NB_MODULE(_engine, module) {
   handler("round_handler", round_handler);
   handler("part_handler", part_handler);
   handler("runs_handler", runs_handler);
+  handler("start_handler", start_handler);
+  handler("done_handler", done_handler);
   handler("lag_handler", lag_handler);
   handler("cuda_round_handler", cuda_round_handler);
   handler("cuda_part_handler", cuda_part_handler);

@@ -220,9 +220,9 @@ std::uint64_t aligned(std::uint64_t bytes) { return (bytes + alignment - 1) / al
 
 // --- A call ---
 
-class Flight : public Feed {
+class DeviceFlight : public Feed {
  public:
-  ~Flight() override {
+  ~DeviceFlight() override {
     if (!lane_) return;
     if (next_) batches_.push_back(std::move(next_));
     for (auto& batch : batches_) retire(lane_->news, {}, std::move(batch));
@@ -511,21 +511,23 @@ class Flight : public Feed {
 };
 
 // The flight that parts of this call began, or a new one.
-std::shared_ptr<Flight> flight_of(const DeviceCall& call) {
+std::shared_ptr<DeviceFlight> flight_of(const DeviceCall& call) {
   std::shared_ptr<Feed> begun;
   if (call.request.begun) {
-    begun = Engine::instance().with(call.group, [](Member& its) { return its.feed; });
+    begun = Engine::instance().with(call.group, [](Member& its) {
+      return its.begun() ? its.queue.back()->feed : nullptr;
+    });
   }
-  auto flight = std::dynamic_pointer_cast<Flight>(begun);
-  return flight ? flight : std::make_shared<Flight>();
+  auto flight = std::dynamic_pointer_cast<DeviceFlight>(begun);
+  return flight ? flight : std::make_shared<DeviceFlight>();
 }
 
 // Bring what the node will ask for.
-void prepare(Flight& flight, DeviceCall& call, bool waits) {
+void prepare(DeviceFlight& flight, DeviceCall& call, bool waits) {
   Request& request = call.request;
   flight.begin(call, waits);
   const auto [late, root] = Engine::instance().with(call.group, [](Member& its) {
-    return std::pair(its.node->lag() > 0, its.root);
+    return std::pair(its.lag() > 0, its.root);
   });
   if (late) request.skipped = true;  // the round is decided: nobody fetches from this rank
   flight.bring(call, !request.skipped && (request.up || root));
@@ -572,7 +574,7 @@ std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own,
   const std::vector<Segment> vector = {{DType::bytes, bytes}};
   DeviceCall call{.stream = stream,
                   .request = {.message = vector, .total = vector, .own = {own}, .out = {out}}};
-  Flight flight;
+  DeviceFlight flight;
   const auto now = [] { return std::chrono::steady_clock::now(); };
   const auto seconds = [](auto since, auto until) {
     return std::chrono::duration<double>(until - since).count();

@@ -63,6 +63,40 @@ ffi::Error runs_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
   return ffi::Error::Success();
 }
 
+ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
+                      ffi::ResultBufferR0<ffi::U32> number, std::int64_t group,
+                      std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                      std::int64_t slices, std::int64_t skips, std::int64_t erases) {
+  XlaCall call = start_call(args, *order, words, fingerprint, parts, slices, skips, erases);
+  pass_on(call);
+  read(call);
+  return guarded([&] {
+    const Started started =
+        Engine::instance().start(static_cast<std::uint64_t>(group), std::move(call.request));
+    if (!started.error.empty()) return failed_precondition(started.error);
+    *number->typed_data() = started.number;
+    return ffi::Error::Success();
+  });
+}
+
+// Operands after the number are for nothing but to be computed before.
+ffi::Error done_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group) {
+  pass_on({.order = *args.get<ffi::AnyBuffer>(0), .next = **results.get<ffi::AnyBuffer>(0)});
+  const auto number =
+      *static_cast<const std::uint32_t*>((*args.get<ffi::AnyBuffer>(1)).untyped_data());
+  std::vector<Segment> total;
+  std::vector<std::byte*> out;
+  for (std::size_t i = 1; i < results.size(); ++i) {
+    const ffi::AnyBuffer result = **results.get<ffi::AnyBuffer>(i);
+    total.push_back(segment_of(result));
+    out.push_back(static_cast<std::byte*>(result.untyped_data()));
+  }
+  return guarded([&] {
+    return error_of(
+        Engine::instance().finish(static_cast<std::uint64_t>(group), number, total, out));
+  });
+}
+
 ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                     ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
   pass_on({.order = order, .next = *next});
@@ -81,11 +115,29 @@ XLA_FFI_DEFINE_HANDLER(runs_handler_impl, runs_impl,
                            .Arg<ffi::AnyBuffer>()
                            .RemainingRets()
                            .Attr<ffi::Span<const std::int64_t>>("starts"));
+XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl,
+                       ffi::Ffi::Bind()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::BufferR0<ffi::U32>>()
+                           .Attr<std::int64_t>("group")
+                           .Attr<std::string_view>("words")
+                           .Attr<std::int64_t>("fingerprint")
+                           .Attr<std::int64_t>("parts")
+                           .Attr<std::int64_t>("slices")
+                           .Attr<std::int64_t>("skips")
+                           .Attr<std::int64_t>("erases"));
+
+XLA_FFI_DEFINE_HANDLER(done_handler_impl, done_impl,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::int64_t>("group"));
+
 XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl, bind_lag(ffi::Ffi::Bind()));
 
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame) { return part_handler_impl(frame); }
 XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame) { return runs_handler_impl(frame); }
+XLA_FFI_Error* start_handler(XLA_FFI_CallFrame* frame) { return start_handler_impl(frame); }
+XLA_FFI_Error* done_handler(XLA_FFI_CallFrame* frame) { return done_handler_impl(frame); }
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame) { return lag_handler_impl(frame); }
 
 }  // namespace jaxcoded

@@ -16,6 +16,14 @@ XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame);
 // Operand: a vector. Results: the runs of it that begin at the attribute `starts`.
 XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame);
 
+// A round without its result. Operands: those of a round. Results: the order, and the number by
+// which the result is called for.
+XLA_FFI_Error* start_handler(XLA_FFI_CallFrame* frame);
+
+// Operands: the order, the number, and whatever is to be computed before. Results: the order, and
+// the vectors.
+XLA_FFI_Error* done_handler(XLA_FFI_CallFrame* frame);
+
 // Operand: the order. Results: the order, and the lag as int32.
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
 

@@ -101,6 +101,30 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   return call;
 }
 
+// A round that begins, and whose result is called for later.
+inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer order_after,
+                          std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                          std::int64_t slices, std::int64_t skips, std::int64_t erases) {
+  std::size_t next = 0;
+  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
+  XlaCall call{.order = operand(), .next = order_after};
+  Request& request = call.request;
+  request.words = words;
+  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  if (skips) call.skipped = operand();
+  if (erases) call.erased = operand();
+  std::vector<ffi::AnyBuffer> vectors;
+  while (next < args.size()) vectors.push_back(operand());
+  append_parts(vectors, static_cast<std::uint64_t>(parts), request);
+  for (const ffi::AnyBuffer& vector : vectors) {
+    Segment segment = segment_of(vector);
+    segment.count =
+        segment.count / static_cast<std::uint64_t>(parts) * static_cast<std::uint64_t>(slices);
+    request.total.push_back(segment);
+  }
+  return call;
+}
+
 // Where the order must be copied: its value is never read, what counts is that there is a next one.
 inline bool must_pass_on(const XlaCall& call) {
   return call.order.element_type() != ffi::TOKEN &&
@@ -122,7 +146,7 @@ inline ffi::Error error_of(const Result& result) {
 // The lag, as XLA has it.
 inline std::int32_t lag_of(std::int64_t group) {
   const std::uint64_t rounds = Engine::instance().with(
-      static_cast<std::uint64_t>(group), [](Member& its) { return its.node->lag(); });
+      static_cast<std::uint64_t>(group), [](Member& its) { return its.lag(); });
   constexpr std::uint64_t most = std::numeric_limits<std::int32_t>::max();
   return static_cast<std::int32_t>(std::min(rounds, most));
 }

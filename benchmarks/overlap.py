@@ -1,0 +1,167 @@
+"""How much of a step's communication hides behind its computation?
+
+    scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/overlap.py
+    .venv/bin/python scripts/on_hosts.py --rate 200mbit -- .venv/bin/python -m mpi4py benchmarks/overlap.py
+
+Nobody straggles. A step is the gradient of a perceptron of 8 equal layers and its
+all-reduce, in one jitted function: in one round after the backward pass; in a round for
+each layer, started as soon as its gradient is there and waited for at the end; or in one
+round that is waited for after the backward pass of the next step, as where gradients of
+several batches are added up. The number of examples is chosen so that computing takes as long as the round. The settings
+take turns; times are of the slowest rank. On one host the ranks compute and communicate
+with the same cores; on several hosts with slow cables the cores are free while messages
+travel. Prints medians and the medians of the ratios within a repetition, and stores
+them.
+"""
+
+import argparse
+import csv
+import pathlib
+import socket
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import jaxcoded
+
+comm = MPI.COMM_WORLD
+LAYERS = 8
+
+
+def gradients(weights, x):
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.sum(h)
+
+    return jax.grad(loss)(weights)
+
+
+def settings(group, width):
+    """Steps ``(weights, x, token) -> (weights, token)``, by name."""
+    layer = 4 * width**2
+
+    def compute(weights, x, token):
+        return gradients(weights, x), token
+
+    def communicate(weights, x, token):
+        return jaxcoded.coded_allreduce(weights, group, token=token)
+
+    def blocking(weights, x, token):
+        return jaxcoded.coded_allreduce(gradients(weights, x), group, token=token)
+
+    def buckets(weights, x, token):
+        grads = gradients(weights, x)
+        handle, token = jaxcoded.coded_allreduce_start(
+            grads, group, bucket_bytes=layer, token=token
+        )
+        return jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
+
+    def without_after(weights, x, token):
+        handle, token = jaxcoded.coded_allreduce_start(
+            gradients(weights, x), group, bucket_bytes=layer, token=token
+        )
+        return jaxcoded.coded_allreduce_done(handle, token=token)
+
+    return {
+        "compute alone": jax.jit(compute),
+        "communicate alone": jax.jit(communicate),
+        "one round at the end": jax.jit(blocking),
+        "a round for each layer": jax.jit(buckets),
+        "the same without after=": jax.jit(without_after),
+        "the round of the step before": step_before(group),
+    }
+
+
+def step_before(group):
+    """The gradient of a step is summed during the next one."""
+
+    @jax.jit
+    def start(grads, token):
+        return jaxcoded.coded_allreduce_start(grads, group, token=token)
+
+    @jax.jit
+    def step(handle, weights, x, token):
+        grads = gradients(weights, x)
+        total, token = jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
+        handle, token = jaxcoded.coded_allreduce_start(grads, group, token=token)
+        return handle, total, token
+
+    handle = None
+
+    def run(weights, x, token):
+        nonlocal handle
+        if handle is None:
+            handle, token = start(weights, token)
+        handle, total, token = step(handle, weights, x, token)
+        return total, token
+
+    return run
+
+
+def seconds(step, weights, x, count):
+    """Of one step, at the slowest rank."""
+    token = jnp.int32(0)
+    jax.block_until_ready(step(weights, x, token))
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        out, token = step(weights, x, token)
+        jax.block_until_ready(out)
+    return comm.allreduce((time.perf_counter() - start) / count, op=MPI.MAX)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--width", type=int, default=512, help="of a layer")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    args = parser.parse_args()
+    width = 32 if args.smoke else args.width
+    repetitions, count = (1, 2) if args.smoke else (args.repetitions, 3)
+    random = np.random.default_rng(0)
+    weights = [
+        jnp.asarray(random.normal(size=(width, width)) / width**0.5, jnp.float32)
+        for _ in range(LAYERS)
+    ]
+    hosts = len(set(comm.allgather(socket.gethostname())))
+    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
+        steps = settings(group, width)
+        communicate = seconds(steps["communicate alone"], weights, jnp.zeros(1), count)
+        examples = 64
+        for _ in range(3):
+            x = jnp.ones((examples, width), jnp.float32)
+            compute = seconds(steps["compute alone"], weights, x, count)
+            examples = max(16, round(examples * communicate / compute))
+        x = jnp.ones((examples, width), jnp.float32)
+        times = {name: [] for name in steps}
+        for _ in range(repetitions):
+            for name, step in steps.items():
+                times[name].append(seconds(step, weights, x, count))
+    if comm.rank == 0:
+        report(times, hosts, 4 * LAYERS * width**2, examples, args.out)
+
+
+def report(times, hosts, size, examples, out):
+    print(f"{comm.size} ranks on {hosts} hosts, {size:,} B, {examples} examples")
+    rows = []
+    base = np.array(times["one round at the end"])
+    for name, values in times.items():
+        gain = np.median(base / np.array(values))
+        rows.append((comm.size, hosts, size, name, np.median(values), gain))
+        print(f"{name:28}{np.median(values) * 1e3:10.2f} ms   gain {gain:5.2f}")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"overlap-{comm.size}-on-{hosts}.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["ranks", "hosts", "bytes", "step", "seconds", "gain"])
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Run a job on several hosts, all of them on this machine.
+
+    python scripts/on_hosts.py --hosts 4 --rate 100mbit -- .venv/bin/python -m mpi4py program.py
+
+A host is a network namespace with an address and a host name of its own; a bridge in one
+more namespace joins them. What runs on them is an ordinary multi-host mpirun over TCP.
+Needs Linux, root, Open MPI 5, `ip` and `unshare`, and with a rate `tc`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+MPIRUN = ROOT / "scripts" / "mpirun"
+BESIDE = pathlib.Path(sys.executable).with_name("mpirun")
+NETWORK = "10.77.0.0/24"  # exists in the namespaces only
+
+
+class Unavailable(Exception):
+    """Why there can be no such hosts here."""
+
+
+def environment(limit: float) -> dict[str, str]:
+    """Of a job that may take so many seconds."""
+    added = {
+        "JAXCODED_MPIRUN_TIMEOUT": str(limit),
+        "PRTE_MCA_prte_if_include": NETWORK,
+        "PYTHONPATH": str(ROOT),
+    }
+    if BESIDE.exists():
+        added["JAXCODED_MPIRUN"] = str(BESIDE)
+    return os.environ | added
+
+
+def run(
+    *command: object, check: bool = True, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """A command and its output."""
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=check, **options
+    )
+
+
+def addresses(count: int) -> list[str]:
+    """Those of so many hosts."""
+    return [f"10.77.0.{number}" for number in range(1, count + 1)]
+
+
+@contextlib.contextmanager
+def network(count: int, rate: str = "") -> Iterator[tuple[str, ...]]:
+    """The names of so many hosts that reach each other at their `addresses` and nobody
+    else, each sending at a ``rate`` such as ``100mbit`` at most.
+
+    Raises:
+        Unavailable: this machine does not allow it.
+    """
+    if sys.platform != "linux":
+        raise Unavailable("network namespaces need Linux")
+    if os.geteuid() != 0:
+        raise Unavailable("making network namespaces needs root")
+    for tool in ("ip", "unshare", *["tc"] * bool(rate)):
+        if shutil.which(tool) is None:
+            raise Unavailable(
+                f"there is no `{tool}` (packages iproute2 and util-linux)"
+            )
+    version = run(MPIRUN, "--version", check=False, env=environment(60)).stdout
+    if not re.search(r"Open MPI\S* [5-9]\.", version):
+        raise Unavailable(
+            f"the options are those of Open MPI 5, not of {version[:60]!r}"
+        )
+    prefix = f"jaxcoded-{os.getpid()}"
+    names = tuple(f"{prefix}-{number}" for number in range(1, count + 1))
+    switch = f"{prefix}-switch"
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in (switch, *names):
+                run("ip", "netns", "add", name)
+                stack.callback(take_down, name)
+            # cables and the bridge go when the namespaces go
+            run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+            run("ip", "-n", switch, "link", "set", "bridge", "up")
+            for name, address in zip(names, addresses(count)):
+                port = f"port{address.rpartition('.')[2]}"
+                run(
+                    *("ip", "-n", switch, "link", "add", port, "type", "veth"),
+                    *("peer", "name", "eth0", "netns", name),
+                )
+                run("ip", "-n", switch, "link", "set", port, "master", "bridge")
+                run("ip", "-n", switch, "link", "set", port, "up")
+                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+                run("ip", "-n", name, "link", "set", "eth0", "up")
+                run("ip", "-n", name, "link", "set", "lo", "up")
+                if rate:
+                    run(
+                        *("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root"),
+                        *("tbf", "rate", rate, "burst", "256kb", "latency", "50ms"),
+                    )
+            run(*on_host(names[0], "true"))
+        except subprocess.CalledProcessError as error:
+            command = shlex.join(map(str, error.cmd))
+            raise Unavailable(
+                f"not permitted here: {command}: {error.stderr.strip()}"
+            ) from error
+        yield names
+
+
+def take_down(name: str) -> None:
+    """Remove a namespace, and first what the job left running in it."""
+    for process in run("ip", "netns", "pids", name).stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    run("ip", "netns", "delete", name)
+
+
+def on_host(name: str, command: str) -> list[str]:
+    """Run a shell command on a host. Daemons with one host name would take two hosts
+    for one."""
+    script = f"hostname {name}; {command}"
+    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script]
+
+
+def received(name: str) -> int:
+    """Bytes that came over the cable to a host."""
+    status = run("ip", "-n", name, "-json", "-statistics", "link", "show", "eth0")
+    return int(json.loads(status.stdout)[0]["stats64"]["rx"]["bytes"])
+
+
+def job(
+    hosts: Sequence[str], directory: pathlib.Path, each: int, *command: object
+) -> list[str]:
+    """The command that starts a command on so many ranks on each of the hosts; the
+    directory is for a file."""
+    # mpirun starts its daemons on the other hosts by AGENT ADDRESS COMMAND...
+    cases = []
+    for name, address in zip(hosts, addresses(len(hosts))):
+        there = shlex.join(on_host(name, "")[:-1])
+        cases.append(f'{address}) exec {there} "hostname {name}; $*" ;;')
+    agent = directory / "agent"
+    lines = "\n".join(cases)
+    agent.write_text(
+        f"#!/bin/sh\naddress=$1\nshift\ncase $address in\n{lines}\nesac\n",
+        encoding="utf-8",
+    )
+    agent.chmod(0o700)
+    slots = ",".join(f"{address}:{each}" for address in addresses(len(hosts)))
+    mpirun = shlex.join(
+        [
+            str(MPIRUN),
+            *("--prtemca", "plm_ssh_agent", str(agent)),
+            *("--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", NETWORK),
+            *("--host", slots, "-n", str(each * len(hosts)), *map(str, command)),
+        ]
+    )
+    return on_host(hosts[0], mpirun)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--each", type=int, default=1, help="ranks on each host")
+    parser.add_argument("--rate", default="", help="of a host's cable, as 100mbit")
+    parser.add_argument("--limit", type=float, default=600, help="seconds")
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        network(args.hosts, args.rate) as hosts,
+    ):
+        started = job(hosts, pathlib.Path(directory), args.each, *args.command)
+        done = subprocess.run(started, env=environment(args.limit), check=False)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
