@@ -21,7 +21,7 @@ from jaxcoded.deadline import Deadline
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.telemetry import RoundSeen, Telemetry, reporter
-from jaxcoded.transports import Transport, engine
+from jaxcoded.transports import Transport, _cuda_aware, engine
 from jaxcoded.transports.mpi4jax import Mpi4jax
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
@@ -237,6 +237,10 @@ class CodedGroup:
                     RuntimeWarning,
                     stacklevel=4,
                 )
+            if refused := list(
+                filter(None, self._comm.allgather(_cuda_aware.refusal()))
+            ):
+                raise ValueError(refused[0])
             return Mpi4jax(self.index, self._comm, self.plan)
         return engine.Engine(
             self.index,

@@ -21,7 +21,7 @@ from jaxcoded import (
     kernels,
     tree_bcast,
 )
-from jaxcoded.transports import engine
+from jaxcoded.transports import _cuda_aware, engine
 
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(5)
@@ -463,3 +463,20 @@ def test_an_engine_of_another_mpi(comm, monkeypatch):
     assert reason.startswith("the engine was built for Another MPI v1.2, but mpi4py ")
     with pytest.raises(ValueError, match="built for Another MPI"):
         jaxcoded.CodedGroup(comm, transport="engine")
+
+
+@mpi4jax_only
+def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monkeypatch):
+    """Refused on all ranks before MPI gets one, also where one rank alone asks for it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    if comm.rank == comm.size - 1:
+        monkeypatch.setenv("MPI4JAX_USE_CUDA_MPI", "1")
+    monkeypatch.setattr(_cuda_aware, "supported", lambda: False)
+    with pytest.raises(ValueError, match="MPI4JAX_USE_CUDA_MPI=1, but this MPI"):
+        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
+    monkeypatch.setattr(_cuda_aware, "supported", lambda: True)
+    jaxcoded.CodedGroup(comm, stragglers=0, transport=transport).close()
+    monkeypatch.undo()
+    # the wheels of Open MPI and MPICH are built without CUDA, and say so
+    assert _cuda_aware.supported() in (True, False)
+    assert _cuda_aware.refusal() == ""

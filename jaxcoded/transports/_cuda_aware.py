@@ -1,0 +1,43 @@
+"""Whether MPI takes pointers to a GPU's memory, before it is handed one.
+
+mpi4jax hands them over where ``MPI4JAX_USE_CUDA_MPI=1`` says so, and an MPI that cannot read
+them crashes.
+"""
+
+import ctypes
+import importlib.util
+import os
+
+import jax
+from mpi4py import MPI
+
+_ON = ("true", "1", "on")
+_MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+def refusal() -> str:
+    """Why device pointers must not be handed to MPI here although that was asked for, in
+    words; empty if they may, or will not be."""
+    asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in _ON
+    if not asked or jax.default_backend() != "gpu" or supported():
+        return ""
+    return (
+        "MPI4JAX_USE_CUDA_MPI=1, but this MPI does not say that it takes pointers to a "
+        f"GPU's memory ({MPI.Get_library_version().splitlines()[0]}): set it to 0, and "
+        "mpi4jax copies through the host"
+    )
+
+
+def supported() -> bool:
+    """What MPI says of itself, by the extensions that Open MPI and MPICH have for it."""
+    spec = importlib.util.find_spec("mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu")
+    if spec is None or spec.origin is None:
+        return False
+    library = ctypes.CDLL(spec.origin)  # it loads MPI, whose functions are then found
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        return bool(library.MPIX_Query_cuda_support())
+    if hasattr(library, "MPIX_GPU_query_support"):
+        flag = ctypes.c_int(0)
+        failed = library.MPIX_GPU_query_support(_MPICH_CUDA, ctypes.byref(flag))
+        return not failed and bool(flag.value)
+    return False
