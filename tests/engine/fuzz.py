@@ -103,8 +103,10 @@ def tests(most, seen):
 
     draw = simulation.random_plan
 
-    def random_plan(rng, least=1, largest=14, **more):
-        return draw(rng, least, max(least, min(largest, most)), **more)
+    largest = most
+
+    def random_plan(rng, least=1, most=14, **more):
+        return draw(rng, least, max(least, min(most, largest)), **more)
 
     # before the tests take them over
     simulation.World, simulation.random_plan = Watched, random_plan

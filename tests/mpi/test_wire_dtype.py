@@ -71,6 +71,7 @@ def test_reduce(group, wire):
 
 
 @slices
+@pytest.mark.filterwarnings("ignore:messages in bfloat16 with the plan's amplification")
 @pytest.mark.parametrize("wire", ["bfloat16"])
 @pytest.mark.parametrize(
     "code",
