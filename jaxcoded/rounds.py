@@ -191,8 +191,9 @@ def _carry(
 mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
 
 
-def _keep(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _keep(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     """A round takes place whether or not its result is used."""
+    eqn = rest[-1]  # newer versions of JAX tell of the operands in between
     return [True] * len(eqn.invars), eqn
 
 
