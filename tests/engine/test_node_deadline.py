@@ -180,3 +180,60 @@ def test_the_error_names_ranks_further_down():
     above = plan.tree.parents[late]
     assert f"rank {plan.root} waits for rank {above}; it needs 2 of its 2" in error
     assert f"; rank {above} waits for rank {late}; it needs 2 of its 2" in error
+
+
+def star(script):
+    """A root with three children, of which it needs two, and a deadline of 3 times the
+    median."""
+    plan = make_plan(4, stragglers=1)
+    assert plan.coded_children(0) == (1, 2, 3)
+    world = random_world(
+        plan,
+        len(script),
+        random.Random(0),
+        script=script,
+        limits=limits("raise", deadline_seconds=0.0, deadline_rounds=3.0),
+    )
+    world.open = 0
+    return world
+
+
+def one_round(world, late, seconds):
+    """One more round, which these ranks call so many seconds later than others."""
+    world.open += 1
+    world.idle.update(late)
+    world.sweep_all()
+    world.clock += seconds
+    world.sweep_all()
+    world.idle.clear()
+    world.sweep_all()
+    return world.ends[world.plan.root][world.open]
+
+
+def test_a_multiple_is_of_the_same_call():
+    """Short rounds between long ones leave those their time."""
+    gradient, scalar = Call((("float32", 8),), 1), Call((("float32", 1),), 2)
+    told = Call((("float32", 1),), 3, kind="broadcast")
+    step = [(gradient, 1.0), (scalar, 0.01), (scalar, 0.01), (told, 0.0), (told, 0.0)]
+    script = [call for call, _ in step] * 8 + [gradient, scalar, gradient]
+    world = star(script)
+    for _, seconds in step * 8:
+        assert one_round(world, [1, 2], seconds).outcome == DONE
+    assert one_round(world, [1, 2], 2.9).outcome == DONE
+    assert one_round(world, [1, 2], 0.04).outcome == FAILED
+    assert "was not decided within 3 s" in one_round(world, [1, 2], 3.1).error
+
+
+def test_the_first_rounds_of_a_call_have_no_multiple():
+    quick, slow = Call((("float32", 8),), 1), Call((("float32", 9),), 2)
+    world = star([quick] * 10 + [slow] * 6)
+    for seconds in [0.01] * 10 + [100.0] + [1.0] * 5:
+        assert one_round(world, [1, 2], seconds).outcome == DONE
+
+
+def test_a_multiple_is_of_rounds_from_their_beginning():
+    """Also where this parent comes last, as a rule, and finds everything there."""
+    world = star([Call((("float32", 8),), 1)] * 9)
+    for _ in range(8):
+        assert one_round(world, [0], 1.0).outcome == DONE
+    assert one_round(world, [1, 2], 2.0).outcome == DONE

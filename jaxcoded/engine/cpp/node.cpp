@@ -4,12 +4,6 @@
 #include <utility>
 
 namespace jaxcoded {
-namespace {
-
-constexpr std::size_t durations_kept = 31;
-
-}  // namespace
-
 Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
     : family_(std::move(family)),
       decoder_(std::move(decoder)),
@@ -68,6 +62,7 @@ void Node::submit(Call call) {
   started_ = asked_at_ = waiting_since_ = wire_.now();
   decoded_ = offered_ = given_ = 0;
   offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = complete_ = false;
+  in_time_ = newest_ < next_;
   telemetry_.started(next_, started_, call_.skipped);
   exact_ = 0;
   decoding_.reset();
@@ -192,12 +187,8 @@ void Node::finish(Outcome outcome, std::string error) {
   if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);
   if (now - told_paces_ > limits_.pace_seconds) tell_paces();
   if (!overdue_) {  // deadlines must not grow with the rounds that miss them
-    const double duration = now - started_;
-    if (durations_.size() < durations_kept) {
-      durations_.push_back(duration);
-    } else {
-      durations_[next_ % durations_kept] = duration;
-    }
+    durations_.add(now - started_);
+    if (outcome == Outcome::done) waited(now - began());
   }
   ++next_;
   forget();
@@ -212,16 +203,7 @@ void Node::withdraw(Object::What what, Round first_valid) {
   wire_.withdraw(what, first_valid);
 }
 
-// 0 before the first round.
-double Node::median_duration() const {
-  if (durations_.empty()) return 0;
-  std::vector<double> sorted = durations_;
-  const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
-  std::nth_element(sorted.begin(), middle, sorted.end());
-  return *middle;
-}
-
-double Node::patience() const { return std::max(limits_.orphan_seconds, 4 * median_duration()); }
+double Node::patience() const { return std::max(limits_.orphan_seconds, 4 * durations_.median()); }
 
 std::uint64_t Node::lag() const {
   const Round decided = std::max(frontier_ - 1, newest_);

@@ -20,6 +20,7 @@
 
 #include "decoder.h"
 #include "history.h"
+#include "median.h"
 #include "message.h"
 #include "pool.h"
 #include "telemetry.h"
@@ -114,7 +115,7 @@ struct Limits {
   double stall_seconds = 0.002;              // least time before another child's message is used
   OnDeadline on_deadline = OnDeadline::wait;
   double deadline_seconds = 0;               // from the start of a round; 0: none
-  double deadline_rounds = 0;                // or so many times the median round; 0: none
+  double deadline_rounds = 0;                // or so many times the median of such rounds; 0: none
   double deadline_share = 1;                 // of this rank: those below it come earlier
   std::uint64_t telemetry_rounds = 1024;     // that are remembered
   double pace_seconds = 1;                   // between messages of how fast ranks are
@@ -283,9 +284,10 @@ class Node {
   void watch_for_stalls();
 
   // Deadlines.
-  double median_duration() const;
   double deadline() const;
   double began() const;
+  bool waits_for_children() const;
+  void waited(double seconds);
   std::string lacking() const;
   void miss_the_deadline();
   void on_overdue(Child& child, const Message& message);
@@ -362,7 +364,8 @@ class Node {
   Outcome outcome_ = Outcome::done;
   std::string error_;
   double started_ = 0;
-  std::vector<double> durations_;  // of the latest rounds
+  Latest durations_;  // of rounds, from this rank's call on
+  std::map<std::uint64_t, Latest> waits_;  // for children, by fingerprint
   Telemetry telemetry_;
   std::function<void(const RoundRecord&)> hook_;
   std::vector<Rank> columns_;
@@ -384,6 +387,7 @@ class Node {
   std::uint64_t offers_seen_ = 0;
   std::shared_ptr<const Decoding> decoding_;
   double waiting_since_ = 0;
+  bool in_time_ = false;        // the round was not decided when this rank called it
   bool overdue_ = false;        // after the deadline
   bool told_overdue_ = false;   // and the parent knows
   bool complete_ = false;       // the sum is, or is not needed any more

@@ -17,9 +17,10 @@ constexpr std::size_t fewest_rounds = 5;
 double Node::deadline() const {
   const double share = limits_.deadline_share;
   if (limits_.deadline_seconds > 0) return limits_.deadline_seconds * share;
-  if (limits_.deadline_rounds > 0 && durations_.size() >= fewest_rounds) {
-    // between what a round takes as a rule and the root's deadline
-    return median_duration() * (1 + (limits_.deadline_rounds - 1) * share);
+  const auto such = waits_.find(call_.fingerprint);
+  if (such != waits_.end() && such->second.size() >= fewest_rounds) {
+    // between what such a round takes as a rule and the root's deadline
+    return such->second.median() * (1 + (limits_.deadline_rounds - 1) * share);
   }
   return std::numeric_limits<double>::infinity();
 }
@@ -33,9 +34,20 @@ double Node::began() const {
   return first;
 }
 
+bool Node::waits_for_children() const {
+  return call_.up && !call_.skipped && call_.refusal.empty() && !children_.empty();
+}
+
+// The round is over after so many seconds. A deadline is a multiple of what the same call takes as
+// a rule: a program may sum a gradient, which waits for who computes it, and then a single number.
+void Node::waited(double seconds) {
+  if (limits_.deadline_rounds <= 0 || !in_time_ || !waits_for_children()) return;
+  if (waits_.size() >= most_words && !waits_.contains(call_.fingerprint)) waits_.clear();
+  waits_[call_.fingerprint].add(seconds);
+}
+
 double Node::wakes_at() const {
-  const bool waits = calling() && call_.up && !call_.skipped && call_.refusal.empty() &&
-                     !children_.empty() && !overdue_;
+  const bool waits = calling() && waits_for_children() && !overdue_;
   return waits ? began() + deadline() : std::numeric_limits<double>::infinity();
 }
 

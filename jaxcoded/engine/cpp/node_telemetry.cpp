@@ -2,6 +2,7 @@
 #include "node.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -24,9 +25,7 @@ double Node::own_work() const {
     if (record && !record->skipped && record->work >= 0) works.push_back(record->work);
   }
   if (works.empty()) return never;
-  const auto middle = works.begin() + static_cast<std::ptrdiff_t>(works.size() / 2);
-  std::nth_element(works.begin(), middle, works.end());
-  return *middle;
+  return median(std::move(works));
 }
 
 std::vector<Pace> Node::paces() const {
