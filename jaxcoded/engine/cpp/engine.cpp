@@ -192,6 +192,8 @@ bool Engine::fly(Member& its) {
     if (!flight.submitted) {
       node.submit(std::move(flight.call));
       flight.submitted = news = true;
+      // a process that was stopped finds out the time first, and then what has come meanwhile
+      if (node.wakes_at() <= now()) its.wire->poll(node);
       node.advance();
     }
     if (node.outcome() == Outcome::pending || flight.open) break;
