@@ -33,12 +33,16 @@ class Telemetry {
       : children_(children),
         records_(rounds),
         arrived_(rounds * children, never),
-        used_(rounds * children) {}
+        used_(rounds * children),
+        heard_(children) {}
 
   bool on() const { return !records_.empty(); }
 
   void started(Round round, double now, bool skipped) {
     if (!on()) return;
+    current_ = round;
+    RoundRecord& old = records_[slot(round)];
+    if (old.ended == old.ended) old.round = 0;  // also of this round, called before a resync
     RoundRecord& record = at(round);
     record.started = now;
     record.work = now - ended_;
@@ -47,8 +51,10 @@ class Telemetry {
   // A child's first word of a round: it had called those before, too.
   void arrived(std::size_t child, Round first, Round round, double now) {
     if (!on()) return;
-    const Round oldest = round < records_.size() ? 1 : round - records_.size() + 1;
-    for (Round r = std::max(first, oldest); r <= round; ++r) {
+    heard_[child] = {round, now};
+    const Round newest = std::min(round, current_ + records_.size() - 1);
+    const Round oldest = newest < records_.size() ? 1 : newest - records_.size() + 1;
+    for (Round r = std::max(first, oldest); r <= newest; ++r) {
       if (records_[slot(r)].round > r) continue;  // forgotten
       at(r);
       double& when = arrived_[slot(r) * children_ + child];
@@ -106,9 +112,12 @@ class Telemetry {
     RoundRecord& record = records_[slot(round)];
     if (record.round != round) {
       record = {.round = round};
-      const auto first = static_cast<std::ptrdiff_t>(slot(round) * children_);
-      std::fill_n(arrived_.begin() + first, children_, never);
-      std::fill_n(used_.begin() + first, children_, 0);
+      for (std::size_t child = 0; child < children_; ++child) {
+        const std::size_t place = slot(round) * children_ + child;
+        // it may be so far ahead that there was no place for it
+        arrived_[place] = heard_[child].round >= round ? heard_[child].at : never;
+        used_[place] = 0;
+      }
     }
     return record;
   }
@@ -117,6 +126,12 @@ class Telemetry {
   std::vector<RoundRecord> records_;
   std::vector<double> arrived_;
   std::vector<std::uint8_t> used_;
+  struct Heard {
+    Round round = 0;
+    double at = never;
+  };
+  std::vector<Heard> heard_;  // the latest word of each child
+  Round current_ = 1;         // this rank's latest call
   double ended_ = never;
 };
 
