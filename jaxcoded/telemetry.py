@@ -1,10 +1,12 @@
 """What a rank has seen of its rounds: who was in time, and what took how long."""
 
+import contextlib
 import dataclasses
 import logging
 import os
 import queue
 import threading
+import zipfile
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -161,14 +163,23 @@ class Telemetry:
         heard of a rank if that is longer. Only the root knows of all ranks. Who has not
         been measured, or has no data, counts as the median of the others.
         """
-        seconds = np.fmax(self.pace, self.silent)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            speeds = np.where(self.loads > 0, self.loads / seconds, np.nan)
-        known = np.isfinite(speeds) & (speeds > 0)
+        known = self._measured
         if not known.any():
-            return np.ones(len(speeds))
-        speeds = np.where(known, speeds, np.median(speeds[known]))
+            return np.ones(len(known))
+        speeds = np.full(len(known), np.nan)
+        speeds[known] = self.loads[known] / self._seconds[known]
+        speeds[~known] = np.median(speeds[known])
         return np.clip(speeds / speeds.max(), SLOWEST, 1.0)
+
+    @property
+    def _seconds(self) -> np.ndarray:
+        """Of each rank a round, without waiting for others."""
+        return np.fmax(self.pace, self.silent)
+
+    @property
+    def _measured(self) -> np.ndarray:
+        """Whether there is something to tell each rank's speed from."""
+        return (self.loads > 0) & (self._seconds > 0) & np.isfinite(self._seconds)
 
     def summary(self) -> str:
         """What there is to see, in words."""
@@ -188,15 +199,12 @@ class Telemetry:
             if count:
                 lines.append(f"{what}: {count} of {len(self.rounds)} rounds")
         lines += self._late_children()
-        slow = [
-            (speed, rank)
-            for rank, speed in enumerate(self.speeds)
-            if speed < 0.5 and np.isfinite(np.fmax(self.pace, self.silent)[rank])
-        ]
-        for speed, rank in sorted(slow):
+        speeds = self.speeds
+        slow = [rank for rank in np.flatnonzero(self._measured) if speeds[rank] < 0.5]
+        for rank in sorted(slow, key=lambda rank: speeds[rank]):
             lines.append(
-                f"rank {rank} is slow: {speed:.0%} of the fastest rank's speed, "
-                f"{_time(np.fmax(self.pace, self.silent)[rank])} a round"
+                f"rank {rank} is slow: {speeds[rank]:.0%} of the fastest rank's speed, "
+                f"{_time(self._seconds[rank])} a round"
             )
         for peer, count, seconds in zip(self.peers, self.link_bytes, self.link_seconds):
             rate = f", {count / seconds / 1e6:.0f} MB/s" if seconds > 0 else ""
@@ -235,11 +243,14 @@ class Telemetry:
         Raises:
             ValueError: the file is something else.
         """
-        with np.load(path, allow_pickle=False) as file:
-            names = {field.name for field in dataclasses.fields(cls)}
-            if not isinstance(file, np.lib.npyio.NpzFile) or set(file) != names:
-                raise ValueError(f"{path} was not written by Telemetry.save")
-            values: dict[str, Any] = {name: file[name] for name in names}
+        values: dict[str, Any] = {}
+        unreadable = ValueError, EOFError, zipfile.BadZipFile
+        with open(path, "rb") as data, contextlib.suppress(*unreadable):
+            file = np.load(data, allow_pickle=False)
+            if isinstance(file, np.lib.npyio.NpzFile):
+                values.update(file)
+        if set(values) != {field.name for field in dataclasses.fields(cls)}:
+            raise ValueError(f"{path} was not written by Telemetry.save")
         return cls(**values | {"rank": int(values["rank"])})
 
 

@@ -59,6 +59,24 @@ def test_speeds():
     assert nothing.speeds.tolist() == [1.0] * 4
 
 
+def test_only_who_is_measured_is_slow():
+    """A root without data, and ranks that were never heard of, count as the median."""
+    most_slow = seen(pace=[0.01, 0.1, 0.4, NAN], silent=[0.0] * 4)
+    np.testing.assert_allclose(most_slow.speeds, [0.625, 1.0, 0.25, 0.625])
+    most_slow = dataclasses.replace(most_slow, loads=np.array([0, 0.5, 0.25, 0.5]))
+    np.testing.assert_allclose(most_slow.speeds, [0.5625, 1.0, 0.125, 0.5625])
+    columns = {"pace": [0.01, 0.1, 0.4, 0.4, NAN], "silent": [0.0] * 5}
+    slow = dataclasses.replace(
+        seen(),
+        loads=np.array([0, 0.5, 0.5, 0.5, 0.5]),
+        parents=np.array([-1, 0, 0, 0, 0]),
+        **{name: np.array(values) for name, values in columns.items()},
+    )
+    np.testing.assert_allclose(slow.speeds, [0.25, 1.0, 0.25, 0.25, 0.25])
+    said = [line for line in slow.summary().splitlines() if "is slow" in line]
+    assert [line.split(" is slow")[0] for line in said] == ["rank 2", "rank 3"]
+
+
 def test_summary():
     said = seen().summary().splitlines()
     assert said[0] == (
@@ -85,6 +103,16 @@ def test_files(tmp_path):
         np.testing.assert_array_equal(
             getattr(back, field.name), getattr(seen(), field.name)
         )
-    np.savez(tmp_path / "other.npz", rounds=[1])
-    with pytest.raises(ValueError, match=r"other\.npz was not written by Telemetry"):
-        Telemetry.load(tmp_path / "other.npz")
+
+
+def test_other_files(tmp_path):
+    np.savez(tmp_path / "arrays", rounds=[1])
+    np.save(tmp_path / "array", np.ones(3))
+    (tmp_path / "empty").touch()
+    (tmp_path / "text").write_text("rank 0")
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and no more")
+    for path in tmp_path.iterdir():
+        with pytest.raises(ValueError, match=f"{path.name} was not written by"):
+            Telemetry.load(path)
+    with pytest.raises(FileNotFoundError):
+        Telemetry.load(tmp_path / "nothing")
