@@ -148,7 +148,10 @@ def coded_value_and_grad(
             # every example counts once in the exact sum, so that the nearest whole
             # number takes the code's rounding away while κ · eps · count is below ½
             count = reduced["count"]
-            count = count if group.approximate else jnp.round(count)
+            if group.approximate:  # of nothing that came the mean is 0, as the sum
+                count = jnp.where(count == 0, 1, count)
+            else:
+                count = jnp.round(count)
             loss, grads = divided((loss, grads), count)
         result = ((loss, aux) if has_aux else loss), grads, *more[:residual]
         return result if token is None else (result, more[-1])

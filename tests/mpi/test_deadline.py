@@ -150,6 +150,27 @@ def test_approximate_training_counts_what_came(comm):
         wait_for_all(comm)
 
 
+@several
+def test_the_mean_of_nothing_is_zero(comm):
+    """Nobody with data has come: no NaN spoils the parameters."""
+    with opened(comm, SECONDS, "approximate") as group:
+        root = group.plan.root
+        batch = jnp.arange(60.0)
+        indices, weights = group.assignment(60)
+        step = jax.jit(
+            jaxcoded.coded_value_and_grad(
+                lambda w, x: w * x, group, mean=True, residual=True
+            )
+        )
+        step(2.0, batch[indices], weights)[0].block_until_ready()
+        wait_for_all(comm)
+        if RANK != root:
+            time.sleep(4 * SECONDS)
+        value, grad, residual = step(2.0, batch[indices], weights)
+        assert (float(value), float(grad), float(residual)) == (0.0, 0.0, 1.0)
+        wait_for_all(comm)
+
+
 @pytest.mark.parametrize(
     ("deadline", "action"),
     [(0, "wait"), ("fast", "wait"), ("0.5x", "raise"), (True, "wait"), (None, "raise")],
