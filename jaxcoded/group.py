@@ -54,9 +54,10 @@ class CodedGroup:
             lack, in bytes; at least 64 rounds are kept up to 1 GiB.
         deadline: of the engine: how long the root waits for more children than a round
             can do without, in seconds from the beginning of a round; or ``"3x"``, 3
-            times its median round, once 5 rounds have been; or ``None``. A parent further
-            down, ``h`` layers above the lowest leaf below it, has ``h / H`` of the time.
-            Never needed for up to ``stragglers`` late children.
+            times what it takes as a rule (the median of the latest rounds of the same
+            call in which nobody missed the deadline, once there are 5); or ``None``. A
+            parent further down, ``h`` layers above the lowest leaf below it, has
+            ``h / H`` of the time. Never needed for up to ``stragglers`` late children.
         on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
             once per round (``logging``, logger ``jaxcoded``), and waits on.
             ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
@@ -209,6 +210,7 @@ class CodedGroup:
             raise
         self._rank = self._comm.rank
         self._snapshots = 0
+        self._successor: CodedGroup | None = None
         _groups[self.index] = self
 
     def _agreed_transport(
@@ -462,7 +464,8 @@ class CodedGroup:
         A round like any other: all ranks call it between the same two rounds, and nobody
         waits for a late one. The root's speeds count, such as
         ``group.telemetry().speeds``. This group is closed by it: take the new one's
-        `assignment`, and compile the step with the new one.
+        `assignment`, and compile the step with the new one. A ``with`` block of this
+        group closes the new one at its end.
 
         Args:
             speeds: relative speed of each rank, positive; see `make_plan`.
@@ -497,6 +500,7 @@ class CodedGroup:
         other.transport = self.transport.replanned(other.index, plan)
         del _groups[self.index]
         _groups[other.index] = other
+        self._successor = other
         return other
 
     def close(self, timeout: float = 60.0) -> None:
@@ -556,13 +560,15 @@ class CodedGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        group: CodedGroup = self
+        while group._successor is not None:
+            group = group._successor
         if error is None:
-            self.close()
-        else:
+            group.close()
+        elif _groups.pop(group.index, None) is not None:
             # the other ranks may be anywhere: wait for nobody, and leave them a
             # communicator to fail on
-            _groups.pop(self.index, None)
-            self.transport.abandon()
+            group.transport.abandon()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"

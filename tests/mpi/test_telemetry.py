@@ -169,6 +169,27 @@ def test_replan_with_a_late_rank(comm, transport):
     group.close()
 
 
+def test_a_block_closes_the_replanned_group(comm, transport):
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        first = group
+        for _ in range(2):
+            group = group.replan(np.ones(SIZE))
+    assert first.closed
+    assert group.closed
+
+
+def test_a_block_of_a_replanned_group_hands_on_errors(comm, transport):
+    with pytest.raises(KeyError, match="mine"):  # noqa: SIM117
+        with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+            group = group.replan(np.ones(SIZE))
+            raise KeyError("mine")
+    assert group.closed
+    with pytest.raises(KeyError, match="mine"):  # noqa: SIM117
+        with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+            group.close()
+            raise KeyError("mine")
+
+
 def test_replan_misuse(comm, transport):
     with jaxcoded.CodedGroup(
         comm, stragglers=0, root_computes=True, transport=transport
@@ -235,6 +256,33 @@ def test_without_the_engine(fresh):
         fresh.telemetry()
     with pytest.raises(NotImplementedError, match="engine"):
         fresh.on_round(print)
+
+
+@engine_only
+@redundant
+@pytest.mark.parametrize("kept", [1, 3])
+def test_few_rounds_are_remembered(comm, transport, kept):
+    """Children that are rounds ahead of a late parent take nobody's place."""
+    with jaxcoded.CodedGroup(
+        comm,
+        stragglers=1,
+        fanout=3 if SIZE == 13 else None,
+        transport=transport,
+        telemetry_rounds=kept,
+    ) as group:
+        late = max(r for r in range(1, SIZE) if group.plan.parents[r] == 0)
+        x = np.asarray(contribution(group, VECTOR))
+        for rounds in (10, 20):
+            wait_for_all(comm)
+            if RANK == late:
+                wait_until(lambda: group.lag() == 10)
+            for _ in range(10):
+                assert_sum(group, host.coded_allreduce(x, group), VECTOR)
+            wait_for_all(comm)
+            seen = group.telemetry()
+            assert seen.rounds.tolist() == list(range(rounds - kept + 1, rounds + 1))
+            assert (seen.ended >= seen.started).all()
+            assert not np.isnan(seen.arrived[seen.used]).any()
 
 
 @engine_only
