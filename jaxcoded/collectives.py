@@ -415,6 +415,7 @@ def summing(
         group.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
     words = f"{name} of {packing}{divisor}"
+    words += group.plan_words
     words += ", with its residual" * residual + ", with a token" * (token is not None)
     return Trip(words, down=down)
 

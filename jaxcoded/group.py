@@ -211,6 +211,8 @@ class CodedGroup:
         self._rank = self._comm.rank
         self._snapshots = 0
         self._successor: CodedGroup | None = None
+        # what coded calls say of the plan, which a replan may have passed some ranks by
+        self.plan_words = ""
         _groups[self.index] = self
 
     def _agreed_transport(
@@ -475,7 +477,9 @@ class CodedGroup:
 
         Raises:
             ValueError: there is no such plan. On every rank; this group stays open.
-            GroupMismatch: other ranks called something else.
+            GroupMismatch: other ranks called something else. The root's speeds may have
+                reached some ranks and not others by then; sums of ranks with different
+                plans raise it, too, until all of them have replanned.
 
         Example:
             >>> from mpi4py import MPI
@@ -497,6 +501,7 @@ class CodedGroup:
         plan = dataclasses.replace(self.plan, speeds=tuple(agreed.tolist()))
         other = copy.copy(self)
         other.plan, other.index = plan, next(_indices)
+        other.plan_words = f", replanned ({plan.fingerprint[:8]})"
         other.transport = self.transport.replanned(other.index, plan)
         del _groups[self.index]
         _groups[other.index] = other

@@ -228,6 +228,48 @@ def test_replan_beside_another_call(comm, fresh):
 
 
 @engine_only
+@redundant
+def test_who_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
+    """Its data is of the plan before. All go on once all have the same plan."""
+    group, odd = fresh, leaf(fresh)
+    speeds = np.where(np.arange(SIZE) == odd, 0.25, 1.0)
+    if RANK == odd:
+        with pytest.raises(ValueError, match="speeds must have shape"):
+            group.replan(1.0)
+        with pytest.raises(
+            jaxcoded.GroupMismatch, match="after a ValueError in replan"
+        ):
+            host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+    else:
+        group = group.replan(speeds)
+    for _ in range(4):
+        wait_for_all(comm)
+        time.sleep(0.05)
+        try:
+            total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        except jaxcoded.GroupMismatch:
+            pass
+        else:
+            assert RANK != odd
+            assert_sum(group, total, VECTOR)
+    wait_for_all(comm)
+    time.sleep(0.05)
+    while True:
+        try:
+            group = group.replan(speeds)
+            break
+        except jaxcoded.GroupMismatch:  # of the sum before
+            wait_for_all(comm)
+    wait_for_all(comm)
+    assert len(set(comm.allgather(group.plan.to_json()))) == 1
+    for _ in range(3):
+        total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        assert_sum(group, total, VECTOR)
+    wait_for_all(comm)
+    group.close()
+
+
+@engine_only
 def test_hook(comm, fresh):
     """Sees every round once, on a thread of its own, and may raise or call the group."""
     seen, threads = [], set()
