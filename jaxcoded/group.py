@@ -20,7 +20,7 @@ from jaxcoded.allocation import assignment
 from jaxcoded.deadline import Deadline
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
 from jaxcoded.plan import Plan, make_plan
-from jaxcoded.telemetry import RoundSeen, Telemetry, reporter
+from jaxcoded.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.transports import Transport, _cuda_aware, engine
 from jaxcoded.transports.mpi4jax import Mpi4jax
 
@@ -451,14 +451,15 @@ class CodedGroup:
         )
 
     def on_round(self, callback: Callable[[RoundSeen], Any]) -> None:
-        """Call a function with a `jaxcoded.telemetry.RoundSeen` after each of this rank's rounds, for
-        loggers.
+        """Call a function with a `jaxcoded.telemetry.RoundSeen` after each of this
+        rank's rounds, for loggers.
 
         It runs on a thread of its own, in the order of the rounds, and holds up no
-        round. What it raises is logged. A group has one such function, the latest.
+        round. What it raises is logged. A group has one such function, the latest; it is
+        called no more once the group is closed and it has seen all rounds.
         """
         check_open(self)
-        self.transport.on_round(reporter(callback))
+        report(self.transport.reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
         """The group with its data laid out anew, in proportion to these speeds.

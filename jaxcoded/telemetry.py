@@ -1,11 +1,13 @@
 """What a rank has seen of its rounds: who was in time, and what took how long."""
 
+import atexit
 import contextlib
 import dataclasses
 import logging
 import os
-import queue
 import threading
+import time
+import weakref
 import zipfile
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -19,6 +21,8 @@ SLOWEST = 0.05
 # In more rounds than this share a child is called late.
 _OFTEN = 0.1
 _DONE = 1  # outcome of a round
+# For the last calls of functions given to on_round, at the end of the process.
+_REPORT_SECONDS = 1.0
 
 
 class RoundSeen(NamedTuple):
@@ -254,25 +258,36 @@ class Telemetry:
         return cls(**values | {"rank": int(values["rank"])})
 
 
-def reporter(callback: Callable[[RoundSeen], Any]) -> Callable[..., None]:
-    """A function for the engine, which hands its arguments to ``callback`` on another
-    thread, so that the engine does not wait."""
-    seen: queue.SimpleQueue[RoundSeen] = queue.SimpleQueue()
+def report(
+    following: Callable[[], tuple[Any, ...] | None],
+    callback: Callable[[RoundSeen], Any],
+) -> None:
+    """Call ``callback`` on a thread of its own with each of the records that
+    ``following`` waits for, until they end."""
 
-    def report() -> None:
-        while True:
+    def run() -> None:
+        while (values := following()) is not None:
+            record = RoundSeen(*values)
             try:
-                callback(seen.get())
+                callback(record._replace(failed=record.failed != _DONE))
             except Exception:
                 logger.exception("the function given to on_round raised")
 
-    threading.Thread(target=report, name="jaxcoded rounds", daemon=True).start()
+    thread = threading.Thread(target=run, name="jaxcoded rounds", daemon=True)
+    _reporting.add(thread)
+    thread.start()
 
-    def hand_over(*values: Any) -> None:
-        record = RoundSeen(*values)
-        seen.put(record._replace(failed=record.failed != _DONE))
 
-    return hand_over
+_reporting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+# Registered before the engine's own end, hence called after it.
+@atexit.register
+def _finish_reports() -> None:
+    """Let the last records be seen before the interpreter ends."""
+    until = time.monotonic() + _REPORT_SECONDS
+    for thread in list(_reporting):
+        thread.join(max(until - time.monotonic(), 0.0))
 
 
 def _time(seconds: float) -> str:

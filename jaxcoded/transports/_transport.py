@@ -186,8 +186,9 @@ class Transport(abc.ABC):
         """What was remembered of the latest rounds, by name."""
         raise NotImplementedError('telemetry needs a group with transport="engine"')
 
-    def on_round(self, hook: Callable[..., None]) -> None:
-        """Call a function with the fields of each round, on some thread."""
+    def reports(self) -> Callable[[], tuple[Any, ...] | None]:
+        """A function that waits for the next round and gives its fields; ``None`` after
+        the last."""
         raise NotImplementedError('telemetry needs a group with transport="engine"')
 
     def keep_state(self, state: np.ndarray) -> None:

@@ -320,8 +320,9 @@ class Engine(Transport):
     def telemetry(self) -> dict[str, list[Any]]:
         return self._ask("telemetry")
 
-    def on_round(self, hook: Callable[..., None]) -> None:
-        self._ask("on_round", hook)
+    def reports(self) -> Callable[[], tuple[Any, ...] | None]:
+        reports = self._ask("reports")
+        return lambda: _engine.next_report(reports)
 
     def keep_state(self, state: np.ndarray) -> None:
         self._ask("keep_state", state.ctypes.data, state.nbytes)

@@ -1,5 +1,7 @@
 """What ranks see of their rounds, and what follows from it."""
 
+import ctypes
+import os
 import threading
 import time
 
@@ -290,6 +292,57 @@ def test_hook(comm, fresh):
     assert all(it.ended >= it.started for it in seen)
     assert threads.isdisjoint({threading.main_thread()})
     wait_for_all(comm)
+
+
+@engine_only
+def test_hooks_end(comm, transport):
+    """With the group, or where another one takes its place, and no thread is left."""
+
+    def threads():
+        return sum(it.name == "jaxcoded rounds" for it in threading.enumerate())
+
+    wait_until(lambda: threads() == 0)
+    seen, others = [], []
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        x = np.ones(3)
+        group.on_round(seen.append)
+        host.coded_allreduce(x, group)
+        group.on_round(others.append)
+        wait_until(lambda: threads() == 1)
+        host.coded_allreduce(x, group)
+        group = group.replan(np.ones(SIZE))
+        host.coded_allreduce(x, group)
+        wait_for_all(comm)
+    wait_until(lambda: threads() == 0)
+    assert [it.number for it in seen] == [1]
+    assert [it.number for it in others] == [2, 3, 4]
+
+
+@engine_only
+@several
+def test_a_hook_holds_up_no_round(comm, transport, tmp_path):
+    """Not even while Python's lock is held, which the engine must not wait for."""
+    path = comm.bcast(str(tmp_path / "over"))
+    x = jnp.ones(3)
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        holds = group.plan.root == RANK
+        group.on_round(lambda it: None)
+        jaxcoded.coded_allreduce(x, group).block_until_ready()
+        if holds:
+            os.mkfifo(path)
+        wait_for_all(comm)
+        handles = [jaxcoded.coded_allreduce_start(x, group) for _ in range(3)]
+        jax.block_until_ready(handles)
+        if holds:  # until somebody else has all results
+            fifo = os.open(path, os.O_RDWR)
+            assert ctypes.PyDLL(None).read(fifo, ctypes.create_string_buffer(1), 1) == 1
+            os.close(fifo)
+        for handle in handles:
+            jaxcoded.coded_allreduce_done(handle).block_until_ready()
+        if comm.rank == (group.plan.root + 1) % SIZE:
+            with open(path, "wb") as fifo:
+                fifo.write(b"1")
+        wait_for_all(comm)
 
 
 @mpi4jax_only

@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "engine.h"
+#include "reports.h"
 #include "staging.h"
 #include "xla.h"
 
@@ -166,23 +167,35 @@ nb::dict telemetry(std::uint64_t index) {
   return out;
 }
 
-// `hook` gets the fields of each round's record, on any thread.
-void on_round(std::uint64_t index, nb::callable hook) {
-  auto* kept = new nb::callable(std::move(hook));  // see `with_gil`
-  nb::gil_scoped_release release;
-  Engine::instance().with(index, [&](Member& its) {
-    its.node->on_round([kept](const RoundRecord& it) {
-      nb::gil_scoped_acquire gil;
-      try {
-        (*kept)(it.round, it.work, it.started, it.decided, it.ended, it.decider,
-                static_cast<int>(it.outcome), it.skipped, it.approximate);
-      } catch (nb::python_error& error) {
-        error.restore();
-        PyErr_WriteUnraisable(kept->ptr());
-      }
+// The records of a group's rounds from now on, until it is closed or somebody else asks. In a
+// capsule: a thread may keep it until the end of the process, which nanobind takes for a leak.
+nb::capsule reports(std::uint64_t index) {
+  auto out = std::make_shared<Reports>();
+  // closed with the hook: at the end of the node, or where another one takes its place
+  const std::shared_ptr<Reports> open(out.get(), [out](Reports* it) { it->close(); });
+  {
+    nb::gil_scoped_release release;
+    Engine::instance().with(index, [&](Member& its) {
+      its.node->on_round([open](const RoundRecord& it) { open->add(it); });
+      return 0;
     });
-    return 0;
+  }
+  return nb::capsule(new std::shared_ptr<Reports>(std::move(out)), [](void* it) noexcept {
+    delete static_cast<std::shared_ptr<Reports>*>(it);
   });
+}
+
+// The fields of a record, or None after the last one.
+nb::object next_report(nb::capsule reports) {
+  const auto from = *static_cast<std::shared_ptr<Reports>*>(reports.data());
+  std::optional<RoundRecord> it;
+  {
+    nb::gil_scoped_release release;
+    it = from->next();
+  }
+  if (!it) return nb::none();
+  return nb::make_tuple(it->round, it->work, it->started, it->decided, it->ended, it->decider,
+                        static_cast<int>(it->outcome), it->skipped, it->approximate);
 }
 
 void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
@@ -419,7 +432,8 @@ NB_MODULE(_engine, module) {
   query("status", [](Member& its) { return its.node->status(); });
 
   module.def("telemetry", &telemetry);
-  module.def("on_round", &on_round);
+  module.def("reports", &reports);
+  module.def("next_report", &next_report);
   module.def("replan", &replan);
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     Engine::instance().with(index, [&](Member& its) {
