@@ -14,7 +14,7 @@ class Deadline:
 
     Attributes:
         seconds: from the beginning of a round; 0 without such a limit.
-        rounds: or so many times the median round; 0 without such a limit.
+        rounds: or so many times what it takes as a rule; 0 without such a limit.
         action: one of `ACTIONS`.
 
     Example:
