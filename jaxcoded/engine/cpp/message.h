@@ -69,7 +69,7 @@ struct Message {
   template <class T>
   std::vector<T> values(std::size_t offset, std::size_t count) const {
     std::vector<T> out(count);
-    std::memcpy(out.data(), body.data() + offset, count * sizeof(T));
+    if (count) std::memcpy(out.data(), body.data() + offset, count * sizeof(T));
     return out;
   }
 
