@@ -104,7 +104,8 @@ void Node::submit(Call call) {
     if (decoder_.pinned()) keep_own();
     if (!call_.up) {
       for (std::size_t s = 0; s < call_.own.size(); ++s) {
-        std::memcpy(sum_at_[s], call_.own[s], call_.message[s].bytes());
+        const std::uint64_t size = call_.message[s].bytes();
+        if (size) std::memcpy(sum_at_[s], call_.own[s], size);
       }
       decided(entry, entry.layout.size());
       if (!calling()) return;
@@ -173,7 +174,7 @@ void Node::finish(Outcome outcome, std::string error) {
   withdraw(Object::What::message, next_ + 1);
   if (outcome == Outcome::done && !call_.down && !root()) {
     for (std::size_t s = 0; s < call_.out.size(); ++s) {
-      std::memset(call_.out[s], 0, call_.total[s].bytes());
+      if (const std::uint64_t size = call_.total[s].bytes()) std::memset(call_.out[s], 0, size);
     }
   }
   outcome_ = outcome;

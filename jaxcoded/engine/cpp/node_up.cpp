@@ -306,7 +306,8 @@ void Node::offer() {
     message.header.flags |= inlined;
     message.body.resize(std::max<std::uint64_t>(outgoing_.bytes(), 1));
     for (std::size_t s = 0; s < sum_at_.size(); ++s) {
-      std::memcpy(message.body.data() + outgoing_.start(s), sum_at_[s], call_.message[s].bytes());
+      const std::uint64_t size = call_.message[s].bytes();
+      if (size) std::memcpy(message.body.data() + outgoing_.start(s), sum_at_[s], size);
     }
   } else if (!empty) {
     append_addresses(message, sum_at_);
