@@ -69,7 +69,7 @@ def open(
     decoder: Decoder,
     limits: Limits,
     refuse: Callable[[list[bool]], str],
-    report: Callable[[str], bool] | None,
+    report: Callable[[int, str], bool] | None,
 ) -> None: ...
 def run(
     index: int,

@@ -136,7 +136,7 @@ class Engine(Transport):
             _decoder(plan, comm.rank),
             limits,
             _refusal(plan),
-            functools.partial(_report, index) if deadline.action == "wait" else None,
+            _report if deadline.action == "wait" else None,
         )
 
     def carry(

@@ -359,7 +359,7 @@ bool Engine::poll() {
     if (!its_news && its.report && its.node->overdue() && its.reported < its.node->next()) {
       const std::string words = its.node->waiting_for();
       its.reported = its.node->next();
-      if (!words.empty()) its.report(words);
+      if (!words.empty()) its.report(index, words);
     }
   }
   return news;

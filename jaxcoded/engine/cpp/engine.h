@@ -46,7 +46,7 @@ struct Member {
   // Why a round without these ranks must fail; empty if it need not.
   std::function<std::string(const std::vector<bool>&)> refuse;
   std::map<std::vector<bool>, std::string> refusals;
-  std::function<void(const std::string&)> report;
+  std::function<void(std::uint64_t index, const std::string&)> report;
   Round reported = 0;
   bool abandoned = false;  // this rank makes no more calls, but relays
   std::shared_ptr<Pool> pool = std::make_shared<Pool>(std::size_t{1} << 30);

@@ -89,8 +89,8 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.root = family.ancestors.empty();
   member.refuse = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
   if (report) {
-    auto said = with_gil<bool, const std::string&>(std::move(*report), false);
-    member.report = [said](const std::string& words) { said(words); };
+    auto said = with_gil<bool, std::uint64_t, const std::string&>(std::move(*report), false);
+    member.report = [said](std::uint64_t at, const std::string& words) { said(at, words); };
   }
   nb::gil_scoped_release release;
   auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
