@@ -94,6 +94,7 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
 // Whom this rank waits for; empty if it lacks nobody's message.
 std::string Node::lacking() const {
   if (!calling() || !call_.up || call_.skipped || children_.empty() || decoding_) return {};
+  if (decoded_ == incoming_.size()) return {};
   std::vector<Rank> missing;
   std::string theirs;
   for (std::size_t row = 0; row < decoder_.rows(); ++row) {

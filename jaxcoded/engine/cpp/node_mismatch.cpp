@@ -53,6 +53,7 @@ void Node::check_offer(Child& child) {
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
   if (!calling() || !call_.up || call_.skipped || children_.empty() || !call_.refusal.empty()) return;
+  if (decoded_ == incoming_.size()) return;  // nobody is waited for
   // With too many children gone for good, waiting would never end.
   const std::vector<bool> possible = may_offer(decoded_);
   if (closed_.empty() || decoder_.decode(possible, possible)) return;
