@@ -4,7 +4,9 @@
 other ranks would wait for it for ever.
 """
 
+import pathlib
 import sys
+import tempfile
 
 import jax
 import pytest
@@ -28,6 +30,13 @@ def pytest_runtest_makereport(item, call):
         )
         MPI.COMM_WORLD.Abort(1)
     return report
+
+
+@pytest.fixture
+def tmp_path():
+    """Pytest's own folders are cleared away by all ranks at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -462,7 +462,7 @@ def test_an_engine_of_another_mpi(comm, monkeypatch):
     reason = engine.missing()
     assert reason.startswith("the engine was built for Another MPI v1.2, but mpi4py ")
     with pytest.raises(ValueError, match="built for Another MPI"):
-        jaxcoded.CodedGroup(comm, transport="engine")
+        jaxcoded.CodedGroup(comm, stragglers=0, transport="engine")
 
 
 @mpi4jax_only
