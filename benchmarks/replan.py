@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=40, help="of each half")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
-    rounds, an_example = (8, 0.5e-3) if args.smoke else (args.rounds, 2e-3)
+    rounds, an_example = (30, 1e-3) if args.smoke else (args.rounds, 2e-3)
     if comm.rank >= comm.size - SLOW:
         an_example *= FACTOR
     group = jaxcoded.CodedGroup(
