@@ -66,11 +66,11 @@ def test_places_beyond_int32(monkeypatch):
 
 def test_wire_dtypes():
     tree = {
-        "a": jnp.ones((2, 1)),
+        "a": jnp.ones((2, 1), jnp.float32),
         "b": jnp.float32(2),
         "c": jnp.ones(3, jnp.bfloat16),
-        "d": jnp.ones((0, 2)),
-        "e": jnp.ones(1),
+        "d": jnp.ones((0, 2), jnp.float32),
+        "e": jnp.ones(1, jnp.float32),
     }
     vectors, packing = pack(tree, wire_dtype="bfloat16")
     assert [(v.shape, v.dtype.name) for v in vectors] == [
