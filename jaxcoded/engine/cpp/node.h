@@ -184,7 +184,6 @@ class Node {
   double wakes_at() const;
   // Where this rank stands, for whoever looks for the cause of a hang.
   std::string status() const;
-  double call_started() const { return started_; }
   const Telemetry& telemetry() const { return telemetry_; }
   // Called with each round of this rank at its end, if there is any telemetry.
   void on_round(std::function<void(const RoundRecord&)> hook) { hook_ = std::move(hook); }
