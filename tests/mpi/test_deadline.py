@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
 several = pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(7)
-SECONDS = 0.3
+SECONDS = 1.5  # far above what ranks that compile on shared cores come apart
+LATE = 2 * SECONDS
 
 
 @contextlib.contextmanager
@@ -63,7 +64,7 @@ def test_raise(comm, deadline):
             assert_sum(group, np.asarray(call(x)), VECTOR)
         wait_for_all(comm)
         if RANK in late:
-            time.sleep(4 * SECONDS)
+            time.sleep(LATE)
         with pytest.raises(JaxRuntimeError, match="DeadlineExceeded") as raised:
             call(x).block_until_ready()
         jaxcoded.settle()
@@ -73,7 +74,7 @@ def test_raise(comm, deadline):
         assert "round 9 was not decided within" in text
         assert all(str(rank) in text for rank in late)
         if RANK in late:
-            time.sleep(4 * SECONDS)
+            time.sleep(LATE)
         with pytest.raises(jaxcoded.DeadlineExceeded, match="round 10 was not decided"):
             host.coded_allreduce(np.asarray(x), group)
         wait_for_all(comm)
@@ -88,7 +89,7 @@ def test_no_deadline_is_met_by_those_it_can_do_without(comm):
         x = np.asarray(contribution(group, VECTOR))
         wait_for_all(comm)
         if RANK == late:
-            time.sleep(3 * SECONDS)
+            time.sleep(LATE)
         assert_sum(group, host.coded_allreduce(x, group), VECTOR)
         wait_for_all(comm)
 
@@ -103,13 +104,16 @@ def test_approximate(comm, code):
         # each rank's coefficients of the cells: the sum is that of all cells
         mine = cells.coefficients(plan, RANK)[:, 0, 0]
         call = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group, residual=True))
-        total, residual = call(jnp.asarray(mine))
+        mine = jnp.asarray(mine)
+        jax.block_until_ready(call(mine))
+        wait_for_all(comm)
+        total, residual = call(mine)
         np.testing.assert_allclose(total, np.ones(count), atol=1e-9)
         assert float(residual) < 1e-6
         wait_for_all(comm)
         if RANK in late:
-            time.sleep(4 * SECONDS)
-        total, residual = call(jnp.asarray(mine))
+            time.sleep(LATE)
+        total, residual = call(mine)
         found = np.asarray(total)
         expected = np.sqrt(np.sum(cells.sizes(plan) * (found - 1) ** 2))
         np.testing.assert_allclose(float(residual), expected, rtol=1e-6)
@@ -117,13 +121,13 @@ def test_approximate(comm, code):
         assert len({found.tobytes() for found in comm.allgather(found)}) == 1
         # the least squares of what has come at the parent that lacks two
         wait_for_all(comm)
-        total, residual = call(jnp.asarray(mine))
+        total, residual = call(mine)
         np.testing.assert_allclose(total, np.ones(count), atol=1e-9)
         assert float(residual) < 1e-6
         wait_for_all(comm)
         seen = group.telemetry()
         lacks = plan.parents[late[0]] == RANK
-        assert seen.approximate.tolist() == [False, lacks, False]
+        assert seen.approximate.tolist()[1:] == [False, lacks, False]
 
 
 @several
@@ -138,12 +142,13 @@ def test_approximate_training_counts_what_came(comm):
                 lambda w, x: w + 0 * x, group, mean=True, residual=True
             )
         )
+        jax.block_until_ready(step(2.0, batch[indices], weights))
         wait_for_all(comm)
         value, grad, residual = step(2.0, batch[indices], weights)
         assert (float(value), float(grad), float(residual) < 1e-6) == (2.0, 1.0, True)
         wait_for_all(comm)
         if RANK in late:
-            time.sleep(4 * SECONDS)
+            time.sleep(LATE)
         value, grad, residual = step(2.0, batch[indices], weights)
         np.testing.assert_allclose([float(value), float(grad)], [2.0, 1.0], rtol=1e-6)
         assert float(residual) > 0.1
@@ -165,7 +170,7 @@ def test_the_mean_of_nothing_is_zero(comm):
         step(2.0, batch[indices], weights)[0].block_until_ready()
         wait_for_all(comm)
         if RANK != root:
-            time.sleep(4 * SECONDS)
+            time.sleep(LATE)
         value, grad, residual = step(2.0, batch[indices], weights)
         assert (float(value), float(grad)) == (0.0, 0.0)
         np.testing.assert_allclose(float(residual), 1.0, rtol=1e-6)

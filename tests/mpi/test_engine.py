@@ -621,12 +621,12 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         stragglers=0,
         fanout=3 if SIZE == 13 else None,
         transport=transport,
-        deadline=0.3,
+        deadline=0.7,
     ) as group:
         parents, waited_for = group.plan.parents, SIZE - 1
         wait_for_all(comm)
         if RANK == SIZE - 1:
-            time.sleep(1.0)
+            time.sleep(1.6)
         with caplog.at_level(logging.INFO, "jaxcoded"):
             total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
         assert_sum(group, total, VECTOR)
