@@ -1,9 +1,8 @@
-import ast
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxcoded import codes
+from jaxcoded import _texts, codes
 from jaxcoded.codes._gradient_code import GradientCode
 
 EXACT = (
@@ -56,7 +55,7 @@ def named(
             the code has another ``m`` or tolerates less than ``s``.
 
     Example:
-        >>> from jaxcoded import codes
+        >>> from jaxcoded import _texts, codes
         >>> codes.named("random_generator", 5, 1, 2).loads.tolist()
         [3, 3, 3, 3, 3]
     """
@@ -105,24 +104,4 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: it has none, or not in this form.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"code must be a text, got {text!r}")  # noqa: TRY004
-    wanted = f"code must be 'auto' or one of {', '.join(NAMES)}"
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
-        raise ValueError(f"{wanted}; got {text!r}") from None
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.func.id not in NAMES or call.args:
-        raise ValueError(f"{wanted}; got {text!r}")
-    arguments = {}
-    for keyword in call.keywords:
-        if keyword.arg in arguments:
-            raise ValueError(f"code={text!r} gives {keyword.arg} twice")
-        try:
-            arguments[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except (ValueError, TypeError, MemoryError, RecursionError):
-            raise ValueError(
-                f"code={text!r}: {keyword.arg} is not a Python literal"
-            ) from None
-    return call.func.id, arguments
+    return _texts.parsed("code", text, NAMES, besides="'auto' or ")
