@@ -11,7 +11,7 @@ from typing import Any
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
 
-_STYLE = {
+_STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
@@ -49,12 +49,13 @@ def picture(
     """
     try:
         import matplotlib as mpl
+        from cycler import cycler
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError(
             "pictures need matplotlib: pip install 'jaxcoded[pictures]'"
         ) from None
-    colours = mpl.cycler(color=COLOURS)
+    colours = cycler(color=COLOURS)
     with mpl.rc_context(_STYLE | {"axes.prop_cycle": colours}):
         # not by pyplot: it keeps figures, and asks for a display
         figure = Figure(figsize=size)
