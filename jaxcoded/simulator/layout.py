@@ -1,0 +1,228 @@
+"""Who sends what to whom, and how many suffice: a plan without its coefficients."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.plan import Plan
+from jaxcoded.tree import balanced_parents
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A tree for the simulator, for millions of ranks.
+
+    Ranks are in breadth-first order, so that the children of a rank are neighbours.
+
+    Attributes:
+        parents: int64 ``(N,)``, not falling; -1 at the root, rank 0.
+        loads: float64 ``(N,)``, the part of the batch that each rank computes.
+        needs: int64 ``(N,)``, the number of children, or of classes of them, that each
+            parent waits for; 0 at leaves.
+        copies: int64 ``(N,)``, how many neighbouring children send the same message, one
+            of which suffices (fractional repetition); 1 where there are none.
+        messages: float64 ``(N,)``, the length of each rank's message as a part of the
+            payload.
+        ranks: int64 ``(N,)``, the number that each of them has in the job.
+    """
+
+    parents: np.ndarray
+    loads: np.ndarray
+    needs: np.ndarray
+    copies: np.ndarray
+    messages: np.ndarray
+    ranks: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """Number of children of each rank, int64 ``(N,)``."""
+        return np.bincount(self.parents[1:], minlength=self.size)
+
+    @functools.cached_property
+    def first(self) -> np.ndarray:
+        """The first child of each rank, int64 ``(N,)``; the others follow."""
+        return np.concatenate([[0], np.cumsum(self.counts)[:-1]]) + 1
+
+    @functools.cached_property
+    def layers(self) -> list[slice]:
+        """The ranks of each layer, the root's first."""
+        layers = [slice(0, 1)]
+        while layers[-1].stop < self.size:
+            last = layers[-1].stop - 1
+            layers.append(
+                slice(layers[-1].stop, int(self.first[last] + self.counts[last]))
+            )
+        return layers
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Layout":
+        """That of a plan. Of codes whose decodable sets are no matter of numbers or
+        copies alone, any ``n − s`` children are taken to suffice.
+
+        Example:
+            >>> import jaxcoded
+            >>> from jaxcoded.simulator import Layout
+            >>> Layout.of(jaxcoded.make_plan(13, fanout=3)).needs.tolist()[:4]
+            [2, 2, 2, 2]
+        """
+        order: list[int] = [plan.root]
+        needs, copies = [], []
+        for rank in order:  # grows while it is walked
+            coding = plan.codings[rank]
+            if coding is None:
+                needs.append(0)
+                copies.append(1)
+                continue
+            code, children = coding.code, plan.coded_children(rank)
+            classes = np.asarray(code.classes)
+            alike = np.bincount(classes)
+            if len(alike) < code.n and len(set(alike.tolist())) == 1:
+                # copies beside each other
+                children = tuple(
+                    children[row] for row in np.argsort(classes, kind="stable")
+                )
+                needs.append(len(alike))
+                copies.append(int(alike[0]))
+            else:
+                needs.append(code.n - code.stragglers)
+                copies.append(1)
+            order.extend(children)
+        ranks = np.array(order)
+        position = np.empty(len(ranks), np.int64)
+        position[ranks] = np.arange(len(ranks))
+        parents = np.array(plan.parents)[ranks]
+        messages = np.array(plan.parts_above) / np.array(plan.slices_above)
+        return cls(
+            parents=np.where(parents < 0, -1, position[parents]),
+            loads=np.array([float(plan.load_of(rank)) for rank in order]),
+            needs=np.array(needs),
+            copies=np.array(copies),
+            messages=messages[ranks],
+            ranks=ranks,
+        )
+
+    @classmethod
+    def balanced(
+        cls, size: int, fanout: int, stragglers: int = 0, slices: int = 1
+    ) -> "Layout":
+        """The balanced tree that `jaxcoded.make_plan` makes, with a root that has no
+        data, and its loads in closed form (CodedReduce, Reisizadeh et al. 2021,
+        generalised to any tree; ``docs/theory.md``), without making codes.
+
+        Args:
+            size: number of ranks ``N``.
+            fanout: most children of a parent; ``size − 1`` is a star.
+            stragglers: ``s``.
+            slices: ``m``.
+
+        Raises:
+            ValueError: no such tree.
+
+        Example:
+            >>> from jaxcoded.simulator import Layout
+            >>> round(float(Layout.balanced(1 + 3 + 9, 3, 1).loads.max()) * 15, 6)
+            4.0
+        """
+        size = _require.integer("size", size, 2)
+        holders = _require.integer("stragglers", stragglers, 0) + _require.integer(
+            "slices", slices, 1
+        )
+        fanout = _require.integer("fanout", fanout, 1)
+        if holders > min(fanout, size - 1):
+            raise ValueError(
+                f"stragglers={stragglers} and slices={slices} need fanout ≥ {holders} "
+                f"and more than {holders} ranks, got fanout={fanout}, size={size}"
+            )
+        parents = np.array(balanced_parents(size, min(fanout, size - 1), holders))
+        counts = np.bincount(parents[1:], minlength=size)
+        m = np.minimum(slices, np.maximum(counts, 1))
+        s = np.minimum(stragglers, np.maximum(counts - m, 0))
+        it = cls(
+            parents=parents,
+            loads=np.zeros(size),
+            needs=np.maximum(counts - s, 0),
+            copies=np.ones(size, np.int64),
+            messages=np.ones(size),
+            ranks=np.arange(size),
+        )
+        coded, own = np.zeros(size), np.ones(size)
+        own[0] = 0.0
+        capacity = own.copy()
+        for layer in reversed(it.layers[:-1]):
+            inner = np.arange(layer.start, layer.stop)[counts[layer] > 0]
+            below = it.of_children(capacity, inner, np.inf)
+            coded[inner] = _largest_coded_sets(below, counts[inner], (s + m)[inner])
+            it._repeat(inner, below, coded[inner], s, m)
+            capacity[inner] += coded[inner]
+        given = np.zeros(size)
+        given[0] = capacity[0]
+        for layer in it.layers[1:]:
+            above = parents[layer]
+            share = np.minimum(capacity[layer] / coded[above], 1.0)
+            given[layer] = given[above] * coded[above] / capacity[above] * share
+            it.messages[layer] = it.messages[above] / m[above]
+        it.loads[:] = given * own / capacity / capacity[0]
+        return it
+
+    def _repeat(
+        self,
+        parents: np.ndarray,
+        capacities: np.ndarray,
+        coded: np.ndarray,
+        stragglers: np.ndarray,
+        slices: np.ndarray,
+    ) -> None:
+        """Note fractional repetition where it wastes no capacity of the children."""
+        s = stragglers[parents]
+        fits = (slices[parents] == 1) & (s > 0) & (self.counts[parents] % (s + 1) == 0)
+        for copies in np.unique(s[fits] + 1):
+            some = np.flatnonzero(fits & (s + 1 == copies))
+            table = capacities[some][:, : int(self.counts[parents[some]].max())]
+            table = np.where(np.isinf(table), 0.0, table)
+            table = np.pad(table, ((0, 0), (0, -table.shape[1] % copies)))
+            # neighbours are alike: subtrees come in the order of their sizes
+            classes = table.reshape(len(some), -1, copies)
+            kept = classes.min(axis=2).sum(axis=1)
+            chosen = parents[some[np.isclose(kept, coded[some], rtol=1e-12)]]
+            self.copies[chosen] = copies
+            self.needs[chosen] = self.counts[chosen] // copies
+
+    def of_children(
+        self, values: np.ndarray, parents: np.ndarray, missing: float
+    ) -> np.ndarray:
+        """Values ``(N,)`` as a table ``(parents, most children)``, with ``missing`` where
+        a parent has fewer."""
+        counts = self.counts[parents]
+        most = int(counts.max())
+        if (counts == most).all() and (np.diff(parents) == 1).all():
+            start = self.first[parents[0]]
+            return values[start : start + len(parents) * most].reshape(-1, most)
+        columns = np.arange(most)
+        there = columns < counts[:, None]
+        index = np.where(there, self.first[parents][:, None] + columns, 0)
+        return np.where(there, values[index], missing)
+
+
+def _largest_coded_sets(
+    capacities: np.ndarray, counts: np.ndarray, holders: np.ndarray
+) -> np.ndarray:
+    """`jaxcoded._coding.largest_coded_set` of each row, of which only so many count."""
+    ordered = np.sort(capacities, axis=1)
+    ordered[np.isinf(ordered)] = 0.0
+    total = np.cumsum(ordered, axis=1)
+    best = np.full(len(counts), np.inf)
+    rows = np.arange(len(counts))
+    holders = np.minimum(holders, counts)
+    for left_out in range(int(holders.max())):
+        fits = left_out < holders
+        kept = np.where(fits, counts - left_out - 1, 0)
+        value = total[rows, kept] / np.maximum(holders - left_out, 1)
+        best = np.where(fits, np.minimum(best, value), best)
+    return best

@@ -1,0 +1,30 @@
+"""The ring all-reduce, for comparison."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxcoded import _require
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """All ranks in a circle, each with an equal part of the batch; ``N − 1`` steps sum the
+    ``N`` pieces of the payload and ``N − 1`` steps hand them round.
+
+    Every step needs the neighbour's, so nobody is done before the last one has gone round:
+    with equal links at ``2 (N − 1)`` steps after the last rank has begun.
+
+    Attributes:
+        size: number of ranks ``N``.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _require.integer("size", self.size, 2)
+
+    @property
+    def loads(self) -> np.ndarray:
+        """float64 ``(N,)``: equal parts of the batch."""
+        return np.full(self.size, 1 / self.size)
