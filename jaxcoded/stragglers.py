@@ -32,8 +32,10 @@ class Delays(NamedTuple):
     stopped: np.ndarray
 
     def time(self, work: np.ndarray | float) -> np.ndarray:
-        """Seconds until the ranks are done with so many seconds of work."""
-        return work * self.factor + self.seconds
+        """Seconds until the ranks are done with so many seconds of work. Who has none
+        is late only if its process stands still."""
+        seconds = work * self.factor + self.seconds
+        return np.where((np.asarray(work) > 0) | self.stopped, seconds, 0.0)
 
 
 class Stragglers(abc.ABC):

@@ -12,6 +12,7 @@ complaints, and that processors are shared by ranks.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -136,7 +137,14 @@ def simulate(
     return Outcome(ends, total[0], total[1])
 
 
-def _ring(layout, network, payload, work, delays, rounds):  # type: ignore[no-untyped-def]
+def _ring(
+    layout: Ring,
+    network: Network,
+    payload: float,
+    work: float,
+    delays: Iterator[Delays],
+    rounds: int,
+) -> Outcome:
     """Everybody is done when the last one has gone round."""
     n = layout.size
     piece = payload / n
@@ -167,14 +175,80 @@ class _Up(NamedTuple):
     used: np.ndarray
 
 
+class _Parents:
+    """Parents of one layer, alike in the number of their children and how many they
+    need."""
+
+    def __init__(
+        self, layout: Layout, network: Network, payload: float, ranks: np.ndarray
+    ) -> None:
+        self.ranks, self.latency = ranks, network.latency
+        self.count = int(layout.counts[ranks[0]])
+        self.needs = int(layout.needs[ranks[0]])
+        self.copies = int(layout.copies[ranks[0]])
+        children = layout.first[ranks][:, None] + np.arange(self.count)
+        start = int(children[0, 0])
+        neighbours = int(children[-1, -1]) - start + 1 == children.size
+        self.children: slice | np.ndarray = (
+            slice(start, start + children.size) if neighbours else children.ravel()
+        )
+        length = payload * layout.messages[start]
+        inlined = length <= network.inline
+        self.pieces = max(1, int(np.ceil(length / network.piece)))
+        piece = length / self.pieces
+        # a processor, and for short messages the port, takes one offer at a time
+        handling = network.overhead + (piece / network.bandwidth if inlined else 0.0)
+        self.turns = handling * np.arange(self.needs)
+        self.handling = handling * self.needs
+        # pieces that were asked for come one after the other
+        self.asked = 0.0 if inlined else (network.trips - 1) * network.latency
+        self.period = self.needs * network.overhead + max(
+            0.0 if inlined else self.needs * piece / network.bandwidth,
+            0.0 if inlined else piece / network.sending,
+            self.needs * piece / network.combine,
+        )
+
+    def sum_up(
+        self,
+        called: np.ndarray,
+        first: np.ndarray,
+        last: np.ndarray,
+        used: np.ndarray,
+    ) -> None:
+        """Enter when the first and the last piece of the sums of these are there, from
+        those of their children, and whom they take."""
+        heard = first[self.children].reshape(-1, self.count) + self.latency
+        if self.copies > 1:  # the first of each class
+            classes = heard.reshape(len(heard), -1, self.copies)
+            chosen = classes.argmin(axis=2) + np.arange(self.needs) * self.copies
+        elif self.needs < self.count:
+            chosen = np.argpartition(heard, self.needs - 1, axis=1)[:, : self.needs]
+        else:
+            chosen = np.broadcast_to(np.arange(self.count), heard.shape)
+        enough = np.sort(np.take_along_axis(heard, chosen, 1), axis=1) - self.turns
+        enough = enough.max(axis=1) + self.handling
+        begun = np.maximum(called[self.ranks], enough) + self.asked + self.period
+        complete = last[self.children].reshape(-1, self.count)
+        slowest = np.take_along_axis(complete, chosen, 1).max(axis=1)
+        done = np.maximum(
+            begun + (self.pieces - 1) * self.period,
+            slowest + self.latency + self.asked + self.period,
+        )
+        first[self.ranks], last[self.ranks] = begun, done
+        taken = np.zeros(heard.shape, bool)
+        np.put_along_axis(taken, chosen, True, 1)
+        used[self.children] = taken.ravel()
+
+
 class _Job:
     """What does not change from round to round."""
 
     def __init__(self, layout: Layout, network: Network, payload: float) -> None:
         self.layout, self.network, self.payload = layout, network, payload
-        self.inner = [
-            np.arange(layer.start, layer.stop)[layout.counts[layer] > 0]
-            for layer in layout.layers
+        self.parents = [
+            parents
+            for layer in reversed(layout.layers)
+            for parents in self._alike(np.arange(layer.start, layer.stop))
         ]
         # down: equal for all
         self.inlined = payload <= network.inline
@@ -183,71 +257,29 @@ class _Job:
         # until a piece that was announced is here
         self.fetch = 0.0 if self.inlined else (network.trips - 1) * network.latency
 
+    def _alike(self, ranks: np.ndarray) -> list[_Parents]:
+        layout = self.layout
+        ranks = ranks[layout.counts[ranks] > 0]
+        if not len(ranks):
+            return []
+        keys = np.stack(
+            [layout.counts[ranks], layout.needs[ranks], layout.copies[ranks]]
+        )
+        kinds, kind = np.unique(keys, axis=1, return_inverse=True)
+        return [
+            _Parents(
+                layout, self.network, self.payload, ranks[np.ravel(kind) == number]
+            )
+            for number in range(kinds.shape[1])
+        ]
+
     def up(self, called: np.ndarray) -> _Up:
         """The sums of a round that each rank calls at a time."""
-        layout = self.layout
         first, last = called.copy(), called.copy()
-        used = np.zeros(layout.size, bool)
-        for parents in reversed(self.inner):
-            if not len(parents):
-                continue
-            # parents alike but for the number of their children and how many they need
-            keys = np.stack(
-                [layout.counts[parents], layout.needs[parents], layout.copies[parents]]
-            )
-            kinds, kind = np.unique(keys, axis=1, return_inverse=True)
-            for number, (count, needs, copies) in enumerate(kinds.T.tolist()):
-                some = parents[np.ravel(kind) == number]
-                self._sum(some, count, needs, copies, called, first, last, used)
+        used = np.zeros(self.layout.size, bool)
+        for parents in self.parents:
+            parents.sum_up(called, first, last, used)
         return _Up(first, last, used)
-
-    def _sum(self, parents, count, needs, copies, called, first, last, used):  # type: ignore[no-untyped-def]
-        """Those of parents with equal numbers of children, of which so many are needed."""
-        layout, network = self.layout, self.network
-        children = layout.first[parents][:, None] + np.arange(count)
-        start = int(children[0, 0])
-        if children.size == children[-1, -1] - start + 1:  # neighbours: no copy
-            view = slice(start, start + children.size)
-            offered, complete = first[view], last[view]
-        else:
-            view = children.ravel()
-            offered, complete = first[view], last[view]
-        length = self.payload * layout.messages[start]
-        inlined = length <= network.inline
-        pieces = max(1, int(np.ceil(length / network.piece)))
-        piece = length / pieces
-        handling = network.overhead + (piece / network.bandwidth if inlined else 0.0)
-        arrived = offered.reshape(-1, count) + network.latency
-        rows = np.arange(len(parents))[:, None]
-        if copies > 1:  # the first of each class
-            classes = arrived.reshape(len(parents), -1, copies)
-            member = classes.argmin(axis=2) + np.arange(needs) * copies
-            chosen, at = member, np.take_along_axis(arrived, member, 1)
-            heard = np.sort(at, axis=1)
-        elif needs == count:
-            chosen, heard = np.broadcast_to(np.arange(count), arrived.shape), arrived
-            heard = np.sort(arrived, axis=1)
-        else:
-            chosen = np.argpartition(arrived, needs - 1, axis=1)[:, :needs]
-            heard = np.sort(np.take_along_axis(arrived, chosen, 1), axis=1)
-        # a processor, and for short messages the port, takes one offer at a time
-        turn = np.arange(needs)
-        enough = np.maximum.accumulate(heard - handling * turn, axis=1)[:, -1]
-        enough = enough + handling * needs
-        moved = needs * network.overhead
-        moved += max(
-            0.0 if inlined else needs * piece / network.bandwidth,
-            0.0 if inlined else piece / network.sending,
-            needs * piece / network.combine,
-        )
-        wait = 0.0 if inlined else (network.trips - 1) * network.latency
-        begun = np.maximum(called[parents], enough) + wait + moved
-        slowest = complete.reshape(-1, count)[rows, chosen].max(axis=1)
-        done = np.maximum(
-            begun + (pieces - 1) * moved, slowest + network.latency + wait + moved
-        )
-        first[parents], last[parents] = begun, np.maximum(begun, done)
-        used[children[rows, chosen].ravel()] = True
 
     def down(self, up: _Up, frozen: np.ndarray, patience: float) -> np.ndarray:
         """When each rank has the result.
