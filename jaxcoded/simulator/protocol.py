@@ -109,6 +109,7 @@ def simulate(
     job = _Job(layout, network, payload)
     numbers = layout.ranks
     free = np.zeros(layout.size)
+    frozen = np.full(layout.size, -np.inf)
     ends = np.full(rounds, np.inf)
     used = np.zeros(layout.size, np.int64)
     skipped = np.zeros(layout.size, np.int64)
@@ -117,7 +118,7 @@ def simulate(
         drawn = next(delays)
         delay = Delays(*(column[numbers] for column in drawn))
         called = free + delay.time(worked)
-        frozen = np.where(delay.stopped, called, -np.inf)
+        frozen = np.where(delay.stopped, called, frozen)
         up = job.up(called)
         if not np.isfinite(up.last[0]):
             break
@@ -254,6 +255,8 @@ class _Job:
         self.inlined = payload <= network.inline
         self.pieces = max(1, int(np.ceil(payload / network.piece)))
         self.piece = payload / self.pieces
+        # when those below each rank ask further up, while it passes on nothing
+        self.asked = np.full(layout.size, -np.inf)
         # until a piece that was announced is here
         self.fetch = 0.0 if self.inlined else (network.trips - 1) * network.latency
 
@@ -287,7 +290,8 @@ class _Job:
         Args:
             up: the round on its way up.
             frozen: until when each rank passes on nothing.
-            patience: seconds after which those below it ask further up.
+            patience: seconds after which those below it ask further up; they stay with
+                who answers until it passes on results again.
         """
         layout, network = self.layout, self.network
         first, last = up.first.copy(), up.last.copy()
@@ -305,21 +309,20 @@ class _Job:
             there = network.latency + self.fetch + period
             begun = first[above] + there
             # the port that sends results down is that which sends the sum up
-            mine = np.where(above == 0, 0.0, layout.messages[above])
-            sent = up.first[above] + there
+            taken = up.used[above]
+            mine = np.where(taken, layout.messages[above], 0.0)
+            sent = np.where(taken, up.first[above], first[above]) + there
             sent = sent + self.payload * (mine + children) / network.sending
             done = np.maximum(begun + (self.pieces - 1) * period, last[above] + there)
             if self.pieces > 1:
                 done = np.maximum(done, sent)
             late = frozen[layer] > begun
-            if late.any():
-                # passed on by those above it, once those below it ask there
-                first[layer] = np.where(
-                    late, np.minimum(frozen[layer], begun + patience), begun
-                )
-                last[layer] = np.where(
-                    late, np.minimum(frozen[layer], done + patience), done
-                )
-            else:
-                first[layer], last[layer] = begun, done
+            asked = self.asked[layer]
+            new = late & np.isinf(asked)
+            asked[new] = begun[new] + patience
+            asked[~late] = -np.inf
+            # passed on by those above it, once those below it ask there
+            until = np.minimum(frozen[layer], asked)
+            first[layer] = np.maximum(begun, until)
+            last[layer] = np.maximum(done, until)
         return np.where(np.isposinf(frozen), np.inf, np.maximum(last, frozen))

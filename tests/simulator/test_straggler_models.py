@@ -1,0 +1,129 @@
+"""Models of stragglers: their distributions, their texts, their seeds."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxcoded import stragglers
+
+TEXTS = (
+    "none",
+    "exponential(work=1, seconds=0.5)",
+    "pareto(shape=3, scale=2)",
+    "fixed(ranks=(0, -1), factor=4)",
+    "bursty(begin=0.1, end=0.3, factor=2)",
+    "stopped(ranks=1, round=2, seconds=3, every=2)",
+    "killed(round=2)",
+    "exponential + fixed",
+)
+
+
+def times(text, size, rounds, seed=0, work=1.0):
+    model = stragglers.named(text)
+    drawn = itertools.islice(model.rounds(size, seed), rounds)
+    return np.array([delays.time(work) for delays in drawn])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_seeds(text):
+    """Equal seeds give equal delays, and work takes at least its time."""
+    one, again = (times(text, 5, 20, seed=3) for _ in range(2))
+    np.testing.assert_array_equal(one, again)
+    assert one.shape == (20, 5) and (one >= 1).all()
+    other = times(text, 5, 20, seed=4)
+    assert (one == other).all() == (text[0] in "nfsk")
+
+
+def test_exponential():
+    found = times("exponential(work=0.5, seconds=2)", 1000, 100, work=3.0)
+    assert found.mean() == pytest.approx(3 * 1.5 + 2, rel=0.01)
+    assert found.std() == pytest.approx(np.hypot(1.5, 2), rel=0.02)
+
+
+def test_pareto():
+    found = times("pareto(shape=3, scale=2)", 1000, 200) - 1
+    assert found.mean() == pytest.approx(2 / (3 - 1), rel=0.02)
+    for t in (1.0, 5.0):
+        assert (found > t).mean() == pytest.approx((1 + t / 2) ** -3, rel=0.03)
+
+
+def test_bursty():
+    """A quarter of the time slow, for 1 / 0.3 rounds on average."""
+    found = times("bursty(begin=0.1, end=0.3, factor=2)", 1000, 400) == 2
+    assert found.mean() == pytest.approx(0.25, rel=0.03)
+    beginnings = (found[1:] & ~found[:-1]).mean()
+    assert found.mean() / beginnings == pytest.approx(1 / 0.3, rel=0.03)
+
+
+def test_stopped_and_killed():
+    assert times("stopped(ranks=1, round=2, seconds=3, every=2)", 3, 6)[
+        :, 1
+    ].tolist() == [1, 4, 1, 4, 1, 4]
+    assert times("killed(round=2)", 3, 3).tolist() == [
+        [1, 1, 1],
+        [1, 1, np.inf],
+        [1, 1, np.inf],
+    ]
+
+
+def test_who_has_no_work_is_late_only_if_it_stands_still():
+    (delays,) = itertools.islice(stragglers.Exponential(seconds=1).rounds(2), 1)
+    assert delays.time(np.array([0.0, 1.0]))[0] == 0
+    stopped = stragglers.Stopped(ranks=(0,), round=1, seconds=2)
+    assert next(stopped.rounds(2)).time(np.zeros(2)).tolist() == [2, 0]
+
+
+def test_both_are_independent():
+    found = times("exponential(work=1) + exponential(work=1)", 20_000, 1)
+    # of a product of two independent ones
+    assert found.mean() == pytest.approx(4, rel=0.02)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "npy"])
+def test_trace(tmp_path, suffix):
+    path = tmp_path / f"trace.{suffix}"
+    table = np.array([[1.0, 2, 3], [4, 5, 6]])
+    if suffix == "csv":
+        np.savetxt(path, table, delimiter=",")
+    else:
+        np.save(path, table)
+    assert times(f"trace(path={str(path)!r})", 4, 3).tolist() == [
+        [1, 2, 3, 1],
+        [4, 5, 6, 4],
+        [1, 2, 3, 1],
+    ]
+    assert times(f"trace(path={str(path)!r}, seconds=True)", 1, 2).tolist() == [
+        [2],
+        [5],
+    ]
+
+
+def test_wrong_trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("1,-2\n")
+    with pytest.raises(ValueError, match="must hold numbers ≥ 0"):
+        next(stragglers.Trace(str(path)).rounds(2))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("slow", "model must be one of none, exponential"),
+        ("pareto(1.5)", "model must be one of"),
+        ("pareto(form=1)", "pareto has shape, scale"),
+        ("pareto(shape=0)", "shape must be above 0"),
+        ("bursty(begin=2)", "must be probabilities"),
+        ("fixed(ranks='x')", "ranks must be integers"),
+        ("exponential(work=-1)", "work must be at least 0"),
+        ("none + x", "model must be one of"),
+    ],
+)
+def test_misuse(text, says):
+    with pytest.raises(ValueError, match=says):
+        stragglers.named(text)
+
+
+def test_no_such_rank():
+    with pytest.raises(ValueError, match="no rank 5 among 3"):
+        next(stragglers.FixedSlow(ranks=(5,)).rounds(3))
