@@ -3,14 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "message.h"
+#include "pace.h"
 
 namespace jaxcoded {
-
-constexpr double never = std::numeric_limits<double>::quiet_NaN();
 
 // One round at this rank. Times are in seconds of the wire's clock, `never` if they did not come.
 struct RoundRecord {
@@ -133,13 +131,6 @@ class Telemetry {
   std::vector<Heard> heard_;  // the latest word of each child
   Round current_ = 1;         // this rank's latest call
   double ended_ = never;
-};
-
-// How fast a rank is, as far as is known here.
-struct Pace {
-  std::int64_t rank = 0;
-  double work = never;  // median seconds from one call to the next, of rounds it took part in
-  double silent = 0;    // seconds for which it has not been heard of while rounds went on
 };
 
 }  // namespace jaxcoded

@@ -1,0 +1,160 @@
+"""From 10 to 1,000,000 ranks: where do ring, tree, star and coded tree cross?
+
+    .venv/bin/python benchmarks/scaling.py
+
+Simulated (`jaxcoded.simulator`; how far it can be trusted is what simulate.py asks). Weak
+scaling: whatever the number of ranks, a rank that holds its equal part of the batch takes
+100 ms for it, and 100 MB of gradients are summed. Straggler models: a light tail (work
+takes 1 + x times as long, x exponential with mean 0.2) and a heavy one (x Pareto with shape
+1.5 and scale 0.2). Links of 1, 10 and 100 Gb/s, 50 µs away.
+
+Of trees, stars and codes the best of some fan-outs and numbers of stragglers is shown, as
+a user would choose: what is compared is "with a code" and "without one", not one setting
+of each. Medians over rounds, as means of heavy tails need more rounds than there is time
+for. Prints who is fastest where, and stores all with a picture.
+"""
+
+import argparse
+import csv
+import itertools
+import pathlib
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxcoded import stragglers
+from jaxcoded._pictures import COLOURS, MARKERS, picture
+from jaxcoded.simulator import Layout, Network, Ring, simulate
+
+TAILS = {
+    "light tail": stragglers.Exponential(work=0.2),
+    "heavy tail": stragglers.Pareto(shape=1.5, scale=0.2),
+}
+GIGABITS = (1, 10, 100)
+WORK, PAYLOAD = 0.1, 100e6  # seconds of a rank's equal part; bytes
+FANOUTS = (2, 4, 8, 16, 32, 100)
+
+
+def layouts(size):
+    """Of each scheme, those to choose from, by what they are called."""
+    star = size - 1
+    trees = [n for n in FANOUTS if n < star]
+    lost = sorted({max(1, round(star * part)) for part in (0.01, 0.05)})
+    chosen = {
+        "ring": {"": Ring(size)},
+        "tree": {f"n={n}": Layout.balanced(size, n) for n in trees},
+        "star": {"": Layout.balanced(size, star)},
+        "coded star": {
+            f"s={s}": Layout.balanced(size, star, s) for s in lost if s < star
+        },
+        "coded tree": {
+            f"n={n} s={s}": Layout.balanced(size, n, s)
+            for n, s in itertools.product(trees, (1, 2, 4))
+            if s < n / 2
+        },
+    }
+    return {scheme: some for scheme, some in chosen.items() if some}
+
+
+def study(sizes, most_rounds, events):
+    """Rows: tail, Gb/s, ranks, scheme, which of it, its load in equal parts, seconds."""
+    rows = []
+    with tqdm(total=sum(sizes) * len(TAILS) * len(GIGABITS), desc="ranks") as progress:
+        for size in sizes:
+            schemes = layouts(size)
+            rounds = int(np.clip(events / size, 5, most_rounds))
+            for (tail, model), rate in itertools.product(TAILS.items(), GIGABITS):
+                for scheme, some in schemes.items():
+                    times = {
+                        name: np.median(
+                            simulate(
+                                layout,
+                                Network.of(rate),
+                                payload=PAYLOAD,
+                                work=WORK * size,
+                                stragglers=model,
+                                rounds=rounds,
+                            ).seconds[1:]
+                        )
+                        for name, layout in some.items()
+                    }
+                    best = min(times, key=times.__getitem__)
+                    load = some[best].loads.max() * size
+                    rows.append((tail, rate, size, scheme, best, load, times[best]))
+                progress.update(size)
+    return rows
+
+
+def verdicts(rows):
+    """Who is fastest, over ranges of ranks."""
+    for tail, rate in itertools.product(TAILS, GIGABITS):
+        some = [row for row in rows if row[:2] == (tail, rate)]
+        winners = []
+        for size in dict.fromkeys(row[2] for row in some):
+            winners.append((size, min((r[6], r[3]) for r in some if r[2] == size)[1]))
+        runs = [
+            (winner, [size for size, _ in run])
+            for winner, run in itertools.groupby(winners, key=lambda it: it[1])
+        ]
+        said = ", ".join(
+            f"{winner} for {run[0]:,}" + (f" to {run[-1]:,}" if len(run) > 1 else "")
+            for winner, run in runs
+        )
+        print(f"{tail}, {rate} Gb/s: {said} ranks")
+
+
+def draw(rows, path):
+    schemes = list(dict.fromkeys(row[3] for row in rows))
+    with picture(
+        path, len(TAILS), len(GIGABITS), size=(9.5, 5.6), sharex=True, sharey=True
+    ) as (figure, axes):
+        for (i, tail), (j, rate) in itertools.product(
+            enumerate(TAILS), enumerate(GIGABITS)
+        ):
+            for scheme in schemes:
+                some = [
+                    row for row in rows if row[:2] + row[3:4] == (tail, rate, scheme)
+                ]
+                number = schemes.index(scheme)
+                axes[i, j].loglog(
+                    [row[2] for row in some],
+                    [row[6] for row in some],
+                    f"{MARKERS[number]}-",
+                    color=COLOURS[number],
+                    markersize=4,
+                    label=scheme,
+                )
+            axes[i, j].set_title(f"{tail}, {rate} Gb/s")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("median time of a step, s")
+            ax.set_ylim(0.1, 200)
+        for ax in axes[-1]:
+            ax.set_xlabel("ranks")
+        axes[0, 0].legend()
+        figure.suptitle(
+            "The heavier the tail and the larger the job, the more a coded tree gains",
+            x=0.01,
+            ha="left",
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    args = parser.parse_args()
+    sizes = (
+        [10, 100] if args.smoke else [10, 30, 100, 300, 1000, 3000, 10**4, 10**5, 10**6]
+    )
+    rows = study(sizes, 20 if args.smoke else 200, 3e5)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "scaling.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["tail", "Gb/s", "ranks", "scheme", "which", "load", "seconds"])
+        writer.writerows(rows)
+    draw(rows, args.out / "scaling.png")
+    verdicts(rows)
+
+
+if __name__ == "__main__":
+    main()

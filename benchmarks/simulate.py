@@ -1,0 +1,358 @@
+"""Does the simulator tell what jobs really take?
+
+    .venv/bin/python benchmarks/simulate.py
+
+Real jobs on this machine, and the same jobs simulated: equal plans, equal delays (a
+straggler model draws the same numbers in both), and a network whose latency and bandwidth
+were measured by sending messages to and fro, not by fitting rounds. Computation is a sleep.
+Some jobs run on one host, where computing takes the time; some on several hosts (network
+namespaces) whose cables take the time. Compares the median time of a round, from result to
+result at the root, with no barrier in between; every sum is checked. Then asks how long the
+simulator takes for a million ranks. Prints a table and stores it, with a picture.
+
+What runs with mpirun is this file too (``--job``). Several hosts need Linux and root; they
+are left out, with the reason, where they cannot be had.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from jaxcoded import make_plan, stragglers
+from jaxcoded.simulator import Layout, Network, Ring, simulate
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+TOLERANCE = 0.15
+# What a cable of 200 Mbit/s carries, the headers of TCP taken off.
+RATE, GOODPUT = "200mbit", 200e6 / 8 * 1448 / 1514
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring."""
+
+    fanout: int
+    s: int
+    model: str
+    kilobytes: int
+    work: float  # seconds for the whole batch by one rank
+    m: int = 1
+
+    def __str__(self):
+        if self.fanout:
+            shape = f"fan-out {self.fanout}, s = {self.s}"
+        else:
+            shape = "Allreduce"
+        size = (
+            f"{self.kilobytes} KB"
+            if self.kilobytes < 1000
+            else f"{self.kilobytes // 1000} MB"
+        )
+        return f"{shape}, {self.model}, {size}"
+
+    def plan(self, size):
+        return make_plan(size, fanout=self.fanout, stragglers=self.s, slices=self.m)
+
+    def layout(self, size):
+        return Layout.of(self.plan(size)) if self.fanout else Ring(size)
+
+
+# (hosts, ranks) and what runs there; one host is this machine as it is.
+SETTINGS = {
+    (1, 13): [
+        Setting(3, 0, "none", 4, 0.6),
+        Setting(3, 1, "none", 4, 0.6),
+        Setting(3, 0, "exponential(work=0.5)", 4, 0.6),
+        Setting(3, 1, "exponential(work=0.5)", 4, 0.6),
+        Setting(3, 0, "pareto(shape=1.5, scale=0.2)", 4, 0.6),
+        Setting(3, 1, "pareto(shape=1.5, scale=0.2)", 1000, 0.6),
+        Setting(3, 0, "fixed(factor=4)", 4, 0.6),
+        Setting(3, 1, "fixed(factor=4)", 1000, 0.6),
+        Setting(12, 2, "bursty(begin=0.05, end=0.2, factor=4)", 4, 0.6),
+        Setting(0, 0, "exponential(work=0.5)", 4, 0.6),
+    ],
+    (1, 7): [
+        Setting(2, 1, "exponential(seconds=0.05)", 4, 0.1),
+        Setting(6, 2, "pareto(shape=1.2, scale=0.3)", 1000, 0.3),
+    ],
+    (4, 4): [
+        Setting(3, 0, "none", 4000, 0.0),
+        Setting(3, 1, "none", 4000, 0.0),
+        Setting(3, 1, "exponential(work=1)", 1000, 0.3),
+    ],
+    (13, 13): [
+        Setting(3, 0, "none", 2000, 0.0),
+        Setting(3, 1, "none", 2000, 0.0),
+        Setting(12, 0, "none", 1000, 0.0),
+        Setting(3, 1, "exponential(work=0.5)", 1000, 2.0),
+        Setting(12, 1, "pareto(shape=1.5, scale=0.2)", 400, 2.0),
+    ],
+}
+SMOKE = {
+    (1, 4): [
+        Setting(3, 0, "none", 4, 0.06),
+        Setting(3, 1, "fixed(factor=3)", 4, 0.06),
+        Setting(0, 0, "none", 4, 0.06),
+    ]
+}
+
+
+def run_job(settings, rounds, out):
+    """On every rank: the rounds of each setting; the root stores when they ended."""
+    from mpi4py import MPI
+
+    import jaxcoded
+
+    comm = MPI.COMM_WORLD
+    stored = {"latency": latency(comm), "ends": []}
+    for setting in settings:
+        size = setting.kilobytes * 250
+        delays = stragglers.named(setting.model).rounds(comm.size)
+        group = None
+        if setting.fanout:
+            group = jaxcoded.CodedGroup.from_plan(comm, setting.plan(comm.size))
+            indices, weights = group.assignment(10_000)
+            # an example's gradient is its number, in all places
+            own = np.full(size, weights @ indices / 10_000, np.float32)
+            load, expected = float(group.plan.load_of(comm.rank)), 9999 / 2
+            total = jaxcoded.host.coded_allreduce(own, group)
+        else:
+            own = np.ones(size, np.float32)
+            load, expected, total = 1 / comm.size, comm.size, np.empty_like(own)
+        quiet_barrier(comm)
+        start, ends = time.perf_counter(), []
+        for _ in range(rounds):
+            delay = next(delays).time(setting.work * load)[comm.rank]
+            late = group is not None and group.lag() > 0
+            if not late:
+                time.sleep(delay)
+            if group is None:
+                comm.Allreduce(own, total)
+            else:
+                jaxcoded.host.coded_allreduce(own, group, out=total, skipped=late)
+            ends.append(time.perf_counter() - start)
+            np.testing.assert_allclose(total[[0, -1]], expected, rtol=1e-4)
+        quiet_barrier(comm)
+        stored["ends"].append(ends)
+        if group is not None:
+            group.close()
+    if comm.rank == 0:
+        pathlib.Path(out).write_text(json.dumps(stored))
+
+
+def quiet_barrier(comm):
+    """Takes no core from those who still work."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.005)
+
+
+def latency(comm, times=100):
+    """Seconds of a small message between the first and the last rank; the others sleep."""
+    note = np.zeros(1)
+    other = comm.size - 1
+    taken = []
+    quiet_barrier(comm)
+    for _ in range(times):
+        start = time.perf_counter()
+        if comm.rank == 0:
+            comm.Send(note, other)
+            comm.Recv(note, other)
+        elif comm.rank == other:
+            comm.Recv(note, 0)
+            comm.Send(note, 0)
+        taken.append((time.perf_counter() - start) / 2)
+    quiet_barrier(comm)
+    return float(np.median(taken))
+
+
+def copying():
+    """Bytes per second of a copy in memory by one core."""
+    source, target = np.ones(2**24, np.uint8), np.empty(2**24, np.uint8)
+    taken = []
+    for _ in range(10):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        taken.append(time.perf_counter() - start)
+    return len(source) / float(np.median(taken[1:]))
+
+
+def real(hosts, ranks, settings, rounds, directory, limit):
+    """What the job of these settings stored."""
+    out = directory / f"ends-{hosts}-{ranks}.json"
+    command = [sys.executable, "-m", "mpi4py", __file__, "--job", str(out)]
+    command += ["--settings", json.dumps([dataclasses.astuple(s) for s in settings])]
+    command += ["--rounds", str(rounds)]
+    beside = pathlib.Path(sys.executable).with_name("mpirun")
+    found = {"JAXCODED_MPIRUN": str(beside)} if beside.exists() else {}
+    if hosts == 1:
+        command = [ROOT / "scripts/mpirun", "-n", str(ranks), *command]
+    else:
+        count = ("--hosts", str(hosts), "--rate", RATE, "--limit", str(limit))
+        command = [sys.executable, ROOT / "scripts/on_hosts.py", *count, "--", *command]
+    environment = {"JAXCODED_MPIRUN_TIMEOUT": str(limit), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command,
+        env=os.environ | environment | found,
+        check=False,
+        timeout=limit + 60,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(out.read_text())
+
+
+def network_of(hosts, measured):
+    """What was measured of the links, for the simulator."""
+    if hosts > 1:
+        # a cable is throttled where it begins; two cores carry what arrives
+        return Network(
+            latency=measured["latency"],
+            bandwidth=copying() / hosts,
+            send_bandwidth=GOODPUT,
+        )
+    # ranks read each other's memory, on two cores
+    return Network(latency=measured["latency"], bandwidth=copying() / 2, trips=1)
+
+
+def compare(places, rounds, limit, progress):
+    """Rows: hosts, ranks, setting, real and simulated median seconds."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        for (hosts, ranks), settings in places.items():
+            if hosts > 1 and (why := no_hosts(hosts)):
+                print(f"{hosts} hosts are left out: {why}")
+                continue
+            stored = real(
+                hosts, ranks, settings, rounds, pathlib.Path(directory), limit
+            )
+            network = network_of(hosts, stored)
+            for setting, ends in zip(settings, stored["ends"]):
+                out = simulate(
+                    setting.layout(ranks),
+                    network,
+                    payload=setting.kilobytes * 1000,
+                    work=setting.work,
+                    stragglers=stragglers.named(setting.model),
+                    rounds=rounds,
+                )
+                times = np.median(np.diff(ends)), np.median(out.seconds[1:])
+                rows.append((hosts, ranks, str(setting), *map(float, times)))
+                progress.update()
+    return rows
+
+
+def no_hosts(count):
+    """Why there can be no hosts here, or nothing."""
+    import on_hosts
+
+    try:
+        with on_hosts.network(count, RATE):
+            return ""
+    except on_hosts.Unavailable as reason:
+        return str(reason)
+
+
+def million(size, rounds):
+    """Seconds, and the largest memory of this process in bytes."""
+    start = time.perf_counter()
+    layout = Layout.balanced(size, 100, 1)
+    simulate(
+        layout,
+        Network(),
+        payload=4e6,
+        work=0.1 * size,
+        stragglers=stragglers.Pareto(),
+        rounds=rounds,
+    )
+    taken = time.perf_counter() - start
+    return taken, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def draw(rows, path):
+    from jaxcoded._pictures import COLOURS, MARKERS, picture
+
+    with picture(path, size=(4.8, 4.6)) as (_, axes):
+        both = [time * 1e3 for row in rows for time in row[3:]]
+        line = np.geomspace(min(both) / 1.5, max(both) * 1.5, 50)
+        axes.fill_between(
+            line,
+            line * (1 - TOLERANCE),
+            line * (1 + TOLERANCE),
+            color="0.9",
+            label=f"within {TOLERANCE:.0%}",
+        )
+        axes.plot(line, line, color="0.6", linewidth=1)
+        places = list(dict.fromkeys(row[:2] for row in rows))
+        for number, (hosts, ranks) in enumerate(places):
+            some = [row for row in rows if row[:2] == (hosts, ranks)]
+            where = "1 host" if hosts == 1 else f"{hosts} hosts at 200 Mbit/s"
+            axes.loglog(
+                [row[3] * 1e3 for row in some],
+                [row[4] * 1e3 for row in some],
+                MARKERS[number],
+                color=COLOURS[number],
+                label=f"{ranks} ranks on {where}",
+            )
+        axes.set(
+            xlabel="real median time of a round, ms",
+            ylabel="simulated, ms",
+            title="What jobs take, and what the simulator says",
+            aspect="equal",
+        )
+        axes.legend()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        return run_job([Setting(*s) for s in args.settings], args.rounds, args.job)
+    from tqdm import tqdm
+
+    places = SMOKE if args.smoke else SETTINGS
+    rounds = 12 if args.smoke else args.rounds
+    with tqdm(total=sum(map(len, places.values())), desc="settings") as progress:
+        rows = compare(places, rounds, 300, progress)
+    print(
+        f"{'hosts':>5} {'ranks':>5}  {'setting':60}{'real':>10}{'simulated':>11}  ratio"
+    )
+    for hosts, ranks, name, seconds, simulated in rows:
+        print(
+            f"{hosts:5} {ranks:5}  {name:60}{seconds * 1e3:7.1f} ms{simulated * 1e3:8.1f} ms"
+            f"{simulated / seconds:7.2f}"
+        )
+    near = sum(abs(row[4] / row[3] - 1) <= TOLERANCE for row in rows)
+    print(f"{near} of {len(rows)} settings are within {TOLERANCE:.0%}")
+    size = 10_101 if args.smoke else 1_010_101
+    taken, memory = million(size, 100)
+    print(f"{size:,} ranks, 100 rounds: {taken:.1f} s, {memory / 1e9:.2f} GB")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "simulate.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["hosts", "ranks", "setting", "seconds", "simulated"])
+        writer.writerows(rows)
+    draw(rows, args.out / "simulate.png")
+    return None
+
+
+if __name__ == "__main__":
+    main()
