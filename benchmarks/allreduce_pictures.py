@@ -36,8 +36,8 @@ LOOKS = {
         "markersize": 4.5,
         "linewidth": 1.4,
     }
-    for names, style in ((ENGINE, "-"), (OTHERS, "--"))
-    for name, colour, marker in zip(names, COLOURS, MARKERS)
+    for names, colours, style in ((ENGINE, COLOURS, "-"), (OTHERS, COLOURS[::-1], "--"))
+    for name, colour, marker in zip(names, colours, MARKERS)
 }
 TIME = "time of a call [ms]"
 
@@ -69,9 +69,15 @@ def words(size):
     return f"{size:g} {units[0]}"
 
 
-def draw_lines(axes, rows, x, y, until=None):
-    """A line for each collective that is there, and bars up to another column; in the
-    legend they stand as the lines end."""
+def coded(rows):
+    """Those of the engine with ``s = 1``, or 0 where there are too few ranks."""
+    one, none = (of(rows, collective=f"engine, s={s}, token") for s in (1, 0))
+    return one or none
+
+
+def draw_lines(axes, rows, x, y):
+    """A line for each collective that is there. Returns them as they end, from the top:
+    so they stand in the legend."""
     ends = {}
     for name, look in LOOKS.items():
         line = of(rows, collective=name)
@@ -79,21 +85,29 @@ def draw_lines(axes, rows, x, y, until=None):
             where, values = [[row[column] for row in line] for column in (x, y)]
             (drawn,) = axes.plot(where, values, **look)
             ends[drawn] = values[-1]
-            if until:
-                tops = [row[until] for row in line]
-                axes.vlines(where, values, tops, color=look["color"], alpha=0.3)
     axes.set(yscale="log")
     return sorted(ends, key=ends.get, reverse=True)
 
 
-def against_size(path, rows, y, label, title, until=None):
-    with picture(path, size=(7.8, 4.4)) as (_, axes):
-        lines = draw_lines(axes, rows, "bytes", y, until)
-        sizes = sorted({row["bytes"] for row in rows})
-        axes.set(title=title, xlabel="message", ylabel=label, xscale="log")
-        axes.set_xticks(sizes, map(words, sizes), rotation=30)
-        axes.minorticks_off()
-        axes.legend(handles=lines, loc="center left", bbox_to_anchor=(1, 0.5))
+def joined(figure, title, lines):
+    """One title and one legend for all axes."""
+    figure.suptitle(title, x=0.01, ha="left", size="medium")
+    figure.legend(handles=lines, loc="outside right center")
+
+
+def against_size(path, rows, columns, label, title):
+    """Axes side by side, one for each column with what is written above it."""
+    sizes = sorted({row["bytes"] for row in rows})
+    count = len(columns)
+    shape = {"size": (2.8 + 4.6 * count, 4.2), "squeeze": False, "sharey": True}
+    with picture(path, 1, count, **shape) as (figure, (axes,)):
+        lines = [draw_lines(ax, rows, "bytes", each) for ax, each in zip(axes, columns)]
+        for ax, about in zip(axes, columns.values()):
+            ax.set(title=about, xlabel="message", xscale="log")
+            ax.set_xticks(sizes, map(words, sizes), rotation=30)
+            ax.minorticks_off()
+        axes[0].set(ylabel=label)
+        joined(figure, title, lines[0])
 
 
 def against_ranks(path, rows):
@@ -105,17 +119,14 @@ def against_ranks(path, rows):
         )
     )
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-    with picture(path, 1, len(sizes), size=(10, 4), squeeze=False) as (figure, axes):
-        for size, ax in zip(sizes, axes[0]):
+    shape = {"size": (2.4 + 3 * len(sizes), 4.2), "squeeze": False}
+    with picture(path, 1, len(sizes), **shape) as (figure, (axes,)):
+        for ax, size in zip(axes, sizes):
             lines = draw_lines(ax, of(rows, bytes=size), "ranks", "p50 [ms]")
-            ax.set(title=words(size), xlabel="ranks", ylabel=TIME)
+            ax.set(title=words(size), xlabel="ranks")
             ax.set_xticks(counts)
-        figure.legend(handles=lines, loc="outside right center")
-        figure.suptitle(
-            "More ranks on the same machine: median time of a call, nobody straggling",
-            x=0.01,
-            ha="left",
-        )
+        axes[0].set(ylabel=f"median {TIME}")
+        joined(figure, "What more ranks cost while nobody straggles", lines)
 
 
 def draw(folder):
@@ -124,28 +135,27 @@ def draw(folder):
     counts = sorted({row["ranks"] for row in rows})
     for ranks in counts:
         its = of(rows, ranks=ranks)
-        coded = of(its, collective=f"engine, s={int(ranks > 2)}, token")
-        ratios = [float(row["mpi4jax.allreduce"]) for row in coded]
+        engine, other = coded(its), of(its, collective="mpi4jax.allreduce")
+        ratios = [float(row["mpi4jax.allreduce"]) for row in engine]
+        name = engine[0]["collective"].removesuffix(", token")
         against_size(
             folder / f"allreduce-{ranks}-latency.png",
             its,
-            "p50 [ms]",
-            f"{TIME}, median and up to p99",
-            f"{ranks} ranks: {coded[0]['collective']} takes {min(ratios):.2g} to "
-            f"{max(ratios):.2g} times as long as mpi4jax.allreduce",
-            until="p99 [ms]",
+            {"p50 [ms]": "median", "p99 [ms]": "99th percentile"},
+            TIME,
+            f"{ranks} ranks: the {name}, takes {min(ratios):.2g} to {max(ratios):.2g} "
+            "times as long as mpi4jax.allreduce",
         )
-        best, other = (
-            max(row["bus [GB/s]"] for row in lines)
-            for lines in (coded, of(its, collective="mpi4jax.allreduce"))
+        best, usual = (
+            max(row["bus [GB/s]"] for row in lines) for lines in (engine, other)
         )
         against_size(
             folder / f"allreduce-{ranks}-bandwidth.png",
             its,
-            "bus [GB/s]",
+            {"bus [GB/s]": ""},
             "bus bandwidth [GB/s]",
-            f"{ranks} ranks: {coded[0]['collective']} reaches {best:.2g} GB/s, "
-            f"mpi4jax.allreduce {other:.2g} GB/s",
+            f"{ranks} ranks: the {name}, reaches {best:.2g} GB/s, "
+            f"mpi4jax.allreduce {usual:.2g} GB/s",
         )
     if len(counts) > 1:
         against_ranks(folder / "allreduce-ranks.png", rows)
