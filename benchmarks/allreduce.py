@@ -3,23 +3,14 @@
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/allreduce.py
 
 Nobody straggles. "2 x, alone" is a jitted function without any communication: what JAX
-itself takes on these ranks at the same time. Sums are checked before and after they are
-timed. Every repetition times all collectives one after the other, so that they share the
-machine's moods: a barrier, then some calls in a row without one, each waited for as a
-training step would.
-
-The time of a call is that of the rank for which it was longest. This needs no clock that
-ranks share, and as there is no barrier it counts what a training step would wait for: a
-rank that comes late to a call makes it long for the others. p50, p95 and p99 are of the
-calls of all repetitions; p99 of fewer than 100 calls is about the slowest one. "seconds"
-is the median over the repetitions of the mean call of the slowest rank, and ratios are
-medians of the ratios within a repetition. Algorithm bandwidth is bytes / seconds; bus
-bandwidth is 2 (N − 1) / N times that, as in NVIDIA's nccl-tests, whatever the algorithm
-really moves: what a link must carry at least if all ranks send equally.
+itself takes on these ranks at the same time. Every repetition times all collectives one
+after the other, so that they share the machine's moods: a barrier, then some calls in a
+row without one, each waited for as a training step would. Sums are checked before and
+after they are timed. ``README.md`` says what the time of a call and the bandwidths are.
 
 Prints a table and a verdict, and stores the table and pictures of it. Where tables of
 several numbers of ranks lie side by side there is one more picture, against ranks. For
-that alone: ``python benchmarks/allreduce_pictures.py build/benchmarks``.
+the pictures alone: ``allreduce_pictures.py``.
 """
 
 import argparse
@@ -42,8 +33,8 @@ BASES = ("mpi4jax.allreduce", "psum over gloo", "mpi4py Allreduce")
 BLOCK = 0.1  # seconds that a row of calls is to take
 CALLS = 1000  # that are enough
 REPETITIONS = 3  # at least
-# Memory of a rank while all collectives take turns, in messages: measured, for the most
-# part what the groups of the engine keep to use it again.
+# Memory of a rank while all collectives take turns, in messages: measured with five groups
+# of the engine, which keep most of it to use it again.
 MESSAGES = 40
 
 
