@@ -3,229 +3,213 @@
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/allreduce.py
 
 Nobody straggles. "2 x, alone" is a jitted function without any communication: what JAX
-itself takes on these ranks at the same time. Every repetition times all of them one after the other, so that they
-share the machine's moods: a barrier, then some calls in a row without one, each waited
-for as a training step would. Times are of the slowest rank. Prints medians and the
-medians of the ratios within a repetition, and stores them.
+itself takes on these ranks at the same time. Every repetition times all collectives one
+after the other, so that they share the machine's moods: a barrier, then some calls in a
+row without one, each waited for as a training step would. Sums are checked before and
+after they are timed. ``README.md`` says what the time of a call and the bandwidths are.
+
+Prints a table and a verdict, and stores the table and pictures of it. Where tables of
+several numbers of ranks lie side by side there is one more picture, against ranks. For
+the pictures alone: ``allreduce_pictures.py``.
 """
 
 import argparse
+import contextlib
 import csv
+import math
+import os
 import pathlib
-import socket
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from allreduce_calls import comm, compared
+from allreduce_pictures import coded, draw, of
 from mpi4py import MPI
 from tqdm import tqdm
 
-import jaxcoded
-from jaxcoded import baselines
-
-comm = MPI.COMM_WORLD
 BASES = ("mpi4jax.allreduce", "psum over gloo", "mpi4py Allreduce")
+BLOCK = 0.1  # seconds that a row of calls is to take
+CALLS = 1000  # that are enough
+REPETITIONS = 3  # at least
+# Memory of a rank while all collectives take turns, in messages: measured with five groups
+# of the engine, which keep most of it to use it again.
+MESSAGES = 40
 
 
-def donated(call):
-    """Each call's result is the operand of the next one, in the same memory."""
-    jitted = jax.jit(call, donate_argnums=0)
-
-    def prepare(size):
-        x = jnp.zeros(size, jnp.float32)
-
-        def run():
-            nonlocal x
-            x = jitted(x)
-            x.block_until_ready()
-
-        return run
-
-    return prepare
-
-
-def kept(call):
-    """The operand is used again."""
-    jitted = jax.jit(call)
-
-    def prepare(size):
-        x = jnp.zeros(size, jnp.float32)
-        return lambda: jitted(x).block_until_ready()
-
-    return prepare
+def sizes_up_to(largest):
+    """Numbers of elements from 4 KiB on, each 4 times the one before, up to so many bytes or
+    to what four fifths of a host's memory have room for."""
+    on_host = comm.Split_type(MPI.COMM_TYPE_SHARED).size
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = comm.allreduce(0.8 * memory / on_host / MESSAGES, op=MPI.MIN)
+    sizes = []
+    while (size := 1024 * 4 ** len(sizes)) * 4 <= largest:
+        if 4 * size > room:
+            if comm.rank == 0:
+                print(f"left out: no memory for {4 * size:,} B and more")
+            break
+        sizes.append(size)
+    return sizes
 
 
-def with_token(group, donate=True):
-    """Ordered by a token."""
-    jitted = jax.jit(
-        lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
-        donate_argnums=(0, 1) if donate else 1,
-    )
-
-    def prepare(size):
-        x, token = jnp.zeros(size, jnp.float32), jnp.int32(0)
-
-        def run():
-            nonlocal x, token
-            out, token = jitted(x, token)
-            out.block_until_ready()
-            x = out if donate else x
-
-        return run
-
-    return prepare
+def check(collectives, size):
+    """What is timed gives the right sum."""
+    v = jax.random.normal(jax.random.key(size), (size,))
+    largest = np.abs(v).max()
+    for name, collective in collectives.items():
+        got = np.asarray(collective.prepare(collective.share(v))()).reshape(-1)
+        off = np.abs(got - collective.factor * v).max() / collective.factor / largest
+        if not off < 1e-3:
+            raise AssertionError(
+                f"{name} of {4 * size} bytes is off by {off:.1e} at rank {comm.rank}"
+            )
 
 
-def bare(size):
-    """mpi4py on numpy arrays, without JAX."""
-    x, out = np.zeros(size, np.float32), np.zeros(size, np.float32)
-    return lambda: comm.Allreduce(x, out)
-
-
-def on_numpy(group):
-    """The engine on numpy arrays, in place, without XLA."""
-
-    def prepare(size):
-        x = np.zeros(size, np.float32)
-        return lambda: jaxcoded.host.coded_allreduce(x, group, out=x)
-
-    return prepare
-
-
-def psum(size):
-    """``jax.lax.psum`` over all processes, by JAX's own collectives on the CPU."""
-    mesh = jax.make_mesh((comm.size,), ("ranks",))
-    spec = jax.sharding.PartitionSpec("ranks")
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    x = jax.make_array_from_process_local_data(
-        sharding, np.zeros((1, size), np.float32), (comm.size, size)
-    )
-    total = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, "ranks"),
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=jax.sharding.PartitionSpec(),
-        )
-    )
-    return lambda: total(x).block_until_ready()
-
-
-def start_gloo():
-    """Join the processes in one JAX runtime, whose collectives are gloo's."""
-    address = None
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(comm.bcast(address), comm.size, comm.rank)
-
-
-def seconds(run, calls):
-    """Wall-clock time of a call, of the slowest rank."""
+def block(run, calls):
+    """Seconds of some calls in a row: of each, at the rank for which it was longest,
+    ``(calls,)``; and of their mean at the slowest rank."""
+    run()
+    stamps = np.empty(calls + 1)
     comm.Barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
+    stamps[0] = time.perf_counter()
+    for i in range(calls):
         run()
-    return comm.allreduce(time.perf_counter() - start, op=MPI.MAX) / calls
+        stamps[i + 1] = time.perf_counter()
+    times = np.diff(stamps)
+    mean = comm.allreduce(times.mean(), op=MPI.MAX)
+    comm.Allreduce(MPI.IN_PLACE, times, op=MPI.MAX)
+    return times, mean
 
 
-def check(group):
-    """The sum is right before it is timed."""
-    indices, weights = group.assignment(4 * comm.size)
-    gradients = np.random.default_rng(0).standard_normal((4 * comm.size, 1000))
-    own = jnp.asarray(weights @ gradients[indices], jnp.float32)
-    total = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))(own)
-    np.testing.assert_allclose(total, gradients.sum(0), atol=1e-3)
+def measure(collectives, size, until, repetitions, progress):
+    """For every name the calls' times, and the means of the repetitions, as `block`
+    has them. Repeats until there are enough or, at rank 0, the time has come."""
+    progress.set_description(f"{4 * size:,} B")
+    check(collectives, size)
+    v = jnp.zeros(size, jnp.float32)
+    shapes = {name: jax.eval_shape(each.share, v) for name, each in collectives.items()}
+
+    def prepared(name):
+        # not kept: operands of all collectives at all ranks may not fit into memory
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[name])
+        return collectives[name].prepare(zeros)
+
+    calls = {
+        name: max(2, min(100, int(BLOCK / block(prepared(name), 3)[1])))
+        for name in collectives
+    }
+    times = {name: ([], []) for name in collectives}
+    for repetition in range(math.ceil(CALLS / min(calls.values()))):
+        late = comm.bcast(time.monotonic() > until)
+        if repetition >= repetitions and late:
+            break
+        for name in collectives:
+            longest, mean = block(prepared(name), calls[name])
+            times[name][0].extend(longest)
+            times[name][1].append(mean)
+    check(collectives, size)
+    progress.update()
+    return times
 
 
-def measure(collectives, sizes, repetitions):
-    """Times by size and name: arrays ``(repetitions,)``."""
-    out = {}
-    with tqdm(
-        total=len(sizes) * repetitions, disable=comm.rank != 0, desc="rounds"
-    ) as progress:
-        for size in sizes:
-            calls = max(1, min(30, 6_000_000 // size))
-            runs = {name: prepare(size) for name, prepare in collectives.items()}
-            for run in runs.values():
-                run()
-                run()
-            times = {name: [] for name in runs}
-            for _ in range(repetitions):
-                for name, run in runs.items():
-                    times[name].append(seconds(run, calls))
-                progress.update()
-            out[size] = {name: np.array(values) for name, values in times.items()}
-    return out
+def rows(size, collectives, times):
+    """The table of a size, a dictionary for each collective."""
+    for name, (calls, means) in times.items():
+        seconds = np.median(means)
+        p50, p95, p99 = np.percentile(calls, (50, 95, 99))
+        yield {
+            "ranks": comm.size,
+            "bytes": 4 * size,
+            "collective": name,
+            "code": collectives[name].code,
+            "calls": len(calls),
+            "seconds": seconds,
+            "p50": p50,
+            "p95": p95,
+            "p99": p99,
+            "algorithm_bandwidth": 4 * size / seconds,
+            "bus_bandwidth": 4 * size / seconds * 2 * (comm.size - 1) / comm.size,
+        } | {base: np.median(np.divide(means, times[base][1])) for base in BASES}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--smoke", action="store_true", help="small and short")
-    parser.add_argument("--repetitions", type=int, default=11)
     parser.add_argument("--fanout", type=int, help="default: 3, or 2 on 7 ranks")
+    parser.add_argument(
+        "--largest", type=int, default=64, help="message in MiB; the smallest is 4 KiB"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="about how long to measure"
+    )
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
-    sizes = [1_000, 4_000] if args.smoke else [1_000, 250_000, 4_000_000]
-    fanout = args.fanout or (2 if comm.size == 7 else 3)
-    start_gloo()
-
-    def group(stragglers, transport="auto"):
-        return jaxcoded.CodedGroup(
-            comm, fanout=fanout, stragglers=stragglers, transport=transport
+    sizes = sizes_up_to(2**14 if args.smoke else args.largest * 2**20)
+    until = time.monotonic() + 60 * args.minutes
+    table = []
+    with contextlib.ExitStack() as closing:
+        collectives = compared(args.fanout or (2 if comm.size == 7 else 3), closing)
+        progress = closing.enter_context(
+            tqdm(total=len(sizes), unit="size", disable=comm.rank != 0)
         )
-
-    with (
-        group(int(comm.size > 2)) as coded,
-        group(0) as uncoded,
-        group(int(comm.size > 2), "mpi4jax") as reference,
-    ):
-        for each in (coded, uncoded, reference):
-            check(each)
-        s = coded.plan.stragglers
-        collectives = {
-            "2 x, alone": donated(lambda x: 2 * x),
-            "2 x, alone, not donated": kept(lambda x: 2 * x),
-            "mpi4py Allreduce": bare,
-            "mpi4jax.allreduce": kept(lambda x: baselines.allreduce(x, comm)),
-            "psum over gloo": psum,
-            f"engine, s={s}": donated(lambda x: jaxcoded.coded_allreduce(x, coded)),
-            f"engine, s={s}, token": with_token(coded),
-            f"engine, s={s}, token, not donated": with_token(coded, donate=False),
-            f"engine, s={s}, numpy": on_numpy(coded),
-            "engine, s=0": donated(lambda x: jaxcoded.coded_allreduce(x, uncoded)),
-            "engine, s=0, token": with_token(uncoded),
-            f"mpi4jax transport, s={s}": kept(
-                lambda x: jaxcoded.coded_allreduce(x, reference)
-            ),
-            "ring": kept(lambda x: baselines.ring_allreduce(x, comm)),
-            "master-worker": kept(lambda x: baselines.master_worker_allreduce(x, comm)),
-        }
-        times = measure(collectives, sizes, 3 if args.smoke else args.repetitions)
-        if comm.rank == 0:
-            report(times, coded.plan, args.out)
+        for i, size in enumerate(sizes):
+            # what small messages leave of their share of the time is the large ones'
+            now = time.monotonic()
+            share = now if args.smoke else now + (until - now) / (len(sizes) - i)
+            repetitions = 1 if args.smoke else REPETITIONS
+            times = measure(collectives, size, share, repetitions, progress)
+            table += rows(size, collectives, times)
+    if comm.rank == 0:
+        report(table)
+        args.out.mkdir(parents=True, exist_ok=True)
+        path = args.out / f"allreduce-{comm.size}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, table[0])
+            writer.writeheader()
+            writer.writerows(table)
+        draw(args.out)
 
 
-def report(times, plan, out):
-    kinds = {coding.code.name for coding in plan.codings if coding is not None}
-    print(f"{comm.size} ranks, code at s={plan.stragglers}: {', '.join(sorted(kinds))}")
-    print(f"{'bytes':>10}  {'collective':28}{'median':>12}", end="")
-    print("".join(f"{'÷ ' + base:>20}" for base in BASES))
-    rows = []
-    for size, by_name in times.items():
-        for name, values in by_name.items():
-            ratios = [np.median(values / by_name[base]) for base in BASES]
-            rows.append((comm.size, 4 * size, name, np.median(values), *ratios))
-            print(f"{4 * size:10}  {name:28}{np.median(values) * 1e3:9.3f} ms", end="")
-            print("".join(f"{ratio:20.2f}" for ratio in ratios))
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / f"allreduce-{comm.size}.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["ranks", "bytes", "collective", "seconds", *BASES])
-        writer.writerows(rows)
+def report(table):
+    columns = ("seconds", "p50", "p95", "p99")
+    print(f"{comm.size} ranks\n{'bytes':>10}  {'collective':36}", end="")
+    print("".join(f"{column:>11}   " for column in columns), end="")
+    print(f"{'bus':>13}", "".join(f"{'÷ ' + base:>20}" for base in BASES))
+    for row in table:
+        print(f"{row['bytes']:10}  {row['collective']:36}", end="")
+        print("".join(f"{row[column] * 1e3:11.3f} ms" for column in columns), end="")
+        print(f"{row['bus_bandwidth'] / 1e9:8.3f} GB/s", end=" ")
+        print("".join(f"{row[base]:20.2f}" for base in BASES))
+    codes = {row["collective"]: row["code"] for row in table if row["code"]}
+    print(*(f"{name}: {code}" for name, code in codes.items()), sep="\n")
+    verdict(table)
+
+
+def verdict(table):
+    """How the engine compares, in words."""
+    engine = coded(table)
+    print(f"\nNobody straggling, {engine[0]['collective']}:")
+    for base in BASES:
+        ratios = {row["bytes"]: row[base] for row in engine}
+        slower = [f"{size:,} B" for size, ratio in ratios.items() if ratio > 1]
+        print(
+            f"- takes {between(ratios.values())} times as long as {base},",
+            f"longer at {', '.join(slower)}." if slower else "nowhere longer.",
+        )
+    own, usual = (
+        between([row["p99"] / row["p50"] for row in rows])
+        for rows in (engine, of(table, collective=BASES[0]))
+    )
+    print(f"- has a p99 of {own} times its p50, {BASES[0]} {usual} times.")
+
+
+def between(numbers):
+    return f"{min(numbers):.2f} to {max(numbers):.2f}"
 
 
 if __name__ == "__main__":

@@ -58,20 +58,42 @@ def test_demo(tmp_path):
 
 
 def test_allreduce_benchmark(tmp_path):
-    mpirun(
-        4, "-m", "mpi4py", "benchmarks/allreduce.py", "--smoke", "--out", str(tmp_path)
-    )
-    with (tmp_path / "allreduce-4.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    compared = {
+    script = ("-m", "mpi4py", "benchmarks/allreduce.py", "--smoke", "--out")
+    uncoded = {
         *("mpi4py Allreduce", "mpi4jax.allreduce", "psum over gloo"),
-        *("2 x, alone", "2 x, alone, not donated", "engine, s=1"),
-        *("engine, s=1, token", "engine, s=1, token, not donated"),
-        *("engine, s=1, numpy", "engine, s=0", "engine, s=0, token"),
-        *("mpi4jax transport, s=1", "ring", "master-worker"),
+        *("2 x, alone", "2 x, alone, not donated", "ring", "master-worker"),
     }
-    measured = [(row["collective"], int(row["bytes"])) for row in rows]
-    assert sorted(measured) == sorted(itertools.product(compared, [4_000, 16_000]))
+    few = {
+        *("engine, s=0", "engine, s=0, token", "engine, s=0, token, not donated"),
+        *("engine, s=0, numpy", "mpi4jax transport, s=0"),
+    }
+    more = {
+        *("engine, s=0", "engine, s=0, token", "engine, s=1", "engine, s=1, token"),
+        *("engine, s=1, token, not donated", "engine, s=1, numpy"),
+        *("engine, s=2, token", "engine, s=0, m=2, token", "engine, s=1, m=2, token"),
+        "mpi4jax transport, s=1",
+    }
+    for ranks, coded in ((2, few), (4, more)):
+        job = mpirun(ranks, *script, str(tmp_path))
+        assert "times as long as mpi4jax.allreduce" in job.stdout
+        with (tmp_path / f"allreduce-{ranks}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        measured = [(row["collective"], int(row["bytes"])) for row in rows]
+        expected = itertools.product(uncoded | coded, [4096, 16384])
+        assert sorted(measured) == sorted(expected)
+        for row in rows:
+            p50, p95, p99 = (float(row[each]) for each in ("p50", "p95", "p99"))
+            assert 0 < p50 <= p95 <= p99
+            bandwidth = float(row["bytes"]) / float(row["seconds"])
+            assert float(row["algorithm_bandwidth"]) == pytest.approx(bandwidth)
+            bus = bandwidth * 2 * (ranks - 1) / ranks
+            assert float(row["bus_bandwidth"]) == pytest.approx(bus)
+            assert (row["code"] != "") == (row["collective"] in coded)
+    pictures = {
+        *("allreduce-2-latency", "allreduce-2-bandwidth"),
+        *("allreduce-4-latency", "allreduce-4-bandwidth", "allreduce-ranks"),
+    }
+    assert pictures == {path.stem for path in tmp_path.glob("*.png")}
 
 
 def test_wire_benchmark(tmp_path):

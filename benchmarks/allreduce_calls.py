@@ -1,0 +1,233 @@
+"""The all-reduces that ``allreduce.py`` compares, and what each needs to be called.
+
+What is summed is known: example ``e`` of a global batch has the gradient ``NUMBERS[e] · v``
+for one vector ``v``. Each rank encodes, or adds up, those of its own examples.
+"""
+
+import itertools
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import jaxcoded
+from jaxcoded import baselines, kernels
+
+comm = MPI.COMM_WORLD
+NUMBERS = np.random.default_rng(0).uniform(0.5, 1.5, 4 * comm.size)
+
+
+class Collective(NamedTuple):
+    """One of them.
+
+    Attributes:
+        share: from ``v``, float32 ``(size,)``, to this rank's operand.
+        prepare: from an operand to a function without arguments that makes one call,
+            waits for it and returns what came of it.
+        code: the codes of its plan, in words.
+        factor: the result is so many times ``v``.
+    """
+
+    share: Callable[[jax.Array], Any]
+    prepare: Callable[[Any], Callable[[], Any]]
+    code: str = ""
+    factor: float = NUMBERS.sum()
+
+
+def uncoded(prepare):
+    """Every example is one rank's."""
+    own = float(NUMBERS[comm.rank :: comm.size].sum())
+    return Collective(lambda v: own * v, prepare)
+
+
+def coded(group, prepare):
+    """Every rank encodes its assignment, as `jaxcoded.coded_value_and_grad` does."""
+    plan = group.plan
+    indices, weights = group.assignment(len(NUMBERS))
+    row = NUMBERS[indices] @ weights.reshape(len(indices), -1)
+    code = ", ".join(sorted({each.code.name for each in plan.codings if each}))
+    if not plan.encoded:
+        return Collective(lambda v: kernels.encode(v[None], row), prepare, code)
+    multiple = plan.padding_multiple
+    return Collective(
+        lambda v: kernels.encode(v[None], row[None], multiple=multiple), prepare, code
+    )
+
+
+def alone(prepare):
+    """Twice the vector, without any communication."""
+    return Collective(jnp.array, prepare, factor=2)
+
+
+def donated(call):
+    """Each call's result is the operand of the next one, in the same memory."""
+    jitted = jax.jit(call, donate_argnums=0)
+
+    def prepare(x):
+        def run():
+            nonlocal x
+            x = jitted(x).block_until_ready()
+            return x
+
+        return run
+
+    return prepare
+
+
+def kept(call):
+    """The operand is used again."""
+    jitted = jax.jit(call)
+    return lambda x: lambda: jitted(x).block_until_ready()
+
+
+def with_token(group, donate=True):
+    """Ordered by a token. Messages of slices are shorter than sums, and kept."""
+    donate = donate and not group.plan.encoded
+    jitted = jax.jit(
+        lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
+        donate_argnums=(0, 1) if donate else 1,
+    )
+
+    def prepare(x):
+        token = jnp.int32(0)
+
+        def run():
+            nonlocal x, token
+            out, token = jitted(x, token)
+            out.block_until_ready()
+            x = out if donate else x
+            return out
+
+        return run
+
+    return prepare
+
+
+def bare(x):
+    """mpi4py on numpy arrays, without JAX."""
+    x = np.array(x)
+    out = np.zeros_like(x)
+
+    def run():
+        comm.Allreduce(x, out)
+        return out
+
+    return run
+
+
+def on_numpy(group):
+    """The engine on numpy arrays, in place, without XLA."""
+
+    def prepare(x):
+        x = np.array(x)
+        return lambda: jaxcoded.host.coded_allreduce(x, group, out=x)
+
+    return prepare
+
+
+def psum():
+    """``jax.lax.psum`` over all processes, by JAX's own collectives on the CPU."""
+    mesh = jax.make_mesh((comm.size,), ("ranks",))
+    spec = jax.sharding.PartitionSpec("ranks")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    total = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, "ranks"),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=jax.sharding.PartitionSpec(),
+        )
+    )
+
+    def prepare(x):
+        shards = jax.make_array_from_process_local_data(
+            sharding, np.asarray(x)[None], (comm.size, x.size)
+        )
+        return lambda: total(shards).block_until_ready()
+
+    return prepare
+
+
+def start_gloo():
+    """Join the processes in one JAX runtime, whose collectives are gloo's."""
+    address = None
+    if comm.rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(comm.bcast(address), comm.size, comm.rank)
+
+
+def fits(fanout, stragglers, slices):
+    """Whether every parent of the tree has enough children for this code."""
+    try:
+        plan = jaxcoded.make_plan(
+            comm.size, fanout=fanout, stragglers=stragglers, slices=slices
+        )
+    except ValueError:
+        return False
+    parents = (rank for rank in range(comm.size) if plan.tree.children[rank])
+    return all(plan.keeps(rank) == (stragglers, slices) for rank in parents)
+
+
+def compared(fanout, closing):
+    """All of them by name, in the order in which they are called.
+
+    Args:
+        fanout: of the coded trees.
+        closing: a ``contextlib.ExitStack`` that closes the groups.
+    """
+
+    def group(stragglers, slices=1, transport="engine"):
+        return closing.enter_context(
+            jaxcoded.CodedGroup(
+                comm,
+                fanout=fanout,
+                stragglers=stragglers,
+                slices=slices,
+                transport=transport,
+            )
+        )
+
+    def effect(group):
+        return lambda x: jaxcoded.coded_allreduce(x, group)
+
+    start_gloo()
+    out = {
+        "2 x, alone": alone(donated(lambda x: 2 * x)),
+        "2 x, alone, not donated": alone(kept(lambda x: 2 * x)),
+        "mpi4py Allreduce": uncoded(bare),
+        "mpi4jax.allreduce": uncoded(kept(lambda x: baselines.allreduce(x, comm))),
+        "psum over gloo": uncoded(psum()),
+        "ring": uncoded(kept(lambda x: baselines.ring_allreduce(x, comm))),
+        "master-worker": uncoded(
+            kept(lambda x: baselines.master_worker_allreduce(x, comm))
+        ),
+    }
+    engines = {
+        (s, m): group(s, m)
+        for m, s in itertools.product((1, 2), (0, 1, 2))
+        if fits(fanout, s, m)
+    }
+    for (s, m), engine in engines.items():
+        name = f"engine, s={s}" + f", m={m}" * (m > 1)
+        out[f"{name}, token"] = coded(engine, with_token(engine))
+        if s < 2 and m == 1:
+            out[name] = coded(engine, donated(effect(engine)))
+    # what else there is to know of one of them
+    s = int((1, 1) in engines)
+    engine, reference = engines[s, 1], group(s, transport="mpi4jax")
+    more = {
+        f"engine, s={s}, token, not donated": (
+            engine,
+            with_token(engine, donate=False),
+        ),
+        f"engine, s={s}, numpy": (engine, on_numpy(engine)),
+        f"mpi4jax transport, s={s}": (reference, kept(effect(reference))),
+    }
+    return out | {name: coded(*each) for name, each in more.items()}
