@@ -150,6 +150,38 @@ def test_overlap_benchmark(tmp_path):
         assert (float(row["gain"]) == 1) == (row["step"] == "one round at the end")
 
 
+@pytest.mark.timeout(400)
+def test_simulate_benchmark(tmp_path):
+    """Real rounds of some settings, and simulated ones."""
+    command = [sys.executable, "benchmarks/simulate.py", "--smoke", "--out", tmp_path]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=390, capture_output=True)
+    with (tmp_path / "simulate.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3
+    for row in rows:
+        # what is slept; how near the two are is measured, not tested
+        assert float(row["seconds"]) > 0.015
+        assert float(row["simulated"]) >= 0.015
+    assert (tmp_path / "simulate.png").stat().st_size > 10_000
+
+
+def test_scaling_benchmark(tmp_path):
+    command = [sys.executable, "benchmarks/scaling.py", "--smoke", "--out", tmp_path]
+    done = subprocess.run(
+        command, check=True, cwd=ROOT, timeout=120, capture_output=True, text=True
+    )
+    with (tmp_path / "scaling.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    measured = [(r["model"], r["Gb/s"], r["ranks"], r["scheme"]) for r in rows]
+    models = ["light tail", "heavy tail", "one slow rank"]
+    schemes = ["ring", "tree", "star", "coded star", "coded tree"]
+    expected = itertools.product(models, ["1", "10", "100"], ["10", "100"], schemes)
+    assert sorted(measured) == sorted(expected)
+    said = [line for line in done.stdout.splitlines() if "Gb/s: " in line]
+    assert len(said) == 9
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
 def test_codes_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/codes.py", "--smoke", "--out", tmp_path]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
