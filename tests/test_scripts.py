@@ -216,3 +216,28 @@ def test_gpu_benchmark(tmp_path):
         assert sorted(measured) == sorted(itertools.product(compared, [4_000, 64_000]))
         assert stored["copies"] == [] and stored["verdicts"] == {}
     assert len(stored["kernels"]) == 12
+
+
+def test_coded_reduce_benchmark(tmp_path):
+    """The loads are those of the paper's table, and of plain gradient coding."""
+    script = "benchmarks/coded_reduce.py"
+    command = [sys.executable, script, "--smoke", "--out", tmp_path]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
+    with (tmp_path / "coded-reduce.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    loads = {(row["setting"], row["scheme"]): float(row["load"]) for row in rows}
+    small, large = "N = 84 (4, 3)", "N = 156 (12, 2)"
+    expected = {
+        (small, "CodedReduce, s = 1"): 1 / 14,
+        (small, "CodedReduce, s = 2"): 27 / 148,
+        (small, "CodedReduce, s = 3"): 1 / 3,
+        (small, "gradient coding, S = 21"): 22 / 84,
+        (large, "CodedReduce, s = 1"): 1 / 42,
+        (large, "CodedReduce, s = 2"): 1 / 20,
+        (large, "CodedReduce, s = 3"): 1 / 12,
+        (large, "gradient coding, S = 13"): 14 / 156,
+    }
+    for key, load in expected.items():
+        assert loads[key] == pytest.approx(load)
+    assert len(rows) == 2 * 5 * 9
+    assert (tmp_path / "coded-reduce.png").stat().st_size > 10_000
