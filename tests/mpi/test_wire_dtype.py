@@ -262,7 +262,8 @@ def test_float16_overflows(group):
     """As sharp-bits says; bfloat16 has the exponents of float32."""
     _, weights = group.assignment(1)
     own = np.full(3, 1e5 * weights.sum(), np.float32)
-    assert np.all(np.isinf(coded_allreduce(own, group, wire_dtype="float16")))
+    # infinite, or infinities that are subtracted, depending on who is summed
+    assert not np.any(np.isfinite(coded_allreduce(own, group, wire_dtype="float16")))
     total = coded_allreduce(own, group, wire_dtype="bfloat16")
     np.testing.assert_allclose(total, 1e5, rtol=0.01 * group.plan.amplification)
 
