@@ -132,9 +132,10 @@ def draw(rows, path):
             ax.set_ylim(0.1, 200)
         for ax in axes[-1]:
             ax.set_xlabel("ranks")
-        axes[0, 0].legend()
+        handles, names = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
         figure.suptitle(
-            "Light tails: do not code. One slow rank: code at once. Heavy tails: code large jobs.",
+            "Coded trees win large jobs with heavy tails, and small ones with a slow rank",
             x=0.01,
             ha="left",
         )
