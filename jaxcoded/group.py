@@ -445,6 +445,7 @@ class CodedGroup:
         plan = self.plan
         return Telemetry.of(
             self.rank,
+            plan.to_json(),
             np.array(plan.parents),
             np.array([float(plan.load_of(rank)) for rank in range(plan.size)]),
             self.transport.telemetry(),

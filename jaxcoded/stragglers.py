@@ -205,9 +205,51 @@ class Bursty(Stragglers):
             slow = np.where(slow, draw >= self.end, draw < self.begin)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measured(Stragglers):
+    """Numbers that were measured, over and over again.
+
+    Attributes:
+        factors: float64 ``(rounds, ranks)``, what multiplies the work; infinite for a
+            rank that has died. Columns are dealt out again where there are more ranks.
+        seconds: the numbers are seconds to add, not factors.
+
+    Raises:
+        ValueError: the array has another shape, or a number is negative or NaN.
+
+    Example:
+        >>> from jaxcoded.stragglers import Measured
+        >>> rounds = Measured([[1.0, 3.0], [2.0, 1.0]]).rounds(2)
+        >>> [next(rounds).time(0.5).tolist() for _ in range(3)]
+        [[0.5, 1.5], [1.0, 0.5], [0.5, 1.5]]
+    """
+
+    factors: np.ndarray
+    seconds: bool = False
+
+    def __post_init__(self) -> None:
+        table = np.asarray(self.factors, np.float64)
+        if table.ndim != 2 or not table.size or not (table >= 0).all():
+            raise ValueError(
+                "factors must be numbers ≥ 0, a line for each round and a column for "
+                f"each rank; got shape {table.shape}"
+            )
+        object.__setattr__(self, "factors", table)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        columns = np.arange(size) % self.factors.shape[1]
+        for row in itertools.cycle(self.factors[:, columns]):
+            dead = np.isinf(row)
+            if self.seconds:
+                yield _delays(size, None, row, dead)
+            else:  # not as a factor: of a rank without work it would make no time
+                factor = np.where(dead, 1.0, row)
+                yield _delays(size, factor, np.where(dead, np.inf, 0.0), dead)
+
+
 @dataclasses.dataclass(frozen=True)
 class Trace(Stragglers):
-    """Factors that were measured, over and over again.
+    """`Measured`, from a file.
 
     Attributes:
         path: a file of numbers, one line for each round and a column for each rank:
@@ -239,10 +281,7 @@ class Trace(Stragglers):
         return table
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        table = self.table
-        columns = np.arange(size) % table.shape[1]
-        for row in itertools.cycle(table[:, columns]):
-            yield _delays(size, None, row) if self.seconds else _delays(size, row)
+        return Measured(self.table, self.seconds).rounds(size, seed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,7 @@ class Telemetry:
 
     Attributes:
         rank: whose telemetry it is.
+        plan: the group's, as text; see `Plan.from_json`.
         parents: int64 ``(N,)``, the parent of each rank, -1 at the root.
         loads: float64 ``(N,)``, the part of the batch that each rank computes.
         rounds: int64 ``(R,)``, their numbers, in order.
@@ -87,6 +88,7 @@ class Telemetry:
     """
 
     rank: int
+    plan: str
     parents: np.ndarray
     loads: np.ndarray
     rounds: np.ndarray
@@ -111,6 +113,7 @@ class Telemetry:
     def of(
         cls,
         rank: int,
+        plan: str,
         parents: np.ndarray,
         loads: np.ndarray,
         columns: dict[str, list[Any]],
@@ -128,6 +131,7 @@ class Telemetry:
         silent[columns["paced"]] = columns["silent"]
         return cls(
             rank=rank,
+            plan=plan,
             parents=np.array(parents, np.int64),
             loads=np.array(loads, np.float64),
             rounds=column("round", np.int64),
@@ -167,7 +171,7 @@ class Telemetry:
         heard of a rank if that is longer. Only the root knows of all ranks. Who has not
         been measured, or has no data, counts as the median of the others.
         """
-        known = self._measured
+        known = self.measured
         if not known.any():
             return np.ones(len(known))
         speeds = np.full(len(known), np.nan)
@@ -181,8 +185,8 @@ class Telemetry:
         return np.fmax(self.pace, self.silent)
 
     @property
-    def _measured(self) -> np.ndarray:
-        """Whether there is something to tell each rank's speed from."""
+    def measured(self) -> np.ndarray:
+        """Whether there is something to tell each rank's speed from: bool ``(N,)``."""
         return (self.loads > 0) & (self._seconds > 0) & np.isfinite(self._seconds)
 
     def summary(self) -> str:
@@ -204,7 +208,7 @@ class Telemetry:
                 lines.append(f"{what}: {count} of {len(self.rounds)} rounds")
         lines += self._late_children()
         speeds = self.speeds
-        slow = [rank for rank in np.flatnonzero(self._measured) if speeds[rank] < 0.5]
+        slow = [rank for rank in np.flatnonzero(self.measured) if speeds[rank] < 0.5]
         for rank in sorted(slow, key=lambda rank: speeds[rank]):
             lines.append(
                 f"rank {rank} is slow: {speeds[rank]:.0%} of the fastest rank's speed, "
@@ -227,8 +231,8 @@ class Telemetry:
                 known = missed[np.isfinite(missed)]
                 lines.append(
                     f"child {self.children[column]} was too late in "
-                    f"{late[column]:.0%} of {len(lateness)} rounds "
-                    + (f"by {_time(np.median(known))} (median)" if len(known) else "")
+                    f"{late[column]:.0%} of {len(lateness)} rounds"
+                    + (f" by {_time(np.median(known))} (median)" if len(known) else "")
                     + (", and has not come since" if np.isinf(missed[-1]) else "")
                 )
             if not lines:
@@ -255,7 +259,8 @@ class Telemetry:
                 values.update(file)
         if set(values) != {field.name for field in dataclasses.fields(cls)}:
             raise ValueError(f"{path} was not written by Telemetry.save")
-        return cls(**values | {"rank": int(values["rank"])})
+        plain = {"rank": int(values["rank"]), "plan": str(values["plan"])}
+        return cls(**values | plain)
 
 
 def report(

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+import jaxcoded
 from jaxcoded.telemetry import SLOWEST, Telemetry
 
 NAN = float("nan")
@@ -34,7 +35,11 @@ def seen(**changes):
         "link_seconds": [0.002, 0.0],
     }
     return Telemetry.of(
-        0, np.array([-1, 0, 0, 0]), np.array([0, 0.5, 0.5, 0.5]), columns | changes
+        0,
+        jaxcoded.make_plan(4).to_json(),
+        np.array([-1, 0, 0, 0]),
+        np.array([0, 0.5, 0.5, 0.5]),
+        columns | changes,
     )
 
 
