@@ -219,8 +219,9 @@ def work(files: Sequence[Telemetry]) -> Work:
     source = ["others"] * count
     pace = np.full(count, np.nan)
     for file in files:
-        pace = np.where(np.isnan(pace), file.pace, pace)
-        pace[file.rank] = file.pace[file.rank]
+        told = _told(file)
+        pace = np.where(np.isnan(pace), told, pace)
+        pace[file.rank] = told[file.rank]
     inner = np.bincount(seen.parents[seen.parents >= 0], minlength=count) > 0
     for file in files:
         took = _aligned(file.rounds, spans(file), rounds)
@@ -437,11 +438,19 @@ def _largest(table: np.ndarray) -> np.ndarray:
     return np.fmax.reduce(table, axis=1, initial=np.nan)
 
 
+def _told(seen: Telemetry) -> np.ndarray:
+    """Seconds of work of each rank, as it told; of those that have not finished any work
+    since their first round, for how long they have said nothing: float64 ``(N,)``, NaN
+    for who has told nothing."""
+    silent = np.where(seen.silent > 0, seen.silent, np.nan)
+    return np.where(np.isnan(seen.pace), silent, seen.pace)
+
+
 def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
     """What a child takes as a rule: what it told of itself, or the median of its messages,
     which for a child with children say more."""
     child, median = seen.children[column], _median(took)
-    pace = float(seen.pace[child])
+    pace = float(_told(seen)[child])
     inner = (seen.parents == child).any()
     if np.isnan(median):
         return pace
@@ -467,26 +476,29 @@ def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
 def _heard(seen: Telemetry, column: int) -> float:
     """When something was last heard of a child; NaN for never."""
     child = seen.children[column]
-    if np.isnan(seen.pace[child]):  # then its silence is not known either
+    if np.isnan(_told(seen)[child]):
         return float(np.fmax.reduce(seen.arrived[:, column], initial=np.nan))
     return float(seen.ended[-1] - seen.silent[child])
 
 
 def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
     """The row of the first round from which on a child has not come, if it is not just
-    slow, as far as one can tell; after the last one if there is none."""
+    slow, as far as one can tell: its process may live, and show signs of life, while its work
+    does not end. After the last one if there is none."""
     missing = np.isnan(seen.arrived[:, column])
     rows = len(missing)
     first = 0 if missing.all() else rows - int(np.argmin(missing[::-1]))
     if first == rows:
         return rows
     begun, end = _begun(seen), float(seen.ended[-1])
-    usual = usual if usual >= 0 else 0.0
-    heard = _heard(seen, column)
-    alive = end - heard <= _TOLD + 2 * usual
-    if alive and (missing.all() or usual > _SLOW * _median(_over(seen) - begun)):
+    a_round = _median(_over(seen) - begun)
+    # its silence is no measure of itself
+    usual = float("nan") if np.isnan(seen.pace[seen.children[column]]) else usual
+    patience = _TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
+    alive = end - _heard(seen, column) <= patience
+    if alive and (missing.all() or usual > _SLOW * a_round):
         return rows  # always late
     # before, it has come again after so long
     absent = _largest((seen.arrived[:first, column] - begun[:first])[None])[0]
     since = seen.started[first] if np.isnan(begun[first]) else begun[first]
-    return first if end - since > np.fmax(_TOLD + 2 * usual, 2 * absent) else rows
+    return first if end - since > np.fmax(patience, 2 * absent) else rows

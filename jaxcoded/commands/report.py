@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxcoded import report
 from jaxcoded._pictures import COLOURS, picture
+from jaxcoded.plan import Plan
 from jaxcoded.telemetry import Telemetry
 
 _BLUE, _RED, _GREEN = COLOURS[:3]
@@ -67,14 +68,16 @@ def run(args: argparse.Namespace) -> None:
 def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
     """The files' telemetry, the root's first, then in the order of the ranks."""
     files = [Telemetry.load(path) for path in paths]
-    ranks = [seen.rank for seen in files]
+    Plan.from_json(files[0].plan)  # an error before anything is written
+    ranks: set[int] = set()
     for path, seen in zip(paths, files):
         if seen.plan != files[0].plan:
             raise ValueError(
                 f"{path} is of another job, or of another plan, than {paths[0]}"
             )
-        if ranks.count(seen.rank) > 1:
-            raise ValueError(f"{path} is of rank {seen.rank}, and so is another file")
+        if seen.rank in ranks:
+            raise ValueError(f"{path} is of rank {seen.rank}, as is a file before it")
+        ranks.add(seen.rank)
     return sorted(files, key=lambda seen: (seen.parents[seen.rank] >= 0, seen.rank))
 
 
@@ -164,6 +167,16 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
         for y, row in enumerate(rows):
             values = came[:, row].ravel() / unit
             values = values[~np.isnan(values)]
+            if not len(values):
+                axes.text(
+                    0.02,
+                    y,
+                    "not heard of in any of these rounds",
+                    va="center",
+                    fontsize="x-small",
+                    color="0.5",
+                    transform=axes.get_yaxis_transform(),
+                )
             jitter = y + rng.uniform(-0.28, 0.28, len(values))
             for chosen, colour in ((values <= 0, _BLUE), (values > 0, _RED)):
                 axes.scatter(
@@ -176,15 +189,16 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
         axes.axvline(0, color="black", linewidth=1)
         axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        spread = np.nanmax(np.abs(came), initial=0.0)
-        typical = np.nanmedian(np.abs(came)) if np.isfinite(came).any() else spread
-        if spread > 30 * typical > 0:
-            axes.set_xscale("symlog", linthresh=3 * typical / unit)
+        _spread(axes, came / unit)
         axes.set_xlabel(f"arrival after the sum was complete [{name}]")
         side.set_xlabel("rounds [%]")
         side.set_xlim(0, 100)
+        worst = order[-1]
         figure.suptitle(
-            f"When messages came to rank {seen.rank}, and in how many of {len(late)} rounds",
+            f"Rank {seen.children[worst]} was too late for rank {seen.rank}'s sum in "
+            f"{share[worst]:.0%} of {len(late)} rounds"
+            if share[worst] > 0
+            else f"Nobody was too late for rank {seen.rank}'s sum in {len(late)} rounds",
             fontsize="medium",
         )
         _legend(
@@ -220,11 +234,18 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: report.Savings) ->
                 saved.stuck,
                 color=_RED,
                 linestyle=":",
-                label="waits without end from here",
+                label="a child has not come since",
             )
-        title = f"Coding saved rank {seen.rank} {_time(saved.avoided)} of waiting ({saved.share:.0%})"
-        if saved.stuck is not None:
-            title += f"\nand an end in round {saved.stuck}"
+        if saved.stuck is None:
+            title = (
+                f"Coding saved rank {seen.rank} {_time(saved.avoided)} of waiting "
+                f"({saved.share:.0%})"
+            )
+        else:
+            title = (
+                f"Without coding rank {seen.rank} would have been stuck from round "
+                f"{saved.stuck} on"
+            )
         axes.set(
             title=title,
             xlabel="round",
@@ -238,13 +259,14 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
     """Who is late, and who is slow: the worst ranks."""
     speeds, known = seen.speeds, seen.measured
     shown = np.flatnonzero(known | ~np.isnan(late))
-    order = shown[np.lexsort((np.nan_to_num(late[shown]), -speeds[shown]))][-_ROWS:]
+    share = np.nan_to_num(late)
+    order = shown[np.lexsort((-speeds[shown], share[shown]))][-_ROWS:]
     y = np.arange(len(order))
     with picture(path, columns=2, size=(7.2, _height(len(order))), sharey=True) as (
         figure,
         (left, right),
     ):
-        left.barh(y, 100 * np.nan_to_num(late[order]), 0.7, color=_RED)
+        left.barh(y, 100 * share[order], 0.7, color=_RED)
         for row in y[np.isnan(late[order])]:
             left.text(1, row, "not known", va="center", fontsize="x-small", color="0.5")
         left.set(xlim=(0, 100), xlabel="rounds in which it was too late [%]")
@@ -256,12 +278,16 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
                 1, row, "not known", va="center", fontsize="x-small", color="0.5"
             )
         right.set(xlim=(0, 100), xlabel="speed, relative to the fastest rank [%]")
-        others = len(shown) - len(order)
-        figure.suptitle(
-            "Who straggles"
-            + (f": {len(order)} of {len(shown)} ranks" if others else ""),
-            fontsize="medium",
-        )
+        often, slow = order[-1], shown[np.argmin(np.where(known, speeds, 2)[shown])]
+        title = f"Rank {often} was too late most often"
+        if share[often] == 0:
+            title = "Nobody was too late"
+        if speeds[slow] < 1:
+            title += "; it" if slow == often and share[often] else f"; rank {slow}"
+            title += " is the slowest"
+        if len(order) < len(shown):
+            title += f" ({len(order)} of {len(shown)} ranks shown)"
+        figure.suptitle(title, fontsize="medium")
 
 
 def _draw_plans(
@@ -293,21 +319,31 @@ def _draw_plans(
             axes.axvline(measured / unit, color="black", linewidth=1, linestyle="--")
             axes.text(
                 measured / unit,
-                len(plans) - 0.4,
+                1.01,
                 " measured",
                 fontsize="small",
-                va="bottom",
+                transform=axes.get_xaxis_transform(),
             )
         axes.set_yticks(range(len(plans)), [plan.name for plan in plans])
         axes.set_xlim(0, 1.3 * longest / unit)
         best = plans[-1]
         verdict = (
-            "No other plan would have been faster"
+            "No plan here would have been faster than the one it had"
             if best.actual
             else f"Fastest for this job's stragglers: {best.name}"
         )
         axes.set_title(verdict, pad=16)
         axes.set_xlabel(f"mean time of a round, replayed [{name}]")
+
+
+def _spread(axes: Any, values: np.ndarray) -> None:
+    """Logarithmic where few values are far from zero and most are near it."""
+    sizes = np.abs(values[np.isfinite(values)])
+    near = np.quantile(sizes, 0.75) if len(sizes) else 0.0
+    if near > 0 and sizes.max() > 50 * near:
+        decade = 10 ** np.ceil(np.log10(near))
+        axes.set_xscale("symlog", linthresh=decade, linscale=1.0)
+        axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _legend(figure: Any, *entries: tuple[str, str]) -> None:

@@ -1,0 +1,24 @@
+"""The last of the ranks takes ten times as long as the others; the root keeps what it saw.
+
+slow_rank.py DIRECTORY ROUNDS
+"""
+
+import pathlib
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+import jaxcoded
+
+comm = MPI.COMM_WORLD
+directory, rounds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+x = np.ones(1000)
+with jaxcoded.CodedGroup(comm, stragglers=1, transport="engine") as group:
+    for _ in range(rounds):
+        behind = group.lag() > 0
+        if comm.rank and not behind:
+            time.sleep(0.3 if comm.rank == comm.size - 1 else 0.03)
+        jaxcoded.host.coded_allreduce(x, group, skipped=behind)
+    group.telemetry().save(directory / f"rank-{comm.rank}.npz")

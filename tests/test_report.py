@@ -1,0 +1,365 @@
+"""What is made of a job's telemetry, from records written by hand and from a real job."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from launch import mpirun
+
+import jaxcoded
+from jaxcoded import report
+from jaxcoded.__main__ import main
+from jaxcoded.simulator import Layout, Ring
+from jaxcoded.telemetry import Telemetry
+
+NAN = float("nan")
+PLAN = jaxcoded.make_plan(4, stragglers=1)  # a star of three, of which two suffice
+ROUNDS = 6
+
+
+def seen(plan=PLAN, **changes):
+    """The root of a star of three, in rounds of one second. Two children take 0.9 s for
+    each; rank 3 takes 0.7 s, but 1.9 s for the third round: it misses this and the next
+    one, and comes again in the fifth."""
+    begun = np.arange(float(ROUNDS))
+    arrived = begun[:, None] + [0.9, 0.9, 0.7]
+    arrived[2:4, 2] = arrived[4, 2] = 4.6
+    columns = {
+        "round": range(1, ROUNDS + 1),
+        "work": [NAN] + [0.1] * (ROUNDS - 1),
+        "started": begun + 0.1,
+        "decided": begun + 0.9,
+        "ended": begun + 1.0,
+        "decider": [1] * ROUNDS,
+        "outcome": [1] * ROUNDS,
+        "skipped": [False] * ROUNDS,
+        "approximate": [False] * ROUNDS,
+        "children": [1, 2, 3],
+        "arrived": arrived.ravel(),
+        "used": arrived.ravel() <= np.repeat(begun + 0.9, 3),
+        "paced": [0, 1, 2, 3],
+        "pace": [0.1, 0.9, 0.9, 0.7],
+        "silent": [0.0] * 4,
+        "peers": [1, 2, 3],
+        "link_bytes": [6000, 6000, 4000],
+        "link_seconds": [6e-6, 6e-6, 4e-6],
+    }
+    loads = np.array([float(plan.load_of(rank)) for rank in range(plan.size)])
+    return Telemetry.of(
+        0, plan.to_json(), np.array(plan.parents), loads, columns | changes
+    )
+
+
+def missing(first, **changes):
+    """Rank 3 does not come from this round on."""
+    arrived = seen().arrived.copy()
+    arrived[first - 1 :, 2] = NAN
+    return dataclasses.replace(seen(**changes), arrived=arrived)
+
+
+def of_child(rank, **changes):
+    """Its own telemetry: it has no children, and what it worked is known exactly."""
+    columns = {
+        "children": [],
+        "arrived": np.zeros((ROUNDS, 0)),
+        "used": np.zeros((ROUNDS, 0), bool),
+        "decided": np.full(ROUNDS, NAN),
+    }
+    return dataclasses.replace(
+        seen(),
+        rank=rank,
+        **{name: np.array(value) for name, value in (columns | changes).items()},
+    )
+
+
+def test_spans():
+    took = report.spans(seen())
+    np.testing.assert_allclose(took[1:, :2], 0.9)
+    assert np.isnan(took[0]).all()  # nobody knows when it began
+    # in the fifth round it came 0.7 s after it was done with the third
+    np.testing.assert_allclose(took[1:, 2], [0.7, 1.9, NAN, NAN, 0.7])
+
+
+def test_spans_of_a_child_just_too_late():
+    """Its message came although it was not needed any more: nothing is guessed."""
+    arrived = seen().arrived.copy()
+    arrived[3, 0] = 3.95
+    took = report.spans(dataclasses.replace(seen(), arrived=arrived))
+    np.testing.assert_allclose(took[1:, 0], [0.9, 0.9, 0.95, 0.9, 0.9])
+
+
+def test_savings():
+    saved = report.savings(seen())
+    assert saved.rounds.tolist() == [2, 3, 4, 5, 6]
+    np.testing.assert_allclose(saved.coded, 0.9)
+    np.testing.assert_allclose(saved.uncoded, [0.9, 1.9, 0.9, 0.9, 0.9])
+    assert saved.avoided == pytest.approx(1.0)
+    assert saved.share == pytest.approx(1 / 5.5)
+    assert saved.stuck is None
+    assert not saved.inferred.any()
+
+
+def test_savings_with_a_dead_child():
+    for silent, pace in ((0.0, 0.7), (4.0, 0.7), (0.0, NAN)):
+        saved = report.savings(
+            missing(3, silent=[0, 0, 0, silent], pace=[0.1, 0.9, 0.9, pace])
+        )
+        assert saved.stuck == 3
+        assert np.isinf(saved.uncoded).tolist() == [False, True, True, True, True]
+        assert saved.avoided == pytest.approx(0.0)
+    # nothing was ever heard of it
+    assert report.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN])).stuck == 2
+
+
+def test_savings_with_a_child_that_is_always_late():
+    """It lives, says how long it takes, and takes all results from the history."""
+    saved = report.savings(missing(1, pace=[0.1, 0.9, 0.9, 3.0], silent=[0, 0, 0, 0.2]))
+    np.testing.assert_allclose(saved.uncoded, 3.0)
+    assert saved.avoided == pytest.approx(5 * 2.1)
+    assert saved.inferred.all()
+    # of its first round no pace is known, but that it said something 2 s before the end
+    saved = report.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0]))
+    np.testing.assert_allclose(saved.uncoded, 2.0)
+    saved = report.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 3.0]))
+    assert saved.stuck == 2
+    # which need not be since its first round
+    later = missing(3, pace=[0.1, 0.9, 0.9, 3.0])
+    assert report.savings(later).stuck is None
+
+
+def test_a_child_may_be_on_its_way_at_the_end():
+    saved = report.savings(missing(6))
+    assert saved.stuck is None
+    np.testing.assert_allclose(saved.uncoded, [0.9, 1.9, 0.9, 0.9, 0.9])
+
+
+def test_savings_with_the_files_of_children():
+    """A rank's own file says what it took in rounds that its parent knows nothing of."""
+    own = of_child(
+        3,
+        work=[NAN, 0.7, 1.9, 2.5, NAN, 0.7],
+        skipped=[False, False, False, False, True, False],
+    )
+    saved = report.savings(seen(), [seen(), own])
+    np.testing.assert_allclose(saved.uncoded, [0.9, 1.9, 2.5, 0.9, 0.9])
+    assert not saved.inferred.any()
+
+
+def test_too_late():
+    shares = report.too_late([seen()])
+    np.testing.assert_allclose(shares, [NAN, 0, 0, 2 / 6])
+    assert np.isnan(report.too_late([of_child(3)])).all()
+
+
+def test_work():
+    took = report.work([seen()])
+    assert took.source == ("file", "messages", "messages", "messages")
+    assert took.rounds.tolist() == [2, 3, 4, 5, 6]
+    np.testing.assert_allclose(took.seconds[:, 0], 0.1)
+    np.testing.assert_allclose(took.seconds[:, 1:3], 0.9)
+    np.testing.assert_allclose(took.seconds[:, 3], [0.7, 1.9, 0.7, 0.7, 0.7])
+    dead = report.work([missing(3)]).seconds[:, 3]
+    assert np.isinf(dead).tolist() == [False, True, True, True, True]
+    own = of_child(2, work=[NAN, 1, 2, 3, 4, 5])
+    took = report.work([seen(), own])
+    assert took.source[2] == "file"
+    np.testing.assert_allclose(took.seconds[:, 2], [1, 2, 3, 4, 5])
+
+
+def test_work_of_ranks_further_down():
+    """They are known by their pace, or not at all; a child that has children waits for
+    them, and its own work is what it says."""
+    plan = jaxcoded.make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1])
+    tree = seen(plan, paced=[0, 1, 4], pace=[0.1, 0.3, 0.5], silent=[0.0] * 3)
+    took = report.work([tree])
+    assert took.source == ("file", *["messages"] * 3, "pace", "others", "others")
+    np.testing.assert_allclose(took.seconds[:, 1], 0.3)
+    np.testing.assert_allclose(took.seconds[:, 4], 0.5)
+    each = [took.seconds[:, rank] / tree.loads[rank] for rank in (1, 2, 3, 4)]
+    np.testing.assert_allclose(
+        took.seconds[:, 5], np.median(each, axis=0) * tree.loads[5]
+    )
+
+
+def test_compare():
+    """Loads are 2/3 with s = 1 and 1/3 with s = 0."""
+    plans = {plan.name: plan for plan in report.compare([seen()])}
+    actual = plans["as it was: star, s = 1"]
+    assert actual.actual and actual.load == pytest.approx(2 / 3)
+    assert actual.seconds == pytest.approx(0.9, rel=2e-3)
+    uncoded = plans["star, s = 0"]
+    assert uncoded.load == pytest.approx(1 / 3)
+    assert uncoded.seconds == pytest.approx((4 * 0.45 + 0.95) / 5, rel=2e-3)
+    assert plans["star, s = 2"].seconds > actual.seconds
+    assert plans["ring, uncoded"].load == 0.25
+
+
+def test_compare_with_a_dead_rank():
+    plans = {plan.name: plan for plan in report.compare([missing(3)])}
+    assert plans["as it was: star, s = 1"].seconds == pytest.approx(0.9, rel=2e-3)
+    for name in ("star, s = 0", "ring, uncoded"):
+        assert plans[name].seconds == np.inf
+        assert plans[name].ended == 1
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        jaxcoded.make_plan(13, fanout=3),
+        jaxcoded.make_plan(13, fanout=4, stragglers=1, slices=2),
+        jaxcoded.make_plan(5, stragglers=1, root_computes=True),
+        jaxcoded.make_plan(6, speeds=[1, 1, 1, 1, 1, 0.3]),
+        jaxcoded.make_plan(4, parents=[3, 3, 3, -1]),
+        jaxcoded.make_plan(7, parents=[1, 6, 6, 1, 1, 6, -1]),
+        jaxcoded.make_plan(2, stragglers=0),
+        jaxcoded.make_plan(1),
+    ],
+)
+def test_alternatives(plan):
+    """All have the same ranks, root and slices, and none is there twice."""
+    (name, first), *others = report.alternatives(plan, np.linspace(0.5, 1, plan.size))
+    assert first is plan and name.startswith("as it was: ")
+    plans = [it for _, it in others if not isinstance(it, Ring)]
+    assert len({plan, *plans}) == 1 + len(plans)
+    assert len({name for name, _ in others}) == len(others)
+    for other in plans:
+        assert other.size == Layout.of(other).size == plan.size
+        assert (other.root, other.slices) == (plan.root, plan.slices)
+        assert other.root_computes == plan.root_computes
+    if plan.size > 2:
+        assert {0, plan.stragglers} <= {it.stragglers for it in plans}
+
+
+def test_network():
+    links, payload = report.network(seen(), PLAN)
+    assert links.bandwidth == pytest.approx(1e9)
+    assert payload == pytest.approx(1000)
+    child = dataclasses.replace(of_child(3), peers=np.array([0]))
+    child = dataclasses.replace(child, link_bytes=np.array([1200]))
+    child = dataclasses.replace(child, link_seconds=np.zeros(1))
+    assert report.network(child, PLAN)[1] == pytest.approx(200)
+
+
+def kept(rows):
+    """The root's telemetry with so many rounds."""
+    per_round = [
+        "rounds",
+        "work",
+        "started",
+        "decided",
+        "ended",
+        "decided_by",
+        "failed",
+        "skipped",
+        "approximate",
+        "arrived",
+        "used",
+    ]
+    return dataclasses.replace(
+        seen(), **{name: getattr(seen(), name)[:rows] for name in per_round}
+    )
+
+
+FILES = {
+    "usual": [seen()],
+    "dead": [missing(3)],
+    "never": [missing(1, pace=[0.1, 0.9, 0.9, NAN])],
+    "leaf": [of_child(3)],
+    "all": [of_child(3), of_child(1), seen()],
+    "no-rounds": [kept(0)],
+    "one-round": [kept(1)],
+    "two-rounds": [kept(2)],
+    "failed": [seen(outcome=[2] * ROUNDS, decided=[NAN] * ROUNDS)],
+    "approximate": [missing(3, approximate=[False, False, *[True] * 4])],
+    "unmeasured": [seen(paced=[], pace=[], silent=[])],
+    "no-links": [seen(peers=[], link_bytes=[], link_seconds=[])],
+    "alone": [
+        dataclasses.replace(
+            of_child(0),
+            plan=jaxcoded.make_plan(1).to_json(),
+            **{
+                name: np.zeros(1) + value
+                for name, value in (("loads", 1), ("pace", 0.1), ("silent", 0))
+            },
+            parents=np.array([-1]),
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_command(name, tmp_path, capsys):
+    paths = []
+    for number, file in enumerate(FILES[name]):
+        paths.append(str(tmp_path / f"{number}.npz"))
+        file.save(paths[-1])
+    out = tmp_path / "pictures"
+    assert main(["report", *paths, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    written = [line.removeprefix("wrote ") for line in said.splitlines()]
+    written = [line for line in written if line.endswith(".png")]
+    assert sorted(written) == sorted(map(str, out.glob("*")))
+    assert all((out / path).stat().st_size > 5000 for path in written)
+    # in no line a number that is none
+    assert not re.search(r"\b(nan|inf)\b", said)
+    if name == "usual":
+        assert (
+            "rank 0 waited 4.5 s for its sums in 5 rounds, and would have waited 5.5 s "
+            "for all of its children: coding avoided 1 s (18%)\n" in said
+        )
+        assert "a round took 1 s; replayed with the same plan 900 ms (-10.0%)" in said
+        names = "arrivals-0", "savings-0", "stragglers", "plans"
+        assert {path.stem for path in out.glob("*.png")} == set(names)
+    if name == "dead":
+        assert "from round 3 on an uncoded sum would not have ended" in said
+        assert re.search(r"star, s = 0 .* does not end in round 3\n", said)
+
+
+def test_command_on_other_files(tmp_path, capsys):
+    (tmp_path / "text").write_text("rank 0")
+    seen().save(tmp_path / "seen")
+    seen().save(tmp_path / "again")
+    seen(jaxcoded.make_plan(4, stragglers=0)).save(tmp_path / "other")
+    broken = dataclasses.replace(seen(), plan="no plan")
+    broken.save(tmp_path / "broken")
+    for names, words in (
+        (["nothing"], "No such file"),
+        (["text"], "was not written by Telemetry.save"),
+        (["seen", "again"], "is of rank 0, as is a file before it"),
+        (["seen", "other"], "is of another job, or of another plan, than"),
+        (["broken"], "not a plan written by Plan.to_json"),
+    ):
+        paths = [str(tmp_path / name) for name in names]
+        assert main(["report", *paths, "--out", str(tmp_path / "out")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("jaxcoded report: ")
+        assert words in line
+
+
+@pytest.mark.mpi
+def test_report_of_a_job(tmp_path, capsys):
+    """One of three children takes ten times as long, and nobody waits for it."""
+    mpirun(4, "-m", "mpi4py", "tests/report/slow_rank.py", str(tmp_path), "100")
+    paths = [str(tmp_path / f"rank-{rank}.npz") for rank in range(4)]
+    for files in (paths[:1], paths):
+        assert main(["report", *files, "--out", str(tmp_path / "out")]) == 0
+        said = capsys.readouterr().out
+        assert "child 3 was too late in" in said
+        (avoided, share), *_ = re.findall(r"avoided (\S+) s \((\d+)%\)", said)
+        saved = report.savings(
+            Telemetry.load(files[0]), list(map(Telemetry.load, files))
+        )
+        assert float(avoided) == pytest.approx(saved.avoided, rel=0.01)
+        assert float(share) == pytest.approx(100 * saved.share, abs=0.6)
+        # for each round 0.3 s rather than 0.03
+        assert saved.share > 0.5
+        plans = {
+            plan.name: plan.seconds
+            for plan in report.compare(list(map(Telemetry.load, files)))
+        }
+        assert plans["star, s = 0"] > plans["as it was: star, s = 1"]
+        names = "arrivals-0", "savings-0", "stragglers", "plans"
+        written = {path.stem: path for path in (tmp_path / "out").glob("*.png")}
+        assert written.keys() == set(names)
+        assert all(path.stat().st_size > 10_000 for path in written.values())
