@@ -167,8 +167,9 @@ def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
         usual = _usual(seen, column, values)
         if child in by_rank and not len(by_rank[child].children):
             own = _own_work(by_rank[child], seen.rounds)
-            values[:] = np.where(np.isnan(values), own, values)
-            inferred[:, column] &= np.isnan(own)
+            wanting = ~np.isfinite(values) & (seen.rounds <= _latest(by_rank[child]))
+            values[wanting] = own[wanting]
+            inferred[:, column] = np.isnan(values)
         values[np.isnan(values)] = usual
     coded = seen.decided - _begun(seen)
     formed = ~np.isnan(coded)
@@ -235,7 +236,7 @@ def work(files: Sequence[Telemetry]) -> Work:
     for file in files:
         own = _own_work(file, rounds)
         if not np.isnan(own).all():
-            stuck = np.isinf(seconds[:, file.rank])
+            stuck = np.isinf(seconds[:, file.rank]) & (rounds > _latest(file))
             seconds[:, file.rank] = np.where(stuck, np.inf, own)
             source[file.rank] = "file"
     for rank in range(count):
@@ -413,6 +414,11 @@ def _over(seen: Telemetry) -> np.ndarray:
     return np.where(np.isnan(seen.decided), seen.ended, seen.decided)
 
 
+def _latest(seen: Telemetry) -> int:
+    """The number of the latest round, 0 without any."""
+    return int(seen.rounds[-1]) if len(seen.rounds) else 0
+
+
 def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
     """Seconds of work of the rank whose telemetry this is, in these rounds; NaN in those
     it skipped: float64 ``(Q,)``."""
@@ -466,7 +472,7 @@ def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
         # it worked for the round in which it came, once it had caught up with it
         done = came[row] - (usual if usual >= 0 else 0.0)
         done = np.clip(done, over[max(again[-1] - 1, row)], came[row])
-        return float(done - begun)
+        return max(float(done - begun), 0.0)
     heard = _heard(seen, column)
     if not (heard > over[row] and usual >= 0):
         return float("nan")

@@ -146,6 +146,20 @@ def test_savings_with_the_files_of_children():
     assert not saved.inferred.any()
 
 
+def test_a_child_whose_file_goes_on_has_not_stopped():
+    """Its last work took long, but it ended."""
+    own = of_child(
+        3,
+        work=[NAN, 0.7, 5.0, NAN, NAN, NAN],
+        skipped=[False, False, False, True, True, True],
+    )
+    saved = report.savings(missing(3), [own])
+    assert saved.stuck is None
+    np.testing.assert_allclose(saved.uncoded, [0.9, 5.0, 0.9, 0.9, 0.9])
+    took = report.work([missing(3), own])
+    np.testing.assert_allclose(took.seconds[:, 3], [0.7, 5.0, 0.7, 0.7, 0.7])
+
+
 def test_too_late():
     shares = report.too_late([seen()])
     np.testing.assert_allclose(shares, [NAN, 0, 0, 2 / 6])

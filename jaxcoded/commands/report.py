@@ -19,6 +19,7 @@ from jaxcoded.telemetry import Telemetry
 _BLUE, _RED, _GREEN = COLOURS[:3]
 _GREY = "0.75"
 _ROWS = 30  # of ranks in a picture; the others share one
+_POINTS = 3000  # of a row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,9 @@ def run(args: argparse.Namespace) -> None:
     files = _loaded(args.files)
     parents = [seen for seen in files if len(seen.children)]
     for seen in parents or files[:1]:
-        print(seen.summary())
+        lines = seen.summary().splitlines()
+        # links are beside the point, and may be many
+        print(*(it for it in lines if not it.startswith("from rank ")), sep="\n")
     pictures = []
     for seen in parents:
         if np.isnan(seen.lateness).all():
@@ -166,7 +169,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
     ) as (figure, (axes, side)):
         for y, row in enumerate(rows):
             values = came[:, row].ravel() / unit
-            values = values[~np.isnan(values)]
+            values = rng.permutation(values[~np.isnan(values)])[:_POINTS]
             if not len(values):
                 axes.text(
                     0.02,
@@ -238,7 +241,7 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: report.Savings) ->
             )
         if saved.stuck is None:
             title = (
-                f"Coding saved rank {seen.rank} {_time(saved.avoided)} of waiting "
+                f"{_time(saved.avoided)} of waiting saved at rank {seen.rank} "
                 f"({saved.share:.0%})"
             )
         else:
@@ -303,7 +306,7 @@ def _draw_plans(
             colour = _RED if plan.actual else _BLUE
             if np.isfinite(plan.seconds):
                 axes.barh(y, plan.seconds / unit, 0.7, color=colour)
-                text, x = f" {plan.seconds / unit:.3g}", plan.seconds / unit
+                text, x = f"{plan.seconds / unit:.3g}", plan.seconds / unit
             else:
                 axes.barh(
                     y,
@@ -313,8 +316,16 @@ def _draw_plans(
                     edgecolor=_GREY,
                     hatch="//",
                 )
-                text, x = " does not end", 1.1 * longest / unit
-            axes.text(x, y, text, va="center", fontsize="small")
+                text, x = "does not end", 1.1 * longest / unit
+            axes.annotate(
+                text,
+                (x, y),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
         if np.isfinite(measured):
             axes.axvline(measured / unit, color="black", linewidth=1, linestyle="--")
             axes.text(

@@ -127,3 +127,17 @@ def test_misuse(text, says):
 def test_no_such_rank():
     with pytest.raises(ValueError, match="no rank 5 among 3"):
         next(stragglers.FixedSlow(ranks=(5,)).rounds(3))
+
+
+def test_measured_ranks_die():
+    """Also one without work, to which no factor makes a difference."""
+    table = np.array([[1.0, 2.0], [1.0, np.inf]])
+    for model in (stragglers.Measured(table), stragglers.Measured(table, seconds=True)):
+        first, second, third = itertools.islice(model.rounds(2), 3)
+        assert np.isfinite(first.time(0.0)).all() and not first.stopped.any()
+        assert np.isinf(second.time(0.0)).tolist() == [False, True]
+        assert second.stopped.tolist() == [False, True]
+        np.testing.assert_array_equal(third.time(1.0), first.time(1.0))
+    for wrong in (-table, np.full((2, 2), np.nan), np.ones(3), np.ones((0, 2))):
+        with pytest.raises(ValueError, match="factors must be numbers ≥ 0"):
+            stragglers.Measured(wrong)
