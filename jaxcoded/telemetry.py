@@ -229,11 +229,14 @@ class Telemetry:
                     break
                 missed = lateness[lateness[:, column] > 0, column]
                 known = missed[np.isfinite(missed)]
+                # who is late every time and who has died differ in nothing else
+                silent = self.silent[self.children[column]]
+                signs = f"its last sign of life was {_time(silent)} old"
                 lines.append(
                     f"child {self.children[column]} was too late in "
                     f"{late[column]:.0%} of {len(lateness)} rounds"
                     + (f" by {_time(np.median(known))} (median)" if len(known) else "")
-                    + (", and has not come since" if np.isinf(missed[-1]) else "")
+                    + (f" and has not come since; {signs}" if np.isinf(missed[-1]) else "")
                 )
             if not lines:
                 lines.append("no child was late in more than 10% of the rounds")

@@ -91,8 +91,8 @@ def test_summary():
     assert said[1] == "failed: 1 of 4 rounds"
     assert said[2] == "approximate: 1 of 4 rounds"
     assert said[3] == (
-        "child 3 was too late in 50% of 4 rounds by 400 ms (median), and has not come "
-        "since"
+        "child 3 was too late in 50% of 4 rounds by 400 ms (median) and has not come "
+        "since; its last sign of life was 700 ms old"
     )
     assert said[4] == "rank 3 is slow: 14% of the fastest rank's speed, 700 ms a round"
     assert said[5:] == ["from rank 1: 4 MB, 2000 MB/s", "from rank 2: 0.001 MB"]
