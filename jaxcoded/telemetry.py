@@ -236,7 +236,11 @@ class Telemetry:
                     f"child {self.children[column]} was too late in "
                     f"{late[column]:.0%} of {len(lateness)} rounds"
                     + (f" by {_time(np.median(known))} (median)" if len(known) else "")
-                    + (f" and has not come since; {signs}" if np.isinf(missed[-1]) else "")
+                    + (
+                        f" and has not come since; {signs}"
+                        if np.isinf(missed[-1])
+                        else ""
+                    )
                 )
             if not lines:
                 lines.append("no child was late in more than 10% of the rounds")
