@@ -3,11 +3,14 @@ use without them."""
 
 import contextlib
 import dataclasses
+import warnings
 
 import numpy as np
 
 import jaxcoded
 from jaxcoded import allocation
+
+PATIENCE = 60.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ SCHEMES = {
 
 
 @contextlib.contextmanager
-def opened(scheme, comm, patience=60.0):
+def opened(scheme, comm, patience=PATIENCE):
     """The collective of a scheme. Collective.
 
     Args:
@@ -83,7 +86,10 @@ def opened(scheme, comm, patience=60.0):
     )
     yield (Encoded if group.plan.encoded else Coded)(group)
     # not after an error: then the others may be anywhere
-    group.close(patience)
+    with warnings.catch_warnings():
+        if patience < PATIENCE:  # ranks are known to be dead
+            warnings.filterwarnings("ignore", "rank .* closed the group without ranks")
+        group.close(patience)
 
 
 class Uncoded:

@@ -36,7 +36,7 @@ import time
 import datasets
 import numpy as np
 import training_report as report
-from schemes import SCHEMES
+from schemes import PATIENCE, SCHEMES
 
 from jaxcoded.stragglers import named
 
@@ -54,7 +54,7 @@ MODELS = {
     "bursty": "bursty(begin=0.02, end=0.2, factor=5.0)",
     "trace": "trace(path={trace!r})",
     "stopped": "stopped(round=5, seconds=0.5, every=10)",
-    "killed": "killed(round=5)",
+    "killed": "killed(round=3)",
 }
 PARTS = ("models", "mixture", "killed", "tandon")
 NAIVE = 0.03  # seconds that the work of a rank takes where nothing is coded
@@ -72,7 +72,7 @@ class Job:
     cases: list
     schemes: dict
     trace: str = ""
-    patience: float = 60.0
+    patience: float = PATIENCE
 
     def seconds(self):
         """That it may take: ranks start, schemes compile, last rounds are long."""
