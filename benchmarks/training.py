@@ -28,6 +28,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,7 @@ MODELS = {
     "killed": "killed(round=3)",
 }
 PARTS = ("models", "mixture", "killed", "tandon")
+RANK_BYTES = 150 << 20  # memory of a light rank
 NAIVE = 0.03  # seconds that the work of a rank takes where nothing is coded
 # Delays that do not depend on the load; their scale is fitted to the published figure.
 TANDON = "exponential(work=0.0, seconds=0.075)"
@@ -128,6 +130,13 @@ def on_several_hosts(rate, job, folder):
             return on_hosts.job(names, folder, 1, sys.executable, *command)
 
         yield start, environment
+
+
+def goes_on_without_the_dead():
+    """Whether this MPI has User Level Failure Mitigation."""
+    settings = on_hosts.environment(60)
+    version = on_hosts.run(on_hosts.MPIRUN, "--version", check=False, env=settings)
+    return re.search(r"Open MPI\S* [5-9]\.", version.stdout) is not None
 
 
 def carried_out(job, place=on_this_host):
@@ -258,7 +267,11 @@ def one_host(args):
         measure = trace if "trace" in models and not args.trace else ""
         job = Job(ranks, problems, cases, SCHEMES, measure)
         results |= carried_out(job)
-    if "killed" in models and "killed" in args.only:
+    killing = "killed" in models and "killed" in args.only
+    if killing and not goes_on_without_the_dead():
+        print("killed: left out, since this MPI ends a job in which a rank dies")
+        killing = False
+    if killing:
         for scheme in args.schemes:
             if SCHEMES[scheme].survives:
                 its = [new("real", scheme, "killed", models["killed"])]
@@ -266,7 +279,7 @@ def one_host(args):
                 results |= carried_out(job)
                 cases += its
     runs = report.runs(cases, results, problems, SCHEMES, ranks)
-    if "killed" in models and "killed" in args.only:
+    if killing:
         runs += report.that_do_not_end(args.schemes, SCHEMES)
     report.one_host(runs, args.out, NAIVE)
     if "tandon" in args.only:
@@ -290,9 +303,21 @@ def tandon(args, real, seconds):
         report.tandon(runs, args.out, ranks - 1)
 
 
+def available():
+    """Bytes of memory that can be used."""
+    text = pathlib.Path("/proc/meminfo").read_text()
+    return int(re.search(r"MemAvailable: +(\d+) kB", text)[1]) * 1024
+
+
 def many_ranks(args):
     """The setting of CodedReduce on light ranks."""
-    seconds = args.seconds or (0.3 if args.smoke else 6.0)
+    needed, there = args.ranks * RANK_BYTES, available()
+    if needed > there:
+        raise SystemExit(
+            f"{args.ranks} ranks need about {needed / 2**30:.0f} GiB of memory, but "
+            f"{there / 2**30:.0f} GiB are available: take fewer --ranks"
+        )
+    seconds = args.seconds or (0.3 if args.smoke else 5.0)
     schemes = schemes_for(args.fanout, args.stragglers, args.ranks)
     problem = datasets.Vectors(5000, 40 * (args.ranks - 1))
     chosen = [

@@ -89,21 +89,25 @@ def stop(seconds):
     watcher.wait()
 
 
-def measure_trace(problem, path, rounds=60, gradients=20):
-    """Write a trace: how long the same gradients take on these ranks, which share the
-    machine's cores, relative to the median."""
+def measure_trace(problem, path, rounds=20, seconds=0.01):
+    """Write a trace: how long the same gradients, which take so many seconds or longer,
+    take on these ranks in one round after the other, relative to the median. The ranks
+    share the machine's cores."""
     rows = np.array_split(np.arange(problem.examples), comm.size)[comm.rank]
     theta, weights = problem.start()[0], np.ones(len(rows), np.float32)
-    seconds = np.zeros(rounds)
-    comm.Barrier()
-    for i in range(rounds):
+
+    def gradients(count):
         start = time.perf_counter()
-        for _ in range(gradients):
+        for _ in range(count):
             problem.gradient(theta, rows, weights)
-        seconds[i] = time.perf_counter() - start
-    table = np.array(comm.allgather(seconds)).T
+        return time.perf_counter() - start
+
+    count = 1 + int(seconds / min(gradients(1) for _ in range(10)))
+    comm.Barrier()
+    mine = np.array([gradients(count) for _ in range(rounds)])
+    table = np.array(comm.allgather(mine / np.median(mine))).T
     if comm.rank == 0:
-        np.savetxt(path, table / np.median(table), fmt="%.3f", delimiter=",")
+        np.savetxt(path, table, fmt="%.3f", delimiter=",")
     comm.Barrier()
 
 
