@@ -93,6 +93,7 @@ def case(problem, scheme, model, text, work, seconds, workers, examples, **more)
         "an_example": work * workers / examples,
         "seconds": seconds,
         "rounds": 1000,
+        "least": 2,
         "warm_up": True,
     } | more
 
@@ -342,7 +343,7 @@ def many_ranks(args):
 
 def several_hosts(args):
     """Where cables are the bottleneck."""
-    sizes = [1_000, 20_000] if args.smoke else [5_000, 50_000, 500_000, 5_000_000]
+    sizes = [1_000, 20_000] if args.smoke else args.sizes
     seconds = args.seconds or (0.3 if args.smoke else 2.0)
     workers, examples = args.hosts - 1, 40 * (args.hosts - 1)
     problems = {str(size): datasets.Vectors(size, examples) for size in sizes}
@@ -356,6 +357,7 @@ def several_hosts(args):
         case(
             *(size, scheme, model, MODELS[model], NAIVE, seconds, workers, examples),
             rounds=args.rounds,
+            least=1 if int(size) > 1_000_000 else 2,
             warm_up=size == str(sizes[0]) or scheme == "allreduce",
         )
         for scheme in chosen
@@ -379,6 +381,10 @@ def main():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     names = functools.partial(parser.add_argument, type=lambda text: text.split(","))
+
+    def numbers(text):
+        return [int(size) for size in text.split(",")]
+
     names("--models", default=list(MODELS), help="straggler models, with commas")
     names("--schemes", default=list(SCHEMES), help="with commas")
     names("--only", default=list(PARTS), help="parts of the run on one host")
@@ -387,6 +393,8 @@ def main():
     parser.add_argument("--stragglers", type=int, default=1, help="with --ranks")
     parser.add_argument("--hosts", type=int, help="so many hosts with a rank each")
     parser.add_argument("--rate", default="200mbit", help="with --hosts, both ways")
+    sizes = [5_000, 50_000, 500_000, 5_000_000]
+    names("--sizes", type=numbers, default=sizes, help="of gradients, with --hosts")
     parser.add_argument("--rounds", type=int, default=30, help="at most, of these two")
     parser.add_argument("--seconds", type=float, help="for each scheme and model")
     parser.add_argument("--data", type=pathlib.Path, help="folder of the real data")

@@ -115,7 +115,8 @@ def run(case, collective, problem, last, folder):
     """The rounds of one scheme under one model.
 
     Args:
-        case: name, model, seconds and rounds at most, seconds of an example.
+        case: name, model, seconds and rounds at most, rounds at least, seconds of an
+            example.
         last: one number in memory that all ranks share: the root writes the number of
             the last round there before it takes part in it.
         folder: for the files.
@@ -132,7 +133,8 @@ def run(case, collective, problem, last, folder):
     for number in itertools.count(1):
         pace.begin()
         over = time.perf_counter() - start > case["seconds"]
-        if comm.rank == 0 and number >= 2 and (over or number >= case["rounds"]):
+        enough = number >= case["least"] and (over or number >= case["rounds"])
+        if comm.rank == 0 and enough:
             last[0] = number
         total = collective(state[0], pace)
         ends.append(time.perf_counter() - start)
