@@ -189,8 +189,9 @@ def digits(examples, features):
 
 
 def mixture(examples, features):
-    """Two Gaussians around ``±1.5 θ*/p`` with unit variance, and labels of the logistic
-    model with ``θ*``, as in the CodedReduce experiments but smaller."""
+    """A mixture of two Gaussians as in the CodedReduce scripts, with sizes and constants of
+    our own: around ``±1.5 θ*/p`` with unit variance, ``θ*`` of ±1, and labels of the
+    logistic model with ``θ*``."""
     random = np.random.default_rng(0)
     true = random.choice([-1.0, 1.0], features)
     side = random.choice([-1.0, 1.0], (2 * examples, 1))
