@@ -240,7 +240,7 @@ def schemes_for(fanout=None, stragglers=None, size=None):
 def one_host(args):
     """All schemes under all models, on real data."""
     ranks = 7 if args.smoke else 13
-    seconds = args.seconds or (0.3 if args.smoke else 2.2)
+    seconds = args.seconds or (0.3 if args.smoke else 2.0)
     examples, features = (240, 300) if args.smoke else (6552, 5000)
     real = datasets.load("real", args.data, examples, features)
     print(f"{real.name}: {real.examples:,} examples; {ranks - 1} workers", flush=True)
