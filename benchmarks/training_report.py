@@ -234,7 +234,7 @@ def one_host(runs, folder, naive):
             real,
             models,
             folder / "iterations.png",
-            who_wins(real, models),
+            f"One host: {who_wins(real, models)}",
         )
         for what, label in (("losses", "training loss"), ("areas", "test AUC")):
             curves(real, models, what, label, folder / f"{what}.png")
@@ -411,7 +411,9 @@ def several_hosts(runs, folder, hosts, rate):
     models = list(dict.fromkeys(run.model for run in runs))
     labels = list(dict.fromkeys(run.label for run in runs))
     titles = {"none": "nobody straggles", "fixed": "one worker 10 times slower"}
-    size = 1.6 + 3.2 * len(models), 3.6
+    from matplotlib.ticker import LogLocator
+
+    size = 1.8 + 3.4 * len(models), 4.0
     path = folder / f"training-hosts-{hosts}.png"
     with picture(path, 1, len(models), size, sharey=True, squeeze=False) as (fig, axes):
         longest = max(int(run.problem) for run in runs)
@@ -420,8 +422,8 @@ def several_hosts(runs, folder, hosts, rate):
             min((r for r in its if r.model == model), key=lambda r: np.median(r.steps))
             for model in models
         ]
-        first = ", then ".join(run.label for run in firsts)
-        title = f"{hosts} hosts at {rate}: the longest gradient is fastest by {first}"
+        names = " and ".join(dict.fromkeys(run.label for run in firsts))
+        title = f"{hosts} hosts at {rate}: fastest for p = {longest:,} is {names}"
         fig.suptitle(title, x=0.01, ha="left", fontsize="medium")
         for ax, model in zip(axes[0], models):
             for number, label in enumerate(labels):
@@ -435,11 +437,12 @@ def several_hosts(runs, folder, hosts, rate):
                 )
             ax.set_title(titles.get(model, model))
             ax.set_xlabel("p, float32 numbers in the gradient")
+        axes[0, 0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes[0, 0].yaxis.set_major_formatter("{x:g}")
-        axes[0, 0].yaxis.set_minor_formatter("{x:g}")
+        axes[0, 0].yaxis.set_minor_formatter("")
         axes[0, 0].set_ylabel("seconds per iteration, median")
         handles, names = axes[0, 0].get_legend_handles_labels()
-        fig.legend(handles, names, loc="outside lower center", ncols=len(labels))
+        fig.legend(handles, names, loc="outside lower center", ncols=3)
     print(f"\n{hosts} hosts, {rate} to and from each:")
     for problem in dict.fromkeys(run.problem for run in runs):
         for model in models:
