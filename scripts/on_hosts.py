@@ -59,9 +59,12 @@ def addresses(count: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def network(count: int, rate: str = "") -> Iterator[tuple[str, ...]]:
+def network(
+    count: int, rate: str = "", *, both_ways: bool = False
+) -> Iterator[tuple[str, ...]]:
     """The names of so many hosts that reach each other at their `addresses` and nobody
-    else, each sending at a ``rate`` such as ``100mbit`` at most.
+    else, each sending at a ``rate`` such as ``100mbit`` at most; ``both_ways``: and
+    receiving.
 
     Raises:
         Unavailable: this machine does not allow it.
@@ -102,9 +105,10 @@ def network(count: int, rate: str = "") -> Iterator[tuple[str, ...]]:
                 run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
                 run("ip", "-n", name, "link", "set", "eth0", "up")
                 run("ip", "-n", name, "link", "set", "lo", "up")
-                if rate:
+                ends = [(name, "eth0"), (switch, port)]  # a cable's; each sends
+                for end, device in ends[: (1 + both_ways) * bool(rate)]:
                     run(
-                        *("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root"),
+                        *("tc", "-n", end, "qdisc", "replace", "dev", device, "root"),
                         *("tbf", "rate", rate, "burst", "256kb", "latency", "50ms"),
                     )
             run(*on_host(names[0], "true"))
@@ -171,12 +175,13 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--each", type=int, default=1, help="ranks on each host")
     parser.add_argument("--rate", default="", help="of a host's cable, as 100mbit")
+    parser.add_argument("--both-ways", action="store_true", help="also to the host")
     parser.add_argument("--limit", type=float, default=600, help="seconds")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as directory,
-        network(args.hosts, args.rate) as hosts,
+        network(args.hosts, args.rate, both_ways=args.both_ways) as hosts,
     ):
         started = job(hosts, pathlib.Path(directory), args.each, *args.command)
         done = subprocess.run(started, env=environment(args.limit), check=False)

@@ -1,5 +1,7 @@
 """Several hosts, of `scripts/on_hosts.py`."""
 
+import csv
+import itertools
 import json
 import subprocess
 import sys
@@ -90,3 +92,32 @@ def test_random_sleeps(hosts, tmp_path):
     for report in reports:
         assert report["late"]["threads"] == report["early"]["threads"]
         assert report["late"]["files"] == report["early"]["files"]
+
+
+def test_training_benchmark(tmp_path):
+    try:
+        with on_hosts.network(2, "200mbit", both_ways=True):
+            pass
+    except on_hosts.Unavailable as reason:
+        pytest.skip(str(reason))
+    job = subprocess.run(
+        [
+            *(sys.executable, "benchmarks/training.py", "--smoke", "--hosts", "5"),
+            *("--schemes", "frc,ring", "--out", tmp_path),
+        ],
+        cwd=ROOT,
+        env=on_hosts.environment(LIMIT),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT + 30,
+    )
+    assert job.returncode == 0, f"{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
+    with (tmp_path / "training-hosts-5.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    measured = {(row["problem"], row["model"], row["scheme"]) for row in rows}
+    sizes, schemes = ["1000", "20000"], ["frc", "ring"]
+    assert measured == set(itertools.product(sizes, ["none", "fixed"], schemes))
+    for row in rows:
+        assert float(row["max_relative_error"]) < 1e-5
+    assert (tmp_path / "training-hosts-5.png").stat().st_size > 10_000

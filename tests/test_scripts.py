@@ -3,13 +3,14 @@
 import csv
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from launch import ROOT, mpirun
+from launch import LIMIT, ROOT, mpirun
 
 pytestmark = pytest.mark.mpi
 
@@ -241,3 +242,72 @@ def test_coded_reduce_benchmark(tmp_path):
         assert loads[key] == pytest.approx(load)
     assert len(rows) == 2 * 5 * 9
     assert (tmp_path / "coded-reduce.png").stat().st_size > 10_000
+
+
+def training(folder, *arguments):
+    """The rows of the table that benchmarks/training.py writes, by model and scheme, and
+    what it prints."""
+    command = ["benchmarks/training.py", "--smoke", *arguments, "--out", folder]
+    job = subprocess.run(
+        [sys.executable, *command],
+        check=False,
+        cwd=ROOT,
+        timeout=LIMIT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert job.returncode == 0, f"{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
+    rows = []
+    for table in folder.glob("training*.csv"):
+        with table.open() as file:
+            rows += csv.DictReader(file)
+    for row in rows:
+        if row["ends"] == "yes":
+            assert float(row["step_mean_s"]) > 0
+            exact = float(row["max_relative_error"]) < 1e-4
+            assert exact == (row["scheme"] != "ignore")
+    return {(row["model"], row["scheme"]): row for row in rows}, job.stdout
+
+
+def test_training_benchmark(tmp_path):
+    models = ["fixed", "trace", "stopped"]
+    schemes = ["naive", "allreduce", "ring", "ignore", "frc", "partial", "kadhe"]
+    rows, printed = training(
+        *(tmp_path, "--only", "models", "--models", ",".join(models)),
+        *("--schemes", ",".join(schemes)),
+    )
+    assert sorted(rows) == sorted(itertools.product(models, schemes))
+    for scheme in ("naive", "allreduce", "ring"):
+        assert float(rows["fixed", scheme]["slowest_rank_used"]) == 1
+    assert float(rows["fixed", "frc"]["slowest_rank_used"]) < 1
+    for row in rows.values():
+        assert 0.5 < float(row["final_test_auc"]) <= 1
+        assert 0 < float(row["final_loss"]) < np.log(2)
+    assert "fixed: the fastest exact code is" in printed
+    for name in ("iterations", "losses", "areas"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_training_benchmark_with_a_killed_rank(tmp_path):
+    rows, printed = training(
+        *(tmp_path, "--only", "killed,tandon", "--models", "none,killed"),
+        *("--schemes", "naive,frc"),
+    )
+    if "killed: left out" in printed:
+        pytest.skip("this MPI ends a job in which a rank dies")
+    assert rows["killed", "naive"]["ends"] == "does not end"
+    assert rows["killed", "frc"]["ends"] == "yes"
+    assert float(rows["killed", "frc"]["slowest_rank_used"]) < 1
+    with (tmp_path / "tandon.csv").open() as file:
+        assert [row["scheme"] for row in csv.DictReader(file)] == ["naive", "frc"]
+
+
+def test_training_benchmark_on_many_ranks(tmp_path):
+    rows, _ = training(tmp_path, "--ranks", "13", "--fanout", "3", "--models", "bursty")
+    assert len(rows) == 5
+    # α = 1/3: the star loses S = 3 of 12, the largest below 4 that repetition can have
+    assert float(rows["bursty", "frc"]["load"]) == pytest.approx(4 / 12, abs=1e-4)
+    assert float(rows["bursty", "coded_reduce"]["load"]) == pytest.approx(
+        4 / 15, abs=1e-4
+    )

@@ -1,0 +1,217 @@
+"""The schemes that `benchmarks/training.py` compares: codes on the engine, and what people
+use without them."""
+
+import contextlib
+import dataclasses
+import warnings
+
+import numpy as np
+
+import jaxcoded
+from jaxcoded import allocation
+
+PATIENCE = 60.0  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How the gradients of the ranks become their sum.
+
+    Attributes:
+        label: for tables and pictures.
+        fanout: children of a parent; 0 for a star, all ranks below the root.
+        code, stragglers, slices: of the plan, see `jaxcoded.make_plan`.
+        survives: whether it goes on when one rank has died.
+        exact: whether its sums are those over all examples.
+        without: what carries it if that is not the engine: ``"ring"`` or ``"mpi4jax"``.
+    """
+
+    label: str
+    fanout: int = 0
+    code: str = "auto"
+    stragglers: int = 1
+    slices: int = 1
+    survives: bool = True
+    exact: bool = True
+    without: str = ""
+
+    def plan(self, size):
+        """For so many ranks, the root without data among them."""
+        return jaxcoded.make_plan(
+            size,
+            fanout=self.fanout or size - 1,
+            code=self.code,
+            stragglers=self.stragglers,
+            slices=self.slices,
+        )
+
+
+SCHEMES = {
+    "naive": Scheme("naive (star)", stragglers=0, survives=False),
+    "tree": Scheme("uncoded tree", fanout=3, stragglers=0, survives=False),
+    "ring": Scheme("ring", stragglers=0, survives=False, without="ring"),
+    "allreduce": Scheme(
+        "mpi4jax.allreduce", stragglers=0, survives=False, without="mpi4jax"
+    ),
+    "ignore": Scheme("ignore stragglers", code="ignore_stragglers", exact=False),
+    "frc": Scheme("GC, fractional repetition", code="fractional_repetition"),
+    "crc": Scheme("GC, cyclic repetition", code="cyclic_repetition"),
+    "partial": Scheme(
+        "GC, partial stragglers",
+        code="partial_stragglers(late=1, slowdown=4)",
+        stragglers=0,
+        survives=False,
+    ),
+    "ye_abbe": Scheme("Ye–Abbe, 2 slices", code="random_generator", slices=2),
+    "kadhe": Scheme("Kadhe et al., 2 slices", code="gaussian_mds", slices=2),
+    "coded_reduce": Scheme("CodedReduce", fanout=3),
+    "coded_reduce_slices": Scheme("CodedReduce, 2 slices", fanout=6, slices=2),
+}
+
+
+@contextlib.contextmanager
+def opened(scheme, comm, patience=PATIENCE):
+    """The collective of a scheme. Collective.
+
+    Args:
+        scheme: a `Scheme`.
+        comm: communicator.
+        patience: seconds to wait for ranks at its end.
+    """
+    if scheme.without:
+        yield Uncoded(scheme, comm)
+        return
+    group = jaxcoded.CodedGroup.from_plan(
+        comm, scheme.plan(comm.size), transport="engine"
+    )
+    yield (Encoded if group.plan.encoded else Coded)(group)
+    # not after an error: then the others may be anywhere
+    with warnings.catch_warnings():
+        if patience < PATIENCE:  # ranks are known to be dead
+            warnings.filterwarnings("ignore", "rank .* closed the group without ranks")
+        group.close(patience)
+
+
+class Uncoded:
+    """All ranks wait for each other, by blocking messages."""
+
+    group = None
+
+    def __init__(self, scheme, comm):
+        self.plan, self._comm = scheme.plan(comm.size), comm
+        self._sum = self._ring if scheme.without == "ring" else None
+
+    def prepare(self, problem):
+        comm = self._comm
+        self._problem = problem
+        self._rows, self._weights = share(self.plan, comm.rank, problem.examples)
+        if self._sum is None:
+            import jax
+
+            reduce = jax.jit(lambda x: jaxcoded.baselines.allreduce(x, comm))
+            self._sum = lambda x: np.asarray(reduce(x))
+
+    def __call__(self, theta, pace):
+        """The sum of the gradients at ``theta``."""
+        local = worked(self._problem, theta, self._rows, self._weights, pace)
+        return self._sum(local)
+
+    def _ring(self, x):
+        """Reduce-scatter and all-gather in ``N − 1`` steps each, in place."""
+        rank, size = self._comm.rank, self._comm.size
+        before, after = (rank - 1) % size, (rank + 1) % size
+        parts = np.array_split(x, size)
+        received = np.empty_like(parts[0])
+        for step in range(size - 1):
+            here = parts[(rank - step - 1) % size]
+            came = received[: len(here)]
+            self._comm.Sendrecv(parts[(rank - step) % size], after, 0, came, before, 0)
+            here += came
+        for step in range(size - 1):
+            here = parts[(rank - step) % size]
+            self._comm.Sendrecv(
+                parts[(rank - step + 1) % size], after, 0, here, before, 0
+            )
+        return x
+
+
+class Coded:
+    """Codes without slices and parts, on numpy arrays: coding coefficients are weights
+    of examples."""
+
+    def __init__(self, group):
+        self.group, self.plan = group, group.plan
+
+    def prepare(self, problem):
+        """What this rank reads. Collective."""
+        self._problem = problem
+        self._rows, self._weights = share(self.plan, self.group.rank, problem.examples)
+
+    def __call__(self, theta, pace):
+        late = self.group.lag() > 0
+        if late:
+            local = np.zeros(self._problem.features, np.float32)
+        else:
+            local = worked(self._problem, theta, self._rows, self._weights, pace)
+        return jaxcoded.host.coded_allreduce(local, self.group, out=local, skipped=late)
+
+
+class Encoded:
+    """Codes with slices or parts: `jaxcoded.coded_value_and_grad` of a loss whose
+    gradient is computed by numpy, chunk by chunk, as that of the others."""
+
+    def __init__(self, group):
+        self.group, self.plan = group, group.plan
+
+    def prepare(self, problem):
+        import jax
+        import jax.numpy as jnp
+
+        # operands of a callback must be there when it is called
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+        def gradient(theta, rows, weights):
+            weights = np.asarray(weights)
+            held = weights != 0
+            return worked(
+                problem,
+                np.asarray(theta),
+                np.asarray(rows)[held],
+                weights[held],
+                self._pace,
+            )
+
+        @jax.custom_vjp
+        def losses(theta, rows):
+            return jnp.zeros(rows.shape, jnp.float32)  # only the gradient is used
+
+        def backward(saved, weights):
+            theta, rows = saved
+            like = jax.ShapeDtypeStruct((problem.features,), jnp.float32)
+            out = jax.pure_callback(gradient, like, theta, rows, weights)
+            return out, np.zeros(rows.shape, jax.dtypes.float0)
+
+        losses.defvjp(
+            lambda theta, rows: (losses(theta, rows), (theta, rows)), backward
+        )
+        rows, weights = self.group.assignment(problem.examples)
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, self.group))
+        self._step = lambda theta: step(theta, rows, weights)[1]
+
+    def __call__(self, theta, pace):
+        self._pace = pace
+        return np.array(self._step(theta))
+
+
+def share(plan, rank, examples):
+    """The examples of a rank without padding, and their weights."""
+    rows, weights = allocation.assignment(plan, rank, examples)
+    held = weights != 0
+    return rows[held], weights[held].astype(np.float32)
+
+
+def worked(problem, theta, rows, weights, pace):
+    """The gradient, when the time that it takes is over."""
+    gradient = problem.gradient(theta, rows, weights)
+    pace.work(len(rows))
+    return np.ascontiguousarray(gradient, np.float32)
