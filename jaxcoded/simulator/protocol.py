@@ -311,8 +311,13 @@ class _Job:
             # the port that sends results down is that which sends the sum up
             taken = up.used[above]
             mine = np.where(taken, layout.messages[above], 0.0)
-            sent = np.where(taken, up.first[above], first[above]) + there
-            sent = sent + self.payload * (mine + children) / network.sending
+            sent = np.where(taken, up.first[above], first[above])
+            sent = (
+                sent
+                + network.latency
+                + self.fetch
+                + self.payload * (mine + children) / network.sending
+            )
             done = np.maximum(begun + (self.pieces - 1) * period, last[above] + there)
             if self.pieces > 1:
                 done = np.maximum(done, sent)
