@@ -348,8 +348,10 @@ class Node {
   static void append_addresses(Message& message, const std::vector<std::byte*>& segments);
   static std::string listed(const std::vector<Rank>& ranks);
 
-  static constexpr std::uint32_t pieces_ahead = 8;  // fetched at a time where it takes time
-  static constexpr std::size_t most_words = 1024;   // of other ranks' calls
+  // Pieces that are asked for at a time of one rank where it takes time. With more, those of one
+  // child crowd out its brothers' in the port of their parent, and layers take turns.
+  static constexpr std::uint32_t pieces_ahead = 2;
+  static constexpr std::size_t most_words = 1024;  // of other ranks' calls
 
   Family family_;
   Decoder decoder_;
