@@ -239,9 +239,24 @@ class Trace(Stragglers):
         return table
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        table = self.table
-        columns = np.arange(size) % table.shape[1]
-        for row in itertools.cycle(table[:, columns]):
+        return Measured(self.table, self.seconds).rounds(size, seed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measured(Stragglers):
+    """A `Trace` in memory.
+
+    Attributes:
+        table: float64 ``(rounds, ranks)``, factors or seconds.
+        seconds: the numbers are seconds to add, not factors.
+    """
+
+    table: np.ndarray
+    seconds: bool = False
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        columns = np.arange(size) % self.table.shape[1]
+        for row in itertools.cycle(self.table[:, columns]):
             yield _delays(size, None, row) if self.seconds else _delays(size, row)
 
 
