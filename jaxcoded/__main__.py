@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 # Each is a module of jaxcoded.commands: `add_arguments(parser)`, `run(args)` and a docstring.
-COMMANDS = ("report",)
+COMMANDS = ("plan", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
