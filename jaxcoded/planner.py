@@ -1,0 +1,343 @@
+"""The plan that is expected to be the fastest, found with the simulator."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.candidates import Candidate, candidates, hopeless
+from jaxcoded.plan import Plan
+from jaxcoded.simulator import Layout, Network, simulate
+from jaxcoded.stragglers import Delays, NoStragglers, Stragglers
+
+_GAIN = 0.01  # less is no reason to code
+_BATCHES = 16  # of consecutive rounds, whose means are nearly independent
+_KEPT = 8  # coded candidates in the last heat
+_SHARES = (0.5, 0.4, 0.4, 1.2)  # seconds for each heat, about
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a candidate would take.
+
+    Attributes:
+        candidate: of which.
+        seconds: of each simulated round, float64 ``(rounds,)``, for the same draws of
+            the stragglers in all estimates of a ranking.
+        load: the part of the batch that the busiest rank computes.
+        message: bytes that a child of the root sends to it; in a ring, to its
+            neighbour in a step.
+        code: the kinds of codes in its plan.
+        amplification: the plan's κ.
+    """
+
+    candidate: Candidate
+    seconds: np.ndarray = dataclasses.field(repr=False, compare=False)
+    load: float
+    message: float
+    code: str
+    amplification: float
+
+    @property
+    def step(self) -> float:
+        """Expected seconds of a step: all the time over all the rounds."""
+        return float(self.seconds.mean())
+
+    @property
+    def error(self) -> float:
+        """Standard error of `step`, from batches of rounds."""
+        return _standard_error(_batches(self.seconds))
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Seconds that 5 % and 95 % of the rounds are within."""
+        low, high = np.percentile(self.seconds, [5, 95], method="nearest")
+        return float(low), float(high)
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        it = self.candidate
+        if not it.tree:
+            return "ring all-reduce"
+        return f"fan-out {it.fanout}, s = {it.stragglers}, m = {it.slices}"
+
+    def faster_than(self, other: "Estimate") -> bool:
+        """Whether it is by more than 1 %, and not by chance: by twice the standard error
+        of the difference, or in 3 of 4 batches of rounds (where tails are so heavy that
+        there is no standard error)."""
+        if not math.isfinite(other.step):
+            return math.isfinite(self.step)
+        if self.step >= (1 - _GAIN) * other.step:
+            return False
+        gains = _batches(other.seconds - self.seconds)
+        sure = gains.mean() > 2 * _standard_error(gains)
+        return bool(sure or (gains > 0).mean() >= 0.75)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Candidates from the fastest on.
+
+    Attributes:
+        ranks: of the job.
+        payload: bytes that are summed.
+        work: seconds that one usual rank would take for the whole batch.
+        estimates: of the best coded and uncoded candidates, the fastest first.
+    """
+
+    ranks: int
+    payload: float
+    work: float
+    estimates: tuple[Estimate, ...]
+
+    @property
+    def uncoded(self) -> Estimate:
+        """The fastest without a code, tree or ring."""
+        return next(e for e in self.estimates if not e.candidate.coded)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest; uncoded unless a code is certain to be faster."""
+        return self._better_than(self.uncoded)
+
+    @property
+    def best_tree(self) -> Estimate:
+        """The same among those that a group can be made of."""
+        trees = (e for e in self.estimates if e.candidate.tree)
+        return self._better_than(next(e for e in trees if not e.candidate.coded))
+
+    def _better_than(self, uncoded: Estimate) -> Estimate:
+        coded = (e for e in self.estimates if e.candidate.coded)
+        return next((e for e in coded if e.faster_than(uncoded)), uncoded)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        best, uncoded = self.best, self.uncoded
+        if best.candidate.coded:
+            times = uncoded.step / best.step
+            gain = f"{times:.3g} times as fast as" if times < 1e3 else "unlike"
+            ever = "" if math.isfinite(times) else ", which would wait for ever"
+            return f"code: {gain} the best uncoded, {uncoded.name}{ever}"
+        coded = next((e for e in self.estimates if e.candidate.coded), None)
+        if coded is None:
+            return "do not code: no code fits"
+        if coded.step >= uncoded.step:
+            behind = f"takes {coded.step / uncoded.step:.3g} times as long"
+        else:
+            gain = 1 - coded.step / uncoded.step
+            behind = f"is {gain:.1%} faster, which "
+            behind += "is not worth it" if gain <= _GAIN else "may be chance"
+        return f"do not code: the best code, {coded.name}, {behind}"
+
+
+def best_plans(
+    ranks: int,
+    payload: float,
+    work: float,
+    network: Network | None = None,
+    stragglers: Stragglers | None = None,
+    *,
+    seed: int = 0,
+    amplification: float = 1000.0,
+    progress: Callable[[float], None] = lambda part: None,
+) -> Ranking:
+    """Find the tree, code and pieces with which a step is expected to be the fastest.
+
+    Candidates (`jaxcoded.candidates`) run in the simulator on the same draws of the
+    stragglers, few rounds at first and more for the best of them. ``docs/planning.md``
+    tells how, and what is not looked at.
+
+    Args:
+        ranks: in the job, at least 2.
+        payload: bytes that are summed in every step.
+        work: seconds that one usual rank would take for the whole batch on its own.
+        network: of the job; `Network.piece` is chosen. Default: usual hosts with 10
+            Gb/s.
+        stragglers: a model; default none.
+        seed: of the draws.
+        amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
+        progress: is told the part that is done.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> from jaxcoded import planner, stragglers
+        >>> model = stragglers.named("fixed(factor=10)")
+        >>> ranking = planner.best_plans(13, 4e6, 1.0, stragglers=model)
+        >>> ranking.best.candidate.stragglers
+        1
+        >>> planner.best_plans(13, 4e6, 1.0).best.candidate.stragglers  # no stragglers
+        0
+    """
+    ranks = _require.integer("ranks", ranks, 2)
+    for name, value in (("payload", payload), ("work", work)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a number > 0, got {value!r}")
+    search = _Search(
+        ranks,
+        payload,
+        work,
+        Network() if network is None else network,
+        _Drawn(NoStragglers() if stragglers is None else stragglers, ranks, seed),
+        amplification,
+        progress,
+    )
+    return Ranking(ranks, payload, work, tuple(search.run()))
+
+
+class _Drawn(Stragglers):
+    """The rounds of a model, drawn once for all candidates."""
+
+    def __init__(self, model: Stragglers, size: int, seed: int) -> None:
+        self._source = model.rounds(size, seed)
+        self._drawn: list[Delays] = []
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        for number in itertools.count():
+            if number == len(self._drawn):
+                self._drawn.append(next(self._source))
+            yield self._drawn[number]
+
+
+@dataclasses.dataclass
+class _Search:
+    """Successive halving."""
+
+    ranks: int
+    payload: float
+    work: float
+    network: Network
+    stragglers: _Drawn
+    amplification: float
+    progress: Callable[[float], None]
+    done: float = 0.0
+
+    def run(self) -> list[Estimate]:
+        field = [c for c in candidates(self.ranks) if self._sane(c)]
+        first = self._heat(field, _SHARES[0], least=4, most=64)
+        # rare or rising delays may not show yet, so every s goes on
+        field = _each(first, lambda c: (c.stragglers, c.slices))
+        field += list(first)[:16]
+        second = self._heat(field, _SHARES[1], least=12, most=256)
+        plans = self._accepted(second)
+        trees = [c for c in second if not c.coded and c.tree][:2]
+        field = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
+        third = self._heat(field, _SHARES[2], least=6, most=64)
+        final = _each(third, _base)
+        final.append(Candidate(0))
+        return self._estimates(final, plans)
+
+    def _estimates(
+        self, final: list[Candidate], plans: dict[Candidate, Plan]
+    ) -> list[Estimate]:
+        out = []
+        for it, seconds in self._simulated(final, _SHARES[3], least=48, most=2048):
+            layout, plan = it.layout(self.ranks), plans.get(_base(it))
+            length = (
+                layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
+            )
+            kinds = (
+                dict.fromkeys(coding.code.name for coding in plan.codings if coding)
+                if plan
+                else ["uncoded"]
+            )
+            out.append(
+                Estimate(
+                    it,
+                    seconds,
+                    float(layout.loads.max()),
+                    self.payload * float(length),
+                    ", ".join(kinds),
+                    plan.amplification if plan else 1.0,
+                )
+            )
+        self.progress(1.0)
+        return sorted(out, key=lambda estimate: estimate.step)
+
+    def _sane(self, candidate: Candidate) -> bool:
+        if not candidate.coded:
+            return True
+        layout = candidate.layout(self.ranks)
+        assert isinstance(layout, Layout)
+        return not hopeless(layout, candidate, self.amplification)
+
+    def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
+        """Coded candidates of which there are plans with a sane κ: the best of some
+        numbers of stragglers, and of the others what may still win."""
+        coded = [candidate for candidate in times if candidate.coded]
+        of_each = _each(coded, lambda c: c.stragglers)[:3]
+        plans: dict[Candidate, Plan] = {}
+        for candidate in dict.fromkeys([*of_each, *coded]):
+            slow = times[candidate] > 1.5 * min(times.values())
+            if len(plans) == _KEPT or (slow and plans and candidate not in of_each):
+                continue
+            try:
+                plan = candidate.plan(self.ranks)
+            except ValueError:
+                continue
+            if plan.amplification <= self.amplification:
+                plans[candidate] = plan
+        return plans
+
+    def _heat(
+        self, field: Iterable[Candidate], share: float, *, least: int, most: int
+    ) -> dict[Candidate, float]:
+        """Mean seconds of a field, the fastest first."""
+        field = list(dict.fromkeys(field))
+        times = {
+            candidate: float(seconds.mean())
+            for candidate, seconds in self._simulated(field, share, least, most)
+        }
+        return dict(sorted(times.items(), key=lambda item: item[1]))
+
+    def _simulated(
+        self, field: list[Candidate], share: float, least: int, most: int
+    ) -> Iterator[tuple[Candidate, np.ndarray]]:
+        """Seconds of as many rounds as such a share of a second has time for."""
+        cost = len(field) * (3e-4 + 1.5e-7 * self.ranks)
+        rounds = min(max(int(share / cost), least), most)
+        start, self.done = self.done, self.done + share / sum(_SHARES)
+        for number, candidate in enumerate(field):
+            self.progress(start + (self.done - start) * number / len(field))
+            outcome = simulate(
+                candidate.layout(self.ranks),
+                dataclasses.replace(self.network, piece=candidate.piece),
+                payload=self.payload,
+                work=self.work,
+                stragglers=self.stragglers,
+                rounds=rounds,
+            )
+            yield candidate, outcome.seconds
+
+
+def _each(
+    ordered: Iterable[Candidate], key: Callable[[Candidate], Any]
+) -> list[Candidate]:
+    """The first one with each key."""
+    best: dict[Any, Candidate] = {}
+    for candidate in ordered:
+        best.setdefault(key(candidate), candidate)
+    return list(best.values())
+
+
+def _base(candidate: Candidate) -> Candidate:
+    """That whose variant it is."""
+    return Candidate(candidate.fanout, candidate.stragglers, candidate.slices)
+
+
+def _batches(seconds: np.ndarray) -> np.ndarray:
+    return np.array([part.mean() for part in np.array_split(seconds, _BATCHES)])
+
+
+def _standard_error(means: np.ndarray) -> float:
+    if not np.isfinite(means).all():
+        return math.inf
+    return float(means.std(ddof=1) / math.sqrt(len(means)))
