@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 # Each is a module of jaxcoded.commands: `add_arguments(parser)`, `run(args)` and a docstring.
 COMMANDS = ("report",)
+COMMANDS: tuple[str, ...] = ("plan", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

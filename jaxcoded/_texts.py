@@ -1,6 +1,8 @@
 """Calls written as texts, such as ``"bernoulli(load=4)"``."""
 
 import ast
+import math
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -40,3 +42,26 @@ def parsed(
                 f"{what}={text!r}: {keyword.arg} is not a Python literal"
             ) from None
     return call.func.id, arguments
+
+
+def number_of_bytes(what: str, text: str) -> float:
+    """Bytes that a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"`` names.
+
+    Raises:
+        ValueError: it names none.
+
+    Example:
+        >>> from jaxcoded import _texts
+        >>> _texts.number_of_bytes("payload", "4 MiB")
+        4194304.0
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kMGT]?)(i?)B?\s*", text)
+    try:
+        number = float(found[1]) if found else math.nan
+    except ValueError:
+        number = math.nan
+    if found is None or not 0 < number < math.inf:
+        raise ValueError(
+            f"{what} must be a number of bytes such as 4e6, 4MB or 4MiB, got {text!r}"
+        )
+    return number * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ")

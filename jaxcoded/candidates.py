@@ -8,8 +8,8 @@ from jaxcoded.plan import Plan, make_plan
 from jaxcoded.simulator import Layout, Ring
 from jaxcoded.tree import regular_size
 
-PIECES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
-_PIECE = PIECES[1]  # the engine's own
+PIECE = 256 << 10  # the engine's own
+_PIECES = (64 << 10, PIECE, 1 << 20)
 _FANOUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLICES = (1, 2, 4)
@@ -34,7 +34,7 @@ class Candidate:
     fanout: int
     stragglers: int = 0
     slices: int = 1
-    piece: int = _PIECE
+    piece: int = PIECE
     root_computes: bool = False
 
     @property
@@ -80,9 +80,9 @@ class Candidate:
         if not self.tree:
             yield self
             return
-        longer = [piece for piece in PIECES if piece < payload]
+        longer = [piece for piece in _PIECES if piece < payload]
         # beyond the payload all are one
-        pieces = dict.fromkeys([*longer, *PIECES[len(longer) : len(longer) + 1]])
+        pieces = dict.fromkeys([*longer, *_PIECES[len(longer) : len(longer) + 1]])
         for piece, root_computes in itertools.product(pieces, (False, True)):
             yield dataclasses.replace(self, piece=piece, root_computes=root_computes)
 
@@ -100,9 +100,11 @@ def candidates(ranks: int) -> list[Candidate]:
     while (fanout := _smallest_fanout(ranks, depth)) > 1 or depth == 1:
         fitting.add(fanout)
         depth += 1
+    # balanced trees with equal numbers of parents are equal
+    trees = {-(-below // fanout): fanout for fanout in sorted(fitting, reverse=True)}
     out = [Candidate(0)]
     for fanout, s, m in itertools.product(
-        sorted(fanout for fanout in fitting if fanout <= _MOST_CHILDREN),
+        sorted(fanout for fanout in trees.values() if fanout <= _MOST_CHILDREN),
         _STRAGGLERS,
         _SLICES,
     ):

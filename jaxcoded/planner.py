@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.candidates import Candidate, candidates, hopeless
+from jaxcoded.candidates import PIECE, Candidate, candidates, hopeless
 from jaxcoded.plan import Plan
 from jaxcoded.simulator import Layout, Network, simulate
 from jaxcoded.stragglers import Delays, NoStragglers, Stragglers
 
 _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
-_KEPT = 8  # coded candidates in the last heat
+_KEPT = 6  # coded candidates in the last heat
 _SHARES = (0.5, 0.4, 0.4, 1.2)  # seconds for each heat, about
 
 
@@ -74,7 +74,8 @@ class Estimate:
             return math.isfinite(self.step)
         if self.step >= (1 - _GAIN) * other.step:
             return False
-        gains = _batches(other.seconds - self.seconds)
+        rounds = min(len(self.seconds), len(other.seconds))
+        gains = _batches(other.seconds[:rounds] - self.seconds[:rounds])
         sure = gains.mean() > 2 * _standard_error(gains)
         return bool(sure or (gains > 0).mean() >= 0.75)
 
@@ -121,9 +122,11 @@ class Ranking:
         best, uncoded = self.best, self.uncoded
         if best.candidate.coded:
             times = uncoded.step / best.step
-            gain = f"{times:.3g} times as fast as" if times < 1e3 else "unlike"
-            ever = "" if math.isfinite(times) else ", which would wait for ever"
-            return f"code: {gain} the best uncoded, {uncoded.name}{ever}"
+            if math.isinf(times):
+                return f"code: without a code ({uncoded.name}) a step would never end"
+            return (
+                f"code: {times:.3g} times as fast as the best uncoded, {uncoded.name}"
+            )
         coded = next((e for e in self.estimates if e.candidate.coded), None)
         if coded is None:
             return "do not code: no code fits"
@@ -131,8 +134,8 @@ class Ranking:
             behind = f"takes {coded.step / uncoded.step:.3g} times as long"
         else:
             gain = 1 - coded.step / uncoded.step
-            behind = f"is {gain:.1%} faster, which "
-            behind += "is not worth it" if gain <= _GAIN else "may be chance"
+            doubt = "is not worth it" if gain <= _GAIN else "may be chance"
+            behind = f"is {gain:.1%} faster, which {doubt}"
         return f"do not code: the best code, {coded.name}, {behind}"
 
 
@@ -231,15 +234,29 @@ class _Search:
         trees = [c for c in second if not c.coded and c.tree][:2]
         field = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
         third = self._heat(field, _SHARES[2], least=6, most=64)
-        final = _each(third, _base)
+        final = [*_each(sorted(third, key=lambda c: _handicapped(c, third)), _base)]
         final.append(Candidate(0))
-        return self._estimates(final, plans)
+        out = self._estimates(final, plans, most=1024)
+        if not _decided(out):  # four times as many rounds for those in doubt
+            coded = [e for e in out if e.candidate.coded]
+            rest = coded[2:]
+            field = [e.candidate for e in out if e not in rest]
+            rounds = 4 * len(out[0].seconds)
+            longer = self._estimates(field, plans, least=rounds, most=rounds)
+            out = sorted([*longer, *rest], key=lambda estimate: estimate.step)
+        self.progress(1.0)
+        return out
 
     def _estimates(
-        self, final: list[Candidate], plans: dict[Candidate, Plan]
+        self,
+        final: list[Candidate],
+        plans: dict[Candidate, Plan],
+        *,
+        least: int = 48,
+        most: int,
     ) -> list[Estimate]:
         out = []
-        for it, seconds in self._simulated(final, _SHARES[3], least=48, most=2048):
+        for it, seconds in self._simulated(final, _SHARES[3], least, most):
             layout, plan = it.layout(self.ranks), plans.get(_base(it))
             length = (
                 layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
@@ -259,7 +276,6 @@ class _Search:
                     plan.amplification if plan else 1.0,
                 )
             )
-        self.progress(1.0)
         return sorted(out, key=lambda estimate: estimate.step)
 
     def _sane(self, candidate: Candidate) -> bool:
@@ -303,10 +319,12 @@ class _Search:
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
         """Seconds of as many rounds as such a share of a second has time for."""
         cost = len(field) * (3e-4 + 1.5e-7 * self.ranks)
+        if self.ranks > 2000 and least < most:  # whose rounds differ less
+            least = max(least * 2000 // self.ranks, least // 3)
         rounds = min(max(int(share / cost), least), most)
         start, self.done = self.done, self.done + share / sum(_SHARES)
         for number, candidate in enumerate(field):
-            self.progress(start + (self.done - start) * number / len(field))
+            self.progress(min(1.0, start + (self.done - start) * number / len(field)))
             outcome = simulate(
                 candidate.layout(self.ranks),
                 dataclasses.replace(self.network, piece=candidate.piece),
@@ -326,6 +344,20 @@ def _each(
     for candidate in ordered:
         best.setdefault(key(candidate), candidate)
     return list(best.values())
+
+
+def _handicapped(candidate: Candidate, times: dict[Candidate, float]) -> float:
+    """A choice that is not the usual one has to gain something."""
+    unusual = (candidate.piece != PIECE) + candidate.root_computes
+    return times[candidate] * (1 + _GAIN) ** unusual
+
+
+def _decided(estimates: list[Estimate]) -> bool:
+    """Whether the best code is clearly worth it, or clearly not."""
+    ranking = Ranking(2, 0.0, 0.0, tuple(estimates))
+    best, uncoded = estimates[0], ranking.uncoded
+    close = best.step < (1 - _GAIN) * uncoded.step
+    return not close or ranking.best is not uncoded
 
 
 def _base(candidate: Candidate) -> Candidate:
