@@ -36,7 +36,7 @@ def disagreement(comm: MPI.Intracomm, words: str) -> str | None:
     """
     digest = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
     extremes = np.array([digest, -digest], np.int64)
-    _wait(comm.Iallreduce(MPI.IN_PLACE, extremes, op=MPI.MAX))
+    wait(comm.Iallreduce(MPI.IN_PLACE, extremes, op=MPI.MAX))
     if extremes[0] == -extremes[1]:
         return None
     ranks = comm.allgather(words)
@@ -47,7 +47,7 @@ def disagreement(comm: MPI.Intracomm, words: str) -> str | None:
     return "; ".join(said)
 
 
-def _wait(request: MPI.Request) -> None:
+def wait(request: MPI.Request) -> None:
     """Wait without spinning: a rank that waits here may share its core with the one it
     waits for."""
     pause = 0.0

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _require, rounds, snapshots
+from jaxcoded import _require, automatic, rounds, snapshots
 from jaxcoded.agreement import check_communicator, disagreement
 from jaxcoded.allocation import assignment
+from jaxcoded.candidates import PIECE
 from jaxcoded.deadline import Deadline
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
 from jaxcoded.plan import Plan, make_plan
@@ -40,16 +41,30 @@ class CodedGroup:
 
     Args:
         comm: an mpi4py intra-communicator.
+        plan: ``"auto"``: find the tree, the code and the pieces with which a step is
+            expected to be the fastest, from a measurement of links and ranks that takes
+            about two seconds, and the simulator (``docs/planning.md``). The group may be
+            uncoded then. `planned` says why. Instead of ``stragglers``, ``fanout``,
+            ``code``, ``slices``, ``root_computes``, ``speeds`` and ``piece_bytes``.
+        payload: for ``plan="auto"``: bytes that a step sums.
+        work: for ``plan="auto"``: a function without arguments that computes what a rank
+            would compute for ``1/(N−1)`` of the batch. It is called for about a second
+            after a first call. Or the seconds that this takes: then a loop measures how
+            much ranks differ.
         stragglers: ``s``, the number of children of every parent that may be missing.
+            Default 1.
         fanout: the largest number of children of a parent; see `make_plan`.
         code: kind of gradient code, or one for each layer or parent; see `make_plan`.
-        slices: ``m``, messages shrink by this in every layer; see `make_plan`.
+        slices: ``m``, messages shrink by this in every layer; see `make_plan`. Default
+            1.
         root_computes: whether the root holds data.
         transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
             which every rank must turn up; or ``"auto"``, the engine where all ranks
             have it, and otherwise mpi4jax with a warning.
         seed: of random codes.
         speeds: relative speed of each rank; see `make_plan`.
+        piece_bytes: of the engine: bytes in which long messages move. Shorter pieces go
+            through a deep tree sooner, longer ones cost less work. Default 256 KiB.
         history_bytes: of the engine: memory of a rank for results that late ranks
             lack, in bytes; at least 64 rounds are kept up to 1 GiB.
         deadline: of the engine: how long the root waits for more children than a round
@@ -86,33 +101,59 @@ class CodedGroup:
         self,
         comm: MPI.Intracomm,
         *,
-        stragglers: int = 1,
+        plan: str | None = None,
+        payload: float | None = None,
+        work: Callable[[], Any] | float | None = None,
+        stragglers: int | None = None,
         fanout: int | None = None,
         code: str | Mapping[int, str] | Sequence[str] = "auto",
-        slices: int = 1,
+        slices: int | None = None,
         root_computes: bool = False,
         transport: str = "auto",
         seed: int = 0,
         speeds: Sequence[float] | None = None,
+        piece_bytes: int | None = None,
         history_bytes: int = 256 << 20,
         deadline: float | str | None = 10.0,
         on_deadline: str = "wait",
         telemetry_rounds: int = 1024,
     ) -> None:
         request: dict[str, Any] = {
-            "stragglers": stragglers,
+            "stragglers": 1 if stragglers is None else stragglers,
             "fanout": fanout,
             "code": code,
-            "slices": slices,
+            "slices": 1 if slices is None else slices,
             "root_computes": root_computes,
             "seed": seed,
             "speeds": speeds,
         }
+        if plan is None and payload is None and work is None:
+            said, planner = request, lambda size: make_plan(size, **request)
+        else:
+            given = {
+                "stragglers": stragglers,
+                "fanout": fanout,
+                "code": None if isinstance(code, str) and code == "auto" else code,
+                "slices": slices,
+                "root_computes": root_computes or None,
+                "speeds": speeds,
+                "piece_bytes": piece_bytes,
+            }
+            given = {k: v for k, v in given.items() if v is not None}
+            how = "a function" if callable(work) else work
+            said = {"plan": plan, "payload": payload, "work": how, "seed": seed}
+
+            def planner(size: int) -> Plan:
+                automatic.check(plan, payload, work, given)
+                return make_plan(size, stragglers=0, seed=seed)  # to begin with
+
         self._open(
             comm,
             transport,
-            request,
-            lambda size: make_plan(size, **request),
+            said,
+            planner,
+            lambda own: automatic.choose(own, payload, work, seed) if plan else None,  # type: ignore[arg-type]  # checked by then
+            piece_bytes,
             history_bytes,
             deadline,
             on_deadline,
@@ -126,6 +167,7 @@ class CodedGroup:
         plan: Plan,
         *,
         transport: str = "auto",
+        piece_bytes: int | None = None,
         history_bytes: int = 256 << 20,
         deadline: float | str | None = 10.0,
         on_deadline: str = "wait",
@@ -137,8 +179,8 @@ class CodedGroup:
         Args:
             comm: as for the constructor.
             plan: for as many ranks as ``comm`` has.
-            transport, history_bytes, deadline, on_deadline, telemetry_rounds: as for the
-                constructor.
+            transport, piece_bytes, history_bytes, deadline, on_deadline, telemetry_rounds:
+                as for the constructor.
 
         Raises:
             ValueError: the plan is for another number of ranks.
@@ -171,6 +213,8 @@ class CodedGroup:
             transport,
             {"plan": plan},
             fitting,
+            lambda own: None,
+            piece_bytes,
             history_bytes,
             deadline,
             on_deadline,
@@ -184,6 +228,8 @@ class CodedGroup:
         transport: str,
         request: dict[str, Any],
         planner: Callable[[int], Plan],
+        chooser: Callable[[MPI.Intracomm], automatic.Choice | None],
+        piece_bytes: int | None,
         history_bytes: int,
         deadline: float | str | None,
         on_deadline: str,
@@ -192,15 +238,25 @@ class CodedGroup:
         check_communicator(comm)
         self._comm = comm.Dup()
 
+        self._piece_bytes = PIECE if piece_bytes is None else piece_bytes
+
         def checked(size: int) -> Plan:
+            _require.integer("piece_bytes", self._piece_bytes, 1)
             _require.integer("history_bytes", history_bytes, 0)
             _require.integer("telemetry_rounds", telemetry_rounds, 0)
             self.deadline = Deadline.parsed(deadline, on_deadline)
             return planner(size)
 
-        request = request | {"deadline": deadline, "on_deadline": on_deadline}
+        request = request | {
+            "piece_bytes": self._piece_bytes,
+            "deadline": deadline,
+            "on_deadline": on_deadline,
+        }
+        self._planned = ""
         try:
             self.plan = self._agreed_plan(transport, request, checked)
+            if (choice := chooser(self._comm)) is not None:
+                self.plan, self._piece_bytes, self._planned = choice
             self.index = next(_indices)
             self.transport = self._agreed_transport(
                 transport, history_bytes, telemetry_rounds
@@ -250,6 +306,7 @@ class CodedGroup:
             self.index,
             self._comm,
             self.plan,
+            piece_bytes=self._piece_bytes,
             history_bytes=history_bytes,
             telemetry_rounds=telemetry_rounds,
             deadline=self.deadline,
@@ -284,6 +341,11 @@ class CodedGroup:
             assert failure is not None
             raise failure
         return plan
+
+    @property
+    def planned(self) -> str:
+        """With ``plan="auto"``: what was chosen and why, in words; otherwise empty."""
+        return self._planned
 
     @property
     def rank(self) -> int:

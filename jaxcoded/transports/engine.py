@@ -84,6 +84,7 @@ class Engine(Transport):
         index: of the group; never used again.
         comm: the group's communicator.
         plan: the group's plan.
+        piece_bytes: in which messages move.
         history_bytes: memory for results that late ranks lack, in bytes.
         telemetry_rounds: rounds to remember.
         deadline: how long a parent waits for its children, and what it does then.
@@ -99,6 +100,7 @@ class Engine(Transport):
         comm: MPI.Intracomm,
         plan: Plan,
         *,
+        piece_bytes: int,
         history_bytes: int,
         telemetry_rounds: int,
         deadline: Deadline,
@@ -116,6 +118,7 @@ class Engine(Transport):
             _rooted[index] = list(self._world)
         _register()
         limits = _engine.Limits()
+        limits.piece_bytes = piece_bytes
         limits.history_bytes = history_bytes
         limits.history_most = max(limits.history_most, history_bytes)
         limits.telemetry_rounds = telemetry_rounds

@@ -1,0 +1,143 @@
+"""`CodedGroup(plan="auto")`: all ranks agree on a plan that fits what was measured, or on the same
+error."""
+
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only, once, several
+from mpi4py import MPI
+from reference import assert_sum, contribution, per_example
+
+import jaxcoded
+from jaxcoded import GroupMismatch, coded_allreduce, measurement
+from jaxcoded.candidates import PIECE
+
+RANK = MPI.COMM_WORLD.rank
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(measurement, "_SECONDS", 0.2)
+
+
+def asleep(seconds):
+    return lambda: time.sleep(seconds)
+
+
+def agreed(comm, group):
+    outcomes = comm.allgather((group.plan.to_json(), group.planned, group._piece_bytes))
+    assert len(set(outcomes)) == 1
+
+
+def test_sums_are_exact(comm, transport):
+    with jaxcoded.CodedGroup(
+        comm, plan="auto", payload=4e6, work=asleep(0.01), transport=transport
+    ) as group:
+        agreed(comm, group)
+        vector = per_example(5)
+        total = coded_allreduce(contribution(group, vector), group)
+        assert_sum(group, total, vector)
+
+
+@once
+def test_nobody_straggles(comm, transport):
+    """Sleep is equally long on all ranks, and long beside what the machine adds to it."""
+    with jaxcoded.CodedGroup(
+        comm, plan="auto", payload=1e4, work=asleep(0.2), transport=transport
+    ) as group:
+        assert group.plan.stragglers == 0
+        assert SIZE == 1 or "do not code" in group.planned
+        assert SIZE == 1 or "work 0.2" in group.planned
+
+
+@once
+@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+def test_one_rank_is_slow(comm, transport):
+    work = asleep(2.0 if RANK == SIZE - 1 else 0.05)
+    with jaxcoded.CodedGroup(
+        comm, plan="auto", payload=1e4, work=work, transport=transport
+    ) as group:
+        agreed(comm, group)
+        assert group.plan.stragglers >= 1
+        assert "code: " in group.planned
+
+
+@once
+def test_seconds_of_work(comm, transport):
+    with jaxcoded.CodedGroup(
+        comm, plan="auto", payload=1000, work=1, transport=transport
+    ) as group:
+        agreed(comm, group)
+        assert SIZE == 1 or "work 1 s" in group.planned
+
+
+@once
+@several
+def test_work_that_is_jax_and_fails_on_one_rank(comm, transport):
+    def work():
+        if RANK == SIZE - 1:
+            raise OSError("no such batch")
+        return jnp.ones(3) * 2
+
+    with pytest.raises(
+        RuntimeError, match=f"work failed on rank {SIZE - 1}: OSError: no such batch"
+    ) as error:
+        jaxcoded.CodedGroup(
+            comm, plan="auto", payload=1e3, work=work, transport=transport
+        )
+    assert isinstance(error.value.__cause__, OSError) == (RANK == SIZE - 1)
+
+
+WRONG = [
+    ({"plan": "fast", "payload": 1, "work": 1}, 'plan must be "auto"'),
+    ({"plan": jaxcoded.make_plan(1)}, "CodedGroup.from_plan takes a Plan"),
+    ({"payload": 1, "work": 1}, 'plan must be "auto"'),
+    ({"plan": "auto", "work": 1}, "needs payload.*payload=None"),
+    ({"plan": "auto", "payload": -4.0, "work": 1}, "payload=-4.0"),
+    ({"plan": "auto", "payload": "4MB", "work": 1}, "payload='4MB'"),
+    ({"plan": "auto", "payload": 1}, "needs work.*work=None"),
+    ({"plan": "auto", "payload": 1, "work": np.inf}, "work=inf"),
+    (
+        {"plan": "auto", "payload": 1, "work": 1, "stragglers": 1, "speeds": [1.0]},
+        "leave out stragglers=1, speeds=",
+    ),
+    ({"plan": "auto", "payload": 1, "work": 1, "root_computes": True}, "root_computes"),
+    ({"plan": "auto", "payload": 1, "work": 1, "piece_bytes": 9}, "piece_bytes=9"),
+]
+
+
+@once
+@pytest.mark.parametrize(("wrong", "said"), WRONG, ids=range(len(WRONG)))
+def test_wrong_arguments(comm, transport, wrong, said):
+    with pytest.raises(ValueError, match=said) as error:
+        jaxcoded.CodedGroup(comm, transport=transport, **wrong)
+    assert len(set(comm.allgather(str(error.value)))) == 1
+
+
+@once
+@several
+@pytest.mark.parametrize("odd", [{"payload": 2}, {"plan": None}, {"work": asleep(0)}])
+def test_different_arguments(comm, transport, odd):
+    mine = {"plan": "auto", "payload": 1, "work": 1}
+    if RANK == SIZE - 1:
+        mine |= odd
+    with pytest.raises(GroupMismatch):
+        jaxcoded.CodedGroup(comm, transport=transport, **mine)
+
+
+@engine_only
+@pytest.mark.parametrize("piece", [1, 24, 1000, PIECE])
+def test_pieces_of_any_size(comm, transport, piece):
+    with jaxcoded.CodedGroup(
+        comm, stragglers=0, transport=transport, piece_bytes=piece
+    ) as group:
+        vector = per_example(37)
+        assert_sum(group, coded_allreduce(contribution(group, vector), group), vector)
+
+
+@once
+def test_no_pieces(comm, transport):
+    with pytest.raises(ValueError, match="piece_bytes must be an integer ≥ 1, got 0"):
+        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, piece_bytes=0)
