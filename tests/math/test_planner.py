@@ -1,0 +1,284 @@
+"""The planner's choice against all of its candidates, simulated one by one with other draws."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jaxcoded
+from jaxcoded import planner, stragglers
+from jaxcoded.__main__ import main
+from jaxcoded.candidates import Candidate, candidates, hopeless
+from jaxcoded.simulator import Layout, Network, Ring, simulate
+
+LIGHT = "exponential(work=0.1)"
+HEAVY = "pareto(shape=1.5, scale=0.3)"
+BURSTY = "bursty(begin=0.01, end=0.1, factor=8)"
+FIXED = "fixed(ranks=(-1,), factor=10)"
+# ranks, seconds of each rank's uncoded work, payload, Gb/s, model
+CLUSTERS = [
+    (7, 0.1, 4e6, 1, LIGHT),
+    (7, 0.1, 4e6, 1, FIXED),
+    (7, 0.001, 4e4, 100, HEAVY),
+    (7, 0.1, 4e8, 100, BURSTY),
+    (13, 0.1, 4e6, 1, HEAVY),
+    (13, 0.1, 4e8, 100, FIXED),
+    (13, 0.001, 4e4, 1, BURSTY),
+    (13, 0.1, 4e6, 100, LIGHT),
+    (13, 1.0, 4e4, 100, HEAVY),
+    (40, 0.1, 4e6, 1, FIXED),
+    (40, 0.1, 4e6, 100, HEAVY),
+    (40, 0.1, 4e8, 100, BURSTY),
+    (40, 0.001, 4e4, 1, LIGHT),
+    (200, 0.1, 4e6, 100, BURSTY),
+    (200, 0.1, 4e4, 1, HEAVY),
+]
+SEED = 77  # of draws that the planner has not seen
+
+
+def measured(cluster, candidate, rounds):
+    ranks, work, payload, gigabits, model = cluster
+    network = dataclasses.replace(Network.of(gigabits), piece=candidate.piece)
+    return simulate(
+        candidate.layout(ranks),
+        network,
+        payload=payload,
+        work=work * ranks,
+        stragglers=stragglers.named(model),
+        rounds=rounds,
+        seed=SEED,
+    ).mean
+
+
+def accepted(ranks, candidate):
+    if not candidate.coded:
+        return True
+    try:
+        return candidate.plan(ranks).amplification <= 1000
+    except ValueError:
+        return False
+
+
+def exhaustive(cluster, rounds=16, again=300):
+    """The least mean of all variants of all candidates of which there are plans; the best 40
+    of them with more rounds."""
+    ranks, _, payload, *_ = cluster
+    field = {v for c in candidates(ranks) for v in c.variants(payload)}
+    field = [
+        v for v in field if not v.coded or not hopeless(v.layout(ranks), v, 1000.0)
+    ]
+    first = sorted(field, key=lambda v: measured(cluster, v, rounds))
+    best = [v for v in first if accepted(ranks, v)] if ranks < 20 else first
+    times = sorted((measured(cluster, v, again), i) for i, v in enumerate(best[:40]))
+    return next((t, best[i]) for t, i in times if accepted(ranks, best[i]))
+
+
+def gap(cluster):
+    """How much longer the planner's choice takes than the best there is, as a ratio."""
+    ranks, work, payload, gigabits, model = cluster
+    ranking = planner.best_plans(
+        ranks, payload, work * ranks, Network.of(gigabits), stragglers.named(model)
+    )
+    best, truth = exhaustive(cluster)
+    return measured(cluster, ranking.best.candidate, 300) / best, ranking, truth
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
+def test_within_a_tenth_of_the_exhaustive_best(cluster):
+    ratio, ranking, truth = gap(cluster)
+    assert ratio <= 1.1, (ranking.best, truth)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 13, 40])
+@pytest.mark.parametrize("gigabits", [1, 100])
+def test_nobody_straggles(ranks, gigabits):
+    ranking = planner.best_plans(ranks, 4e6, 0.1 * ranks, Network.of(gigabits))
+    assert not ranking.best.candidate.coded
+    assert not ranking.best_tree.candidate.coded
+    assert ranking.best_tree.candidate.tree
+    assert ranking.verdict.startswith("do not code")
+
+
+def test_a_rank_that_never_ends():
+    model = stragglers.named("killed(ranks=(5,), round=3)")
+    ranking = planner.best_plans(13, 4e6, 1.0, stragglers=model)
+    assert ranking.best.candidate.stragglers >= 1
+    assert math.isinf(ranking.uncoded.step)
+    assert math.isinf(ranking.uncoded.error)
+    assert "would never end" in ranking.verdict
+
+
+def test_draws_are_common_and_repeatable():
+    model = stragglers.named(HEAVY)
+    one, two = (planner.best_plans(13, 4e6, 1.0, stragglers=model) for _ in range(2))
+    assert one == two
+    for a, b in zip(one.estimates, two.estimates):
+        np.testing.assert_array_equal(a.seconds, b.seconds)
+    steps = [e.step for e in one.estimates]
+    assert steps == sorted(steps)
+    other = planner.best_plans(13, 4e6, 1.0, stragglers=model, seed=1)
+    assert one.uncoded.step != other.uncoded.step
+
+
+def estimate(seconds, **candidate):
+    it = Candidate(2, **candidate)
+    return planner.Estimate(it, np.array(seconds, float), 0.1, 1.0, "", 1.0)
+
+
+def test_what_counts_as_faster():
+    rng = np.random.default_rng(0)
+    noise = rng.exponential(size=320)
+    base = estimate(10 + noise)
+    assert estimate(9 + noise).faster_than(base)
+    assert not estimate(9.95 + noise).faster_than(base)  # less than 1 %
+    assert not base.faster_than(base)
+    # two lucky rounds are chance
+    lucky = 10 + noise
+    lucky[:2] -= 50
+    assert not estimate(lucky).faster_than(base)
+    # heavy tails have no standard error, but it is faster nearly always
+    heavy = 10 + rng.pareto(0.5, 320)
+    assert estimate(np.minimum(heavy, 9)).faster_than(estimate(heavy))
+    assert estimate([1.0] * 16).faster_than(estimate([np.inf] * 16))
+    assert not estimate([np.inf] * 16).faster_than(estimate([np.inf] * 16))
+
+
+def test_error_is_that_of_the_mean():
+    rng = np.random.default_rng(0)
+    errors = [estimate(rng.normal(size=1600)).error for _ in range(50)]
+    assert np.median(errors) == pytest.approx(1 / 40, rel=0.2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 13, 40, 157])
+def test_candidates_are_those_of_make_plan(ranks):
+    field = candidates(ranks)
+    assert len(field) == len(set(field))
+    assert Candidate(0) in field
+    assert any(c.tree and not c.coded for c in field)
+    trees = [c for c in field if c.tree]
+    for candidate in trees[:: max(1, len(trees) // 12)]:
+        # codes of many children take long to draw
+        if candidate.coded and candidate.fanout > 12:
+            continue
+        for root in (False, True):
+            it = dataclasses.replace(candidate, root_computes=root)
+            plan, layout = it.plan(ranks), it.layout(ranks)
+            exact = Layout.of(plan)
+            assert exact.parents.tolist() == layout.parents.tolist()
+            assert np.sort(exact.loads) == pytest.approx(np.sort(layout.loads))
+            assert exact.messages == pytest.approx(layout.messages)
+            assert layout.loads.max() == pytest.approx(float(plan.load))
+
+
+def test_variants():
+    it = Candidate(3, 1)
+    assert {v.piece for v in it.variants(1e4)} == {64 << 10}
+    assert {v.piece for v in it.variants(1e5)} == {64 << 10, 256 << 10}
+    assert {v.piece for v in it.variants(1e9)} == {64 << 10, 256 << 10, 1 << 20}
+    assert {v.root_computes for v in it.variants(1e4)} == {False, True}
+    assert list(Candidate(0).variants(1e9)) == [Candidate(0)]
+    assert isinstance(Candidate(0).layout(5), Ring)
+
+
+def test_amplification_is_bounded():
+    model = stragglers.named(FIXED)
+    for limit in (1.0, 1000.0):
+        ranking = planner.best_plans(
+            13, 4e6, 1.0, stragglers=model, amplification=limit
+        )
+        assert all(e.amplification <= limit for e in ranking.estimates)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"ranks": 1}, "ranks must be an integer ≥ 2, got 1"),
+        ({"payload": 0}, "payload must be a number > 0, got 0"),
+        ({"work": math.nan}, "work must be a number > 0, got nan"),
+    ],
+)
+def test_wrong_numbers(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        planner.best_plans(**({"ranks": 4, "payload": 1e6, "work": 1.0} | wrong))
+
+
+# The command line.
+
+USUAL = ["plan", "--ranks", "7", "--payload", "4MB", "--compute", "0.7"]
+
+
+def test_table(capsys):
+    assert main([*USUAL, "--model", FIXED, "--top", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    table, verdict = out.split("\n\n")
+    header, *rows, _ = table.splitlines()
+    assert header.split()[:4] == ["fan-out", "s", "m", "code"]
+    assert rows[0].startswith("→  6        1  1  fractional_repetition")
+    assert sum("ring all-reduce" in row for row in rows) == 1
+    assert sum("_" in row for row in rows) == 2
+    said, python = verdict.strip().splitlines()
+    assert said.startswith("code: ")
+    made = eval(python, {"jaxcoded": _Recorded, "comm": None})
+    made.pop("piece_bytes")
+    assert jaxcoded.make_plan(7, **made).tolerates(0) == 1
+
+
+class _Recorded:
+    @staticmethod
+    def CodedGroup(comm, **arguments):
+        return arguments
+
+
+def test_json_and_a_trace(capsys, tmp_path):
+    trace = tmp_path / "trace.csv"
+    rng = np.random.default_rng(0)
+    np.savetxt(trace, 1 + 0.01 * rng.random((50, 7)), delimiter=",")
+    assert main([*USUAL, "--trace", str(trace), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["code"] is False
+    assert said["payload"] == 4e6
+    assert said["best"] == next(e for e in said["ranking"] if e["code"] == "uncoded")
+    assert {e["kind"] for e in said["ranking"]} == {"tree", "ring"}
+    assert main([*USUAL, "--model", "killed(round=2)", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ranking"][-1]["step"] is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--payload", "4XB"], "--payload must be a number of bytes"),
+        (["--payload", "-4"], "--payload must be a number of bytes"),
+        (["--ranks", "1"], "ranks must be an integer ≥ 2"),
+        (["--compute", "0"], "work must be a number > 0"),
+        (["--model", "slow"], "model must be one of"),
+        (["--trace", "/none.csv"], "/none.csv"),
+        (["--gigabits", "0"], "bandwidth must be bytes per second > 0"),
+        (["--latency", "-1"], "latency must be seconds ≥ 0"),
+        (["--top", "0"], "--top must be at least 1"),
+    ],
+)
+def test_errors_in_one_line(capsys, wrong, said):
+    arguments = [f"{wrong[0]}={wrong[1]}"]
+    assert main([*USUAL, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("jaxcoded plan: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_as_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxcoded", "plan", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "on its own" in " ".join(done.stdout.split())
