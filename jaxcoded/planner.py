@@ -17,7 +17,7 @@ from jaxcoded.stragglers import Delays, NoStragglers, Stragglers
 _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
 _KEPT = 6  # coded candidates in the last heat
-_SHARES = (0.5, 0.4, 0.4, 1.2)  # seconds for each heat, about
+_SHARES = (0.4, 0.4, 0.4, 1.5)  # seconds for each heat, about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,10 @@ class _Search:
         trees = [c for c in second if not c.coded and c.tree][:2]
         field = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
         third = self._heat(field, _SHARES[2], least=6, most=64)
-        final = [*_each(sorted(third, key=lambda c: _handicapped(c, third)), _base)]
+        # a root that computes is the one straggler that no code makes up for
+        final = _each(
+            third, lambda c: (c.fanout, c.stragglers, c.slices, c.root_computes)
+        )
         final.append(Candidate(0))
         out = self._estimates(final, plans, most=1024)
         if not _decided(out):  # four times as many rounds for those in doubt
@@ -312,13 +315,19 @@ class _Search:
             candidate: float(seconds.mean())
             for candidate, seconds in self._simulated(field, share, least, most)
         }
-        return dict(sorted(times.items(), key=lambda item: item[1]))
+        # pieces that are not the usual ones have to gain something
+        return dict(
+            sorted(
+                times.items(),
+                key=lambda item: item[1] * (1 + _GAIN * (item[0].piece != PIECE)),
+            )
+        )
 
     def _simulated(
         self, field: list[Candidate], share: float, least: int, most: int
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
         """Seconds of as many rounds as such a share of a second has time for."""
-        cost = len(field) * (3e-4 + 1.5e-7 * self.ranks)
+        cost = len(field) * (1.5e-4 + 1e-7 * self.ranks)
         if self.ranks > 2000 and least < most:  # whose rounds differ less
             least = max(least * 2000 // self.ranks, least // 3)
         rounds = min(max(int(share / cost), least), most)
@@ -346,18 +355,16 @@ def _each(
     return list(best.values())
 
 
-def _handicapped(candidate: Candidate, times: dict[Candidate, float]) -> float:
-    """A choice that is not the usual one has to gain something."""
-    unusual = (candidate.piece != PIECE) + candidate.root_computes
-    return times[candidate] * (1 + _GAIN) ** unusual
-
-
 def _decided(estimates: list[Estimate]) -> bool:
-    """Whether the best code is clearly worth it, or clearly not."""
-    ranking = Ranking(2, 0.0, 0.0, tuple(estimates))
-    best, uncoded = estimates[0], ranking.uncoded
-    close = best.step < (1 - _GAIN) * uncoded.step
-    return not close or ranking.best is not uncoded
+    """Whether chance no longer matters to which is faster, a code or none."""
+    coded = next((e for e in estimates if e.candidate.coded), None)
+    uncoded = next(e for e in estimates if not e.candidate.coded)
+    if coded is None or not math.isfinite(coded.step + uncoded.step):
+        return True
+    if abs(coded.step / uncoded.step - 1) < _GAIN:
+        return True
+    gains = _batches(uncoded.seconds - coded.seconds)
+    return bool(abs(gains.mean()) > 2 * _standard_error(gains))
 
 
 def _base(candidate: Candidate) -> Candidate:

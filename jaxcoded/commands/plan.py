@@ -193,6 +193,8 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
 def _seconds(value: float) -> str:
     if not math.isfinite(value):
         return "never"
+    if value < 1e-9:
+        return "0 s"
     scale, unit = next(
         ((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if value * s >= 1), (1e6, "µs")
     )
