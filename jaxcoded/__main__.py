@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 # Each is a module of jaxcoded.commands: `add_arguments(parser)`, `run(args)` and a docstring.
-COMMANDS = ("report",)
 COMMANDS: tuple[str, ...] = ("plan", "report")
 
 

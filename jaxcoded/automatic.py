@@ -113,7 +113,7 @@ def choose(
 
 def _words(seen: Measurement, ranking: Ranking) -> str:
     best, network = ranking.best_tree, seen.network
-    spread = np.percentile(seen.stragglers.table, [5, 50, 95, 100])
+    spread = np.percentile(seen.stragglers.factors, [5, 50, 95, 100])
     words = (
         f"{best.name}, pieces of {best.candidate.piece >> 10} KiB, expected step "
         f"{best.step:.3g} s. {ranking.verdict}. Measured: latency "

@@ -22,7 +22,7 @@ _HEADER = (
     *("5 … 95 % of steps", "load", "message", "κ"),
 )
 _LEGEND = (
-    "step: mean of {} simulated steps; load: part of the batch that the busiest rank "
+    "step: mean of up to {} simulated steps; load: part of the batch that the busiest rank "
     "computes; root: whether it computes too"
 )
 
@@ -98,9 +98,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
-    """The best of the coded ones, and all uncoded ones."""
+    """The best of the coded ones, and of each uncoded one."""
     coded = [e for e in ranking.estimates if e.candidate.coded][:top]
-    return [e for e in ranking.estimates if e in coded or not e.candidate.coded]
+    uncoded: dict[int, Estimate] = {}
+    for estimate in ranking.estimates:
+        if not estimate.candidate.coded:
+            uncoded.setdefault(estimate.candidate.fanout, estimate)
+    shown = [*coded, *uncoded.values()]
+    return [e for e in ranking.estimates if e in shown]
 
 
 def _python(ranking: Ranking) -> str:
@@ -121,7 +126,7 @@ def _table(ranking: Ranking, top: int) -> str:
     return "\n".join(
         [
             *lines,
-            _LEGEND.format(len(ranking.best.seconds)),
+            _LEGEND.format(max(len(e.seconds) for e in ranking.estimates)),
             "",
             ranking.verdict,
             _python(ranking),
