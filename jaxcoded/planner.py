@@ -16,7 +16,7 @@ from jaxcoded.stragglers import Delays, NoStragglers, Stragglers
 
 _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
-_KEPT = 6  # coded candidates in the last heat
+_KEPT = 8  # coded candidates in the last heat
 _SHARES = (0.4, 0.4, 0.4, 1.5)  # seconds for each heat, about
 
 
@@ -229,7 +229,7 @@ class _Search:
         # rare or rising delays may not show yet, so every s goes on
         field = _each(first, lambda c: (c.stragglers, c.slices))
         field += list(first)[:16]
-        second = self._heat(field, _SHARES[1], least=12, most=256)
+        second = self._heat(field, _SHARES[1], least=24, most=256)
         plans = self._accepted(second)
         trees = [c for c in second if not c.coded and c.tree][:2]
         field = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
@@ -240,7 +240,9 @@ class _Search:
         )
         final.append(Candidate(0))
         out = self._estimates(final, plans, most=1024)
-        if not _decided(out):  # four times as many rounds for those in doubt
+        if self.ranks <= 20_000 and not _decided(
+            out
+        ):  # four times as many rounds for those in doubt
             coded = [e for e in out if e.candidate.coded]
             rest = coded[2:]
             field = [e.candidate for e in out if e not in rest]
@@ -295,7 +297,7 @@ class _Search:
         of_each = _each(coded, lambda c: c.stragglers)[:3]
         plans: dict[Candidate, Plan] = {}
         for candidate in dict.fromkeys([*of_each, *coded]):
-            slow = times[candidate] > 1.5 * min(times.values())
+            slow = times[candidate] > 2 * min(times.values())
             if len(plans) == _KEPT or (slow and plans and candidate not in of_each):
                 continue
             try:
