@@ -228,7 +228,8 @@ class _Search:
         first = self._heat(field, _SHARES[0], least=4, most=64)
         # rare or rising delays may not show yet, so every s goes on
         field = _each(first, lambda c: (c.stragglers, c.slices))
-        field += list(first)[:16]
+        field += [c for c in first if c.coded][:24]
+        field += [c for c in first if not c.coded][:4]
         second = self._heat(field, _SHARES[1], least=24, most=256)
         plans = self._accepted(second)
         trees = [c for c in second if not c.coded and c.tree][:2]
@@ -240,14 +241,18 @@ class _Search:
         )
         final.append(Candidate(0))
         out = self._estimates(final, plans, most=1024)
-        if self.ranks <= 20_000 and not _decided(
-            out
-        ):  # four times as many rounds for those in doubt
-            coded = [e for e in out if e.candidate.coded]
-            rest = coded[2:]
-            field = [e.candidate for e in out if e not in rest]
+        # four times as many rounds for those that may yet be faster than the fastest
+        least = (1 - _GAIN) * out[0].step
+        doubt = [e for e in out[1:] if e.step - 2 * e.error < least][:6]
+        if doubt and self.ranks <= 20_000:
+            again = [
+                e for e in out if e in doubt or e is out[0] or not e.candidate.coded
+            ]
             rounds = 4 * len(out[0].seconds)
-            longer = self._estimates(field, plans, least=rounds, most=rounds)
+            longer = self._estimates(
+                [e.candidate for e in again], plans, least=rounds, most=rounds
+            )
+            rest = [e for e in out if e not in again]
             out = sorted([*longer, *rest], key=lambda estimate: estimate.step)
         self.progress(1.0)
         return out
@@ -355,18 +360,6 @@ def _each(
     for candidate in ordered:
         best.setdefault(key(candidate), candidate)
     return list(best.values())
-
-
-def _decided(estimates: list[Estimate]) -> bool:
-    """Whether chance no longer matters to which is faster, a code or none."""
-    coded = next((e for e in estimates if e.candidate.coded), None)
-    uncoded = next(e for e in estimates if not e.candidate.coded)
-    if coded is None or not math.isfinite(coded.step + uncoded.step):
-        return True
-    if abs(coded.step / uncoded.step - 1) < _GAIN:
-        return True
-    gains = _batches(uncoded.seconds - coded.seconds)
-    return bool(abs(gains.mean()) > 2 * _standard_error(gains))
 
 
 def _base(candidate: Candidate) -> Candidate:

@@ -39,7 +39,7 @@ CLUSTERS = [
     (200, 0.1, 4e4, 1, HEAVY),
 ]
 SEED = 77  # of draws that the planner has not seen
-ROUNDS = 2000  # for the few best
+ROUNDS = 6000  # for the few best: bursts of many ranks at once are rare
 
 
 def measured(cluster, candidate, rounds):
@@ -73,7 +73,7 @@ def exhaustive(cluster):
     field = [
         v for v in field if not v.coded or not hopeless(v.layout(ranks), v, 1000.0)
     ]
-    for rounds, most in ((16, 60), (200, 15)):
+    for rounds, most in ((16, 60), (200, 8)):
         field.sort(key=lambda v: measured(cluster, v, rounds))
         good = (v for v in field if accepted(ranks, v))
         field = list(itertools.islice(good, most))
