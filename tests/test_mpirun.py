@@ -18,8 +18,12 @@ ON_ANY_TREE = (
     "test_wire_dtype.py",
 )
 # On 13 ranks, which take turns on a few cores, only the sums themselves.
-SUMS = ("test_collectives.py", "test_erasures.py", "test_value_and_grad.py")
-SUMS += ("test_schemes.py::test_exact", "test_schemes.py::test_approximate")
+SUMS = (
+    "test_collectives.py",
+    "test_erasures.py",
+    "test_schemes.py::test_exact",
+    "test_schemes.py::test_approximate",
+)
 
 
 @pytest.mark.mpi
