@@ -96,10 +96,10 @@ def candidates(ranks: int) -> list[Candidate]:
     """
     below = ranks - 1
     fitting = {fanout for fanout in _FANOUTS if fanout < below}
-    depth = 1
-    while (fanout := _smallest_fanout(ranks, depth)) > 1 or depth == 1:
-        fitting.add(fanout)
-        depth += 1
+    for depth in range(1, ranks):
+        fitting.add(fanout := _smallest_fanout(ranks, depth))
+        if fanout <= 2:
+            break
     # balanced trees with equal numbers of parents are equal
     trees = {-(-below // fanout): fanout for fanout in sorted(fitting, reverse=True)}
     out = [Candidate(0)]
