@@ -91,15 +91,17 @@ def candidates(ranks: int) -> list[Candidate]:
     """Trees and codes for so many ranks, and the ring; without their `variants`.
 
     Fan-outs are small numbers with many divisors, those of the smallest trees of each
-    depth, and the star. No parent has more than 1,024 children, and none that can do
+    depth, those that give all parents equal numbers of children, and the star. No parent has more than 1,024 children, and none that can do
     without more than half of them.
     """
     below = ranks - 1
     fitting = {fanout for fanout in _FANOUTS if fanout < below}
-    depth = 1
-    while (fanout := _smallest_fanout(ranks, depth)) > 1 or depth == 1:
-        fitting.add(fanout)
-        depth += 1
+    # parents with equal numbers of children more often have repetition, without κ
+    fitting |= {n for n in range(2, min(below, _MOST_CHILDREN + 1)) if below % n == 0}
+    for depth in range(1, ranks):
+        fitting.add(fanout := _smallest_fanout(ranks, depth))
+        if fanout <= 2:
+            break
     # balanced trees with equal numbers of parents are equal
     trees = {-(-below // fanout): fanout for fanout in sorted(fitting, reverse=True)}
     out = [Candidate(0)]
