@@ -59,10 +59,12 @@ def expected_runtime(
     half = np.diff(edges)[:, None] / 2
     t = edges[:-1, None] + half * (nodes + 1)
     done = _sum_of_two(t, fast, slow)
-    # P(fewer than `waited_for` are done)
-    still = sum(
-        math.comb(n, j) * done**j * (1 - done) ** (n - j) for j in range(waited_for)
-    )
+    # P(fewer than `waited_for` are done); as logarithms: of many workers the binomial
+    # coefficients are beyond float64
+    here, missing = (np.log(np.maximum(p, 1e-300)) for p in (done, 1 - done))
+    still = np.zeros_like(t)
+    for j in range(waited_for):
+        still += np.exp(math.log(math.comb(n, j)) + j * here + (n - j) * missing)
     return shift + float((half * weights * still).sum())
 
 

@@ -106,6 +106,13 @@ def test_closed_form_against_samples(compute, communicate):
     assert found == pytest.approx(expected, rel=0.005)
 
 
+def test_closed_form_of_many_workers():
+    """The last of 2,000 exponentials but one, beside messages that take no time."""
+    harmonic = (1 / np.arange(1, 2001)).sum()
+    found = expected_runtime(2000, 2, 1, compute=(0, 1), communicate=(0, 1e15))
+    assert found == pytest.approx(2 * (harmonic - 1), rel=1e-10)
+
+
 @pytest.mark.parametrize(
     ("n", "load", "slices", "compute"),
     [(0, 1, 1, (1, 1)), (3, 4, 1, (1, 1)), (3, 1, 2, (1, 1)), (3, 1, 1, (1, 0))],
