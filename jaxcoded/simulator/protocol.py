@@ -129,7 +129,7 @@ def simulate(
             continue
         median = float(np.median(np.diff(ends[: number + 1], prepend=0.0)[-31:]))
         here = job.down(up, frozen, max(_PATIENCE, 4 * median))
-        behind = free >= here
+        behind = (free >= here) & np.isfinite(free)  # not dead
         skipped += behind
         replayed = free + payload / network.combine
         free = np.where(behind, replayed, np.maximum(called, here)) + network.call

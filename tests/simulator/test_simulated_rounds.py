@@ -181,6 +181,7 @@ def test_killed(s, ends):
     assert np.isfinite(out.ends).sum() == (10 if ends else 3)
     assert np.isfinite(out.mean) == ends
     assert out.used[1] <= 3
+    assert out.skipped[1] == 0  # it is not behind but dead
 
 
 def test_stopped_rank_passes_on_nothing():
