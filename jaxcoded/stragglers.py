@@ -8,12 +8,13 @@ import abc
 import dataclasses
 import itertools
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcoded import _texts
+from jaxcoded import _require, _texts
 
 
 class Delays(NamedTuple):
@@ -228,17 +229,13 @@ class Measured(Stragglers):
     seconds: bool = False
 
     def __post_init__(self) -> None:
-        table = np.asarray(self.factors, np.float64)
-        if table.ndim != 2 or not table.size or not (table >= 0).all():
-            raise ValueError(
-                "factors must be numbers ≥ 0, a line for each round and a column for "
-                f"each rank; got shape {table.shape}"
-            )
+        table = _table("factors", self.factors)
         object.__setattr__(self, "factors", table)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         columns = np.arange(size) % self.factors.shape[1]
-        for row in itertools.cycle(self.factors[:, columns]):
+        for line in itertools.cycle(self.factors):
+            row = line[columns]
             dead = np.isinf(row)
             if self.seconds:
                 yield _delays(size, None, row, dead)
@@ -258,27 +255,32 @@ class Trace(Stragglers):
         seconds: the numbers are seconds to add, not factors.
     """
 
-    path: str
+    path: str | os.PathLike[str]
     seconds: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike):
+            raise ValueError(f"path must be that of a file, got {self.path!r}")  # noqa: TRY004
 
     @property
     def table(self) -> np.ndarray:
         """The numbers, float64 ``(rounds, ranks)``.
 
         Raises:
-            ValueError: the file has something else.
+            ValueError: the file has something else. The message has its path.
+            OSError: it cannot be read.
         """
-        if os.fspath(self.path).endswith(".npy"):
-            table = np.load(self.path, allow_pickle=False)
-        else:
-            table = np.loadtxt(self.path, delimiter=",", ndmin=2)
-        table = np.asarray(table, np.float64)
-        if table.ndim != 2 or not table.size or not (table >= 0).all():
-            raise ValueError(
-                f"{self.path} must hold numbers ≥ 0, a line for each round and a column "
-                f"for each rank; it has shape {table.shape}"
-            )
-        return table
+        try:
+            if os.fspath(self.path).endswith(".npy"):
+                with open(self.path, "rb") as file:
+                    table = np.lib.format.read_array(file, allow_pickle=False)
+            else:
+                with warnings.catch_warnings():  # nothing in it is an error below
+                    warnings.simplefilter("ignore", UserWarning)
+                    table = np.loadtxt(self.path, delimiter=",", ndmin=2)
+        except ValueError as error:
+            raise ValueError(f"{self.path} has no table of numbers: {error}") from None
+        return _table(str(self.path), table)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         return Measured(self.table, self.seconds).rounds(size, seed)
@@ -304,6 +306,8 @@ class Stopped(Stragglers):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", _ranks(self.ranks))
         _require_numbers(self, least=0.0)
+        _require.integer("round", self.round, 1)
+        _require.integer("every", self.every, 0)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         chosen = _within(self.ranks, size)
@@ -332,7 +336,7 @@ class Killed(Stragglers):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", _ranks(self.ranks))
-        _require_numbers(self, least=0.0)
+        _require.integer("round", self.round, 1)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         chosen = _within(self.ranks, size)
@@ -391,10 +395,22 @@ def named(text: str) -> Stragglers:
 
 
 def _ranks(ranks: Any) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, np.atleast_1d(np.asarray(ranks, np.int64))))
-    except (TypeError, ValueError):
-        raise ValueError(f"ranks must be integers, got {ranks!r}") from None
+    numbers = np.atleast_1d(ranks)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise ValueError(f"ranks must be integers, got {ranks!r}")
+    return tuple(map(int, numbers.ravel()))
+
+
+def _table(what: str, numbers: Any) -> np.ndarray:
+    """As float64 ``(rounds, ranks)``."""
+    table = np.asarray(numbers)
+    real = table.dtype.kind in "biuf" and table.size > 0
+    if not real or table.ndim != 2 or not (table >= 0).all():
+        raise ValueError(
+            f"{what} must be numbers ≥ 0, a line for each round and a column for each "
+            f"rank; got {table.dtype} of shape {table.shape}"
+        )
+    return table.astype(np.float64)
 
 
 def _within(ranks: tuple[int, ...], size: int) -> list[int]:

@@ -100,10 +100,26 @@ def test_trace(tmp_path, suffix):
 
 
 def test_wrong_trace(tmp_path):
+    """Errors have the path, and there are no warnings."""
     path = tmp_path / "trace.csv"
-    path.write_text("1,-2\n")
-    with pytest.raises(ValueError, match="must hold numbers ≥ 0"):
-        next(stragglers.Trace(str(path)).rounds(2))
+    for text, said in (
+        ("1,-2\n", "must be numbers ≥ 0"),
+        ("", "must be numbers ≥ 0"),
+        ("1,2\n3\n", "has no table of numbers"),
+        ("1 2\n", "has no table of numbers"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"trace.csv {said}"):
+            next(stragglers.Trace(path).rounds(2))
+    path = tmp_path / "trace.npy"
+    for data in (b"", b"\x93NUMPY", b"PK\x03\x04", b"text"):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="trace.npy has no table of numbers"):
+            next(stragglers.Trace(path).rounds(2))
+    for table in (np.full((2, 2), 1j), np.array([["a"]]), np.ones(3)):
+        np.save(path, table)
+        with pytest.raises(ValueError, match="trace.npy must be numbers ≥ 0"):
+            next(stragglers.Trace(path).rounds(2))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +131,13 @@ def test_wrong_trace(tmp_path):
         ("pareto(shape=0)", "shape must be above 0"),
         ("bursty(begin=2)", "must be probabilities"),
         ("fixed(ranks='x')", "ranks must be integers"),
+        ("fixed(ranks=1.5)", "ranks must be integers"),
+        ("killed(ranks=(10**30,))", "not a Python literal"),
+        (f"killed(ranks=({10**30},))", "ranks must be integers"),
+        ("killed(round=0)", "round must be an integer ≥ 1, got 0"),
+        ("stopped(round=1.5)", "round must be an integer ≥ 1, got 1.5"),
+        ("stopped(every=0.5)", "every must be an integer ≥ 0, got 0.5"),
+        ("trace(path=5)", "path must be that of a file, got 5"),
         ("exponential(work=-1)", "work must be at least 0"),
         ("none + x", "model must be one of"),
     ],
