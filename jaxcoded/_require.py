@@ -1,5 +1,7 @@
 """Checks of arguments."""
 
+import math
+import numbers
 from typing import Any
 
 
@@ -14,3 +16,20 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
         wanted = f"≥ {least}" if most is None else f"in {least} … {most}"
         raise ValueError(f"{name} must be an integer {wanted}, got {value!r}")
     return int(value)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number > 0, Python's or NumPy's."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
+
+
+def positive(name: str, value: Any) -> float:
+    """``value`` as a float.
+
+    Raises:
+        ValueError: it is not a finite number > 0. The message has the name.
+    """
+    if not is_positive(value):
+        raise ValueError(f"{name} must be a number > 0, got {value!r}")
+    return float(value)

@@ -60,8 +60,10 @@ def number_of_bytes(what: str, text: str) -> float:
         number = float(found[1]) if found else math.nan
     except ValueError:
         number = math.nan
-    if found is None or not 0 < number < math.inf:
+    if found:
+        number *= (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ")
+    if not 0 < number < math.inf:
         raise ValueError(
             f"{what} must be a number of bytes such as 4e6, 4MB or 4MiB, got {text!r}"
         )
-    return number * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ")
+    return number

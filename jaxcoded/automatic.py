@@ -2,13 +2,13 @@
 
 import json
 import logging
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded import _require
 from jaxcoded._progress import progress
 from jaxcoded.agreement import wait
 from jaxcoded.candidates import PIECE
@@ -55,12 +55,12 @@ def check(plan: Any, payload: Any, work: Any, given: dict[str, Any]) -> None:
             f'plan="auto" chooses {", ".join(given)}: leave out '
             f"{', '.join(f'{name}={value!r}' for name, value in given.items())}"
         )
-    if not _positive(payload):
+    if not _require.is_positive(payload):
         raise ValueError(
             'plan="auto" needs payload, the bytes that a step sums, > 0: got '
             f"payload={payload!r}"
         )
-    if not (callable(work) or _positive(work)):
+    if not (callable(work) or _require.is_positive(work)):
         raise ValueError(
             'plan="auto" needs work, a function that computes the gradient of 1/(N−1) '
             f"of the batch, or the seconds that this takes: got work={work!r}"
@@ -135,8 +135,3 @@ def _broadcast(comm: MPI.Intracomm, answer: dict[str, Any]) -> dict[str, Any]:
     text = data.copy() if comm.rank == 0 else np.empty(int(length[0]), np.uint8)
     wait(comm.Ibcast(text))
     return json.loads(text.tobytes())
-
-
-def _positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf

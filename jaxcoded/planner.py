@@ -120,6 +120,8 @@ class Ranking:
     def verdict(self) -> str:
         """One sentence."""
         best, uncoded = self.best, self.uncoded
+        if math.isinf(best.step):
+            return "do not code: a step would never end, with a code or without"
         if best.candidate.coded:
             times = uncoded.step / best.step
             if math.isinf(times):
@@ -180,10 +182,10 @@ def best_plans(
         0
     """
     ranks = _require.integer("ranks", ranks, 2)
-    for name, value in (("payload", payload), ("work", work)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a number > 0, got {value!r}")
+    payload = _require.positive("payload", payload)
+    work = _require.positive("work", work)
+    if not amplification >= 1:
+        raise ValueError(f"amplification must be at least 1, got {amplification!r}")
     search = _Search(
         ranks,
         payload,

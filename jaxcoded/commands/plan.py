@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any
 
-from jaxcoded import stragglers
+from jaxcoded import _require, stragglers
 from jaxcoded._progress import progress
 from jaxcoded._texts import number_of_bytes
 from jaxcoded.planner import Estimate, Ranking, best_plans
@@ -78,13 +78,16 @@ def run(args: argparse.Namespace) -> None:
     """Print the ranking."""
     if args.top < 1:
         raise ValueError(f"--top must be at least 1, got {args.top}")
-    model = stragglers.Trace(args.trace) if args.trace else stragglers.named(args.model)
+    if args.trace is None:
+        model = stragglers.named(args.model)
+    else:
+        model = stragglers.Trace(args.trace)
     sending = args.gigabits if args.send_gigabits is None else args.send_gigabits
     with progress("planning") as tell:
         ranking = best_plans(
             args.ranks,
             number_of_bytes("--payload", args.payload),
-            args.compute,
+            _require.positive("--compute", args.compute),
             Network(
                 latency=args.latency,
                 bandwidth=args.gigabits * 1e9 / 8,

@@ -119,6 +119,20 @@ def test_a_rank_that_never_ends():
     assert "would never end" in ranking.verdict
 
 
+def test_no_plan_ends():
+    for lost in ("killed(ranks=(0,))", "killed(ranks=(1, 2, 3))"):
+        model = stragglers.named(lost)
+        ranking = planner.best_plans(4, 1e4, 0.1, stragglers=model)
+        assert ranking.best is ranking.uncoded
+        assert ranking.verdict.startswith("do not code: a step would never end")
+
+
+def test_numbers_of_numpy():
+    a = planner.best_plans(4, np.int64(1000), np.float32(0.5))
+    b = planner.best_plans(4, 1000, 0.5)
+    assert (a.payload, a.work, a.verdict) == (b.payload, b.work, b.verdict)
+
+
 def test_draws_are_common_and_repeatable():
     model = stragglers.named(HEAVY)
     one, two = (planner.best_plans(13, 4e6, 1.0, stragglers=model) for _ in range(2))
@@ -181,6 +195,13 @@ def test_candidates_are_those_of_make_plan(ranks):
             assert layout.loads.max() == pytest.approx(float(plan.load))
 
 
+def test_candidates_of_a_million_ranks():
+    """Its trees have fan-outs down to 2, and none has a depth for each rank."""
+    fanouts = {c.fanout for c in candidates(1_000_000)}
+    assert {2, 3, 10, 100, 1000} <= fanouts
+    assert max(fanouts) <= 1024
+
+
 def test_variants():
     it = Candidate(3, 1)
     assert {v.piece for v in it.variants(1e4)} == {64 << 10}
@@ -206,6 +227,8 @@ def test_amplification_is_bounded():
         ({"ranks": 1}, "ranks must be an integer ≥ 2, got 1"),
         ({"payload": 0}, "payload must be a number > 0, got 0"),
         ({"work": math.nan}, "work must be a number > 0, got nan"),
+        ({"payload": True}, "payload must be a number > 0, got True"),
+        ({"amplification": 0.5}, "amplification must be at least 1, got 0.5"),
     ],
 )
 def test_wrong_numbers(wrong, said):
@@ -262,9 +285,11 @@ def test_json_and_a_trace(capsys, tmp_path):
         (["--payload", "4XB"], "--payload must be a number of bytes"),
         (["--payload", "-4"], "--payload must be a number of bytes"),
         (["--ranks", "1"], "ranks must be an integer ≥ 2"),
-        (["--compute", "0"], "work must be a number > 0"),
+        (["--payload", "1e300TB"], "--payload must be a number of bytes"),
+        (["--compute", "0"], "--compute must be a number > 0, got 0.0"),
         (["--model", "slow"], "model must be one of"),
         (["--trace", "/none.csv"], "/none.csv"),
+        (["--trace", ""], "not found"),
         (["--gigabits", "0"], "bandwidth must be bytes per second > 0"),
         (["--latency", "-1"], "latency must be seconds ≥ 0"),
         (["--top", "0"], "--top must be at least 1"),
