@@ -33,8 +33,7 @@ class Outcome:
     Attributes:
         ends: float64 ``(rounds,)``, when the root had each result, in seconds since the
             beginning; infinite from the round on that never ends.
-        used: int64 ``(N,)``, in how many rounds each rank's message entered its parent's
-            sum.
+        used: int64 ``(N,)``, in how many rounds each rank's message entered the sum.
         skipped: int64 ``(N,)``, in how many each rank was behind and left its work out.
     """
 
@@ -118,7 +117,7 @@ def simulate(
         drawn = next(delays)
         delay = Delays(*(column[numbers] for column in drawn))
         called = free + delay.time(worked)
-        frozen = np.where(delay.stopped, called, frozen)
+        frozen = np.where(delay.stopped, free + delay.seconds, frozen)
         up = job.up(called)
         if not np.isfinite(up.last[0]):
             break
@@ -150,11 +149,12 @@ def _ring(
     n = layout.size
     piece = payload / n
     step = network.latency + network.overhead
-    step += piece / min(network.bandwidth, network.sending) + piece / network.combine
+    step += piece / min(network.bandwidth, network.sending)
+    moving = (n - 1) * (2 * step + piece / network.combine)
     now, ends = 0.0, np.full(rounds, np.inf)
     for number in range(rounds):
         now += float(next(delays).time(work * layout.loads).max())
-        now += 2 * (n - 1) * step + network.call
+        now += moving + network.call
         ends[number] = now
         if not np.isfinite(now):
             break
@@ -168,7 +168,7 @@ class _Up(NamedTuple):
     Attributes:
         first: when the first piece of each rank's sum is there.
         last: when the last one is.
-        used: whether its parent takes a rank's message.
+        used: whether a rank's message enters the root's sum.
     """
 
     first: np.ndarray
@@ -282,6 +282,8 @@ class _Job:
         used = np.zeros(self.layout.size, bool)
         for parents in self.parents:
             parents.sum_up(called, first, last, used)
+        for layer in self.layout.layers[2:]:  # who is late takes those below it along
+            used[layer] &= used[self.layout.parents[layer]]
         return _Up(first, last, used)
 
     def down(self, up: _Up, frozen: np.ndarray, patience: float) -> np.ndarray:
