@@ -3,12 +3,13 @@
     .venv/bin/python benchmarks/simulate.py
 
 Real jobs on this machine, and the same jobs simulated: equal plans, equal delays (a
-straggler model draws the same numbers in both), and a network whose latency and bandwidth
-were measured by sending messages to and fro, not by fitting rounds. Computation is a sleep.
-Some jobs run on one host, where computing takes the time; some on several hosts (network
-namespaces) whose cables take the time. Compares the median time of a round, from result to
-result at the root, with no barrier in between; every sum is checked. Then asks how long the
-simulator takes for a million ranks. Prints a table and stores it, with a picture.
+straggler model draws the same numbers in both), and a network whose latency is that of messages
+to and fro and whose bandwidth is that of a copy in memory or of the cable: nothing is fitted to
+rounds. Computation is a sleep. Some jobs run on one host, where computing takes the time; some on
+several hosts (network namespaces) whose cables take the time. Compares the median time of a round,
+from result to result at the root, with no barrier in between; the first and the last number of
+every sum are checked. Then asks how long the simulator takes for a million ranks. Prints a table
+and stores it, with a picture.
 
 What runs with mpirun is this file too (``--job``). Several hosts need Linux and root; they
 are left out, with the reason, where they cannot be had.
@@ -113,6 +114,7 @@ def run_job(settings, rounds, out):
     from mpi4py import MPI
 
     import jaxcoded
+    from jaxcoded.agreement import wait
 
     comm = MPI.COMM_WORLD
     stored = {"latency": latency(comm), "ends": []}
@@ -130,7 +132,7 @@ def run_job(settings, rounds, out):
         else:
             own = np.ones(size, np.float32)
             load, expected, total = 1 / comm.size, comm.size, np.empty_like(own)
-        quiet_barrier(comm)
+        wait(comm.Ibarrier())
         start, ends = time.perf_counter(), []
         for _ in range(rounds):
             delay = next(delays).time(setting.work * load)[comm.rank]
@@ -143,7 +145,7 @@ def run_job(settings, rounds, out):
                 jaxcoded.host.coded_allreduce(own, group, out=total, skipped=late)
             ends.append(time.perf_counter() - start)
             np.testing.assert_allclose(total[[0, -1]], expected, rtol=1e-4)
-        quiet_barrier(comm)
+        wait(comm.Ibarrier())
         stored["ends"].append(ends)
         if group is not None:
             group.close()
@@ -151,19 +153,14 @@ def run_job(settings, rounds, out):
         pathlib.Path(out).write_text(json.dumps(stored))
 
 
-def quiet_barrier(comm):
-    """Takes no core from those who still work."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.005)
-
-
 def latency(comm, times=100):
     """Seconds of a small message between the first and the last rank; the others sleep."""
+    from jaxcoded.agreement import wait
+
     note = np.zeros(1)
     other = comm.size - 1
     taken = []
-    quiet_barrier(comm)
+    wait(comm.Ibarrier())
     for _ in range(times):
         start = time.perf_counter()
         if comm.rank == 0:
@@ -173,7 +170,7 @@ def latency(comm, times=100):
             comm.Recv(note, 0)
             comm.Send(note, 0)
         taken.append((time.perf_counter() - start) / 2)
-    quiet_barrier(comm)
+    wait(comm.Ibarrier())
     return float(np.median(taken))
 
 
