@@ -23,7 +23,7 @@ from jaxcoded.simulator.network import Network
 from jaxcoded.simulator.ring import Ring
 from jaxcoded.stragglers import Delays, NoStragglers, Stragglers
 
-_PATIENCE = 0.05  # seconds, and 4 median rounds, until an orphan asks further up
+_PATIENCE = 0.1  # seconds, and 4 median rounds, until an orphan asks further up
 
 
 @dataclasses.dataclass(frozen=True)

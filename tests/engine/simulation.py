@@ -25,6 +25,7 @@ PENDING, DONE, FAILED, DESYNCHRONIZED = range(4)
 # as `Kind` in message.h
 OFFER, WANT, WANT_STATE, COMPLAINT, BYE, RESULTS, NOTE, GONE, STATES, WORDS = range(10)
 INLINED, FAILURE = 1, 2
+NEWS = 2  # see `World.sweep`
 HEADER = struct.Struct("<BBHIQQQQQ")
 DTYPES = {"uint8": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 SIZES = [1, 2, 2, 4, 8]
@@ -627,36 +628,38 @@ class World:
             self.arrive(answer)
 
     def sweep(self):
-        """Every rank that is not frozen does all it can. Whether there was anything."""
-        moved = False
+        """Every rank that is not frozen does all it can. Whether there was anything: `NEWS`,
+        or only questions of waiting ranks whether somebody is there, and answers."""
+        moved = 0
         self.bury()
         for rank in self.rng.sample(range(self.plan.size), self.plan.size):
             if rank in self.frozen or rank in self.dead:
                 continue
             if self.may_call(rank):
                 self.submit(rank)
-                moved = True
+                moved = NEWS
             if self.may_extend(rank):
                 self.extend(rank)
-                moved = True
+                moved = NEWS
             for link in [link for link in self.queues if link[1] == rank]:
-                while self.queues[link]:
+                while queue := self.queues[link]:
+                    moved = max(moved, 1 if queue[0][0] in (WANT, NOTE) else NEWS)
                     self.deliver(link)
-                    moved = True
             for request in [r for r in self.requests if r[1] == rank]:
                 self.requests.remove(request)
                 self.answer(request)
-                moved = True
+                moved = NEWS
             for answer in [a for a in self.answers if a[0] == rank]:
                 self.answers.remove(answer)
                 self.arrive(answer)
-                moved = True
+                moved = NEWS
             for _ in range(10_000):
                 if not self.advance(rank):
                     break
             else:
                 raise AssertionError(f"rank {rank} never comes to rest")
-            moved |= self.recover(rank)
+            if self.recover(rank):
+                moved = NEWS
         return moved
 
     def sweep_all(self):
@@ -673,7 +676,7 @@ class World:
         """Everybody who is not frozen goes on, and time passes, until nothing comes."""
         quiet = 0
         for _ in range(10_000):
-            if self.sweep():
+            if self.sweep() == NEWS:
                 quiet = 0
             else:
                 quiet += 1

@@ -251,3 +251,46 @@ def test_erased_children_are_not_asked_for_anything():
         world.settle()
         world.assert_done()
         assert not any(s == erased and w == MESSAGE for _, s, w, *_ in world.fetched)
+
+
+def test_a_piece_goes_up_while_the_next_is_on_its_way():
+    plan = make_plan(4, parents=[-1, 0, 1, 1])
+    call = Call((("float32", 64),), 0)
+    limits = {
+        "piece_bytes": 32
+    }  # of announced_bytes there are more than in the message
+    world = World(plan, [call], random.Random(0), hosts=range(4), limits=limits)
+    for rank in range(4):
+        world.submit(rank)
+    for _ in range(10):
+        for link in [link for link, queue in world.queues.items() if queue]:
+            world.deliver(link)
+        for request in [r for r in world.requests if r[4] == 0]:  # the first piece
+            world.requests.remove(request)
+            world.answer(request)
+        while world.answers:
+            world.arrive(world.answers.pop())
+        for rank in range(4):
+            world.advance(rank)
+    assert world.parts(1) == [1]
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_slow_parent_is_not_passed_over(calls):
+    """The root, and maybe the parent, calls late; the leaf does not fetch from the root."""
+    plan = make_plan(3, parents=[-1, 0, 1], stragglers=0)
+    call = Call((("float32", 64),), 0)
+    limits = {"piece_bytes": 32}
+    world = World(plan, [call], random.Random(0), hosts=range(3), limits=limits)
+    world.idle = {0} if calls else {0, 1}
+    for _ in range(100):
+        world.sweep_all()
+        world.clock += 0.1
+    assert world.most_waiting[2, 0] == 0  # the parent answered that it is there
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+    sources = {source for asker, source, what, *_ in world.fetched if asker == 2}
+    assert sources == {1}

@@ -59,7 +59,7 @@ void Node::submit(Call call) {
   call_ = std::move(call);
   outcome_ = Outcome::pending;
   error_.clear();
-  started_ = asked_at_ = waiting_since_ = wire_.now();
+  started_ = asked_at_ = stuck_since_ = waiting_since_ = wire_.now();
   decoded_ = offered_ = given_ = 0;
   offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = complete_ = false;
   in_time_ = newest_ < next_;
@@ -204,7 +204,12 @@ void Node::withdraw(Object::What what, Round first_valid) {
   wire_.withdraw(what, first_valid);
 }
 
-double Node::patience() const { return std::max(limits_.orphan_seconds, 4 * durations_.median()); }
+// For which a rank that is relied on may say nothing. It grows while nothing comes, so that
+// waiting for long costs little.
+double Node::patience() const {
+  const double stuck = wire_.now() - stuck_since_;
+  return std::max({limits_.orphan_seconds, 2 * durations_.median(), stuck / 8});
+}
 
 std::uint64_t Node::lag() const {
   const Round decided = std::max(frontier_ - 1, newest_);
@@ -231,8 +236,9 @@ void Node::deliver(Rank from, const Message& message) {
   }
   asked_ranks_.erase(from);  // it answers
   if (listener != listeners_.end()) listener->second.noted = false;
+  if (!root() && from == family_.ancestors[upstream_]) asked_at_ = wire_.now();
   if (!root() && from == family_.ancestors.front()) {
-    unanswered_ = false;
+    unanswered_ = refusing_ = false;
     upstream_ = 0;
     if (held_back_) {
       held_back_ = false;
@@ -244,13 +250,7 @@ void Node::deliver(Rank from, const Message& message) {
       if (child) on_offer(*child, message);
       break;
     case Kind::want:
-      if (listener != listeners_.end()) {
-        listener->second.first = head.round;
-        listener->second.last = head.last;
-        listener->second.told = 0;
-        if (head.flags & calls) listener->second.called = head.round;
-        if (root() && leaving_) refuse_called(from, listener->second);
-      }
+      if (listener != listeners_.end()) on_want(from, listener->second, head);
       break;
     case Kind::want_state:
       if (listener != listeners_.end()) listener->second.wants_state = true;
@@ -323,14 +323,18 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     Entry* entry = history_.find(frontier_);
     if (source == announced_.end() || !entry || entry->complete()) return;
     if (data.empty()) {
-      if (source->second.from == from) lost_source();
+      if (source->second.from == from) {  // a piece may be faster than the word of an error
+        announced_.erase(source);
+        asked_pieces_.clear();
+        want(height(from));
+      }
       return;
     }
     if (piece < entry->ready || piece >= entry->here.size() || entry->here[piece]) return;
     const Piece& it = entry->layout[piece];
     std::memcpy(entry->at[it.segment] + it.offset, data.data(), data.size());
     entry->here[piece] = true;
-    asked_at_ = wire_.now();
+    asked_at_ = stuck_since_ = wire_.now();
   } else if (fetched_state_.wanted && object.round == fetched_state_.round &&
              from == fetched_state_.from) {
     if (data.empty()) {

@@ -111,7 +111,7 @@ struct Limits {
   std::uint64_t history_rounds = 64;         // but at least so many rounds
   std::uint64_t history_most = 1ull << 30;   // up to this many bytes
   std::uint64_t ahead_bytes = 32 << 20;      // of results a late leaf keeps for its own calls
-  double orphan_seconds = 0.05;              // least time before a result is asked for elsewhere
+  double orphan_seconds = 0.05;              // least time before a silent rank is asked, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used
   OnDeadline on_deadline = OnDeadline::wait;
   double deadline_seconds = 0;               // from the start of a round; 0: none
@@ -306,14 +306,18 @@ class Node {
   bool follow();
   void lost_source();
   void hand_over(const Entry& entry);
+  std::size_t height(Rank ancestor) const;
+  bool awaited_below() const;
   void ask();
   void want(std::size_t ancestor);
+  void on_want(Rank rank, Listener& listener, const Header& head);
   void on_gone(Rank from, Round round, Round oldest);
   void lose_frontier();
   void skip_to(Round round);
   void desynchronize();
   void tell(Rank rank, Listener& listener);
   void tell_all();
+  void note(Rank rank, Round newest);
   bool over_budget(std::uint64_t bytes, std::size_t rounds) const;
   void forget();
   void drop_unfinished();
@@ -410,8 +414,10 @@ class Node {
   std::map<Rank, Listener> listeners_;
   std::size_t upstream_ = 0;  // the ancestor that answers
   bool unanswered_ = false;   // the parent was offered something and has said nothing since
+  bool refusing_ = false;     // it was told of a call after the end and has said nothing since
   bool held_back_ = false;    // an offer waits for the parent to speak
-  double asked_at_ = 0;
+  double asked_at_ = 0;       // or answered, or something came
+  double stuck_since_ = 0;
   std::set<Rank> asked_ranks_;  // that have said nothing since
   std::set<Rank> gone_from_;    // that no longer have the result at the frontier
   Round oldest_ = 0;            // the first that those have

@@ -32,7 +32,7 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
     gone_from_.clear();
     asked_pieces_.clear();
   }
-  asked_at_ = wire_.now();
+  asked_at_ = stuck_since_ = wire_.now();
   tell_all();
   hand_over(entry);
 }
@@ -43,9 +43,9 @@ void Node::on_result(Rank from, const Message& message) {
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {
-    // Another rank's news are as good: this one may have stopped.
+    // The nearest rank that has it is asked: all below would crowd out each other further up.
     const bool better = from == known->second.from ? head.ready > known->second.ready
-                                                   : head.ready >= known->second.ready;
+                                                   : height(from) < height(known->second.from);
     if (!better && !(head.flags & failed)) return;
     if (from != known->second.from && head.round == frontier_) asked_pieces_.clear();
   }
@@ -204,6 +204,18 @@ void Node::hand_over(const Entry& entry) {
   if (entry.complete()) finish(Outcome::done);
 }
 
+// How far above this rank an ancestor is; 0 for the parent.
+std::size_t Node::height(Rank ancestor) const {
+  return static_cast<std::size_t>(std::ranges::find(family_.ancestors, ancestor) -
+                                  family_.ancestors.begin());
+}
+
+// Whether a rank below waits, in a call, for a result that is not here yet.
+bool Node::awaited_below() const {
+  return std::ranges::any_of(listeners_,
+                             [&](const auto& it) { return it.second.called >= frontier_; });
+}
+
 // Ask above for the results that are decided, and elsewhere for one that does not come.
 void Node::ask() {
   if (root() || said_bye_) return;
@@ -216,23 +228,22 @@ void Node::ask() {
        !asked_ranks_.contains(family_.ancestors[upstream_]))) {
     want(upstream_);
   }
-  if (!mine) return;
-  const double waited = wire_.now() - asked_at_;
-  if (waited < limits_.orphan_seconds || waited < patience()) return;
-  // Give up whoever announced it, and ask somebody else. Who has not answered is not asked again.
-  Rank silent = family_.rank;
-  if (const auto source = announced_.find(frontier_); source != announced_.end()) {
-    silent = source->second.from;
+  if (!mine && !awaited_below()) return;
+  if (wire_.now() - asked_at_ < patience()) return;
+  // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word
+  // when it is asked. Who has not answered is not asked again.
+  const auto source = announced_.find(frontier_);
+  const bool announced = source != announced_.end();
+  const Rank silent = announced ? source->second.from : family_.ancestors[upstream_];
+  if (!asked_ranks_.contains(silent) && !gone_from_.contains(silent)) return want(height(silent));
+  if (announced) {
     announced_.erase(source);
     asked_pieces_.clear();
   }
-  for (const bool any : {false, true}) {
-    for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
-      const Rank rank = family_.ancestors[a];
-      if (asked_ranks_.contains(rank) || gone_from_.contains(rank)) continue;
-      if ((a == 0 && unanswered_) || (rank == silent && !any)) continue;
-      return want(a);
-    }
+  for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
+    const Rank rank = family_.ancestors[a];
+    if (asked_ranks_.contains(rank) || gone_from_.contains(rank) || (a == 0 && unanswered_)) continue;
+    return want(a);
   }
   // All have been asked. If it is gone where an answer came from, silence elsewhere is no hope.
   if (!gone_from_.empty()) lose_frontier();
@@ -244,7 +255,7 @@ void Node::want(std::size_t ancestor) {
   const Rank rank = family_.ancestors[ancestor];
   Message message{header(Kind::want, frontier_)};
   message.header.last = mine && ancestor == 0 ? frontier_ : frontier_ + rounds_ahead - 1;
-  if (mine) message.header.flags = calls;
+  if (mine || awaited_below()) message.header.flags = calls;
   wire_.send(rank, message);
   wanted_ = message.header.last;
   asked_ranks_.insert(rank);
@@ -351,12 +362,31 @@ void Node::tell_all() {
         listener.noted_round >= newest) {
       continue;
     }
-    Message message{header(Kind::note, newest)};
-    message.header.last = newest;
     listener.noted = true;
     listener.noted_round = newest;
-    wire_.send(child.rank, message);
+    note(child.rank, newest);
   }
+}
+
+void Node::note(Rank rank, Round newest) {
+  Message message{header(Kind::note, newest)};
+  message.header.last = newest;
+  wire_.send(rank, message);
+}
+
+void Node::on_want(Rank rank, Listener& listener, const Header& head) {
+  listener.first = head.round;
+  listener.last = head.last;
+  listener.told = 0;
+  if (head.flags & calls) {
+    if (!calling() && !awaited_below()) stuck_since_ = wire_.now();
+    listener.called = head.round;
+  }
+  if (root() && leaving_) refuse_called(rank, listener);
+  tell(rank, listener);
+  // Whoever asks is to know that somebody is here, also if there is nothing yet.
+  const bool answered = listener.first > head.round || listener.told || !listener.last;
+  if (!answered) note(rank, newest_);
 }
 
 bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {

@@ -91,6 +91,8 @@ void Node::retire() {
 // A call that can never be answered, since the root has closed the group. If it has.
 void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
+    // Where the parent says nothing, whoever waits asks further up, and the root finds out.
+    if (std::exchange(refusing_, true)) return;
     Message message{header(Kind::complaint, round)};
     message.header.flags = closed;
     message.append(text.data(), text.size());
@@ -108,8 +110,8 @@ void Node::refuse(Round round, const std::string& text) {
 // A rank asks for the result of a round that it has called, but the root has left.
 void Node::refuse_called(Rank rank, const Listener& listener) {
   if (listener.called < next_) return;
-  refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) + " called round " +
-                              std::to_string(listener.called) + ", but rank " +
+  refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) +
+                              " or one below it called round " + std::to_string(listener.called) + ", but rank " +
                               std::to_string(family_.rank) + " closed the group");
 }
 

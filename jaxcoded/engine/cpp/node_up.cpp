@@ -191,9 +191,7 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(decoded_) ? choose(decoded_) : nullptr;
     if (!decoding) {
-      // of parts the first may be complete, and a vector may be on its way
-      const bool rest_comes = call_.feed || call_.message.size() > call_.total.size();
-      if (bytes && !pinned() && rest_comes) announce_sum();
+      if (bytes && !pinned()) announce_sum();
       if (overdue_ && own_ready(decoded_)) miss_the_deadline();
       return false;
     }
@@ -208,6 +206,8 @@ bool Node::gather() {
         if (pinned()) start_again_without(decoding->rows);
         continue;
       }
+      // Those above go on with what is summed while the rest is on its way.
+      if (bytes && !pinned()) announce_sum();
       return false;
     }
     bytes += incoming_[decoded_].bytes;
