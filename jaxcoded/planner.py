@@ -12,12 +12,13 @@ from jaxcoded import _require
 from jaxcoded.candidates import PIECE, Candidate, candidates, hopeless
 from jaxcoded.plan import Plan
 from jaxcoded.simulator import Layout, Network, simulate
-from jaxcoded.stragglers import Delays, NoStragglers, Stragglers
+from jaxcoded.stragglers import Delays, Stragglers, as_model
 
 _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
 _KEPT = 8  # coded candidates in the last heat
-_SHARES = (0.4, 0.4, 0.4, 1.5)  # seconds for each heat, about
+_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2)  # seconds for each heat, about
+_MOST_LEFT_OUT = 20_000  # ranks, beyond which nobody looks for what κ forbids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,22 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A code that would be faster, but for its rounding errors.
+
+    Attributes:
+        candidate: which; its κ is above the bound.
+        gain: how many times as fast as the best is.
+        ranks: the next larger number of ranks with such a tree and code whose κ is
+            within the bound; 0 if there is none near.
+    """
+
+    candidate: Candidate
+    gain: float
+    ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Ranking:
     """Candidates from the fastest on.
 
@@ -89,12 +106,16 @@ class Ranking:
         payload: bytes that are summed.
         work: seconds that one usual rank would take for the whole batch.
         estimates: of the best coded and uncoded candidates, the fastest first.
+        amplification: the largest κ of a plan.
+        left_out: the fastest of those whose κ is larger, if it is faster than `best`.
     """
 
     ranks: int
     payload: float
     work: float
     estimates: tuple[Estimate, ...]
+    amplification: float = 1000.0
+    left_out: LeftOut | None = None
 
     @property
     def uncoded(self) -> Estimate:
@@ -118,7 +139,19 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """A sentence, and a second one if rounding stands in the way of a faster code."""
+        it = self.left_out
+        if it is None:
+            return self._sentence
+        there = f"; {it.ranks} ranks could have it" if it.ranks else ""
+        return (
+            f"{self._sentence}. Left out, as κ is above {self.amplification:g}: fan-out "
+            f"{it.candidate.fanout}, s = {it.candidate.stragglers}, m = "
+            f"{it.candidate.slices}, {it.gain:.3g} times as fast{there}"
+        )
+
+    @property
+    def _sentence(self) -> str:
         best, uncoded = self.best, self.uncoded
         if math.isinf(best.step):
             return "do not code: a step would never end, with a code or without"
@@ -146,7 +179,7 @@ def best_plans(
     payload: float,
     work: float,
     network: Network | None = None,
-    stragglers: Stragglers | None = None,
+    stragglers: Stragglers | str | None = None,
     *,
     seed: int = 0,
     amplification: float = 1000.0,
@@ -164,8 +197,8 @@ def best_plans(
         work: seconds that one usual rank would take for the whole batch on its own.
         network: of the job; `Network.piece` is chosen. Default: usual hosts with 10
             Gb/s.
-        stragglers: a model; default none.
-        seed: of the draws.
+        stragglers: a model, or the text that names one; default none.
+        seed: of the draws, at least 0.
         amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
         progress: is told the part that is done.
 
@@ -184,6 +217,7 @@ def best_plans(
     ranks = _require.integer("ranks", ranks, 2)
     payload = _require.positive("payload", payload)
     work = _require.positive("work", work)
+    seed = _require.integer("seed", seed, 0)
     if not amplification >= 1:
         raise ValueError(f"amplification must be at least 1, got {amplification!r}")
     search = _Search(
@@ -191,11 +225,14 @@ def best_plans(
         payload,
         work,
         Network() if network is None else network,
-        _Drawn(NoStragglers() if stragglers is None else stragglers, ranks, seed),
+        _Drawn(as_model(stragglers), ranks, seed),
         amplification,
         progress,
     )
-    return Ranking(ranks, payload, work, tuple(search.run()))
+    ranking = Ranking(ranks, payload, work, tuple(search.run()), amplification)
+    left_out = search.left_out(ranking.best)
+    progress(1.0)
+    return dataclasses.replace(ranking, left_out=left_out)
 
 
 class _Drawn(Stragglers):
@@ -224,9 +261,12 @@ class _Search:
     amplification: float
     progress: Callable[[float], None]
     done: float = 0.0
+    amplified: list[Candidate] = dataclasses.field(default_factory=list)
 
     def run(self) -> list[Estimate]:
-        field = [c for c in candidates(self.ranks) if self._sane(c)]
+        field: list[Candidate] = []
+        for candidate in candidates(self.ranks):
+            (field if self._sane(candidate) else self.amplified).append(candidate)
         first = self._heat(field, _SHARES[0], least=4, most=64)
         # rare or rising delays may not show yet, so every s goes on
         field = _each(first, lambda c: (c.stragglers, c.slices))
@@ -256,8 +296,37 @@ class _Search:
             )
             rest = [e for e in out if e not in again]
             out = sorted([*longer, *rest], key=lambda estimate: estimate.step)
-        self.progress(1.0)
         return out
+
+    def left_out(self, best: Estimate) -> LeftOut | None:
+        """The fastest of the codes whose κ is too large, if it is faster than the best."""
+        if not self.amplified or self.ranks > _MOST_LEFT_OUT:
+            return None
+        times = self._heat(self.amplified, _SHARES[4], least=16, most=64)
+        fastest = next(iter(times))
+        again = dict(self._simulated([fastest], 0.0, 256, 256))[fastest]
+        gain = best.seconds[:256].mean() / again[: len(best.seconds)].mean()
+        if not gain > 1 / (1 - _GAIN):
+            return None
+        return LeftOut(fastest, float(gain), self._ranks_for(fastest))
+
+    def _ranks_for(self, candidate: Candidate) -> int:
+        star = candidate.fanout >= self.ranks - 1
+        for more in range(1, 2 * candidate.fanout + 1):
+            ranks = self.ranks + more
+            it = candidate
+            if star:
+                it = dataclasses.replace(it, fanout=ranks - 1)
+            layout = it.layout(ranks)
+            assert isinstance(layout, Layout)
+            if hopeless(layout, it, self.amplification):
+                continue
+            try:
+                if it.plan(ranks).amplification <= self.amplification:
+                    return ranks
+            except ValueError:
+                continue
+        return 0
 
     def _estimates(
         self,
@@ -313,6 +382,8 @@ class _Search:
                 continue
             if plan.amplification <= self.amplification:
                 plans[candidate] = plan
+            else:
+                self.amplified.append(candidate)
         return plans
 
     def _heat(

@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import itertools
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -365,7 +366,7 @@ def named(text: str) -> Stragglers:
 
     Args:
         text: such as ``"pareto(shape=1.5, scale=0.2)"``: a key of `MODELS`, with keyword
-            arguments that are Python literals; several joined by ``" + "``.
+            arguments that are Python literals; several joined by ``+``.
 
     Raises:
         ValueError: no such name or argument. The message has the text.
@@ -377,7 +378,8 @@ def named(text: str) -> Stragglers:
         [0.5, 0.5, 1.5, 0.5]
     """
     models = []
-    for part in str(text).split(" + "):
+    # not that of a number such as 1e+3
+    for part in re.split(r"\+(?=\s*[^\W\d])", str(text)):
         name, arguments = _texts.parsed("model", part, MODELS)
         try:
             models.append(MODELS[name](**arguments))
@@ -392,6 +394,25 @@ def named(text: str) -> Stragglers:
     for model in models[1:]:
         total = total + model
     return total
+
+
+def as_model(given: Stragglers | str | None) -> Stragglers:
+    """A model, or that of a text; none of ``None``.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: as `named`.
+    """
+    if given is None:
+        return NoStragglers()
+    if isinstance(given, str):
+        return named(given)
+    if not isinstance(given, Stragglers):
+        raise TypeError(
+            "stragglers must be a model of jaxcoded.stragglers or a text such as "
+            f"'pareto(shape=1.5)', got {given!r}"
+        )
+    return given
 
 
 def _ranks(ranks: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from jaxcoded import _require
 from jaxcoded.simulator.layout import Layout
 from jaxcoded.simulator.network import Network
 from jaxcoded.simulator.ring import Ring
-from jaxcoded.stragglers import Delays, NoStragglers, Stragglers
+from jaxcoded.stragglers import Delays, Stragglers, as_model
 
 _PATIENCE = 0.1  # seconds, and 4 median rounds, until an orphan asks further up
 
@@ -60,7 +60,7 @@ def simulate(
     *,
     payload: float,
     work: float,
-    stragglers: Stragglers | None = None,
+    stragglers: Stragglers | str | None = None,
     rounds: int = 100,
     seed: int = 0,
     fresh: bool = False,
@@ -73,7 +73,7 @@ def simulate(
         payload: bytes that are summed.
         work: seconds that one usual rank would take for the whole batch; each takes its
             load's part of it, slowed down by ``stragglers``.
-        stragglers: a model; default none.
+        stragglers: a model, or the text that names one; default none.
         rounds: how many.
         seed: of the model.
         fresh: whether all ranks begin each round when the root has the result of the one
@@ -101,8 +101,8 @@ def simulate(
     for name, value in (("payload", payload), ("work", work)):
         if not (0 <= value < np.inf):
             raise ValueError(f"{name} must be a number ≥ 0, got {value!r}")
-    model = NoStragglers() if stragglers is None else stragglers
-    delays = model.rounds(layout.size, seed)
+    seed = _require.integer("seed", seed, 0)
+    delays = as_model(stragglers).rounds(layout.size, seed)
     if isinstance(layout, Ring):
         return _ring(layout, network, payload, work, delays, rounds)
     job = _Job(layout, network, payload)

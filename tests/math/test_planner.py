@@ -219,6 +219,29 @@ def test_amplification_is_bounded():
             13, 4e6, 1.0, stragglers=model, amplification=limit
         )
         assert all(e.amplification <= limit for e in ranking.estimates)
+        assert ranking.left_out is None
+
+
+def test_a_faster_code_that_loses_digits():
+    """With 11 workers there is no repetition."""
+    ranking = planner.best_plans(
+        12, 4e4, 1.2, stragglers="fixed(factor=10)", amplification=2.0
+    )
+    left_out = ranking.left_out
+    assert (left_out.candidate.fanout, left_out.candidate.stragglers) == (11, 1)
+    assert left_out.candidate.plan(12).amplification > 2
+    assert left_out.ranks == 13
+    assert Candidate(12, 1).plan(13).amplification <= 2
+    model = stragglers.named("fixed(factor=10)")
+    seconds = [
+        simulate(
+            it.layout(12), Network(), payload=4e4, work=1.2, stragglers=model, rounds=50
+        ).mean
+        for it in (ranking.best.candidate, left_out.candidate)
+    ]
+    assert seconds[0] / seconds[1] == pytest.approx(left_out.gain, rel=0.05)
+    assert "Left out, as κ is above 2: fan-out 11, s = 1" in ranking.verdict
+    assert "13 ranks could have it" in ranking.verdict
 
 
 @pytest.mark.parametrize(
@@ -228,6 +251,8 @@ def test_amplification_is_bounded():
         ({"payload": 0}, "payload must be a number > 0, got 0"),
         ({"work": math.nan}, "work must be a number > 0, got nan"),
         ({"payload": True}, "payload must be a number > 0, got True"),
+        ({"seed": -1}, "seed must be an integer ≥ 0, got -1"),
+        ({"stragglers": "slow"}, "model must be one of none, "),
         ({"amplification": 0.5}, "amplification must be at least 1, got 0.5"),
     ],
 )

@@ -164,3 +164,22 @@ def test_measured_ranks_die():
     for wrong in (-table, np.full((2, 2), np.nan), np.ones(3), np.ones((0, 2))):
         with pytest.raises(ValueError, match="factors must be numbers ≥ 0"):
             stragglers.Measured(wrong)
+
+
+@pytest.mark.parametrize("text", ["fixed() + bursty()", "fixed()+bursty()"])
+def test_two_models_in_a_text(text):
+    both = stragglers.named(text)
+    assert both == stragglers.FixedSlow() + stragglers.Bursty()
+
+
+def test_a_plus_that_joins_nothing():
+    assert stragglers.named("pareto(scale=2e+1)") == stragglers.Pareto(scale=20.0)
+
+
+def test_models_texts_and_others():
+    slow = stragglers.FixedSlow()
+    assert stragglers.as_model(slow) is slow
+    assert stragglers.as_model("fixed") == slow
+    assert stragglers.as_model(None) == stragglers.NoStragglers()
+    with pytest.raises(TypeError, match="a text such as 'pareto.*got 3"):
+        stragglers.as_model(3)
