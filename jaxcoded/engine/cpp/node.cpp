@@ -208,7 +208,7 @@ void Node::withdraw(Object::What what, Round first_valid) {
 // waiting for long costs little.
 double Node::patience() const {
   const double stuck = wire_.now() - stuck_since_;
-  return std::max({limits_.orphan_seconds, 2 * durations_.median(), stuck / 8});
+  return std::max({limits_.orphan_seconds, 2 * durations_.median(), stuck / 4});
 }
 
 std::uint64_t Node::lag() const {
