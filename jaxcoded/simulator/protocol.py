@@ -12,6 +12,8 @@ complaints, and that processors are shared by ranks.
 """
 
 import dataclasses
+import statistics
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -113,6 +115,7 @@ def simulate(
     used = np.zeros(layout.size, np.int64)
     skipped = np.zeros(layout.size, np.int64)
     worked = work * layout.loads
+    lasted: deque[float] = deque(maxlen=31)
     for number in range(rounds):
         drawn = next(delays)
         delay = Delays(*(column[numbers] for column in drawn))
@@ -126,7 +129,8 @@ def simulate(
         if fresh:
             free[:] = ends[number]
             continue
-        median = float(np.median(np.diff(ends[: number + 1], prepend=0.0)[-31:]))
+        lasted.append(float(ends[number] - ends[number - 1] if number else ends[0]))
+        median = statistics.median(lasted)
         here = job.down(up, frozen, max(_PATIENCE, 4 * median))
         behind = (free >= here) & np.isfinite(free)  # not dead
         skipped += behind
@@ -189,6 +193,7 @@ class _Parents:
         self.copies = int(layout.copies[ranks[0]])
         children = layout.first[ranks][:, None] + np.arange(self.count)
         start = int(children[0, 0])
+        self.rows = np.arange(len(ranks))[:, None]
         neighbours = int(children[-1, -1]) - start + 1 == children.size
         self.children: slice | np.ndarray = (
             slice(start, start + children.size) if neighbours else children.ravel()
@@ -225,20 +230,50 @@ class _Parents:
         elif self.needs < self.count:
             chosen = np.argpartition(heard, self.needs - 1, axis=1)[:, : self.needs]
         else:
-            chosen = np.broadcast_to(np.arange(self.count), heard.shape)
-        enough = np.sort(np.take_along_axis(heard, chosen, 1), axis=1) - self.turns
+            chosen = np.arange(self.count)[None]
+        enough = np.sort(heard[self.rows, chosen], axis=1) - self.turns
         enough = enough.max(axis=1) + self.handling
         begun = np.maximum(called[self.ranks], enough) + self.asked + self.period
         complete = last[self.children].reshape(-1, self.count)
-        slowest = np.take_along_axis(complete, chosen, 1).max(axis=1)
+        slowest = complete[self.rows, chosen].max(axis=1)
         done = np.maximum(
             begun + (self.pieces - 1) * self.period,
             slowest + self.latency + self.asked + self.period,
         )
         first[self.ranks], last[self.ranks] = begun, done
         taken = np.zeros(heard.shape, bool)
-        np.put_along_axis(taken, chosen, True, 1)
+        taken[self.rows, chosen] = True
         used[self.children] = taken.ravel()
+
+
+class _Below:
+    """The ranks of one layer on the way down."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        network: Network,
+        payload: float,
+        pieces: int,
+        ranks: slice,
+    ) -> None:
+        self.ranks, self.above = ranks, layout.parents[ranks]
+        children = layout.counts[self.above]
+        inlined = payload <= network.inline
+        piece = payload / pieces
+        period = children * network.overhead
+        there = network.latency
+        if not inlined:
+            port = children * piece / network.sending
+            period = period + np.maximum(piece / network.bandwidth, port)
+            # until a piece that was announced is here
+            there += (network.trips - 1) * network.latency
+        # of a piece, and of those after the first
+        self.period, self.rest = there + period, (pieces - 1) * period
+        # the port that sends results down is that which sends the sum up
+        self.sending = there + payload * children / network.sending
+        mine = payload * layout.messages[self.above] / network.sending
+        self.sending_both = self.sending + mine
 
 
 class _Job:
@@ -251,14 +286,14 @@ class _Job:
             for layer in reversed(layout.layers)
             for parents in self._alike(np.arange(layer.start, layer.stop))
         ]
-        # down: equal for all
-        self.inlined = payload <= network.inline
+        # the result is of equal length everywhere
         self.pieces = max(1, int(np.ceil(payload / network.piece)))
-        self.piece = payload / self.pieces
+        self.below = [
+            _Below(layout, network, payload, self.pieces, ranks)
+            for ranks in layout.layers[1:]
+        ]
         # when those below each rank ask further up, while it passes on nothing
         self.asked = np.full(layout.size, -np.inf)
-        # until a piece that was announced is here
-        self.fetch = 0.0 if self.inlined else (network.trips - 1) * network.latency
 
     def _alike(self, ranks: np.ndarray) -> list[_Parents]:
         layout = self.layout
@@ -295,41 +330,28 @@ class _Job:
             patience: seconds after which those below it ask further up; they stay with
                 who answers until it passes on results again.
         """
-        layout, network = self.layout, self.network
         first, last = up.first.copy(), up.last.copy()
-        for layer in layout.layers[1:]:
-            above = layout.parents[layer]
-            children = layout.counts[above]
-            period = children * network.overhead + (
-                0.0
-                if self.inlined
-                else np.maximum(
-                    self.piece / network.bandwidth,
-                    children * self.piece / network.sending,
-                )
-            )
-            there = network.latency + self.fetch + period
-            begun = first[above] + there
-            # the port that sends results down is that which sends the sum up
-            taken = up.used[above]
-            mine = np.where(taken, layout.messages[above], 0.0)
-            sent = np.where(taken, up.first[above], first[above])
-            sent = (
-                sent
-                + network.latency
-                + self.fetch
-                + self.payload * (mine + children) / network.sending
-            )
-            done = np.maximum(begun + (self.pieces - 1) * period, last[above] + there)
+        for below in self.below:
+            ranks, above = below.ranks, below.above
+            begun = first[above] + below.period
+            done = np.maximum(begun + below.rest, last[above] + below.period)
             if self.pieces > 1:
-                done = np.maximum(done, sent)
-            late = frozen[layer] > begun
-            asked = self.asked[layer]
-            new = late & np.isinf(asked)
-            asked[new] = begun[new] + patience
-            asked[~late] = -np.inf
-            # passed on by those above it, once those below it ask there
-            until = np.minimum(frozen[layer], asked)
-            first[layer] = np.maximum(begun, until)
-            last[layer] = np.maximum(done, until)
+                busy = np.where(
+                    up.used[above],
+                    up.first[above] + below.sending_both,
+                    first[above] + below.sending,
+                )
+                done = np.maximum(done, busy)
+            asked, still = self.asked[ranks], frozen[ranks]
+            late = still > begun
+            if late.any():
+                new = late & np.isinf(asked)
+                asked[new] = begun[new] + patience
+                asked[~late] = -np.inf
+                # passed on by those above it, once those below it ask there
+                until = np.minimum(still, asked)
+                begun, done = np.maximum(begun, until), np.maximum(done, until)
+            else:
+                asked[:] = -np.inf
+            first[ranks], last[ranks] = begun, done
         return np.where(np.isposinf(frozen), np.inf, np.maximum(last, frozen))
