@@ -247,7 +247,7 @@ def test_different_arguments(comm, odd, said):
     )
 
 
-@pytest.mark.parametrize("comm", [None, MPI.COMM_NULL, 7], ids=str)
+@pytest.mark.parametrize("comm", [None, MPI.COMM_NULL, 7], ids=["none", "null", "7"])
 def test_no_communicator(comm):
     with pytest.raises(TypeError, match="comm must be an mpi4py intra-communicator"):
         jaxcoded.CodedGroup(comm)
