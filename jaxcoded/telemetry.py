@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import weakref
-import zipfile
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -259,13 +258,16 @@ class Telemetry:
             ValueError: the file is something else.
         """
         values: dict[str, Any] = {}
-        unreadable = ValueError, EOFError, zipfile.BadZipFile
-        with open(path, "rb") as data, contextlib.suppress(*unreadable):
+        # damaged files raise errors of all kinds
+        with open(path, "rb") as data, contextlib.suppress(Exception):
             file = np.load(data, allow_pickle=False)
             if isinstance(file, np.lib.npyio.NpzFile):
                 values.update(file)
         if set(values) != {field.name for field in dataclasses.fields(cls)}:
-            raise ValueError(f"{path} was not written by Telemetry.save")
+            raise ValueError(
+                f"{path} was not written by Telemetry.save, or is damaged or of another "
+                "version of jaxcoded"
+            )
         plain = {"rank": int(values["rank"]), "plan": str(values["plan"])}
         return cls(**values | plain)
 

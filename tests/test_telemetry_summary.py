@@ -116,6 +116,15 @@ def test_other_files(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("rank 0")
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 and no more")
+    seen().save(tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    (tmp_path / "whole").unlink()
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    entry = whole.index(b"PK\x01\x02")
+    for at in (6, 8, 10):  # zip version, encryption, compression
+        damaged = bytearray(whole)
+        damaged[entry + at] = 99
+        (tmp_path / f"damaged-{at}").write_bytes(damaged)
     for path in tmp_path.iterdir():
         with pytest.raises(ValueError, match=f"{path.name} was not written by"):
             Telemetry.load(path)
