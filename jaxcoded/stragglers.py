@@ -17,6 +17,9 @@ import numpy as np
 
 from jaxcoded import _require, _texts
 
+# Quotes that follow are in pairs.
+_UNQUOTED = r"""(?=(?:[^'"]|'[^']*'|"[^"]*")*$)"""
+
 
 class Delays(NamedTuple):
     """What happens to the ranks in one round.
@@ -278,7 +281,10 @@ class Trace(Stragglers):
             else:
                 with warnings.catch_warnings():  # nothing in it is an error below
                     warnings.simplefilter("ignore", UserWarning)
-                    table = np.loadtxt(self.path, delimiter=",", ndmin=2)
+                    # some programs begin their tables with a byte order mark
+                    table = np.loadtxt(
+                        self.path, delimiter=",", ndmin=2, encoding="utf-8-sig"
+                    )
         except ValueError as error:
             raise ValueError(f"{self.path} has no table of numbers: {error}") from None
         return _table(str(self.path), table)
@@ -378,8 +384,8 @@ def named(text: str) -> Stragglers:
         [0.5, 0.5, 1.5, 0.5]
     """
     models = []
-    # not that of a number such as 1e+3
-    for part in re.split(r"\+(?=\s*[^\W\d])", str(text)):
+    # not that of a number such as 1e+3, nor one in quotes
+    for part in re.split(r"\+(?=\s*[^\W\d])" + _UNQUOTED, str(text)):
         name, arguments = _texts.parsed("model", part, MODELS)
         try:
             models.append(MODELS[name](**arguments))
@@ -416,7 +422,10 @@ def as_model(given: Stragglers | str | None) -> Stragglers:
 
 
 def _ranks(ranks: Any) -> tuple[int, ...]:
-    numbers = np.atleast_1d(ranks)
+    try:
+        numbers = np.atleast_1d(ranks)
+    except ValueError:  # rows that differ in length
+        numbers = np.array([np.nan])
     if numbers.size and numbers.dtype.kind not in "iu":
         raise ValueError(f"ranks must be integers, got {ranks!r}")
     return tuple(map(int, numbers.ravel()))
@@ -426,10 +435,17 @@ def _table(what: str, numbers: Any) -> np.ndarray:
     """As float64 ``(rounds, ranks)``."""
     table = np.asarray(numbers)
     real = table.dtype.kind in "biuf" and table.size > 0
-    if not real or table.ndim != 2 or not (table >= 0).all():
+    if not real or table.ndim != 2:
         raise ValueError(
             f"{what} must be numbers ≥ 0, a line for each round and a column for each "
             f"rank; got {table.dtype} of shape {table.shape}"
+        )
+    wrong = np.argwhere(~(table >= 0))
+    if len(wrong):
+        line, column = wrong[0]
+        raise ValueError(
+            f"{what} must be numbers ≥ 0, got {table[line, column]} for round {line + 1} "
+            f"in column {column + 1}"
         )
     return table.astype(np.float64)
 

@@ -99,11 +99,18 @@ def test_trace(tmp_path, suffix):
     ]
 
 
+def test_a_trace_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"\xef\xbb\xbf1,2\r\n3,4\r\n")
+    assert stragglers.Trace(path).table.tolist() == [[1, 2], [3, 4]]
+
+
 def test_wrong_trace(tmp_path):
     """Errors have the path, and there are no warnings."""
     path = tmp_path / "trace.csv"
     for text, said in (
-        ("1,-2\n", "must be numbers ≥ 0"),
+        ("1,-2\n", "must be numbers ≥ 0, got -2.0 for round 1 in column 2"),
+        ("1,2\n1,nan\n", "must be numbers ≥ 0, got nan for round 2 in column 2"),
         ("", "must be numbers ≥ 0"),
         ("1,2\n3\n", "has no table of numbers"),
         ("1 2\n", "has no table of numbers"),
@@ -132,6 +139,7 @@ def test_wrong_trace(tmp_path):
         ("bursty(begin=2)", "must be probabilities"),
         ("fixed(ranks='x')", "ranks must be integers"),
         ("fixed(ranks=1.5)", "ranks must be integers"),
+        ("fixed(ranks=((1, 2), (3,)))", "ranks must be integers"),
         ("killed(ranks=(10**30,))", "not a Python literal"),
         (f"killed(ranks=({10**30},))", "ranks must be integers"),
         ("killed(round=0)", "round must be an integer ≥ 1, got 0"),
@@ -174,6 +182,13 @@ def test_two_models_in_a_text(text):
 
 def test_a_plus_that_joins_nothing():
     assert stragglers.named("pareto(scale=2e+1)") == stragglers.Pareto(scale=20.0)
+    for quote in "'\"":
+        text = f"fixed() + trace(path={quote}a+b.csv{quote}) + none"
+        assert stragglers.named(text) == (
+            stragglers.FixedSlow()
+            + stragglers.Trace("a+b.csv")
+            + stragglers.NoStragglers()
+        )
 
 
 def test_models_texts_and_others():
