@@ -87,7 +87,7 @@ class LeftOut:
 
     Attributes:
         candidate: which; its κ is above the bound.
-        gain: how many times as fast as the best is.
+        gain: how many times as fast as the best is; infinite if steps of that never end.
         ranks: the next larger number of ranks with such a tree and code whose κ is
             within the bound; 0 if there is none near.
     """
@@ -143,18 +143,24 @@ class Ranking:
         it = self.left_out
         if it is None:
             return self._sentence
+        gain = (
+            f"{it.gain:.3g} times as fast"
+            if math.isfinite(it.gain)
+            else "with which steps would end"
+        )
         there = f"; {it.ranks} ranks could have it" if it.ranks else ""
         return (
             f"{self._sentence}. Left out, as κ is above {self.amplification:g}: fan-out "
             f"{it.candidate.fanout}, s = {it.candidate.stragglers}, m = "
-            f"{it.candidate.slices}, {it.gain:.3g} times as fast{there}"
+            f"{it.candidate.slices}, {gain}{there}"
         )
 
     @property
     def _sentence(self) -> str:
         best, uncoded = self.best, self.uncoded
         if math.isinf(best.step):
-            return "do not code: a step would never end, with a code or without"
+            any_code = "a code" if self.left_out is None else "any other code"
+            return f"do not code: a step would never end, with {any_code} or without"
         if best.candidate.coded:
             times = uncoded.step / best.step
             if math.isinf(times):
@@ -198,7 +204,7 @@ def best_plans(
         network: of the job; `Network.piece` is chosen. Default: usual hosts with 10
             Gb/s.
         stragglers: a model, or the text that names one; default none.
-        seed: of the draws, at least 0.
+        seed: of the draws, and of random codes; at least 0.
         amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
         progress: is told the part that is done.
 
@@ -226,6 +232,7 @@ def best_plans(
         work,
         Network() if network is None else network,
         _Drawn(as_model(stragglers), ranks, seed),
+        seed,
         amplification,
         progress,
     )
@@ -258,6 +265,7 @@ class _Search:
     work: float
     network: Network
     stragglers: _Drawn
+    seed: int
     amplification: float
     progress: Callable[[float], None]
     done: float = 0.0
@@ -322,7 +330,7 @@ class _Search:
             if hopeless(layout, it, self.amplification):
                 continue
             try:
-                if it.plan(ranks).amplification <= self.amplification:
+                if it.plan(ranks, self.seed).amplification <= self.amplification:
                     return ranks
             except ValueError:
                 continue
@@ -377,7 +385,7 @@ class _Search:
             if len(plans) == _KEPT or (slow and plans and candidate not in of_each):
                 continue
             try:
-                plan = candidate.plan(self.ranks)
+                plan = candidate.plan(self.ranks, self.seed)
             except ValueError:
                 continue
             if plan.amplification <= self.amplification:

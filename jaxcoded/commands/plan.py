@@ -14,7 +14,7 @@ from typing import Any
 from jaxcoded import _require, stragglers
 from jaxcoded._progress import progress
 from jaxcoded._texts import number_of_bytes
-from jaxcoded.planner import Estimate, Ranking, best_plans
+from jaxcoded.planner import Estimate, LeftOut, Ranking, best_plans
 from jaxcoded.simulator import Network
 
 _HEADER = (
@@ -70,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--latency", type=float, default=50e-6, help="seconds; default 50e-6"
     )
     parser.add_argument("--top", type=int, default=5, help="coded rows; default 5")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws; default 0")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draws and random codes; default 0"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
 
 
@@ -82,7 +84,10 @@ def run(args: argparse.Namespace) -> None:
         model = stragglers.named(args.model)
     else:
         model = stragglers.Trace(args.trace)
-    sending = args.gigabits if args.send_gigabits is None else args.send_gigabits
+    receiving = _require.positive("--gigabits", args.gigabits)
+    sending = receiving
+    if args.send_gigabits is not None:
+        sending = _require.positive("--send-gigabits", args.send_gigabits)
     with progress("planning") as tell:
         ranking = best_plans(
             args.ranks,
@@ -90,14 +95,15 @@ def run(args: argparse.Namespace) -> None:
             _require.positive("--compute", args.compute),
             Network(
                 latency=args.latency,
-                bandwidth=args.gigabits * 1e9 / 8,
+                bandwidth=receiving * 1e9 / 8,
                 send_bandwidth=sending * 1e9 / 8,
             ),
             model,
             seed=args.seed,
             progress=tell,
         )
-    print(_json(ranking, args.top) if args.json else _table(ranking, args.top))
+    show = _json if args.json else _table
+    print(show(ranking, args.top, args.seed))
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
@@ -111,7 +117,7 @@ def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
     return [e for e in ranking.estimates if e in shown]
 
 
-def _python(ranking: Ranking) -> str:
+def _python(ranking: Ranking, seed: int) -> str:
     """The line that makes the group."""
     it = ranking.best.candidate
     if not it.tree:
@@ -119,10 +125,11 @@ def _python(ranking: Ranking) -> str:
     arguments = f"fanout={it.fanout}, stragglers={it.stragglers}"
     arguments += f", slices={it.slices}" * (it.slices > 1)
     arguments += ", root_computes=True" * it.root_computes
+    arguments += f", seed={seed}" * (seed > 0)
     return f"jaxcoded.CodedGroup(comm, {arguments}, piece_bytes={it.piece})"
 
 
-def _table(ranking: Ranking, top: int) -> str:
+def _table(ranking: Ranking, top: int, seed: int) -> str:
     rows = [_HEADER, *(_row(e, ranking.best) for e in _chosen(ranking, top))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -132,7 +139,7 @@ def _table(ranking: Ranking, top: int) -> str:
             _LEGEND.format(max(len(e.seconds) for e in ranking.estimates)),
             "",
             ranking.verdict,
-            _python(ranking),
+            _python(ranking, seed),
         ]
     )
 
@@ -159,7 +166,7 @@ def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
     )
 
 
-def _json(ranking: Ranking, top: int) -> str:
+def _json(ranking: Ranking, top: int, seed: int) -> str:
     return json.dumps(
         {
             "ranks": ranking.ranks,
@@ -167,13 +174,30 @@ def _json(ranking: Ranking, top: int) -> str:
             "compute": ranking.work,
             "code": ranking.best.candidate.coded,
             "verdict": ranking.verdict,
-            "python": _python(ranking),
+            "python": _python(ranking, seed),
             "best": _fields(ranking.best),
+            "left_out": _left_out(ranking.left_out),
             "ranking": [_fields(e) for e in _chosen(ranking, top)],
         },
         indent=2,
         ensure_ascii=False,
     )
+
+
+def _left_out(it: LeftOut | None) -> dict[str, Any] | None:
+    if it is None:
+        return None
+    return {
+        "fanout": it.candidate.fanout,
+        "stragglers": it.candidate.stragglers,
+        "slices": it.candidate.slices,
+        "gain": _finite(it.gain),
+        "ranks": it.ranks or None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _fields(estimate: Estimate) -> dict[str, Any]:
@@ -189,9 +213,7 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
         "code": estimate.code,
         "chunk": it.piece if it.tree else None,
         "root_computes": it.root_computes if it.tree else None,
-        **{
-            key: value if math.isfinite(value) else None for key, value in times.items()
-        },
+        **{key: _finite(value) for key, value in times.items()},
         "load": estimate.load,
         "message": estimate.message,
         "amplification": estimate.amplification,

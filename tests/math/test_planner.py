@@ -244,6 +244,37 @@ def test_a_faster_code_that_loses_digits():
     assert "13 ranks could have it" in ranking.verdict
 
 
+def test_only_codes_that_lose_digits_end(capsys):
+    dead = f"killed(ranks={tuple(range(1, 9))}, round=3)"
+    asked = ["plan", "--ranks", "24", "--payload", "1kB", "--compute", "2.4"]
+    assert main([*asked, "--model", dead, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["best"]["step"] is None
+    assert said["left_out"] == {
+        "fanout": 23,
+        "stragglers": 8,
+        "slices": 1,
+        "gain": None,
+        "ranks": 28,
+    }
+    assert "never end, with any other code or without. Left out, " in said["verdict"]
+    assert "s = 8, m = 1, with which steps would end; 28 ranks" in said["verdict"]
+
+
+def test_plans_are_those_of_the_seed(capsys):
+    """The κ that was looked at is that of the group."""
+    asked = ["plan", "--ranks", "38", "--payload", "1MB", "--compute", "3.8"]
+    assert main([*asked, "--model", "bursty(factor=8)", "--seed", "3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    made = eval(said["python"], {"jaxcoded": _Recorded, "comm": None})
+    made.pop("piece_bytes")
+    assert made["seed"] == 3
+    plan = jaxcoded.make_plan(38, **made)
+    assert plan.amplification == said["best"]["amplification"]
+    again = jaxcoded.make_plan(38, **(made | {"seed": 0}))
+    assert again.amplification != plan.amplification
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -296,6 +327,7 @@ def test_json_and_a_trace(capsys, tmp_path):
     assert main([*USUAL, "--trace", str(trace), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["code"] is False
+    assert said["left_out"] is None
     assert said["payload"] == 4e6
     assert said["best"] == next(e for e in said["ranking"] if e["code"] == "uncoded")
     assert {e["kind"] for e in said["ranking"]} == {"tree", "ring"}
@@ -315,7 +347,8 @@ def test_json_and_a_trace(capsys, tmp_path):
         (["--model", "slow"], "model must be one of"),
         (["--trace", "/none.csv"], "/none.csv"),
         (["--trace", ""], "not found"),
-        (["--gigabits", "0"], "bandwidth must be bytes per second > 0"),
+        (["--gigabits", "0"], "--gigabits must be a number > 0, got 0.0"),
+        (["--send-gigabits", "-1"], "--send-gigabits must be a number > 0, got -1.0"),
         (["--latency", "-1"], "latency must be seconds ≥ 0"),
         (["--top", "0"], "--top must be at least 1"),
     ],
