@@ -45,6 +45,10 @@ def check(plan: Any, payload: Any, work: Any, given: dict[str, Any]) -> None:
     Raises:
         ValueError: the message names the value and the remedy.
     """
+    if plan is None:
+        asked = {"payload": payload, "work": work}
+        names = " and ".join(name for name, it in asked.items() if it is not None)
+        raise ValueError(f'{names} without plan="auto": add that, or leave out {names}')
     if not (isinstance(plan, str) and plan == "auto"):
         raise ValueError(
             'plan must be "auto" or None (CodedGroup.from_plan takes a Plan), got '

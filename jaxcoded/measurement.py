@@ -45,7 +45,7 @@ def measured(
     progress: Callable[[float], None] = lambda part: None,
 ) -> Measurement:
     """Measure links and computation on all ranks at the same time. Collective; waits
-    for the slowest rank to compute once.
+    for the slowest rank to compute twice.
 
     Args:
         comm: no other messages may be under way on it.

@@ -118,12 +118,12 @@ def _plans_in_words(
             )
         )
     took = report.work(files)
-    for source, known in (("pace", "their pace"), ("others", "nothing")):
+    for source, known in (("pace", "only the pace"), ("others", "nothing")):
         ranks = [rank for rank, it in enumerate(took.source) if it == source]
         if ranks:
             lines.append(
-                f"of {_listed(ranks)} {known} is known: give their files or those of "
-                "their parents, too"
+                f"of {_listed(ranks)} {known} is known: their own files, or those of "
+                "their parents, may say more"
             )
     width = max(len(plan.name) for plan in plans)
     lines.append(f"{'plan':<{width}}  load    a round")

@@ -93,7 +93,8 @@ def test_work_that_is_jax_and_fails_on_one_rank(comm, transport):
 WRONG = [
     ({"plan": "fast", "payload": 1, "work": 1}, 'plan must be "auto"'),
     ({"plan": jaxcoded.make_plan(1)}, "CodedGroup.from_plan takes a Plan"),
-    ({"payload": 1, "work": 1}, 'plan must be "auto"'),
+    ({"payload": 1, "work": 1}, 'payload and work without plan="auto": add that'),
+    ({"work": 1}, "leave out work$"),
     ({"plan": "auto", "work": 1}, "needs payload.*payload=None"),
     ({"plan": "auto", "payload": -4.0, "work": 1}, "payload=-4.0"),
     ({"plan": "auto", "payload": "4MB", "work": 1}, "payload='4MB'"),
