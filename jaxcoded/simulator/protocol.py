@@ -83,6 +83,7 @@ def simulate(
             and the way down costs nothing.
 
     Raises:
+        TypeError: ``layout`` is something else, such as a plan.
         ValueError: a number is negative, or there are no rounds.
 
     Example:
@@ -99,6 +100,11 @@ def simulate(
         >>> [round(t, 2) for t in times]  # 10/12, and 4/15, and the network
         [0.85, 0.28]
     """
+    if not isinstance(layout, Layout | Ring):
+        raise TypeError(
+            "layout must be a Layout or a Ring (Layout.of takes a Plan), got "
+            f"{type(layout).__name__}"
+        )
     _require.integer("rounds", rounds, 1)
     for name, value in (("payload", payload), ("work", work)):
         if not (0 <= value < np.inf):

@@ -262,6 +262,8 @@ def test_misuse(wrong):
 
 
 def test_misuse_of_layouts():
+    with pytest.raises(TypeError, match=r"Layout.of takes a Plan.*got Plan"):
+        simulate(jaxcoded.make_plan(4), Network(), payload=1.0, work=1.0)
     with pytest.raises(ValueError, match="size must be an integer"):
         Ring(1)
     with pytest.raises(ValueError, match="size must be an integer"):
