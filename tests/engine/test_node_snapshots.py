@@ -184,3 +184,31 @@ def test_a_snapshot_that_is_replaced_while_it_is_fetched(far):
     world.settle()
     assert world.nodes[1].next_round() == 41
     assert not world.nodes[1].desynchronized()
+
+
+def test_a_long_stop_does_not_make_a_rank_wait_for_a_snapshot():
+    """It was stopped in a call. Then its parent is."""
+    world = thirteen(30)
+    world.snapshots = [3] * 13
+    world.recovers = False
+    world.open = 1
+    world.settle()
+    world.idle.add(0)
+    world.open = 2
+    world.sweep_all()
+    world.idle.clear()
+    world.frozen.add(4)
+    world.clock += 600
+    world.open = 30
+    world.sweep_all()
+    world.frozen.clear()
+    world.sweep_all()
+    assert world.nodes[4].desynchronized()
+    world.frozen.add(1)
+    world.recovers = True
+    since = world.clock
+    while not world.restored[4]:
+        world.sweep_all()
+        world.clock += world.limits.orphan_seconds / 5
+        assert world.clock - since < 20 * world.limits.orphan_seconds
+    assert world.restored == {4: [30]}

@@ -206,8 +206,8 @@ void Node::withdraw(Object::What what, Round first_valid) {
 
 // For which a rank that is relied on may say nothing. It grows while nothing comes, so that
 // waiting for long costs little.
-double Node::patience() const {
-  const double stuck = wire_.now() - stuck_since_;
+double Node::patience(double stuck_since) const {
+  const double stuck = wire_.now() - stuck_since;
   return std::max({limits_.orphan_seconds, 2 * durations_.median(), stuck / 4});
 }
 

@@ -251,6 +251,7 @@ class Node {
     std::vector<bool> here = {};  // pieces
     std::uint32_t fetched = 0;    // so many of them
     std::uint32_t asked = 0;
+    double wanted_since = 0;
     double asked_at = 0;
     std::set<Rank> asked_ranks = {};
     std::set<Rank> without = {};  // that have no snapshot
@@ -345,7 +346,7 @@ class Node {
   void finish(Outcome outcome, std::string error = {});
   void keep_own();
   void withdraw(Object::What what, Round first_valid);
-  double patience() const;
+  double patience(double stuck_since) const;
   void say_bye();
   Round done() const;
   Header header(Kind kind, Round round) const;

@@ -229,7 +229,7 @@ void Node::ask() {
     want(upstream_);
   }
   if (!mine && !awaited_below()) return;
-  if (wire_.now() - asked_at_ < patience()) return;
+  if (wire_.now() - asked_at_ < patience(stuck_since_)) return;
   // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word
   // when it is asked. Who has not answered is not asked again.
   const auto source = announced_.find(frontier_);

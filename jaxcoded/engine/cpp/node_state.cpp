@@ -28,6 +28,7 @@ void Node::tell_state(Rank rank, Listener& listener) {
 void Node::ask_state() {
   fetched_state_ = {};
   fetched_state_.wanted = true;
+  fetched_state_.wanted_since = wire_.now();
   ask_next_state();
 }
 
@@ -65,7 +66,7 @@ void Node::on_state(Rank from, const Message& message) {
 bool Node::follow_state() {
   State& state = fetched_state_;
   if (!state.wanted || state.complete || state.missing) return false;
-  if (wire_.now() - state.asked_at > patience()) {
+  if (wire_.now() - state.asked_at > patience(state.wanted_since)) {
     // Nothing comes: ask somebody else, and in the end all those again that may have one.
     if (state.asked_ranks.size() == family_.ancestors.size()) state.asked_ranks = state.without;
     ask_next_state();
