@@ -294,3 +294,27 @@ def test_a_slow_parent_is_not_passed_over(calls):
     world.assert_done()
     sources = {source for asker, source, what, *_ in world.fetched if asker == 2}
     assert sources == {1}
+
+
+def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
+    """It calls one round after the other, and its parent is stopped."""
+    plan = make_plan(9, parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2])
+    script = [Call((("float32", 16),), seed) for seed in range(61)]
+    world = World(plan, script, random.Random(0))
+    late, below = 3, 5
+    world.open = 60
+    world.idle.add(late)
+    world.settle()
+    assert world.done(below, 60)
+    world.frozen.add(1)
+    world.open = 61
+    since = world.clock
+    while world.nodes[late].next_round() < 60:
+        world.submit(late)  # its result is here already
+        for _ in range(4):
+            world.sweep_all()
+            world.clock += world.limits.orphan_seconds / 5
+        if world.done(below):
+            break
+    assert world.done(below)
+    assert world.clock - since < 20 * world.limits.orphan_seconds

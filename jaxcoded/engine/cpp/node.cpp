@@ -59,7 +59,9 @@ void Node::submit(Call call) {
   call_ = std::move(call);
   outcome_ = Outcome::pending;
   error_.clear();
-  started_ = asked_at_ = stuck_since_ = waiting_since_ = wire_.now();
+  started_ = stuck_since_ = waiting_since_ = wire_.now();
+  // Ranks below may wait for the result already, which this one is not to put off with every call.
+  if (!awaited_below()) asked_at_ = started_;
   decoded_ = offered_ = given_ = 0;
   offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = complete_ = false;
   in_time_ = newest_ < next_;
