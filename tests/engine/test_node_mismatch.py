@@ -12,7 +12,17 @@ from independent import bounded, random_missing
 
 pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
 
-from simulation import DONE, FAILED, Call, World, random_plan, random_world
+from simulation import (
+    DONE,
+    FAILED,
+    FAILURE,
+    HEADER,
+    RESULTS,
+    Call,
+    World,
+    random_plan,
+    random_world,
+)
 
 from jaxcoded import make_plan
 
@@ -174,3 +184,18 @@ def test_a_refusal_beside_a_mismatch(seed):
         assert any(e.error.startswith("GroupMismatch: ") for e in failed.values()), (
             failed
         )
+
+
+def test_pieces_do_not_hide_an_error():
+    """The root's word that the round has failed comes before the parent's of its first pieces."""
+    plan = make_plan(3, parents=[-1, 0, 1], stragglers=0)
+    call = Call((("float32", 64),), 0)
+    world = World(plan, [call], random.Random(0), hosts=range(3))
+    world.submit(2)
+    error = HEADER.pack(RESULTS, FAILURE, 0, 1, 1, 1, 1, call.fingerprint, 0) + b"no"
+    pieces = HEADER.pack(RESULTS, 0, 1, 1, 1, 1, 1, call.fingerprint, 0)
+    pieces += np.array([3, 64, 0], np.uint64).tobytes()
+    world.nodes[2].deliver(0, error)
+    world.nodes[2].deliver(1, pieces)
+    world.advance(2)
+    assert failures(world, 2)[1].error == "no"

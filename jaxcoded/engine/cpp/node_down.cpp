@@ -43,6 +43,7 @@ void Node::on_result(Rank from, const Message& message) {
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {
+    if (known->second.failed) return;  // pieces may be known of elsewhere, but it stays an error
     // The nearest rank that has it is asked: all below would crowd out each other further up.
     const bool better = from == known->second.from ? head.ready > known->second.ready
                                                    : height(from) < height(known->second.from);
