@@ -318,3 +318,25 @@ def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
             break
     assert world.done(below)
     assert world.clock - since < 20 * world.limits.orphan_seconds
+
+
+def test_a_rank_that_stops_after_a_long_wait_is_passed_over():
+    """The root is late by ten minutes; then its child stops."""
+    plan = make_plan(9, parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2])
+    script = [Call((("float32", 16),), seed) for seed in range(11)]
+    world = World(plan, script, random.Random(0))
+    world.open = 10
+    world.settle()
+    world.idle.add(0)
+    world.open = 11
+    for _ in range(6000):
+        world.sweep_all()
+        world.clock += 0.1
+    world.frozen.add(1)
+    world.idle.clear()
+    since = world.clock
+    while not world.done(5):
+        world.sweep_all()
+        world.clock += 0.1
+        assert world.clock - since < 30
+    world.assert_done({0, 3, 5, 6})

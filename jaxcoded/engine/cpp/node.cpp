@@ -4,6 +4,13 @@
 #include <utility>
 
 namespace jaxcoded {
+namespace {
+
+// After a long wait, too, a rank that has stopped must be found out.
+constexpr double longest_patience = 10;
+
+}  // namespace
+
 Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
     : family_(std::move(family)),
       decoder_(std::move(decoder)),
@@ -206,11 +213,12 @@ void Node::withdraw(Object::What what, Round first_valid) {
   wire_.withdraw(what, first_valid);
 }
 
-// For which a rank that is relied on may say nothing. It grows while nothing comes, so that
-// waiting for long costs little.
+// For which a rank that is relied on may say nothing. It grows while nothing comes, as cables may be
+// slow, and waiting for long is to cost little.
 double Node::patience(double stuck_since) const {
   const double stuck = wire_.now() - stuck_since;
-  return std::max({limits_.orphan_seconds, 2 * durations_.median(), stuck / 4});
+  return std::max({limits_.orphan_seconds, 2 * durations_.median(),
+                   std::min(stuck / 4, longest_patience)});
 }
 
 std::uint64_t Node::lag() const {
