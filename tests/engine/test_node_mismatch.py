@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from independent import bounded, random_missing
 
@@ -97,6 +97,7 @@ def test_in_time(seed):
 
 @many
 @given(seeds)
+@example(507095104)  # others read pieces of a result that turns out to be an error
 def test_at_any_time(seed):
     """While all the others go on as they like."""
     rng = random.Random(seed)

@@ -20,6 +20,7 @@ struct Entry {
   std::vector<std::byte*> at = {};  // by segment
   Buffer buffer = {};               // empty if the result lies in the caller's memory
   std::uint32_t ready = 0;          // pieces
+  std::uint32_t remains = 0;        // pieces of a round that failed which were known before
   std::vector<bool> here = {};      // pieces that came out of order
 
   bool complete() const { return ready == layout.size(); }
@@ -41,10 +42,7 @@ class History {
   Entry& add(Entry entry) { return entries_.emplace_back(std::move(entry)); }
   // Count the memory of an entry, once it has some.
   void account(const Entry& entry) { bytes_ += entry.buffer.capacity(); }
-  void drop_newest() {
-    bytes_ -= entries_.back().buffer.capacity();
-    entries_.pop_back();
-  }
+  Entry& newest() { return entries_.back(); }
   void drop_oldest() {
     bytes_ -= entries_.front().buffer.capacity();
     entries_.pop_front();

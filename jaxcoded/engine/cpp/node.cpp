@@ -431,7 +431,7 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
   }
   if (object.what == Object::What::result) {
     const Entry* entry = history_.find(object.round);
-    if (!entry || entry->failed || piece >= entry->ready) return std::nullopt;
+    if (!entry || piece >= (entry->failed ? entry->remains : entry->ready)) return std::nullopt;
     return std::span<const std::byte>{entry->data(piece), entry->layout[piece].bytes};
   }
   if (object.round != state_kept_) return std::nullopt;

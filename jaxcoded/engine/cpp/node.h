@@ -321,7 +321,7 @@ class Node {
   void note(Rank rank, Round newest);
   bool over_budget(std::uint64_t bytes, std::size_t rounds) const;
   void forget();
-  void drop_unfinished();
+  Entry& fail_newest(std::uint64_t fingerprint, const std::string& error);
 
   // Calls that do not fit.
   void introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint);

@@ -2,6 +2,7 @@
 #include "node.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -75,16 +76,16 @@ void Node::on_result(Rank from, const Message& message) {
 
 // The entry of the round at the frontier, made if need be; null where there is no room for it yet.
 Entry* Node::entry_at_frontier(const Announcement& news) {
+  const std::string error =
+      news.failed ? std::string(reinterpret_cast<const char*>(news.body.data()), news.body.size())
+                  : std::string();
   if (Entry* entry = history_.find(frontier_)) {
-    if (entry->failed == news.failed) return entry;
-    drop_unfinished();  // pieces of a round that has failed since
+    return entry->failed == news.failed ? entry : &fail_newest(news.fingerprint, error);
   }
   Entry entry{.round = frontier_,
               .fingerprint = news.fingerprint,
               .failed = news.failed,
-              .error = news.failed ? std::string(reinterpret_cast<const char*>(news.body.data()),
-                                                 news.body.size())
-                                   : std::string(),
+              .error = error,
               .layout = Layout(news.segments, limits_.piece_bytes)};
   const bool mine = calling() && next_ == frontier_;
   const bool in_place = mine && call_.complete && listeners_.empty() && call_.down && !news.failed &&
@@ -104,13 +105,18 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
   return &added;
 }
 
-// Forget the newest result, of which pieces may be known: it will be an error.
-void Node::drop_unfinished() {
-  const Round round = history_.last();
-  history_.drop_newest();
+// The newest result, of which pieces may be known, is an error. What is known of it stays where it
+// is, as others may be reading it.
+Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error) {
+  Entry& entry = history_.newest();
+  entry.fingerprint = fingerprint;
+  entry.failed = true;
+  entry.error = error;
+  entry.remains = std::exchange(entry.ready, 0);
   for (auto& [rank, listener] : listeners_) {
-    if (listener.first == round) listener.told = 0;
+    if (listener.first == entry.round) listener.told = 0;
   }
+  return entry;
 }
 
 bool Node::follow() {

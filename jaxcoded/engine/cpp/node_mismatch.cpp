@@ -133,9 +133,12 @@ void Node::complain(Round round, const std::string& text) {
 void Node::decide_error(const std::string& text) {
   const std::string error = text;  // `text` may be `pending_error_`
   pending_error_.clear();
-  if (!history_.empty() && history_.last() == next_) drop_unfinished();
-  Entry& entry = history_.add(
-      {.round = next_, .fingerprint = call_.fingerprint, .failed = true, .error = error});
+  const bool begun = !history_.empty() && history_.last() == next_;
+  Entry& entry = begun ? fail_newest(call_.fingerprint, error)
+                       : history_.add({.round = next_,
+                                       .fingerprint = call_.fingerprint,
+                                       .failed = true,
+                                       .error = error});
   decided(entry, entry.layout.size());
 }
 
