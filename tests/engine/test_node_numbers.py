@@ -1,5 +1,9 @@
 """The sums that parents form, number by number, against numpy."""
 
+import contextlib
+import ctypes
+import itertools
+import platform
 import random
 
 import jax.numpy as jnp
@@ -86,6 +90,64 @@ def test_every_half_number(dtype):
     assert_same(added(x, zero), expected)
     # and with nothing at all, −0 stays
     assert_same(added(zero, x, skipped=True), x)
+
+
+@contextlib.contextmanager
+def flushing():
+    """Subnormal numbers are 0 to this thread, as they are to XLA's."""
+    words = {"x86_64": (7, 0x8040), "aarch64": (0, 1 << 24)}
+    if platform.machine() not in words:
+        pytest.skip("no name for the bits of this processor")
+    word, bits = words[platform.machine()]
+    libm = ctypes.CDLL("libm.so.6")
+    before, state = (ctypes.c_uint32 * 16)(), (ctypes.c_uint32 * 16)()
+    libm.fegetenv(before)
+    libm.fegetenv(state)
+    state[word] |= bits
+    tiny = np.full(1, 1e-40, np.float32)
+    libm.fesetenv(state)
+    try:
+        assert not (tiny * np.float32(1)).any()
+        yield
+    finally:
+        libm.fesetenv(before)
+
+
+@pytest.mark.parametrize("dtype", EVERY)
+def test_the_same_bits_on_every_thread(dtype):
+    """Sums of the smallest numbers, also on a thread that flushes them to zero."""
+    if dtype in HALF:
+        x = all_bits(dtype)
+        x = x[np.isfinite(x)]
+    else:
+        smallest = {"float32": 2.0**-149, "float64": 2.0**-1074}[dtype]
+        x = (np.arange(1, 40_000, 7) * smallest).astype(dtype)
+    y = np.roll(x, 1)
+    wide = np.float64 if dtype == "float64" else np.float32
+    expected = (x.astype(wide) + y.astype(wide)).astype(x.dtype)
+    assert_same(added(x, y), expected)
+    with flushing():
+        flushed = added(x, y)
+    assert_same(flushed, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_products_are_rounded(dtype):
+    """Before they are added, on every processor: a fused multiply-add has other bits."""
+    plan = make_plan(5, fanout=4, code="random_generator")
+    rng = np.random.default_rng(0)
+    vectors = [rng.standard_normal(1000).astype(dtype) for _ in range(5)]
+    actual = added(*vectors, plan=plan)
+    candidates = []
+    for answered in itertools.combinations(plan.coded_children(0), 3):
+        erased = [rank not in (0, *answered) for rank in range(5)]
+        (weights,) = plan.coefficients(0, erased)
+        total = vectors[0].copy()
+        for child, weight in zip(plan.coded_children(0), weights):
+            if weight:
+                total += weight.astype(dtype) * vectors[child]
+        candidates.append(np.array_equal(actual, total))
+    assert any(candidates)
 
 
 @pytest.mark.parametrize("dtype", EVERY)

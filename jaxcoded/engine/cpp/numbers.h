@@ -15,6 +15,7 @@ std::size_t size_of(DType dtype);
 //
 // float16 and bfloat16 add up in float32 and are rounded once. `own` may be null, and may be
 // `out`; the sum runs in the order of `inputs`. `bytes` cannot be summed: own is copied.
+// The bits depend on nothing else: not on the processor, and not on the state of the calling thread.
 void combine(DType dtype, std::byte* out, const std::byte* own,
              std::span<const std::byte* const> inputs, std::span<const double> coefficients,
              std::size_t count);
