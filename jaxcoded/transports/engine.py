@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -277,7 +278,8 @@ class Engine(Transport):
         if absent and self._rank == self._plan.root:
             _exit.give_up([self._world[rank] for rank in absent], seconds)
         if not absent:
-            _idle[self._serial] = self._own
+            with _idle_lock:
+                _idle[self._serial] = self._own
         return absent
 
     def abandon(self) -> None:
@@ -360,21 +362,25 @@ class Engine(Transport):
 # would take it for one of the next communicator with that number. In the same
 # communicator it is recognised by its session.
 _idle: dict[int, MPI.Intracomm] = {}
+_idle_lock = threading.Lock()
 
 
 def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
     """A communicator of the ranks of ``comm`` for the engine alone, and its serial
     number. Collective."""
-    idle = [
-        serial
-        for serial, each in _idle.items()
-        if MPI.Comm.Compare(each, comm) == MPI.CONGRUENT
-    ]
-    common = set(idle).intersection(*comm.allgather(idle))
-    if common:
-        serial = min(common)
-        return serial, _idle.pop(serial)
-    return comm.bcast(_random()), comm.Dup()
+    # taken out while the ranks agree: another thread's ranks may be looking, too
+    with _idle_lock:
+        mine = {
+            serial: _idle.pop(serial)
+            for serial, each in list(_idle.items())
+            if MPI.Comm.Compare(each, comm) == MPI.CONGRUENT
+        }
+    common = set(mine).intersection(*comm.allgather(list(mine)))
+    taken = min(common, default=None)
+    found = None if taken is None else (taken, mine.pop(taken))
+    with _idle_lock:
+        _idle.update(mine)
+    return found or (comm.bcast(_random()), comm.Dup())
 
 
 def _random() -> int:
