@@ -104,9 +104,8 @@ class _Communicator:
 class _Baseline(rounds.Carrier):
     communicator: _Communicator
 
-    @property
-    def transposable(self) -> bool:
-        return True
+    def no_transpose(self) -> str:
+        return ""
 
     @property
     def comm(self) -> MPI.Intracomm:

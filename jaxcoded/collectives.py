@@ -22,6 +22,15 @@ from jaxcoded.transports._transport import BATCHED
 # told.
 MAX_NARROW_ROUNDING = 0.125
 
+_NO_GRADIENT = (
+    "{}: reverse mode through a coded sum does not give the gradient of the sum but, on "
+    "every rank, another part of it. Take the gradient first and sum it then: "
+    "jaxcoded.coded_value_and_grad(per_example_loss, group)(params, batch, weights), or "
+    "coded_allreduce(jax.value_and_grad(weighted_loss)(params), group). If you mean the "
+    "transpose, and sum what it gives by one more coded_allreduce, say so: "
+    "coded_allreduce(..., transpose=True)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeRound(rounds.Carrier):
@@ -34,6 +43,7 @@ class TreeRound(rounds.Carrier):
         erases: whether the last extra is a mask of ranks to leave out.
         begun: whether the vectors are the last parts of those of the round.
         wires: the dtypes in which the first vectors travel; the others in their own.
+        transposes: whether the caller means the transpose.
     """
 
     index: int
@@ -42,13 +52,16 @@ class TreeRound(rounds.Carrier):
     erases: bool = False
     begun: bool = False
     wires: tuple[np.dtype, ...] = ()
+    transposes: bool = False
 
     def __str__(self) -> str:
         return self.trip.words
 
-    @property
-    def transposable(self) -> bool:
-        return self.trip.up and self.trip.down and not find(self.index).plan.encoded
+    def no_transpose(self) -> str:
+        trip = self.trip
+        if not (trip.up and trip.down) or find(self.index).plan.encoded:
+            return super().no_transpose()
+        return "" if self.transposes else _NO_GRADIENT.format(self)
 
     def result_length(self, length: int) -> int:
         group = find(self.index)
@@ -109,6 +122,7 @@ def coded_allreduce(
     residual: bool = False,
     wire_dtype: Any = None,
     token: jax.Array | None = None,
+    transpose: bool = False,
 ) -> Any:
     """The exact sum over the global batch, on every rank, from the ranks' coded
     contributions.
@@ -120,9 +134,9 @@ def coded_allreduce(
     Reisizadeh et al. 2021 (arXiv 1902.01981).
 
     Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
-    equal on all ranks) and ``vmap`` (one round with the stacked payload). The transpose
-    is the identity: a cotangent passes unchanged and is again one rank's contribution,
-    which one more `coded_allreduce` makes exact. A jvp is one more round.
+    equal on all ranks) and ``vmap`` (one round with the stacked payload). A jvp is one
+    more round. Take gradients before the sum, not through it: reverse mode is refused
+    without ``transpose``.
 
     Args:
         tree: pytree of float arrays or numbers, of the same shapes and dtypes on all
@@ -151,6 +165,10 @@ def coded_allreduce(
             of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
             each call's to the next one; its value is never read. All calls of a group
             in one compiled function must have one, or none.
+        transpose: allow reverse mode through this call. The transpose is the identity:
+            a cotangent passes unchanged and is again one rank's contribution, which one
+            more `coded_allreduce` makes exact. A gradient that is used as it comes out
+            is wrong, on every rank in another way.
 
     Returns:
         A pytree like ``tree``, or like the gradient that was encoded. With a
@@ -165,6 +183,8 @@ def coded_allreduce(
             ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
             amplification leaves too few digits in this dtype, or ``skip`` with another
             transport than the engine.
+        NotImplementedError: reverse mode without ``transpose``, with a ``token``, or
+            with slices or parts.
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: what is found during the round, on every rank. Its
             text contains ``GroupMismatch`` (ranks called different things in this
@@ -193,6 +213,7 @@ def coded_allreduce(
         skipped=skipped,
         wire_dtype=wire_dtype,
         token=token,
+        transpose=transpose,
     )
 
 
@@ -206,7 +227,7 @@ def coded_reduce(
 ) -> Any:
     """`coded_allreduce` without the way down: the sum at the root, zeros elsewhere.
 
-    Takes, returns and raises what `coded_allreduce` does. It has no transpose.
+    Takes, returns and raises what `coded_allreduce` does, but has no transpose.
     """
     return summed(
         "coded_reduce", tree, group, mean, erasures, down=False, wire_dtype=wire_dtype
@@ -255,6 +276,7 @@ def summed(
     wire_dtype: Any = None,
     token: jax.Array | None = None,
     begun: bool = False,
+    transpose: bool = False,
 ) -> Any:
     """`coded_allreduce` under a name; ``skipped`` (int32, not 0) says that this rank has
     nothing to contribute, and ``begun`` that ``tree`` is the last part of its message,
@@ -271,6 +293,7 @@ def summed(
         wire_dtype=wire_dtype,
         token=token,
         begun=begun,
+        transpose=transpose,
     )
     out, token = carried(carrier, vectors, extras, group, token)
     total, *found = results(out, group, packing, mean, residual)
@@ -291,6 +314,7 @@ def prepared(
     wire_dtype: Any = None,
     token: jax.Array | None = None,
     begun: bool = False,
+    transpose: bool = False,
 ) -> tuple[TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing]:
     """The checked round of a coded sum, its vectors, extras and token, and the packing of
     what comes of it."""
@@ -315,6 +339,7 @@ def prepared(
         erases=erasures is not None,
         begun=begun,
         wires=packing.wires,
+        transposes=bool(transpose),
     )
     return carrier, vectors, extras, token, packing
 

@@ -64,10 +64,6 @@ class Handle:
 class _Start(TreeRound):
     """The beginning of a trip; all of it where the transport would not go on with it."""
 
-    @property
-    def transposable(self) -> bool:
-        return False
-
     def refusal(self, what: str) -> str:
         return (
             f"coded_allreduce_start cannot be {what}: use coded_allreduce, or start the "

@@ -69,16 +69,6 @@ class Carrier(abc.ABC):
     """How a round is carried out. Subclasses are frozen dataclasses: static, hashable
     and small under ``jit``."""
 
-    @property
-    def transposable(self) -> bool:
-        """Whether the transpose is the identity.
-
-        It is for an all-reduce, as in mpi4jax: the cotangent of the sum is again one
-        rank's contribution, which one more round makes exact. And that round's
-        transpose is the all-reduce again.
-        """
-        return False
-
     @abc.abstractmethod
     def carry(
         self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
@@ -120,6 +110,18 @@ class Carrier(abc.ABC):
         """Why a round cannot be ``differentiated`` or ``batched by vmap``, whatever the
         operands; empty if it can."""
         return ""
+
+    def no_transpose(self) -> str:
+        """Why a round has no transpose; empty if that is the identity.
+
+        It is for an all-reduce, as in mpi4jax: the cotangent of the sum is again one
+        rank's contribution, which one more round makes exact. And that round's
+        transpose is the all-reduce again.
+        """
+        return (
+            f"{self} has no transpose, so it cannot be differentiated in reverse mode; "
+            "coded_allreduce without slices can (its transpose is the identity)"
+        )
 
 
 def run(
@@ -224,13 +226,13 @@ def _transpose(
     tokened: bool,
     transposed: bool,
 ) -> Any:
-    _check({"carrier": carrier, "tokened": tokened}, "differentiated")
     vectors, rest = _split(operands, extras)
-    if not carrier.transposable:
-        raise NotImplementedError(
-            f"{carrier} has no transpose, so it cannot be differentiated in reverse "
-            "mode; coded_allreduce without slices can (its transpose is the identity)"
-        )
+    if all(isinstance(ct, ad.Zero) for ct in cotangents) and not transposed:
+        # the result was for looking at, such as a metric beside the loss
+        return [None for _ in operands]
+    _check({"carrier": carrier, "tokened": tokened}, "differentiated")
+    if words := carrier.no_transpose():
+        raise NotImplementedError(words)
     full = [ad.instantiate_zeros(ct) for ct in cotangents]
     out = round_p.bind(
         *full,

@@ -4,6 +4,8 @@ The model is L(θ) = φ(Σ_j g_j(θ)), so that the sum must be exact before φ b
 out in reverse mode is one rank's coded contribution, which one more round makes exact.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,9 @@ from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
 A = per_example(4, 3, seed=10)
 THETA = np.random.default_rng(11).standard_normal(3)
 DIRECTION = np.random.default_rng(12).standard_normal(3)
+
+# The sum, where the documented transpose is meant.
+transposable = functools.partial(coded_allreduce, transpose=True)
 
 
 def phi(total):
@@ -56,7 +61,7 @@ def coded(group):
     indices, weights = group.assignment(BATCH)
 
     def loss(theta):
-        return phi(coded_allreduce(partial_sum(theta, A[indices], weights), group))
+        return phi(transposable(partial_sum(theta, A[indices], weights), group))
 
     return loss
 
@@ -70,7 +75,7 @@ def close(group):
 
 
 def exact_grad(loss, group):
-    return lambda theta: coded_allreduce(jax.grad(loss)(theta), group)
+    return lambda theta: transposable(jax.grad(loss)(theta), group)
 
 
 def test_value_and_gradient(group, coded, close):
@@ -130,7 +135,7 @@ def test_gradient_through_scan(group, close):
     def loss(theta):
         def step(carry, k):
             local = partial_sum(k * theta, A[indices], weights)
-            return jnp.tanh(carry) + coded_allreduce(local, group), None
+            return jnp.tanh(carry) + transposable(local, group), None
 
         return jnp.sum(jax.lax.scan(step, jnp.zeros(4), jnp.arange(1.0, 4))[0])
 
@@ -177,7 +182,7 @@ def test_transpose_is_the_identity(group, erasures):
     cotangent = jax.tree.map(lambda x: x * (group.rank + 2), tree)
 
     def half(tree):
-        return coded_allreduce(tree, group, mean=2, erasures=erasures)
+        return transposable(tree, group, mean=2, erasures=erasures)
 
     before = group.rounds
     (back,) = jax.linear_transpose(half, tree)(cotangent)
@@ -187,7 +192,7 @@ def test_transpose_is_the_identity(group, erasures):
 
 def test_transpose_of_the_transpose_is_a_round(group, close):
     twice = jax.linear_transpose(
-        lambda ct: jax.linear_transpose(lambda x: coded_allreduce(x, group), ct)(ct)[0],
+        lambda ct: jax.linear_transpose(lambda x: transposable(x, group), ct)(ct)[0],
         np.ones(3),
     )
     close(twice(contribution(group, A[:, 0]))[0], A[:, 0].sum(0))
@@ -199,7 +204,7 @@ def test_some_leaves_are_constant(group, close):
     still = np.asarray(own["still"], np.float32)
 
     def loss(moving):
-        total = coded_allreduce({"moving": moving, "still": still, "one": 1.0}, group)
+        total = transposable({"moving": moving, "still": still, "one": 1.0}, group)
         return jnp.sum(total["moving"] ** 2) + jnp.sum(total["still"])
 
     close(jax.jit(jax.grad(loss))(own["moving"]), 2 * A[:, 0].sum(0))
@@ -227,15 +232,78 @@ def test_forward_mode_of_bcast_with_integers(group):
 
 
 @pytest.mark.parametrize("collective", [coded_reduce, tree_bcast])
-def test_no_reverse_mode(group, collective):
+def test_no_transpose(group, collective):
     with pytest.raises(
         NotImplementedError, match=rf"{collective.__name__}.*no transpose"
     ):
         jax.jit(jax.grad(lambda x: jnp.sum(collective(x, group))))(np.ones(3))
 
 
+def around(f):
+    return jax.value_and_grad(f)(THETA)
+
+
+def of_jit(f):
+    return jax.grad(jax.jit(f))(THETA)
+
+
+def pulled_back(f):
+    value, back = jax.vjp(f, THETA)
+    return back(jnp.ones_like(value))
+
+
+def linearized(f):
+    return jax.linear_transpose(jax.linearize(f, THETA)[1], THETA)(1.0)
+
+
+def checkpointed(f):
+    return jax.jit(jax.grad(jax.checkpoint(f)))(THETA)
+
+
+def of_each(f):
+    return jax.vmap(jax.grad(f))(np.stack([THETA, DIRECTION]))
+
+
+@pytest.mark.parametrize(
+    "derive", [around, of_jit, pulled_back, linearized, checkpointed, of_each]
+)
+def test_reverse_mode_through_the_sum(group, derive):
+    """It would be the gradient of another function on every rank."""
+    indices, weights = group.assignment(BATCH)
+
+    def loss(theta):
+        return phi(coded_allreduce(partial_sum(theta, A[indices], weights), group))
+
+    with pytest.raises(NotImplementedError) as error:
+        derive(loss)
+    assert "coded_value_and_grad" in str(error.value)
+    assert "transpose=True" in str(error.value)
+
+
+def test_reverse_mode_through_coded_value_and_grad(group):
+    """It returns the gradient: a gradient of its loss would be one rank's part."""
+    indices, weights = group.assignment(BATCH)
+    whole = jaxcoded.coded_value_and_grad(lambda w, x: (x - w) ** 2, group)
+    with pytest.raises(NotImplementedError, match="coded_value_and_grad of .*reverse"):
+        jax.grad(lambda w: whole(w, A[indices, 0, 0], weights)[0])(1.0)
+
+
+def test_a_sum_beside_the_loss(group, close):
+    """Nothing flows back through a metric."""
+    indices, weights = group.assignment(BATCH)
+
+    def loss(theta):
+        local = partial_sum(theta, A[indices], weights)
+        return jnp.sum(local), coded_allreduce(local, group)
+
+    for derive in (lambda f: f, jax.jit):
+        (_, total), local = derive(jax.value_and_grad(loss, has_aux=True))(THETA)
+        close(total, Whole(THETA).total)
+        close(coded_allreduce(local, group), Whole(THETA).jacobian.sum(0))
+
+
 @slices
-def test_no_reverse_mode_with_slices(comm, transport):
+def test_no_transpose_with_slices(comm, transport):
     """On any rank: also not on the root, whose message is as long as the gradient."""
     with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced:
         message = contribution(sliced, A[:, 0])
