@@ -40,8 +40,9 @@ def coded_allreduce(
         ``out``: the sum.
 
     Raises:
-        ValueError: an array is not contiguous, or ``out`` is not like ``array`` or
-            read-only, ``erasures`` has a wrong shape, or ``wire_dtype`` is another one.
+        ValueError: an array is not contiguous, or ``out`` is not like ``array``,
+            read-only or overlaps ``array`` in part, ``erasures`` has a wrong shape, or
+            ``wire_dtype`` is another one.
         TypeError: it is not floating point or has another byte order, or the group has
             slices or parts.
         CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
@@ -79,6 +80,12 @@ def coded_allreduce(
             raise ValueError("out is read-only")
         if not (array.flags.c_contiguous and result.flags.c_contiguous):
             raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
+        # of contiguous arrays this is exact
+        overlap = np.may_share_memory(array, result)
+        if overlap and array.ctypes.data != result.ctypes.data:
+            raise ValueError(
+                "out overlaps the array in part: give the array itself, or other memory"
+            )
         if group.plan.encoded:
             raise TypeError(
                 "collectives on numpy arrays need a group without slices and parts"

@@ -358,7 +358,8 @@ def test_numpy_arrays(comm, group, dtype):
         total = host.coded_allreduce(array, group)
         out = np.empty_like(array)
         assert host.coded_allreduce(array, group, out=out) is out
-        assert host.coded_allreduce(array, group, out=array) is array
+        itself = array.view()
+        assert host.coded_allreduce(array, group, out=itself) is itself
         empty = host.coded_allreduce(np.zeros((0, 3), dtype), group)
     assert not compiled
     assert (empty.shape, empty.dtype) == ((0, 3), dtype)
@@ -410,9 +411,14 @@ def test_numpy_arrays_that_do_not_fit(comm, group, own):
     assert erred in ([0], [1], [0, 1])
 
 
+MEMORY = np.ones(5)
+
+
 @pytest.mark.parametrize(
     ("array", "options", "error", "message"),
     [
+        (MEMORY[1:], {"out": MEMORY[:-1]}, ValueError, "out overlaps the array in"),
+        (MEMORY[:-1], {"out": MEMORY[1:]}, ValueError, "out overlaps the array in"),
         (np.ones((4, 4))[:, ::2], {}, ValueError, "must be contiguous"),
         (np.ones(4), {"out": np.ones(8)[::2]}, ValueError, "must be contiguous"),
         (np.ones(4), {"out": np.ones(3)}, ValueError, r"out must be like the array"),
