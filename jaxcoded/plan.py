@@ -228,24 +228,21 @@ class Plan:
         Args:
             rank: whose coefficients.
             erased: bool ``(size,)``, the ranks whose messages are left out. Default
-                none. Where the children that are left do not suffice, the least-squares
+                none. Children that lack too many of theirs are left out, too; see
+                `missing`. Where those that are left do not suffice, the least-squares
                 coefficients; see `unrecoverable`.
         """
         coding = self.codings[rank]
         if coding is None:
             return np.zeros((1, 0))
-        children = self.coded_children(rank)
-        left_out = (
-            np.zeros(self.size, bool) if erased is None else np.asarray(erased, bool)
-        )
-        return coding.code.decode(~left_out[list(children)]).coefficients
+        missing = np.zeros(self.size, bool) if erased is None else self.missing(erased)
+        answered = ~missing[list(self.coded_children(rank))]
+        return coding.code.decode(answered).coefficients
 
-    def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
-        """The parents that cannot rebuild their sum without the erased ranks; empty if
-        the plan tolerates them.
-
-        Parents that are erased themselves, or below one, are not needed and do not
-        count. The root always is.
+    def missing(self, erased: Sequence[bool] | np.ndarray) -> np.ndarray:
+        """The ranks whose messages are not to be had without the erased ones: bool
+        ``(size,)``. Those are missing, and every parent that lacks too many children,
+        as it has no sum to send.
 
         Args:
             erased: bool ``(size,)``.
@@ -253,24 +250,36 @@ class Plan:
         Raises:
             ValueError: it has another shape.
         """
-        erased = np.asarray(erased, bool)
-        if erased.shape != (self.size,):
+        missing = np.array(erased, bool)
+        if missing.shape != (self.size,):
             raise ValueError(
                 f"erasures must have shape ({self.size},), one for each rank, "
-                f"got {erased.shape}"
+                f"got {missing.shape}"
             )
-        if erased[self.root]:
-            return [self.root]
-        failed = []
-        needed = ~erased
-        for rank in self.tree.order:
-            if rank != self.root:
-                needed[rank] &= needed[self.tree.parents[rank]]
+        for rank in reversed(self.tree.order):
             coding = self.codings[rank]
-            if coding is not None and needed[rank]:
-                answered = ~erased[list(self.coded_children(rank))]
-                if not coding.code.sufficient(answered):
-                    failed.append(rank)
+            if coding is not None and not missing[rank]:
+                answered = ~missing[list(self.coded_children(rank))]
+                missing[rank] = not coding.code.sufficient(answered)
+        return missing
+
+    def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
+        """The parents for want of whose sums the root has none without the erased
+        ranks, the root first; empty if the plan tolerates them.
+
+        Args:
+            erased: bool ``(size,)``.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        missing = self.missing(erased)
+        failed: list[int] = []
+        for rank in self.tree.order:
+            above = self.tree.parents[rank]
+            wanted = rank == self.root or (above in failed and not erased[rank])
+            if wanted and missing[rank]:
+                failed.append(rank)
         return failed
 
     def refusal(self, erased: Sequence[bool] | np.ndarray) -> str:
@@ -284,12 +293,17 @@ class Plan:
             return ""
         if erased[self.root]:
             return f"rank {self.root} is the root, the one rank that cannot be left out"
-        children = self.coded_children(failed[0])
+        missing = self.missing(erased)
+        lacks = {
+            rank: [child for child in self.coded_children(rank) if missing[child]]
+            for rank in failed
+        }
+        first, *others = failed
         return (
-            f"rank {failed[0]} cannot rebuild its sum without its children "
-            f"{[child for child in children if erased[child]]}: any "
-            f"{self.tolerates(failed[0])} of its {len(children)} children may be left "
-            "out; make the group with more stragglers"
+            f"rank {first} cannot rebuild its sum without its children {lacks[first]}"
+            + "".join(f", nor rank {rank} without {lacks[rank]}" for rank in others)
+            + f": any {self.tolerates(first)} of the {len(self.coded_children(first))} "
+            f"children of rank {first} may be left out; make the group with more stragglers"
         )
 
     def tolerates(self, rank: int) -> int:

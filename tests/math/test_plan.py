@@ -1,5 +1,7 @@
 import copy
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import pickle
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from independent import bounded, paper_parents
+from independent import bounded, paper_parents, solvable
 
 from jaxcoded import Plan, make_plan
 from jaxcoded.tree import regular_size
@@ -273,6 +275,52 @@ def test_every_process_makes_the_same_plan():
             check=True,
         )
         assert out.stdout.split() == here
+
+
+# What can be done without.
+
+
+@bounded
+@given(st.data())
+def test_sets_that_the_root_can_do_without(data):
+    """Against all ways to leave out parents beside the erased ranks."""
+    size = data.draw(st.integers(3, 9))
+    parents = [-1, *(data.draw(st.integers(0, rank - 1)) for rank in range(1, size))]
+    try:
+        plan = make_plan(
+            size,
+            parents=parents,
+            stragglers=data.draw(st.integers(0, 2)),
+            slices=data.draw(st.integers(1, 2)),
+        )
+    except ValueError:  # no parent has so many children
+        return
+    inner = {rank for rank in range(size) if plan.coded_children(rank)}
+
+    @functools.cache
+    def decodable(rank, answered):
+        return solvable(plan.codings[rank].code.B, list(answered))
+
+    def consistent(out):
+        """All that are not left out have a sum without those that are."""
+        return plan.root not in out and all(
+            decodable(rank, tuple(c not in out for c in plan.coded_children(rank)))
+            for rank in inner - out
+        )
+
+    for mask in itertools.product([False, True], repeat=size):
+        erased = {rank for rank in range(size) if mask[rank]}
+        more = sorted(inner - erased)
+        ways = itertools.chain.from_iterable(
+            itertools.combinations(more, count) for count in range(len(more) + 1)
+        )
+        possible = [erased.union(way) for way in ways if consistent(erased.union(way))]
+        assert (plan.unrecoverable(mask) == []) == bool(possible)
+        if possible:  # and no more than need be are left out
+            missing = set(np.flatnonzero(plan.missing(mask)))
+            assert missing == set.intersection(*possible)
+        else:
+            assert plan.unrecoverable(mask)[0] == plan.root
 
 
 # describe().

@@ -84,36 +84,32 @@ def assert_same_bits(comm, tree):
 
 
 def tolerated_masks(plan):
-    """Every mask that leaves the root a decodable set, by enumeration: bool ``(masks, size)``.
-
-    What is below an erased rank does not matter. Decodable is what a matrix rank says.
-    """
-
-    @functools.cache
-    def decodable(rank, answered):
-        return solvable(plan.codings[rank].code.B, list(answered))
-
-    def fine(rank, erased):
-        children = plan.coded_children(rank)
-        answered = tuple(i for i, child in enumerate(children) if not erased[child])
-        return not children or (
-            decodable(rank, answered)
-            and all(fine(children[i], erased) for i in answered)
-        )
-
+    """Every mask that leaves the root a decodable set, by enumeration: bool ``(masks, size)``."""
     masks = itertools.product([False, True], repeat=plan.size)
-    return np.array(
-        [mask for mask in masks if not mask[plan.root] and fine(plan.root, mask)]
-    )
+    return np.array([mask for mask in masks if _has_sum(plan, plan.root, mask)])
 
 
 def lost(plan, mask):
-    """The erased ranks and all those below them."""
-    out = np.array(mask)
+    """The erased ranks, the parents that lack too many children, and all those below them."""
+    out = np.array([not _has_sum(plan, rank, mask) for rank in range(plan.size)])
     for rank in plan.tree.order:
         if rank != plan.root:
             out[rank] |= out[plan.parents[rank]]
     return out
+
+
+def _has_sum(plan, rank, erased):
+    """Whether a rank has something to send. Decodable is what a matrix rank says."""
+    children = plan.coded_children(rank)
+    answered = tuple(
+        i for i, child in enumerate(children) if _has_sum(plan, child, erased)
+    )
+    return not erased[rank] and (not children or _decodable(plan, rank, answered))
+
+
+@functools.cache
+def _decodable(plan, rank, answered):
+    return solvable(plan.codings[rank].code.B, list(answered))
 
 
 def random_erasures(plan, rng):

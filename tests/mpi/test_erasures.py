@@ -1,5 +1,7 @@
 """Every set of ranks that a plan can do without, and sets that it cannot."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +58,8 @@ def test_every_tolerated_mask(comm, group):
     masks = tolerated_masks(group.plan)
     if (
         SIZE == 13
-    ):  # 4^4 with at most one child of each parent, and below a lost one any
-        assert len(masks) == 4**3 + 3 * 4**2 * 2**3
+    ):  # of a child's 2^4 masks 4 leave it a sum; of three, two must have one
+        assert len(masks) == 4**3 + 3 * 4**2 * 12
     assert_exact(comm, group, sums_without(group, masks))
 
 
@@ -146,19 +148,23 @@ def test_too_many(group, masked):
     tolerance = 0 if SIZE == 2 else 1
     assert (
         f"TooManyErasures: rank 0 cannot rebuild its sum without its children {sorted(wanted)}: "
-        f"any {tolerance} of its {len(group.plan.coded_children(0))} children may be left out"
+        f"any {tolerance} of the {len(group.plan.coded_children(0))} children of rank 0 may be"
     ) in str(error.value)
     assert_sum(group, masked(), GRADIENTS["wide"])
 
 
 @pytest.mark.skipif(SIZE != 13, reason="needs two layers")
 def test_too_many_below_an_inner_rank(group, masked):
-    inner = group.plan.coded_children(0)[0]
-    leaves = group.plan.coded_children(inner)[:2]
-    with pytest.raises(JaxRuntimeError, match=f"rank {inner} cannot rebuild its sum"):
-        masked(*leaves)
-    # without the inner rank itself nobody needs them
-    assert_sum(group, masked(inner, *leaves), GRADIENTS["wide"])
+    first, second, _ = group.plan.coded_children(0)
+    some, more = (list(group.plan.coded_children(rank)[:2]) for rank in (first, second))
+    # a rank that lacks too many is left out itself
+    assert_sum(group, masked(*some), GRADIENTS["wide"])
+    words = (
+        f"without its children [{first}, {second}], nor rank {first} without {some}, "
+        f"nor rank {second} without {more}: any 1 of the 3 children of rank 0"
+    )
+    with pytest.raises(JaxRuntimeError, match=re.escape(words)):
+        masked(*some, *more)
 
 
 @redundant
