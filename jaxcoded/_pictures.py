@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from jaxcoded._files import replacing
+
 # Okabe & Ito 2008, without the yellow that white paper swallows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
@@ -63,4 +65,5 @@ def picture(
         yield figure, axes
         path = pathlib.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with replacing(path) as file:
+            figure.savefig(file, format=path.suffix[1:] or None)

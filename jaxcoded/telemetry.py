@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from jaxcoded._files import replacing
+
 logger = logging.getLogger("jaxcoded")
 
 # A rank that was hardly ever heard of still gets some data.
@@ -246,8 +248,14 @@ class Telemetry:
         return lines
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to an ``.npz`` file that needs no pickle; see `load`."""
-        with open(path, "wb") as file:
+        """Write everything to an ``.npz`` file that needs no pickle; see `load`.
+
+        A file that is there is replaced by a whole one, or stays as it is.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with replacing(path) as file:
             np.savez(file, **dataclasses.asdict(self))
 
     @classmethod

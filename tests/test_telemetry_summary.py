@@ -1,6 +1,7 @@
 """What is made of a rank's records, from records written by hand."""
 
 import dataclasses
+import resource
 
 import numpy as np
 import pytest
@@ -108,6 +109,28 @@ def test_files(tmp_path):
         np.testing.assert_array_equal(
             getattr(back, field.name), getattr(seen(), field.name)
         )
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    path = tmp_path / "seen.npz"
+    seen().save(path)
+    link = tmp_path / "link.npz"
+    link.symlink_to(path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        for each in (path, link):
+            with pytest.raises(OSError, match="File too large"):
+                seen().save(each)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert set(tmp_path.iterdir()) == {path, link}
+    dataclasses.replace(seen(), rank=3).save(link)
+    assert link.is_symlink() and Telemetry.load(path).rank == 3
+    with pytest.raises(OSError, match="No space left on device"):
+        seen().save("/dev/full")
 
 
 def test_other_files(tmp_path):
