@@ -1,27 +1,33 @@
 """Coded collective operations for JAX over MPI: an all-reduce whose sum is exact
 although some ranks are left out."""
 
-from jaxcoded import baselines as baselines
-from jaxcoded import codes as codes
-from jaxcoded import host as host
-from jaxcoded import kernels as kernels
-from jaxcoded import optax as optax
-from jaxcoded.codes import GradientCode as GradientCode
-from jaxcoded.collectives import coded_allreduce as coded_allreduce
-from jaxcoded.collectives import coded_reduce as coded_reduce
-from jaxcoded.collectives import tree_bcast as tree_bcast
-from jaxcoded.errors import CodedError as CodedError
-from jaxcoded.errors import DeadlineExceeded as DeadlineExceeded
-from jaxcoded.errors import Desynchronized as Desynchronized
-from jaxcoded.errors import GroupClosed as GroupClosed
-from jaxcoded.errors import GroupMismatch as GroupMismatch
-from jaxcoded.errors import TooManyErasures as TooManyErasures
-from jaxcoded.group import CodedGroup as CodedGroup
-from jaxcoded.kernels import Encoded as Encoded
-from jaxcoded.nonblocking import Handle as Handle
-from jaxcoded.nonblocking import coded_allreduce_done as coded_allreduce_done
-from jaxcoded.nonblocking import coded_allreduce_start as coded_allreduce_start
-from jaxcoded.plan import Plan as Plan
-from jaxcoded.plan import make_plan as make_plan
-from jaxcoded.rounds import settle as settle
-from jaxcoded.training import coded_value_and_grad as coded_value_and_grad
+import ast as _ast
+import importlib as _importlib
+import pathlib as _pathlib
+from typing import Any as _Any
+
+# What is here stands in the stub, for type checkers and at run time, and is imported when it is
+# asked for: what plans and simulates runs without an MPI. Scientific Python's SPEC 1.
+_stub = _pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_modules = {
+    alias.name: f"{node.module}.{alias.name}"
+    if node.module == __name__
+    else node.module
+    for node in _ast.parse(_stub).body
+    if isinstance(node, _ast.ImportFrom)
+    for alias in node.names
+}
+__all__ = list(_modules)
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(_modules[name])
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

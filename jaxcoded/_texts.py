@@ -45,7 +45,8 @@ def parsed(
 
 
 def number_of_bytes(what: str, text: str) -> float:
-    """Bytes that a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"`` names.
+    """Bytes that a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"`` names: units with an
+    ``i`` are powers of 1024, others of 1000.
 
     Raises:
         ValueError: it names none.
@@ -55,13 +56,13 @@ def number_of_bytes(what: str, text: str) -> float:
         >>> _texts.number_of_bytes("payload", "4 MiB")
         4194304.0
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kMGT]?)(i?)B?\s*", text)
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?)(i?)B?\s*", text)
     try:
         number = float(found[1]) if found else math.nan
     except ValueError:
         number = math.nan
     if found:
-        number *= (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ")
+        number *= (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
     if not 0 < number < math.inf:
         raise ValueError(
             f"{what} must be a number of bytes such as 4e6, 4MB or 4MiB, got {text!r}"

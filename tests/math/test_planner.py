@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxcoded
-from jaxcoded import planner, stragglers
+from jaxcoded import _texts, planner, stragglers
 from jaxcoded.__main__ import main
 from jaxcoded.candidates import Candidate, candidates, hopeless
 from jaxcoded.simulator import Layout, Network, Ring, simulate
@@ -363,7 +363,49 @@ def test_errors_in_one_line(capsys, wrong, said):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4e6", 4e6),
+        ("512", 512),
+        ("4kB", 4000),
+        ("4KB", 4000),
+        ("256KiB", 256 << 10),
+        ("256 kiB", 256 << 10),
+        ("1.5 MiB", 1.5 * (1 << 20)),
+        ("2M", 2e6),
+        ("2GB", 2e9),
+        ("2TiB", 2 << 40),
+    ],
+)
+def test_numbers_of_bytes(text, expected):
+    assert _texts.number_of_bytes("payload", text) == expected
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("mpi4py", "mpi4jax", "jax"):
+            raise ImportError(f"{name} is not to be imported")
+
+sys.meta_path.insert(0, Missing())
+from jaxcoded.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_as_a_command():
+    """Which needs neither an MPI nor JAX."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *USUAL, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(done.stdout)["ranks"] == 7
     done = subprocess.run(
         [sys.executable, "-m", "jaxcoded", "plan", "--help"],
         capture_output=True,
