@@ -1,5 +1,6 @@
 """The plan of a group that is asked to find its own."""
 
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def check(plan: Any, payload: Any, work: Any, given: dict[str, Any]) -> None:
     Args:
         plan: must be ``"auto"``.
         payload: bytes.
-        work: a function, or seconds.
+        work: a function of the part of the batch, or seconds for the whole batch.
         given: other arguments, of which there must be none.
 
     Raises:
@@ -66,15 +67,26 @@ def check(plan: Any, payload: Any, work: Any, given: dict[str, Any]) -> None:
         )
     if not (callable(work) or _require.is_positive(work)):
         raise ValueError(
-            'plan="auto" needs work, a function that computes the gradient of 1/(N−1) '
-            f"of the batch, or the seconds that this takes: got work={work!r}"
+            'plan="auto" needs work, a function work(part) that computes the gradient of '
+            "such a part of the batch, or the seconds that one rank would take for the "
+            f"whole batch: got work={work!r}"
         )
 
 
 def choose(
-    comm: MPI.Intracomm, payload: float, work: Callable[[], Any] | float, seed: int
+    comm: MPI.Intracomm,
+    payload: float,
+    work: Callable[[float], Any] | float,
+    seed: int,
 ) -> Choice:
     """Measure, and plan. Collective; rank 0 decides.
+
+    Args:
+        comm: of the ranks.
+        payload: bytes that a step sums.
+        work: computes the gradient of a part of the batch; or the seconds that a usual
+            rank would take for the whole batch.
+        seed: of random codes.
 
     Raises:
         RuntimeError: ``work`` failed on a rank. Raised on every rank.
@@ -85,25 +97,27 @@ def choose(
         alone = make_plan(1, stragglers=0, seed=seed)
         return Choice(alone, PIECE, "one rank: nothing to plan")
     with progress("measuring and planning", quiet=comm.rank > 0) as tell:
-        work = work if callable(work) else float(work)
-        seen = measured(comm, work, lambda part: tell(0.4 * part))
+        part = 1 / (size - 1)
+        mine = functools.partial(work, part) if callable(work) else float(work) * part
+        seen = measured(comm, mine, lambda done: tell(0.4 * done))
+        seconds = seen.work / part
         answer: dict[str, Any] = {}
         if comm.rank == 0:
             try:
                 ranking = best_plans(
                     size,
                     float(payload),
-                    seen.work * (size - 1),
+                    seconds,
                     seen.network,
                     seen.stragglers,
                     seed=seed,
-                    progress=lambda part: tell(0.4 + 0.6 * part),
+                    progress=lambda done: tell(0.4 + 0.6 * done),
                 )
                 best = ranking.best_tree.candidate
                 answer = {
                     "plan": best.plan(size, seed).to_json(),
                     "piece": best.piece,
-                    "words": _words(seen, ranking),
+                    "words": _words(seen, seconds, ranking),
                 }
             except Exception as error:  # noqa: BLE001  # the others wait for a word
                 answer = {"error": f"{type(error).__name__}: {error}"}
@@ -115,14 +129,14 @@ def choose(
     return Choice(Plan.from_json(answer["plan"]), answer["piece"], answer["words"])
 
 
-def _words(seen: Measurement, ranking: Ranking) -> str:
+def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
     best, network = ranking.best_tree, seen.network
     spread = np.percentile(seen.stragglers.factors, [5, 50, 95, 100])
     words = (
         f"{best.name}, pieces of {best.candidate.piece >> 10} KiB, expected step "
         f"{best.step:.3g} s. {ranking.verdict}. Measured: latency "
         f"{network.latency * 1e6:.3g} µs, {network.bandwidth * 8e-9:.3g} Gb/s, work "
-        f"{seen.work:.3g} s, of which ranks took "
+        f"{seconds:.3g} s for the whole batch; ranks took "
         f"{spread[0]:.2f} … {spread[2]:.2f} times as much (5 … 95 %; at most "
         f"{spread[3]:.3g}) in {seen.rounds} turns"
     )

@@ -47,10 +47,11 @@ class CodedGroup:
             uncoded then. `planned` says why. Instead of ``stragglers``, ``fanout``,
             ``code``, ``slices``, ``root_computes``, ``speeds`` and ``piece_bytes``.
         payload: for ``plan="auto"``: bytes that a step sums.
-        work: for ``plan="auto"``: a function without arguments that computes what a rank
-            would compute for ``1/(N−1)`` of the batch. It is called for about a second
-            after a first call. Or the seconds that this takes: then a loop measures how
-            much ranks differ.
+        work: for ``plan="auto"``: a function ``work(part)`` that computes what a rank
+            would compute for a part of the batch, a number up to 1. It is called for
+            about a second after a first call, with ``1/(N−1)`` each time. Or the
+            seconds that a usual rank would take for the whole batch on its own, as in
+            ``jaxcoded plan --compute``: then a loop measures how much ranks differ.
         stragglers: ``s``, the number of children of every parent that may be missing.
             Default 1.
         fanout: the largest number of children of a parent; see `make_plan`.
@@ -103,7 +104,7 @@ class CodedGroup:
         *,
         plan: str | None = None,
         payload: float | None = None,
-        work: Callable[[], Any] | float | None = None,
+        work: Callable[[float], Any] | float | None = None,
         stragglers: int | None = None,
         fanout: int | None = None,
         code: str | Mapping[int, str] | Sequence[str] = "auto",

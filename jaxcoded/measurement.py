@@ -28,7 +28,7 @@ class Measurement:
     Attributes:
         network: latency and bandwidth between ranks that are far apart in the job, all
             pairs at once; the rest as usual.
-        work: seconds that a usual rank takes for what it was given to compute.
+        work: seconds that a usual rank takes for what it was given to compute once.
         stragglers: how much longer each rank took each time.
         rounds: how often the fastest rank has computed it.
     """
