@@ -153,10 +153,12 @@ def coded_allreduce(
             root, which is never late. ``tree`` then
             gives the shapes alone, and this rank counts as a straggler: its zeros
             never enter a sum. With the engine only.
-        residual: return how far the sum is from the exact one, too: ``‖c − 1‖₂ /
-            √cells`` for the coefficients ``c`` that the parts of the batch ended up
-            with, in the group's `jaxcoded.cells`, which go through the same round. 0 up
-            to rounding for an exact code.
+        residual: return how far the sum is from the exact one, too: ``√Σ_k p_k (c_k −
+            1)²`` for the coefficients ``c_k`` that the group's `jaxcoded.cells` ended
+            up with, which go through the same round; cell ``k`` is the part ``p_k`` of
+            the batch. 0 up to rounding for an exact code. The cells are those of a
+            batch that can be cut anywhere; where yours does not divide into them, what
+            its examples ended up with differs a little (``docs/theory.md``).
         wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it
             once for each message, which halves the traffic, see ``docs/theory.md`` for
             the error; all else, also numbers (leaves of no axes, such as a loss),

@@ -48,7 +48,9 @@ def coded_value_and_grad(
         mean: divide loss and gradient by the number of examples in the global batch,
             counted by the same code. The weights must be those of ``group.assignment``.
             With an approximate code, by the weight that they have in the sum.
-        residual: return the residual too, see `coded_allreduce`.
+        residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
+            ``c_k`` with which the cells of the batch, its parts ``p_k``, entered; of
+            cells that divide the batch, see `coded_allreduce`.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
             arrays travel, see `coded_allreduce`. Gradients are computed and encoded as
             without it, and loss and count keep all digits.

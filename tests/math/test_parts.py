@@ -202,6 +202,104 @@ def test_probes(plan):
     assert np.sqrt((weights * (found - exact) ** 2).sum()) > 1e-3
 
 
+@pytest.mark.parametrize("batch", [23, 1000])
+@pytest.mark.parametrize("speeds", [None, [1, 1, 4, 2, 1, 3]])
+def test_residual_of_a_batch(batch, speeds):
+    """Cells count by their size. They are those of a batch that can be cut anywhere:
+    examples that are not of their cell make the difference."""
+    plan = make_plan(6, stragglers=1, speeds=speeds, fanout=5)
+    lost = set(plan.coded_children(plan.root)[1:4])
+    sizes = cells.sizes(plan)
+    ideal = tree_sum(
+        plan, [cells.probe(plan, rank)[None] for rank in range(plan.size)], lost
+    )
+    exact, weights = cells.deviation(plan)
+    np.testing.assert_allclose(weights, sizes)
+    residual = np.sqrt((weights * (ideal - exact) ** 2).sum())
+    unweighted = np.sqrt(np.mean((ideal - exact) ** 2))
+    assert (abs(residual - unweighted) > 1e-3) == (speeds is not None)
+
+    cell = np.searchsorted(np.cumsum(sizes)[:-1], (np.arange(batch) + 0.5) / batch)
+    own, moved = [], np.zeros(batch, bool)
+    for rank in range(plan.size):
+        indices, coefficients = shares(plan, rank, batch)
+        own.append(np.zeros((1, batch)))
+        own[-1][0, indices] = coefficients[:, 0, 0]
+        moved |= own[-1][0] != cells.coefficients(plan, rank)[cell, 0, 0]
+    wrong = (tree_sum(plan, own, lost) - 1) ** 2
+    worst = max(wrong.max(), ((ideal - exact) ** 2).max())
+    bound = (moved.mean() + len(sizes) / batch) * worst
+    off = abs(residual**2 - wrong.mean())
+    divides = speeds is None and batch == 1000
+    assert off < 1e-12 if divides else 1e-4 < off <= bound
+
+
+# A number of the sum is made of the same number of the gradients alone: 0 where they are.
+KEEP_ZEROS = [
+    "uncoded",
+    "fractional_repetition",
+    "cyclic_repetition",
+    "random_generator",
+    "polynomial",
+    "linear(generator=[[1, 2]])",
+    "gaussian_mds",
+    "single_parity_check",
+    "reed_solomon",
+    "hamming(r=2)",
+    "partial_stragglers(late=1, slowdown=3)",
+    "progressive",
+    "ignore_stragglers",
+    "bernoulli(load=3)",
+    "stochastic_block(load=3, blocks=2)",
+    "expander(degree=3)",
+    "block_design(load=3)",
+    "grouped(load=3)",
+]
+# With slices it is made of those of other slices, too, which cancel up to rounding.
+LOSE_ZEROS = {
+    "adaptive": 1,
+    "random_generator": 2,
+    "polynomial": 2,
+    "linear(generator=[[1, 0, 2], [0, 1, 3]])": 2,
+    "gaussian_mds": 2,
+    "single_parity_check": 3,
+    "reed_solomon": 2,
+    "hamming(r=3)": 4,
+    "grouped(load=3)": 2,
+}
+
+
+def test_what_becomes_of_zeros_is_known_of_all_codes():
+    texts = [*KEEP_ZEROS, *LOSE_ZEROS]
+    assert {text.partition("(")[0] for text in texts} == set(codes.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "slices", "keeps"),
+    [
+        *((text, 1, True) for text in KEEP_ZEROS),
+        *((text, slices, False) for text, slices in LOSE_ZEROS.items()),
+    ],
+)
+def test_zeros(text, slices, keeps):
+    """Numbers that are 0 in all gradients, whoever is missing."""
+    n = 7 if text in ("block_design(load=3)", "hamming(r=3)") else 12
+    alone = text == "uncoded" or text.startswith("partial")
+    plan = make_plan(n + 1, fanout=n, stragglers=1 - alone, slices=slices, code=text)
+    gradients = np.tile(gradients_for(plan, 30), 50)
+    rng = np.random.default_rng(0)
+    zero = rng.random(gradients.shape[1]) < 0.5
+    gradients[:, zero] = 0
+    own = own_messages(plan, gradients)
+    kept = []
+    for missing in [set(), *(random_missing(plan, rng) for _ in range(5))]:
+        total = tree_sum(plan, own, missing)
+        assert total[~zero].all()
+        np.testing.assert_allclose(total[zero], 0, atol=1e-9)
+        kept.append(not total[zero].any())
+    assert all(kept) == keeps
+
+
 speeds = st.lists(st.integers(1, 9), min_size=5, max_size=14)
 
 
