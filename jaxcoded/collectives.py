@@ -226,26 +226,36 @@ def coded_reduce(
     mean: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
     wire_dtype: Any = None,
+    token: jax.Array | None = None,
 ) -> Any:
     """`coded_allreduce` without the way down: the sum at the root, zeros elsewhere.
 
     Takes, returns and raises what `coded_allreduce` does, but has no transpose.
     """
     return summed(
-        "coded_reduce", tree, group, mean, erasures, down=False, wire_dtype=wire_dtype
+        "coded_reduce",
+        tree,
+        group,
+        mean,
+        erasures,
+        down=False,
+        wire_dtype=wire_dtype,
+        token=token,
     )
 
 
-def tree_bcast(tree: Any, group: CodedGroup) -> Any:
+def tree_bcast(tree: Any, group: CodedGroup, *, token: jax.Array | None = None) -> Any:
     """The root's values on every rank, sent down the tree.
 
     Args:
         tree: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on
             all ranks. Only the root's values matter.
         group: an open group.
+        token: orders this call, see `coded_allreduce`.
 
     Returns:
-        A pytree like ``tree``. It has no transpose.
+        A pytree like ``tree``; with a ``token`` the pair of it and the token for the next
+        call. It has no transpose.
 
     Raises:
         TypeError: a leaf is not made of numbers of whole bytes (keys, int4).
@@ -261,8 +271,13 @@ def tree_bcast(tree: Any, group: CodedGroup) -> Any:
     check_open(group)
     with group.failing("tree_bcast"):
         vectors, packing = pack(tree, floats_only=False)
-    carrier = TreeRound(group.index, Trip(f"tree_bcast of {packing}", up=False))
-    return unpack(rounds.run(carrier, vectors)[0], packing)
+        if token is not None:
+            token = rounds.checked_token(token)
+    words = f"tree_bcast of {packing}{_tokened(token)}"
+    carrier = TreeRound(group.index, Trip(words, up=False))
+    out, token = carried(carrier, vectors, [], group, token)
+    result = unpack(out, packing)
+    return result if token is None else (result, token)
 
 
 def summed(
@@ -333,7 +348,7 @@ def prepared(
         if erasures is not None:
             extras.append(jnp.asarray(checked_erasures(erasures, group.size)))
         if token is not None:
-            token = checked_token(token)
+            token = rounds.checked_token(token)
     carrier = TreeRound(
         group.index,
         trip,
@@ -443,8 +458,13 @@ def summing(
         _check_amplification(dtype, group.plan.amplification)
     words = f"{name} of {packing}{divisor}"
     words += group.plan_words
-    words += ", with its residual" * residual + ", with a token" * (token is not None)
+    words += ", with its residual" * residual + _tokened(token)
     return Trip(words, down=down)
+
+
+def _tokened(token: jax.Array | None) -> str:
+    """What the words of a call say of its order."""
+    return "" if token is None else ", with a token"
 
 
 def _message(
@@ -537,16 +557,6 @@ def checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
     ):
         raise ValueError(f"skip is True or False, got {skip.dtype}{list(skip.shape)}")
     return (skip != 0).astype(jnp.int32)
-
-
-def checked_token(token: Any) -> jax.Array:
-    token = jnp.asarray(token)
-    if token.shape or token.dtype != np.int32:
-        raise TypeError(
-            "token must be an int32 number such as jnp.int32(0), or what the last call "
-            f"returned, got {token.dtype}{list(token.shape)}"
-        )
-    return token
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:

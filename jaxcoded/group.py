@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
@@ -400,7 +400,15 @@ class CodedGroup:
         indices, weights = assignment(self.plan, self.rank, batch_size)
         return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
 
-    def lag(self) -> int | jax.Array:
+    @overload
+    def lag(self, *, token: None = None) -> int | jax.Array: ...
+
+    @overload
+    def lag(self, *, token: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+
+    def lag(
+        self, *, token: jax.Array | None = None
+    ) -> int | jax.Array | tuple[jax.Array, jax.Array]:
         """Rounds of this group that are decided, as far as this rank knows, and that it
         has not called yet.
 
@@ -409,16 +417,27 @@ class CodedGroup:
         `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
         transport, always.
 
-        Outside ``jit`` this waits for this rank's own rounds in flight; calls ordered by
-        a token must have ended before. To leave out a gradient of your own, hand
+        Outside ``jit`` this waits for this rank's own rounds in flight; of calls ordered by
+        a token it knows nothing unless it has the token, too. To leave out a gradient of your own, hand
         `jaxcoded.coded_allreduce` ``skip=True`` with that very call: zeros alone would
         count as a contribution if the round is not decided yet.
 
+        Args:
+            token: orders this call, see `jaxcoded.coded_allreduce`.
+
         Returns:
             A number; inside ``jit`` an int32 scalar, read in the order of the
-            collectives.
+            collectives; with a ``token``, inside and outside, the pair of that and the
+            token for the next call.
+
+        Raises:
+            TypeError: ``token`` is not an int32 number.
         """
         check_open(self)
+        if token is not None:
+            lag, token = self.transport.lag(rounds.checked_token(token))
+            assert token is not None
+            return lag, token
         if rounds.tracing():
             return self.transport.lag(None)[0]
         rounds.settle()

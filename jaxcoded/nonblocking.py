@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
+from jaxcoded import rounds
 from jaxcoded.collectives import (
     TreeRound,
     carried,
     checked_skip,
-    checked_token,
     converted,
     prepared,
     results,
@@ -228,7 +228,7 @@ def coded_allreduce_done(
         )
     group = find(handle.group)
     if token is not None:
-        token = checked_token(token)
+        token = rounds.checked_token(token)
     before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
     sums, residuals = [], []
     for flight, packing, shapes in zip(handle.rounds, handle.packings, handle.results):

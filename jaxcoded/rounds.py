@@ -65,6 +65,21 @@ def tracing() -> bool:
     return not core.trace_ctx.is_top_level()
 
 
+def checked_token(token: Any) -> jax.Array:
+    """A number that can order calls.
+
+    Raises:
+        TypeError: it is not int32.
+    """
+    token = jnp.asarray(token)
+    if token.shape or token.dtype != np.int32:
+        raise TypeError(
+            "token must be an int32 number such as jnp.int32(0), or what the last call "
+            f"returned, got {token.dtype}{list(token.shape)}"
+        )
+    return token
+
+
 class Carrier(abc.ABC):
     """How a round is carried out. Subclasses are frozen dataclasses: static, hashable
     and small under ``jit``."""

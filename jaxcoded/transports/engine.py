@@ -585,9 +585,9 @@ def _batch(
         raise NotImplementedError(
             "coded_allreduce_done cannot be batched by vmap: a handle is of one round"
         )
-    assert target == "jaxcoded_part"
     if tokened:
         raise NotImplementedError("a call with a token cannot be batched by vmap")
+    assert target == "jaxcoded_part"
     values = dict(attributes)
     size = next(
         operand.shape[axis] for operand, axis in zip(operands, axes) if axis is not None

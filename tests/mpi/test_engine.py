@@ -157,7 +157,7 @@ def test_two_groups_in_loops(comm, group, transport, own):
 
 
 def test_lag_in_step(comm, group):
-    read = jax.jit(lambda: (group.lag(), group.transport.lag(jnp.int32(3))))
+    read = jax.jit(lambda: (group.lag(), group.lag(token=jnp.int32(3))))
     wait_for_all(comm)
     assert group.lag() == 0
     lag, (carried, token) = read()
@@ -174,13 +174,13 @@ def test_lag_in_the_order_of_the_calls(comm, group, own, late, form):
 
     @jax.jit
     def step(x, token):
-        before = group.lag() if form == "effect" else None
         if form == "effect":
+            before = group.lag()
             total = coded_allreduce(x, group)
             return before, total, group.lag(), token
-        before, token = group.transport.lag(token)
+        before, token = group.lag(token=token)
         total, token = coded_allreduce(x, group, token=token)
-        after, token = group.transport.lag(token)
+        after, token = group.lag(token=token)
         return before, total, after, token
 
     token = jnp.int32(0)

@@ -12,7 +12,7 @@ from together import compilations, finish
 
 import jaxcoded
 import jaxcoded.optax
-from jaxcoded import coded_allreduce
+from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
 
 VECTOR = per_example(5)
 
@@ -47,6 +47,39 @@ def test_tokens(comm, group, own):
         assert_same_bits(comm, totals)
     assert group.rounds == before + 3 * 8
     assert program._cache_size() == 1
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["jit", "eager"])
+def test_every_collective_takes_a_token(comm, group, own, inside):
+    """And hands one on, so that all calls of a program are in one order."""
+
+    def program(x, token):
+        lag, token = group.lag(token=token)
+        at_root, token = coded_reduce(x, group, mean=BATCH, token=token)
+        told, token = tree_bcast(
+            {"mine": at_root, "who": group.rank}, group, token=token
+        )
+        total, token = coded_allreduce(x, group, token=token)
+        later, token = group.lag(token=token)
+        return lag, at_root, told, total, later, token
+
+    before = group.rounds
+    run = jax.jit(program) if inside else program
+    lag, at_root, told, total, later, token = finish(run(own, jnp.int32(7)))
+    assert group.rounds == before + 3
+    root = group.plan.root
+    expected = VECTOR / BATCH if group.rank == root else 0 * VECTOR
+    assert_sum(group, at_root, expected)
+    assert_sum(group, told["mine"], VECTOR / BATCH)
+    assert told["who"] == root
+    assert_sum(group, total, VECTOR)
+    assert_same_bits(comm, (told, total))
+    for number in (lag, later, token):
+        assert (number.shape, number.dtype) == ((), np.int32)
+    if group.rank == root or not group.transport.can_lag:
+        assert (lag, later) == (0, 0)
+    jaxpr = jax.make_jaxpr(program)(own, jnp.int32(7))
+    assert bool(jaxpr.effects) != group.transport.takes_tokens
 
 
 def test_tokens_in_control_flow(comm, group, own):
@@ -160,8 +193,11 @@ def test_optax_carries_a_token(comm, group):
 )
 def test_what_is_no_token(group, own, token, got):
     message = rf"token must be an int32 number .*, got {got}"
+    for collective in (coded_allreduce, coded_reduce, tree_bcast):
+        with pytest.raises(TypeError, match=message):
+            collective(own, group, token=token)
     with pytest.raises(TypeError, match=message):
-        coded_allreduce(own, group, token=token)
+        group.lag(token=token)
 
 
 @engine_only
@@ -180,3 +216,5 @@ def test_transformations_that_take_no_token(group, own):
         jax.vmap(total)(jnp.stack([own, own]))
     with pytest.raises(NotImplementedError, match=batched):
         jax.vmap(lambda t: coded_allreduce(own, group, token=t))(jnp.zeros(2, "int32"))
+    with pytest.raises(NotImplementedError, match="token cannot be batched by vmap"):
+        jax.vmap(lambda t: group.lag(token=t))(jnp.zeros(2, "int32"))
