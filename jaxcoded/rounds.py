@@ -21,15 +21,33 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 from mpi4py import MPI
 
+from jaxcoded import one_device
+
 logger = logging.getLogger("jaxcoded")
 
 # mpi4jax orders its operations by an effect of its own; rounds take part in that order,
 # so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
 # dropped.
-(ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
+(_theirs,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
 # Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
 # policy, so a round is never run again.
-effects.remat_allowed_effects.add_type(type(ORDER))
+effects.remat_allowed_effects.add_type(type(_theirs))
+
+
+class _Order(type(_theirs)):  # type: ignore[misc]  # a class that mpi4jax does not export
+    """mpi4jax's effect, with a name: JAX refuses ordered effects on several devices
+    before it asks anybody else, and names them."""
+
+    __hash__ = type(_theirs).__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(_theirs))
+
+    def __repr__(self) -> str:
+        return f"the order of messages between ranks: {one_device.REMEDY}"
+
+
+ORDER = _Order()
 
 # The type of the order's value in compiled programs.
 TOKEN = getattr(jax.ffi, "abstract_token", None) or core.abstract_token

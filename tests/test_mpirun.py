@@ -1,5 +1,7 @@
 """Runs tests/mpi under mpirun."""
 
+import os
+
 import pytest
 from launch import mpirun
 
@@ -31,6 +33,10 @@ SUMS = (
 @pytest.mark.parametrize("ranks", [2, 4, 7, 13])
 def test_under_mpirun(ranks):
     places = ["tests/mpi"] if ranks < 13 else [f"tests/mpi/{name}" for name in SUMS]
+    environment = {}
+    if ranks == 2:  # only there tests/mpi/test_devices.py runs
+        flags = os.environ.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2"
     if ranks in (2, 7):
         places += [f"--ignore=tests/mpi/{name}" for name in ON_ANY_TREE]
     if ranks == 7:  # the other transport is tried on the other trees
@@ -40,5 +46,6 @@ def test_under_mpirun(ranks):
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"),
         *(f"--timeout={TEST_LIMIT}", "--timeout-method=thread", *places),
         limit=LIMIT,
+        **environment,
     )
     assert job.stdout.count(" passed") == ranks, job.stdout[-4000:]

@@ -25,7 +25,7 @@ from jax.ffi import ffi_lowering, register_ffi_target
 from jax.interpreters import ad, batching, mlir, xla
 from mpi4py import MPI
 
-from jaxcoded import errors, rounds
+from jaxcoded import errors, one_device, rounds
 from jaxcoded.deadline import Deadline
 from jaxcoded.plan import Plan
 from jaxcoded.transports import _exit
@@ -534,6 +534,7 @@ def _abstract_eval(
 def _lowering(
     ctx: Any, *operands: Any, target: str, results: Any, tokened: bool, attributes: Any
 ) -> Any:
+    one_device.check(ctx)
     numbers = {
         name: np.int64(value) if isinstance(value, int) else value
         for name, value in attributes

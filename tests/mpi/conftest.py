@@ -4,6 +4,7 @@
 other ranks would wait for it for ever.
 """
 
+import os
 import pathlib
 import sys
 import tempfile
@@ -48,7 +49,9 @@ def comm():
 def transport(request):
     """The transport of `group`, and of the groups that tests make themselves."""
     if request.param == "engine" and (reason := engine.missing()):
-        pytest.skip(reason)
+        if os.environ.get("JAXCODED_ENGINE", "ON") != "ON":
+            pytest.skip(reason)
+        pytest.fail(f"without JAXCODED_ENGINE=OFF the engine must be there: {reason}")
     return request.param
 
 
