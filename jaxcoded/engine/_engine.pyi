@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+class Closed(RuntimeError): ...  # the group is not open
+
 class Family:
     def __init__(
         self,

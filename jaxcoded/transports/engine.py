@@ -350,8 +350,8 @@ class Engine(Transport):
     def _ask(self, name: str, *args: Any) -> Any:
         try:
             return getattr(_engine, name)(self._index, *args)
-        except RuntimeError as error:
-            raise errors.use_after_close(self._index) from error
+        except _engine.Closed as error:
+            raise _error(_FAILED, str(error)) from None
 
 
 # What the engine is told about a rank.

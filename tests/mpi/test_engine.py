@@ -153,6 +153,22 @@ def test_two_groups_in_loops(comm, group, transport, own):
         )
 
 
+def test_errors_of_the_engine_are_what_they_are(group, monkeypatch):
+    """Not only that of a group that was closed."""
+
+    def fails(index):
+        raise RuntimeError("MPI is gone")
+
+    monkeypatch.setattr(engine._engine, "next_round", fails)
+    with pytest.raises(RuntimeError, match="^MPI is gone$"):
+        _ = group.rounds
+    monkeypatch.undo()
+    other = jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine")
+    other.close()
+    with pytest.raises(jaxcoded.GroupClosed, match="^use after close: group .* closed"):
+        other.transport.host_lag()
+
+
 # Ranks that are late.
 
 

@@ -385,15 +385,17 @@ NB_MODULE(_engine, module) {
       .def_rw("telemetry_rounds", &Limits::telemetry_rounds)
       .def_rw("pace_seconds", &Limits::pace_seconds);
 
-  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+  module.attr("Closed") =
+      nb::steal(PyErr_NewException("jaxcoded.engine._engine.Closed", PyExc_RuntimeError, nullptr));
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void* closed_type) {
     try {
       std::rethrow_exception(thrown);
     } catch (const Closed& closed) {
-      PyErr_SetString(PyExc_RuntimeError, closed.text.c_str());
+      PyErr_SetString(static_cast<PyObject*>(closed_type), closed.text.c_str());
     } catch (const cuda::Failure& failure) {
       PyErr_SetString(PyExc_RuntimeError, failure.text.c_str());
     }
-  });
+  }, module.attr("Closed").ptr());
 
   module.def("introduce", &introduce, Release());
   module.attr("most_started") = Engine::most_started;
