@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from jaxcoded import rounds
+from jaxcoded import _require, rounds
 from jaxcoded.collectives import (
     TreeRound,
     carried,
@@ -140,7 +140,7 @@ def coded_allreduce_start(
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
         TypeError: ``bucket_bytes`` comes with an `Encoded`, which is one message.
-        ValueError: ``bucket_bytes`` is < 1, or makes more than 64 rounds.
+        ValueError: ``bucket_bytes`` is not an integer ≥ 1, or makes more than 64 rounds.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -159,16 +159,22 @@ def coded_allreduce_start(
     with group.failing(_NAME):
         skipped = None if skip is None else checked_skip(skip, group)
         buckets, structure = _buckets(tree, bucket_bytes, group)
-    flights, packings, shapes = [], [], []
-    first = token
-    for bucket in buckets:
-        carrier, vectors, extras, token, packing = prepared(
+    # all that can be wrong is found before the first of them starts
+    ready = [
+        prepared(
             *(_NAME, bucket, group, mean, erasures),
             residual=residual,
             skipped=skipped,
             wire_dtype=wire_dtype,
             token=token,
         )
+        for bucket in buckets
+    ]
+    if mean is not None and not isinstance(mean, jax.core.Tracer):
+        mean = jnp.asarray(mean, float)  # also of an integer beyond int32
+    flights, packings, shapes = [], [], []
+    first = token = ready[0][3]
+    for carrier, vectors, extras, _, packing in ready:
         start = _Start(
             *(carrier.index, carrier.trip, carrier.skips, carrier.erases),
             wires=carrier.wires,
@@ -179,7 +185,7 @@ def coded_allreduce_start(
         shapes.append(tuple(carrier.results(vectors)))
     handle = Handle(
         tuple(flights),
-        None if mean is None else jnp.asarray(mean),
+        mean,
         group.index,
         tuple(packings),
         tuple(shapes),
@@ -222,9 +228,11 @@ def coded_allreduce_done(
     if handle.tokened != (token is not None):
         raise ValueError(
             "calls are ordered by tokens or by effects: the round was started "
-            + ("with a token, so hand the next one to coded_allreduce_done too")
-            if handle.tokened
-            else "without a token, so coded_allreduce_done takes none"
+            + (
+                "with a token, so hand the next one to coded_allreduce_done too"
+                if handle.tokened
+                else "without a token, so coded_allreduce_done takes none"
+            )
         )
     group = find(handle.group)
     if token is not None:
@@ -261,10 +269,7 @@ def _buckets(
     that is the first bucket."""
     if bucket_bytes is None:
         return [tree], None
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-        raise TypeError(f"bucket_bytes is a number of bytes, got {bucket_bytes!r}")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be ≥ 1, got {bucket_bytes}")
+    bucket_bytes = _require.integer("bucket_bytes", bucket_bytes, 1)
     if isinstance(tree, Encoded):
         raise TypeError(
             "bucket_bytes splits a pytree of arrays, but an Encoded is one message: "

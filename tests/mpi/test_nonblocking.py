@@ -595,19 +595,34 @@ def test_what_is_no_handle(group, own):
     with pytest.raises(TypeError, match=r"handle must be what .* got a tuple"):
         coded_allreduce_done(coded_allreduce_start(own, group, token=jnp.int32(0)))
     handle, _ = coded_allreduce_start(own, group, token=jnp.int32(0))
-    with pytest.raises(ValueError, match="with a token, so hand the next one"):
+    started = "^calls are ordered by tokens or by effects: the round was started "
+    with pytest.raises(ValueError, match=started + "with a token, so hand the next"):
         coded_allreduce_done(handle)
     handle = coded_allreduce_start(own, group)
-    with pytest.raises(ValueError, match="coded_allreduce_done takes none"):
+    with pytest.raises(ValueError, match=started + "without a token, so .* takes none"):
         coded_allreduce_done(handle, token=jnp.int32(0))
 
 
+def test_a_divisor_beyond_integers(group, own):
+    """Of JAX. The same as where the round is one call."""
+    for mean in (2**70, np.float32(2**70)):
+        handle = coded_allreduce_start(own, group, mean=mean)
+        assert_sum(group, coded_allreduce_done(handle), VECTOR, 2.0**-70)
+        assert_sum(group, coded_allreduce(own, group, mean=mean), VECTOR, 2.0**-70)
+
+
+def test_nothing_starts_where_a_bucket_is_wrong(group, own):
+    before = group.rounds
+    with pytest.raises(TypeError, match=r"leaf at \[0\] has dtype int64"):
+        coded_allreduce_start([np.arange(3), own], group, bucket_bytes=1)
+    assert group.rounds == before
+    assert_errs_together(group, own)
+
+
 @once
-@pytest.mark.parametrize(
-    ("wrong", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)]
-)
-def test_what_buckets_may_not_be(group, own, wrong, error):
-    with pytest.raises(error, match=f"bucket_bytes .* got {wrong}"):
+@pytest.mark.parametrize("wrong", [0, 1.5, True])
+def test_what_buckets_may_not_be(group, own, wrong):
+    with pytest.raises(ValueError, match=f"bucket_bytes must be .* got {wrong}"):
         coded_allreduce_start(own, group, bucket_bytes=wrong)
     assert_errs_together(group, own)
 
