@@ -229,7 +229,8 @@ def _array(leaf: Any, place: str, floats_only: bool) -> jax.Array:
         array = jnp.asarray(leaf)
     except (TypeError, ValueError):
         raise TypeError(
-            f"leaf{place} is a {type(leaf).__name__}, which is not an array"
+            f"leaf{place} is a {type(leaf).__name__}, which is not an array: leave it out "
+            "of the tree"
         ) from None
     if floats_only and not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(

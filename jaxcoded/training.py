@@ -64,8 +64,9 @@ def coded_value_and_grad(
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it.
 
-        It raises ``ValueError`` for shapes that do not fit, and what `coded_allreduce`
-        raises.
+        It raises ``ValueError`` for shapes that do not fit, ``TypeError`` for losses or
+        leaves of ``params`` that are not floating point (partition the model), and what
+        `coded_allreduce` raises.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -91,6 +92,7 @@ def coded_value_and_grad(
         token: jax.Array | None = None,
     ) -> tuple[Any, Any]:
         with group.failing(_NAME):
+            _check_parameters(params)
             batch = jax.tree.map(jnp.asarray, batch)
             coding = jnp.asarray(weights)
             _check_shapes(batch, coding, group)
@@ -187,6 +189,11 @@ def _weighted(
             raise ValueError(
                 "per_example_loss must return one loss for each example, "
                 f"shape {weights.shape}, got {losses.shape}"
+            )
+        if not jnp.issubdtype(losses.dtype, jnp.floating):
+            raise TypeError(
+                "per_example_loss must return losses in floating point, got "
+                f"{losses.dtype}: cast what they are computed from"
             )
         w = weights.astype(accumulator(losses.dtype))
         # padding has weight 0 and must not count, whatever its loss is
@@ -289,6 +296,22 @@ def _encoded(
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(like.shape, like.dtype)
+
+
+def _check_parameters(params: Any) -> None:
+    """All can be differentiated."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None and isinstance(leaf, bool | int | float | complex):
+            dtype = jnp.result_type(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            kind = f"a {type(leaf).__name__}" if dtype is None else f"of dtype {dtype}"
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {kind}, which has no gradient: "
+                "partition the model, hand over its floating-point leaves as params, and "
+                "put the rest back in per_example_loss, as equinox.partition(model, "
+                "equinox.is_inexact_array) and equinox.combine do"
+            )
 
 
 def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:

@@ -235,6 +235,51 @@ def test_losses_of_a_wrong_shape(group, wrong, shape):
 
 
 @once
+def test_losses_that_are_integers(group):
+    _, batch = problem(6)
+    indices, weights = group.assignment(6)
+    counted = lambda params, batch: jnp.round(loss(params, batch)).astype("int32")
+    with pytest.raises(TypeError, match="losses in floating point, got int32: cast"):
+        jaxcoded.coded_value_and_grad(counted, group)(
+            problem(1)[0], share(batch, indices), weights
+        )
+
+
+@once
+@pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        (jnp.tanh, "a function|a PjitFunction|a jit"),
+        (3, "of dtype int64"),
+        (np.arange(2), "of dtype int64"),
+        (True, "of dtype bool"),
+        ("relu", "a str"),
+        (jax.random.key(0), "of dtype key<fry>"),
+        (1j, "of dtype complex128"),
+    ],
+    ids=["function", "number", "integers", "bool", "text", "key", "complex"],
+)
+def test_parameters_without_a_gradient(group, leaf, said):
+    _, batch = problem(6)
+    indices, weights = group.assignment(6)
+    model = {"w": np.ones(5), "b": 0.5, "layers": [{"odd": leaf}]}
+    message = (
+        rf"params\['layers'\]\[0\]\['odd'\] is ({said}).*, which has no gradient: "
+        "partition the model"
+    )
+    with pytest.raises(TypeError, match=message):
+        jaxcoded.coded_value_and_grad(loss, group)(
+            model, share(batch, indices), weights
+        )
+    # as the message says
+    step = jaxcoded.coded_value_and_grad(
+        lambda params, batch: loss(model | params, batch), group
+    )
+    params = {name: model[name] for name in ("w", "b")}
+    assert_equal(step(params, share(batch, indices), weights), by_hand(params, batch))
+
+
+@once
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_auxiliary_data_that_has_aux_does_not_fit(group, has_aux):
     _, batch = problem(6)
