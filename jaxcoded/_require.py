@@ -18,10 +18,14 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     return int(value)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, Python's or NumPy's."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def is_positive(value: Any) -> bool:
     """Whether it is a finite number > 0, Python's or NumPy's."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
+    return is_number(value) and 0 < value < math.inf
 
 
 def positive(name: str, value: Any) -> float:

@@ -2,6 +2,8 @@
 
 import hashlib
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -14,6 +16,25 @@ def check_communicator(comm: object) -> None:
             "comm must be an mpi4py intra-communicator such as MPI.COMM_WORLD, "
             f"got {comm!r}"
         )
+
+
+def plain(value: Any) -> Any:
+    """An argument in words that are the same for equal values of different kinds: a list,
+    a tuple and an array; 3, 3.0 and ``np.float32(3)``.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxcoded.agreement import plain
+        >>> plain((1, 2.5)) == plain(np.array([1, 2.5]))
+        True
+    """
+    if hasattr(value, "tolist"):  # of numpy or JAX
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def disagreement(comm: MPI.Intracomm, words: str) -> str | None:

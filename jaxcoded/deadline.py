@@ -1,9 +1,10 @@
 """How long a parent waits for its children, and what it does then."""
 
 import dataclasses
-import math
 import re
 from typing import Any, Self
+
+from jaxcoded import _require
 
 ACTIONS = ("wait", "raise", "approximate")
 
@@ -46,8 +47,7 @@ class Deadline:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*x", deadline) if text else None
         if found and float(found[1]) > 1:
             return cls(0.0, float(found[1]), action)
-        seconds = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-        if seconds and 0 < deadline < math.inf:
+        if _require.is_positive(deadline):
             return cls(float(deadline), 0.0, action)
         raise ValueError(
             'deadline must be a number of seconds > 0, or a text such as "3x" for 3 '

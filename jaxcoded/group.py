@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _require, automatic, rounds, snapshots
-from jaxcoded.agreement import check_communicator, disagreement
+from jaxcoded.agreement import check_communicator, disagreement, plain
 from jaxcoded.allocation import assignment
 from jaxcoded.candidates import PIECE
 from jaxcoded.deadline import Deadline
@@ -330,7 +330,7 @@ class CodedGroup:
         except Exception as error:  # noqa: BLE001  # the others wait for a word
             failure = error
         outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
-        words = ", ".join(f"{key}={value}" for key, value in request.items())
+        words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
         said = disagreement(
             self._comm, f"{words}, transport={transport} ({outcome[:200]})"
         )
@@ -455,12 +455,17 @@ class CodedGroup:
 
         Args:
             state: pytree of arrays, equal on all ranks.
-            every: copy at every so many calls.
+            every: copy at every so many calls (≥ 1).
 
         Returns:
             Whether this call made a copy.
+
+        Raises:
+            ValueError: ``every`` is not an integer ≥ 1.
+            TypeError: a leaf is not an array of numbers.
         """
         check_open(self)
+        every = _require.integer("every", every, 1)
         self._snapshots += 1
         if (self._snapshots - 1) % every:
             return False

@@ -497,7 +497,7 @@ def make_plan(
         _code_of_ranks(code, tuple(parents)),
         root_computes,
         seed,
-        tuple(speeds or ()),  # type: ignore[arg-type]  # the plan makes them fractions
+        () if speeds is None else tuple(speeds),  # type: ignore[arg-type]  # the plan makes them fractions
     )
 
 
@@ -550,18 +550,18 @@ def _checked_speeds(
             raise ValueError(
                 f"speeds must be positive and finite, got {speed} for rank {rank}"
             )
-    speeds = list(speeds)
+    speeds = [
+        Fraction(s if isinstance(s, int | Fraction) else float(s)) for s in speeds
+    ]
     if idle is not None:
         speeds[idle] = max(speed for rank, speed in enumerate(speeds) if rank != idle)
-    fastest = Fraction(max(speeds))
-    out = tuple(
-        Fraction(round(Fraction(speed) / fastest * 1000), 1000) for speed in speeds
-    )
+    fastest = max(speeds)
+    out = tuple(Fraction(round(speed / fastest * 1000), 1000) for speed in speeds)
     if min(out) == 0:
         slowest = speeds[out.index(min(out))]
         raise ValueError(
-            f"speeds must be at least 1/1000 of the fastest, got {slowest} beside "
-            f"{max(speeds)}"
+            "speeds must be at least 1/1000 of the fastest, got "
+            f"{float(slowest):g} beside {float(fastest):g}"
         )
     return out if len(set(out)) > 1 else ()
 

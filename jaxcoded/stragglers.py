@@ -467,8 +467,7 @@ def _require_numbers(
         value = getattr(model, field.name)
         if field.name == "ranks":
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not np.isfinite(value):
+        if not (_require.is_number(value) and np.isfinite(value)):
             raise ValueError(f"{field.name} must be a finite number, got {value!r}")
         if least is not None and value < least:
             raise ValueError(f"{field.name} must be at least {least}, got {value!r}")

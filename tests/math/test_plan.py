@@ -361,6 +361,15 @@ def test_description_states_reduced_parents():
     assert [row["s/n"] for row in columns(text)] == ["0.33", "0.00…0.33", "–"]
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64"])
+def test_speeds_as_an_array(dtype):
+    speeds = [4, 1, 2, 3]
+    plan = make_plan(4, speeds=np.array(speeds, dtype))
+    assert plan == make_plan(4, speeds=speeds)
+    assert plan.speeds == tuple(Fraction(round(1000 * Fraction(s, 3)), 1000) for s in (3, 1, 2, 3))  # fmt: skip
+    assert make_plan(4, speeds=np.ones(4)) == make_plan(4)
+
+
 def test_description_states_spare_capacity():
     plan = make_plan(
         7, parents=[-1, 0, 0, 1, 1, 1, 1]

@@ -177,6 +177,15 @@ def test_the_mean_of_nothing_is_zero(comm):
         wait_for_all(comm)
 
 
+def test_numbers_of_numpy():
+    asked = Deadline.parsed(3, "wait")
+    for kind in (np.float16, np.float32, np.float64, np.int64, np.uint8):
+        assert Deadline.parsed(kind(3), "wait") == asked
+    for wrong in (np.bool_(True), np.float32("nan"), np.inf, np.float32(-1)):
+        with pytest.raises(ValueError, match="deadline must be a number of seconds"):
+            Deadline.parsed(wrong, "wait")
+
+
 @pytest.mark.parametrize(
     ("deadline", "action"),
     [(0, "wait"), ("fast", "wait"), ("0.5x", "raise"), (True, "wait"), (None, "raise")],

@@ -74,6 +74,11 @@ def test_who_has_no_work_is_late_only_if_it_stands_still():
     assert next(stopped.rounds(2)).time(np.zeros(2)).tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.int64])
+def test_numbers_of_numpy(kind):
+    assert stragglers.Exponential(seconds=kind(2)) == stragglers.Exponential(seconds=2)
+
+
 def test_both_are_independent():
     found = times("exponential(work=1) + exponential(work=1)", 20_000, 1)
     # of a product of two independent ones
