@@ -63,6 +63,9 @@ class TreeRound(rounds.Carrier):
             return super().no_transpose()
         return "" if self.transposes else _NO_GRADIENT.format(self)
 
+    def extra(self, number: int) -> str:
+        return "skip" if self.skips and number == 0 else "erasures"
+
     def result_length(self, length: int) -> int:
         group = find(self.index)
         if self.begun:
@@ -434,7 +437,9 @@ def _probe(
 def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
     exact, weights = cells.deviation(group.plan)
     wrong = found - exact.astype(found.dtype)
-    return jnp.sqrt(jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1))
+    square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
+    # at 0 the root has no derivative: there it counts as 0, since NaN would spread
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
 
 def summing(

