@@ -271,12 +271,22 @@ def test_parameters_without_a_gradient(group, leaf, said):
         jaxcoded.coded_value_and_grad(loss, group)(
             model, share(batch, indices), weights
         )
-    # as the message says
-    step = jaxcoded.coded_value_and_grad(
-        lambda params, batch: loss(model | params, batch), group
-    )
-    params = {name: model[name] for name in ("w", "b")}
-    assert_equal(step(params, share(batch, indices), weights), by_hand(params, batch))
+
+
+@once
+def test_a_partitioned_model(group):
+    """What cannot be differentiated is put back in the loss."""
+    params, batch = problem(6)
+    indices, weights = group.assignment(6)
+    rest = {"power": 2, "outer": jnp.negative}
+
+    def partitioned(params, batch):
+        model = params | rest
+        return model["outer"](loss(params, batch)) * model["power"] / -2
+
+    step = jax.jit(jaxcoded.coded_value_and_grad(partitioned, group))
+    actual = step(params, share(batch, indices), weights)
+    assert_equal(actual, by_hand(params, batch))
 
 
 @once
