@@ -439,7 +439,8 @@ def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
     wrong = found - exact.astype(found.dtype)
     square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
     # at 0 the root has no derivative: there it counts as 0, since NaN would spread
-    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+    exactly = square == 0
+    return jnp.where(exactly, 0, jnp.sqrt(jnp.where(exactly, 1, square)))
 
 
 def summing(
