@@ -44,7 +44,7 @@ class _Order(type(_theirs)):  # type: ignore[misc]  # a class that mpi4jax does 
         return isinstance(other, type(_theirs))
 
     def __repr__(self) -> str:
-        return f"the order of messages between ranks: {one_device.REMEDY}"
+        return f"the order of messages between ranks. On several devices: {one_device.REMEDY}"
 
 
 ORDER = _Order()
