@@ -11,6 +11,8 @@ import numpy as np
 _EXACT = 1e-6
 # Singular values below this fraction of the largest one are zero.
 _RANK = 1e-11
+# Numbers as near to whole ones as this are taken for them, if that is exact.
+_WHOLE = 1e-9
 
 
 class Block:
@@ -39,8 +41,10 @@ class Block:
         rank = int((values > _RANK * values[0]).sum())
         A0 = ((self.target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
         # so that repetition codes decode by 0 and 1 exactly
-        if np.array_equal(np.rint(A0) @ M, self.target):
-            A0 = np.rint(A0)
+        whole = np.rint(A0)
+        near = np.abs(A0 - whole).max(initial=0) < _WHOLE
+        if near and np.array_equal(whole @ M, self.target):
+            A0 = whole
         return A0, left[:, rank:].T
 
     def solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,9 @@
 """What `cpp/module.cpp` offers."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
+
+import numpy as np
 
 class Closed(RuntimeError): ...  # the group is not open
 
@@ -15,15 +17,16 @@ class Family:
     ) -> None: ...
 
 class Decoder:
+    @overload
+    def __init__(self) -> None: ...  # a leaf's
+    @overload
     def __init__(
-        self,
-        slices: int,
-        parts: int,
-        enough: int,
-        pinned: bool,
-        classes: list[int],
-        decode: Callable[[list[bool], bool], list[float]],
+        self, B: np.ndarray, parts: int, stragglers: int, decoding: str
     ) -> None: ...
+    def decode(self, order: list[int], possible: list[bool]) -> list[float]: ...
+    def approximate(self, answered: list[bool]) -> list[float]: ...
+    @property
+    def questions(self) -> int: ...
 
 class OnDeadline: ...  # an enumeration: wait, raise, approximate
 

@@ -419,22 +419,9 @@ def _family(plan: Plan, rank: int) -> Any:
 def _decoder(plan: Plan, rank: int) -> Any:
     coding = plan.codings[rank]
     if coding is None:
-        return _engine.Decoder(1, 1, 0, False, [], lambda answered, approximate: [])
+        return _engine.Decoder()
     code = coding.code
-
-    def decode(answered: list[bool], approximate: bool) -> list[float]:
-        mask = np.array(answered, bool).reshape(code.n, code.parts)
-        if not approximate and not code.sufficient(mask):
-            return []
-        return code.decode(mask).coefficients.ravel().tolist()
-
-    # an approximation may use every message, also copies
-    classes = range(len(code.B)) if code.approximate else code.classes
-    # any n - s do, and of replicas one of each class; of parts fewer may
-    enough = 1 if code.parts > 1 else min(code.n - code.stragglers, len(set(classes)))
-    return _engine.Decoder(
-        code.m, code.parts, enough, code.approximate, list(classes), decode
-    )
+    return _engine.Decoder(code.B, code.parts, code.stragglers, code.decoding)
 
 
 def _refusal(plan: Plan) -> Callable[[list[bool]], str]:

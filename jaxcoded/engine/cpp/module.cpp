@@ -1,6 +1,7 @@
 // The engine as Python sees it.
 #include <mpi.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -57,10 +58,34 @@ std::function<Out(In...)> with_gil(nb::callable function, Out otherwise) {
   };
 }
 
-Decoder decoder_of(std::size_t slices, std::size_t parts, std::size_t enough, bool pinned,
-                   std::vector<int> classes, nb::callable decode) {
-  return Decoder(slices, parts, enough, pinned, std::move(classes),
-                 with_gil<std::vector<double>, const std::vector<bool>&, bool>(std::move(decode), {}));
+// What `jaxcoded.GradientCode` says of a code.
+Decoder decoder_of(const nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>& B,
+                   std::size_t parts, std::size_t stragglers, const std::string& decoding) {
+  CodeTensor out{.rows = B.shape(0), .partitions = B.shape(1), .slices = B.shape(2),
+                 .values = {B.data(), B.data() + B.size()}, .parts = parts,
+                 .stragglers = stragglers};
+  if (decoding == "least_squares") {
+    out.decoding = CodeTensor::Decoding::least_squares;
+  } else if (decoding == "one_step") {
+    out.decoding = CodeTensor::Decoding::one_step;
+  } else if (decoding != "exact") {
+    throw std::invalid_argument("no such decoding: " + decoding);
+  }
+  return Decoder(std::move(out));
+}
+
+// Coefficients: slices × rows, row by row; empty if there are none.
+std::vector<double> coefficients(const Decoder& decoder,
+                                 const std::shared_ptr<const Decoding>& found) {
+  std::vector<double> out;
+  if (!found) return out;
+  out.resize(decoder.slices() * decoder.rows());
+  for (std::size_t i = 0; i < found->rows.size(); ++i) {
+    for (std::size_t u = 0; u < decoder.slices(); ++u) {
+      out[u * decoder.rows() + found->rows[i]] = found->coefficients[u][i];
+    }
+  }
+  return out;
 }
 
 using CardTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t,
@@ -359,11 +384,20 @@ NB_MODULE(_engine, module) {
              new (self) Family{rank, std::move(ancestors), std::move(children), std::move(descendants)};
            });
   nb::class_<Decoder>(module, "Decoder")
-      .def("__init__", [](Decoder* self, std::size_t slices, std::size_t parts, std::size_t enough,
-                          bool pinned, std::vector<int> classes, nb::callable decode) {
-        new (self) Decoder(
-            decoder_of(slices, parts, enough, pinned, std::move(classes), std::move(decode)));
-      });
+      .def(nb::init<>())
+      .def("__init__", [](Decoder* self, const nb::ndarray<const double, nb::ndim<3>, nb::c_contig,
+                                                           nb::device::cpu>& B,
+                          std::size_t parts, std::size_t stragglers, const std::string& decoding) {
+        new (self) Decoder(decoder_of(B, parts, stragglers, decoding));
+      })
+      .def("decode", [](Decoder& self, const std::vector<std::size_t>& order,
+                        const std::vector<bool>& possible) {
+        return coefficients(self, self.decode(order, possible));
+      })
+      .def("approximate", [](Decoder& self, const std::vector<bool>& answered) {
+        return coefficients(self, self.approximate(answered));
+      })
+      .def_prop_ro("questions", &Decoder::questions);
   nb::enum_<OnDeadline>(module, "OnDeadline")
       .value("wait", OnDeadline::wait)
       .value("raise", OnDeadline::raise)
@@ -487,6 +521,7 @@ NB_MODULE(_engine, module) {
       .def("history_bytes", [](LoneNode& self) { return self.node().history_bytes(); })
       .def("memory_bytes", [](LoneNode& self) { return self.node().memory_bytes(); })
       .def("fetched_bytes", [](LoneNode& self) { return self.node().fetched_bytes(); })
+      .def("questions", [](LoneNode& self) { return self.node().decoder().questions(); })
       .def("desynchronized", [](LoneNode& self) { return self.node().desynchronized(); })
       .def("keep_state", [](LoneNode& self, Round round, nb::bytes state) {
         self.node().keep_state(round, span_of(state));

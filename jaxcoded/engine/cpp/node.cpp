@@ -173,6 +173,7 @@ void Node::break_off(Call call) {
 
 void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
   decoder_ = std::move(decoder);
+  rows_.clear();
   std::ranges::sort(children_, {}, [&](const Child& child) {
     return std::ranges::find(children, child.rank) - children.begin();
   });

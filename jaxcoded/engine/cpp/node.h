@@ -185,6 +185,7 @@ class Node {
   // Where this rank stands, for whoever looks for the cause of a hang.
   std::string status() const;
   const Telemetry& telemetry() const { return telemetry_; }
+  const Decoder& decoder() const { return decoder_; }
   // Called with each round of this rank at its end, if there is any telemetry.
   void on_round(std::function<void(const RoundRecord&)> hook) { hook_ = std::move(hook); }
   // The ranks that its children stand for, in that order.
@@ -268,6 +269,7 @@ class Node {
   Child& child_of_row(std::size_t row) { return children_[row / decoder_.parts()]; }
   std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const;
   bool usable(std::size_t row, std::uint32_t piece) const;
+  const std::vector<std::size_t>& rows_in_order();
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
   bool pinned() const { return decoder_.pinned() || approximating_; }
   void stall(Child& child);
@@ -391,6 +393,8 @@ class Node {
   bool offering_ = false;           // an offer of this round was made
   std::vector<Child> children_;
   std::uint64_t offers_seen_ = 0;
+  std::vector<std::size_t> rows_;  // see `rows_in_order`
+  std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
   std::shared_ptr<const Decoding> decoding_;
   double waiting_since_ = 0;
   bool in_time_ = false;        // the round was not decided when this rank called it

@@ -56,7 +56,11 @@ void Node::check_offers() {
   if (decoded_ == incoming_.size()) return;  // nobody is waited for
   // With too many children gone for good, waiting would never end.
   const std::vector<bool> possible = may_offer(decoded_);
-  if (closed_.empty() || decoder_.decode(possible, possible)) return;
+  std::vector<std::size_t> rows;
+  for (std::size_t row : rows_in_order()) {
+    if (possible[row]) rows.push_back(row);
+  }
+  if (closed_.empty() || decoder_.decode(rows, possible)) return;
   if (!root() && call_.erased.empty()) return retire();
   const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
                            call_.words + ", but " + listed(closed_) + " closed the group";

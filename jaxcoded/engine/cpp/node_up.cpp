@@ -54,8 +54,20 @@ bool Node::usable(std::size_t row, std::uint32_t piece) const {
          (call_.erased.empty() || !call_.erased[number]);
 }
 
+// First parts before others, and of each the children in the order in which they came.
+const std::vector<std::size_t>& Node::rows_in_order() {
+  if (rows_.size() == decoder_.rows() && rows_sorted_ == offers_seen_) return rows_;
+  rows_.resize(decoder_.rows());
+  std::iota(rows_.begin(), rows_.end(), 0);
+  std::ranges::sort(rows_, {}, [&](std::size_t row) {
+    return std::pair(row % decoder_.parts(), child_of_row(row).order);
+  });
+  rows_sorted_ = offers_seen_;
+  return rows_;
+}
+
 // The messages to decode a piece from: those in use as long as they come, otherwise the first that
-// sufficed; first parts before others.
+// sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (decoding_ && pinned()) {
     const bool there = std::ranges::all_of(decoding_->rows,
@@ -67,22 +79,15 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
       })) {
     return decoding_;
   }
-  std::vector<std::size_t> rows(decoder_.rows());
-  std::iota(rows.begin(), rows.end(), 0);
-  std::ranges::sort(rows, {}, [&](std::size_t row) {
-    return std::pair(row % decoder_.parts(), child_of_row(row).order);
-  });
   const std::vector<bool> possible = may_offer(piece);
   for (const bool with_stalled : {false, true}) {
     const bool waits = !overdue_ || limits_.on_deadline == OnDeadline::wait;
     if (approximating_ || (with_stalled && !waits)) break;
-    std::vector<bool> answered(decoder_.rows());
-    if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;  // of nobody
-    for (std::size_t row : rows) {
-      if (!usable(row, piece) || (child_of_row(row).stalled && !with_stalled)) continue;
-      answered[row] = true;
-      if (auto found = decoder_.decode(answered, possible)) return decoding_ = found;
+    std::vector<std::size_t> here;
+    for (std::size_t row : rows_in_order()) {
+      if (usable(row, piece) && (with_stalled || !child_of_row(row).stalled)) here.push_back(row);
     }
+    if (auto found = decoder_.decode(here, possible)) return decoding_ = found;
   }
   decoding_.reset();
   if (overdue_ && limits_.on_deadline == OnDeadline::approximate) {
@@ -332,9 +337,9 @@ void Node::watch_for_stalls() {
       const bool asked = slot != child_of_row(row).slots.end();
       if (asked ? !slot->second.here : !usable(row, decoded_)) late.push_back(row);
     }
-    std::vector<bool> others(decoder_.rows());
-    for (std::size_t row = 0; row < others.size(); ++row) {
-      others[row] = usable(row, 0) && std::ranges::find(late, row) == late.end();
+    std::vector<std::size_t> others;
+    for (std::size_t row : rows_in_order()) {
+      if (usable(row, 0) && std::ranges::find(late, row) == late.end()) others.push_back(row);
     }
     if (late.empty()) return;
     if (!approximating_ && !decoder_.decode(others, may_offer(0))) return;  // nobody else

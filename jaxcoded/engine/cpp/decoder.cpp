@@ -1,0 +1,126 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace jaxcoded {
+
+// Messages one after the other, and whether they may suffice: what is cheap to know.
+class Decoder::Heard {
+ public:
+  Heard(const GradientCode& code, bool exact)
+      : set(code.tensor().rows),
+        code_(code),
+        exact_(exact),
+        row_of_(code.class_count(), code.tensor().rows),
+        holders_(code.tensor().partitions),
+        parts_(code.tensor().children()) {
+    short_ = holders_.size();
+  }
+
+  std::vector<bool> set;  // of copies the first one: sums then do not depend on which were heard
+  std::size_t count = 0;  // of messages that are no copies, or of children with all their parts
+
+  void add(std::size_t row) {
+    if (!exact_) {
+      set[row] = true;
+      count += ++parts_[row / code_.tensor().parts] == code_.tensor().parts;
+      return;
+    }
+    std::size_t& known = row_of_[code_.classes()[row]];
+    const bool copy = known < set.size();
+    if (row < known) {
+      if (copy) set[known] = false;
+      set[known = row] = true;
+    }
+    if (copy) return;
+    ++count;
+    for (std::size_t partition : code_.held()[row]) {
+      short_ -= ++holders_[partition] == code_.tensor().slices;
+    }
+  }
+
+  // Each slice of a partition takes a message with that partition.
+  bool may_suffice(std::size_t least) const { return count >= least && (!exact_ || !short_); }
+
+ private:
+  const GradientCode& code_;
+  bool exact_;
+  std::vector<std::size_t> row_of_;   // by class
+  std::vector<std::size_t> holders_;  // by partition
+  std::vector<std::size_t> parts_;    // by child
+  std::size_t short_ = 0;             // partitions with too few holders
+};
+
+Decoder::Decoder(CodeTensor tensor) : code_(std::move(tensor)) {
+  // any n − s do, and of copies one of each class; of parts fewer may
+  const std::size_t children = rows() / parts() - this->tensor().stragglers;
+  enough_ = pinned() ? children : parts() > 1 ? 1 : std::min(children, code_.class_count());
+}
+
+std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& order,
+                                                const std::vector<bool>& possible) {
+  std::size_t least = enough_;
+  if (!pinned()) {
+    Heard all(code_, true);
+    for (std::size_t row = 0; row < possible.size(); ++row) {
+      if (possible[row]) all.add(row);
+    }
+    least = std::min(least, all.count);
+  }
+  if (order == lacking_ && least >= least_ && least_) return nullptr;
+  const auto first = [&](std::size_t count) -> std::shared_ptr<const Decoding> {
+    Heard heard(code_, !pinned());
+    for (std::size_t i = 0; i < count; ++i) heard.add(order[i]);
+    return heard.may_suffice(least) ? known(known_, heard.set, pinned()) : nullptr;
+  };
+  auto found = first(order.size());
+  if (!found) {
+    lacking_ = order;
+    least_ = least;
+    return nullptr;
+  }
+  // What suffices does so with more.
+  std::size_t too_few = 0, suffice = order.size();
+  while (too_few < suffice) {
+    const std::size_t count = (too_few + suffice) / 2;
+    if (auto fewer = first(count)) {
+      found = std::move(fewer);
+      suffice = count;
+    } else {
+      too_few = count + 1;
+    }
+  }
+  return found;
+}
+
+std::shared_ptr<const Decoding> Decoder::approximate(const std::vector<bool>& answered) {
+  return known(approximations_, answered, true);
+}
+
+// The answer of the code for a set of messages, which is asked once.
+const std::shared_ptr<const Decoding>& Decoder::known(Known& all, const std::vector<bool>& set,
+                                                      bool approximate) {
+  const auto found = all.find(set);
+  if (found != all.end()) return found->second;
+  if (all.size() >= most_known) all.clear();
+  ++questions_;
+  const Matrix coefficients = approximate ? code_.best(set) : code_.exact(set);
+  std::shared_ptr<Decoding> out;
+  if (coefficients.rows) {
+    out = std::make_shared<Decoding>();
+    out->coefficients.resize(slices());
+    for (std::size_t row = 0; row < rows(); ++row) {
+      bool needed = false;
+      for (std::size_t u = 0; u < slices(); ++u) needed |= coefficients[u][row] != 0;
+      if (!needed) continue;
+      out->rows.push_back(row);
+      for (std::size_t u = 0; u < slices(); ++u) {
+        out->coefficients[u].push_back(coefficients[u][row]);
+      }
+    }
+  }
+  return all[set] = std::move(out);
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,66 @@
+// Linear systems of a few hundred unknowns, solved by orthogonal transformations.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace jaxcoded {
+
+struct Matrix {
+  Matrix() = default;
+  Matrix(std::size_t r, std::size_t c) : rows(r), columns(c), values(r * c) {}
+
+  double* operator[](std::size_t row) { return values.data() + row * columns; }
+  const double* operator[](std::size_t row) const { return values.data() + row * columns; }
+  Matrix transposed() const;
+  Matrix taken(std::span<const std::size_t> which) const;  // those rows
+
+  std::size_t rows = 0, columns = 0;
+  std::vector<double> values;  // row by row
+};
+
+Matrix operator*(const Matrix& a, const Matrix& b);
+
+// Householder's reflections that make a matrix upper triangular.
+class Triangular {
+ public:
+  // With `zero`, columns change places so that the largest of those that are left comes next, until
+  // none of them is longer than that.
+  explicit Triangular(Matrix a, std::optional<double> zero = {});
+
+  std::size_t rank() const { return scales_.size(); }
+  double operator()(std::size_t row, std::size_t column) const { return a_[row][column]; }
+  const std::vector<std::size_t>& order() const { return order_; }  // of the columns
+  void rotate(Matrix& b) const;  // Qᵀ b
+  void rotate_back(Matrix& b) const;  // Q b
+
+ private:
+  Matrix a_;  // R, and below it the reflections' directions
+  std::vector<double> scales_;
+  std::vector<std::size_t> order_;
+};
+
+// A matrix of any shape and rank, factored for its least-norm least-squares solutions: the complete
+// orthogonal factorization (Golub and Van Loan, Matrix Computations, 5.4.7 and 5.5.2). Where the
+// columns count as dependent is told by how long the rest of a column is against `size`; by default
+// against the longest column.
+class Factored {
+ public:
+  explicit Factored(Matrix a, std::optional<double> size = {});
+
+  // x (columns × n) with the least ‖x‖ of those with the least ‖a·x − b‖.
+  Matrix solve(Matrix b) const;
+  // Columns: an orthonormal basis of all x with a·x = 0.
+  Matrix null_space() const;
+
+ private:
+  Matrix in_place(const Matrix& x) const;
+
+  std::size_t columns_;
+  Triangular left_;   // a's columns
+  Triangular right_;  // what is left of its rows
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,185 @@
+"""The engine's own decoder against the one in NumPy, `GradientCode`."""
+
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from jaxcoded import GradientCode, codes
+from jaxcoded.codes import NAMES
+from jaxcoded.engine import _engine
+
+CODES = {
+    "uncoded": [(5, 0)],
+    "fractional_repetition": [(6, 1), (12, 3)],
+    "cyclic_repetition": [(5, 2), (12, 3)],
+    "random_generator": [(6, 2), (8, 1, 2), (12, 3, 2)],
+    "polynomial": [(6, 2), (8, 1, 2)],
+    "linear(generator=[[1, 0, 1, 1], [0, 1, 1, -1]])": [(8, 2, 2)],
+    "gaussian_mds": [(6, 1, 2), (12, 3)],
+    "single_parity_check": [(6, 1, 2)],
+    "reed_solomon": [(6, 2), (9, 1, 2)],
+    "hamming(r=3)": [(14, 2, 4)],
+    "partial_stragglers(late=2, slowdown=3)": [(6, 0)],
+    "progressive": [(4, 1), (7, 3)],
+    "adaptive": [(5, 1), (6, 2), (6, 1, 2)],
+    "ignore_stragglers": [(6, 2)],
+    "bernoulli(load=3)": [(9, 3), (16, 6)],
+    "stochastic_block(load=3, blocks=2)": [(8, 3)],
+    "expander(degree=4)": [(10, 4)],
+    "block_design": [(7, 3)],
+    "grouped(load=3)": [(9, 4), (9, 3, 2)],
+}
+# Scales that hide in the units of the messages, copies that are worth something only once, and
+# equations that follow from others.
+CUSTOM = [
+    np.array([[1, 1, 0, 0], [1e-6, 0, 1e-6, 1e-6], [0, 3e5, 3e5, 0], [0, 0, 0, 1]]),
+    np.array([[1, 1, 0], [1, 1, 0], [0, 0, 2], [0, 0, 2], [1, 1, 1], [0, 0, 0]]),
+    np.array([[1, 0], [0, 1], [1, 1], [1, -1], [3, 1]]),
+]
+
+
+@functools.cache
+def known():
+    assert {text.partition("(")[0] for text in CODES} == set(NAMES)
+    exact = [
+        codes.named(text, *numbers, seed=3)
+        for text, cases in CODES.items()
+        for numbers in cases
+    ] + [GradientCode(B, stragglers=0) for B in CUSTOM]
+    out = []
+    for code in exact:
+        out += [code, codes.approximate(code, code.n // 2)]
+        if code.m == 1 and code.B.sum() > 0:
+            out.append(codes.approximate(code, code.n // 2, "one_step"))
+    return [(code, decoder_of(code)) for code in out]
+
+
+def decoder_of(code):
+    return _engine.Decoder(code.B, code.parts, code.stragglers, code.decoding)
+
+
+@functools.cache
+def growth(code):
+    """What coefficients may be off by, in units of the largest one: where messages nearly depend on
+    each other, bits are lost in both."""
+    return 1e-10 + 1e-16 * code.amplification
+
+
+def answers(code, rng):
+    """Bool ``(n, parts)``: any messages, whole children, or the first messages of children."""
+    share = rng.choice([0.3, 0.6, 0.8, 0.95, 1])
+    kind = rng.integers(3)
+    if kind == 0:
+        return rng.random((code.n, code.parts)) < share
+    came = rng.random((code.n, 1)) < share
+    if kind == 1:
+        return np.repeat(came, code.parts, axis=1)
+    return came & (
+        np.arange(code.parts) < rng.integers(code.parts + 1, size=(code.n, 1))
+    )
+
+
+def test_a_leaf_waits_for_nobody():
+    assert _engine.Decoder().decode([], []) == []
+
+
+@given(st.integers(0, 2**32))
+@settings(bounded, max_examples=200)
+def test_the_same_coefficients_as_in_numpy(seed):
+    rng = np.random.default_rng(seed)
+    code, decoder = known()[seed % len(known())]
+    for _ in range(3):
+        mask = answers(code, rng)
+        expected = code.decode(mask).coefficients
+        actual = np.array(decoder.approximate(mask.ravel().tolist()))
+        actual = actual.reshape(expected.shape)
+        scale = max(1, np.abs(expected).max())
+        assert np.abs(actual - expected).max() <= growth(code) * scale, code
+        # nothing is fetched that is not used
+        assert not actual[:, ~mask.ravel()].any()
+        whole = np.rint(expected)
+        if np.array_equal(np.tensordot(whole, code.B, 1), target(code)) and (
+            np.abs(whole - expected).max() < 1e-9
+        ):
+            assert np.array_equal(actual, whole), code
+
+
+def target(code):
+    return np.tile(np.eye(code.m), (1, code.k)).reshape(code.m, code.k, code.m)
+
+
+@given(st.integers(0, 2**32))
+@bounded
+def test_the_first_messages_that_suffice(seed):
+    """In their order; and not before any n−s of a code without parts."""
+    rng = np.random.default_rng(seed)
+    for code, decoder in known():
+        mask = answers(code, rng).ravel()
+        order = rng.permutation(np.flatnonzero(mask))
+        actual = decoder.decode(order.tolist(), mask.tolist())
+        if not code.sufficient(mask.reshape(code.n, code.parts)):
+            assert actual == [], code
+            assert (
+                decoder.decode(order.tolist(), mask.tolist()) == []
+            )  # of what it keeps
+            continue
+        # the shortest beginning that suffices, by bisection, as what suffices does with more
+        few, suffice = 0, len(order)
+        while few < suffice:
+            count = (few + suffice) // 2
+            heard = np.isin(np.arange(len(mask)), order[:count])
+            if code.sufficient(heard.reshape(code.n, code.parts)):
+                suffice = count
+            else:
+                few = count + 1
+        if code.parts == 1 and not code.approximate:
+            classes = np.array(code.classes)
+            most = min(
+                code.n - code.stragglers, len(set(classes)), len(set(classes[order]))
+            )
+            while len(set(classes[order[:suffice]])) < most:
+                suffice += 1
+        heard = np.isin(np.arange(len(mask)), order[:suffice])
+        expected = code.decode(heard.reshape(code.n, code.parts)).coefficients
+        scale = max(1, np.abs(expected).max())
+        actual = np.array(actual).reshape(expected.shape)
+        assert np.abs(actual - expected).max() <= growth(code) * scale, code
+
+
+def test_few_questions():
+    """One for what has come, and few for where it began to suffice; none before each part of the sum
+    is in enough messages, and none twice."""
+    code = codes.adaptive(16, 3)
+    decoder = decoder_of(code)
+    everyone = [True] * len(code.B)
+    order = [i * code.parts + p for p in range(code.parts) for i in range(code.n)]
+    for count in range(3 * code.n):
+        assert decoder.decode(order[:count], everyone) == []
+    assert decoder.questions == 0
+    assert decoder.decode(order[: 3 * code.n], everyone)
+    assert decoder.questions == 1
+    for _ in range(3):
+        assert decoder.decode(order, everyone)
+    assert decoder.questions <= 1 + np.ceil(np.log2(len(order)))
+
+
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_few_questions_while_children_are_late(late):
+    code = codes.adaptive(16, 3)
+    decoder = decoder_of(code)
+    came, before = [], 0
+    for count, child in enumerate(np.random.default_rng(late).permutation(code.n)):
+        if count == code.n - late:
+            break
+        came.append(child * code.parts)
+        order = [row + p for p in range(code.parts) for row in came]
+        found = decoder.decode(order, [True] * len(code.B))
+        assert bool(found) == (count >= code.n - 4)
+        assert decoder.questions - before <= 1 + bool(found) * 8
+        before = decoder.questions
