@@ -25,3 +25,4 @@ from jaxcoded.plan import Plan as Plan
 from jaxcoded.plan import make_plan as make_plan
 from jaxcoded.rounds import settle as settle
 from jaxcoded.training import coded_value_and_grad as coded_value_and_grad
+from jaxcoded.weights import Weights as Weights

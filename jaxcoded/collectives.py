@@ -290,6 +290,7 @@ def summed(
     mean: Any = None,
     erasures: Any = None,
     *,
+    about: str = "",
     down: bool = True,
     residual: bool = False,
     skipped: jax.Array | None = None,
@@ -298,15 +299,16 @@ def summed(
     begun: bool = False,
     transpose: bool = False,
 ) -> Any:
-    """`coded_allreduce` under a name; ``skipped`` (int32, not 0) says that this rank has
-    nothing to contribute, and ``begun`` that ``tree`` is the last part of its message,
-    see `begin`."""
+    """`coded_allreduce` under a name; ``about`` is what else all ranks must agree on,
+    ``skipped`` (int32, not 0) says that this rank has nothing to contribute, and
+    ``begun`` that ``tree`` is the last part of its message, see `begin`."""
     carrier, vectors, extras, token, packing = prepared(
         name,
         tree,
         group,
         mean,
         erasures,
+        about=about,
         down=down,
         residual=residual,
         skipped=skipped,
@@ -328,6 +330,7 @@ def prepared(
     mean: Any,
     erasures: Any,
     *,
+    about: str = "",
     down: bool = True,
     residual: bool = False,
     skipped: jax.Array | None = None,
@@ -340,10 +343,10 @@ def prepared(
     what comes of it."""
     check_open(group)
     with group.failing(name):
-        divisor = _checked_mean(mean)
+        about += _checked_mean(mean)
         vectors, packing = _message(name, tree, group, wire_dtype, begun)
         trip = summing(
-            name, packing, group, divisor, down=down, residual=residual, token=token
+            name, packing, group, about, down=down, residual=residual, token=token
         )
         if residual:
             vectors = (*vectors, _probe(group, vectors, -1 if begun else None))
@@ -395,6 +398,7 @@ def begin(
     part: Encoded,
     number: int,
     group: CodedGroup,
+    about: str = "",
     *,
     residual: bool = False,
     skipped: jax.Array | None = None,
@@ -408,7 +412,7 @@ def begin(
     """
     vectors, packing = _message(name, part, group, begun=True)
     vectors = converted(vectors, packing.wires)
-    trip = summing(name, packing, group, residual=residual, token=token)
+    trip = summing(name, packing, group, about, residual=residual, token=token)
     if residual:
         vectors = (*vectors, _probe(group, part.vectors, number))
     return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
@@ -447,13 +451,13 @@ def summing(
     name: str,
     packing: Packing,
     group: CodedGroup,
-    divisor: str = "",
+    about: str = "",
     *,
     down: bool = True,
     residual: bool = False,
     token: jax.Array | None = None,
 ) -> Trip:
-    """The round of a coded sum of leaves like these.
+    """The round of a coded sum of leaves like these, ``about`` which all ranks must agree.
 
     Raises:
         ValueError: rounding would spoil it.
@@ -462,7 +466,7 @@ def summing(
     for dtype in dict.fromkeys(packing.wires):
         group.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
-    words = f"{name} of {packing}{divisor}"
+    words = f"{name} of {packing}{about}"
     words += group.plan_words
     words += ", with its residual" * residual + _tokened(token)
     return Trip(words, down=down)

@@ -24,6 +24,7 @@ from jaxcoded.plan import Plan, make_plan
 from jaxcoded.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.transports import Transport, _cuda_aware, engine
 from jaxcoded.transports.mpi4jax import Mpi4jax
+from jaxcoded.weights import Weights
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
 
@@ -379,7 +380,7 @@ class CodedGroup:
         """Whether `close` was called."""
         return self.index not in _groups
 
-    def assignment(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    def assignment(self, batch_size: int) -> tuple[np.ndarray, Weights]:
         """What this rank reads of a global batch, and its coding weights.
 
         Args:
@@ -390,15 +391,19 @@ class CodedGroup:
                 ranks; with ``speeds``, of a length of its own on each. Padding repeats
                 one of the rank's own examples (example 0 where it has none) with
                 weight 0.
-            weights: of JAX's default float dtype; ``(length,)`` loss weights, or, with
-                slices or parts, the coefficients ``(chunks, length // chunks, P · M)``
-                for `coded_value_and_grad`; see `jaxcoded.allocation.assignment`.
+            weights: a `Weights`, which computes like an array of JAX's default float
+                dtype: ``(length,)`` loss weights, or, with slices or parts, the
+                coefficients ``(chunks, length // chunks, P · M)`` for
+                `coded_value_and_grad`; see `jaxcoded.allocation.assignment`.
 
         Raises:
             ValueError: ``batch_size < 1``.
         """
         indices, weights = assignment(self.plan, self.rank, batch_size)
-        return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
+        values = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
+        return indices, Weights(
+            values, int(batch_size), self.plan.fingerprint, self.rank
+        )
 
     @overload
     def lag(self, *, token: None = None) -> int | jax.Array: ...

@@ -13,6 +13,7 @@ from jaxcoded.group import CodedGroup, check_open
 from jaxcoded.kernels import Encoded, accumulator, divided, encode_vector
 from jaxcoded.packing import Packing, checked_wire_dtype, pack
 from jaxcoded.plan import Plan
+from jaxcoded.weights import Weights
 
 _NAME = "coded_value_and_grad"
 
@@ -25,6 +26,7 @@ def coded_value_and_grad(
     mean: bool = False,
     residual: bool = False,
     wire_dtype: Any = None,
+    own_weights: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
     """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced,
     exact, equal on all ranks.
@@ -54,19 +56,25 @@ def coded_value_and_grad(
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
             arrays travel, see `coded_allreduce`. Gradients are computed and encoded as
             without it, and loss and count keep all digits.
+        own_weights: take weights of your own, arrays like those of
+            ``group.assignment``. Nothing can be said of their sum then, so ``mean`` is
+            refused.
 
     Returns:
         A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
         grads)``, or ``((loss, aux), grads)``; with ``residual``, ``(loss, grads,
         residual)``; with a ``token``, a pair of that and the token for the next call,
         see `coded_allreduce`. ``batch`` is a pytree of this rank's examples, leading
-        axis ``length`` as in ``group.assignment``, and ``weights`` are its weights. The
+        axis ``length`` as in ``group.assignment``, and ``weights`` are the `Weights`
+        that came with it, for the same batch size on all ranks. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it.
 
-        It raises ``ValueError`` for shapes that do not fit, ``TypeError`` for losses or
-        leaves of ``params`` that are not floating point (partition the model), and what
-        `coded_allreduce` raises.
+        It raises ``TypeError`` for weights that are not `Weights`, and for losses or leaves
+        of ``params`` that are not floating point (partition the model), ``ValueError``
+        for weights of another plan or rank, and for shapes that do not fit, and what
+        `coded_allreduce` raises; ``GroupMismatch`` also where ranks differ in the batch
+        size.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -82,11 +90,17 @@ def coded_value_and_grad(
     check_open(group)
     with group.failing(_NAME):
         wire_dtype = checked_wire_dtype(wire_dtype)
+        if own_weights and mean:
+            raise ValueError(
+                "mean=True divides by the number of examples, which the weights of "
+                "group.assignment add up to. What own_weights add up to only you know: "
+                "leave mean out, and divide by it"
+            )
 
     def value_and_grad(
         params: Any,
         batch: Any,
-        weights: jax.Array | np.ndarray,
+        weights: Weights | jax.Array | np.ndarray,
         *,
         erasures: jax.Array | None = None,
         token: jax.Array | None = None,
@@ -94,7 +108,7 @@ def coded_value_and_grad(
         with group.failing(_NAME):
             _check_parameters(params)
             batch = jax.tree.map(jnp.asarray, batch)
-            coding = jnp.asarray(weights)
+            coding, about = _checked_weights(weights, group, own_weights)
             _check_shapes(batch, coding, group)
             behind = None
             if group.transport.can_lag:
@@ -115,6 +129,7 @@ def coded_value_and_grad(
                         part,
                         number,
                         group,
+                        about,
                         residual=residual,
                         skipped=behind,
                         token=token,
@@ -140,6 +155,7 @@ def coded_value_and_grad(
             local,
             group,
             erasures=erasures,
+            about=about,
             residual=residual,
             skipped=behind,
             wire_dtype=wire_dtype,
@@ -314,12 +330,30 @@ def _check_parameters(params: Any) -> None:
             )
 
 
-def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
+def _checked_weights(
+    weights: Any, group: CodedGroup, own: bool
+) -> tuple[jax.Array, str]:
+    """The weights as an array, and what all ranks must agree on about them."""
+    if own:
+        array = jnp.asarray(weights)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(
+                f"weights must be floating point as group.assignment makes them, got "
+                f"{array.dtype}"
+            )
+        return array, ", with weights of their own"
+    if not isinstance(weights, Weights):
         raise TypeError(
-            f"weights must be floating point as group.assignment makes them, got "
-            f"{weights.dtype}"
+            "weights must be what group.assignment returned, as it is: the code can only "
+            "decode what was weighted with its own coefficients, and anything else gives "
+            f"a wrong sum. Got a {type(weights).__name__}. (Weights of your own, of which "
+            "you know better: coded_value_and_grad(..., own_weights=True))"
         )
+    weights.check(group.plan, group.rank)
+    return jnp.asarray(weights), f", for a batch of {weights.batch_size}"
+
+
+def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
     plan, rank = group.plan, group.rank
     numbers, encoded = plan.parts_above[rank] * plan.slices_above[rank], plan.encoded
     if weights.ndim != (3 if encoded else 1) or (

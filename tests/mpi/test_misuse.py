@@ -75,6 +75,13 @@ def means(group, own, odd):
     return 2 * coded_allreduce(own, group, mean=3 if odd else 2)
 
 
+def batch_sizes(group, own, odd):
+    """Weights of another batch size were right or wrong with who was late."""
+    indices, weights = group.assignment(len(VECTOR) - odd)
+    step = jaxcoded.coded_value_and_grad(lambda w, v: v @ w, group, mean=True)
+    return len(VECTOR) * step(np.zeros(5), VECTOR[indices], weights)[1]
+
+
 def nothing(group, own, odd):
     return coded_allreduce({} if odd else own, group)
 
@@ -100,6 +107,7 @@ differences = pytest.mark.parametrize(
         ),
         (erasures, "float64[5], erasures of ranks []", "coded_allreduce of float64[5]"),
         (means, "float64[5], divided by 2.0", "float64[5], divided by 3.0"),
+        (batch_sizes, "for a batch of 20", "for a batch of 19"),
         (nothing, "coded_allreduce of float64[5]", "coded_allreduce of no leaves"),
         (caught, "float64[5]", "float64[5] after a TypeError in coded_allreduce"),
     ],

@@ -1,10 +1,12 @@
 """`coded_value_and_grad` against sums over the whole batch that are worked out by hand in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import once, slices
+from marks import once, several, slices
 from reference import random_erasures
 
 import jaxcoded
@@ -207,9 +209,9 @@ def test_scan_over_batches(group):
 # Wrong use. Each rank says it before it communicates.
 
 
-def raises(message, loss, group, batch, weights, **options):
+def raises(message, loss, group, batch, weights, error=ValueError, **options):
     params, _ = problem(1)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         jaxcoded.coded_value_and_grad(loss, group, **options)(params, batch, weights)
 
 
@@ -325,7 +327,9 @@ def test_weights_of_a_wrong_shape(group):
         r"weights must have shape \(length,\) as group.assignment makes them, got "
     )
     for wrong in (weights[:, None], weights[:, None, None], 1.0):
-        raises(message, loss, group, batch, wrong)
+        raises(message, loss, group, batch, wrong, own_weights=True)
+    stacked = jax.tree.map(lambda values: values[:, None], weights)
+    raises(message, loss, group, batch, stacked)
 
 
 @once
@@ -339,5 +343,121 @@ def test_weights_of_another_group_with_slices(comm, transport):
             rf"weights must have shape \(chunks, length // chunks, {slices}\) "
             "as group.assignment makes them, got "
         )
+        batch = share(batch, indices)
         for wrong in (weights[..., 0], weights[..., :0], weights.reshape(-1)):
-            raises(message, loss, group, share(batch, indices), wrong)
+            raises(message, loss, group, batch, wrong, own_weights=True)
+
+
+@once
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda weights: np.ones(len(weights)), id="uniform"),
+        pytest.param(np.asarray, id="as a numpy array"),
+        pytest.param(jnp.asarray, id="as an array"),
+        pytest.param(lambda weights: weights[:], id="a slice"),
+        pytest.param(lambda weights: 1 * weights, id="a product"),
+        pytest.param(lambda weights: 1.0, id="a number"),
+        pytest.param(lambda weights: None, id="none"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_assignment(group, other):
+    """Uniform weights went through, and the sum was wrong on every rank."""
+    params, batch = problem(12)
+    indices, weights = group.assignment(12)
+    wrong, batch = other(weights), share(batch, indices)
+    message = r"what group\.assignment returned.*own_weights=True"
+    raises(message, loss, group, batch, wrong, TypeError)
+    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
+    with pytest.raises(TypeError, match=message):
+        step(params, batch, wrong)
+
+
+@once
+def test_weights_of_one_s_own(group):
+    """Only where the call asks for them; what they add up to nobody knows."""
+    params, batch = problem(12)
+    indices, weights = group.assignment(12)
+    own, batch_here = np.asarray(2 * weights), share(batch, indices)
+    step = jaxcoded.coded_value_and_grad(loss, group, own_weights=True)
+    actual = jax.jit(step)(params, batch_here, own)
+    twice = jax.tree.map(lambda leaf: 2 * leaf, by_hand(params, batch))
+    assert_equal(actual, twice)
+    whole = weights.astype(np.int32)
+    raises("floating point", loss, group, batch_here, whole, TypeError, own_weights=True)  # fmt: skip
+    message = "leave mean out, and divide by it"
+    raises(message, loss, group, batch_here, own, own_weights=True, mean=True)
+
+
+@several
+@once
+def test_weights_of_another_rank_or_plan(comm, group, transport):
+    _, batch = problem(12)
+    indices, weights = group.assignment(12)
+    batch = share(batch, indices)
+    other = dataclasses.replace(weights, rank=(comm.rank + 1) % comm.size)
+    message = f"the weights of rank {other.rank}, but this is rank {comm.rank}"
+    raises(message, loss, group, batch, other)
+    with jaxcoded.CodedGroup(
+        comm, stragglers=0, root_computes=True, transport=transport
+    ) as with_root:
+        _, other = with_root.assignment(12)
+    raises("another group's plan", loss, group, batch, other)
+
+
+def test_weights_of_before_a_replan(comm, transport):
+    """Before it they fit, after it no more; those of an equal plan still do."""
+    params, batch = problem(12)
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        indices, old = group.assignment(12)
+        group = group.replan(np.ones(comm.size))
+        step = jaxcoded.coded_value_and_grad(loss, group)
+        assert_equal(step(params, share(batch, indices), old), by_hand(params, batch))
+        group = group.replan(np.arange(1.0, comm.size + 1))
+        if comm.size > 2:  # one worker has all of it at any speed
+            raises("plan before a replan", loss, group, share(batch, indices), old)
+        indices, new = group.assignment(12)
+        step = jaxcoded.coded_value_and_grad(loss, group)
+        assert_equal(step(params, share(batch, indices), new), by_hand(params, batch))
+
+
+@once
+def test_weights_with_fewer_digits(group):
+    """A tree of inputs is cast to bfloat16 as a whole."""
+    _, batch = problem(12)
+    indices, weights = group.assignment(12)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    raises("converted to bfloat16", loss, group, share(batch, indices), narrow)
+
+
+@once
+def test_weights_compute_like_an_array(group):
+    """In numpy and JAX, as they come and as arguments, moved and donated."""
+    _, weights = group.assignment(6)
+    array = np.asarray(weights)
+    assert isinstance(array, np.ndarray)
+    losses = np.random.default_rng(0).normal(size=array.shape)
+    uses = [
+        lambda w, x: w @ x,
+        lambda w, x: x @ w,
+        lambda w, x: jnp.sum(w * x),
+        lambda w, x: (x * w - w / 3 + 2**w).sum(),
+        lambda w, x: jnp.where(w != 0, -w * x, 0),
+        lambda w, x: jnp.tensordot(w, x, 1),
+        lambda w, x: jnp.asarray(w) + w[:1] + len(w) + w.ndim + w.size,
+        lambda w, x: jnp.zeros(w.shape, w.dtype),
+        lambda w, x: w.astype(x.dtype) * abs(x),
+        lambda w, x: w.any(),
+    ]
+    for use in uses:
+        expected = use(array, losses)
+        for x in (losses, jnp.asarray(losses)):
+            np.testing.assert_allclose(use(weights, x), expected)
+            np.testing.assert_allclose(jax.jit(use)(weights, x), expected)
+    assert np.multiply(weights, 2.0).tolist() == (2 * array).tolist()
+    moved = jax.device_put(weights)
+    assert isinstance(moved, jaxcoded.Weights)
+    assert moved.batch_size == 6
+    donated = jax.jit(lambda w: jax.tree.map(jnp.copy, w), donate_argnums=0)(moved)
+    donated.check(group.plan, group.rank)
+    assert donated.tolist() == array.tolist()

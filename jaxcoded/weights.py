@@ -1,0 +1,126 @@
+"""The coding weights of a rank, which know what they are."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.plan import Plan
+
+
+def _plain(value: Any) -> Any:
+    return value.values if isinstance(value, Weights) else value
+
+
+def _unary(operation: Callable[[Any], Any]) -> Callable[["Weights"], Any]:
+    return lambda self: operation(self.values)
+
+
+def _binary(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any], Any]:
+    return lambda self, other: operation(self.values, _plain(other))
+
+
+def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any], Any]:
+    return lambda self, other: operation(_plain(other), self.values)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values"],
+    meta_fields=["batch_size", "plan", "rank"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weights:
+    """The coding weights that `CodedGroup.assignment` gives a rank, for
+    `coded_value_and_grad`.
+
+    A pytree with one leaf, so they go into ``jit`` like an array, and compute like one:
+    ``weights @ losses``, ``jnp.sum(weights * losses)``, ``weights.shape``. What comes of
+    that, a slice too, is a plain array.
+
+    Attributes:
+        values: the array, of `numpy` or, once JAX has had it, a ``jax.Array``.
+        batch_size: the number of examples in the global batch.
+        plan: the fingerprint of the plan, equal for equal plans.
+        rank: whose weights they are.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     indices, weights = group.assignment(4)
+        >>> weights.batch_size, float(weights @ jnp.arange(4.0))
+        (4, 6.0)
+    """
+
+    values: Any
+    batch_size: int
+    plan: str
+    rank: int
+
+    def check(self, plan: Plan, rank: int) -> None:
+        """Raise unless they are of this rank of this plan.
+
+        Raises:
+            ValueError: they are of another one, or have lost digits.
+        """
+        remedy = "take those of this group's assignment"
+        if self.plan != plan.fingerprint:
+            raise ValueError(
+                "these weights are of another group's plan, or of the plan before a "
+                f"replan: {remedy}"
+            )
+        if self.rank != rank:
+            raise ValueError(
+                f"these are the weights of rank {self.rank}, but this is rank {rank}: "
+                f"{remedy} on each rank"
+            )
+        if not jnp.issubdtype(self.dtype, jnp.floating) or self.dtype.itemsize < 4:
+            raise ValueError(
+                f"these weights were converted to {self.dtype}, which leaves too few "
+                "digits of them: hand them in as group.assignment gave them"
+            )
+
+    # Like an array.
+
+    # numpy leaves operators to this class
+    __array_priority__ = 100
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.values, dtype, copy=copy)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.values)
+
+    def __getattr__(self, name: str) -> Any:
+        # what looks for special methods takes them for those of this class
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.values, name)
+
+    def __getitem__(self, where: Any) -> Any:
+        return self.values[where]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+    __abs__ = _unary(operator.abs)
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __pow__, __rpow__ = _binary(operator.pow), _reflected(operator.pow)
+    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
+    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
+    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
+    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
+    __hash__ = None  # type: ignore[assignment]  # as arrays
