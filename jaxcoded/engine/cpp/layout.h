@@ -17,6 +17,9 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
+// No vector is longer: what another rank says of its length is nonsense then.
+constexpr std::uint64_t most_elements = 1ull << 40;
+
 // Elements [first, first + count) of a segment: what is decoded and handed on as a whole.
 struct Piece {
   std::size_t segment;

@@ -40,12 +40,13 @@ enum Flag : std::uint8_t {
   closed = 8,   // of a complaint: it only counts if the root has closed the group
   approximate = 32,  // of an offer: the pieces that were not offered before are not exact
   overdue = 64,      // of a complaint: whom the sender waits for after its deadline
+  continued = 128,   // the body goes on in the sender's next message (wires only)
 };
 
 struct Header {
   Kind kind;
   std::uint8_t flags = 0;
-  std::uint16_t segments = 0;
+  std::uint32_t segments = 0;
   std::uint32_t ready = 0;
   Round round = 0;
   Round last = 0;
@@ -53,6 +54,9 @@ struct Header {
   std::uint64_t fingerprint = 0;
   std::uint64_t session = 0;  // of the group; set and checked by wires
 };
+
+// Thrown where a message from another rank cannot be what that rank meant to say.
+struct Damaged {};
 
 struct Message {
   Header header;
@@ -68,18 +72,20 @@ struct Message {
   }
   template <class T>
   std::vector<T> values(std::size_t offset, std::size_t count) const {
+    if (offset > body.size() || count > (body.size() - offset) / sizeof(T)) throw Damaged();
     std::vector<T> out(count);
     if (count) std::memcpy(out.data(), body.data() + offset, count * sizeof(T));
     return out;
   }
 
-  std::vector<std::byte> bytes() const {
+  static std::vector<std::byte> bytes(const Header& header, std::span<const std::byte> body) {
     std::vector<std::byte> out(sizeof header + body.size());
     std::memcpy(out.data(), &header, sizeof header);
     if (!body.empty()) std::memcpy(out.data() + sizeof header, body.data(), body.size());
     return out;
   }
   static Message from(std::span<const std::byte> bytes) {
+    if (bytes.size() < sizeof(Header)) throw Damaged();
     Message out{};
     std::memcpy(&out.header, bytes.data(), sizeof out.header);
     out.body.assign(bytes.begin() + sizeof out.header, bytes.end());

@@ -289,7 +289,7 @@ class PythonWire : public Wire {
   explicit PythonWire(nb::object wire) : wire_(std::move(wire)) {}
 
   void send(Rank to, const Message& message) override {
-    wire_.attr("send")(to, bytes_of(message.bytes()));
+    wire_.attr("send")(to, bytes_of(Message::bytes(message.header, message.body)));
   }
   Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t, std::byte* to,
               std::size_t bytes) override {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -34,13 +35,14 @@ MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& 
       statuses_(peers.size()),
       next_tag_(first_tag + static_cast<int>(session % (last_tag - first_tag))) {
   MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
-  for (std::size_t i = 0; i < ranks_.size(); ++i) {
-    Peer& peer = peers_[ranks_[i]];
-    peer.page = PeerPage::open(cards[static_cast<std::size_t>(ranks_[i])]);
+  for (const Rank rank : ranks_) {
+    Peer& peer = peers_[rank];
+    peer.page = PeerPage::open(cards[static_cast<std::size_t>(rank)]);
     peer.inbox.resize(inbox_bytes);
     silent_peers_ |= !peer.page;
-    receive(i);
   }
+  // What is posted here MPI writes to: nothing may be thrown any more.
+  for (std::size_t i = 0; i < ranks_.size(); ++i) receive(i);
 }
 
 MpiWire::~MpiWire() {
@@ -86,11 +88,18 @@ void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
   }
 }
 
+// What an inbox cannot hold goes in several messages, which arrive one after the other.
 void MpiWire::send(Rank to, const Message& message) {
-  std::vector<std::byte> bytes = message.bytes();
-  reinterpret_cast<Header*>(bytes.data())->session = session_;
-  if (bytes.size() > inbox_bytes) bytes.resize(inbox_bytes);  // a very long text
-  post(to, control, std::move(bytes));
+  Header header = message.header;
+  header.session = session_;
+  std::span<const std::byte> body = message.body;
+  for (constexpr std::size_t most = inbox_bytes - sizeof header; body.size() > most;) {
+    Header first = header;
+    first.flags |= continued;
+    post(to, control, Message::bytes(first, body.first(most)));
+    body = body.subspan(most);
+  }
+  post(to, control, Message::bytes(header, body));
 }
 
 Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
@@ -121,6 +130,7 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
 
 // Vectors are copied: their memory may be used for something else before they have left.
 void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
+  if (pull.last < first_tag || pull.last > last_tag) throw Damaged();
   const auto what = static_cast<Object::What>(pull.flags);
   const Stamp stamp{session_, pull.round, pull.ready, pull.flags};
   std::vector<std::byte> bytes(sizeof stamp);
@@ -162,37 +172,64 @@ double MpiWire::now() const {
 
 // What has come to the inboxes. Whether anything has.
 bool MpiWire::open_inboxes(Node& node) {
-  int count = 0;
+  int count = 0, outcome = MPI_SUCCESS;
   if (inboxes_.empty()) return false;
   // Open MPI looks at its requests first and makes progress afterwards: what has just come is
   // seen by the second look.
   for (int look = 0; look < 2 && count <= 0; ++look) {
-    MPI_Testsome(static_cast<int>(inboxes_.size()), inboxes_.data(), &count, indices_.data(),
-                 statuses_.data());
+    outcome = MPI_Testsome(static_cast<int>(inboxes_.size()), inboxes_.data(), &count,
+                           indices_.data(), statuses_.data());
   }
+  bool news = false;
   for (int i = 0; i < count; ++i) {
     const auto peer = static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)]);
     const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
-    int bytes = 0;
-    MPI_Get_count(&status, MPI_BYTE, &bytes);
-    if (bytes < static_cast<int>(sizeof(Header))) continue;
-    const Rank from = ranks_[peer];
-    const std::vector<std::byte>& inbox = peers_[from].inbox;
-    peers_[from].link.bytes += static_cast<std::uint64_t>(bytes);
-    const Message message = Message::from({inbox.data(), static_cast<std::size_t>(bytes)});
+    int error = MPI_SUCCESS;
+    if (outcome == MPI_ERR_IN_STATUS) MPI_Error_class(status.MPI_ERROR, &error);
+    if (error == MPI_SUCCESS) {
+      open_inbox(peer, status, node);
+    } else if (error == MPI_ERR_TRUNCATE) {
+      node.garbled(ranks_[peer], "one that is too long");
+    } else {
+      inboxes_[peer] = MPI_REQUEST_NULL;  // nothing has come; the next look tries it again
+      continue;
+    }
     receive(peer);
-    if (message.header.session != session_) continue;
+    news = true;
+  }
+  return news;
+}
+
+void MpiWire::open_inbox(std::size_t peer, const MPI_Status& status, Node& node) {
+  const Rank from = ranks_[peer];
+  Peer& its = peers_[from];
+  int bytes = 0;
+  MPI_Get_count(&status, MPI_BYTE, &bytes);
+  its.link.bytes += static_cast<std::uint64_t>(bytes);
+  try {
+    Message message = Message::from(std::span(its.inbox).first(static_cast<std::size_t>(bytes)));
+    if (message.header.session != session_) return;
+    const bool more = (message.header.flags & continued) != 0;
+    if (more || !its.begun.empty()) {
+      its.begun.insert(its.begun.end(), message.body.begin(), message.body.end());
+      if (more) return;
+      message.body = std::exchange(its.begun, {});
+    }
     if (message.header.kind == Kind::pull) {
       answer(from, message.header, node);
     } else {
       node.deliver(from, message);
     }
+  } catch (const Damaged&) {
+    node.garbled(from, "one of " + std::to_string(bytes) + " bytes");
   }
-  return count > 0;
 }
 
 bool MpiWire::poll(Node& node) {
   bool news = false;
+  for (std::size_t i = 0; i < inboxes_.size(); ++i) {
+    if (inboxes_[i] == MPI_REQUEST_NULL) receive(i);  // it had an error
+  }
   // An inbox holds one message. All that was sent before the last ring must be seen now.
   for (int i = 0; i < most_at_once && open_inboxes(node); ++i) news = true;
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
@@ -222,8 +259,10 @@ bool MpiWire::poll(Node& node) {
     Peer& peer = peers_[fetched.from];
     peer.link.bytes += static_cast<std::uint64_t>(bytes);
     if (--peer.fetches == 0) peer.link.seconds += now() - peer.since;
-    std::span<const std::byte> data;
-    if (stamped) data = std::span(fetched.bytes).first(static_cast<std::size_t>(bytes)).subspan(sizeof(Stamp));
+    std::span<const std::byte> data;  // none, or all that was asked for
+    if (static_cast<std::size_t>(bytes) == fetched.bytes.size()) {
+      data = std::span(fetched.bytes).subspan(sizeof(Stamp));
+    }
     node.arrived(fetched.from, fetched.object, fetched.piece, data);
     news = true;
   }

@@ -48,6 +48,7 @@ class MpiWire : public Wire {
   struct Peer {
     std::unique_ptr<PeerPage> page;
     std::vector<std::byte> inbox;
+    std::vector<std::byte> begun = {};  // of a body whose rest follows
     Link link = {};
     std::size_t fetches = 0;  // in progress,
     double since = 0;         // since then without a break
@@ -66,6 +67,7 @@ class MpiWire : public Wire {
   };
 
   bool open_inboxes(Node& node);
+  void open_inbox(std::size_t peer, const MPI_Status& status, Node& node);
   void receive(std::size_t peer);
   void post(Rank to, int tag, std::vector<std::byte> bytes);
   void answer(Rank from, const Header& pull, const Node& node);

@@ -47,7 +47,7 @@ Round Node::done() const {
 }
 
 void Node::append_addresses(Message& message, const std::vector<std::byte*>& segments) {
-  message.header.segments = static_cast<std::uint16_t>(segments.size());
+  message.header.segments = static_cast<std::uint32_t>(segments.size());
   for (const std::byte* segment : segments) {
     const auto address = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(segment));
     message.append(&address, sizeof address);
@@ -238,6 +238,22 @@ bool Node::advance() {
 }
 
 void Node::deliver(Rank from, const Message& message) {
+  try {
+    understand(from, message);
+  } catch (const Damaged&) {
+    garbled(from, "kind " + std::to_string(static_cast<int>(message.header.kind)) + " of round " +
+                      std::to_string(message.header.round) + " with " +
+                      std::to_string(message.body.size()) + " bytes");
+  }
+}
+
+void Node::garbled(Rank from, const std::string& which) {
+  complain(std::max(newest_, next_), "CodedError: rank " + std::to_string(family_.rank) +
+                                         " cannot read a message of rank " + std::to_string(from) +
+                                         ", " + which + ": do all ranks run the same jaxcoded?");
+}
+
+void Node::understand(Rank from, const Message& message) {
   const Header& head = message.header;
   Child* child = child_of(from);
   auto listener = listeners_.find(from);

@@ -138,6 +138,8 @@ class Node {
   const std::string& error() const { return error_; }
 
   void deliver(Rank from, const Message& message);
+  // A message came from that rank which says nothing that it can have meant; which one, in words.
+  void garbled(Rank from, const std::string& which);
   // The end of a pending fetch; `piece_data` is empty if `from` no longer had it.
   void arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
   // Do what can be done now. Whether there is more to do at once: the caller may look at its
@@ -264,6 +266,7 @@ class Node {
   bool calling() const { return outcome_ == Outcome::pending; }
   Child* child_of(Rank rank);
 
+  void understand(Rank from, const Message& message);
   // The way up.
   void on_offer(Child& child, const Message& message);
   Child& child_of_row(std::size_t row) { return children_[row / decoder_.parts()]; }
@@ -306,6 +309,7 @@ class Node {
   void decided(Entry& entry, std::uint32_t ready);
   void on_result(Rank from, const Message& message);
   Entry* entry_at_frontier(const Announcement& news);
+  void read_announcement(Announcement& news, const Message& message) const;
   bool follow();
   void lost_source();
   void hand_over(const Entry& entry);
@@ -332,6 +336,7 @@ class Node {
                     std::uint64_t others) const;
   void check_offer(Child& child);
   void check_offers();
+  bool can_be_read(const Child& child) const;
   void retire();
   std::vector<bool> may_offer(std::uint32_t piece) const;
   void refuse(Round round, const std::string& text);

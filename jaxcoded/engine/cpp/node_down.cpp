@@ -59,19 +59,32 @@ void Node::on_result(Rank from, const Message& message) {
   if (news.failed) {
     news.body = message.body;
   } else {
-    const auto table = message.values<std::uint64_t>(0, 2 * std::size_t{head.segments});
-    for (std::size_t s = 0; s < head.segments; ++s) {
-      news.segments.push_back({static_cast<DType>(table[2 * s]), table[2 * s + 1]});
-    }
-    const std::size_t start = table.size() * sizeof table[0];
-    if (head.flags & inlined) {
-      news.body.assign(message.body.begin() + static_cast<std::ptrdiff_t>(start),
-                       message.body.end());
-    } else {
-      news.addresses = message.values<std::uint64_t>(start, head.segments);
-    }
+    read_announcement(news, message);
   }
   announced_[head.round] = std::move(news);
+}
+
+// Where a result is that a rank above has, or the result itself.
+void Node::read_announcement(Announcement& news, const Message& message) const {
+  const Header& head = message.header;
+  const auto table = message.values<std::uint64_t>(0, 2 * std::size_t{head.segments});
+  for (std::size_t s = 0; s < head.segments; ++s) {
+    if (table[2 * s] > static_cast<std::uint64_t>(DType::float64)) throw Damaged();
+    if (table[2 * s + 1] > most_elements) throw Damaged();
+    news.segments.push_back({static_cast<DType>(table[2 * s]), table[2 * s + 1]});
+  }
+  const Entry* begun = history_.find(head.round);
+  if (begun && begun->layout.segments() != news.segments) throw Damaged();
+  const Layout fresh = begun ? Layout() : Layout(news.segments, limits_.piece_bytes);
+  const Layout& layout = begun ? begun->layout : fresh;
+  const std::size_t start = table.size() * sizeof table[0];
+  if (head.flags & inlined) {
+    news.body.assign(message.body.begin() + static_cast<std::ptrdiff_t>(start), message.body.end());
+    if (news.body.size() < layout.bytes()) throw Damaged();
+  } else {
+    news.addresses = message.values<std::uint64_t>(start, head.segments);
+  }
+  if (news.ready > layout.size()) throw Damaged();
 }
 
 // The entry of the round at the frontier, made if need be; null where there is no room for it yet.
@@ -333,7 +346,7 @@ void Node::tell(Rank rank, Listener& listener) {
       message.header.flags = failed;
       message.append(entry->error.data(), entry->error.size());
     } else {
-      message.header.segments = static_cast<std::uint16_t>(entry->layout.segments().size());
+      message.header.segments = static_cast<std::uint32_t>(entry->layout.segments().size());
       for (const Segment& segment : entry->layout.segments()) {
         const std::uint64_t row[2] = {static_cast<std::uint64_t>(segment.dtype), segment.count};
         message.append(row, sizeof row);

@@ -41,6 +41,9 @@ void Node::check_offer(Child& child) {
   if (expected != child.fingerprint) {
     child.withdrawn = true;
     complain(child.round, clash(child.rank, child.fingerprint, child.round, other, expected));
+  } else if (calling() && child.round == next_ && !can_be_read(child)) {
+    child.withdrawn = true;
+    garbled(child.rank, "an offer of " + std::to_string(child.ready) + " pieces");
   } else if (leaving_ && child.round >= next_ && !calling()) {
     child.withdrawn = true;
     refuse(child.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
@@ -48,6 +51,15 @@ void Node::check_offer(Child& child) {
                             std::to_string(root() ? family_.rank : family_.ancestors.back()) +
                             " closed the group");
   }
+}
+
+// Whether what a child says of its message, for the call in progress, fits what is to be read of it.
+bool Node::can_be_read(const Child& child) const {
+  const Layout& layout = decoder_.parts() > 1 ? theirs_ : incoming_;
+  if (child.ready == 0) return true;
+  if (child.ready > layout.size()) return false;
+  return child.body.empty() ? child.addresses.size() == layout.segments().size()
+                            : child.body.size() >= layout.bytes();
 }
 
 void Node::check_offers() {

@@ -10,6 +10,8 @@ namespace jaxcoded {
 void Node::on_offer(Child& child, const Message& message) {
   const Header& head = message.header;
   if (head.round < child.round || (head.round == child.round && head.ready < child.ready)) return;
+  std::vector<std::uint64_t> addresses;
+  if (!(head.flags & inlined)) addresses = message.values<std::uint64_t>(0, head.segments);
   if (head.round > child.round) {
     child.order = ++offers_seen_;
     child.seen = wire_.now();
@@ -25,13 +27,9 @@ void Node::on_offer(Child& child, const Message& message) {
   }
   if (!(head.flags & approximate)) child.exact = head.ready;
   child.ready = head.ready;
-  child.addresses.clear();
+  child.addresses = std::move(addresses);
   child.body.clear();
-  if (head.flags & inlined) {
-    child.body = message.body;
-  } else {
-    child.addresses = message.values<std::uint64_t>(0, head.segments);
-  }
+  if (head.flags & inlined) child.body = message.body;
   check_offer(child);
 }
 

@@ -1,0 +1,202 @@
+"""Messages that cannot be what their sender meant: an error in words, and nothing else is lost."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import (
+    BYE,
+    COMPLAINT,
+    DONE,
+    FAILED,
+    FAILURE,
+    HEADER,
+    INLINED,
+    OFFER,
+    PENDING,
+    RESULTS,
+    STATES,
+    Call,
+    Header,
+    World,
+    random_plan,
+    random_world,
+)
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=30)
+seeds = st.integers(0, 2**32 - 1)
+ROUNDS = 6
+UNREADABLE = r"rank {} cannot read a message of rank {}"
+
+
+class Garbling(World):
+    """A world in which ``garble`` sees every message before its receiver."""
+
+    def garble(self, link, message):
+        return message
+
+    def deliver(self, link):
+        queue = self.queues[link]
+        queue[0] = self.garble(link, queue[0])
+        super().deliver(link)
+
+
+def cut(message):
+    """Without its last 8 bytes."""
+    return message[:-8]
+
+
+def more(message):
+    """As if twice as many pieces were there, and a thousand."""
+    head = Header(message)
+    fields = [head.kind, head.flags, head.segments, 2 * head.ready + 1000]
+    return HEADER.pack(*fields, *HEADER.unpack_from(message)[4:]) + head.body
+
+
+def longer_table(message):
+    """As if there were as many vectors as a number can count."""
+    head = Header(message)
+    fields = [head.kind, head.flags, 2**32 - 1, head.ready]
+    return HEADER.pack(*fields, *HEADER.unpack_from(message)[4:]) + head.body
+
+
+def other_dtype(message):
+    """A table whose first vector is of a dtype that there is not."""
+    return _with_number(message, 0, 77)
+
+
+def longer_vector(message):
+    """A table whose first vector is longer than any memory."""
+    return _with_number(message, 1, 2**60)
+
+
+def other_vector(message):
+    """A table whose first vector has other pieces than those that are known."""
+    return _with_number(message, 1, 1)
+
+
+def _with_number(message, index, value):
+    at = HEADER.size + 8 * index
+    return message[:at] + np.uint64(value).tobytes() + message[at + 8 :]
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        (OFFER, cut),
+        (OFFER, more),
+        (OFFER, longer_table),
+        (RESULTS, cut),
+        (RESULTS, more),
+        (RESULTS, longer_table),
+        (RESULTS, other_dtype),
+        (RESULTS, longer_vector),
+        (RESULTS, other_vector),
+    ],
+)
+def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
+    plan = make_plan(4, parents=[-1, 0, 1, 2], stragglers=0)
+    script = [Call((("float32", 100), ("float64", 9)), seed) for seed in range(ROUNDS)]
+    world = Garbling(
+        plan,
+        script,
+        random.Random(0),
+        inline=(inline,),
+        limits={"piece_bytes": 64, "announced_bytes": 128},
+    )
+    if inline and (kind, damage) == (OFFER, longer_table):
+        pytest.skip("it has no table")
+    link = (2, 1) if kind == OFFER else (1, 2)
+    seen = []
+
+    def garble(on, message):
+        head = Header(message)
+        if seen or (on, head.kind, head.round) != (link, kind, 3):
+            return message
+        if damage is other_vector and not inline and head.ready < 3:
+            return message  # the first ones are right
+        if inline:
+            assert head.flags & INLINED
+        seen.append(message)
+        return damage(message)
+
+    world.garble = garble
+    world.settle()
+    assert seen
+    said = set()
+    for rank in range(4):
+        outcomes = [world.ends[rank][round].outcome for round in range(1, ROUNDS + 1)]
+        assert outcomes.count(FAILED) == 1, world.describe(rank)
+        assert outcomes.count(DONE) == ROUNDS - 1
+        at = outcomes.index(FAILED) + 1
+        said.add((at, world.ends[rank][at].error))
+    ((at, text),) = said
+    assert at in (3, 4)
+    assert text.startswith("CodedError: ")
+    assert UNREADABLE.format(*reversed(link)) in text
+    assert text.endswith("do all ranks run the same jaxcoded?")
+
+
+def test_a_snapshot_of_which_nothing_is_said():
+    plan = make_plan(2, stragglers=0)
+    world = Garbling(plan, [Call((("float32", 4),), 0)], random.Random(0))
+    world.nodes[0].keep_state(5, b"state")
+    world.nodes[1].ask_state()
+    garbled = []
+
+    def garble(link, message):
+        if message[0] != STATES or garbled:
+            return message
+        garbled.append(link)
+        return cut(message)
+
+    world.garble = garble
+    for _ in range(10):
+        world.sweep()
+        world.clock += world.limits.orphan_seconds
+    assert garbled
+    assert (world.nodes[1].state_round(), world.nodes[1].state()) == (5, b"state")
+    for rank in range(2):
+        assert UNREADABLE.format(1, 0) in world.ends[rank][1].error
+
+
+@many
+@given(seeds)
+def test_messages_that_are_cut_anywhere(seed):
+    """Every sum is right or an error, the same on all ranks."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2, 9)
+    world = random_world(plan, ROUNDS, rng)
+    world.__class__ = Garbling
+    share = rng.choice([0.01, 0.1])
+
+    def garble(_, message):
+        head = Header(message)
+        # vectors and texts may be cut where nobody can see it
+        if rng.random() > share or head.flags & (INLINED | FAILURE):
+            return message
+        if head.kind in (COMPLAINT, BYE) or head.kind > STATES:
+            return message
+        return message[: rng.randint(HEADER.size, len(message))]
+
+    world.garble = garble
+    for _ in range(rng.choice([0, 300])):
+        world.step()
+    world.garble = lambda link, message: message
+    world.settle()
+    for rank in range(plan.size):
+        assert set(world.ends[rank]) == set(range(1, ROUNDS + 1)), world.describe(rank)
+    for round in range(1, ROUNDS + 1):
+        ends = {world.ends[rank][round] for rank in range(plan.size)}
+        assert len(ends) == 1, ends
+        assert ends.pop().outcome in (DONE, FAILED)
+    assert PENDING not in {node.outcome() for node in world.nodes}
