@@ -363,8 +363,8 @@ class World:
             segments = list(zip(table[::2], table[1::2]))
             self.addresses[source, RESULT, head.round] = segments, at
         elif head.kind == STATES and head.round:
-            size, at = struct.unpack_from("<2Q", head.body)
-            self.addresses[source, STATE, head.round] = [(0, size)], [at]
+            size, at, number = struct.unpack_from("<3Q", head.body)
+            self.addresses[source, STATE, number] = [(0, size)], [at]
 
     def fetch(self, asker, source, what, round, piece):
         self.fetched.append((asker, source, what, round, piece))

@@ -212,3 +212,57 @@ def test_a_long_stop_does_not_make_a_rank_wait_for_a_snapshot():
         world.clock += world.limits.orphan_seconds / 5
         assert world.clock - since < 20 * world.limits.orphan_seconds
     assert world.restored == {4: [30]}
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_two_snapshots_of_one_round(far):
+    """While the first is fetched, the second takes its place."""
+    world = chain(2, far)
+    old, new = (random.Random(seed).randbytes(200) for seed in range(2))
+    source, reader = world.nodes
+    source.keep_state(1, old)
+    fetched = []
+
+    def fetch(asker, *piece):
+        fetched.append(piece)
+        if len(fetched) == 3:
+            source.keep_state(1, new)
+        return type(world).fetch(world, asker, *piece)
+
+    world.fetch = fetch
+    reader.ask_state()
+    for _ in range(30):
+        world.sweep()
+    assert len(fetched) > 3
+    assert (reader.state_round(), reader.state()) == (1, new)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_snapshots_of_a_rank_that_has_gone_back(far):
+    world = chain(3, far)
+    for rank, round in ((0, 5), (1, 9)):
+        world.nodes[rank].keep_state(round, world.state(round))
+    back, reader = world.nodes[1:]
+    back.ask_state()
+    for _ in range(10):
+        world.sweep()
+    assert (back.state_round(), back.state()) == (5, world.state(5))
+    back.resume()
+    back.keep_state(7, world.state(7))
+    reader.ask_state()
+    for _ in range(30):
+        world.sweep()
+    assert (reader.state_round(), reader.state()) == (7, world.state(7))
+
+
+def chain(ranks, far):
+    """A chain of ranks that have not called anything."""
+    world = World(
+        make_plan(ranks, parents=list(range(-1, ranks - 1)), stragglers=0),
+        [Call((("float32", 4),), 0)],
+        random.Random(0),
+        hosts=list(range(ranks)) if far else None,
+        limits={"piece_bytes": 32},
+    )
+    world.open = 0
+    return world

@@ -96,7 +96,7 @@ struct Message {
 // What can be fetched from a rank, piece by piece.
 struct Object {
   enum class What : std::uint8_t { message, result, state } what;
-  Round round;
+  Round round;  // of a state: its number, counted by the rank that has it
 
   bool operator==(const Object&) const = default;
   auto operator<=>(const Object&) const = default;

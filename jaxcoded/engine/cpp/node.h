@@ -247,6 +247,7 @@ class Node {
   struct State {
     Round round = 0;
     Rank from = -1;
+    std::uint64_t number = 0;  // among those of `from`
     std::uint64_t bytes = 0;
     std::uint64_t address = 0;
     Layout layout = {};
@@ -265,8 +266,8 @@ class Node {
   bool root() const { return family_.ancestors.empty(); }
   bool calling() const { return outcome_ == Outcome::pending; }
   Child* child_of(Rank rank);
-
   void understand(Rank from, const Message& message);
+
   // The way up.
   void on_offer(Child& child, const Message& message);
   Child& child_of_row(std::size_t row) { return children_[row / decoder_.parts()]; }
@@ -308,8 +309,8 @@ class Node {
   void place(Entry& entry);
   void decided(Entry& entry, std::uint32_t ready);
   void on_result(Rank from, const Message& message);
-  Entry* entry_at_frontier(const Announcement& news);
   void read_announcement(Announcement& news, const Message& message) const;
+  Entry* entry_at_frontier(const Announcement& news);
   bool follow();
   void lost_source();
   void hand_over(const Entry& entry);
@@ -335,8 +336,8 @@ class Node {
   std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
                     std::uint64_t others) const;
   void check_offer(Child& child);
-  void check_offers();
   bool can_be_read(const Child& child) const;
+  void check_offers();
   void retire();
   std::vector<bool> may_offer(std::uint32_t piece) const;
   void refuse(Round round, const std::string& text);
@@ -438,6 +439,7 @@ class Node {
   std::set<std::uint64_t> introduced_;  // to the parent
 
   Round state_kept_ = 0;
+  std::uint64_t snapshot_ = 0;  // its number: those of one round, and of rounds called again, differ
   Buffer state_;
   Layout state_layout_{{{DType::bytes, 0}}, 1};
   State fetched_state_;

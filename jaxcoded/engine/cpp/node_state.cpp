@@ -8,7 +8,7 @@ namespace jaxcoded {
 void Node::keep_state(Round round, std::span<const std::byte> state) {
   Buffer copy = pool_.take(state.size());
   if (!state.empty()) std::memcpy(copy.data(), state.data(), state.size());
-  withdraw(Object::What::state, round);
+  withdraw(Object::What::state, ++snapshot_);
   state_ = std::move(copy);
   state_layout_ = Layout({{DType::bytes, state.size()}}, limits_.piece_bytes);
   state_kept_ = round;
@@ -19,8 +19,8 @@ void Node::tell_state(Rank rank, Listener& listener) {
   // A snapshot is of use while the rounds after it can be had.
   const bool useful = state_kept_ >= frontier_ || history_.find(state_kept_);
   Message message{header(Kind::state, useful ? state_kept_ : 0)};
-  const std::uint64_t where[2] = {state_layout_.segments().front().bytes(),
-                                  reinterpret_cast<std::uintptr_t>(state_.data())};
+  const std::uint64_t where[3] = {state_layout_.segments().front().bytes(),
+                                  reinterpret_cast<std::uintptr_t>(state_.data()), snapshot_};
   message.append(where, sizeof where);
   wire_.send(rank, message);
 }
@@ -53,11 +53,13 @@ void Node::on_state(Rank from, const Message& message) {
     state.without.insert(from);
     return ask_next_state();
   }
-  const auto where = message.values<std::uint64_t>(0, 2);
+  const auto where = message.values<std::uint64_t>(0, 3);
+  if (where[0] > most_elements) throw Damaged();
   state.from = from;
   state.round = message.header.round;
   state.bytes = where[0];
   state.address = where[1];
+  state.number = where[2];
   state.layout = Layout({{DType::bytes, state.bytes}}, limits_.piece_bytes);
   state.buffer = pool_.take(state.bytes);
   state.here.assign(state.layout.size(), false);
@@ -79,7 +81,7 @@ bool Node::follow_state() {
     const Piece& it = state.layout[state.asked];
     const Wire::Fetch fetch =
         it.bytes == 0 ? Wire::Fetch::done
-                      : wire_.fetch(state.from, {Object::What::state, state.round}, state.asked,
+                      : wire_.fetch(state.from, {Object::What::state, state.number}, state.asked,
                                     state.address + it.offset, state.buffer.data() + it.offset,
                                     it.bytes);
     if (fetch == Wire::Fetch::gone) {  // a newer snapshot has taken its place
