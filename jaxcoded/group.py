@@ -27,6 +27,7 @@ from jaxcoded.transports.mpi4jax import Mpi4jax
 from jaxcoded.weights import Weights
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
+LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
 
 
 class CodedGroup:
@@ -66,7 +67,8 @@ class CodedGroup:
         seed: of random codes.
         speeds: relative speed of each rank; see `make_plan`.
         piece_bytes: of the engine: bytes in which long messages move. Shorter pieces go
-            through a deep tree sooner, longer ones cost less work. Default 256 KiB.
+            through a deep tree sooner, longer ones cost less work. Default 256 KiB, at most
+            1 GiB.
         history_bytes: of the engine: memory of a rank for results that late ranks
             lack, in bytes; at least 64 rounds are kept up to 1 GiB.
         deadline: of the engine: how long the root waits for more children than a round
@@ -243,7 +245,7 @@ class CodedGroup:
         self._piece_bytes = PIECE if piece_bytes is None else piece_bytes
 
         def checked(size: int) -> Plan:
-            _require.integer("piece_bytes", self._piece_bytes, 1)
+            _require.integer("piece_bytes", self._piece_bytes, 1, LONGEST_PIECE)
             _require.integer("history_bytes", history_bytes, 0)
             _require.integer("telemetry_rounds", telemetry_rounds, 0)
             self.deadline = Deadline.parsed(deadline, on_deadline)

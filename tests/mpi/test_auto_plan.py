@@ -159,6 +159,7 @@ def test_pieces_of_any_size(comm, transport, piece):
 
 
 @once
-def test_no_pieces(comm, transport):
-    with pytest.raises(ValueError, match="piece_bytes must be an integer ≥ 1, got 0"):
-        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, piece_bytes=0)
+@pytest.mark.parametrize("piece", [0, 2**30 + 1])
+def test_pieces_of_no_size(comm, transport, piece):
+    with pytest.raises(ValueError, match=f"piece_bytes must be .*, got {piece}"):
+        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, piece_bytes=piece)
