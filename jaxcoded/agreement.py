@@ -2,11 +2,15 @@
 
 import hashlib
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
+
+from jaxcoded.errors import CodedError
+
+T = TypeVar("T")
 
 
 def check_communicator(comm: object) -> None:
@@ -66,6 +70,44 @@ def disagreement(comm: MPI.Intracomm, words: str) -> str | None:
         who = [str(rank) for rank, other in enumerate(ranks) if other == answer]
         said.append(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {answer}")
     return "; ".join(said)
+
+
+def on_all(
+    comm: MPI.Intracomm, step: Callable[[], T], undo: Callable[[T], object]
+) -> list[T]:
+    """Take a step of this rank's own that all ranks rely on. Collective.
+
+    Args:
+        comm: the communicator.
+        step: what to do.
+        undo: called with what the step gave, where it succeeded but another rank's did
+            not.
+
+    Returns:
+        What it gave, by rank.
+
+    Raises:
+        CodedError: it failed on some rank. Raised on every rank.
+
+    Example:
+        >>> from jaxcoded.agreement import on_all
+        >>> from mpi4py import MPI
+        >>> on_all(MPI.COMM_SELF, lambda: "opened", undo=print)
+        ['opened']
+    """
+    outcome: list[T] = []
+    failure: Exception | None = None
+    try:
+        outcome = [step()]
+    except Exception as error:  # noqa: BLE001  # the others wait for a word
+        failure = error
+    all_ = comm.allgather((outcome, failure and f"{type(failure).__name__}: {failure}"))
+    said = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(all_) if words]
+    if said:
+        for made in outcome:
+            undo(made)
+        raise CodedError("; ".join(said)) from failure
+    return [outcome[0] for outcome, _ in all_]
 
 
 def wait(request: MPI.Request) -> None:

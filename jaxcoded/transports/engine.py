@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from mpi4py import MPI
 
 from jaxcoded import errors, one_device, rounds
+from jaxcoded.agreement import on_all
 from jaxcoded.deadline import Deadline
 from jaxcoded.plan import Plan
 from jaxcoded.transports import _exit
@@ -64,6 +65,10 @@ def missing() -> str:
             "MPI was initialised without MPI_THREAD_MULTIPLE, which the engine's "
             "progress thread needs (mpi4py.rc.thread_level)"
         )
+    try:
+        _engine.start()
+    except RuntimeError as error:
+        return f"the engine cannot start: {error}"
     backend = jax.default_backend()
     if backend == "cpu":
         return ""
@@ -115,9 +120,6 @@ class Engine(Transport):
         self._world = comm.Get_group().Translate_ranks(
             range(comm.size), MPI.COMM_WORLD.Get_group()
         )
-        if comm.rank == plan.root:
-            _rooted[index] = list(self._world)
-        _register()
         limits = _engine.Limits()
         limits.piece_bytes = piece_bytes
         limits.history_bytes = history_bytes
@@ -127,21 +129,34 @@ class Engine(Transport):
         limits.deadline_seconds = deadline.seconds
         limits.deadline_rounds = deadline.rounds
         limits.deadline_share = _deadline_share(plan, comm.rank)
+        cards = on_all(comm, _introduce, undo=_engine.forget)
+        _engine.let_read(cards)  # on all ranks before any gets any further
         # every rank draws the same session: old messages are told from new ones by it
         session = comm.bcast(_random())
         self._serial, self._own = _communicator(comm)
+        try:
+            on_all(
+                comm,
+                lambda: _engine.open(
+                    index,
+                    self._own.py2f(),
+                    session,
+                    cards,
+                    _family(plan, comm.rank),
+                    _decoder(plan, comm.rank),
+                    limits,
+                    _refusal(plan),
+                    _report if deadline.action == "wait" else None,
+                ),
+                undo=lambda _: _engine.discard(index),
+            )
+        except errors.CodedError:
+            _engine.forget(cards[comm.rank])
+            self._put_back()
+            raise
         _exit.enter(self._own, list(self._world), plan.root)
-        _engine.open(
-            index,
-            self._own.py2f(),
-            session,
-            comm.allgather(_engine.introduce()),
-            _family(plan, comm.rank),
-            _decoder(plan, comm.rank),
-            limits,
-            _refusal(plan),
-            _report if deadline.action == "wait" else None,
-        )
+        if comm.rank == plan.root:
+            _rooted[index] = list(self._world)
 
     def carry(
         self,
@@ -278,9 +293,13 @@ class Engine(Transport):
         if absent and self._rank == self._plan.root:
             _exit.give_up([self._world[rank] for rank in absent], seconds)
         if not absent:
-            with _idle_lock:
-                _idle[self._serial] = self._own
+            self._put_back()
         return absent
+
+    def _put_back(self) -> None:
+        """Nothing is on its way in the communicator: the next group may have it."""
+        with _idle_lock:
+            _idle[self._serial] = self._own
 
     def abandon(self) -> None:
         self._ask("abandon")
@@ -355,6 +374,11 @@ class Engine(Transport):
 
 
 # What the engine is told about a rank.
+
+
+def _introduce() -> Any:
+    _register()
+    return _engine.introduce()
 
 
 # Communicators of groups that were closed, for the next group of the same ranks. They

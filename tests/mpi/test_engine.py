@@ -1,8 +1,13 @@
 """What only the engine has: results in place, ranks that may be late, snapshots, numpy arrays."""
 
 import contextlib
+import fcntl
 import functools
 import logging
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -26,6 +31,7 @@ from together import compilations, finish, late_ranks, one_late, wait_for_all
 import jaxcoded
 from jaxcoded import coded_allreduce, coded_reduce, host, snapshots, tree_bcast
 from jaxcoded.transports import engine
+from jaxcoded.transports._transport import Trip
 from jaxcoded.transports.mpi4jax import Mpi4jax
 
 pytestmark = engine_only
@@ -710,6 +716,139 @@ def test_a_rank_without_the_engine(comm, transport, monkeypatch):
     message = f'transport="engine" cannot be used: rank {last}: no compiler here'
     with pytest.raises(ValueError, match=message):
         jaxcoded.CodedGroup(comm, stragglers=0, transport="engine")
+
+
+@pytest.mark.parametrize("step", ["introduce", "open"])
+def test_a_rank_that_cannot_open_the_engine(comm, transport, monkeypatch, step):
+    """Then no rank has the group, and all can make another one."""
+    last = SIZE - 1
+
+    def fail(*_):
+        raise RuntimeError("out of descriptors")
+
+    with monkeypatch.context() as broken:
+        if RANK == last:
+            broken.setattr(engine._engine, step, fail)
+        for _ in range(3):
+            with pytest.raises(jaxcoded.CodedError, match=rf"^rank {last}: .* of desc"):
+                jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        assert coded_allreduce(1.0, group) == SIZE
+
+
+@pytest.mark.skipif(SIZE > 1, reason="a process of its own")
+def test_a_process_that_cannot_share_memory(transport):
+    """It falls back before anybody relies on it."""
+    program = """
+import resource, signal
+from mpi4py import MPI
+import jaxcoded
+from jaxcoded.transports import engine
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+assert engine.missing().startswith("the engine cannot start: "), engine.missing()
+try:
+    jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=0, transport="engine")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: the engine cannot start: no memory can be" in done.stdout
+    assert "ftruncate failed: File too large" in done.stdout
+
+
+# What ranks of one host share.
+
+
+def mapped_pages():
+    """Inode, size and access of every page of an engine in this process's memory."""
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    for line in lines:
+        if "/memfd:jaxcoded" in line:
+            place, access, _, _, inode, *_ = line.split()
+            first, last = (int(number, 16) for number in place.split("-"))
+            yield int(inode), last - first, access
+
+
+def own_page():
+    """The descriptor of this process's own."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            if "/memfd:jaxcoded" in os.readlink(f"/proc/self/fd/{number}"):
+                return int(number)
+    raise AssertionError("no page")
+
+
+def test_others_cannot_harm_a_page(comm, group):
+    """It cannot be cut, which would kill all that have mapped it, and others write to its
+    bell alone."""
+    page = own_page()
+    seals = fcntl.fcntl(page, fcntl.F_GET_SEALS)
+    assert seals & fcntl.F_SEAL_SHRINK
+    assert seals & fcntl.F_SEAL_GROW
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(page, size)
+    inode = os.fstat(page).st_ino
+    others = [(size, access) for at, size, access in mapped_pages() if at != inode]
+    assert {access for _, access in others} == ({"rw-s", "r--s"} if SIZE > 1 else set())
+    assert {size for size, access in others if access == "rw-s"} <= {64 << 10}
+
+
+# Messages of ranks to each other.
+
+
+def test_more_vectors_than_an_inbox_holds_addresses_of(group):
+    """And more than 16 bits count."""
+    count = 70_000
+    scale = per_example()
+    weight = contribution(group, scale)
+    vectors = [np.full(1 + i % 3, float(i)) for i in range(count)]
+    mine = [v * weight for v in vectors]
+    total = [np.empty_like(v) for v in vectors]
+    flat = np.concatenate(vectors)
+    for _ in range(2):
+        group.transport.host_round(Trip(f"{count} vectors"), mine, total)
+        error = np.abs(np.concatenate(total) - flat * scale.sum())
+        assert np.all(error <= rounding(group, "float64") * flat * np.abs(scale).sum())
+
+
+@several
+def test_a_longer_text_than_an_inbox_holds(comm, transport):
+    words = f"{'a long story ' * 10_000}of rank "
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        one = np.ones(1)
+        with pytest.raises(jaxcoded.GroupMismatch, match=words + "1"):
+            group.transport.host_round(
+                Trip(words + str(int(RANK == SIZE - 1))), [one], [one]
+            )
+        assert host.coded_allreduce(np.ones(1), group) == SIZE
+
+
+@several
+def test_messages_that_nobody_can_have_meant(comm, transport):
+    """They fail a round, and the ones after them are read."""
+    nothing = np.zeros(7, np.uint8)
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        assert host.coded_allreduce(np.ones(1), group) == SIZE
+        root, child = group.plan.root, group.plan.coded_children(group.plan.root)[-1]
+        for _ in range(3):
+            wait_for_all(comm)
+            if RANK == child:
+                group.transport._own.Send(nothing, dest=root, tag=1)
+            wait_for_all(comm)
+            said = rf"rank {root} cannot read a message of rank {child}, one "
+            with pytest.raises(jaxcoded.CodedError, match=said):
+                for _ in range(100):
+                    host.coded_allreduce(np.ones(1), group)
+            assert host.coded_allreduce(np.ones(1), group) == SIZE
 
 
 def test_bcast_of_odd_lengths(comm, group):

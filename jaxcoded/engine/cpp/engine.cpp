@@ -95,6 +95,13 @@ Card Engine::introduce() {
   return page_.open_slot();
 }
 
+void Engine::forget(const Card& card) {
+  std::unique_lock lock(mutex_);
+  page_.close_slot(card.slot);
+}
+
+void Engine::let_read(const std::vector<Card>& cards) { page_.let_read(cards); }
+
 Validity& Engine::validity(std::uint64_t slot) { return page_->validity[slot]; }
 
 void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
@@ -104,6 +111,11 @@ void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::uniqu
   member.node = std::move(node);
   members_.emplace(index, std::move(member));
   page_->bell.ring();
+}
+
+void Engine::discard(std::uint64_t index) {
+  std::unique_lock lock(mutex_);
+  members_.erase(index);
 }
 
 Member& Engine::member(std::uint64_t index) {

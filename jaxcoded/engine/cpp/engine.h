@@ -96,8 +96,14 @@ class Engine {
 
   // This process's part of what all ranks need to know for a new group.
   Card introduce();
+  // What all of a group's ranks made of `introduce`. To be called on every rank before any opens it.
+  void let_read(const std::vector<Card>& cards);
+  // There will be no such group.
+  void forget(const Card& card);
   void open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
             Member member);
+  // It was opened here, but not on all ranks: nobody has called anything.
+  void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
 
   // One round. Blocks until its result is there; any thread, one call per group at a time.

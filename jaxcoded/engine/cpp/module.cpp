@@ -97,13 +97,20 @@ CardTuple introduce() {
           card.host};
 }
 
+std::vector<Card> cards_of(const std::vector<CardTuple>& cards) {
+  std::vector<Card> out;
+  for (const auto& [pid, descriptor, magic, address, slot, ticket, host] : cards) {
+    out.push_back({pid, descriptor, magic, address, slot, ticket, host});
+  }
+  return out;
+}
+
+void let_read(const std::vector<CardTuple>& cards) { Engine::instance().let_read(cards_of(cards)); }
+
 void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
           Family family, Decoder decoder, Limits limits, nb::callable refuse,
           std::optional<nb::callable> report) {
-  std::vector<Card> all;
-  for (const auto& [pid, descriptor, magic, address, slot, ticket, host] : cards) {
-    all.push_back({pid, descriptor, magic, address, slot, ticket, host});
-  }
+  const std::vector<Card> all = cards_of(cards);
   std::vector<Rank> peers = family.ancestors;
   peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());
   Engine& engine = Engine::instance();
@@ -431,10 +438,16 @@ NB_MODULE(_engine, module) {
     }
   }, module.attr("Closed").ptr());
 
+  module.def("start", [] { Engine::instance(); }, Release());
   module.def("introduce", &introduce, Release());
+  module.def("forget", [](const CardTuple& card) {
+    Engine::instance().forget(cards_of({card}).front());
+  }, Release());
+  module.def("let_read", &let_read, Release());
   module.attr("most_started") = Engine::most_started;
   module.def("open", &open, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg().none());
+  module.def("discard", [](std::uint64_t index) { Engine::instance().discard(index); }, Release());
   module.def("run", &run, Release());
   module.def("load_cuda", &cuda::load, Release());
   module.def("device_run", &device_run, Release());

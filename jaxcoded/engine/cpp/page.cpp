@@ -4,16 +4,22 @@
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -33,10 +39,27 @@ std::uint64_t host() {
   return std::hash<std::string_view>{}(name);
 }
 
-Page* map(int descriptor) {
-  void* memory = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  return memory == MAP_FAILED ? nullptr : static_cast<Page*>(memory);
+// Shared memory that shrinks kills whoever has mapped it.
+constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+[[noreturn]] void cannot(const std::string& what) {
+  throw std::runtime_error("no memory can be shared between processes: " + what + " failed: " +
+                           std::strerror(errno));
 }
+
+Page* map(int descriptor, int protection) {
+  void* memory = mmap(nullptr, sizeof(Page), protection, MAP_SHARED, descriptor, 0);
+  if (memory == MAP_FAILED) cannot("mmap");
+  return static_cast<Page*>(memory);
+}
+
+// A descriptor, closed at the end.
+struct Descriptor {
+  int number;
+  ~Descriptor() {
+    if (number >= 0) close(number);
+  }
+};
 
 }  // namespace
 
@@ -71,15 +94,15 @@ void Bell::end_driving(std::uint32_t seen, bool wake_it) {
 }
 
 OwnPage::OwnPage() {
-  descriptor_ = static_cast<int>(syscall(SYS_memfd_create, "jaxcoded", MFD_CLOEXEC));
-  if (descriptor_ < 0 || ftruncate(descriptor_, sizeof(Page)) != 0 || !(page_ = map(descriptor_))) {
-    throw std::runtime_error("no shared memory for the engine (memfd_create failed)");
-  }
-  new (page_) Page;
+  Descriptor memory{
+      static_cast<int>(syscall(SYS_memfd_create, "jaxcoded", MFD_CLOEXEC | MFD_ALLOW_SEALING))};
+  if (memory.number < 0) cannot("memfd_create");
+  if (ftruncate(memory.number, sizeof(Page)) != 0) cannot("ftruncate");
+  if (fcntl(memory.number, F_ADD_SEALS, seals | F_SEAL_SEAL) != 0) cannot("fcntl(F_ADD_SEALS)");
+  page_ = new (map(memory.number, PROT_READ | PROT_WRITE)) Page;
+  descriptor_ = std::exchange(memory.number, -1);
   std::random_device random;
   magic_word = page_->magic = (std::uint64_t{random()} << 32) | random();
-  // Where Yama restricts it, let the other ranks on this host read this process's memory.
-  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
 }
 
 OwnPage::~OwnPage() {
@@ -102,35 +125,55 @@ Card OwnPage::open_slot() {
 
 void OwnPage::close_slot(std::uint64_t slot) {
   page_->validity[slot].group.store(0);
+  // before the memory of its objects is used for something else
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   used_[slot] = false;
+}
+
+void OwnPage::let_read(const std::vector<Card>& cards) const {
+  const char* ptracer = std::getenv("JAXCODED_PTRACER");
+  if (ptracer && std::string_view(ptracer) == "OFF") return;
+  const bool near = std::ranges::any_of(cards, [](const Card& card) {
+    return card.host == host() && card.magic != magic_word;
+  });
+  if (near) prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
 }
 
 std::unique_ptr<PeerPage> PeerPage::open(const Card& card) {
   if (card.host != host()) return nullptr;
   const std::string path =
       "/proc/" + std::to_string(card.pid) + "/fd/" + std::to_string(card.descriptor);
-  const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (descriptor < 0) return nullptr;
-  // A process of that number may be another one, on another host: it need not have a page there.
-  Page* page = lseek(descriptor, 0, SEEK_END) >= static_cast<off_t>(sizeof(Page)) ? map(descriptor)
-                                                                                : nullptr;
-  close(descriptor);
-  if (!page) return nullptr;
-  std::unique_ptr<PeerPage> peer(new PeerPage(card, page));
-  if (page->magic != card.magic) return nullptr;
-  std::uint64_t word = 0;
-  peer->readable_ = peer->read(card.magic_address, reinterpret_cast<std::byte*>(&word), sizeof word) &&
-                    word == card.magic;
+  // A process of that number may be another one, on another host, and have anything there.
+  const Descriptor memory{::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK)};
+  if (memory.number < 0) {
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) cannot("open of " + path);
+    return nullptr;
+  }
+  const int sealed = fcntl(memory.number, F_GET_SEALS);
+  struct stat status;
+  if (sealed < 0 || (sealed & seals) != seals || fstat(memory.number, &status) != 0 ||
+      status.st_size != sizeof(Page)) {
+    return nullptr;
+  }
+  std::unique_ptr<PeerPage> peer(new PeerPage(card, map(memory.number, PROT_READ)));
+  if (peer->page_->magic != card.magic) return nullptr;
+  if (mprotect(peer->page_, Page::writable, PROT_READ | PROT_WRITE) != 0) cannot("mprotect");
+  peer->readable_ = peer->read(card.magic_address, nullptr, 0);
   return peer;
 }
 
 PeerPage::~PeerPage() { munmap(page_, sizeof(Page)); }
 
 bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes) const {
-  iovec here{to, bytes};
-  iovec there{reinterpret_cast<void*>(address), bytes};
-  return process_vm_readv(static_cast<pid_t>(card_.pid), &here, 1, &there, 1, 0) ==
-         static_cast<ssize_t>(bytes);
+  // Together with a word that says whose memory this is: the process may have ended, and another
+  // one have its number.
+  std::uint64_t magic = 0;
+  const iovec here[2] = {{&magic, sizeof magic}, {to, bytes}};
+  const iovec there[2] = {{reinterpret_cast<void*>(card_.magic_address), sizeof magic},
+                          {reinterpret_cast<void*>(address), bytes}};
+  return process_vm_readv(static_cast<pid_t>(card_.pid), here, 2, there, 2, 0) ==
+             static_cast<ssize_t>(sizeof magic + bytes) &&
+         magic == card_.magic;
 }
 
 }  // namespace jaxcoded

@@ -43,13 +43,18 @@ struct Validity {
   std::array<std::atomic<std::uint64_t>, 3> first_valid{};
 };
 
+// The memory that a process shares. Others write to the bell alone: what they only read lies on
+// other pages, which they map for reading.
 struct Page {
   static constexpr std::size_t most_groups = 100;
+  static constexpr std::size_t writable = 64 << 10;  // whole pages, however large they are here
 
-  Bell bell;
+  alignas(64) Bell bell;
+  alignas(64) std::array<std::byte, writable - 64> unused;
   std::uint64_t magic;
   std::array<Validity, most_groups> validity;
 };
+static_assert(offsetof(Page, magic) == Page::writable);
 
 // What others need to find this process's page and memory.
 struct Card {
@@ -74,6 +79,10 @@ class OwnPage {
   // A group's place on the page, until it is given back.
   Card open_slot();
   void close_slot(std::uint64_t slot);
+  // Where Yama restricts it, let the processes of this host read this one's memory, if any of these
+  // cards is another process's; not with JAXCODED_PTRACER=OFF. There is no way back: MPI libraries
+  // ask for the same, and whoever took it back would take it from them.
+  void let_read(const std::vector<Card>& cards) const;
 
  private:
   Page* page_ = nullptr;
@@ -85,7 +94,8 @@ class OwnPage {
 // The page of another process of this host.
 class PeerPage {
  public:
-  // Null if the process is on another host, or cannot be reached.
+  // Null if the process is on another host, or cannot be reached. Throws if this process is out of
+  // descriptors or memory.
   static std::unique_ptr<PeerPage> open(const Card& card);
   ~PeerPage();
 
@@ -94,10 +104,11 @@ class PeerPage {
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).
   bool read(std::uint64_t address, std::byte* to, std::size_t bytes) const;
-  // Whether its objects of that round can still be read.
+  // Whether its objects of that round can still be read. The place may be another group's by now,
+  // whose words start from 0: so it is looked at last whose they were.
   bool valid(std::size_t what, std::uint64_t round) const {
     const Validity& validity = page_->validity[card_.slot];
-    return validity.group.load() == card_.ticket && validity.first_valid[what].load() <= round;
+    return validity.first_valid[what].load() <= round && validity.group.load() == card_.ticket;
   }
 
  private:

@@ -1,0 +1,36 @@
+"""The page that processes share, without groups: page.cpp on its own."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+SOURCES = HERE.parent.parent / "jaxcoded" / "engine" / "cpp"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    out = tmp_path_factory.mktemp("page") / "page"
+    sources = [HERE / "page.cpp", SOURCES / "page.cpp"]
+    options = ["-std=c++20", "-O2", "-pthread", f"-I{SOURCES}"]
+    subprocess.run([compiler, *options, *sources, "-o", out], check=True, timeout=100)
+    return out
+
+
+@pytest.mark.parametrize("what", ["withdrawn", "number", "descriptor", "ptracer"])
+def test_page(program, what):
+    done = subprocess.run(
+        [program, what],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
