@@ -15,13 +15,16 @@ import numpy as np
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.simulator import Layout, Network, Ring, simulate
 from jaxcoded.stragglers import Measured, Stragglers
-from jaxcoded.telemetry import Telemetry
+from jaxcoded.telemetry import TOLD, Telemetry
 from jaxcoded.tree import NO_PARENT
 
-# Of a rank that lives something is heard once a second, and after each of its rounds.
-_TOLD = 1.0
 # A rank that takes so many times as long as a round is late in most of them.
 _SLOW = 1.2
+# Real jobs were replayed within 15 % (benchmarks/README.md); what is farther off is said.
+UNUSUAL = 1.15
+# A code costs, or gains, a factor of 1.2 to 1.6 (benchmarks/README.md): what is off by as much
+# cannot tell which plan is faster.
+WRONG = 1.5
 _FANOUTS = 2, 4, 8, 16, 32
 
 
@@ -362,6 +365,25 @@ def compare(files: Sequence[Telemetry]) -> list[Predicted]:
     return out
 
 
+def disagreement(measured: float, replayed: float) -> float:
+    """By what factor a replay is off, one way or the other: 1 at best.
+
+    Args:
+        measured: seconds of a round, see `step_seconds`; NaN where they are not known.
+        replayed: those of the plan as it was, see `compare`.
+
+    Example:
+        >>> from jaxcoded import report
+        >>> report.disagreement(0.1, 0.05)
+        2.0
+    """
+    if np.isnan(measured):
+        return 1.0
+    if not (0 < measured < np.inf and 0 < replayed < np.inf):
+        return float("inf")
+    return float(max(measured / replayed, replayed / measured))
+
+
 def _model(took: Work, loads: np.ndarray) -> Stragglers:
     """Work as factors of a second for the whole batch, and what ranks without data take as
     seconds."""
@@ -500,7 +522,7 @@ def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
     a_round = _median(_over(seen) - begun)
     # its silence is no measure of itself
     usual = float("nan") if np.isnan(seen.pace[seen.children[column]]) else usual
-    patience = _TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
+    patience = TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
     alive = end - _heard(seen, column) <= patience
     if alive and (missing.all() or usual > _SLOW * a_round):
         return rows  # always late

@@ -21,6 +21,11 @@ logger = logging.getLogger("jaxcoded")
 SLOWEST = 0.05
 # In more rounds than this share a child is called late.
 _OFTEN = 0.1
+# A rank is called slow that takes so many times as long as the median rank, times what rounds
+# differ by anyway.
+_SLOW = 2.0
+# Of a rank that lives something is heard once a second, and after each of its rounds.
+TOLD = 1.0
 _DONE = 1  # outcome of a round
 # For the last calls of functions given to on_round, at the end of the process.
 _REPORT_SECONDS = 1.0
@@ -169,8 +174,9 @@ class Telemetry:
         ``(N,)`` in `SLOWEST` … 1, for `CodedGroup.replan`.
 
         Load divided by the time between calls, or by the time for which nothing was
-        heard of a rank if that is longer. Only the root knows of all ranks. Who has not
-        been measured, or has no data, counts as the median of the others.
+        heard of a rank if that is longer, and longer than the second after which a rank
+        that lives shows it. Only the root knows of all ranks. Who has not been
+        measured, or has no data, counts as the median of the others.
         """
         known = self.measured
         if not known.any():
@@ -183,7 +189,8 @@ class Telemetry:
     @property
     def _seconds(self) -> np.ndarray:
         """Of each rank a round, without waiting for others."""
-        return np.fmax(self.pace, self.silent)
+        told = np.isnan(self.pace) | (self.silent > TOLD)
+        return np.fmax(self.pace, np.where(told, self.silent, 0.0))
 
     @property
     def measured(self) -> np.ndarray:
@@ -208,17 +215,31 @@ class Telemetry:
             if count:
                 lines.append(f"{what}: {count} of {len(self.rounds)} rounds")
         lines += self._late_children()
-        speeds = self.speeds
-        slow = [rank for rank in np.flatnonzero(self.measured) if speeds[rank] < 0.5]
-        for rank in sorted(slow, key=lambda rank: speeds[rank]):
-            lines.append(
-                f"rank {rank} is slow: {speeds[rank]:.0%} of the fastest rank's speed, "
-                f"{_time(self._seconds[rank])} a round"
-            )
+        lines += self._slow_ranks()
         for peer, count, seconds in zip(self.peers, self.link_bytes, self.link_seconds):
             rate = f", {count / seconds / 1e6:.0f} MB/s" if seconds > 0 else ""
             lines.append(f"from rank {peer}: {count / 1e6:.3g} MB{rate}")
         return "\n".join(lines)
+
+    def _slow_ranks(self) -> list[str]:
+        """Those far from the median rank. Processes that share cores take turns, so that
+        the fastest is no measure, and one that had few turns is not slow: the more rounds
+        differ, the farther it must be."""
+        known = self.measured
+        if not known.any():
+            return []
+        took = np.full(len(known), np.nan)
+        took[known] = self._seconds[known] / self.loads[known]
+        took /= np.quantile(took[known], 0.5, method="lower")
+        rounds = np.diff(self.ended)
+        low, high = np.quantile(rounds, [0.25, 0.75]) if len(rounds) else (1.0, 1.0)
+        uneven = high / low if low > 0 else np.inf
+        slow = [rank for rank in np.argsort(-took) if took[rank] > _SLOW * uneven]
+        return [
+            f"rank {rank} is slow: it takes {took[rank]:.3g} times as long for its data "
+            f"as the median rank, {_time(self._seconds[rank])} a round"
+            for rank in slow
+        ]
 
     def _late_children(self) -> list[str]:
         lateness = self.lateness[~np.isnan(self.decided)]

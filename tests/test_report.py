@@ -330,6 +330,35 @@ def test_command(name, tmp_path, capsys):
         assert re.search(r"star, s = 0 .* does not end in round 3\n", said)
 
 
+@pytest.mark.parametrize(
+    ("stretched", "warned", "ranked"), [(1.0, 0, 1), (1.2, 1, 1), (1.8, 1, 0)]
+)
+def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
+    """Rounds that took longer than work and messages tell."""
+    it = seen()
+    late = np.arange(ROUNDS) * (stretched - 1)
+    times = {name: getattr(it, name) + late for name in ("started", "decided", "ended")}
+    arrived = it.arrived + late[:, None]
+    dataclasses.replace(it, arrived=arrived, **times).save(tmp_path / "0.npz")
+    out = tmp_path / "pictures"
+    assert main(["report", str(tmp_path / "0.npz"), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("processes that share their cores") == warned
+    assert said.count("may come in another order") == (warned and ranked)
+    assert (
+        said.count("too far off to say how other plans would have done") == 1 - ranked
+    )
+    assert said.count("as it was: star, s = 1") == ranked
+    assert (out / "plans.png").exists() == bool(ranked)
+
+
+def test_disagreement():
+    assert report.disagreement(2.0, 1.0) == report.disagreement(1.0, 2.0) == 2.0
+    assert report.disagreement(NAN, 1.0) == 1.0
+    assert report.disagreement(1.0, np.inf) == np.inf
+    assert report.disagreement(1.0, 0.0) == np.inf
+
+
 def test_command_on_other_files(tmp_path, capsys):
     (tmp_path / "text").write_text("rank 0")
     seen().save(tmp_path / "seen")
@@ -373,7 +402,9 @@ def test_report_of_a_job(tmp_path, capsys):
             for plan in report.compare(list(map(Telemetry.load, files)))
         }
         assert plans["star, s = 0"] > plans["as it was: star, s = 1"]
-        names = "arrivals-0", "savings-0", "stragglers", "plans"
+        names = {"arrivals-0", "savings-0", "stragglers"}
+        if "too far off" not in said:  # as on a machine that does something else, too
+            names.add("plans")
         written = {path.stem: path for path in (tmp_path / "out").glob("*.png")}
-        assert written.keys() == set(names)
+        assert written.keys() == names
         assert all(path.stat().st_size > 10_000 for path in written.values())

@@ -57,7 +57,11 @@ def test_speeds():
     """Load over time between calls, or over the silence; a root without data counts for
     nothing."""
     speeds = seen().speeds
-    np.testing.assert_allclose(speeds, [1.0, 1.0, 1.0, 1 / 7])
+    np.testing.assert_allclose(speeds, [1.0, 1.0, 1.0, 0.25])  # alive 0.7 s before
+    long = seen(silent=[0.0, 0.0, 0.0, 1.6]).speeds
+    np.testing.assert_allclose(long, [1.0, 1.0, 1.0, 1 / 16])
+    alone = seen(pace=[0.05, 0.1, 0.1, NAN]).speeds  # nothing else is known of it
+    np.testing.assert_allclose(alone, [1.0, 1.0, 1.0, 1 / 7])
     unknown = seen(pace=[0.05, 0.1, 0.2, NAN], silent=[0.0] * 4)
     np.testing.assert_allclose(unknown.speeds, [0.75, 1.0, 0.5, 0.75])
     assert seen(silent=[0, 0, 0, 1e9]).speeds[3] == SLOWEST
@@ -71,16 +75,37 @@ def test_only_who_is_measured_is_slow():
     np.testing.assert_allclose(most_slow.speeds, [0.625, 1.0, 0.25, 0.625])
     most_slow = dataclasses.replace(most_slow, loads=np.array([0, 0.5, 0.25, 0.5]))
     np.testing.assert_allclose(most_slow.speeds, [0.5625, 1.0, 0.125, 0.5625])
-    columns = {"pace": [0.01, 0.1, 0.4, 0.4, NAN], "silent": [0.0] * 5}
+    columns = {"pace": [0.01, 0.1, 0.1, 0.4, NAN], "silent": [0.0] * 5}
     slow = dataclasses.replace(
         seen(),
         loads=np.array([0, 0.5, 0.5, 0.5, 0.5]),
         parents=np.array([-1, 0, 0, 0, 0]),
         **{name: np.array(values) for name, values in columns.items()},
     )
-    np.testing.assert_allclose(slow.speeds, [0.25, 1.0, 0.25, 0.25, 0.25])
+    np.testing.assert_allclose(slow.speeds, [1.0, 1.0, 1.0, 0.25, 1.0])
     said = [line for line in slow.summary().splitlines() if "is slow" in line]
-    assert [line.split(" is slow")[0] for line in said] == ["rank 2", "rank 3"]
+    assert [line.split(" is slow")[0] for line in said] == ["rank 3"]
+
+
+def test_ranks_that_take_turns_are_not_slow():
+    """Four ranks on two cores, as one had it: rounds differ, one rank was lucky and one
+    was not, and one had just not been heard of."""
+
+    def slow(ended, **changes):
+        it = dataclasses.replace(seen(**changes), ended=np.array(ended))
+        return [line for line in it.summary().splitlines() if "is slow" in line]
+
+    turns = [0.0, 0.0176, 0.0391, 0.0646]  # rounds of 17.6, 21.5 and 25.5 ms
+    assert slow(turns, pace=[0.0021, 0.0038, 0.0113, 0.0048], silent=[0.0] * 4) == []
+    assert slow(turns, pace=[0.001, 0.004, 0.005, 0.004], silent=[0, 0, 0, 0.064]) == []
+    (line,) = slow(turns, pace=[0.001, 0.004, 0.02, 0.004], silent=[0.0] * 4)
+    assert line == (
+        "rank 2 is slow: it takes 5 times as long for its data as the median rank, 20 ms "
+        "a round"
+    )
+    # on cores of their own, twice is enough
+    even = [0.0, 0.02, 0.04, 0.06]
+    assert len(slow(even, pace=[0.001, 0.004, 0.0113, 0.0048], silent=[0.0] * 4)) == 1
 
 
 def test_summary():
@@ -95,7 +120,10 @@ def test_summary():
         "child 3 was too late in 50% of 4 rounds by 400 ms (median) and has not come "
         "since; its last sign of life was 700 ms old"
     )
-    assert said[4] == "rank 3 is slow: 14% of the fastest rank's speed, 700 ms a round"
+    assert said[4] == (
+        "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms "
+        "a round"
+    )
     assert said[5:] == ["from rank 1: 4 MB, 2000 MB/s", "from rank 2: 0.001 MB"]
 
 

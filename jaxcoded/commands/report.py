@@ -59,9 +59,13 @@ def run(args: argparse.Namespace) -> None:
         _draw_stragglers(pictures[-1], files[0], late)
     plans = report.compare(files)
     if plans:
-        print(_plans_in_words(files, plans))
-        pictures.append(args.out / "plans.png")
-        _draw_plans(pictures[-1], report.step_seconds(files[0]), plans)
+        measured = report.step_seconds(files[0])
+        off = report.disagreement(measured, plans[0].seconds)
+        print(_replay_in_words(measured, plans[0].seconds, off))
+        if off <= report.WRONG:
+            print(_plans_in_words(files, plans))
+            pictures.append(args.out / "plans.png")
+            _draw_plans(pictures[-1], measured, plans)
     else:
         print("too few rounds to replay them with other plans")
     for path in pictures:
@@ -102,21 +106,30 @@ def _savings_in_words(seen: Telemetry, saved: report.Savings) -> str:
     return text
 
 
+def _replay_in_words(measured: float, replayed: float, off: float) -> str:
+    """How near the replay of the plan as it was comes, and what may be told from it."""
+    if not np.isfinite(measured):
+        return "how long a round took is not known, nor how near its replay comes"
+    text = f"a round took {_time(measured)}; replayed with the same plan "
+    if np.isfinite(replayed):
+        text += f"{_time(replayed)} ({replayed / measured - 1:+.1%})"
+    else:
+        text += "it does not end"
+    if off <= report.UNUSUAL:
+        return text
+    text += (
+        ". The replay knows work, messages and bandwidth; not what else ranks wait for, "
+        "such as processes that share their cores"
+    )
+    if off <= report.WRONG:
+        return text + ": plans that differ by no more may come in another order"
+    return text + ". It is too far off to say how other plans would have done"
+
+
 def _plans_in_words(
     files: Sequence[Telemetry], plans: Sequence[report.Predicted]
 ) -> str:
-    measured, actual = report.step_seconds(files[0]), plans[0]
     lines = []
-    if np.isfinite(measured):
-        off = actual.seconds / measured - 1
-        lines.append(
-            f"a round took {_time(measured)}; replayed with the same plan "
-            + (
-                f"{_time(actual.seconds)} ({off:+.1%})"
-                if np.isfinite(off)
-                else "it does not end"
-            )
-        )
     took = report.work(files)
     for source, known in (("pace", "only the pace"), ("others", "nothing")):
         ranks = [rank for rank, it in enumerate(took.source) if it == source]
