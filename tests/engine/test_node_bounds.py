@@ -178,3 +178,47 @@ def test_memory_for_long_vectors():
     assert max(map(max, used[4:])) <= max(map(max, used[:4]))
     # a sum, a result, three children's messages, and as much kept for later
     assert max(used[-1]) <= 6 * size
+
+
+@pytest.mark.parametrize(
+    ("code", "stragglers", "used"), [("uncoded", 0, 3), ("grouped(load=3)", 1, 1)]
+)
+def test_a_turn_sums_a_bounded_part(code, stragglers, used):
+    """Other groups, and whoever asks, need not wait for the sum of a whole vector."""
+    plan = make_plan(4, stragglers=stragglers, code=code)
+    limits = {"piece_bytes": 256, "announced_bytes": 1024}
+    world = World(
+        plan, [Call((("float32", 8192),), 1)], random.Random(1), limits=limits
+    )
+    root = world.nodes[plan.root]
+    world.frozen.add(plan.root)  # until all offers have come
+    world.sweep_all()
+    world.submit(plan.root)
+    for link in [link for link in world.queues if link[1] == plan.root]:
+        while world.queues[link]:
+            world.deliver(link)
+    turns, more = [0], True
+    while more:
+        more = world.advance(plan.root)
+        turns.append(root.fetched_bytes())
+    assert turns[-1] == used * 4 * 8192
+    assert np.diff(turns).max() == used * 1024
+
+
+def test_a_turn_fetches_a_bounded_part_of_a_snapshot():
+    plan = make_plan(3, stragglers=0)
+    limits = {"piece_bytes": 256, "announced_bytes": 1024}
+    world = World(plan, script(1), random.Random(1), limits=limits)
+    root, child = world.nodes[0], world.nodes[1]
+    root.keep_state(5, bytes(range(256)) * 64)
+    child.ask_state()
+    root.deliver(1, world.queues[1, 0].popleft())
+    root.advance()
+    child.deliver(0, world.queues[0, 1].popleft())
+    turns = 0
+    while child.advance():
+        turns += 1
+        assert len(world.fetched) <= 4 * turns
+        assert not child.state_round()
+    assert child.state() == bytes(range(256)) * 64
+    assert turns == 15

@@ -76,7 +76,8 @@ bool Node::follow_state() {
   }
   if (!state.round) return false;
   const bool direct = wire_.direct(state.from);
-  while (state.asked < state.layout.size() &&
+  std::uint64_t bytes = 0;
+  while (state.asked < state.layout.size() && bytes < limits_.announced_bytes &&
          (direct || state.asked < state.fetched + pieces_ahead)) {
     const Piece& it = state.layout[state.asked];
     const Wire::Fetch fetch =
@@ -90,6 +91,7 @@ bool Node::follow_state() {
       return true;
     }
     ++state.asked;
+    bytes += it.bytes;
     if (fetch == Wire::Fetch::done && !state.here[state.asked - 1]) {
       state.here[state.asked - 1] = true;
       ++state.fetched;
@@ -97,7 +99,7 @@ bool Node::follow_state() {
     state.asked_at = wire_.now();
   }
   state.complete = state.fetched == state.layout.size();
-  return false;
+  return direct && state.asked < state.layout.size();
 }
 
 void Node::resume() {

@@ -216,12 +216,11 @@ bool Node::gather() {
     bytes += incoming_[decoded_].bytes;
     decode(*decoding, inputs);
     waiting_since_ = wire_.now();
-    if ((bytes >= limits_.announced_bytes && !pinned()) ||
-        decoded_ == incoming_.size()) {
-      announce_sum();
-      if (!calling()) return false;
-      return decoded_ < incoming_.size();
-    }
+    const bool all = decoded_ == incoming_.size();
+    if (!all && bytes < limits_.announced_bytes) continue;
+    // What may be formed again is announced as a whole.
+    if (all || !pinned()) announce_sum();
+    return calling() && !all;
   }
   announce_sum();
   return false;
