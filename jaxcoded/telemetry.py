@@ -9,13 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from jaxcoded._files import replacing
 
 logger = logging.getLogger("jaxcoded")
+_Record = TypeVar("_Record")
 
 # A rank that was hardly ever heard of still gets some data.
 SLOWEST = 0.05
@@ -305,18 +306,32 @@ def report(
     following: Callable[[], tuple[Any, ...] | None],
     callback: Callable[[RoundSeen], Any],
 ) -> None:
-    """Call ``callback`` on a thread of its own with each of the records that
+    """Call ``callback`` on a thread of its own with each of the rounds that
     ``following`` waits for, until they end."""
 
-    def run() -> None:
-        while (values := following()) is not None:
-            record = RoundSeen(*values)
-            try:
-                callback(record._replace(failed=record.failed != _DONE))
-            except Exception:
-                logger.exception("the function given to on_round raised")
+    def seen(values: tuple[Any, ...]) -> None:
+        record = RoundSeen(*values)
+        try:
+            callback(record._replace(failed=record.failed != _DONE))
+        except Exception:
+            logger.exception("the function given to on_round raised")
 
-    thread = threading.Thread(target=run, name="jaxcoded rounds", daemon=True)
+    follow(following, seen, "jaxcoded rounds")
+
+
+def follow(
+    following: Callable[[], _Record | None],
+    callback: Callable[[_Record], Any],
+    name: str,
+) -> None:
+    """Call ``callback`` on a thread of this name with each of what ``following`` waits
+    for, until that is None. Rounds do not wait for it."""
+
+    def run() -> None:
+        while (record := following()) is not None:
+            callback(record)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     _reporting.add(thread)
     thread.start()
 

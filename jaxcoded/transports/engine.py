@@ -27,8 +27,10 @@ from mpi4py import MPI
 
 from jaxcoded import errors, one_device, rounds
 from jaxcoded.agreement import on_all
+from jaxcoded.codes import GradientCode
 from jaxcoded.deadline import Deadline
 from jaxcoded.plan import Plan
+from jaxcoded.telemetry import follow
 from jaxcoded.transports import _exit
 from jaxcoded.transports._transport import BATCHED as _BATCHED
 from jaxcoded.transports._transport import Transport, Trip
@@ -145,8 +147,8 @@ class Engine(Transport):
                     _family(plan, comm.rank),
                     _decoder(plan, comm.rank),
                     limits,
-                    _refusal(plan),
-                    _report if deadline.action == "wait" else None,
+                    _erasures(plan),
+                    deadline.action == "wait",
                 ),
                 undo=lambda _: _engine.discard(index),
             )
@@ -334,7 +336,9 @@ class Engine(Transport):
 
     def replanned(self, index: int, plan: Plan) -> "Engine":
         children = list(plan.coded_children(self._rank))
-        self._ask("replan", index, children, _decoder(plan, self._rank), _refusal(plan))
+        self._ask(
+            "replan", index, children, _decoder(plan, self._rank), _erasures(plan)
+        )
         if self._index in _rooted:
             _rooted[index] = _rooted.pop(self._index)
         other = copy.copy(self)
@@ -444,21 +448,25 @@ def _decoder(plan: Plan, rank: int) -> Any:
     coding = plan.codings[rank]
     if coding is None:
         return _engine.Decoder()
-    code = coding.code
+    return _decoder_of(coding.code)
+
+
+def _decoder_of(code: GradientCode) -> Any:
     return _engine.Decoder(code.B, code.parts, code.stragglers, code.decoding)
 
 
-def _refusal(plan: Plan) -> Callable[[list[bool]], str]:
-    def refusal(erased: list[bool]) -> str:
-        words = plan.refusal(np.array(erased, bool))
-        return words and f"TooManyErasures: {words}"
+def _erasures(plan: Plan) -> Any:
+    decoders = {it.code: _decoder_of(it.code) for it in plan.codings if it is not None}
+    parents = [
+        (rank, list(plan.coded_children(rank)), decoders[coding.code])
+        for rank in plan.tree.order
+        if (coding := plan.codings[rank]) is not None
+    ]
+    return _engine.Erasures(plan.root, parents)
 
-    return refusal
 
-
-def _report(index: int, words: str) -> bool:
-    logger.warning("group %d, %s", index, words)
-    return True
+def _report(overdue: tuple[int, str]) -> None:
+    logger.warning("group %d, %s", *overdue)
 
 
 def _fingerprint(words: str) -> int:
@@ -490,6 +498,7 @@ def _register() -> None:
     for name in ("start", "done"):
         handler = getattr(_engine, f"{name}_handler")
         register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
+    follow(_engine.next_overdue, _report, "jaxcoded log")
     # at exit the engine stops first: what is registered later runs earlier
     _exit.register()
     atexit.register(_stop)

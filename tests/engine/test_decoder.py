@@ -10,9 +10,10 @@ from independent import bounded
 
 pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
 
-from jaxcoded import GradientCode, codes
+from jaxcoded import GradientCode, codes, make_plan
 from jaxcoded.codes import NAMES
 from jaxcoded.engine import _engine
+from jaxcoded.transports import engine
 
 CODES = {
     "uncoded": [(5, 0)],
@@ -183,3 +184,37 @@ def test_few_questions_while_children_are_late(late):
         assert bool(found) == (count >= code.n - 4)
         assert decoder.questions - before <= 1 + bool(found) * 8
         before = decoder.questions
+
+
+@functools.cache
+def planned():
+    cases = [
+        (1, {"stragglers": 0}),
+        (5, {}),
+        (13, {"fanout": 3}),
+        (13, {"fanout": 3, "code": "adaptive"}),
+        (
+            21,
+            {
+                "fanout": 4,
+                "stragglers": 2,
+                "code": ["cyclic_repetition", "grouped(load=3)"],
+            },
+        ),
+        (9, {"parents": [2, 2, -1, 0, 0, 0, 1, 1, 1]}),
+    ]
+    plans = [make_plan(size, **rest) for size, rest in cases]
+    return [(plan, engine._erasures(plan)) for plan in plans]
+
+
+@given(st.integers(0, 2**32))
+@settings(bounded, max_examples=200)
+def test_the_same_refusals_as_the_plan(seed):
+    rng = np.random.default_rng(seed)
+    for plan, erasures in planned():
+        erased = rng.random(plan.size) < rng.choice([0.1, 0.3, 0.6])
+        erased[plan.root] &= rng.random() < 0.3
+        words = plan.refusal(erased)
+        expected = words and f"TooManyErasures: {words}"
+        for _ in range(2):
+            assert erasures.refusal(erased.tolist()) == expected

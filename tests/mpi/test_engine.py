@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,14 @@ from reference import (
     per_example,
     rounding,
 )
-from together import compilations, finish, late_ranks, one_late, wait_for_all
+from together import (
+    compilations,
+    finish,
+    late_ranks,
+    one_late,
+    wait_for_all,
+    wait_until,
+)
 
 import jaxcoded
 from jaxcoded import coded_allreduce, coded_reduce, host, snapshots, tree_bcast
@@ -643,6 +651,32 @@ def test_a_snapshot_of_another_state(comm, group, transport, like):
 
 
 @several
+@several
+def test_an_interrupt_while_a_rank_waits(comm, transport):
+    """Control-C is heard once the round is over, which goes on for all."""
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        own, root = np.asarray(contribution(group, VECTOR)), group.plan.root
+        children = group.plan.coded_children(root)
+
+        def interrupt():
+            wait_until(lambda: "calls round 1" in group.transport.status())
+            signal.raise_signal(signal.SIGINT)
+            for child in children:
+                comm.send(None, child)
+
+        wait_for_all(comm)
+        if RANK == root:
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                host.coded_allreduce(own, group)
+                time.sleep(10)
+        else:
+            if RANK in children:
+                comm.recv(source=root)
+            assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+
+
 def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
     with jaxcoded.CodedGroup(
         comm,
@@ -655,8 +689,13 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         wait_for_all(comm)
         if RANK == SIZE - 1:
             time.sleep(1.6)
+        lags = []
+        asking = logging.Handler()
+        asking.emit = lambda record: lags.append(group.lag())
+        logging.getLogger("jaxcoded").addHandler(asking)
         with caplog.at_level(logging.INFO, "jaxcoded"):
             total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        logging.getLogger("jaxcoded").removeHandler(asking)
         assert_sum(group, total, VECTOR)
         said = [r.getMessage() for r in caplog.records if r.name == "jaxcoded"]
         # from one rank on the way up to the next
@@ -667,6 +706,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         else:
             children = len(group.plan.coded_children(RANK))
             (words,) = said
+            assert lags == [0]  # whoever hears of it may ask
             assert words == (
                 f"group {group.index}, round 1: rank {RANK} waits for rank "
                 f"{waited_for}; it needs {children} of its {children} children"

@@ -52,17 +52,17 @@ class Decoder::Heard {
   std::size_t short_ = 0;             // partitions with too few holders
 };
 
-Decoder::Decoder(CodeTensor tensor) : code_(std::move(tensor)) {
+Decoder::Decoder(CodeTensor tensor) : code_(std::make_shared<const GradientCode>(std::move(tensor))) {
   // any n − s do, and of copies one of each class; of parts fewer may
-  const std::size_t children = rows() / parts() - this->tensor().stragglers;
-  enough_ = pinned() ? children : parts() > 1 ? 1 : std::min(children, code_.class_count());
+  const std::size_t children = this->tensor().children() - this->tensor().stragglers;
+  enough_ = pinned() ? children : parts() > 1 ? 1 : std::min(children, code().class_count());
 }
 
 std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& order,
                                                 const std::vector<bool>& possible) {
   std::size_t least = enough_;
   if (!pinned()) {
-    Heard all(code_, true);
+    Heard all(code(), true);
     for (std::size_t row = 0; row < possible.size(); ++row) {
       if (possible[row]) all.add(row);
     }
@@ -70,7 +70,7 @@ std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& 
   }
   if (order == lacking_ && least >= least_ && least_) return nullptr;
   const auto first = [&](std::size_t count) -> std::shared_ptr<const Decoding> {
-    Heard heard(code_, !pinned());
+    Heard heard(code(), !pinned());
     for (std::size_t i = 0; i < count; ++i) heard.add(order[i]);
     return heard.may_suffice(least) ? known(known_, heard.set, pinned()) : nullptr;
   };
@@ -105,7 +105,7 @@ const std::shared_ptr<const Decoding>& Decoder::known(Known& all, const std::vec
   if (found != all.end()) return found->second;
   if (all.size() >= most_known) all.clear();
   ++questions_;
-  const Matrix coefficients = approximate ? code_.best(set) : code_.exact(set);
+  const Matrix coefficients = approximate ? code().best(set) : code().exact(set);
   std::shared_ptr<Decoding> out;
   if (coefficients.rows) {
     out = std::make_shared<Decoding>();

@@ -20,7 +20,8 @@ class Decoder {
  public:
   explicit Decoder(CodeTensor tensor = {});  // by default a leaf's
 
-  const CodeTensor& tensor() const { return code_.tensor(); }
+  const GradientCode& code() const { return *code_; }
+  const CodeTensor& tensor() const { return code().tensor(); }
   std::size_t rows() const { return tensor().rows; }
   std::size_t slices() const { return tensor().slices; }
   std::size_t parts() const { return tensor().parts; }
@@ -46,7 +47,7 @@ class Decoder {
   class Heard;
   const std::shared_ptr<const Decoding>& known(Known& all, const std::vector<bool>& set, bool approximate);
 
-  GradientCode code_;
+  std::shared_ptr<const GradientCode> code_;  // copies have it in common
   std::size_t enough_;
   Known known_, approximations_;
   std::size_t questions_ = 0;

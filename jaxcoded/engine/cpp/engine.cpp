@@ -132,14 +132,6 @@ void Engine::note_failure(std::uint64_t index, const std::string& words) {
   member(index).failure = words;
 }
 
-std::string Engine::refusal(Member& member, const std::vector<bool>& erased) {
-  if (erased.empty() || !member.refuse) return {};
-  const auto found = member.refusals.find(erased);
-  if (found != member.refusals.end()) return found->second;
-  if (member.refusals.size() > 4096) member.refusals.clear();
-  return member.refusals[erased] = member.refuse(erased);
-}
-
 Call Engine::call_of(Member& its, Request& request) {
   Call call;
   call.words = std::move(request.words);
@@ -156,7 +148,7 @@ Call Engine::call_of(Member& its, Request& request) {
     for (Rank child : its.children) {
       call.erased.push_back(request.erased[static_cast<std::size_t>(child)]);
     }
-    call.refusal = refusal(its, request.erased);
+    call.refusal = its.erasures.refusal(request.erased);
   }
   if (its.root && request.skipped && request.up) {
     call.refusal = "TooManyErasures: the root is the one rank that cannot skip a round";
@@ -217,11 +209,11 @@ bool Engine::fly(Member& its) {
   return news;
 }
 
-// The same, and all the work that can be done before anything comes.
+// The same, and a turn of the call that is on its way. Other groups and what has come are looked at
+// before its next turn.
 void Engine::work(Member& its) {
   fly(its);
-  while (its.node->outcome() == Outcome::pending && its.node->advance()) {
-  }
+  if (its.node->outcome() == Outcome::pending) its.node->advance();
   fly(its);
 }
 
@@ -368,10 +360,10 @@ bool Engine::poll() {
     its_news |= its.node->advance();
     its_news |= fly(its);
     news |= its_news;
-    if (!its_news && its.report && its.node->overdue() && its.reported < its.node->next()) {
+    if (!its_news && its.reports && its.node->overdue() && its.reported < its.node->next()) {
       const std::string words = its.node->waiting_for();
       its.reported = its.node->next();
-      if (!words.empty()) its.report(index, words);
+      if (!words.empty()) overdue_.add({index, words});
     }
   }
   return news;
@@ -472,16 +464,14 @@ void Engine::progress() {
 }
 
 void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
-                    Decoder decoder,
-                    std::function<std::string(const std::vector<bool>&)> refuse) {
+                    Decoder decoder, Erasures erasures) {
   std::unique_lock lock(mutex_);
   member(index);
   auto moved = members_.extract(index);
   Member& its = moved.mapped();
   its.node->replan(children, std::move(decoder));
   its.children = children;
-  its.refuse = std::move(refuse);
-  its.refusals.clear();
+  its.erasures = std::move(erasures);
   its.started.clear();  // over, and their handles are of the old index
   moved.key() = next;
   members_.insert(std::move(moved));
@@ -539,6 +529,7 @@ std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds) {
   std::map<std::uint64_t, std::vector<Rank>> remaining;
   for (auto& [index, its] : members_) remaining[index] = its.node->not_left();
   stopping_ = true;
+  overdue_.close();
   lock.unlock();
   page_->bell.ring();
   thread_.join();

@@ -11,10 +11,12 @@
 #include <thread>
 #include <vector>
 
+#include "erasures.h"
 #include "mpi_wire.h"
 #include "node.h"
 #include "page.h"
 #include "pool.h"
+#include "reports.h"
 
 namespace jaxcoded {
 
@@ -43,10 +45,8 @@ struct Member {
   std::vector<Rank> children;
   bool root = false;
   std::string failure;  // this rank's error since its last call, in words
-  // Why a round without these ranks must fail; empty if it need not.
-  std::function<std::string(const std::vector<bool>&)> refuse;
-  std::map<std::vector<bool>, std::string> refusals;
-  std::function<void(std::uint64_t index, const std::string&)> report;
+  Erasures erasures;
+  bool reports = false;  // for whom a call waits after its deadline
   Round reported = 0;
   bool abandoned = false;  // this rank makes no more calls, but relays
   std::shared_ptr<Pool> pool = std::make_shared<Pool>(std::size_t{1} << 30);
@@ -134,7 +134,11 @@ class Engine {
 
   // The group goes on under another index, with another code. Not while it has a call.
   void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
-              Decoder decoder, std::function<std::string(const std::vector<bool>&)> refuse);
+              Decoder decoder, Erasures erasures);
+
+  // Groups whose calls wait after their deadline, and for whom.
+  using Overdue = std::pair<std::uint64_t, std::string>;
+  Reports<Overdue>& overdue() { return overdue_; }
 
   // Refuse this rank's calls from now on. It still relays to those below.
   void abandon(std::uint64_t index);
@@ -159,13 +163,13 @@ class Engine {
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
   bool fly(Member& member);
   void work(Member& member);
-  std::string refusal(Member& member, const std::vector<bool>& erased);
 
   OwnPage page_;
   std::mutex mutex_;
   std::condition_variable changed_;
   int waiting_ = 0;  // threads on `changed_`
   std::map<std::uint64_t, Member> members_;
+  Reports<Overdue> overdue_;
   bool driving_ = false;
   bool stopping_ = false;
   double nap_ = 0;

@@ -145,6 +145,17 @@ Matrix GradientCode::exact(const std::vector<bool>& answered) const {
   return complete_ ? coefficients(answered, false) : Matrix();
 }
 
+bool GradientCode::sufficient(const std::vector<bool>& answered) const {
+  if (tensor_.decoding == CodeTensor::Decoding::exact) return exact(answered).rows != 0;
+  std::size_t complete = 0;
+  for (std::size_t child = 0; child < tensor_.children(); ++child) {
+    const auto first = answered.begin() + static_cast<std::ptrdiff_t>(child * tensor_.parts);
+    const auto last = first + static_cast<std::ptrdiff_t>(tensor_.parts);
+    complete += std::find(first, last, false) == last;
+  }
+  return complete >= tensor_.children() - tensor_.stragglers;
+}
+
 Matrix GradientCode::best(const std::vector<bool>& answered) const {
   if (tensor_.decoding != CodeTensor::Decoding::one_step) return coefficients(answered, true);
   // the same for all that came, such that those of the partitions are 1 on average

@@ -39,6 +39,8 @@ class GradientCode {
   // Coefficients (slices × rows) with which the messages give the exact sum; without any values if
   // they do not. Of a class the first that came is used.
   Matrix exact(const std::vector<bool>& answered) const;
+  // Whether a parent goes on with them.
+  bool sufficient(const std::vector<bool>& answered) const;
   // The best that can be made of them.
   Matrix best(const std::vector<bool>& answered) const;
 

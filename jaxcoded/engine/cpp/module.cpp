@@ -2,7 +2,6 @@
 #include <mpi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -10,7 +9,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstdio>
 #include <tuple>
 
 #include "engine.h"
@@ -37,25 +35,6 @@ std::vector<T*> pointers_of(const std::vector<Vector>& vectors) {
   std::vector<T*> out;
   for (const auto& vector : vectors) out.push_back(reinterpret_cast<T*>(std::get<2>(vector)));
   return out;
-}
-
-// Calls Python from any thread. What it raises is shown, and becomes `otherwise`.
-template <class Out, class... In>
-std::function<Out(In...)> with_gil(nb::callable function, Out otherwise) {
-  // Kept alive for ever: there may be no interpreter left to forget it in.
-  auto* kept = new nb::callable(std::move(function));
-  return [kept, otherwise](In... in) -> Out {
-    nb::gil_scoped_acquire gil;
-    try {
-      return nb::cast<Out>((*kept)(in...));
-    } catch (nb::python_error& error) {
-      error.restore();
-      PyErr_WriteUnraisable(kept->ptr());
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "jaxcoded: %s\n", error.what());
-    }
-    return otherwise;
-  };
 }
 
 // What `jaxcoded.GradientCode` says of a code.
@@ -108,8 +87,7 @@ std::vector<Card> cards_of(const std::vector<CardTuple>& cards) {
 void let_read(const std::vector<CardTuple>& cards) { Engine::instance().let_read(cards_of(cards)); }
 
 void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
-          Family family, Decoder decoder, Limits limits, nb::callable refuse,
-          std::optional<nb::callable> report) {
+          Family family, Decoder decoder, Limits limits, Erasures erasures, bool reports) {
   const std::vector<Card> all = cards_of(cards);
   std::vector<Rank> peers = family.ancestors;
   peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());
@@ -119,11 +97,8 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.slot = slot;
   member.children = family.children;
   member.root = family.ancestors.empty();
-  member.refuse = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
-  if (report) {
-    auto said = with_gil<bool, std::uint64_t, const std::string&>(std::move(*report), false);
-    member.report = [said](std::uint64_t at, const std::string& words) { said(at, words); };
-  }
+  member.erasures = std::move(erasures);
+  member.reports = reports;
   nb::gil_scoped_release release;
   auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
   auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
@@ -202,9 +177,9 @@ nb::dict telemetry(std::uint64_t index) {
 // The records of a group's rounds from now on, until it is closed or somebody else asks. In a
 // capsule: a thread may keep it until the end of the process, which nanobind takes for a leak.
 nb::capsule reports(std::uint64_t index) {
-  auto out = std::make_shared<Reports>();
+  auto out = std::make_shared<Reports<RoundRecord>>();
   // closed with the hook: at the end of the node, or where another one takes its place
-  const std::shared_ptr<Reports> open(out.get(), [out](Reports* it) { it->close(); });
+  const std::shared_ptr<Reports<RoundRecord>> open(out.get(), [out](Reports<RoundRecord>* it) { it->close(); });
   {
     nb::gil_scoped_release release;
     Engine::instance().with(index, [&](Member& its) {
@@ -212,14 +187,14 @@ nb::capsule reports(std::uint64_t index) {
       return 0;
     });
   }
-  return nb::capsule(new std::shared_ptr<Reports>(std::move(out)), [](void* it) noexcept {
-    delete static_cast<std::shared_ptr<Reports>*>(it);
+  return nb::capsule(new std::shared_ptr<Reports<RoundRecord>>(std::move(out)), [](void* it) noexcept {
+    delete static_cast<std::shared_ptr<Reports<RoundRecord>>*>(it);
   });
 }
 
 // The fields of a record, or None after the last one.
 nb::object next_report(nb::capsule reports) {
-  const auto from = *static_cast<std::shared_ptr<Reports>*>(reports.data());
+  const auto from = *static_cast<std::shared_ptr<Reports<RoundRecord>>*>(reports.data());
   std::optional<RoundRecord> it;
   {
     nb::gil_scoped_release release;
@@ -231,10 +206,9 @@ nb::object next_report(nb::capsule reports) {
 }
 
 void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
-            Decoder decoder, nb::callable refuse) {
-  auto refusal = with_gil<std::string, const std::vector<bool>&>(std::move(refuse), {});
+            Decoder decoder, Erasures erasures) {
   nb::gil_scoped_release release;
-  Engine::instance().replan(index, next, children, std::move(decoder), std::move(refusal));
+  Engine::instance().replan(index, next, children, std::move(decoder), std::move(erasures));
 }
 
 // A call whose vectors lie on a GPU, as the handlers for XLA make it.
@@ -405,6 +379,16 @@ NB_MODULE(_engine, module) {
         return coefficients(self, self.approximate(answered));
       })
       .def_prop_ro("questions", &Decoder::questions);
+  nb::class_<Erasures>(module, "Erasures")
+      .def("__init__", [](Erasures* self, Rank root,
+                          const std::vector<std::tuple<Rank, std::vector<Rank>, Decoder>>& parents) {
+        std::vector<Parent> all;
+        for (const auto& [rank, children, decoder] : parents) {
+          all.push_back({rank, children, decoder});
+        }
+        new (self) Erasures(root, std::move(all));
+      })
+      .def("refusal", &Erasures::refusal);
   nb::enum_<OnDeadline>(module, "OnDeadline")
       .value("wait", OnDeadline::wait)
       .value("raise", OnDeadline::raise)
@@ -445,8 +429,7 @@ NB_MODULE(_engine, module) {
   }, Release());
   module.def("let_read", &let_read, Release());
   module.attr("most_started") = Engine::most_started;
-  module.def("open", &open, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-             nb::arg(), nb::arg(), nb::arg().none());
+  module.def("open", &open);
   module.def("discard", [](std::uint64_t index) { Engine::instance().discard(index); }, Release());
   module.def("run", &run, Release());
   module.def("load_cuda", &cuda::load, Release());
@@ -483,6 +466,9 @@ NB_MODULE(_engine, module) {
   module.def("telemetry", &telemetry);
   module.def("reports", &reports);
   module.def("next_report", &next_report);
+  // Blocks until a group's call waits after its deadline: the group and for whom it waits; None at
+  // the end of the engine.
+  module.def("next_overdue", [] { return Engine::instance().overdue().next(); }, Release());
   module.def("replan", &replan);
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     Engine::instance().with(index, [&](Member& its) {

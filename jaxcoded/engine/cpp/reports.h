@@ -1,22 +1,22 @@
-// Records of rounds on their way to whoever looks at them on a thread of its own.
+// What there is to say, on its way to whoever says it on a thread of its own.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <optional>
-
-#include "telemetry.h"
+#include <utility>
 
 namespace jaxcoded {
 
 // Who adds a record never waits for who looks at it, nor for anything that one holds.
+template <class Record>
 class Reports {
  public:
-  void add(const RoundRecord& record) {
+  void add(Record record) {
     {
       const std::scoped_lock lock(mutex_);
-      records_.push_back(record);
+      records_.push_back(std::move(record));
     }
     changed_.notify_one();
   }
@@ -29,11 +29,11 @@ class Reports {
     changed_.notify_all();
   }
   // Blocks until there is one; none after the last.
-  std::optional<RoundRecord> next() {
+  std::optional<Record> next() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return closed_ || !records_.empty(); });
     if (records_.empty()) return std::nullopt;
-    const RoundRecord out = records_.front();
+    Record out = std::move(records_.front());
     records_.pop_front();
     return out;
   }
@@ -41,7 +41,7 @@ class Reports {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<RoundRecord> records_;
+  std::deque<Record> records_;
   bool closed_ = false;
 };
 
