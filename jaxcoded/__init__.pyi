@@ -15,6 +15,7 @@ from jaxcoded.errors import DeadlineExceeded as DeadlineExceeded
 from jaxcoded.errors import Desynchronized as Desynchronized
 from jaxcoded.errors import GroupClosed as GroupClosed
 from jaxcoded.errors import GroupMismatch as GroupMismatch
+from jaxcoded.errors import InconsistentMessages as InconsistentMessages
 from jaxcoded.errors import TooManyErasures as TooManyErasures
 from jaxcoded.group import CodedGroup as CodedGroup
 from jaxcoded.kernels import Encoded as Encoded

@@ -35,6 +35,11 @@ class DeadlineExceeded(CodedError):
     the group's deadline."""
 
 
+class InconsistentMessages(CodedError):
+    """In a group with ``debug=True``: what the children of a parent have sent are not
+    coded sums of the same gradients."""
+
+
 class Desynchronized(CodedError):
     """This rank is so late that the results it lacks are no longer kept anywhere.
 

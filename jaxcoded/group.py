@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _require, automatic, rounds, snapshots
+from jaxcoded import _require, automatic, debugging, rounds, snapshots
 from jaxcoded.agreement import check_communicator, disagreement, plain
 from jaxcoded.allocation import assignment
 from jaxcoded.candidates import PIECE
@@ -85,11 +85,20 @@ class CodedGroup:
             exact one.
         telemetry_rounds: of the engine: how many of the latest rounds `telemetry`
             tells of; 0 turns it off.
+        debug: of the engine: look for mistakes in the program. Every parent waits for
+            all of its children and compares what they send, which the redundancy of the
+            code allows: a round whose contributions are not coded sums of the same
+            gradients fails with `InconsistentMessages` on all ranks, before anybody
+            gets its sum (``docs/sharp-bits.md``). Parents whose children cannot be
+            checked are named in a warning. Default: ``JAXCODED_DEBUG=1`` in the
+            environment, which leaves groups as they are (with a warning) where
+            ``debug=True`` is an error.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
-        ValueError: no such plan, or ``transport="engine"`` where it cannot be used.
-            Raised on every rank.
+        ValueError: no such plan, ``transport="engine"`` where it cannot be used, or
+            ``debug=True`` without the engine, without any redundancy, or with
+            ``on_deadline="approximate"``. Raised on every rank.
         GroupMismatch: ranks gave different arguments. Raised on every rank; the message
             names them.
 
@@ -121,6 +130,7 @@ class CodedGroup:
         deadline: float | str | None = 10.0,
         on_deadline: str = "wait",
         telemetry_rounds: int = 1024,
+        debug: bool | None = None,
     ) -> None:
         request: dict[str, Any] = {
             "stragglers": 1 if stragglers is None else stragglers,
@@ -162,6 +172,7 @@ class CodedGroup:
             deadline,
             on_deadline,
             telemetry_rounds,
+            debug,
         )
 
     @classmethod
@@ -176,6 +187,7 @@ class CodedGroup:
         deadline: float | str | None = 10.0,
         on_deadline: str = "wait",
         telemetry_rounds: int = 1024,
+        debug: bool | None = None,
     ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
         Collective.
@@ -183,7 +195,7 @@ class CodedGroup:
         Args:
             comm: as for the constructor.
             plan: for as many ranks as ``comm`` has.
-            transport, piece_bytes, history_bytes, deadline, on_deadline, telemetry_rounds:
+            transport, piece_bytes, history_bytes, deadline, on_deadline, telemetry_rounds, debug:
                 as for the constructor.
 
         Raises:
@@ -223,6 +235,7 @@ class CodedGroup:
             deadline,
             on_deadline,
             telemetry_rounds,
+            debug,
         )
         return group
 
@@ -238,23 +251,27 @@ class CodedGroup:
         deadline: float | str | None,
         on_deadline: str,
         telemetry_rounds: int,
+        debug: bool | None,
     ) -> None:
         check_communicator(comm)
         self._comm = comm.Dup()
 
         self._piece_bytes = PIECE if piece_bytes is None else piece_bytes
+        looks = debugging.asked(debug)
 
         def checked(size: int) -> Plan:
             _require.integer("piece_bytes", self._piece_bytes, 1, LONGEST_PIECE)
             _require.integer("history_bytes", history_bytes, 0)
             _require.integer("telemetry_rounds", telemetry_rounds, 0)
             self.deadline = Deadline.parsed(deadline, on_deadline)
+            self.debug = debugging.checked(looks)
             return planner(size)
 
         request = request | {
             "piece_bytes": self._piece_bytes,
             "deadline": deadline,
             "on_deadline": on_deadline,
+            "debug": looks,
         }
         self._planned = ""
         try:
@@ -263,7 +280,7 @@ class CodedGroup:
                 self.plan, self._piece_bytes, self._planned = choice
             self.index = next(_indices)
             self.transport = self._agreed_transport(
-                transport, history_bytes, telemetry_rounds
+                transport, history_bytes, telemetry_rounds, debug is not None
             )
         except Exception:
             self._comm.Free()
@@ -276,9 +293,10 @@ class CodedGroup:
         _groups[self.index] = self
 
     def _agreed_transport(
-        self, transport: str, history_bytes: int, telemetry_rounds: int
+        self, transport: str, history_bytes: int, telemetry_rounds: int, explicit: bool
     ) -> Transport:
-        """The transport asked for, the same on all ranks."""
+        """The transport asked for, the same on all ranks; ``explicit``: a call asked for
+        ``debug``, and not the environment."""
         reason = "" if transport == "mpi4jax" else engine.missing()
         reasons = self._comm.allgather(reason)
         if transport == "mpi4jax" or any(reasons):
@@ -305,7 +323,9 @@ class CodedGroup:
                 filter(None, self._comm.allgather(_cuda_aware.refusal()))
             ):
                 raise ValueError(refused[0])
+            self.debug = self._can_debug("mpi4jax", explicit)
             return Mpi4jax(self.index, self._comm, self.plan)
+        self.debug = self._can_debug("engine", explicit)
         return engine.Engine(
             self.index,
             self._comm,
@@ -314,7 +334,24 @@ class CodedGroup:
             history_bytes=history_bytes,
             telemetry_rounds=telemetry_rounds,
             deadline=self.deadline,
+            debug=self.debug,
         )
+
+    def _can_debug(self, transport: str, explicit: bool) -> bool:
+        """Whether this group looks for mistakes, if it was asked to."""
+        if not self.debug:
+            return False
+        why_not = debugging.refusal(self.plan, self.deadline, transport)
+        if why_not and explicit:
+            raise ValueError(f"debug=True {why_not}")
+        said = (
+            f"{debugging.VARIABLE} is ignored: debug {why_not}"
+            if why_not
+            else debugging.gaps(self.plan)
+        )
+        if said and self._comm.rank == 0:
+            warnings.warn(said, RuntimeWarning, stacklevel=5)
+        return not why_not
 
     def _agreed_plan(
         self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]

@@ -329,6 +329,23 @@ class Plan:
         return kept / self.capacities[self.root]
 
     @functools.cached_property
+    def checked(self) -> tuple[int, ...]:
+        """The parents that can tell whether what their children send fits together,
+        once all have answered: their code has redundancy, and the codes below are
+        exact."""
+        blurred = [False] * self.size  # what a rank sends may be approximate
+        found = []
+        for rank in reversed(self.tree.order):
+            coding = self.codings[rank]
+            if coding is None:
+                continue
+            below = any(blurred[child] for child in self.tree.children[rank])
+            blurred[rank] = below or coding.code.approximate
+            if not below and len(coding.code.parity_checks):
+                found.append(rank)
+        return tuple(sorted(found))
+
+    @functools.cached_property
     def amplification(self) -> float:
         """How much rounding can grow on the way to the root: the largest product of the
         codes' ``κ`` down a path."""

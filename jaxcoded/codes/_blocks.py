@@ -36,9 +36,7 @@ class Block:
     def solution(self) -> tuple[np.ndarray, np.ndarray]:
         """``A0`` (m, r), and ``N`` (surplus, r) with orthonormal rows."""
         M = self.M
-        # the rows of `right` beyond the rank are not needed, and c·m may be large
-        left, values, right = np.linalg.svd(M, full_matrices=M.shape[0] > M.shape[1])
-        rank = int((values > _RANK * values[0]).sum())
+        left, values, right, rank = _decomposed(M)
         A0 = ((self.target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
         # so that repetition codes decode by 0 and 1 exactly
         whole = np.rint(A0)
@@ -77,6 +75,20 @@ class Block:
                 heard = self.M[~missing]
                 A[:, ~missing] = np.linalg.lstsq(heard.T, self.target.T)[0].T
         return A
+
+
+def left_null_space(M: np.ndarray) -> np.ndarray:
+    """``N`` ``(rows − rank, rows)`` with orthonormal rows and ``N·M = 0``, of a matrix
+    that is not all zeros."""
+    left, _, _, rank = _decomposed(M)
+    return left[:, rank:].T
+
+
+def _decomposed(M: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """The singular value decomposition with a square ``left``, and the rank."""
+    # the rows of `right` beyond the rank are not needed, and there may be many columns
+    left, values, right = np.linalg.svd(M, full_matrices=M.shape[0] > M.shape[1])
+    return left, values, right, int((values > _RANK * values[0]).sum())
 
 
 def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:

@@ -249,6 +249,41 @@ class GradientCode:
         return float(np.tensordot(np.abs(self._answers[0]), magnitude, 1).max())
 
     @functools.cached_property
+    def parity_checks(self) -> np.ndarray:
+        """``H``: float64 ``(rows − rank, n · parts)``. Messages ``M`` (a row each) of
+        children that all computed with the same gradients satisfy ``H·M = 0``, whatever
+        the gradients are, as ``H`` spans the left null space of ``B``: the surplus of
+        the code, with which any two decodings agree. Read-only.
+
+        A row of ``H`` holds children that have partitions in common, and those alone,
+        so that what it finds wrong lies with them. Rows are orthonormal if a child's
+        messages are measured in the power of 2 that is nearest to the largest entry of
+        their row of ``B``. Singular values below 1e-11 of the largest one count as 0, and
+        entries below 1e-12 are rounded to it.
+
+        Example:
+            >>> from jaxcoded import codes
+            >>> codes.fractional_repetition(4, 1).parity_checks.astype(bool).astype(int)
+            array([[1, 1, 0, 0],
+                   [0, 0, 1, 1]])
+        """
+        silent = np.flatnonzero(~self.B.any(axis=(1, 2)))
+        checks = [np.eye(len(self.B))[silent]]
+        members = self._replicas[1]
+        scaled = (self.B / self._units[:, None, None]).reshape(len(self.B), -1)
+        for _, copies in self._blocks:
+            for classes in copies:
+                rows = np.flatnonzero(np.isin(members, classes))
+                null = _blocks.left_null_space(scaled[rows])
+                checks.append(np.zeros((len(null), len(self.B))))
+                checks[-1][:, rows] = null
+        H = np.concatenate(checks)
+        H[np.abs(H) < 1e-12] = 0.0
+        H /= self._units
+        H.setflags(write=False)
+        return H
+
+    @functools.cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray]:
         """`_solve` for the straggler patterns that the code must answer."""
         return self._solve(self._missing_replicas(self._rows_of(self._hardest())))

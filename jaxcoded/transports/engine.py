@@ -96,6 +96,7 @@ class Engine(Transport):
         history_bytes: memory for results that late ranks lack, in bytes.
         telemetry_rounds: rounds to remember.
         deadline: how long a parent waits for its children, and what it does then.
+        debug: whether parents wait for all of their children and compare what they send.
     """
 
     can_lag = True
@@ -112,8 +113,10 @@ class Engine(Transport):
         history_bytes: int,
         telemetry_rounds: int,
         deadline: Deadline,
+        debug: bool = False,
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
+        self._debug = debug
         # a handler for a GPU holds up the thread that fills the stream, so that there
         # is nothing to gain from a round that goes on by itself
         on_cpu = jax.default_backend() == "cpu"
@@ -145,7 +148,7 @@ class Engine(Transport):
                     session,
                     cards,
                     _family(plan, comm.rank),
-                    _decoder(plan, comm.rank),
+                    _decoder(plan, comm.rank, debug),
                     limits,
                     _erasures(plan),
                     deadline.action == "wait",
@@ -336,9 +339,8 @@ class Engine(Transport):
 
     def replanned(self, index: int, plan: Plan) -> "Engine":
         children = list(plan.coded_children(self._rank))
-        self._ask(
-            "replan", index, children, _decoder(plan, self._rank), _erasures(plan)
-        )
+        decoder = _decoder(plan, self._rank, self._debug)
+        self._ask("replan", index, children, decoder, _erasures(plan))
         if self._index in _rooted:
             _rooted[index] = _rooted.pop(self._index)
         other = copy.copy(self)
@@ -444,11 +446,16 @@ def _family(plan: Plan, rank: int) -> Any:
     return _engine.Family(rank, ancestors, children, descendants)
 
 
-def _decoder(plan: Plan, rank: int) -> Any:
+def _decoder(plan: Plan, rank: int, debug: bool = False) -> Any:
     coding = plan.codings[rank]
     if coding is None:
         return _engine.Decoder()
-    return _decoder_of(coding.code)
+    code = coding.code
+    decoder = _decoder_of(code)
+    if debug:
+        checks = code.parity_checks if rank in plan.checked else code.parity_checks[:0]
+        decoder.check(checks.tolist())
+    return decoder
 
 
 def _decoder_of(code: GradientCode) -> Any:

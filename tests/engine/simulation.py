@@ -249,6 +249,7 @@ class World:
         again: how many of those that announce something are delivered again later.
         unreadable: how many pieces on the same host cannot be read and must be sent.
         staged: how many calls of ranks with several parts begin before all are ready.
+        debug: whether parents wait for all of their children and compare what they send.
         deviations: the calls of ranks that call something else, by ``(rank, round)``.
         skips: ``(rank, round)`` where a rank has nothing to contribute.
         open: the last round that ranks may call.
@@ -275,6 +276,7 @@ class World:
         again=0.0,
         unreadable=0.0,
         staged=0.0,
+        debug=False,
     ):
         self.plan = plan
         self.script = list(script)
@@ -286,6 +288,7 @@ class World:
         self.again = again
         self.unreadable = unreadable
         self.staged = staged
+        self.debug = debug
         self.echoes = []
         self.deviations = {}
         self.skips = set()
@@ -333,7 +336,7 @@ class World:
         self.limits.deadline_share = engine._deadline_share(self.plan, rank)
         return _engine.LoneNode(
             engine._family(self.plan, rank),
-            engine._decoder(self.plan, rank),
+            engine._decoder(self.plan, rank, self.debug),
             self.limits,
             self.wires[rank],
         )

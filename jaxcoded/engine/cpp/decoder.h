@@ -3,10 +3,12 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "gradient_code.h"
+#include "parity.h"
 
 namespace jaxcoded {
 
@@ -30,6 +32,11 @@ class Decoder {
   // All of a sum must come from the same messages, as it is approximate.
   bool pinned() const { return tensor().decoding != CodeTensor::Decoding::exact; }
 
+  // In a group that looks for mistakes: whether messages fit together. Null otherwise.
+  Parity* parity() { return parity_ ? &*parity_ : nullptr; }
+  bool checked() const { return parity_.has_value(); }
+  void check(Parity parity) { parity_ = std::move(parity); }
+
   // The first of these messages, in this order, that suffice; null if all of them do not.
   // `possible`: those that may come at all.
   std::shared_ptr<const Decoding> decode(const std::vector<std::size_t>& order,
@@ -49,6 +56,7 @@ class Decoder {
 
   std::shared_ptr<const GradientCode> code_;  // copies have it in common
   std::size_t enough_;
+  std::optional<Parity> parity_;
   Known known_, approximations_;
   std::size_t questions_ = 0;
   // Which did not suffice when they were asked for last. A node asks again whenever it looks.

@@ -378,7 +378,10 @@ NB_MODULE(_engine, module) {
       .def("approximate", [](Decoder& self, const std::vector<bool>& answered) {
         return coefficients(self, self.approximate(answered));
       })
-      .def_prop_ro("questions", &Decoder::questions);
+      .def_prop_ro("questions", &Decoder::questions)
+      .def("check", [](Decoder& self, std::vector<Parity::Check> checks) {
+        self.check(Parity(std::move(checks), self.parts()));
+      });
   nb::class_<Erasures>(module, "Erasures")
       .def("__init__", [](Erasures* self, Rank root,
                           const std::vector<std::tuple<Rank, std::vector<Rank>, Decoder>>& parents) {

@@ -110,7 +110,7 @@ void Node::submit(Call call) {
          .layout = call_.down ? Layout(call_.total, limits_.piece_bytes) : Layout()});
     if (call_.down) place(entry);
     sum_at_ = call_.down ? entry.at : call_.out;
-    if (decoder_.pinned()) keep_own();
+    if (pinned()) keep_own();
     if (!call_.up) {
       for (std::size_t s = 0; s < call_.own.size(); ++s) {
         const std::uint64_t size = call_.message[s].bytes();

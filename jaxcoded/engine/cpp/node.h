@@ -213,6 +213,7 @@ class Node {
     std::string overdue = {};  // and for whom
     bool withdrawn = false;
     bool stalled = false;
+    bool skips = false;  // has nothing to contribute
     std::vector<std::uint64_t> addresses = {};
     std::vector<std::byte> body = {};  // the message itself, if it came along
     struct Slot {
@@ -275,7 +276,7 @@ class Node {
   bool usable(std::size_t row, std::uint32_t piece) const;
   const std::vector<std::size_t>& rows_in_order();
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
-  bool pinned() const { return decoder_.pinned() || approximating_; }
+  bool pinned() const { return decoder_.pinned() || approximating_ || decoder_.checked(); }
   void stall(Child& child);
   void start_again_without(const std::vector<std::size_t>& rows);
   const std::byte* bring(std::size_t row, std::uint32_t piece);
@@ -286,8 +287,16 @@ class Node {
   std::uint32_t summed(const Layout& layout, std::uint32_t piece) const;
   void announce_sum();
   void offer();
-  void fail(const std::string& why);
+  void fail(const std::string& text);
   void watch_for_stalls();
+
+  // Looking for mistakes.
+  std::optional<std::vector<bool>> all_heard() const;
+  std::shared_ptr<const Decoding> choose_checked();
+  std::vector<const std::byte*> checked(const Decoding& decoding,
+                                        std::span<const std::byte* const> messages);
+  bool consistent();
+  bool all_may_come() const;
 
   // Deadlines.
   double deadline() const;
@@ -402,6 +411,7 @@ class Node {
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
   std::shared_ptr<const Decoding> decoding_;
+  std::vector<std::size_t> brought_;  // rows that are fetched to be checked
   double waiting_since_ = 0;
   bool in_time_ = false;        // the round was not decided when this rank called it
   bool overdue_ = false;        // after the deadline

@@ -107,8 +107,9 @@ std::string Node::lacking() const {
   if (missing.empty()) return {};
   return "rank " + std::to_string(family_.rank) + " waits for " + listed(missing) +
          (decoder_.parts() > 1 ? " or parts of theirs"
-                               : "; it needs " + std::to_string(decoder_.enough()) + " of its " +
-                                     std::to_string(children_.size()) + " children") +
+                               : "; it needs " +
+                                     (decoder_.checked() ? "all" : std::to_string(decoder_.enough())) +
+                                     " of its " + std::to_string(children_.size()) + " children") +
          theirs;
 }
 

@@ -67,12 +67,13 @@ void Node::check_offers() {
   if (!calling() || !call_.up || call_.skipped || children_.empty() || !call_.refusal.empty()) return;
   if (decoded_ == incoming_.size()) return;  // nobody is waited for
   // With too many children gone for good, waiting would never end.
+  if (closed_.empty() || (decoder_.checked() && all_may_come())) return;
   const std::vector<bool> possible = may_offer(decoded_);
   std::vector<std::size_t> rows;
   for (std::size_t row : rows_in_order()) {
     if (possible[row]) rows.push_back(row);
   }
-  if (closed_.empty() || decoder_.decode(rows, possible)) return;
+  if (!decoder_.checked() && decoder_.decode(rows, possible)) return;
   if (!root() && call_.erased.empty()) return retire();
   const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
                            call_.words + ", but " + listed(closed_) + " closed the group";

@@ -9,6 +9,7 @@ namespace jaxcoded {
 
 void Node::on_offer(Child& child, const Message& message) {
   const Header& head = message.header;
+  if (head.round == child.round && head.ready == 0) child.skips = true;
   if (head.round < child.round || (head.round == child.round && head.ready < child.ready)) return;
   std::vector<std::uint64_t> addresses;
   if (!(head.flags & inlined)) addresses = message.values<std::uint64_t>(0, head.segments);
@@ -18,6 +19,7 @@ void Node::on_offer(Child& child, const Message& message) {
     telemetry_.arrived(child.column, child.round + 1, head.round, child.seen);
     child.ready = child.exact = 0;
     child.withdrawn = child.stalled = false;
+    child.skips = head.ready == 0;
     child.slots.clear();
     child.round = head.round;
     child.fingerprint = head.fingerprint;
@@ -67,6 +69,7 @@ const std::vector<std::size_t>& Node::rows_in_order() {
 // The messages to decode a piece from: those in use as long as they come, otherwise the first that
 // sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
+  if (decoder_.checked()) return choose_checked();
   if (decoding_ && pinned()) {
     const bool there = std::ranges::all_of(decoding_->rows,
                                            [&](std::size_t row) { return usable(row, piece); });
@@ -160,8 +163,7 @@ bool Node::own_ready(std::uint32_t piece) const {
 }
 
 // This rank cannot contribute, and every rank is to hear why.
-void Node::fail(const std::string& why) {
-  const std::string text = "CodedError: rank " + std::to_string(family_.rank) + ": " + why;
+void Node::fail(const std::string& text) {
   if (root()) return decide_error(text);
   complain(next_, text);
   call_.skipped = true;  // the result, or the error, comes as to any other
@@ -169,7 +171,9 @@ void Node::fail(const std::string& why) {
 
 bool Node::gather() {
   if (calling() && call_.feed && !call_.skipped) {
-    if (const std::string why = call_.feed->failure(); !why.empty()) fail(why);
+    if (const std::string why = call_.feed->failure(); !why.empty()) {
+      fail("CodedError: rank " + std::to_string(family_.rank) + ": " + why);
+    }
   }
   if (!calling() || !call_.up || !call_.refusal.empty()) {
     if (calling() && !root() && !offering_) offer();
@@ -198,15 +202,16 @@ bool Node::gather() {
       if (overdue_ && own_ready(decoded_)) miss_the_deadline();
       return false;
     }
+    const std::vector<std::size_t>& rows = decoder_.checked() ? brought_ : decoding->rows;
     std::vector<const std::byte*> inputs;
-    for (std::size_t row : decoding->rows) {
+    for (std::size_t row : rows) {
       const std::byte* input = bring(row, decoded_);
       if (input) inputs.push_back(input);
     }
-    if (inputs.size() < decoding->rows.size()) {
-      if (std::ranges::any_of(decoding->rows,
+    if (inputs.size() < rows.size()) {
+      if (std::ranges::any_of(rows,
                               [&](std::size_t row) { return child_of_row(row).withdrawn; })) {
-        if (pinned()) start_again_without(decoding->rows);
+        if (pinned()) start_again_without(rows);
         continue;
       }
       // Those above go on with what is summed while the rest is on its way.
@@ -214,7 +219,9 @@ bool Node::gather() {
       return false;
     }
     bytes += incoming_[decoded_].bytes;
+    if (decoder_.checked()) inputs = checked(*decoding, inputs);
     decode(*decoding, inputs);
+    if (decoder_.checked() && decoded_ == incoming_.size() && !consistent()) return false;
     waiting_since_ = wire_.now();
     const bool all = decoded_ == incoming_.size();
     if (!all && bytes < limits_.announced_bytes) continue;
@@ -324,6 +331,7 @@ void Node::offer() {
 // A child whose pieces do not come while others' could be used instead.
 void Node::watch_for_stalls() {
   if (!calling() || !decoding_ || decoded_ == incoming_.size()) return;
+  if (decoder_.checked()) return;  // nobody's message will do instead
   const double now = wire_.now();
   if (now - waiting_since_ < std::max(limits_.stall_seconds, waiting_since_ - started_)) return;
   waiting_since_ = now;

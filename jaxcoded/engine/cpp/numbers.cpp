@@ -167,6 +167,11 @@ JAXCODED_COMBINE(combine_float64, double, double)
 
 #undef JAXCODED_COMBINE
 
+template <class T>
+void widen_as(double* out, const T* from, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = wide(from[i]);
+}
+
 }  // namespace
 
 std::size_t size_of(DType dtype) {
@@ -202,6 +207,21 @@ void combine(DType dtype, std::byte* out, const std::byte* own,
       return combine_float64(out, own, inputs, coefficients, count);
     case DType::bytes:
       return;
+  }
+}
+
+void widen(DType dtype, double* out, const std::byte* from, std::size_t count) {
+  switch (dtype) {
+    case DType::float16:
+      return widen_as(out, reinterpret_cast<const Float16*>(from), count);
+    case DType::bfloat16:
+      return widen_as(out, reinterpret_cast<const BFloat16*>(from), count);
+    case DType::float32:
+      return widen_as(out, reinterpret_cast<const float*>(from), count);
+    case DType::float64:
+      return widen_as(out, reinterpret_cast<const double*>(from), count);
+    case DType::bytes:
+      std::fill_n(out, count, 0.0);
   }
 }
 

@@ -1,0 +1,114 @@
+// A node that looks for mistakes: it waits for all of its children, and compares their messages
+// before it hands on the sum.
+#include "node.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace jaxcoded {
+namespace {
+
+constexpr const char* causes =
+    ". What a rank hands in must be a sum over its examples, each weighted by what "
+    "group.assignment(batch size) gave this very rank. Likely causes: the gradient of a plain shard "
+    "of the batch, or of a mean over the rank's own examples; other weights, or those of another "
+    "rank or batch size; parameters or batches that are not the same on all ranks; a loss that is "
+    "not a sum over examples, as with batch normalisation; dropout or augmentation that belongs to "
+    "the rank and not to the example";
+
+std::string percent(double share) {
+  char out[32];
+  std::snprintf(out, sizeof out, "%.3g %%", 100 * share);
+  return out;
+}
+
+}  // namespace
+
+// The rows that take part, once all of their messages are there: those of all children but the
+// erased ones and those that have nothing to contribute.
+std::optional<std::vector<bool>> Node::all_heard() const {
+  const std::size_t parts = decoder_.parts();
+  const std::uint32_t all = (parts > 1 ? theirs_ : incoming_).size();
+  std::vector<bool> out(decoder_.rows());
+  for (std::size_t row = 0; row < out.size(); ++row) {
+    const Child& child = children_[row / parts];
+    if (!call_.erased.empty() && call_.erased[row / parts]) continue;
+    if (child.round == next_ && child.skips) continue;
+    if (!usable(row, decoded_) || child.exact < all) return std::nullopt;
+    out[row] = true;
+  }
+  return out;
+}
+
+// Whether no child is waited for that has closed the group.
+bool Node::all_may_come() const {
+  const std::vector<bool> possible = may_offer(decoded_);
+  for (std::size_t row = 0; row < possible.size(); ++row) {
+    const std::size_t number = row / decoder_.parts();
+    const Child& child = children_[number];
+    const bool silent = child.round == next_ && child.skips;
+    const bool erased = !call_.erased.empty() && call_.erased[number];
+    if (!possible[row] && !silent && !erased) return false;
+  }
+  return true;
+}
+
+std::shared_ptr<const Decoding> Node::choose_checked() {
+  if (decoding_) return decoding_;
+  const auto heard = all_heard();
+  if (!heard) return nullptr;
+  brought_.clear();
+  for (std::size_t row = 0; row < heard->size(); ++row) {
+    if ((*heard)[row]) brought_.push_back(row);
+  }
+  decoding_ = decoder_.decode(brought_, *heard);
+  if (!decoding_) {  // too few of them contribute: this rank's message is left out like theirs
+    if (root()) return nullptr;
+    call_.skipped = true;
+    offer();
+    return nullptr;
+  }
+  std::vector<DType> vectors;
+  for (const Segment& segment : call_.total) vectors.push_back(segment.dtype);
+  decoder_.parity()->begin(*heard, std::move(vectors));
+  return decoding_;
+}
+
+// Look at a piece of the messages that were brought. Those of the decoding.
+std::vector<const std::byte*> Node::checked(const Decoding& decoding,
+                                            std::span<const std::byte* const> messages) {
+  std::vector<const std::byte*> of_rows(decoder_.rows());
+  for (std::size_t i = 0; i < brought_.size(); ++i) of_rows[brought_[i]] = messages[i];
+  const Piece& piece = incoming_[decoded_];
+  if (piece.count) {
+    decoder_.parity()->add(piece.segment % call_.total.size(), of_rows, piece.count);
+  }
+  std::vector<const std::byte*> out;
+  for (const std::size_t row : decoding.rows) out.push_back(of_rows[row]);
+  return out;
+}
+
+// Whether the messages fit. If they do not, the round fails on every rank.
+bool Node::consistent() {
+  const auto wrong = decoder_.parity()->contradiction();
+  if (!wrong) return true;
+  std::vector<Rank> ranks;
+  for (const std::size_t child : wrong->children) ranks.push_back(children_[child].rank);
+  const bool one = ranks.size() == 1;
+  std::string text = "InconsistentMessages: round " + std::to_string(next_) + ", " + call_.words +
+                     ": what " + listed(ranks) + (one ? " has" : " have") + " sent to rank " +
+                     std::to_string(family_.rank);
+  if (!wrong->finite) {
+    fail(text + " has NaN or infinities");
+    return false;
+  }
+  text += one           ? " does not fit with what its other children have sent"
+          : wrong->each ? " does not fit together (which of them is wrong, more redundancy would tell)"
+                        : " does not fit together (several of them are wrong)";
+  text += ": it is off by " + percent(wrong->mismatch) + ", and rounding explains " +
+          percent(wrong->allowed) + causes;
+  fail(text);
+  return false;
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,234 @@
+"""Nodes that look for mistakes: the same sums as without, whatever the order of events, and
+messages that do not fit are found before anybody gets their sum."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import FAILED, PENDING, Call, erasable, random_plan, random_world
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=60)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(Call):
+    """A sum to which some ranks contribute what they should not."""
+
+    culprits: tuple[int, ...] = ()
+
+    def own(self, plan, rank):
+        vectors = super().own(plan, rank)
+        if rank in self.culprits:
+            rng = np.random.default_rng([self.seed, rank])
+            wide = [v.astype(np.float64) for v in vectors]
+            vectors = [
+                (w + np.abs(w).max() * rng.standard_normal(len(w))).astype(v.dtype)
+                for v, w in zip(vectors, wide)
+            ]
+        return vectors
+
+
+def run(world, steps):
+    for _ in range(steps):
+        world.step()
+    world.settle()
+
+
+def sound_script(plan, rng, rounds, **more):
+    """Of vectors long enough that no check has only rounding to look at."""
+    multiple = plan.padding_multiple
+    kinds = ["float16", "bfloat16", "float32", "float64"]
+    if plan.amplification > 10:
+        kinds = kinds[2:]
+    return [
+        Call(
+            tuple(
+                (kind, 8 * multiple)
+                for kind in rng.sample(kinds, rng.choice([1, 1, 2]))
+            ),
+            rng.randrange(2**32),
+            **more,
+        )
+        for _ in range(rounds)
+    ]
+
+
+@many
+@given(seeds)
+def test_sums_that_fit_are_the_same(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng)
+    kind = rng.choice(["allreduce", "allreduce", "reduce", "broadcast"])
+    script = sound_script(plan, rng, rng.randint(1, 4), kind=kind)
+    if rng.random() < 0.3:
+        erased = frozenset(erasable(plan, rng))
+        script = [dataclasses.replace(call, erased=erased) for call in script]
+    repeats = rng.choice([{}, {"twice": 0.2}, {"again": 0.1}])
+    world = random_world(plan, 0, rng, script=script, debug=True, **repeats)
+    run(world, rng.choice([0, 200, 1000]))
+    world.assert_done()
+
+
+@many
+@given(seeds)
+def test_nobody_is_left_behind(seed):
+    """No sum without all ranks, also where the code could do without."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    world = random_world(plan, 0, rng, script=sound_script(plan, rng, 1), debug=True)
+    late = rng.choice([rank for rank in range(plan.size) if rank != plan.root])
+    world.frozen.add(late)
+    run(world, rng.choice([0, 300]))
+    assert not any(world.ends)
+    assert str(late) in world.nodes[plan.parents[late]].waiting_for()
+    world.frozen.clear()
+    world.settle()
+    world.assert_done()
+
+
+@many
+@given(seeds)
+def test_who_has_nothing_to_contribute_is_left_out(seed):
+    rng = random.Random(seed)
+    plan = make_plan(*rng.choice([(7,), (13,)]), fanout=3, stragglers=1)
+    world = random_world(plan, 0, rng, script=sound_script(plan, rng, 2), debug=True)
+    world.skips = {(rng.choice(plan.coded_children(plan.root)), 1)}
+    run(world, rng.choice([0, 500]))
+    world.assert_done()
+
+
+def test_a_parent_that_lacks_too_many_is_left_out():
+    """Rank 1 has one child alone, which is erased or has nothing to contribute."""
+    plan = make_plan(5, parents=[-1, 0, 0, 0, 1])
+    for erased, skips in [({4}, set()), (set(), {(4, 1)})]:
+        call = Call((("float32", 9),), 1, erased=frozenset(erased))
+        world = random_world(plan, 0, random.Random(5), script=[call], debug=True)
+        world.skips = skips
+        world.settle()
+        world.assert_done()
+
+
+CODES = [
+    # code, children, stragglers; whether the very child is found
+    ("fractional_repetition", 4, 1, False),
+    ("fractional_repetition", 6, 2, True),
+    ("cyclic_repetition", 3, 1, False),
+    ("cyclic_repetition", 5, 2, True),
+    ("random_generator", 6, 2, True),
+    ("polynomial", 6, 2, True),
+    ("expander(degree=3)", 6, 2, False),
+    ("adaptive", 4, 2, True),
+    ("progressive", 4, 2, True),
+]
+
+
+@pytest.mark.parametrize(("code", "children", "stragglers", "found"), CODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
+    if dtype == "bfloat16" and code == "adaptive":
+        return  # its amplification leaves no digits
+    slices = 2 if code == "polynomial" else 1
+    plan = make_plan(
+        children + 1, fanout=children, stragglers=stragglers, code=code, slices=slices
+    )
+    for culprit in range(1, children + 1):
+        rng = random.Random(culprit)
+        segments = ((dtype, 24 * plan.padding_multiple),)
+        wrong = Wrong(segments, 5, culprits=(culprit,))
+        script = [Call(segments, 4), wrong, Call(segments, 6)]
+        world = random_world(plan, 0, rng, script=script, debug=True)
+        run(world, 300)
+        for rank in range(plan.size):
+            ends = world.ends[rank]
+            assert [ends[r].outcome for r in (1, 2, 3)] == [1, FAILED, 1], ends
+            text = ends[2].error
+            assert text == world.ends[0][2].error
+            assert text.startswith("InconsistentMessages: round 2, ")
+            named = text.partition("what rank")[2].partition(" sent to rank 0")[0]
+            if found:
+                assert named == f" {culprit} has", text
+            else:
+                assert str(culprit) in named and named.startswith("s "), text
+
+
+def test_the_parent_of_the_wrong_message_is_named():
+    plan = make_plan(13, fanout=3, stragglers=1)
+    leaf = 8
+    segments = (("float32", 40),)
+    for seed in range(10):
+        world = random_world(
+            plan,
+            0,
+            random.Random(seed),
+            script=[Wrong(segments, 1, culprits=(leaf,))],
+            debug=True,
+        )
+        run(world, 500)
+        texts = {world.ends[rank][1].error for rank in range(13)}
+        assert len(texts) == 1
+        assert f"sent to rank {plan.parents[leaf]} " in texts.pop()
+
+
+def test_several_wrong_messages():
+    plan = make_plan(8, fanout=7, stragglers=3, code="cyclic_repetition")
+    wrong = Wrong((("float64", 30),), 1, culprits=(2, 5))
+    world = random_world(plan, 0, random.Random(1), script=[wrong], debug=True)
+    world.settle()
+    text = world.ends[0][1].error
+    assert "several of them are wrong" in text
+
+
+def test_nan_is_named():
+    @dataclasses.dataclass(frozen=True)
+    class Nan(Call):
+        def own(self, plan, rank):
+            vectors = super().own(plan, rank)
+            if rank == 3:
+                vectors[0][5] = np.nan
+            return vectors
+
+    plan = make_plan(5, fanout=4, stragglers=1)
+    world = random_world(
+        plan, 0, random.Random(2), script=[Nan((("float32", 9),), 1)], debug=True
+    )
+    world.settle()
+    assert "what rank 3 has sent to rank 0 has NaN" in world.ends[4][1].error
+
+
+def test_without_it_a_wrong_message_is_not_found():
+    plan = make_plan(5, fanout=4, stragglers=1)
+    wrong = Wrong((("float32", 9),), 1, culprits=(2, 3))
+    world = random_world(plan, 0, random.Random(2), script=[wrong])
+    with pytest.raises(AssertionError):
+        world.settle()
+
+
+def test_a_child_that_has_closed_is_not_waited_for():
+    """Its calls will not come, so that the others hear of it."""
+    plan = make_plan(5, fanout=4, stragglers=1)
+    segments = (("float32", 9),)
+    world = random_world(
+        plan,
+        0,
+        random.Random(3),
+        script=[Call(segments, 1), Call(segments, 2)],
+        debug=True,
+    )
+    world.open = 1
+    world.settle()
+    world.leave(2)
+    world.open = 2
+    world.settle()
+    for rank in (0, 1, 3, 4):
+        assert "rank 2 closed the group" in world.ends[rank][2].error
+    assert PENDING not in [end.outcome for ends in world.ends for end in ends.values()]

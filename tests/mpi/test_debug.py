@@ -1,0 +1,258 @@
+"""Groups that look for mistakes: honest training passes with every code, and what newcomers
+get wrong is an error on every rank that names parent, children and remedy."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import test_schemes as schemes
+from jax.errors import JaxRuntimeError
+from marks import SIZE
+from mpi4py import MPI
+from reference import assert_sum, contribution, per_example
+
+import jaxcoded
+from jaxcoded import GroupMismatch, InconsistentMessages, coded_allreduce, host
+from jaxcoded.allocation import assignment
+from jaxcoded.transports import engine
+
+pytestmark = [
+    pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
+    pytest.mark.skipif(SIZE not in schemes.EXACT, reason="no redundancy"),
+]
+RANK = MPI.COMM_WORLD.rank
+VECTOR = per_example(7)
+EXAMPLES = 60  # in a batch of digits
+
+
+@contextlib.contextmanager
+def opened(comm, **options):
+    """Without redundancy at some parents there is a warning, which tests of their own
+    are about."""
+    defaults = {"fanout": schemes.FANOUT[SIZE], "transport": "engine", "debug": True}
+    with jaxcoded.CodedGroup(comm, **(defaults | options)) as group:
+        yield group
+
+
+# Honest training.
+
+
+@pytest.fixture(scope="module")
+def digits(comm):
+    data = None
+    if comm.rank == 0:
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        data = (x / 16).astype(np.float32), y.astype(np.int32)
+    return comm.bcast(data)
+
+
+def parameters():
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (64, 16), "b1": (16,), "w2": (16, 10), "b2": (10,)}
+    return {
+        name: jnp.asarray(rng.normal(size=shape) / 8, np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def losses(params, batch):
+    x, y = batch
+    logits = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+CODES = schemes.EXACT.get(SIZE, {}) | schemes.APPROXIMATE.get(SIZE, {})
+CODES |= {"fractional_repetition": {"stragglers": 2}, "cyclic_repetition": {}}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_honest_training_passes(comm, digits, code):
+    x, y = digits
+    options = CODES[code]
+    plan = jaxcoded.make_plan(SIZE, fanout=schemes.FANOUT[SIZE], code=code, **options)
+    if not plan.checked:
+        with pytest.raises(ValueError, match="has nothing to compare"):
+            opened(comm, code=code, **options).__enter__()
+        return
+    with opened(comm, code=code, **options) as group:
+        indices, weights = group.assignment(EXAMPLES)
+        wire = "bfloat16" if "repetition" in code else None
+        gradient = jaxcoded.coded_value_and_grad(
+            losses, group, mean=True, wire_dtype=wire
+        )
+
+        @jax.jit
+        def step(params, batch):
+            loss, grads = gradient(params, batch, weights)
+            return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
+
+        params = parameters()
+        batches = np.random.default_rng(1)
+        history = []
+        for _ in range(12):
+            mine = batches.permutation(300)[:EXAMPLES][indices]
+            params, loss = step(params, (x[mine], y[mine]))
+            history.append(float(loss))
+        assert history[-1] < history[0]
+
+
+# Mistakes. Each gives what this rank hands in.
+
+
+def weighted(digits, which, weights, scale=1.0):
+    batch = digits[0][which], digits[1][which]
+    params = jax.tree.map(lambda leaf: scale * leaf, parameters())
+    return weighted_gradient(params, batch, weights.astype(np.float32))
+
+
+@jax.jit
+def weighted_gradient(params, batch, weights):
+    return jax.grad(lambda p: weights @ losses(p, batch))(params)
+
+
+def right(group, digits):
+    return weighted(digits, *group.assignment(EXAMPLES))
+
+
+def shard(group, digits):
+    """The habit from other libraries: the gradient of the mean of my part."""
+    which = np.arange(max(RANK - 1, 0), EXAMPLES, SIZE - 1)
+    return weighted(digits, which, np.full(len(which), 1 / len(which)))
+
+
+def uniform(group, digits):
+    indices, weights = group.assignment(EXAMPLES)
+    return weighted(digits, indices, (weights != 0).astype(np.float32))
+
+
+def others_weights(group, digits):
+    """Rank 2 takes those of rank 1."""
+    rank = 1 if RANK == 2 else RANK
+    weights = assignment(group.plan, rank, EXAMPLES)[1]
+    return weighted(digits, group.assignment(EXAMPLES)[0], weights)
+
+
+def other_batch_size(group, digits):
+    """Rank 2 believes in three examples fewer."""
+    return weighted(digits, *group.assignment(EXAMPLES - 3 * (RANK == 2)))
+
+
+def other_parameters(group, digits):
+    return weighted(digits, *group.assignment(EXAMPLES), 1.3 if RANK == 2 else 1.0)
+
+
+@pytest.mark.parametrize(
+    "mistake", [shard, uniform, others_weights, other_batch_size, other_parameters]
+)
+def test_mistakes_are_found(comm, digits, mistake):
+    s = 1 if SIZE == 4 else 2
+    with opened(comm, code="cyclic_repetition", stragglers=s) as group:
+        reduce = jax.jit(lambda x: coded_allreduce(x, group, mean=EXAMPLES))
+        jax.block_until_ready(reduce(right(group, digits)))
+        with pytest.raises(JaxRuntimeError) as error:
+            jax.block_until_ready(reduce(mistake(group, digits)))
+        jaxcoded.settle()
+        text = str(error.value)
+        assert len(set(comm.allgather(text))) == 1
+        assert "InconsistentMessages: round 2, coded_allreduce of " in text
+        assert " sent to rank 0 does not fit" in text
+        assert "group.assignment(batch size)" in text
+        if SIZE == 7 and mistake in (others_weights, other_batch_size):
+            assert "what rank 2 has sent to rank 0 does not fit" in text
+        # all are in step again
+        total = reduce(right(group, digits))
+        x, y = digits[0][:EXAMPLES], digits[1][:EXAMPLES]
+        mean = np.full(EXAMPLES, np.float32(1 / EXAMPLES))
+        expected = weighted_gradient(parameters(), (x, y), mean)
+        for a, b in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_plain_shard_does_not_pass_with_copies(comm, digits):
+    if SIZE % 2:  # 6 children in groups of two
+        with opened(comm, stragglers=1, code="fractional_repetition") as group:
+            reduce = jax.jit(lambda x: coded_allreduce(x, group))
+            with pytest.raises(JaxRuntimeError, match="InconsistentMessages"):
+                jax.block_until_ready(reduce(shard(group, digits)))
+            jaxcoded.settle()
+
+
+def test_without_it_a_shard_passes(comm, digits):
+    """What the tests above are about."""
+    with opened(comm, debug=False) as group:
+        jax.block_until_ready(coded_allreduce(shard(group, digits), group))
+
+
+def test_on_the_host_and_after_replan(comm):
+    with opened(comm, stragglers=1) as group:
+        group = group.replan(speeds=[1.0 + (rank > 2) for rank in range(SIZE)])
+        own = contribution(group, VECTOR)
+        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+        with pytest.raises(InconsistentMessages, match=r"round 3, .* sent to rank 0"):
+            host.coded_allreduce(own * (2 if RANK == 1 else 1), group)
+        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+
+
+def test_ranks_left_out_are_not_compared(comm):
+    with opened(comm, stragglers=1) as group:
+        own = contribution(group, VECTOR)
+        wrong = own * (2 if RANK == 1 else 1)
+        gone = np.arange(SIZE) == 1
+        assert_sum(group, host.coded_allreduce(wrong, group, erasures=gone), VECTOR)
+        total = host.coded_allreduce(wrong, group, skipped=RANK == 1)
+        assert_sum(group, total, VECTOR)
+
+
+# Asking for it.
+
+
+def test_where_it_cannot_be(comm):
+    for options, words in [
+        ({"transport": "mpi4jax"}, "needs the engine"),
+        ({"stragglers": 0}, "has nothing to compare: what the children of rank 0 send"),
+        ({"on_deadline": "approximate"}, "waits for all ranks"),
+        ({"debug": 1}, "debug must be True, False or None"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            opened(comm, **options).__enter__()
+
+
+def test_ranks_that_differ(comm):
+    with pytest.raises(GroupMismatch, match=r"debug=(True|False)"):
+        opened(comm, debug=RANK == 1).__enter__()
+
+
+def test_the_environment(comm, monkeypatch):
+    monkeypatch.setenv("JAXCODED_DEBUG", "1")
+    with opened(comm, debug=None) as group:
+        assert group.debug
+    with opened(comm, debug=False) as group:
+        assert not group.debug
+    warns = pytest.warns(RuntimeWarning, match="JAXCODED_DEBUG is ignored: debug has")
+    with (
+        warns if RANK == 0 else contextlib.nullcontext(),
+        opened(comm, debug=None, stragglers=0) as group,
+    ):
+        assert not group.debug
+    monkeypatch.setenv("JAXCODED_DEBUG", "yes")
+    with pytest.raises(ValueError, match="JAXCODED_DEBUG 1 or 0"):
+        opened(comm, debug=None).__enter__()
+
+
+def test_parents_that_cannot_check_are_named(comm):
+    parents = [-1, 0, 0, 1, *[0] * (SIZE - 4)]  # rank 1 has a single child
+    plan = jaxcoded.make_plan(SIZE, parents=parents)
+    warns = pytest.warns(RuntimeWarning, match="children of rank 1 send cannot be")
+    with (
+        warns if RANK == 0 else contextlib.nullcontext(),
+        jaxcoded.CodedGroup.from_plan(comm, plan, debug=True) as group,
+    ):
+        own = contribution(group, VECTOR)
+        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+        with pytest.raises(InconsistentMessages):
+            host.coded_allreduce(own * (2 if RANK == 2 else 1), group)
