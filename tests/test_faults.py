@@ -123,6 +123,18 @@ def succeed(job, ranks):
     job.of_all("digest")
 
 
+def needs_fault_tolerance():
+    version = subprocess.run(
+        [MPIRUN, "--version"],
+        env=settings(10),
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    if not re.search(r"Open MPI\S* [5-9]\.", version):
+        pytest.skip(f"the option is one of Open MPI 5, not of {version[:60]!r}")
+
+
 # Late ranks.
 
 
@@ -263,15 +275,7 @@ def test_a_rank_that_is_interrupted_or_exits_with_an_error(tmp_path, way, python
 
 @pytest.mark.parametrize("victim", [4, 1])
 def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim):
-    version = subprocess.run(
-        [MPIRUN, "--version"],
-        env=settings(10),
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
-    if not re.search(r"Open MPI\S* [5-9]\.", version):
-        pytest.skip(f"the option is one of Open MPI 5, not of {version[:60]!r}")
+    needs_fault_tolerance()
     options = ("--with-ft", "ulfm")
     # Once in a while MPI_Finalize of Open MPI 5.0 never ends where a rank has died.
     job = run(
@@ -301,3 +305,110 @@ def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
         assert f"without ranks [{victim}]" in " ".join(parent["close_warnings"])
         for report in job.reports.values():
             assert report["close_seconds"] < 10
+
+
+# The start lines of README.md, and its program, in which something happens to a rank.
+
+README = (ROOT / "README.md").read_text()
+STARTS = dict(re.findall(r"^\| ([^|]+) \| `(mpirun [^`]+)` \|", README, re.MULTILINE))
+(FIRST_RUN,) = re.findall(r"^JAXCODED_DEBUG=1 (mpirun .+)$", README, re.MULTILINE)
+FAULT = """\
+    if step_number == {step} and MPI.COMM_WORLD.rank == {victim}:
+        jax.block_until_ready(w)
+        {fault}
+"""
+
+
+def start(directory, line, victim=None, fault="", step=150, limit=40, **environment):
+    """Run README's program by a start line, with a fault at a rank and a step. Returns
+    the finished process, and the weights of the ranks that came to the end."""
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    head, loop = "import os, pathlib, signal, time\n", "for _ in range(300):\n"
+    assert loop in program
+    program = head + program.replace(loop, "for step_number in range(300):\n")
+    if victim is not None:
+        body = "    w, state, loss = step("
+        program = program.replace(
+            body, FAULT.format(step=step, victim=victim, fault=fault) + body
+        )
+    end = "group.close()\n"
+    assert program.endswith(end)
+    said = f"pathlib.Path({str(directory)!r}, str(group.rank))"
+    program = program.removesuffix(end) + (
+        f"{said}.write_text(' '.join(map(str, np.asarray(w))))\ngroup.close(3.0)\n"
+    )
+    (directory / "train.py").write_text(program)
+    words = line.split()
+    assert words[0] == "mpirun" and words[-1] == "train.py"
+    places = {"mpirun": str(MPIRUN), "python": sys.executable}
+    job = subprocess.run(
+        [places.get(word, word) for word in words],
+        env=settings(limit) | environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        cwd=directory,
+    )
+    found = {
+        int(path.name): np.array(path.read_text().split(), float)
+        for path in directory.iterdir()
+        if path.name.isdigit()
+    }
+    return job, found
+
+
+def assert_trained(found, ranks):
+    assert set(found) == set(ranks)
+    for weights in found.values():
+        np.testing.assert_allclose(weights, np.arange(5.0), atol=0.05)
+
+
+def test_the_first_run(tmp_path):
+    job, found = start(tmp_path, FIRST_RUN, JAXCODED_DEBUG="1")
+    assert job.returncode == 0, job.stderr
+    assert_trained(found, range(4))
+
+
+def test_the_first_run_finds_a_mistake(tmp_path):
+    fault = "indices = indices[::-1]  # weights of others"
+    job, found = start(tmp_path, FIRST_RUN, 2, fault, step=1, JAXCODED_DEBUG="1")
+    assert job.returncode not in (0, 124), job.stderr
+    assert "InconsistentMessages: round 2, " in job.stderr
+    assert not found
+
+
+def test_readme_starts_with_a_slow_rank(tmp_path):
+    # it goes on once another one has come to the end
+    fault = (
+        f"""while not pathlib.Path({str(tmp_path)!r}, "0").exists(): time.sleep(0.01)"""
+    )
+    job, found = start(tmp_path, STARTS["slow, or frozen"], 3, fault)
+    assert job.returncode == 0, job.stderr
+    assert_trained(found, range(4))
+
+
+def test_readme_starts_with_an_exception(tmp_path):
+    fault = "raise RuntimeError('injected')"
+    job, found = start(tmp_path, STARTS["an exception"], 3, fault)
+    assert job.returncode not in (0, 124), job.stderr
+    assert "injected" in job.stderr
+    assert_trained(found, range(3))
+
+
+def test_readme_starts_with_a_killed_rank(tmp_path):
+    needs_fault_tolerance()
+    fault = "os.kill(os.getpid(), signal.SIGKILL)"
+    _, found = start(tmp_path, STARTS["killed, or its host lost"], 3, fault)
+    # once in a while MPI_Finalize of Open MPI 5.0 never ends where a rank has died
+    assert_trained(found, range(3))
+
+
+@pytest.mark.parametrize(
+    "fault", ["raise RuntimeError", "os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_readme_starts_with_a_fault_of_the_root(tmp_path, fault):
+    line = STARTS["any of these to the root"]
+    job, found = start(tmp_path, line, 0, fault)
+    assert job.returncode not in (0, 124), job.stderr
+    assert not found
