@@ -17,6 +17,11 @@ from jaxcoded.weights import Weights
 
 _NAME = "coded_value_and_grad"
 
+# How far the examples that were counted may be from their number: as a share of it; and the
+# roundings that add to those of one for each rank, amplified by the code.
+_MISCOUNT = 1e-6
+_ROUNDINGS = 64
+
 
 def coded_value_and_grad(
     per_example_loss: Callable[[Any, Any], Any],
@@ -47,9 +52,12 @@ def coded_value_and_grad(
         has_aux: whether it returns auxiliary data, a pytree of arrays. They are this
             rank's own, not reduced; zeros where it computed nothing, and, with slices,
             stacked over the chunks.
-        mean: divide loss and gradient by the number of examples in the global batch,
-            counted by the same code. The weights must be those of ``group.assignment``.
-            With an approximate code, by the weight that they have in the sum.
+        mean: divide loss and gradient by the number of examples in the global batch. They
+            are counted by the same code. Where the count is not this number the values
+            of some rank's weights have changed, and the sum is as wrong: loss and
+            gradient are NaN then, on all ranks. With an approximate code, or
+            ``on_deadline="approximate"``, divide by the weight that the examples have in
+            the sum.
         residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
             ``c_k`` with which the cells of the batch, its parts ``p_k``, entered; of
             cells that divide the batch, see `coded_allreduce`.
@@ -165,13 +173,12 @@ def coded_value_and_grad(
         reduced, *more = out if residual or token is not None else (out,)
         loss, grads = reduced["loss"], reduced["grads"]
         if mean:
-            # every example counts once in the exact sum, so that the nearest whole
-            # number takes the code's rounding away while κ · eps · count is below ½
             count = reduced["count"]
             if group.approximate:  # of nothing that came the mean is 0, as the sum
                 count = jnp.where(count == 0, 1, count)
             else:
-                count = jnp.round(count)
+                assert isinstance(weights, Weights)  # one's own have no mean
+                count = _checked_count(count, weights, group.plan)
             loss, grads = divided((loss, grads), count)
         result = ((loss, aux) if has_aux else loss), grads, *more[:residual]
         return result if token is None else (result, more[-1])
@@ -308,6 +315,19 @@ def _encoded(
             behind = send(encoded([vector[part] for vector in message], 1), part)
     aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stages)
     return encoded([vector[-1] for vector in message], 1), aux, behind
+
+
+def _checked_count(count: jax.Array, weights: Weights, plan: Plan) -> jax.Array:
+    """The number of examples if that is what was counted, to rounding; otherwise NaN.
+
+    NaN, since an error would be raised besides the order of the rounds: this rank's
+    program would end in the middle of sending the result on, or of the next round.
+    """
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in (count, weights))
+    rounding = (_ROUNDINGS + plan.size) * plan.amplification * eps
+    number = jnp.asarray(weights.batch_size, count.dtype)
+    near = jnp.abs(count - number) <= max(_MISCOUNT, rounding) * number
+    return jnp.where(near, number, jnp.nan)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from marks import once, several, slices
 from reference import random_erasures
+from together import finish, wait_for_all
 
 import jaxcoded
+from jaxcoded.training import _checked_count
 
 
 def loss(params, batch):
@@ -204,6 +206,66 @@ def test_scan_over_batches(group):
             np.testing.assert_allclose(losses[number, member], total / 8, rtol=1e-9)
             expected = jax.tree.map(lambda p, g: p - 0.1 * g / 8, expected, grads)
         assert_equal(share(trained, member), expected)
+
+
+def one_at_a_time(step):
+    return jax.jit(step)
+
+
+def ordered_by_tokens(step):
+    return jax.jit(lambda *args: step(*args, token=jnp.int32(0))[0])
+
+
+def of_an_ensemble(step):
+    """By vmap: the count has one more axis."""
+
+    def members(params, batch, weights):
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+        out = jax.vmap(step, in_axes=(0, None, None))(stacked, batch, weights)
+        return share(out, 0)
+
+    return jax.jit(members)
+
+
+@pytest.mark.parametrize("compiled", [one_at_a_time, ordered_by_tokens, of_an_ensemble])
+@pytest.mark.parametrize("odd", ["all", "one"])
+def test_a_mean_of_what_does_not_add_up(comm, group, compiled, odd):
+    """Weights whose values have changed: NaN on all ranks, or the exact mean where the
+    code has done without them."""
+    params, batch = problem(12)
+    indices, weights = group.assignment(12)
+    batch_here = share(batch, indices)
+    step = compiled(jaxcoded.coded_value_and_grad(loss, group, mean=True))
+    expected = jax.tree.map(lambda leaf: leaf / 12, by_hand(params, batch))
+    assert_equal(finish(step(params, batch_here, weights)), expected)
+    wait_for_all(comm)
+    wrong = weights
+    if odd == "all" or comm.rank == comm.size - 1:
+        wrong = jax.tree.map(lambda leaf: leaf + (np.arange(len(leaf)) == 0), weights)
+    out = jax.device_get(finish(step(params, batch_here, wrong)))
+    nans = [np.isnan(leaf).all() for leaf in jax.tree.leaves(out)]
+    assert all(nans) or odd == "one"
+    if not any(nans):
+        assert_equal(out, expected)
+    elsewhere = comm.allgather(nans)
+    assert elsewhere.count([True] * 3) in (0, comm.size)
+    assert_equal(finish(step(params, batch_here, weights)), expected)
+
+
+@once
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_count_may_be_off_by_its_rounding(transport, dtype):
+    """The mean is by the number itself."""
+    plan = jaxcoded.make_plan(13, fanout=3)
+    for number in (1, 12, 10_000_000):
+        weights = jaxcoded.Weights(jnp.ones(1, dtype), number, plan.fingerprint, 1)
+        rounding = plan.amplification * float(jnp.finfo(dtype).eps)
+        # one for each addition on the way: of two layers, each of three children
+        for off in (0.0, 8 * rounding, -8 * rounding):
+            count = jnp.asarray(number * (1 + off), dtype)
+            assert _checked_count(count, weights, plan) == number
+        for wrong in (0.0, 0.999 * number, 1.001 * number, np.nan, np.inf):
+            assert np.isnan(_checked_count(jnp.asarray(wrong, dtype), weights, plan))
 
 
 # Wrong use. Each rank says it before it communicates.
