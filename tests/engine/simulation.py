@@ -452,7 +452,8 @@ class World:
             known = len(out) * self.rng.randrange(1, len(own) // len(out))
         running = self.running[rank] = Running(round, call, own, out, known)
         running.message = [(DTYPES[str(v.dtype)], len(v)) for v in own]
-        erased = [child in call.erased for child in plan.coded_children(rank)]
+        missing = plan.missing([rank in call.erased for rank in range(plan.size)])
+        erased = missing[list(plan.coded_children(rank))].tolist()
         node.submit(
             call.fingerprint,
             call.words,

@@ -209,7 +209,7 @@ def planned():
 
 @given(st.integers(0, 2**32))
 @settings(bounded, max_examples=200)
-def test_the_same_refusals_as_the_plan(seed):
+def test_erasures_mean_the_same_as_to_the_plan(seed):
     rng = np.random.default_rng(seed)
     for plan, erasures in planned():
         erased = rng.random(plan.size) < rng.choice([0.1, 0.3, 0.6])
@@ -218,3 +218,4 @@ def test_the_same_refusals_as_the_plan(seed):
         expected = words and f"TooManyErasures: {words}"
         for _ in range(2):
             assert erasures.refusal(erased.tolist()) == expected
+            assert erasures.missing(erased.tolist()) == plan.missing(erased).tolist()

@@ -145,10 +145,11 @@ Call Engine::call_of(Member& its, Request& request) {
     }
     call.words += "]";
     call.fingerprint = mixed(call.fingerprint, call.words);
+    const Erasures::Verdict& verdict = its.erasures.judge(request.erased);
     for (Rank child : its.children) {
-      call.erased.push_back(request.erased[static_cast<std::size_t>(child)]);
+      call.erased.push_back(verdict.missing[static_cast<std::size_t>(child)]);
     }
-    call.refusal = its.erasures.refusal(request.erased);
+    call.refusal = verdict.refusal;
   }
   if (its.root && request.skipped && request.up) {
     call.refusal = "TooManyErasures: the root is the one rank that cannot skip a round";

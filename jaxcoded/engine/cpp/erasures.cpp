@@ -21,15 +21,17 @@ std::string listed(const std::vector<Rank>& ranks) {
 
 }  // namespace
 
-const std::string& Erasures::refusal(const std::vector<bool>& erased) {
+const Erasures::Verdict& Erasures::judge(const std::vector<bool>& erased) {
   const auto found = known_.find(erased);
   if (found != known_.end()) return found->second;
   if (known_.size() >= most_known) known_.clear();
-  return known_[erased] = reason(erased);
+  Verdict verdict{.missing = missing(erased), .refusal = {}};
+  verdict.refusal = refusal(erased, verdict.missing);
+  return known_[erased] = std::move(verdict);
 }
 
-std::string Erasures::reason(const std::vector<bool>& erased) const {
-  // A parent that lacks too many children has no sum to send, and is missing itself.
+// A parent that lacks too many children has no sum to send, and is missing itself.
+std::vector<bool> Erasures::missing(const std::vector<bool>& erased) const {
   std::vector<bool> missing = erased;
   for (auto parent = parents_.rbegin(); parent != parents_.rend(); ++parent) {
     std::vector<bool> answered;
@@ -40,6 +42,11 @@ std::string Erasures::reason(const std::vector<bool>& erased) const {
     const auto rank = static_cast<std::size_t>(parent->rank);
     missing[rank] = missing[rank] || !parent->decoder.code().sufficient(answered);
   }
+  return missing;
+}
+
+std::string Erasures::refusal(const std::vector<bool>& erased,
+                              const std::vector<bool>& missing) const {
   const auto root = static_cast<std::size_t>(root_);
   if (!missing[root]) return {};
   std::string out = "TooManyErasures: rank " + std::to_string(root_);

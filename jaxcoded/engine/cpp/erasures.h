@@ -17,24 +17,29 @@ struct Parent {
   Decoder decoder = Decoder();
 };
 
-// What `jaxcoded.Plan.refusal` says, of the whole tree.
+// What `jaxcoded.Plan.missing` and `Plan.refusal` say, of the whole tree.
 class Erasures {
  public:
   // `parents`: each before those below it.
   explicit Erasures(Rank root = 0, std::vector<Parent> parents = {})
       : root_(root), parents_(std::move(parents)) {}
 
-  // Why a round without these ranks must fail, in words; empty if it need not.
-  const std::string& refusal(const std::vector<bool>& erased);
+  // What becomes of a round without some ranks.
+  struct Verdict {
+    std::vector<bool> missing;  // those, and parents that lack too many children
+    std::string refusal;        // why it must fail, in words; empty if it need not
+  };
+  const Verdict& judge(const std::vector<bool>& erased);
 
  private:
-  std::string reason(const std::vector<bool>& erased) const;
+  std::vector<bool> missing(const std::vector<bool>& erased) const;
+  std::string refusal(const std::vector<bool>& erased, const std::vector<bool>& missing) const;
 
   static constexpr std::size_t most_known = 4096;
 
   Rank root_;
   std::vector<Parent> parents_;
-  std::map<std::vector<bool>, std::string> known_;
+  std::map<std::vector<bool>, Verdict> known_;
 };
 
 }  // namespace jaxcoded

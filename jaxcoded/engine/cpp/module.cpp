@@ -391,7 +391,12 @@ NB_MODULE(_engine, module) {
         }
         new (self) Erasures(root, std::move(all));
       })
-      .def("refusal", &Erasures::refusal);
+      .def("missing", [](Erasures& self, const std::vector<bool>& erased) {
+        return self.judge(erased).missing;
+      })
+      .def("refusal", [](Erasures& self, const std::vector<bool>& erased) {
+        return self.judge(erased).refusal;
+      });
   nb::enum_<OnDeadline>(module, "OnDeadline")
       .value("wait", OnDeadline::wait)
       .value("raise", OnDeadline::raise)

@@ -83,7 +83,7 @@ struct Call {
                                       // The last ones may follow, see `Node::extend`
   std::vector<std::byte*> out;        // where the result goes; may be where `own` is
   bool complete = true;               // or only its first parts, and `out` is not known yet
-  std::vector<bool> erased;           // children left out, by row; empty: none
+  std::vector<bool> erased;           // children left out, by row, or for want of theirs; empty: none
   Feed* feed = nullptr;               // what brings `own` and takes `out`; null if both are here.
                                       // All of `own` is, unless the call goes both up and down
 };
