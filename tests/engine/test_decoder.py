@@ -43,6 +43,20 @@ CUSTOM = [
     np.array([[1, 1, 0], [1, 1, 0], [0, 0, 2], [0, 0, 2], [1, 1, 1], [0, 0, 0]]),
     np.array([[1, 0], [0, 1], [1, 1], [1, -1], [3, 1]]),
 ]
+# Amplifications of 2e10 and 1e10.
+ILL_CONDITIONED = [
+    f"linear(generator={generator})"
+    for generator in (
+        [
+            [1.6157230159186333, -0.5385743388522496, -0.7100045115227639],
+            [-3.9399107626593732, 1.3133035876804653, 1.5608184303095178],
+        ],
+        [
+            [0.8476848273262474, 1.6953696476074924, -0.364096478590634],
+            [0.011513359755345808, 0.023026719073061187, 0.023497685141174077],
+        ],
+    )
+]
 
 
 @functools.cache
@@ -151,6 +165,17 @@ def test_the_first_messages_that_suffice(seed):
         scale = max(1, np.abs(expected).max())
         actual = np.array(actual).reshape(expected.shape)
         assert np.abs(actual - expected).max() <= growth(code) * scale, code
+
+
+@pytest.mark.parametrize("text", ILL_CONDITIONED)
+def test_what_numpy_decodes_is_enough(text):
+    """Where two children say nearly the same, roundings of the two are far apart."""
+    code = codes.named(text, 3, 1, 2)
+    decoder = decoder_of(code)
+    for missing in range(code.n):
+        here = [child for child in range(code.n) if child != missing]
+        assert code.decodable(here)
+        assert decoder.decode(here, [child in here for child in range(code.n)]), missing
 
 
 def test_few_questions():
