@@ -31,8 +31,8 @@ class GroupMismatch(CodedError):
 
 
 class DeadlineExceeded(CodedError):
-    """More children of a parent were late than a round can do without, for longer than
-    the group's deadline."""
+    """More children of a parent were late than a round can do without, or the root did
+    not answer, for longer than the group's deadline."""
 
 
 class InconsistentMessages(CodedError):
@@ -41,7 +41,8 @@ class InconsistentMessages(CodedError):
 
 
 class Desynchronized(CodedError):
-    """This rank is so late that the results it lacks are no longer kept anywhere.
+    """This rank is so late that the results it lacks are no longer kept anywhere. Or a
+    round failed here while the root did not answer, and others may have its result.
 
     Its calls fail until it continues from a snapshot, see `CodedGroup.resync`. Inside
     ``jit`` the text of the ``JaxRuntimeError`` contains ``jaxcoded.Desynchronized:``.

@@ -706,7 +706,7 @@ class CodedGroup:
         elif _groups.pop(group.index, None) is not None:
             # the other ranks may be anywhere: wait for nobody, and leave them a
             # communicator to fail on
-            group.transport.abandon()
+            group.transport.abandon(error)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"

@@ -1,8 +1,12 @@
 """The end of a process whose job has ranks that will never end.
 
 ``MPI_Finalize`` waits for every rank of the job, also for one that is frozen. So a root
-that has closed its group without some ranks does not finalize: once all others are at
-their end, it ends the job.
+that has left its group without some ranks does not finalize before it knows that the
+others will: every rank tells it of its end, and it asks those that have not whether they
+are there. An engine answers as long as its process runs, whatever the program does and
+also when it has closed the group. Once nobody is left but ranks that do not answer, the
+root ends the job. Of ranks that were never in a group of its own it knows nothing, and
+waits in ``MPI_Finalize`` as any program does.
 """
 
 import atexit
@@ -15,7 +19,13 @@ import numpy as np
 from mpi4py import MPI
 
 _process = os.getpid()
-_TAG = 0  # the engine uses the others
+# As in engine/cpp/mpi_wire.h, whose other tags the engine uses.
+_END, _QUESTION, _ANSWER = 0, 2, 3
+
+# Of a rank that has not answered for so many seconds nobody hears any more.
+_SILENT_SECONDS = 10.0
+_ASK_SECONDS = 1.0  # between an answer and the next question
+_SAY_SECONDS = 10.0  # after which a root that waits says for whom
 
 # The communicators of this process's groups, by ranks of the world in whose groups it was
 # a member: what it tells a root of its end goes over the last one. Not over
@@ -24,9 +34,9 @@ _TAG = 0  # the engine uses the others
 _roots: dict[int, tuple[MPI.Intracomm, int]] = {}
 # Where this rank is the root, with the ranks of the world.
 _own: list[tuple[MPI.Intracomm, list[int]]] = []
-_absent: dict[
-    int, float
-] = {}  # ranks that this root gave up, and for how long it waits
+_absent: set[int] = set()  # ranks of the world that this root gave up
+_failed = np.zeros(1, np.uint8)  # whether an exception ends a process of the group: 1
+_NOTHING = np.empty(0, np.uint8)
 
 
 def enter(comm: MPI.Intracomm, world: list[int], root: int) -> None:
@@ -49,9 +59,20 @@ def register() -> None:
     atexit.register(_leave)
 
 
-def give_up(ranks: list[int], seconds: float) -> None:
-    """This root has closed a group without these ranks of the world."""
-    _absent.update(dict.fromkeys(ranks, seconds))
+def give_up(ranks: list[int]) -> None:
+    """This root has left a group without these ranks of the world."""
+    _absent.update(ranks)
+
+
+def uncaught() -> BaseException | None:
+    """What ends this process, if that is an exception; ``SystemExit`` is none."""
+    return getattr(sys, "last_value", None)
+
+
+def in_words(error: BaseException) -> str:
+    """An error and the first line of what it says."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def _leave() -> None:
@@ -63,44 +84,66 @@ def _leave() -> None:
 
 
 def _end() -> None:
-    world = MPI.COMM_WORLD
-    nothing = np.empty(0, np.uint8)
+    _failed[0] = uncaught() is not None
     for comm, root in _roots.values():
-        comm.Isend(nothing, dest=root, tag=_TAG).Free()
-    if not _absent:
-        return
-    waited_for = set(range(world.size)) - {world.rank}
-    until = time.monotonic() + max(_absent.values())
-    while waited_for and time.monotonic() < until:
-        ended = _ended(nothing)
-        waited_for -= ended
-        if ended:
-            continue
-        if waited_for <= set(_absent) and until - time.monotonic() > _GRACE:
-            until = time.monotonic() + _GRACE
-        else:
-            time.sleep(1e-3)
-    if waited_for:
-        print(
-            f"jaxcoded: rank {world.rank} ends the job without ranks "
-            f"{sorted(waited_for)}, which are frozen, dead or far behind",
-            file=sys.stderr,
-            flush=True,
+        comm.Isend(_failed, dest=root, tag=_END).Free()
+    if _absent:
+        _wait()
+
+
+def _wait() -> None:
+    """Until all other ranks are at their end. Where the rest says nothing, end the job."""
+    world = MPI.COMM_WORLD
+    members = {rank: (comm, i) for comm, ranks in _own for i, rank in enumerate(ranks)}
+    if len(members) < world.size:
+        _say(
+            f"waits in MPI_Finalize for ranks {sorted(_absent)}, without which it left "
+            "its group. If they are frozen it waits for ever: it cannot end a job that "
+            "has ranks outside its groups, of which it knows nothing"
         )
-        sys.stdout.flush()
-        world.Abort(0)
+        return
+    del members[world.rank]
+    silent_since: dict[int, float] = {}
+    ask_at = dict.fromkeys(members, 0.0)
+    say_at = time.monotonic() + _SAY_SECONDS
+    while members:
+        now = time.monotonic()
+        for rank, _ in _received(_ANSWER):
+            silent_since.pop(rank, None)
+            ask_at[rank] = now + _ASK_SECONDS
+        for rank, its in _received(_END):
+            _failed[0] |= its
+            members.pop(rank, None)
+        for rank, (comm, i) in members.items():
+            if rank not in silent_since and now >= ask_at[rank]:
+                comm.Isend(_NOTHING, dest=i, tag=_QUESTION).Free()
+                silent_since[rank] = now
+        if members and all(
+            now - silent_since.get(rank, now) >= _SILENT_SECONDS for rank in members
+        ):
+            _say(
+                f"ends the job without ranks {sorted(members)}, which do not say "
+                "whether they are there: they are frozen or dead"
+            )
+            sys.stdout.flush()
+            world.Abort(int(_failed[0]))
+        if now >= say_at:
+            _say(f"waits for the end of ranks {sorted(members)}")
+            say_at = float("inf")
+        time.sleep(1e-2)
 
 
-def _ended(nothing: np.ndarray) -> set[int]:
-    """Ranks of the world that have told of their end since the last look."""
-    ended = set()
+def _received(tag: int) -> list[tuple[int, int]]:
+    """Ranks of the world that have said this since the last look, and what."""
+    out = []
+    word = np.zeros(1, np.uint8)
     for comm, ranks in _own:
         status = MPI.Status()
-        while comm.Iprobe(tag=_TAG, status=status):
-            comm.Recv(nothing, source=status.source, tag=_TAG)
-            ended.add(ranks[status.source])
-    return ended
+        while comm.Iprobe(tag=tag, status=status):
+            comm.Recv(word, source=status.source, tag=tag)
+            out.append((ranks[status.source], int(word[0])))
+    return out
 
 
-# Ranks that were given up may have come back since, and be about to end.
-_GRACE = 1.0
+def _say(words: str) -> None:
+    print(f"jaxcoded: rank {MPI.COMM_WORLD.rank} {words}", file=sys.stderr, flush=True)

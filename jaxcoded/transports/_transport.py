@@ -156,7 +156,7 @@ class Transport(abc.ABC):
     def close(self, seconds: float) -> list[int]:
         """End the group's rounds. Collective; returns ranks that did not come."""
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """The group is given up after an error, without waiting for anybody."""
 
     def host_round(

@@ -160,8 +160,7 @@ class Engine(Transport):
             self._put_back()
             raise
         _exit.enter(self._own, list(self._world), plan.root)
-        if comm.rank == plan.root:
-            _rooted[index] = list(self._world)
+        _open[index] = self
 
     def carry(
         self,
@@ -293,10 +292,9 @@ class Engine(Transport):
 
     def close(self, seconds: float) -> list[int]:
         # ranks below give up first, and say whom
-        absent = self._ask("close", seconds + _GIVE_UP_SECONDS * self._height)
-        _rooted.pop(self._index, None)
-        if absent and self._rank == self._plan.root:
-            _exit.give_up([self._world[rank] for rank in absent], seconds)
+        absent = self._ask("close", seconds + self._patience)
+        _open.pop(self._index, None)
+        self._give_up(absent)
         if not absent:
             self._put_back()
         return absent
@@ -306,8 +304,18 @@ class Engine(Transport):
         with _idle_lock:
             _idle[self._serial] = self._own
 
-    def abandon(self) -> None:
-        self._ask("abandon")
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a rank waits longer than those below it, who then say
+        whom they have given up."""
+        return _GIVE_UP_SECONDS * self._height
+
+    def _give_up(self, absent: list[int]) -> None:
+        if absent and self._rank == self._plan.root:
+            _exit.give_up([self._world[rank] for rank in absent])
+
+    def abandon(self, error: BaseException) -> None:
+        self._ask("abandon", _exit.in_words(error))
 
     def host_round(
         self,
@@ -341,9 +349,7 @@ class Engine(Transport):
         children = list(plan.coded_children(self._rank))
         decoder = _decoder(plan, self._rank, self._debug)
         self._ask("replan", index, children, decoder, _erasures(plan))
-        if self._index in _rooted:
-            _rooted[index] = _rooted.pop(self._index)
-        other = copy.copy(self)
+        other = _open[index] = copy.copy(_open.pop(self._index))
         other._index, other._plan = index, plan
         return other
 
@@ -512,16 +518,19 @@ def _register() -> None:
 
 
 _process = os.getpid()
-# By index, the ranks of the world of open groups whose root this rank is.
-_rooted: dict[int, list[int]] = {}
+# Groups that were not closed, by index.
+_open: dict[int, Engine] = {}
 
 
 def _stop() -> None:
     if os.getpid() != _process:
         return  # a fork, in which nothing of the engine runs
-    for index, ranks in _engine.stop(_EXIT_SECONDS).items():
-        if ranks and index in _rooted:
-            _exit.give_up([_rooted[index][rank] for rank in ranks], _EXIT_SECONDS)
+    patience = max((group._patience for group in _open.values()), default=0.0)
+    error = _exit.uncaught()
+    failure = "" if error is None else _exit.in_words(error)
+    for index, absent in _engine.stop(_EXIT_SECONDS + patience, failure).items():
+        if index in _open:
+            _open[index]._give_up(absent)
 
 
 call_p = Primitive("coded_engine_call")

@@ -108,7 +108,7 @@ class Mpi4jax(Transport):
             del _open[self._index]
         return []
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         _open.pop(self._index, None)
 
     def _begin(

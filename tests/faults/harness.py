@@ -106,11 +106,15 @@ class Sums:
         scales = np.random.default_rng(number).uniform(1, 2, EXAMPLES)
         return scales, self._bases[number % len(self._bases)]
 
-    def start(self, number):
-        """This rank's call of a round. Returns before it is over."""
+    def gradient(self, number):
+        """What this rank contributes to a round."""
         scales, base = self._gradients(number)
         held = self._indices
-        return self._sum((self._weights * scales[held]) @ base[held])
+        return (self._weights * scales[held]) @ base[held]
+
+    def start(self, number):
+        """This rank's call of a round. Returns before it is over."""
+        return self._sum(self.gradient(number))
 
     def check(self, number, total):
         """Fails unless this is what the round has to result in."""

@@ -1,10 +1,13 @@
 """More ranks late than a parent can do without: it waits, says for whom, and goes on.
 
 ``waits.py DIRECTORY``: ranks 1 and 2, the root's children, sleep; then 3 and 4, those of
-rank 1, while the root goes on without rank 1.
+rank 1, while the root goes on without rank 1; and at last rank 1 stops the root, and lets it go on
+when it has been told that the root does not answer.
 """
 
 import logging
+import os
+import signal
 import sys
 
 from harness import Board, Faults, Sums, close, run
@@ -21,9 +24,12 @@ class Heard(logging.Handler):
 
     def emit(self, record):
         self.messages.append(record.getMessage())
+        if board.rank == 1 and "does not answer" in self.messages[-1]:
+            os.kill(root, signal.SIGCONT)
 
 
 board = Board(sys.argv[1])
+root = board.comm.bcast(os.getpid())
 heard = Heard()
 logging.getLogger("jaxcoded").addHandler(heard)
 group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine", deadline=DEADLINE)
@@ -34,6 +40,7 @@ board.comm.Barrier()
 heard.messages.clear()
 for late, number in ((1, 10), (2, 10), (3, 20), (4, 20)):
     faults.sleep_at(late, number, SECONDS)
+faults.call_at(1, 25, lambda: os.kill(root, signal.SIGSTOP))
 lag = run(board, group, sums, faults, 30, first=6)
 board.report(digest=sums.digest, lag=lag, heard=heard.messages)
 close(board, group)

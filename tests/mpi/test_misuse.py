@@ -1,6 +1,8 @@
 """Wrong use is an error, on every rank where ranks differ, and the group can be used after it."""
 
+import os
 import re
+import warnings
 from importlib.metadata import distributions
 
 import jax
@@ -568,3 +570,20 @@ def test_an_mpi4jax_without_its_bridge(transport, monkeypatch):
 def test_wheels_of_mpi_take_no_device_pointers(transport):
     """They are built without CUDA, and say so."""
     assert _cuda_aware.supported() is False
+
+
+@engine_only
+def test_a_forked_process_cannot_use_a_group(group):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and JAX warn of forks
+        child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (group.transport.host_lag, lambda: group.transport.close(1.0)):
+            try:
+                call()
+            except GroupClosed as error:
+                refused += "forked" in str(error)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)

@@ -1,8 +1,10 @@
 #include "engine.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -21,13 +23,19 @@ constexpr double shortest_timer = 10e-3;
 constexpr double longest_timer = 0.1;
 constexpr double idle_seconds = 0.25;
 // For the last messages of a group to leave.
-constexpr double flush_seconds = 0.2;
+constexpr double flush_seconds = 1;
+// Between answers whether this process is there.
+constexpr double answer_seconds = 0.2;
 
 constexpr const char* two_threads =
     "two threads called collectives of one group at the same time";
 constexpr const char* broken_off =
     "a collective of the group was called between the parts of another one's message";
 constexpr const char* process_ends = "GroupClosed: the process ends";
+
+// In a process that was forked from this one, the engine's thread is missing, its lock may be held
+// for ever, and MPI and the page are those of the other process.
+std::atomic<bool> forked = false;
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -81,10 +89,15 @@ std::uint64_t Member::memory_bytes() const {
 Engine& Engine::instance() {
   // Never destroyed: a handler may be running while the process ends.
   static Engine* engine = new Engine;
+  if (forked) {
+    throw Closed{"GroupClosed: this process was forked from one of the group's; only that one can "
+                 "call its collectives: start others with multiprocessing's \"spawn\""};
+  }
   return *engine;
 }
 
 Engine::Engine() {
+  pthread_atfork(nullptr, nullptr, [] { forked = true; });
   thread_ = std::thread([this] { progress(); });
 }
 
@@ -116,6 +129,11 @@ void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::uniqu
 void Engine::discard(std::uint64_t index) {
   std::unique_lock lock(mutex_);
   members_.erase(index);
+}
+
+void Engine::appear(MPI_Comm comm, Rank root) {
+  std::unique_lock lock(mutex_);
+  presences_.try_emplace({MPI_Comm_c2f(comm), root}, comm, root);
 }
 
 Member& Engine::member(std::uint64_t index) {
@@ -245,7 +263,7 @@ Result Engine::run(std::uint64_t index, Request request) {
   work(its);
   if (flight->outcome == Outcome::pending) {
     its.running = true;
-    drive(lock, [&] { return flight->outcome != Outcome::pending || stopping_; }, 1e300);
+    drive(lock, [&] { return flight->outcome != Outcome::pending; }, 1e300);
     if (const auto still = members_.find(index); still != members_.end()) {
       still->second.running = false;
     }
@@ -290,7 +308,7 @@ Started Engine::start(std::uint64_t index, Request request) {
   Member* its = &member(index);
   while (its->started.size() >= most_started) {
     const std::shared_ptr<Flight> oldest = its->started.front();
-    drive(lock, [&] { return oldest->outcome != Outcome::pending || stopping_; }, 1e300);
+    drive(lock, [&] { return oldest->outcome != Outcome::pending; }, 1e300);
     its = &member(index);
     std::erase(its->started, oldest);
   }
@@ -335,7 +353,7 @@ Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vect
     return {Outcome::failed, "the handle is of a call with other shapes or dtypes"};
   }
   its.started.erase(found);
-  drive(lock, [&] { return flight->outcome != Outcome::pending || stopping_; }, 1e300);
+  drive(lock, [&] { return flight->outcome != Outcome::pending; }, 1e300);
   if (flight->outcome == Outcome::pending) return {Outcome::failed, process_ends};
   if (flight->outcome == Outcome::done) {
     lock.unlock();
@@ -356,15 +374,19 @@ bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(
 // Let every node see its messages and do what it can. Whether there was anything.
 bool Engine::poll() {
   bool news = false;
+  if (stopping_) return news;
   for (auto& [index, its] : members_) {
     bool its_news = its.wire->poll(*its.node);
     its_news |= its.node->advance();
     its_news |= fly(its);
     news |= its_news;
-    if (!its_news && its.reports && its.node->overdue() && its.reported < its.node->next()) {
+    const std::pair overdue{its.node->next(), its.node->overdue()};
+    if (!its_news && its.reports && overdue.second && its.reported < overdue) {
       const std::string words = its.node->waiting_for();
-      its.reported = its.node->next();
-      if (!words.empty()) overdue_.add({index, words});
+      if (!words.empty()) {
+        its.reported = overdue;
+        overdue_.add({index, words});
+      }
     }
   }
   return news;
@@ -388,12 +410,14 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
   return out;
 }
 
-// Do the engine's work on this thread until `done`. Whether it is.
+// Do the engine's work on this thread until `done`, or until the engine stops. Whether it is done.
 bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
                    double until) {
   Bell& bell = page_->bell;
+  // What `done` looks at stays until this thread has given back the lock.
+  const Inside inside(inside_);
   while (!done()) {
-    if (now() >= until) return false;
+    if (stopping_ || now() >= until) return false;
     if (driving_) {  // another thread is at work; tell it that there is more
       bell.ring();
       ++waiting_;
@@ -410,7 +434,7 @@ bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool(
     while (true) {
       seen = bell.rings();
       news = poll();
-      if (done() || now() >= until) break;
+      if (done() || stopping_ || now() >= until) break;
       if (news) {
         last_news = now();
         nap_ = shortest_nap;
@@ -448,6 +472,10 @@ void Engine::progress() {
   std::unique_lock lock(mutex_);
   Bell& bell = page_->bell;
   while (!stopping_) {
+    if (now() >= answers_at_) {
+      for (auto& [where, presence] : presences_) presence.answer();
+      answers_at_ = now() + answer_seconds;
+    }
     const std::uint32_t seen = bell.rings();
     double sleep = idle_seconds;
     if (!driving_) {
@@ -478,25 +506,32 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
   members_.insert(std::move(moved));
 }
 
-void Engine::abandon(std::uint64_t index) {
+// The node's own call may still end; those behind it will not begin.
+void Engine::leave(Member& its, const std::string& failure) {
+  while (its.queue.size() > 1) {
+    fail(*its.queue.back(), process_ends);
+    its.queue.pop_back();
+  }
+  its.node->leave(failure);
+}
+
+void Engine::abandon(std::uint64_t index, const std::string& failure) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   its.abandoned = true;
   its.started.clear();
+  leave(its, failure);
+  page_->bell.ring();
 }
 
 std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   const double until = now() + seconds;
-  const auto idle = [&] { return its.queue.empty(); };
-  const auto gone = [&] { return its.node->left() && !its.wire->unfinished(); };
-  drive(lock, idle, until);
-  its.node->leave();
-  if (!drive(lock, gone, until)) {
-    its.node->give_up();
-    drive(lock, gone, now() + flush_seconds);
-  }
+  drive(lock, [&] { return its.queue.empty(); }, until);
+  its.node->leave({});
+  if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();
+  drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);
   const std::vector<Rank> absent = its.node->absent();
   auto ended = members_.extract(index);
   for (const auto& flight : its.queue) {
@@ -507,45 +542,46 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   return absent;
 }
 
-std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds) {
+std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds,
+                                                        const std::string& failure) {
   std::unique_lock lock(mutex_);
-  for (auto& [index, its] : members_) {
-    // The node's own call may still end; those behind it will not begin.
-    while (its.queue.size() > 1) {
-      fail(*its.queue.back(), process_ends);
-      its.queue.pop_back();
-    }
-    its.node->leave();
-  }
+  for (auto& [index, its] : members_) leave(its, failure);
+  const auto all = [&](auto of) {
+    return std::ranges::all_of(members_, [&](const auto& it) { return of(it.second); });
+  };
   drive(
       lock,
       [&] {
-        return std::ranges::all_of(members_, [](auto& it) {
-          const Member& its = it.second;
-          return its.node->outcome() != Outcome::pending && its.node->left() &&
-                 !its.wire->unfinished();
+        return all([](const Member& its) {
+          return its.node->outcome() != Outcome::pending && its.node->left();
         });
       },
       now() + seconds);
-  std::map<std::uint64_t, std::vector<Rank>> remaining;
-  for (auto& [index, its] : members_) remaining[index] = its.node->not_left();
+  std::map<std::uint64_t, std::vector<Rank>> absent;
+  for (auto& [index, its] : members_) {
+    its.node->end();
+    absent[index] = its.node->absent();
+  }
+  drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
+        now() + flush_seconds);
+  // Whoever reads this process's memory, or the caller's, must not take what lies there next.
+  for (const auto& [index, its] : members_) page_.close_slot(its.slot);
   stopping_ = true;
   overdue_.close();
-  lock.unlock();
-  page_->bell.ring();
-  thread_.join();
-  lock.lock();
-  // Handlers that still wait are told; their groups must outlive them.
-  while (std::ranges::any_of(members_, [](auto& it) {
-    return it.second.node->outcome() == Outcome::pending;
-  }) && driving_) {
+  // Handlers that still wait are told, and let go of their groups.
+  while (inside_) {
     page_->bell.ring();
     ++waiting_;
     changed_.wait_for(lock, std::chrono::milliseconds(10));
     --waiting_;
   }
+  lock.unlock();
+  page_->bell.ring();
+  thread_.join();
+  lock.lock();
   members_.clear();
-  return remaining;
+  presences_.clear();
+  return absent;
 }
 
 }  // namespace jaxcoded

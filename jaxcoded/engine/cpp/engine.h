@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "erasures.h"
@@ -16,6 +17,7 @@
 #include "node.h"
 #include "page.h"
 #include "pool.h"
+#include "presence.h"
 #include "reports.h"
 
 namespace jaxcoded {
@@ -47,7 +49,7 @@ struct Member {
   std::string failure;  // this rank's error since its last call, in words
   Erasures erasures;
   bool reports = false;  // for whom a call waits after its deadline
-  Round reported = 0;
+  std::pair<Round, int> reported = {0, 0};  // the round and `Node::overdue`
   bool abandoned = false;  // this rank makes no more calls, but relays
   std::shared_ptr<Pool> pool = std::make_shared<Pool>(std::size_t{1} << 30);
   // Calls that are not over, of which the node has the first. One that is open is the last.
@@ -105,6 +107,8 @@ class Engine {
   // It was opened here, but not on all ranks: nobody has called anything.
   void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
+  // Answer whether this process is there, until it ends; see `Presence`.
+  void appear(MPI_Comm comm, Rank root);
 
   // One round. Blocks until its result is there; any thread, one call per group at a time.
   Result run(std::uint64_t index, Request request);
@@ -140,14 +144,16 @@ class Engine {
   using Overdue = std::pair<std::uint64_t, std::string>;
   Reports<Overdue>& overdue() { return overdue_; }
 
-  // Refuse this rank's calls from now on. It still relays to those below.
-  void abandon(std::uint64_t index);
+  // Refuse this rank's calls from now on, after a failure (see `Node::leave`). It still relays to
+  // those below.
+  void abandon(std::uint64_t index, const std::string& failure);
   // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
   // The ranks below that had not left by then.
   std::vector<Rank> close(std::uint64_t index, double seconds);
-  // Leave all groups, fail what waits, stop the thread. Nothing works afterwards. By group, the
-  // ranks below that had not left after so many seconds.
-  std::map<std::uint64_t, std::vector<Rank>> stop(double seconds);
+  // Leave all groups, after a failure or not, fail what waits, stop the thread. Nothing works
+  // afterwards. By group, the ranks below that had not left after so many seconds. When it returns
+  // no other thread is in the engine, nor does any rank take what it reads in this process.
+  std::map<std::uint64_t, std::vector<Rank>> stop(double seconds, const std::string& failure);
 
  private:
   Engine();
@@ -163,6 +169,7 @@ class Engine {
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
   bool fly(Member& member);
   void work(Member& member);
+  void leave(Member& member, const std::string& failure);
 
   OwnPage page_;
   std::mutex mutex_;
@@ -170,9 +177,23 @@ class Engine {
   int waiting_ = 0;  // threads on `changed_`
   std::map<std::uint64_t, Member> members_;
   Reports<Overdue> overdue_;
+  // A thread that may look at a member again after it has waited for the lock.
+  class Inside {
+   public:
+    explicit Inside(int& threads) : threads_(threads) { ++threads_; }
+    ~Inside() { --threads_; }
+    Inside(const Inside&) = delete;
+
+   private:
+    int& threads_;
+  };
+  int inside_ = 0;
   bool driving_ = false;
   bool stopping_ = false;
   double nap_ = 0;
+  // By communicator and root, also of groups that were closed.
+  std::map<std::pair<MPI_Fint, Rank>, Presence> presences_;
+  double answers_at_ = 0;
   std::thread thread_;
 };
 

@@ -16,6 +16,7 @@ struct Entry {
   std::uint64_t fingerprint = 0;
   bool failed = false;
   std::string error = {};  // of a round that failed
+  bool alone = false;      // without the root, which others may have heard of
   Layout layout = {};
   std::vector<std::byte*> at = {};  // by segment
   Buffer buffer = {};               // empty if the result lies in the caller's memory

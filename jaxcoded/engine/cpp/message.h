@@ -30,6 +30,8 @@ enum class Kind : std::uint8_t {
   words,  // the call with this fingerprint, in words
   pull,   // send me piece `ready` of an object in a message with tag `last` (wires only)
   paces,  // up: how fast I and those below me are, a `Pace` each
+  ask,    // down: are you there?
+  here,   // up: I am
 };
 
 enum Flag : std::uint8_t {
@@ -41,6 +43,8 @@ enum Flag : std::uint8_t {
   approximate = 32,  // of an offer: the pieces that were not offered before are not exact
   overdue = 64,      // of a complaint: whom the sender waits for after its deadline
   continued = 128,   // the body goes on in the sender's next message (wires only)
+  ended = 16,         // of bye: what I have offered can be had no more
+  alone = 32,         // of a result: the round failed since the root does not answer
 };
 
 struct Header {

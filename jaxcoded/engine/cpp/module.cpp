@@ -100,6 +100,7 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.erasures = std::move(erasures);
   member.reports = reports;
   nb::gil_scoped_release release;
+  if (!member.root) engine.appear(MPI_Comm_f2c(comm), family.ancestors.back());
   auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
   auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
   engine.open(index, std::move(wire), std::move(node), std::move(member));
@@ -411,6 +412,7 @@ NB_MODULE(_engine, module) {
       .def_rw("ahead_bytes", &Limits::ahead_bytes)
       .def_rw("orphan_seconds", &Limits::orphan_seconds)
       .def_rw("stall_seconds", &Limits::stall_seconds)
+      .def_rw("silent_seconds", &Limits::silent_seconds)
       .def_rw("on_deadline", &Limits::on_deadline)
       .def_rw("deadline_seconds", &Limits::deadline_seconds)
       .def_rw("deadline_rounds", &Limits::deadline_rounds)
@@ -456,8 +458,12 @@ NB_MODULE(_engine, module) {
   module.def("close", [](std::uint64_t index, double seconds) {
     return Engine::instance().close(index, seconds);
   }, Release());
-  module.def("abandon", [](std::uint64_t index) { Engine::instance().abandon(index); }, Release());
-  module.def("stop", [](double seconds) { return Engine::instance().stop(seconds); }, Release());
+  module.def("abandon", [](std::uint64_t index, const std::string& failure) {
+    Engine::instance().abandon(index, failure);
+  }, Release());
+  module.def("stop", [](double seconds, const std::string& failure) {
+    return Engine::instance().stop(seconds, failure);
+  }, Release());
 
   const auto query = [&](const char* name, auto read) {
     module.def(name, [read](std::uint64_t index) {
@@ -515,6 +521,8 @@ NB_MODULE(_engine, module) {
       .def("extend", &LoneNode::extend)
       .def("complete", &LoneNode::complete)
       .def("deliver", &LoneNode::deliver)
+      .def("lost", [](LoneNode& self, Rank rank) { self.node().lost(rank); })
+      .def("overdue", [](LoneNode& self) { return self.node().overdue(); })
       .def("arrived", &LoneNode::arrived)
       .def("read", &LoneNode::read)
       .def("advance", [](LoneNode& self) { return self.node().advance(); })
@@ -538,7 +546,9 @@ NB_MODULE(_engine, module) {
       .def("state_missing", [](LoneNode& self) { return self.node().state_missing(); })
       .def("state", [](LoneNode& self) { return bytes_of(self.node().state()); })
       .def("resume", [](LoneNode& self) { self.node().resume(); })
-      .def("leave", [](LoneNode& self) { self.node().leave(); })
+      .def("leave", [](LoneNode& self, const std::string& failure) { self.node().leave(failure); },
+           nb::arg("failure") = "")
+      .def("end", [](LoneNode& self) { self.node().end(); })
       .def("left", [](LoneNode& self) { return self.node().left(); })
       .def("give_up", [](LoneNode& self) { self.node().give_up(); })
       .def("absent", [](LoneNode& self) { return self.node().absent(); });

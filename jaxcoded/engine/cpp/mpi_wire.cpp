@@ -5,17 +5,27 @@
 #include <cstring>
 #include <utility>
 
+#if __has_include(<mpi-ext.h>)
+#include <mpi-ext.h>
+#endif
+
 namespace jaxcoded {
 namespace {
 
-constexpr int control = 1;         // the tag of messages; the others are of vectors
-constexpr int first_tag = 2;
-constexpr int last_tag = 32767;    // every MPI allows as much
 // On one host a copy out of the other's memory is faster than a message, but for short ones.
 constexpr std::size_t inline_near = 1024;
 constexpr std::size_t inline_far = 32768;
 constexpr std::size_t inbox_bytes = 64 << 10;
 constexpr int most_at_once = 100;
+
+// Whether MPI reports with this class of errors that the other rank is dead. It does where it is fault-tolerant.
+bool reports_death([[maybe_unused]] int error) {
+#ifdef MPIX_ERR_PROC_FAILED
+  return error == MPIX_ERR_PROC_FAILED;
+#else
+  return false;
+#endif
+}
 
 // What a piece in a message begins with.
 struct Stamp {
@@ -33,7 +43,7 @@ MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& 
       inboxes_(peers.size(), MPI_REQUEST_NULL),
       indices_(peers.size()),
       statuses_(peers.size()),
-      next_tag_(first_tag + static_cast<int>(session % (last_tag - first_tag))) {
+      next_tag_(tag::first_vector + static_cast<int>(session % (tag::last_vector - tag::first_vector))) {
   MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
   for (const Rank rank : ranks_) {
     Peer& peer = peers_[rank];
@@ -68,7 +78,8 @@ MpiWire::~MpiWire() {
 
 void MpiWire::receive(std::size_t peer) {
   std::vector<std::byte>& inbox = peers_[ranks_[peer]].inbox;
-  MPI_Irecv(inbox.data(), static_cast<int>(inbox.size()), MPI_BYTE, ranks_[peer], control, comm_,
+  MPI_Irecv(inbox.data(), static_cast<int>(inbox.size()), MPI_BYTE, ranks_[peer], tag::control,
+            comm_,
             &inboxes_[peer]);
 }
 
@@ -96,10 +107,10 @@ void MpiWire::send(Rank to, const Message& message) {
   for (constexpr std::size_t most = inbox_bytes - sizeof header; body.size() > most;) {
     Header first = header;
     first.flags |= continued;
-    post(to, control, Message::bytes(first, body.first(most)));
+    post(to, tag::control, Message::bytes(first, body.first(most)));
     body = body.subspan(most);
   }
-  post(to, control, Message::bytes(header, body));
+  post(to, tag::control, Message::bytes(header, body));
 }
 
 Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
@@ -117,7 +128,7 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     // It is there, but cannot be read from here: let it be sent.
   }
   if (peer.fetches++ == 0) peer.since = now();
-  next_tag_ = next_tag_ == last_tag ? first_tag : next_tag_ + 1;
+  next_tag_ = next_tag_ == tag::last_vector ? tag::first_vector : next_tag_ + 1;
   receive(fetches_.emplace_back(MPI_REQUEST_NULL, from, next_tag_, object, piece,
                                 std::vector<std::byte>(sizeof(Stamp) + bytes)));
   Message pull{{.kind = Kind::pull, .round = object.round}};
@@ -130,7 +141,7 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
 
 // Vectors are copied: their memory may be used for something else before they have left.
 void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
-  if (pull.last < first_tag || pull.last > last_tag) throw Damaged();
+  if (pull.last < tag::first_vector || pull.last > tag::last_vector) throw Damaged();
   const auto what = static_cast<Object::What>(pull.flags);
   const Stamp stamp{session_, pull.round, pull.ready, pull.flags};
   std::vector<std::byte> bytes(sizeof stamp);
@@ -191,6 +202,7 @@ bool MpiWire::open_inboxes(Node& node) {
     } else if (error == MPI_ERR_TRUNCATE) {
       node.garbled(ranks_[peer], "one that is too long");
     } else {
+      if (reports_death(error)) node.lost(ranks_[peer]);
       inboxes_[peer] = MPI_REQUEST_NULL;  // nothing has come; the next look tries it again
       continue;
     }

@@ -14,6 +14,14 @@
 
 namespace jaxcoded {
 
+// The tags of a group's own communicator. `jaxcoded/transports/_exit.py` uses 0, `question` and
+// `answer`.
+namespace tag {
+constexpr int control = 1;  // of messages
+constexpr int question = 2, answer = 3;  // see `Presence`
+constexpr int first_vector = 4, last_vector = 32767;  // every MPI allows as much
+}  // namespace tag
+
 // What has come from a rank.
 struct Link {
   std::uint64_t bytes = 0;  // of all kinds
@@ -42,6 +50,8 @@ class MpiWire : public Wire {
   // Whether something may come without a ring of the bell.
   bool silent_peers() const { return silent_peers_; }
   bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
+  // Whether all that was said has left.
+  bool sent() const { return outgoing_.empty(); }
   std::map<Rank, Link> links() const;
 
  private:

@@ -71,6 +71,7 @@ void Node::submit(Call call) {
   if (!awaited_below()) asked_at_ = started_;
   decoded_ = offered_ = given_ = 0;
   offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = complete_ = false;
+  forsaken_ = false;
   in_time_ = newest_ < next_;
   telemetry_.started(next_, started_, call_.skipped);
   exact_ = 0;
@@ -80,7 +81,7 @@ void Node::submit(Call call) {
   words_[call_.fingerprint] = call_.words;
 
   const Entry* known = history_.find(next_);
-  if (!known && (desynchronized_ || next_ < frontier_)) return desynchronize();
+  if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
   if (known) {
     hand_over(*known);
     if (!calling()) return;
@@ -233,6 +234,7 @@ bool Node::advance() {
   const bool more_state = follow_state();
   watch_for_stalls();
   ask();
+  watch_above();
   tell_all();
   return more_up || more_down || more_state;
 }
@@ -259,6 +261,7 @@ void Node::understand(Rank from, const Message& message) {
   auto listener = listeners_.find(from);
   if (child) {
     child->done = std::max(child->done, head.done);
+    child->asked = 0;
     if (telemetry_.on()) child->heard = wire_.now();
   }
   asked_ranks_.erase(from);  // it answers
@@ -292,6 +295,10 @@ void Node::understand(Rank from, const Message& message) {
       }
       break;
     case Kind::bye:
+      if (child && (head.flags & ended)) {
+        child->withdrawn = true;
+        child->slots.clear();
+      }
       if (child && !child->left) {
         const auto ranks = message.values<Rank>(0, message.body.size() / sizeof(Rank));
         std::vector<Rank>& known = head.flags & relays ? closed_ : absent_;
@@ -300,9 +307,9 @@ void Node::understand(Rank from, const Message& message) {
         child->retired = true;
         child->left = !(head.flags & relays);
         if (child->left) listeners_[from].last = 0;
-        check_offers();
         say_bye();
       }
+      check_offers();
       break;
     case Kind::result:
       newest_ = std::max({newest_, head.round, head.last});
@@ -324,10 +331,20 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::paces:
       on_paces(from, message);
       break;
+    case Kind::ask:
+      wire_.send(from, {header(Kind::here, 0)});
+      break;
+    case Kind::here:
+      break;
     case Kind::pull:
       break;  // the wire answers it
   }
   forget();
+}
+
+void Node::lost(Rank rank) {
+  dead_.insert(rank);
+  asked_ranks_.insert(rank);  // and it will not answer
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
@@ -339,7 +356,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     if (data.empty()) {
       child->withdrawn = true;
       child->slots.clear();
-      return;
+      return check_offers();
     }
     std::memcpy(slot->second.buffer.data(), data.data(), data.size());
     slot->second.here = true;
@@ -378,8 +395,9 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
 
 // --- The end ---
 
-void Node::leave() {
-  leaving_ = true;
+void Node::leave(const std::string& failure) {
+  if (std::exchange(leaving_, true)) return;
+  failure_ = failure;
   closed_.push_back(family_.rank);
   if (!std::ranges::all_of(children_, &Child::left)) retire();
   for (Child& child : children_) check_offer(child);
@@ -400,14 +418,6 @@ void Node::say_bye() {
   wire_.send(family_.ancestors.front(), message);
 }
 
-std::vector<Rank> Node::not_left() const {
-  std::vector<Rank> out;
-  for (const Child& child : children_) {
-    if (!child.left) out.push_back(child.rank);
-  }
-  return out;
-}
-
 void Node::give_up() {
   for (Child& child : children_) {
     if (child.left) continue;
@@ -415,6 +425,15 @@ void Node::give_up() {
     absent_.push_back(child.rank);
   }
   say_bye();
+}
+
+void Node::end() {
+  leave({});
+  give_up();
+  if (root() || !calling() || !offering_) return;
+  Message message{header(Kind::bye, next_)};
+  message.header.flags = ended;
+  wire_.send(family_.ancestors.front(), message);
 }
 
 std::string Node::status() const {

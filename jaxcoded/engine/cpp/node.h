@@ -113,6 +113,7 @@ struct Limits {
   std::uint64_t ahead_bytes = 32 << 20;      // of results a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least time before a silent rank is asked, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used
+  double silent_seconds = 1;                 // least time before who does not answer is not waited for
   OnDeadline on_deadline = OnDeadline::wait;
   double deadline_seconds = 0;               // from the start of a round; 0: none
   double deadline_rounds = 0;                // or so many times the median of such rounds; 0: none
@@ -140,6 +141,8 @@ class Node {
   void deliver(Rank from, const Message& message);
   // A message came from that rank which says nothing that it can have meant; which one, in words.
   void garbled(Rank from, const std::string& which);
+  // This rank is known to be dead: it says nothing any more.
+  void lost(Rank rank);
   // The end of a pending fetch; `piece_data` is empty if `from` no longer had it.
   void arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
   // Do what can be done now. Whether there is more to do at once: the caller may look at its
@@ -168,20 +171,22 @@ class Node {
   void resume();
   bool desynchronized() const { return desynchronized_; }
 
-  // This rank makes no more calls. `left`: nobody below needs it any more.
-  void leave();
+  // This rank makes no more calls, after a failure in words or, where they are empty, as it should.
+  // `left`: nobody below needs it any more.
+  void leave(const std::string& failure = {});
   bool left() const { return said_bye_; }
-  // Children that still need this rank, or may.
-  std::vector<Rank> not_left() const;
   // Leave without those below that still need it.
   void give_up();
+  // The process ends, whatever is still needed of it.
+  void end();
   // Ranks below that were given up, here or below.
   const std::vector<Rank>& absent() const { return absent_; }
 
   // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
   std::string waiting_for() const;
-  // Whether it has waited for longer than the deadline.
-  bool overdue() const { return overdue_; }
+  // Whether it has waited for longer than the deadline: 1, for those below; 2, and nobody above
+  // answers.
+  int overdue() const { return forsaken_ ? 2 : overdue_; }
   // When something is to be done although nothing has come; in the time of the wire.
   double wakes_at() const;
   // Where this rank stands, for whoever looks for the cause of a hang.
@@ -203,6 +208,8 @@ class Node {
     Rank rank;
     std::size_t column;  // in the telemetry
     double heard;  // of it last
+    double asked = 0;  // when it was asked whether it is there, and has said nothing since; or 0
+    Round asked_round = 0;
     Round round = 0;  // of its latest offer
     std::uint64_t fingerprint = 0;
     std::uint32_t ready = 0;
@@ -239,7 +246,7 @@ class Node {
   struct Announcement {
     Rank from;
     std::uint32_t ready;
-    bool failed;
+    bool failed, alone;
     std::uint64_t fingerprint;
     std::vector<Segment> segments;
     std::vector<std::uint64_t> addresses;
@@ -299,12 +306,22 @@ class Node {
   bool all_may_come() const;
 
   // Deadlines.
-  double deadline() const;
+  double deadline(double share) const;
   double began() const;
   bool waits_for_children() const;
   void waited(double seconds);
   std::string lacking() const;
   void miss_the_deadline();
+  bool sums() const { return call_.up && !call_.skipped && call_.refusal.empty(); }
+  bool lacks(std::size_t child) const;
+  bool silent(const Child& child) const;
+  void ask_children();
+  bool only_silent_lack() const;
+  std::string too_late(double seconds) const;
+  bool forsaken() const;
+  void watch_above();
+  void fails_alone();
+  void decide_alone(const std::string& text);
   void on_overdue(Child& child, const Message& message);
   std::shared_ptr<const Decoding> approximation(std::uint32_t piece);
 
@@ -337,7 +354,7 @@ class Node {
   void note(Rank rank, Round newest);
   bool over_budget(std::uint64_t bytes, std::size_t rounds) const;
   void forget();
-  Entry& fail_newest(std::uint64_t fingerprint, const std::string& error);
+  Entry& fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone);
 
   // Calls that do not fit.
   void introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint);
@@ -352,7 +369,7 @@ class Node {
   void refuse(Round round, const std::string& text);
   void refuse_called(Rank rank, const Listener& listener);
   void complain(Round round, const std::string& text);
-  void decide_error(const std::string& text);
+  void decide_error(const std::string& text, bool alone = false);
 
   // Snapshots.
   void on_state(Rank from, const Message& message);
@@ -416,6 +433,9 @@ class Node {
   bool in_time_ = false;        // the round was not decided when this rank called it
   bool overdue_ = false;        // after the deadline
   bool told_overdue_ = false;   // and the parent knows
+  bool forsaken_ = false;       // after the deadline, and nobody above answers
+  double forsaken_seconds_ = 0;  // in which nobody above answered
+  double watched_at_ = 0;
   bool complete_ = false;       // the sum is, or is not needed any more
   bool approximating_ = false;  // the pieces from here on are of what has come:
   std::uint32_t exact_ = 0;
@@ -442,6 +462,9 @@ class Node {
   std::set<Rank> asked_ranks_;  // that have said nothing since
   std::set<Rank> gone_from_;    // that no longer have the result at the frontier
   Round oldest_ = 0;            // the first that those have
+  std::set<Rank> dead_;
+  // The rounds that failed here without the root, and of which it has said nothing since.
+  Round alone_ = 0, last_alone_ = 0;
   bool desynchronized_ = false;
 
   std::array<Round, 3> first_valid_{};  // objects that others may fetch
@@ -454,6 +477,7 @@ class Node {
   Layout state_layout_{{{DType::bytes, 0}}, 1};
   State fetched_state_;
   bool leaving_ = false, retired_ = false, said_bye_ = false;
+  std::string failure_;       // why this rank left, if it should not have
   std::vector<Rank> closed_;  // ranks that have closed the group, here or below
   std::map<Round, std::string> refused_;
   std::vector<Rank> absent_;

@@ -4,18 +4,20 @@
 #include <algorithm>
 #include <cstdio>
 #include <limits>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
 
+// A process may be stopped itself, and is not to take that time for the silence of others.
+constexpr double longest_step = 0.25;
 // A median of fewer rounds says nothing.
 constexpr std::size_t fewest_rounds = 5;
 
 }  // namespace
 
-// Seconds from the beginning of a round.
-double Node::deadline() const {
-  const double share = limits_.deadline_share;
+// Seconds from the beginning of a round, for a parent of this share of the root's.
+double Node::deadline(double share) const {
   if (limits_.deadline_seconds > 0) return limits_.deadline_seconds * share;
   const auto such = waits_.find(call_.fingerprint);
   if (such != waits_.end() && such->second.size() >= fewest_rounds) {
@@ -35,20 +37,20 @@ double Node::began() const {
 }
 
 bool Node::waits_for_children() const {
-  return call_.up && !call_.skipped && call_.refusal.empty() && !children_.empty();
+  return sums() && !children_.empty();
 }
 
 // The round is over after so many seconds. A deadline is a multiple of what the same call takes as
 // a rule: a program may sum a gradient, which waits for who computes it, and then a single number.
 void Node::waited(double seconds) {
-  if (limits_.deadline_rounds <= 0 || !in_time_ || !waits_for_children()) return;
+  if (limits_.deadline_rounds <= 0 || !in_time_ || !sums()) return;
   if (waits_.size() >= most_words && !waits_.contains(call_.fingerprint)) waits_.clear();
   waits_[call_.fingerprint].add(seconds);
 }
 
 double Node::wakes_at() const {
   const bool waits = calling() && waits_for_children() && !overdue_;
-  return waits ? began() + deadline() : std::numeric_limits<double>::infinity();
+  return waits ? began() + deadline(limits_.deadline_share) : std::numeric_limits<double>::infinity();
 }
 
 // The children that lack have had their time.
@@ -63,11 +65,105 @@ void Node::miss_the_deadline() {
     message.append(words.data(), words.size());
     wire_.send(family_.ancestors.front(), message);
   } else if (limits_.on_deadline == OnDeadline::raise) {
-    char seconds[32];
-    std::snprintf(seconds, sizeof seconds, "%.3g", deadline());
-    decide_error("DeadlineExceeded: round " + std::to_string(next_) + " was not decided within " +
-                 seconds + " s: " + words);
+    decide_error(too_late(deadline(limits_.deadline_share)) + words);
   }
+}
+
+std::string Node::too_late(double seconds) const {
+  char number[32];
+  std::snprintf(number, sizeof number, "%.3g", seconds);
+  return "DeadlineExceeded: round " + std::to_string(next_) + " was not decided within " + number +
+         " s: ";
+}
+
+// --- Children that are not there ---
+
+// Whether a message of this child's is missing.
+bool Node::lacks(std::size_t child) const {
+  for (std::size_t row = child * decoder_.parts(); row < (child + 1) * decoder_.parts(); ++row) {
+    if (!usable(row, decoded_)) return true;
+  }
+  return children_[child].stalled;
+}
+
+// It was there neither in an earlier round, before whose deadline it was asked, nor since.
+bool Node::silent(const Child& child) const {
+  if (dead_.contains(child.rank)) return true;
+  return child.asked != 0 && child.asked < began() &&
+         wire_.now() - child.asked >= std::min(limits_.silent_seconds, deadline(limits_.deadline_share / 2));
+}
+
+// An engine answers at once, also where the program computes: halfway to the deadline, those that
+// lack are asked whether they are there, so that later rounds need not wait for those that are not.
+void Node::ask_children() {
+  if (limits_.on_deadline != OnDeadline::approximate || decoded_ == incoming_.size()) return;
+  const double now = wire_.now();
+  if (now < began() + deadline(limits_.deadline_share / 2)) return;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    Child& child = children_[i];
+    if (child.asked != 0 || child.asked_round == next_ || child.retired || !lacks(i)) continue;
+    child.asked = now;
+    child.asked_round = next_;
+    wire_.send(child.rank, {header(Kind::ask, 0)});
+  }
+}
+
+// Whether nobody who lacks would come before the deadline.
+bool Node::only_silent_lack() const {
+  if (limits_.on_deadline != OnDeadline::approximate || decoded_ == incoming_.size()) return false;
+  bool some = false;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (children_[i].retired || !lacks(i)) continue;
+    if (!silent(children_[i])) return false;
+    some = true;
+  }
+  return some;
+}
+
+// --- Nobody above ---
+
+// Whether all above were asked, and do not answer.
+bool Node::forsaken() const {
+  return !root() && calling() && next_ == frontier_ &&
+         std::ranges::all_of(family_.ancestors,
+                             [&](Rank rank) { return asked_ranks_.contains(rank); });
+}
+
+// Without the root no round is decided. All ranks that hear of none who is in touch with it find
+// out by themselves, and tell those below.
+void Node::watch_above() {
+  const double now = wire_.now();
+  const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
+  if (!forsaken()) {
+    forsaken_ = false;
+    forsaken_seconds_ = 0;
+    return;
+  }
+  forsaken_seconds_ += step;
+  const Rank top = family_.ancestors.back();
+  if (dead_.contains(top)) {
+    return decide_alone("CodedError: round " + std::to_string(next_) +
+                        " cannot be decided: the root, rank " + std::to_string(top) +
+                        ", is dead");
+  }
+  const double seconds = deadline(1);
+  forsaken_ = now - started_ >= seconds && forsaken_seconds_ >= limits_.silent_seconds;
+  if (forsaken_ && limits_.on_deadline != OnDeadline::wait) {
+    decide_alone(too_late(seconds) + lacking());
+  }
+}
+
+// The round at the frontier fails here without the root.
+void Node::fails_alone() {
+  if (!alone_) alone_ = frontier_;
+  last_alone_ = frontier_;
+}
+
+// If the root decides this round after all, or has decided it, then others know more than this rank
+// and those below it, see `on_result`.
+void Node::decide_alone(const std::string& text) {
+  fails_alone();
+  decide_error(text, true);
 }
 
 void Node::on_overdue(Child& child, const Message& message) {
@@ -91,8 +187,12 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   return decoder_.approximate(answered);
 }
 
-// Whom this rank waits for; empty if it lacks nobody's message.
+// Whom this rank waits for; empty if it lacks nobody's message, nor an answer from above.
 std::string Node::lacking() const {
+  if (forsaken_) {
+    return "rank " + std::to_string(family_.rank) + " waits for " + listed(family_.ancestors) +
+           (family_.ancestors.size() == 1 ? ", which does not answer" : ", which do not answer");
+  }
   if (!calling() || !call_.up || call_.skipped || children_.empty() || decoding_) return {};
   if (decoded_ == incoming_.size()) return {};
   std::vector<Rank> missing;

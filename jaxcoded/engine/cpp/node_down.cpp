@@ -40,6 +40,13 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
 
 void Node::on_result(Rank from, const Message& message) {
   const Header& head = message.header;
+  const bool theirs = !(head.flags & alone);
+  if (alone_ && theirs && head.round == alone_ && (head.flags & failed)) {  // for all
+    alone_ = alone_ < last_alone_ ? alone_ + 1 : 0;
+    for (const Child& child : children_) wire_.send(child.rank, message);
+  } else if (alone_ && theirs && head.round >= alone_) {
+    desynchronize();  // others may have what failed here
+  }
   if (head.round < frontier_) return;
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
@@ -55,6 +62,7 @@ void Node::on_result(Rank from, const Message& message) {
   news.from = from;
   news.ready = head.ready;
   news.failed = (head.flags & failed) != 0;
+  news.alone = news.failed && !theirs;
   news.fingerprint = head.fingerprint;
   if (news.failed) {
     news.body = message.body;
@@ -93,12 +101,14 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
       news.failed ? std::string(reinterpret_cast<const char*>(news.body.data()), news.body.size())
                   : std::string();
   if (Entry* entry = history_.find(frontier_)) {
-    return entry->failed == news.failed ? entry : &fail_newest(news.fingerprint, error);
+    return entry->failed == news.failed ? entry
+                                        : &fail_newest(news.fingerprint, error, news.alone);
   }
   Entry entry{.round = frontier_,
               .fingerprint = news.fingerprint,
               .failed = news.failed,
               .error = error,
+              .alone = news.alone,
               .layout = Layout(news.segments, limits_.piece_bytes)};
   const bool mine = calling() && next_ == frontier_;
   const bool in_place = mine && call_.complete && listeners_.empty() && call_.down && !news.failed &&
@@ -120,11 +130,12 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
 
 // The newest result, of which pieces may be known, is an error. What is known of it stays where it
 // is, as others may be reading it.
-Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error) {
+Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone) {
   Entry& entry = history_.newest();
   entry.fingerprint = fingerprint;
   entry.failed = true;
   entry.error = error;
+  entry.alone = alone;
   entry.remains = std::exchange(entry.ready, 0);
   for (auto& [rank, listener] : listeners_) {
     if (listener.first == entry.round) listener.told = 0;
@@ -140,6 +151,7 @@ bool Node::follow() {
   Entry* entry = entry_at_frontier(news);
   if (!entry) return false;
   if (news.failed) {
+    if (news.alone) fails_alone();
     decided(*entry, entry->layout.size());
     return true;
   }
@@ -320,7 +332,11 @@ void Node::desynchronize() {
   desynchronized_ = true;
   if (calling()) {
     finish(Outcome::desynchronized,
-           "the results that this rank lacks are no longer kept anywhere: call group.resync");
+           alone_ ? "round " + std::to_string(alone_) +
+                        " failed here since the root did not answer, but others may have its "
+                        "result: call group.resync"
+                  : "the results that this rank lacks are no longer kept anywhere: call "
+                    "group.resync");
   }
 }
 
@@ -343,7 +359,7 @@ void Node::tell(Rank rank, Listener& listener) {
     message.header.fingerprint = entry->fingerprint;
     message.header.ready = entry->ready;
     if (entry->failed) {
-      message.header.flags = failed;
+      message.header.flags = entry->alone ? failed | alone : failed;
       message.append(entry->error.data(), entry->error.size());
     } else {
       message.header.segments = static_cast<std::uint32_t>(entry->layout.segments().size());

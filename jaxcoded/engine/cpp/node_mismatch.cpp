@@ -47,9 +47,7 @@ void Node::check_offer(Child& child) {
   } else if (leaving_ && child.round >= next_ && !calling()) {
     child.withdrawn = true;
     refuse(child.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
-                            words_of(child.fingerprint) + ", but rank " +
-                            std::to_string(root() ? family_.rank : family_.ancestors.back()) +
-                            " closed the group");
+                            words_of(child.fingerprint));
   }
 }
 
@@ -105,7 +103,8 @@ void Node::retire() {
   wire_.send(family_.ancestors.front(), message);
 }
 
-// A call that can never be answered, since the root has closed the group. If it has.
+// A call that can never be answered, since the root has left the group, for a reason that it alone
+// knows. If it has.
 void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
     // Where the parent says nothing, whoever waits asks further up, and the root finds out.
@@ -120,7 +119,8 @@ void Node::refuse(Round round, const std::string& text) {
   } else if (round >= next_ && !calling()) {
     call_ = {};
     outcome_ = Outcome::pending;
-    decide_error(text);
+    decide_error(text + ", but rank " + std::to_string(family_.rank) +
+                 (failure_.empty() ? " closed the group" : " failed: " + failure_));
   }
 }
 
@@ -128,8 +128,7 @@ void Node::refuse(Round round, const std::string& text) {
 void Node::refuse_called(Rank rank, const Listener& listener) {
   if (listener.called < next_) return;
   refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) +
-                              " or one below it called round " + std::to_string(listener.called) + ", but rank " +
-                              std::to_string(family_.rank) + " closed the group");
+                              " or one below it called round " + std::to_string(listener.called));
 }
 
 // Let the root fail this round, or its next one, on every rank.
@@ -147,15 +146,16 @@ void Node::complain(Round round, const std::string& text) {
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
 
-void Node::decide_error(const std::string& text) {
+void Node::decide_error(const std::string& text, bool alone) {
   const std::string error = text;  // `text` may be `pending_error_`
   pending_error_.clear();
   const bool begun = !history_.empty() && history_.last() == next_;
-  Entry& entry = begun ? fail_newest(call_.fingerprint, error)
+  Entry& entry = begun ? fail_newest(call_.fingerprint, error, alone)
                        : history_.add({.round = next_,
                                        .fingerprint = call_.fingerprint,
                                        .failed = true,
-                                       .error = error});
+                                       .error = error,
+                                       .alone = alone});
   decided(entry, entry.layout.size());
 }
 

@@ -106,6 +106,7 @@ void Node::resume() {
   const Round round = fetched_state_.round;
   fetched_state_ = {};
   desynchronized_ = false;
+  alone_ = 0;
   outcome_ = Outcome::done;
   next_ = round;
   if (round != frontier_ && !history_.find(round)) skip_to(round);

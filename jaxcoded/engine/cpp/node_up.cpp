@@ -185,7 +185,8 @@ bool Node::gather() {
     if (!offering_ || decoded_ != before) offer();
     return false;
   }
-  overdue_ = overdue_ || wire_.now() >= wakes_at();
+  ask_children();
+  overdue_ = overdue_ || wire_.now() >= wakes_at() || only_silent_lack();
   std::uint64_t bytes = 0;
   while (decoded_ < incoming_.size()) {
     // What is decided is not needed any more, and may lie where this rank's own vector was.
@@ -212,6 +213,8 @@ bool Node::gather() {
       if (std::ranges::any_of(rows,
                               [&](std::size_t row) { return child_of_row(row).withdrawn; })) {
         if (pinned()) start_again_without(rows);
+        check_offers();
+        if (!calling()) return false;
         continue;
       }
       // Those above go on with what is summed while the rest is on its way.

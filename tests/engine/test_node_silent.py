@@ -1,0 +1,222 @@
+"""Ranks that are frozen or dead, below and above: nobody waits for them twice, and nobody
+for ever without a word."""
+
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+
+from simulation import DESYNCHRONIZED, DONE, FAILED, Call, World
+from test_node_deadline import SECONDS, limits, probed_script
+
+from jaxcoded import cells, make_plan
+
+TICK = 0.1
+
+
+def world_of(plan, action, script=None, **more):
+    script = script or [Call((("float64", 8),), seed) for seed in range(6)]
+    world = World(plan, script, random.Random(0), limits=limits(action), **more)
+    world.open = 1
+    world.settle()
+    world.assert_done()
+    return world
+
+
+def pass_time(world, until):
+    """Time passes until this holds. Seconds that it took."""
+    start = world.clock
+    world.sweep_all()
+    while not until():
+        assert world.clock < start + 3 * SECONDS, [n.status() for n in world.nodes]
+        world.clock += TICK
+        world.sweep_all()
+    return world.clock - start
+
+
+# Children.
+
+
+def residual(world, number):
+    exact, weights = cells.deviation(world.plan)
+    probe = np.frombuffer(world.results[number], np.float64)[-len(exact) :]
+    return np.sqrt(np.sum(weights * (probe - exact) ** 2))
+
+
+@pytest.fixture
+def approximate():
+    """A root with four children, of which the first two hold the same, with a child each."""
+    plan = make_plan(
+        9, parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], code={0: "fractional_repetition"}
+    )
+    script = probed_script(plan, random.Random(0))
+    return world_of(plan, "approximate", script)
+
+
+def decided(world, number):
+    return lambda: world.nodes[0].next_round() > number
+
+
+def test_nobody_waits_again_for_children_that_do_not_answer(approximate):
+    world = approximate
+    code = world.plan.codings[0].code
+    assert code.classes[0] == code.classes[1] != code.classes[2]
+    world.frozen.update({1, 2})
+    for number in (2, 3, 4):
+        world.open = number
+        took = pass_time(world, decided(world, number))
+        assert took == 0 if number > 2 else SECONDS <= took <= SECONDS + 2 * TICK, took
+        # half of the batch has come, of which all was used
+        assert abs(residual(world, number) - np.sqrt(0.5)) < 1e-6
+    # until they speak again
+    world.frozen.clear()
+    world.settle()
+    world.open = 5
+    assert pass_time(world, decided(world, 5)) == 0
+    assert residual(world, 5) < 1e-9
+
+
+def test_children_that_compute_are_waited_for_in_every_round(approximate):
+    """Their engines answer."""
+    world = approximate
+    for number in (2, 3):
+        world.open = number
+        world.idle.update({1, 2})
+        assert pass_time(world, decided(world, number)) >= SECONDS
+        world.idle.clear()
+        world.settle()
+
+
+def test_children_that_are_known_to_be_dead_are_not_waited_for(approximate):
+    world = approximate
+    world.frozen.update({1, 2})
+    for rank in (1, 2):
+        world.nodes[0].lost(rank)
+    world.open = 2
+    assert pass_time(world, decided(world, 2)) == 0
+    assert abs(residual(world, 2) - np.sqrt(0.5)) < 1e-6
+
+
+# The root.
+
+SEVEN = make_plan(7, fanout=2)
+
+
+def ended(world, ranks, number):
+    return lambda: all(number in world.ends[rank] for rank in ranks)
+
+
+@pytest.mark.parametrize("action", ["raise", "approximate"])
+@pytest.mark.parametrize("frozen", [{0}, {0, 1}])
+def test_without_a_root_rounds_fail_at_the_deadline(action, frozen):
+    world = world_of(SEVEN, action)
+    world.frozen.update(frozen)
+    rest = set(range(7)) - frozen
+    for number in (2, 3):
+        world.open = number
+        took = pass_time(world, ended(world, rest, number))
+        assert SECONDS <= took <= SECONDS + 1
+        for rank in rest:
+            end = world.ends[rank][number]
+            assert end.outcome == FAILED
+            start = f"DeadlineExceeded: round {number} was not decided within 5 s: rank"
+            assert end.error.startswith(start)
+            assert "0, which do" in end.error
+            assert end.error.endswith("not answer")
+
+
+def test_whoever_waits_for_the_root_is_told():
+    world = world_of(SEVEN, "wait")
+    world.frozen.add(0)
+    world.open = 2
+    took = pass_time(world, lambda: world.nodes[1].waiting_for())
+    assert world.nodes[1].overdue()
+    assert SECONDS <= took <= SECONDS + 2 * TICK
+    words = "round 2: rank 1 waits for rank 0, which does not answer"
+    assert world.nodes[1].waiting_for() == words
+    world.settle()
+    assert not any(2 in ends for ends in world.ends)
+    world.frozen.clear()
+    world.settle()
+    world.assert_done()
+
+
+def test_a_root_that_only_computes_is_waited_for():
+    world = world_of(SEVEN, "raise")
+    world.idle.add(0)
+    world.open = 2
+    world.settle()
+    assert not any(2 in ends for ends in world.ends)
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("action", ["wait", "raise", "approximate"])
+def test_a_root_that_is_known_to_be_dead(action):
+    world = world_of(SEVEN, action)
+    world.frozen.add(0)
+    for node in world.nodes[1:]:
+        node.lost(0)
+    world.open = 3
+    pass_time(world, ended(world, range(1, 7), 3))
+    for ends in world.ends[1:]:
+        assert ends[3].outcome == FAILED
+        said = "round 3 cannot be decided: the root, rank 0, is dead"
+        assert ends[3].error == f"CodedError: {said}"
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_root_that_comes_back(knows):
+    """If it has decided what failed elsewhere, whoever goes on is told."""
+    inline = (1 << 20,) if knows else (0,)  # whether messages lie in its mailbox
+    world = world_of(SEVEN, "raise", inline=inline)
+    world.recovers = False
+    world.open = 2
+    world.idle.update({1, 2})
+    world.sweep_all()  # the root has called
+    world.idle.clear()
+    world.frozen.add(0)
+    pass_time(world, ended(world, range(1, 7), 2))
+    world.frozen.clear()
+    world.open = 4
+    world.settle()
+    assert world.ends[0][2].outcome == (DONE if knows else FAILED)
+    for ends in world.ends[1:]:
+        assert ends[2].outcome == FAILED
+        after = [ends[number].outcome for number in sorted(ends) if number > 2]
+        assert after == ([DESYNCHRONIZED] if knows else [DONE, DONE])
+
+
+# Ends.
+
+
+def test_what_a_process_offered_cannot_be_had_after_its_end():
+    """Where it was asked for and is needed, the round fails."""
+    far = {"hosts": list(range(4))}
+    world = world_of(make_plan(4, stragglers=0), "wait", **far)
+    world.open = 2
+    world.idle.add(0)
+    world.sweep_all()
+    world.frozen.add(1)  # it has made its offer
+    world.idle.clear()
+    world.sweep_all()
+    assert any(request[1] == 1 for request in world.requests)
+    world.nodes[1].end()
+    world.settle()
+    for rank in (0, 2, 3):
+        assert world.ends[rank][2].outcome == FAILED
+        assert world.ends[rank][2].error.endswith("but rank 1 closed the group")
+
+
+def test_a_root_that_has_failed_says_why():
+    world = world_of(SEVEN, "wait")
+    world.leaving.add(0)
+    world.nodes[0].leave("ValueError: no such file")
+    world.open = 2
+    world.settle()
+    for ends in world.ends[1:]:
+        assert ends[2].outcome == FAILED
+        assert ends[2].error.endswith("but rank 0 failed: ValueError: no such file")

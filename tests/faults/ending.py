@@ -1,0 +1,72 @@
+"""Processes that end with a round in flight, each in a way of its own, before their
+parents have come to that round. ``ending.py DIRECTORY``.
+
+Ranks 2 and 3 are below the root, 4 and 5 below rank 1. The root and rank 1 are late, and
+could do with ranks 1 and 6 alone. What the processes free, they use again.
+"""
+
+import atexit
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from harness import Board, Faults, Sums, close, run
+
+import jaxcoded
+
+FAULT, ROUNDS = 5, 8
+SIZE = 3000  # numbers of a gradient, and of what takes its place
+
+kept = []
+
+
+def use_memory_again():
+    kept.extend(np.full(SIZE, 1e30) for _ in range(2000))
+
+
+def use_memory_of_the_engine():
+    use_memory_again()
+    board.note(FAULT)
+
+
+directory = sys.argv[1]
+board = Board(directory)
+if board.rank in (2, 3, 4, 5):
+    atexit.register(use_memory_of_the_engine)  # runs after the engine's end
+group = jaxcoded.CodedGroup.from_plan(
+    board.comm,
+    jaxcoded.make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1], stragglers=2),
+    transport="engine",
+)
+sums, faults = Sums(group, (SIZE,)), Faults(board)
+start = jax.jit(lambda vector: jaxcoded.coded_allreduce_start(vector, group))
+
+
+def end(error, *, thread=False, early=False):
+    vector = sums.gradient(FAULT)
+    if early:  # and before the engine's end
+        atexit.register(use_memory_again)
+    if thread:
+        call = threading.Thread(
+            target=lambda: jaxcoded.host.coded_allreduce(vector, group), daemon=True
+        )
+        call.start()
+        time.sleep(0.5)  # in which it calls
+    else:
+        kept.append(jax.block_until_ready(start(vector)))
+    board.say("ends")
+    raise error
+
+
+faults.call_at(2, FAULT, lambda: end(SystemExit(0)))
+faults.call_at(3, FAULT, lambda: end(RuntimeError("injected into rank 3")))
+faults.call_at(4, FAULT, lambda: end(SystemExit(0), early=True))
+faults.call_at(5, FAULT, lambda: end(SystemExit(0), thread=True))
+for late in (0, 1, 6):
+    faults.call_at(late, FAULT, lambda: board.wait((2, 3, 4, 5), FAULT))
+
+run(board, group, sums, faults, ROUNDS)
+board.report(digest=sums.digest)
+close(board, group)
