@@ -137,8 +137,9 @@ void Engine::appear(MPI_Comm comm, Rank root) {
 }
 
 Member& Engine::member(std::uint64_t index) {
+  if (ending_) throw Closed{process_ends};
   const auto found = members_.find(index);
-  if (found == members_.end() || found->second.abandoned || stopping_) {
+  if (found == members_.end() || found->second.abandoned) {
     throw Closed{"GroupClosed: use after close: group " + std::to_string(index) +
                  " was closed; make a new CodedGroup, and compile with it what used the old one"};
   }
@@ -545,6 +546,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
 std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds,
                                                         const std::string& failure) {
   std::unique_lock lock(mutex_);
+  ending_ = true;
   for (auto& [index, its] : members_) leave(its, failure);
   const auto all = [&](auto of) {
     return std::ranges::all_of(members_, [&](const auto& it) { return of(it.second); });
@@ -558,10 +560,7 @@ std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds,
       },
       now() + seconds);
   std::map<std::uint64_t, std::vector<Rank>> absent;
-  for (auto& [index, its] : members_) {
-    its.node->end();
-    absent[index] = its.node->absent();
-  }
+  for (auto& [index, its] : members_) absent[index] = its.node->end();
   drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
         now() + flush_seconds);
   // Whoever reads this process's memory, or the caller's, must not take what lies there next.

@@ -189,7 +189,8 @@ class Engine {
   };
   int inside_ = 0;
   bool driving_ = false;
-  bool stopping_ = false;
+  bool ending_ = false;    // nothing can be called any more,
+  bool stopping_ = false;  // and nothing is done
   double nap_ = 0;
   // By communicator and root, also of groups that were closed.
   std::map<std::pair<MPI_Fint, Rank>, Presence> presences_;

@@ -427,13 +427,18 @@ void Node::give_up() {
   say_bye();
 }
 
-void Node::end() {
-  leave({});
-  give_up();
-  if (root() || !calling() || !offering_) return;
+std::vector<Rank> Node::end() {
+  leave();
+  std::vector<Rank> out = absent_;
+  for (const Child& child : children_) {
+    if (!child.left) out.push_back(child.rank);
+  }
+  if (root() || !calling() || !offering_) return out;
   Message message{header(Kind::bye, next_)};
-  message.header.flags = ended;
+  // Those below may be on their way, served from above: whoever is there waits for them.
+  message.header.flags = said_bye_ ? ended : ended | relays;
   wire_.send(family_.ancestors.front(), message);
+  return out;
 }
 
 std::string Node::status() const {

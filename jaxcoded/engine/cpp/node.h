@@ -177,8 +177,8 @@ class Node {
   bool left() const { return said_bye_; }
   // Leave without those below that still need it.
   void give_up();
-  // The process ends, whatever is still needed of it.
-  void end();
+  // The process ends, whatever is still needed of it. The ranks below that had not left.
+  std::vector<Rank> end();
   // Ranks below that were given up, here or below.
   const std::vector<Rank>& absent() const { return absent_; }
 
