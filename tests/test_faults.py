@@ -356,6 +356,12 @@ def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
             assert report["close_seconds"] < 10
 
 
+def test_the_status_of_a_root_that_leaves_a_stopped_rank_behind(tmp_path):
+    job = run(tmp_path, 5, "leaving.py", "stopped-status", "4", limit=40)
+    assert "ends the job without ranks [4]" in job.stderr
+    assert job.status == 3
+
+
 # The start lines of README.md, and its program, in which something happens to a rank.
 
 README = (ROOT / "README.md").read_text()

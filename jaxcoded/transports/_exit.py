@@ -36,6 +36,7 @@ _roots: dict[int, tuple[MPI.Intracomm, int]] = {}
 _own: list[tuple[MPI.Intracomm, list[int]]] = []
 _absent: set[int] = set()  # ranks of the world that this root gave up
 _failed = np.zeros(1, np.uint8)  # whether an exception ends a process of the group: 1
+_status = 0  # with which ``python -m mpi4py`` would end the job after this process
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -57,6 +58,17 @@ def register() -> None:
     """Before the end of MPI, do what must be done. Whatever is registered later with
     `atexit` comes first."""
     atexit.register(_leave)
+    # What `sys.exit` was told is known nowhere else, and is not read back from mpi4py.
+    told = getattr(MPI, "_set_abort_status", None)
+    if told is None:
+        return
+
+    def note(status: int) -> None:
+        global _status
+        _status = status
+        told(status)
+
+    MPI._set_abort_status = note
 
 
 def give_up(ranks: list[int]) -> None:
@@ -126,7 +138,7 @@ def _wait() -> None:
                 "whether they are there: they are frozen or dead"
             )
             sys.stdout.flush()
-            world.Abort(int(_failed[0]))
+            world.Abort(_status or int(_failed[0]))
         if now >= say_at:
             _say(f"waits for the end of ranks {sorted(members)}")
             say_at = float("inf")

@@ -29,7 +29,7 @@ def leave():
 match way:
     case "late":
         faults.sleep_at(victim, ROUNDS - 10, 3.0)
-    case "stopped" | "stopped-unclosed":
+    case "stopped" | "stopped-unclosed" | "stopped-status":
         faults.stop_at([victim], FAULT)
     case "killed":
         faults.signal_at(victim, FAULT, signal.SIGKILL)
@@ -47,6 +47,9 @@ try:
         case "stopped-unclosed":
             if board.rank == 3:
                 raise RuntimeError("injected into rank 3 at its end")
+        case "stopped-status":
+            if board.rank == 0:
+                sys.exit(3)
         case "deleted":
             # and another one, that is never closed either
             del group
