@@ -203,9 +203,10 @@ def test_groups_one_after_the_other(tmp_path):
     succeed(run(tmp_path, 5, "starts.py", "2", "30", limit=LIMIT), 5)
 
 
-def test_threads_whose_groups_come_and_go(tmp_path):
+@pytest.mark.parametrize(("end", "groups"), [("close", "5"), ("exit", "1")])
+def test_threads_whose_groups_come_and_go(tmp_path, end, groups):
     # with the sanitizers and more of it: make test-asan, make test-tsan
-    job = run(tmp_path, 4, "stress.py", "0", "5", "close")
+    job = run(tmp_path, 4, "stress.py", "0", groups, end, python=BARE)
     assert job.status == 0, job.stderr[-8000:]
     assert len(job.reports) == 4
     assert job.of_all("failures") == []
