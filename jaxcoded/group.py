@@ -669,7 +669,7 @@ class CodedGroup:
             if absent:
                 warnings.warn(
                     f"rank {self.rank} closed the group without ranks {absent} and "
-                    f"those below them: they were not there after {timeout} s",
+                    f"those below them: they are dead, or were not there after {timeout} s",
                     RuntimeWarning,
                     stacklevel=2,
                 )

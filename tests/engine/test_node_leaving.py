@@ -182,6 +182,26 @@ def test_give_up():
     assert world.dead == set(range(13)) - {4}
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_nobody_waits_for_a_dead_leaf(early):
+    """Whether it is known to be dead before its parent leaves, or afterwards."""
+    script = [Call((("float32", 30),), seed) for seed in range(3)]
+    world = World(make_plan(7, fanout=2), script, random.Random(0))
+    world.frozen.update({2, 3})
+    if early:
+        world.nodes[1].lost(3)
+    settle_and_leave(world, 3)
+    if not early:
+        assert not world.nodes[1].left()
+        world.nodes[1].lost(3)
+        world.settle()
+    assert world.nodes[1].left()
+    assert world.nodes[0].absent() == [3]
+    # those below a dead parent may be on their way
+    world.nodes[0].lost(2)
+    assert not world.nodes[0].left()
+
+
 @many
 @given(seeds)
 def test_nobody_waits_for_ever(seed):

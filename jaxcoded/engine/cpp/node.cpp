@@ -345,6 +345,7 @@ void Node::understand(Rank from, const Message& message) {
 void Node::lost(Rank rank) {
   dead_.insert(rank);
   asked_ranks_.insert(rank);  // and it will not answer
+  say_bye();
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
@@ -410,6 +411,13 @@ void Node::leave(const std::string& failure) {
 
 void Node::say_bye() {
   if (!leaving_ || said_bye_) return;
+  // The dead need nothing; those below them may.
+  const bool leaves = family_.descendants.size() == children_.size();
+  for (Child& child : children_) {
+    if (!leaves || child.left || !dead_.contains(child.rank)) continue;
+    child.left = true;
+    absent_.push_back(child.rank);
+  }
   if (!std::ranges::all_of(children_, &Child::left)) return;
   said_bye_ = true;
   if (root()) return;
