@@ -345,9 +345,12 @@ def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim, fault_toler
 )
 def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
     job = run(tmp_path, 5, "leaving.py", way, str(victim), limit=40, python=BARE)
-    assert f"ends the job without ranks [{victim}]" in job.stderr
-    if way == "stopped-unclosed":  # and rank 3 fails in the end
+    if (
+        way == "stopped-unclosed"
+    ):  # rank 3 fails in the end, and MPICH ends the job by itself
         assert job.status != 0
+    else:
+        assert f"ends the job without ranks [{victim}]" in job.stderr
     assert set(job.reports) == set(range(5)) - {victim}
     job.of_all("digest")
     if way == "stopped":
