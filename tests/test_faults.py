@@ -212,6 +212,12 @@ def test_threads_whose_groups_come_and_go(tmp_path, end, groups):
     assert job.of_all("failures") == []
 
 
+def test_daemon_threads_in_the_engine_at_the_end(tmp_path):
+    job = run(tmp_path, 1, "daemons.py", python=BARE)
+    assert job.status == 0, job.stderr[-8000:]
+    assert job.of_all("end")
+
+
 # Errors.
 
 

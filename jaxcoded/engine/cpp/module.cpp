@@ -14,6 +14,7 @@
 #include "engine.h"
 #include "reports.h"
 #include "staging.h"
+#include "without_gil.h"
 #include "xla.h"
 
 namespace nb = nanobind;
@@ -99,7 +100,7 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.root = family.ancestors.empty();
   member.erasures = std::move(erasures);
   member.reports = reports;
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   if (!member.root) engine.appear(MPI_Comm_f2c(comm), family.ancestors.back());
   auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
   auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
@@ -132,7 +133,7 @@ nb::dict telemetry(std::uint64_t index) {
   std::vector<double> arrived;
   std::vector<bool> used;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     Engine::instance().with(index, [&](Member& its) {
       const Telemetry& known = its.node->telemetry();
       children = its.node->columns();
@@ -182,7 +183,7 @@ nb::capsule reports(std::uint64_t index) {
   // closed with the hook: at the end of the node, or where another one takes its place
   const std::shared_ptr<Reports<RoundRecord>> open(out.get(), [out](Reports<RoundRecord>* it) { it->close(); });
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     Engine::instance().with(index, [&](Member& its) {
       its.node->on_round([open](const RoundRecord& it) { open->add(it); });
       return 0;
@@ -198,7 +199,7 @@ nb::object next_report(nb::capsule reports) {
   const auto from = *static_cast<std::shared_ptr<Reports<RoundRecord>>*>(reports.data());
   std::optional<RoundRecord> it;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     it = from->next();
   }
   if (!it) return nb::none();
@@ -208,7 +209,7 @@ nb::object next_report(nb::capsule reports) {
 
 void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
             Decoder decoder, Erasures erasures) {
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   Engine::instance().replan(index, next, children, std::move(decoder), std::move(erasures));
 }
 
@@ -343,7 +344,7 @@ class LoneNode {
 
 NB_MODULE(_engine, module) {
   using namespace jaxcoded;
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<WithoutGil>;
   module.doc() = "The engine of jaxcoded.";
 
   // Which MPI this was built with and loads; mpi4py may have brought another one.
@@ -503,7 +504,7 @@ NB_MODULE(_engine, module) {
   module.def("state", [](std::uint64_t index) {
     std::vector<std::byte> copy;
     {
-      nb::gil_scoped_release release;
+      const WithoutGil released;
       copy = Engine::instance().with(index, [](Member& its) {
         const auto state = its.node->state();
         return std::vector<std::byte>(state.begin(), state.end());
