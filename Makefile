@@ -76,5 +76,5 @@ doctest: setup
 
 clean:
 	@scripts/setup --remove
-	rm -rf build dist *.egg-info jaxcoded/engine/_engine.*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist *.egg-info jaxcoded/transport/_engine.*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find jaxcoded tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

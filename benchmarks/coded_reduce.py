@@ -23,10 +23,9 @@ import textwrap
 import numpy as np
 from tqdm import tqdm
 
-from jaxcoded import stragglers
-from jaxcoded._pictures import COLOURS, picture
-from jaxcoded.simulator import Layout, Network, Ring, simulate
-from jaxcoded.tree import regular_size
+from jaxcoded.cli.pictures import COLOURS, picture
+from jaxcoded.plan.tree import regular_size
+from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 SETTINGS = {"N = 84 (4, 3)": (4, 3), "N = 156 (12, 2)": (12, 2)}
 MODELS = {

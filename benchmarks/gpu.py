@@ -30,7 +30,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxcoded
-from jaxcoded.transports.engine import _engine
+from jaxcoded.transport.engine import _engine
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import kernels

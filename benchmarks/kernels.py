@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import codes
-from jaxcoded.kernels import decode_vector, encode_vector
+from jaxcoded.transport.kernels import decode_vector, encode_vector
 
 
 def median_seconds(call, *operands, repetitions):

@@ -23,9 +23,8 @@ import pathlib
 import numpy as np
 from tqdm import tqdm
 
-from jaxcoded import stragglers
-from jaxcoded._pictures import COLOURS, MARKERS, picture
-from jaxcoded.simulator import Layout, Network, Ring, simulate
+from jaxcoded.cli.pictures import COLOURS, MARKERS, picture
+from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 MODELS = {
     "light tail": stragglers.Exponential(work=0.2),

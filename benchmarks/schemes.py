@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 import jaxcoded
-from jaxcoded import allocation
+from jaxcoded.plan import assignment
 
 PATIENCE = 60.0  # seconds
 
@@ -205,7 +205,7 @@ class Encoded:
 
 def share(plan, rank, examples):
     """The examples of a rank without padding, and their weights."""
-    rows, weights = allocation.assignment(plan, rank, examples)
+    rows, weights = assignment.assignment(plan, rank, examples)
     held = weights != 0
     return rows[held], weights[held].astype(np.float32)
 

@@ -29,8 +29,8 @@ import time
 
 import numpy as np
 
-from jaxcoded import make_plan, stragglers
-from jaxcoded.simulator import Layout, Network, Ring, simulate
+from jaxcoded import make_plan
+from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -114,7 +114,7 @@ def run_job(settings, rounds, out):
     from mpi4py import MPI
 
     import jaxcoded
-    from jaxcoded.agreement import wait
+    from jaxcoded.transport.agreement import wait
 
     comm = MPI.COMM_WORLD
     stored = {"latency": latency(comm), "ends": []}
@@ -155,8 +155,8 @@ def run_job(settings, rounds, out):
 
 def latency(comm, times=100):
     """Seconds of a small message between the first and the last rank; the others sleep."""
-    from jaxcoded.agreement import wait
-    from jaxcoded.measurement import answer_pings, end_pings, ping
+    from jaxcoded.planner.measurement import answer_pings, end_pings, ping
+    from jaxcoded.transport.agreement import wait
 
     note, last = np.zeros(1, np.uint8), comm.size - 1
     taken = 0.0
@@ -275,7 +275,7 @@ def million(size, rounds):
 
 
 def draw(rows, path):
-    from jaxcoded._pictures import COLOURS, MARKERS, picture
+    from jaxcoded.cli.pictures import COLOURS, MARKERS, picture
 
     with picture(path, size=(4.8, 4.6)) as (_, axes):
         both = [time * 1e3 for row in rows for time in row[3:]]

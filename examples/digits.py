@@ -245,7 +245,7 @@ def main():
         parser.error(f"--batch must be in 1 … {len(train_set[0])}")
     with jaxcoded.CodedGroup(comm, stragglers=1, fanout=3) as group:
         plain = jaxcoded.make_plan(comm.size, stragglers=0, fanout=comm.size)
-        own = jaxcoded.allocation.assignment(plain, comm.rank, args.batch)
+        own = jaxcoded.plan.assignment.assignment(plain, comm.rank, args.batch)
         examples = [
             comm.allreduce(int(np.count_nonzero(weights)), op=MPI.MAX)
             for _, weights in (own, group.assignment(args.batch))

@@ -10,9 +10,7 @@ from typing import Any as _Any
 # asked for: what plans and simulates runs without an MPI. Scientific Python's SPEC 1.
 _stub = _pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _modules = {
-    alias.name: f"{node.module}.{alias.name}"
-    if node.module == __name__
-    else node.module
+    alias.name: node.module
     for node in _ast.parse(_stub).body
     if isinstance(node, _ast.ImportFrom)
     for alias in node.names
@@ -24,7 +22,10 @@ def __getattr__(name: str) -> _Any:
     if name not in _modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(_modules[name])
-    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    if name in vars(module):
+        value = vars(module)[name]
+    else:  # a module of that package
+        value = _importlib.import_module(f"{module.__name__}.{name}")
     globals()[name] = value
     return value
 

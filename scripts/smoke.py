@@ -15,7 +15,7 @@ ranks = int(sys.argv[1])
 folder = os.path.realpath(sys.argv[2]) if len(sys.argv) > 2 else None
 
 if os.environ.get("JAXCODED_ENGINE", "ON") == "ON":
-    importlib.import_module("jaxcoded.engine._engine")
+    importlib.import_module("jaxcoded.transport._engine")
 
 with open("/proc/self/maps") as maps:
     mapped = {line.split()[-1] for line in maps}

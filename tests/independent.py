@@ -6,7 +6,7 @@ import math
 import numpy as np
 from hypothesis import settings
 
-from jaxcoded.allocation import assignment
+from jaxcoded.plan.assignment import assignment
 
 bounded = settings(deadline=None, max_examples=25)
 

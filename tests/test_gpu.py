@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import jaxcoded
 from jaxcoded import codes, kernels
-from jaxcoded.transports import engine
+from jaxcoded.transport import engine
 
 
 def gpus():

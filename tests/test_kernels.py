@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcoded import Encoded, kernels
-from jaxcoded.kernels import decode, encode
+from jaxcoded.transport.kernels import decode, encode
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxcoded import runs
-from jaxcoded.packing import Packing, pack, unpack
+from jaxcoded.transport import slicing
+from jaxcoded.transport.packing import Packing, pack, unpack
 
 DTYPES = ["float32", "float16", "bfloat16"]
 leaves = st.tuples(
@@ -62,7 +62,7 @@ def test_there_and_back(spec):
 
 
 def test_places_beyond_int32(monkeypatch):
-    monkeypatch.setattr("jaxcoded.packing._MAX_INDEX", 4)
+    monkeypatch.setattr("jaxcoded.transport.packing._MAX_INDEX", 4)
     tree = [jnp.arange(3.0), jnp.arange(4.0), jnp.arange(2.0)]
     assert_same(unpack(*pack(tree)), tree)
 
@@ -187,5 +187,5 @@ def test_many_small_leaves_without_the_engine():
     vector = jnp.arange(100.0)
     starts, sizes = [0, 7, 60], [7, 1, 40]
     expected = [vector[a : a + n] for a, n in zip(starts, sizes)]
-    assert_same(jax.jit(lambda v: runs.runs(v, starts, sizes))(vector), expected)
-    assert_same(runs._slices(vector, starts=starts, sizes=sizes), expected)
+    assert_same(jax.jit(lambda v: slicing.runs(v, starts, sizes))(vector), expected)
+    assert_same(slicing._slices(vector, starts=starts, sizes=sizes), expected)

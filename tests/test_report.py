@@ -8,10 +8,10 @@ import pytest
 from launch import mpirun
 
 import jaxcoded
-from jaxcoded import report
-from jaxcoded.__main__ import main
+from jaxcoded.cli import analysis
+from jaxcoded.cli.main import main
+from jaxcoded.group.telemetry import Telemetry
 from jaxcoded.simulator import Layout, Ring
-from jaxcoded.telemetry import Telemetry
 
 NAN = float("nan")
 PLAN = jaxcoded.make_plan(4, stragglers=1)  # a star of three, of which two suffice
@@ -74,7 +74,7 @@ def of_child(rank, **changes):
 
 
 def test_spans():
-    took = report.spans(seen())
+    took = analysis.spans(seen())
     np.testing.assert_allclose(took[1:, :2], 0.9)
     assert np.isnan(took[0]).all()  # nobody knows when it began
     # in the fifth round it came 0.7 s after it was done with the third
@@ -85,12 +85,12 @@ def test_spans_of_a_child_just_too_late():
     """Its message came although it was not needed any more: nothing is guessed."""
     arrived = seen().arrived.copy()
     arrived[3, 0] = 3.95
-    took = report.spans(dataclasses.replace(seen(), arrived=arrived))
+    took = analysis.spans(dataclasses.replace(seen(), arrived=arrived))
     np.testing.assert_allclose(took[1:, 0], [0.9, 0.9, 0.95, 0.9, 0.9])
 
 
 def test_savings():
-    saved = report.savings(seen())
+    saved = analysis.savings(seen())
     assert saved.rounds.tolist() == [2, 3, 4, 5, 6]
     np.testing.assert_allclose(saved.coded, 0.9)
     np.testing.assert_allclose(saved.uncoded, [0.9, 1.9, 0.9, 0.9, 0.9])
@@ -102,34 +102,40 @@ def test_savings():
 
 def test_savings_with_a_dead_child():
     for silent, pace in ((0.0, 0.7), (4.0, 0.7), (0.0, NAN)):
-        saved = report.savings(
+        saved = analysis.savings(
             missing(3, silent=[0, 0, 0, silent], pace=[0.1, 0.9, 0.9, pace])
         )
         assert saved.stuck == 3
         assert np.isinf(saved.uncoded).tolist() == [False, True, True, True, True]
         assert saved.avoided == pytest.approx(0.0)
     # nothing was ever heard of it
-    assert report.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN])).stuck == 2
+    assert analysis.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN])).stuck == 2
 
 
 def test_savings_with_a_child_that_is_always_late():
     """It lives, says how long it takes, and takes all results from the history."""
-    saved = report.savings(missing(1, pace=[0.1, 0.9, 0.9, 3.0], silent=[0, 0, 0, 0.2]))
+    saved = analysis.savings(
+        missing(1, pace=[0.1, 0.9, 0.9, 3.0], silent=[0, 0, 0, 0.2])
+    )
     np.testing.assert_allclose(saved.uncoded, 3.0)
     assert saved.avoided == pytest.approx(5 * 2.1)
     assert saved.inferred.all()
     # of its first round no pace is known, but that it said something 2 s before the end
-    saved = report.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0]))
+    saved = analysis.savings(
+        missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0])
+    )
     np.testing.assert_allclose(saved.uncoded, 2.0)
-    saved = report.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 3.0]))
+    saved = analysis.savings(
+        missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 3.0])
+    )
     assert saved.stuck == 2
     # which need not be since its first round
     later = missing(3, pace=[0.1, 0.9, 0.9, 3.0])
-    assert report.savings(later).stuck is None
+    assert analysis.savings(later).stuck is None
 
 
 def test_a_child_may_be_on_its_way_at_the_end():
-    saved = report.savings(missing(6))
+    saved = analysis.savings(missing(6))
     assert saved.stuck is None
     np.testing.assert_allclose(saved.uncoded, [0.9, 1.9, 0.9, 0.9, 0.9])
 
@@ -141,7 +147,7 @@ def test_savings_with_the_files_of_children():
         work=[NAN, 0.7, 1.9, 2.5, NAN, 0.7],
         skipped=[False, False, False, False, True, False],
     )
-    saved = report.savings(seen(), [seen(), own])
+    saved = analysis.savings(seen(), [seen(), own])
     np.testing.assert_allclose(saved.uncoded, [0.9, 1.9, 2.5, 0.9, 0.9])
     assert not saved.inferred.any()
 
@@ -153,30 +159,30 @@ def test_a_child_whose_file_goes_on_has_not_stopped():
         work=[NAN, 0.7, 5.0, NAN, NAN, NAN],
         skipped=[False, False, False, True, True, True],
     )
-    saved = report.savings(missing(3), [own])
+    saved = analysis.savings(missing(3), [own])
     assert saved.stuck is None
     np.testing.assert_allclose(saved.uncoded, [0.9, 5.0, 0.9, 0.9, 0.9])
-    took = report.work([missing(3), own])
+    took = analysis.work([missing(3), own])
     np.testing.assert_allclose(took.seconds[:, 3], [0.7, 5.0, 0.7, 0.7, 0.7])
 
 
 def test_too_late():
-    shares = report.too_late([seen()])
+    shares = analysis.too_late([seen()])
     np.testing.assert_allclose(shares, [NAN, 0, 0, 2 / 6])
-    assert np.isnan(report.too_late([of_child(3)])).all()
+    assert np.isnan(analysis.too_late([of_child(3)])).all()
 
 
 def test_work():
-    took = report.work([seen()])
+    took = analysis.work([seen()])
     assert took.source == ("file", "messages", "messages", "messages")
     assert took.rounds.tolist() == [2, 3, 4, 5, 6]
     np.testing.assert_allclose(took.seconds[:, 0], 0.1)
     np.testing.assert_allclose(took.seconds[:, 1:3], 0.9)
     np.testing.assert_allclose(took.seconds[:, 3], [0.7, 1.9, 0.7, 0.7, 0.7])
-    dead = report.work([missing(3)]).seconds[:, 3]
+    dead = analysis.work([missing(3)]).seconds[:, 3]
     assert np.isinf(dead).tolist() == [False, True, True, True, True]
     own = of_child(2, work=[NAN, 1, 2, 3, 4, 5])
-    took = report.work([seen(), own])
+    took = analysis.work([seen(), own])
     assert took.source[2] == "file"
     np.testing.assert_allclose(took.seconds[:, 2], [1, 2, 3, 4, 5])
 
@@ -186,7 +192,7 @@ def test_work_of_ranks_further_down():
     them, and its own work is what it says."""
     plan = jaxcoded.make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1])
     tree = seen(plan, paced=[0, 1, 4], pace=[0.1, 0.3, 0.5], silent=[0.0] * 3)
-    took = report.work([tree])
+    took = analysis.work([tree])
     assert took.source == ("file", *["messages"] * 3, "pace", "others", "others")
     np.testing.assert_allclose(took.seconds[:, 1], 0.3)
     np.testing.assert_allclose(took.seconds[:, 4], 0.5)
@@ -198,7 +204,7 @@ def test_work_of_ranks_further_down():
 
 def test_compare():
     """Loads are 2/3 with s = 1 and 1/3 with s = 0."""
-    plans = {plan.name: plan for plan in report.compare([seen()])}
+    plans = {plan.name: plan for plan in analysis.compare([seen()])}
     actual = plans["as it was: star, s = 1"]
     assert actual.actual and actual.load == pytest.approx(2 / 3)
     assert actual.seconds == pytest.approx(0.9, rel=2e-3)
@@ -210,7 +216,7 @@ def test_compare():
 
 
 def test_compare_with_a_dead_rank():
-    plans = {plan.name: plan for plan in report.compare([missing(3)])}
+    plans = {plan.name: plan for plan in analysis.compare([missing(3)])}
     assert plans["as it was: star, s = 1"].seconds == pytest.approx(0.9, rel=2e-3)
     for name in ("star, s = 0", "ring, uncoded"):
         assert plans[name].seconds == np.inf
@@ -232,7 +238,7 @@ def test_compare_with_a_dead_rank():
 )
 def test_alternatives(plan):
     """All have the same ranks, root and slices, and none is there twice."""
-    (name, first), *others = report.alternatives(plan, np.linspace(0.5, 1, plan.size))
+    (name, first), *others = analysis.alternatives(plan, np.linspace(0.5, 1, plan.size))
     assert first is plan and name.startswith("as it was: ")
     plans = [it for _, it in others if not isinstance(it, Ring)]
     assert len({plan, *plans}) == 1 + len(plans)
@@ -246,13 +252,13 @@ def test_alternatives(plan):
 
 
 def test_network():
-    links, payload = report.network(seen(), PLAN)
+    links, payload = analysis.network(seen(), PLAN)
     assert links.bandwidth == pytest.approx(1e9)
     assert payload == pytest.approx(1000)
     child = dataclasses.replace(of_child(3), peers=np.array([0]))
     child = dataclasses.replace(child, link_bytes=np.array([1200]))
     child = dataclasses.replace(child, link_seconds=np.zeros(1))
-    assert report.network(child, PLAN)[1] == pytest.approx(200)
+    assert analysis.network(child, PLAN)[1] == pytest.approx(200)
 
 
 def kept(rows):
@@ -353,10 +359,10 @@ def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
 
 
 def test_disagreement():
-    assert report.disagreement(2.0, 1.0) == report.disagreement(1.0, 2.0) == 2.0
-    assert report.disagreement(NAN, 1.0) == 1.0
-    assert report.disagreement(1.0, np.inf) == np.inf
-    assert report.disagreement(1.0, 0.0) == np.inf
+    assert analysis.disagreement(2.0, 1.0) == analysis.disagreement(1.0, 2.0) == 2.0
+    assert analysis.disagreement(NAN, 1.0) == 1.0
+    assert analysis.disagreement(1.0, np.inf) == np.inf
+    assert analysis.disagreement(1.0, 0.0) == np.inf
 
 
 def test_command_on_other_files(tmp_path, capsys):
@@ -390,7 +396,7 @@ def test_report_of_a_job(tmp_path, capsys):
         said = capsys.readouterr().out
         assert "child 3 was too late in" in said
         (avoided, share), *_ = re.findall(r"avoided (\S+) s \((\d+)%\)", said)
-        saved = report.savings(
+        saved = analysis.savings(
             Telemetry.load(files[0]), list(map(Telemetry.load, files))
         )
         assert float(avoided) == pytest.approx(saved.avoided, rel=0.01)
@@ -399,7 +405,7 @@ def test_report_of_a_job(tmp_path, capsys):
         assert saved.share > 0.5
         plans = {
             plan.name: plan.seconds
-            for plan in report.compare(list(map(Telemetry.load, files)))
+            for plan in analysis.compare(list(map(Telemetry.load, files)))
         }
         assert plans["star, s = 0"] > plans["as it was: star, s = 1"]
         names = {"arrivals-0", "savings-0", "stragglers"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxcoded
-from jaxcoded.telemetry import SLOWEST, Telemetry
+from jaxcoded.group.telemetry import SLOWEST, Telemetry
 
 NAN = float("nan")
 

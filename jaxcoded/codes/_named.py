@@ -2,7 +2,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxcoded import _texts, codes
+from jaxcoded import _parse, codes
 from jaxcoded.codes._gradient_code import GradientCode
 
 EXACT = (
@@ -55,7 +55,8 @@ def named(
             the code has another ``m`` or tolerates less than ``s``.
 
     Example:
-        >>> from jaxcoded import _texts, codes
+        >>> from jaxcoded import codes
+        >>> from jaxcoded import _parse
         >>> codes.named("random_generator", 5, 1, 2).loads.tolist()
         [3, 3, 3, 3, 3]
     """
@@ -104,4 +105,4 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: it has none, or not in this form.
     """
-    return _texts.parsed("code", text, NAMES, besides="'auto' or ")
+    return _parse.parsed("code", text, NAMES, besides="'auto' or ")

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
-from jaxcoded.tree import balanced_parents
+from jaxcoded.plan.tree import balanced_parents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -213,7 +213,7 @@ class Layout:
 def _largest_coded_sets(
     capacities: np.ndarray, counts: np.ndarray, holders: np.ndarray
 ) -> np.ndarray:
-    """`jaxcoded._coding.largest_coded_set` of each row, of which only so many count."""
+    """`jaxcoded.plan.parent_code.largest_coded_set` of each row, of which only so many count."""
     ordered = np.sort(capacities, axis=1)
     ordered[np.isinf(ordered)] = 0.0
     total = np.cumsum(ordered, axis=1)

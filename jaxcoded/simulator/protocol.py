@@ -23,7 +23,7 @@ from jaxcoded import _require
 from jaxcoded.simulator.layout import Layout
 from jaxcoded.simulator.network import Network
 from jaxcoded.simulator.ring import Ring
-from jaxcoded.stragglers import Delays, Stragglers, as_model
+from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
 
 _PATIENCE = 0.1  # seconds, and 4 median rounds, until an orphan asks further up
 
@@ -87,7 +87,7 @@ def simulate(
         ValueError: a number is negative, or there are no rounds.
 
     Example:
-        >>> from jaxcoded import stragglers
+        >>> from jaxcoded.simulator import stragglers
         >>> from jaxcoded.simulator import Layout, Network, simulate
         >>> slow = stragglers.named("fixed(ranks=(12,), factor=10)")
         >>> times = [

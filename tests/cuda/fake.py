@@ -9,7 +9,7 @@ import subprocess
 
 import numpy as np
 
-from jaxcoded.transports.engine import _engine
+from jaxcoded.transport.engine import _engine
 
 HERE = pathlib.Path(__file__).parent
 # as XLA numbers them

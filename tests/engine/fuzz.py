@@ -35,7 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 def kinds():
     """The names of messages, as the engine numbers them."""
-    header = HERE.parent.parent / "jaxcoded/engine/cpp/message.h"
+    header = HERE.parent.parent / "jaxcoded/transport/cpp/message.h"
     (listed,) = re.findall(
         r"enum class Kind[^{]*{(.*?)}", header.read_text(), re.DOTALL
     )

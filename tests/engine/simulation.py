@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import make_plan
-from jaxcoded.allocation import shares
-from jaxcoded.engine import _engine
-from jaxcoded.transports import engine
+from jaxcoded.plan.assignment import shares
+from jaxcoded.transport import _engine, engine
 
 MESSAGE, RESULT, STATE = range(3)
 PENDING, DONE, FAILED, DESYNCHRONIZED = range(4)

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent import bounded
 
-pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
 from jaxcoded import GradientCode, codes, make_plan
 from jaxcoded.codes import NAMES
-from jaxcoded.engine import _engine
-from jaxcoded.transports import engine
+from jaxcoded.transport import _engine, engine
 
 CODES = {
     "uncoded": [(5, 0)],

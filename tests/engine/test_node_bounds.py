@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
 from simulation import Call, World
 

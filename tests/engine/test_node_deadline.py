@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent import bounded
 
-pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
 from simulation import (
     DONE,
@@ -23,7 +23,8 @@ from simulation import (
     tolerated,
 )
 
-from jaxcoded import cells, make_plan
+from jaxcoded import make_plan
+from jaxcoded.plan import atoms
 
 many = settings(bounded, derandomize=True, max_examples=60)
 ROUNDS = 6
@@ -40,14 +41,14 @@ class Probed(Call):
     @functools.cached_property
     def gradients(self):
         rng = np.random.default_rng(self.seed)
-        count = len(cells.sizes(self.plan))
+        count = len(atoms.sizes(self.plan))
         return [
             rng.standard_normal((count, length)) for _, length in self.segments[:-1]
         ]
 
     def own(self, plan, rank):
-        coefficients = cells.coefficients(plan, rank)
-        probe = cells.probe(plan, rank).reshape(coefficients.shape[1], -1)
+        coefficients = atoms.coefficients(plan, rank)
+        probe = atoms.probe(plan, rank).reshape(coefficients.shape[1], -1)
         out = []
         for part in range(coefficients.shape[1]):
             for g in self.gradients:
@@ -78,7 +79,7 @@ class Probed(Call):
 
 def probed_script(plan, rng):
     multiple = plan.padding_multiple
-    probe = ("float64", len(cells.deviation(plan)[0]))
+    probe = ("float64", len(atoms.deviation(plan)[0]))
     return [
         Probed(
             tuple(("float64", multiple * rng.randint(0, 9)) for _ in range(2))
@@ -145,7 +146,7 @@ def test_what_has_come_is_used_and_the_residual_tells(seed):
     for ends in world.ends:
         assert all(end.outcome == DONE for end in ends.values()), ends
     for number in healthy:
-        exact, _ = cells.deviation(plan)
+        exact, _ = atoms.deviation(plan)
         probe = np.frombuffer(world.results[number], np.float64)[-len(exact) :]
         np.testing.assert_allclose(probe, exact, atol=1e-6 * plan.amplification)
 

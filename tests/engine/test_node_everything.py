@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent import bounded
 
-pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
 from simulation import (
     DESYNCHRONIZED,

@@ -6,12 +6,13 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("jaxcoded.engine._engine", reason="built without the engine")
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
 from simulation import DESYNCHRONIZED, DONE, FAILED, Call, World
 from test_node_deadline import SECONDS, limits, probed_script
 
-from jaxcoded import cells, make_plan
+from jaxcoded import make_plan
+from jaxcoded.plan import atoms
 
 TICK = 0.1
 
@@ -40,7 +41,7 @@ def pass_time(world, until):
 
 
 def residual(world, number):
-    exact, weights = cells.deviation(world.plan)
+    exact, weights = atoms.deviation(world.plan)
     probe = np.frombuffer(world.results[number], np.float64)[-len(exact) :]
     return np.sqrt(np.sum(weights * (probe - exact) ** 2))
 

@@ -10,10 +10,10 @@ import time
 from harness import Board, Faults, Sums, close, run
 
 import jaxcoded
-from jaxcoded.transports import _exit
+from jaxcoded.transport import ending
 
 TIMEOUT, SECONDS = 0.5, 8.0
-_exit._SILENT_SECONDS = 2.0
+ending._SILENT_SECONDS = 2.0
 
 directory, who = sys.argv[1:]
 board = Board(directory)

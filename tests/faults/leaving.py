@@ -9,10 +9,10 @@ import time
 from harness import Board, Faults, Sums, close, run
 
 import jaxcoded
-from jaxcoded.transports import _exit
+from jaxcoded.transport import ending
 
 ROUNDS, FAULT = 60, 20
-_exit._SILENT_SECONDS = 4.0
+ending._SILENT_SECONDS = 4.0
 
 directory, way, victim = sys.argv[1:]
 victim = int(victim)

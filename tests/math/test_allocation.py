@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from independent import bounded, paper_parents
 
 from jaxcoded import make_plan
-from jaxcoded.allocation import assignment, loads, shares
-from jaxcoded.tree import regular_size
+from jaxcoded.plan.assignment import assignment, loads, shares
+from jaxcoded.plan.tree import regular_size
 
 PLANS = {
     "regular": make_plan(13, fanout=3),

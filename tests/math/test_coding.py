@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent import bounded
 
-from jaxcoded._coding import AUTO, coding_of, largest_coded_set
 from jaxcoded.codes import NAMES
+from jaxcoded.plan.parent_code import AUTO, coding_of, largest_coded_set
 
 fractions = st.fractions(min_value=Fraction(1), max_value=9, max_denominator=6)
 

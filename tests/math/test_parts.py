@@ -16,8 +16,9 @@ from independent import (
     tree_sum,
 )
 
-from jaxcoded import GradientCode, cells, codes, make_plan
-from jaxcoded.allocation import assignment, loads, shares
+from jaxcoded import GradientCode, codes, make_plan
+from jaxcoded.plan import atoms
+from jaxcoded.plan.assignment import assignment, loads, shares
 
 
 @pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 1), (5, 2), (6, 3), (4, 0)])
@@ -171,7 +172,7 @@ def test_stages(plan, batch):
 @each_plan
 def test_cells(plan):
     """They cover the batch once, and say what `shares` says of a batch that divides."""
-    sizes = cells.sizes(plan)
+    sizes = atoms.sizes(plan)
     assert sizes.min() > 0 and sizes.sum() == pytest.approx(1)
     batch = 20_160
     ends = np.cumsum(sizes)
@@ -180,7 +181,7 @@ def test_cells(plan):
         dense = np.zeros((batch, *coefficients.shape[1:]))
         dense[indices] = coefficients
         cell = np.searchsorted(ends, (np.arange(batch) + 0.5) / batch)
-        expected = cells.coefficients(plan, rank)[np.minimum(cell, len(sizes) - 1)]
+        expected = atoms.coefficients(plan, rank)[np.minimum(cell, len(sizes) - 1)]
         # whole examples are not cut
         wrong = (np.abs(dense - expected) > 1e-12).any(axis=(1, 2)).mean()
         assert wrong <= 2 * plan.size * len(sizes) / batch
@@ -191,10 +192,10 @@ def test_probes(plan):
     """Their sum is exact where all are there; without some ranks it tells the
     coefficients of the least-squares sum."""
     own = [
-        cells.probe(plan, rank).reshape(plan.parts_above[rank], -1)
+        atoms.probe(plan, rank).reshape(plan.parts_above[rank], -1)
         for rank in range(plan.size)
     ]
-    exact, weights = cells.deviation(plan)
+    exact, weights = atoms.deviation(plan)
     assert weights.sum() == pytest.approx(plan.padding_multiple)
     np.testing.assert_allclose(tree_sum(plan, own), exact, atol=1e-9)
     lost = {plan.coded_children(plan.root)[0], plan.coded_children(plan.root)[1]}
@@ -209,11 +210,11 @@ def test_residual_of_a_batch(batch, speeds):
     examples that are not of their cell make the difference."""
     plan = make_plan(6, stragglers=1, speeds=speeds, fanout=5)
     lost = set(plan.coded_children(plan.root)[1:4])
-    sizes = cells.sizes(plan)
+    sizes = atoms.sizes(plan)
     ideal = tree_sum(
-        plan, [cells.probe(plan, rank)[None] for rank in range(plan.size)], lost
+        plan, [atoms.probe(plan, rank)[None] for rank in range(plan.size)], lost
     )
-    exact, weights = cells.deviation(plan)
+    exact, weights = atoms.deviation(plan)
     np.testing.assert_allclose(weights, sizes)
     residual = np.sqrt((weights * (ideal - exact) ** 2).sum())
     unweighted = np.sqrt(np.mean((ideal - exact) ** 2))
@@ -225,7 +226,7 @@ def test_residual_of_a_batch(batch, speeds):
         indices, coefficients = shares(plan, rank, batch)
         own.append(np.zeros((1, batch)))
         own[-1][0, indices] = coefficients[:, 0, 0]
-        moved |= own[-1][0] != cells.coefficients(plan, rank)[cell, 0, 0]
+        moved |= own[-1][0] != atoms.coefficients(plan, rank)[cell, 0, 0]
     wrong = (tree_sum(plan, own, lost) - 1) ** 2
     worst = max(wrong.max(), ((ideal - exact) ** 2).max())
     bound = (moved.mean() + len(sizes) / batch) * worst

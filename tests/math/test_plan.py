@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from independent import bounded, paper_parents, solvable
 
 from jaxcoded import Plan, make_plan
-from jaxcoded.tree import regular_size
+from jaxcoded.plan.tree import regular_size
 
 # Computation loads of (n, L)-regular trees for s = 1, 2, …
 REGULAR = {

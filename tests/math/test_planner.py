@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import jaxcoded
-from jaxcoded import _texts, planner, stragglers
-from jaxcoded.__main__ import main
-from jaxcoded.candidates import Candidate, candidates, hopeless
-from jaxcoded.simulator import Layout, Network, Ring, simulate
+from jaxcoded import _parse
+from jaxcoded.cli.main import main
+from jaxcoded.planner import search
+from jaxcoded.planner.candidates import Candidate, candidates, hopeless
+from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 LIGHT = "exponential(work=0.1)"
 HEAVY = "pareto(shape=1.5, scale=0.3)"
@@ -87,7 +88,7 @@ def exhaustive(cluster):
 def gap(cluster):
     """How much longer the planner's choice takes than the best there is, as a ratio."""
     ranks, work, payload, gigabits, model = cluster
-    ranking = planner.best_plans(
+    ranking = search.best_plans(
         ranks, payload, work * ranks, Network.of(gigabits), stragglers.named(model)
     )
     best, truth = exhaustive(cluster)
@@ -103,7 +104,7 @@ def test_within_a_tenth_of_the_exhaustive_best(cluster):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 13, 40])
 @pytest.mark.parametrize("gigabits", [1, 100])
 def test_nobody_straggles(ranks, gigabits):
-    ranking = planner.best_plans(ranks, 4e6, 0.1 * ranks, Network.of(gigabits))
+    ranking = search.best_plans(ranks, 4e6, 0.1 * ranks, Network.of(gigabits))
     assert not ranking.best.candidate.coded
     assert not ranking.best_tree.candidate.coded
     assert ranking.best_tree.candidate.tree
@@ -112,7 +113,7 @@ def test_nobody_straggles(ranks, gigabits):
 
 def test_a_rank_that_never_ends():
     model = stragglers.named("killed(ranks=(5,), round=3)")
-    ranking = planner.best_plans(13, 4e6, 1.0, stragglers=model)
+    ranking = search.best_plans(13, 4e6, 1.0, stragglers=model)
     assert ranking.best.candidate.stragglers >= 1
     assert math.isinf(ranking.uncoded.step)
     assert math.isinf(ranking.uncoded.error)
@@ -122,32 +123,32 @@ def test_a_rank_that_never_ends():
 def test_no_plan_ends():
     for lost in ("killed(ranks=(0,))", "killed(ranks=(1, 2, 3))"):
         model = stragglers.named(lost)
-        ranking = planner.best_plans(4, 1e4, 0.1, stragglers=model)
+        ranking = search.best_plans(4, 1e4, 0.1, stragglers=model)
         assert ranking.best is ranking.uncoded
         assert ranking.verdict.startswith("do not code: a step would never end")
 
 
 def test_numbers_of_numpy():
-    a = planner.best_plans(4, np.int64(1000), np.float32(0.5))
-    b = planner.best_plans(4, 1000, 0.5)
+    a = search.best_plans(4, np.int64(1000), np.float32(0.5))
+    b = search.best_plans(4, 1000, 0.5)
     assert (a.payload, a.work, a.verdict) == (b.payload, b.work, b.verdict)
 
 
 def test_draws_are_common_and_repeatable():
     model = stragglers.named(HEAVY)
-    one, two = (planner.best_plans(13, 4e6, 1.0, stragglers=model) for _ in range(2))
+    one, two = (search.best_plans(13, 4e6, 1.0, stragglers=model) for _ in range(2))
     assert one == two
     for a, b in zip(one.estimates, two.estimates):
         np.testing.assert_array_equal(a.seconds, b.seconds)
     steps = [e.step for e in one.estimates]
     assert steps == sorted(steps)
-    other = planner.best_plans(13, 4e6, 1.0, stragglers=model, seed=1)
+    other = search.best_plans(13, 4e6, 1.0, stragglers=model, seed=1)
     assert one.uncoded.step != other.uncoded.step
 
 
 def estimate(seconds, **candidate):
     it = Candidate(2, **candidate)
-    return planner.Estimate(it, np.array(seconds, float), 0.1, 1.0, "", 1.0)
+    return search.Estimate(it, np.array(seconds, float), 0.1, 1.0, "", 1.0)
 
 
 def test_what_counts_as_faster():
@@ -215,16 +216,14 @@ def test_variants():
 def test_amplification_is_bounded():
     model = stragglers.named(FIXED)
     for limit in (1.0, 1000.0):
-        ranking = planner.best_plans(
-            13, 4e6, 1.0, stragglers=model, amplification=limit
-        )
+        ranking = search.best_plans(13, 4e6, 1.0, stragglers=model, amplification=limit)
         assert all(e.amplification <= limit for e in ranking.estimates)
         assert ranking.left_out is None
 
 
 def test_a_faster_code_that_loses_digits():
     """With 11 workers there is no repetition."""
-    ranking = planner.best_plans(
+    ranking = search.best_plans(
         12, 4e4, 1.2, stragglers="fixed(factor=10)", amplification=2.0
     )
     left_out = ranking.left_out
@@ -289,7 +288,7 @@ def test_plans_are_those_of_the_seed(capsys):
 )
 def test_wrong_numbers(wrong, said):
     with pytest.raises(ValueError, match=said):
-        planner.best_plans(**({"ranks": 4, "payload": 1e6, "work": 1.0} | wrong))
+        search.best_plans(**({"ranks": 4, "payload": 1e6, "work": 1.0} | wrong))
 
 
 # The command line.
@@ -379,7 +378,7 @@ def test_errors_in_one_line(capsys, wrong, said):
     ],
 )
 def test_numbers_of_bytes(text, expected):
-    assert _texts.number_of_bytes("payload", text) == expected
+    assert _parse.number_of_bytes("payload", text) == expected
 
 
 WITHOUT = """
@@ -391,7 +390,7 @@ class Missing:
             raise ImportError(f"{name} is not to be imported")
 
 sys.meta_path.insert(0, Missing())
-from jaxcoded.__main__ import main
+from jaxcoded.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

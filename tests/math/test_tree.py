@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from independent import bounded, paper_parents
 
 from jaxcoded import make_plan
-from jaxcoded.tree import Tree, balanced_parents, default_fanout, regular_size
+from jaxcoded.plan.tree import Tree, balanced_parents, default_fanout, regular_size
 
 
 def fanouts(parents):

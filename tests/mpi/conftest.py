@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import jaxcoded
-from jaxcoded.transports import engine
+from jaxcoded.transport import engine
 
 jax.config.update("jax_enable_x64", True)
 

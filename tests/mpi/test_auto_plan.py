@@ -12,8 +12,9 @@ from mpi4py import MPI
 from reference import assert_sum, contribution, per_example
 
 import jaxcoded
-from jaxcoded import GroupMismatch, automatic, coded_allreduce, measurement, planner
-from jaxcoded.candidates import PIECE
+from jaxcoded import GroupMismatch, coded_allreduce
+from jaxcoded.planner import automatic, measurement, search
+from jaxcoded.planner.candidates import PIECE
 
 RANK = MPI.COMM_WORLD.rank
 
@@ -83,7 +84,7 @@ def test_seconds_of_work(comm, transport, monkeypatch):
 
     def best_plans(ranks, payload, work, *more, **options):
         assert (ranks, work) == (SIZE, pytest.approx(1))
-        return planner.best_plans(ranks, payload, work, *more, **options)
+        return search.best_plans(ranks, payload, work, *more, **options)
 
     monkeypatch.setattr(automatic, "best_plans", best_plans)
     with jaxcoded.CodedGroup(

@@ -14,9 +14,10 @@ from reference import assert_sum, contribution, per_example
 from together import wait_for_all
 
 import jaxcoded
-from jaxcoded import cells, host
-from jaxcoded.deadline import Deadline
-from jaxcoded.transports import engine
+from jaxcoded import host
+from jaxcoded.plan import atoms
+from jaxcoded.transport import engine
+from jaxcoded.transport.deadline import Deadline
 
 pytestmark = pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
 several = pytest.mark.skipif(SIZE < 4, reason="no redundancy")
@@ -100,9 +101,9 @@ def test_approximate(comm, code):
     """The sum is the one that the residual is of, on all ranks, and exact otherwise."""
     with opened(comm, SECONDS, "approximate", code=code) as group:
         plan, late = group.plan, too_late(group)
-        count = len(cells.sizes(plan))
+        count = len(atoms.sizes(plan))
         # each rank's coefficients of the cells: the sum is that of all cells
-        mine = cells.coefficients(plan, RANK)[:, 0, 0]
+        mine = atoms.coefficients(plan, RANK)[:, 0, 0]
         call = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group, residual=True))
         mine = jnp.asarray(mine)
         jax.block_until_ready(call(mine))
@@ -115,7 +116,7 @@ def test_approximate(comm, code):
             time.sleep(LATE)
         total, residual = call(mine)
         found = np.asarray(total)
-        expected = np.sqrt(np.sum(cells.sizes(plan) * (found - 1) ** 2))
+        expected = np.sqrt(np.sum(atoms.sizes(plan) * (found - 1) ** 2))
         np.testing.assert_allclose(float(residual), expected, rtol=1e-6)
         assert expected > 0.1
         assert len({found.tobytes() for found in comm.allgather(found)}) == 1

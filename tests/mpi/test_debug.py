@@ -16,8 +16,8 @@ from reference import assert_sum, contribution, per_example
 
 import jaxcoded
 from jaxcoded import GroupMismatch, InconsistentMessages, coded_allreduce, host
-from jaxcoded.allocation import assignment
-from jaxcoded.transports import engine
+from jaxcoded.plan.assignment import assignment
+from jaxcoded.transport import engine
 
 pytestmark = [
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),

@@ -37,10 +37,11 @@ from together import (
 )
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, host, snapshots, tree_bcast
-from jaxcoded.transports import engine
-from jaxcoded.transports._transport import Trip
-from jaxcoded.transports.mpi4jax import Mpi4jax
+from jaxcoded import coded_allreduce, coded_reduce, host, tree_bcast
+from jaxcoded.group import snapshots
+from jaxcoded.transport import engine
+from jaxcoded.transport.base import Trip
+from jaxcoded.transport.mpi4jax import Mpi4jax
 
 pytestmark = engine_only
 
@@ -783,7 +784,7 @@ def test_a_process_that_cannot_share_memory(transport):
 import resource, signal
 from mpi4py import MPI
 import jaxcoded
-from jaxcoded.transports import engine
+from jaxcoded.transport import engine
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 assert engine.missing().startswith("the engine cannot start: "), engine.missing()

@@ -24,7 +24,7 @@ from jaxcoded import (
     kernels,
     tree_bcast,
 )
-from jaxcoded.transports import _cuda_aware, engine
+from jaxcoded.transport import cuda_aware, engine
 
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(5)
@@ -506,7 +506,7 @@ def test_error_inside_with_closes(comm, group, transport):
 
 
 def test_an_engine_of_another_mpi(comm, monkeypatch):
-    extension = pytest.importorskip("jaxcoded.engine._engine")
+    extension = pytest.importorskip("jaxcoded.transport._engine")
     other = "Another MPI  v1.2, package: of somebody"
     monkeypatch.setattr(extension, "mpi_library", lambda: other)
     reason = engine.missing()
@@ -521,13 +521,13 @@ def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monke
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("MPI4JAX_USE_CUDA_MPI", "1")
-    monkeypatch.setattr(_cuda_aware, "supported", lambda: False)
+    monkeypatch.setattr(cuda_aware, "supported", lambda: False)
     with pytest.raises(ValueError, match="MPI4JAX_USE_CUDA_MPI=1, but this MPI"):
         jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
-    monkeypatch.setattr(_cuda_aware, "supported", lambda: True)
+    monkeypatch.setattr(cuda_aware, "supported", lambda: True)
     jaxcoded.CodedGroup(comm, stragglers=0, transport=transport).close()
     monkeypatch.undo()
-    assert _cuda_aware.refusal() == ""
+    assert cuda_aware.refusal() == ""
 
 
 class Library:
@@ -552,14 +552,14 @@ class Library:
     "name", ["MPIX_Query_cuda_support", "MPIX_GPU_query_support", None]
 )
 def test_what_mpi_says_of_device_pointers(transport, monkeypatch, name, answer):
-    monkeypatch.setattr(_cuda_aware.ctypes, "CDLL", lambda path: Library(answer, name))
-    assert _cuda_aware.supported() is bool(answer and name)
+    monkeypatch.setattr(cuda_aware.ctypes, "CDLL", lambda path: Library(answer, name))
+    assert cuda_aware.supported() is bool(answer and name)
 
 
 @once
 def test_an_mpi4jax_without_its_bridge(transport, monkeypatch):
-    monkeypatch.setattr(_cuda_aware, "_BRIDGE", "mpi4jax.no_package.bridge")
-    assert _cuda_aware.supported() is False
+    monkeypatch.setattr(cuda_aware, "_BRIDGE", "mpi4jax.no_package.bridge")
+    assert cuda_aware.supported() is False
 
 
 @once
@@ -569,7 +569,7 @@ def test_an_mpi4jax_without_its_bridge(transport, monkeypatch):
 )
 def test_wheels_of_mpi_take_no_device_pointers(transport):
     """They are built without CUDA, and say so."""
-    assert _cuda_aware.supported() is False
+    assert cuda_aware.supported() is False
 
 
 @engine_only

@@ -10,7 +10,7 @@ from reference import BATCH, assert_same_bits, assert_sum, contribution, per_exa
 
 import jaxcoded
 from jaxcoded import baselines, coded_allreduce, tree_bcast
-from jaxcoded.transports import mpi4jax as transport_of_mpi4jax
+from jaxcoded.transport import mpi4jax as transport_of_mpi4jax
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from together import wait_for_all, wait_until
 
 import jaxcoded
 from jaxcoded import errors
-from jaxcoded.transports.engine import _BYTES, _DTYPES, _engine
+from jaxcoded.transport.engine import _BYTES, _DTYPES, _engine
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "cuda"))
 import fake

@@ -16,7 +16,7 @@ from together import wait_for_all, wait_until
 
 import jaxcoded
 from jaxcoded import host
-from jaxcoded.telemetry import SLOWEST, Telemetry
+from jaxcoded.group.telemetry import SLOWEST, Telemetry
 
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(4096)

@@ -3,6 +3,7 @@ it means nothing."""
 
 import jax
 import jax.numpy as jnp
+import jaxcoded.optax
 import numpy as np
 import optax
 import pytest
@@ -11,7 +12,6 @@ from reference import BATCH, assert_same_bits, assert_sum, contribution, per_exa
 from together import compilations, finish
 
 import jaxcoded
-import jaxcoded.optax
 from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
 
 VECTOR = per_example(5)

@@ -11,7 +11,7 @@ from reference import random_erasures
 from together import finish, wait_for_all
 
 import jaxcoded
-from jaxcoded.training import _checked_count
+from jaxcoded.collectives.value_and_grad import _checked_count
 
 
 def loss(params, batch):

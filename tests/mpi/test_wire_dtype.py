@@ -21,7 +21,8 @@ from reference import (
 )
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, kernels, packing
+from jaxcoded import coded_allreduce, coded_reduce, kernels
+from jaxcoded.transport import packing
 
 wires = pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 

@@ -9,7 +9,7 @@ import sys
 
 class Instead(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name != "jaxcoded.engine._engine":
+        if name != "jaxcoded.transport._engine":
             return None
         return importlib.util.spec_from_file_location(
             name, os.environ["JAXCODED_ENGINE_FILE"]

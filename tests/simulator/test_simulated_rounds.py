@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from independent import bounded
 
 import jaxcoded
-from jaxcoded import stragglers
-from jaxcoded.simulator import Layout, Network, Ring, simulate
+from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 FREE = {"latency": 0.0, "overhead": 0.0, "call": 0.0, "bandwidth": np.inf}
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxcoded import stragglers
+from jaxcoded.simulator import stragglers
 
 TEXTS = (
     "none",

@@ -5,7 +5,7 @@ import pytest
 
 from jaxcoded import make_plan
 from jaxcoded.simulator import Layout, Network, expected_runtime, simulate
-from jaxcoded.stragglers import Exponential
+from jaxcoded.simulator.stragglers import Exponential
 
 # Rows: load d = 1 ... 8; columns: slices m = 1 ... d. n = 8, T1 = 1.6 + Exp(0.8),
 # T2 = 6 + Exp(0.1).

@@ -1,0 +1,405 @@
+"""Who straggled in a job, what coding saved, and what other plans would have done.
+
+Reads what group.telemetry().save(FILE) wrote: the file of the root, and those of other
+ranks of the same job, the more the better. Says it in words and draws it.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxcoded.cli import analysis
+from jaxcoded.cli.pictures import COLOURS, picture
+from jaxcoded.group.telemetry import Telemetry
+from jaxcoded.plan import Plan
+
+_BLUE, _RED, _GREEN = COLOURS[:3]
+_GREY = "0.75"
+_ROWS = 30  # of ranks in a picture; the others share one
+_POINTS = 3000  # of a row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", nargs="+", type=pathlib.Path, metavar="FILE", help="written by save()"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("report"),
+        metavar="FOLDER",
+        help="where pictures go (default: report)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    files = _loaded(args.files)
+    parents = [seen for seen in files if len(seen.children)]
+    for seen in parents or files[:1]:
+        lines = seen.summary().splitlines()
+        # links are beside the point, and may be many
+        print(*(it for it in lines if not it.startswith("from rank ")), sep="\n")
+    pictures = []
+    for seen in parents:
+        if np.isnan(seen.lateness).all():
+            continue
+        pictures.append(args.out / f"arrivals-{seen.rank}.png")
+        _draw_arrivals(pictures[-1], seen)
+        saved = analysis.savings(seen, files)
+        if len(saved.rounds):
+            print(_savings_in_words(seen, saved))
+            pictures.append(args.out / f"savings-{seen.rank}.png")
+            _draw_savings(pictures[-1], seen, saved)
+    late = analysis.too_late(files)
+    if not np.isnan(late).all():
+        pictures.append(args.out / "stragglers.png")
+        _draw_stragglers(pictures[-1], files[0], late)
+    plans = analysis.compare(files)
+    if plans:
+        measured = analysis.step_seconds(files[0])
+        off = analysis.disagreement(measured, plans[0].seconds)
+        print(_replay_in_words(measured, plans[0].seconds, off))
+        if off <= analysis.WRONG:
+            print(_plans_in_words(files, plans))
+            pictures.append(args.out / "plans.png")
+            _draw_plans(pictures[-1], measured, plans)
+    else:
+        print("too few rounds to replay them with other plans")
+    for path in pictures:
+        print(f"wrote {path}")
+
+
+def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
+    """The files' telemetry, the root's first, then in the order of the ranks."""
+    files = [Telemetry.load(path) for path in paths]
+    Plan.from_json(files[0].plan)  # an error before anything is written
+    ranks: set[int] = set()
+    for path, seen in zip(paths, files):
+        if seen.plan != files[0].plan:
+            raise ValueError(
+                f"{path} is of another job, or of another plan, than {paths[0]}"
+            )
+        if seen.rank in ranks:
+            raise ValueError(f"{path} is of rank {seen.rank}, as is a file before it")
+        ranks.add(seen.rank)
+    return sorted(files, key=lambda seen: (seen.parents[seen.rank] >= 0, seen.rank))
+
+
+# In words.
+
+
+def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
+    ended = np.isfinite(saved.uncoded)
+    text = (
+        f"rank {seen.rank} waited {_time(saved.coded[ended].sum())} for its sums in "
+        f"{ended.sum()} rounds, and would have waited {_time(saved.uncoded[ended].sum())} for "
+        f"all of its children: coding avoided {_time(saved.avoided)} ({saved.share:.0%})"
+    )
+    guessed = int(saved.inferred[ended].sum())
+    if guessed:
+        text += f", told in {guessed} rounds from what the last child usually takes"
+    if saved.stuck is not None:
+        text += f"; from round {saved.stuck} on an uncoded sum would not have ended"
+    return text
+
+
+def _replay_in_words(measured: float, replayed: float, off: float) -> str:
+    """How near the replay of the plan as it was comes, and what may be told from it."""
+    if not np.isfinite(measured):
+        return "how long a round took is not known, nor how near its replay comes"
+    text = f"a round took {_time(measured)}; replayed with the same plan "
+    if np.isfinite(replayed):
+        text += f"{_time(replayed)} ({replayed / measured - 1:+.1%})"
+    else:
+        text += "it does not end"
+    if off <= analysis.UNUSUAL:
+        return text
+    text += (
+        ". The replay knows work, messages and bandwidth; not what else ranks wait for, "
+        "such as processes that share their cores"
+    )
+    if off <= analysis.WRONG:
+        return text + ": plans that differ by no more may come in another order"
+    return text + ". It is too far off to say how other plans would have done"
+
+
+def _plans_in_words(
+    files: Sequence[Telemetry], plans: Sequence[analysis.Predicted]
+) -> str:
+    lines = []
+    took = analysis.work(files)
+    for source, known in (("pace", "only the pace"), ("others", "nothing")):
+        ranks = [rank for rank, it in enumerate(took.source) if it == source]
+        if ranks:
+            lines.append(
+                f"of {_listed(ranks)} {known} is known: their own files, or those of "
+                "their parents, may say more"
+            )
+    width = max(len(plan.name) for plan in plans)
+    lines.append(f"{'plan':<{width}}  load    a round")
+    for plan in sorted(plans, key=lambda plan: plan.seconds):
+        lasts = (
+            _time(plan.seconds) if np.isfinite(plan.seconds) else _endless(took, plan)
+        )
+        lines.append(f"{plan.name:<{width}}  {plan.load:<6.4f}  {lasts}")
+    return "\n".join(lines)
+
+
+def _endless(took: analysis.Work, plan: analysis.Predicted) -> str:
+    return f"does not end in round {took.rounds[plan.ended]}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:10])) + (", …" if len(ranks) > 10 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
+
+
+# In pictures.
+
+
+def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
+    """When each child's message came, relative to the sum."""
+    late = seen.lateness[~np.isnan(seen.decided)]
+    came = np.where(np.isfinite(late), late, np.nan)
+    share = (late > 0).mean(axis=0)
+    order = np.lexsort((_medians(came), share))  # the latest at the top
+    rows = [order[-_ROWS:][i : i + 1] for i in range(min(_ROWS, len(order)))]
+    names = [f"rank {seen.children[row[0]]}" for row in rows]
+    if len(order) > _ROWS:
+        rows.insert(0, order[:-_ROWS])
+        names.insert(0, f"{len(order) - _ROWS} others")
+    unit, name = _unit(np.nanmax(np.abs(came), initial=0.0))
+    rng = np.random.default_rng(0)
+    with picture(
+        path,
+        columns=2,
+        size=(7.2, _height(len(rows))),
+        sharey=True,
+        width_ratios=(4, 1),
+    ) as (figure, (axes, side)):
+        for y, row in enumerate(rows):
+            values = came[:, row].ravel() / unit
+            values = rng.permutation(values[~np.isnan(values)])[:_POINTS]
+            if not len(values):
+                axes.text(
+                    0.02,
+                    y,
+                    "not heard of in any of these rounds",
+                    va="center",
+                    fontsize="x-small",
+                    color="0.5",
+                    transform=axes.get_yaxis_transform(),
+                )
+            jitter = y + rng.uniform(-0.28, 0.28, len(values))
+            for chosen, colour in ((values <= 0, _BLUE), (values > 0, _RED)):
+                axes.scatter(
+                    values[chosen], jitter[chosen], 7, colour, alpha=0.5, linewidths=0
+                )
+            parts = (late[:, row] <= 0), np.isfinite(late[:, row]), np.ones(1, bool)
+            widths = [100 * part.mean() for part in parts]
+            for width, colour in zip(reversed(widths), (_GREY, _RED, _BLUE)):
+                side.barh(y, width, 0.7, color=colour)
+        axes.axvline(0, color="black", linewidth=1)
+        axes.set_yticks(range(len(rows)), names)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        _spread(axes, came / unit)
+        axes.set_xlabel(f"arrival after the sum was complete [{name}]")
+        side.set_xlabel("rounds [%]")
+        side.set_xlim(0, 100)
+        worst = order[-1]
+        figure.suptitle(
+            f"Rank {seen.children[worst]} was too late for rank {seen.rank}'s sum in "
+            f"{share[worst]:.0%} of {len(late)} rounds"
+            if share[worst] > 0
+            else f"Nobody was too late for rank {seen.rank}'s sum in {len(late)} rounds",
+            fontsize="medium",
+        )
+        _legend(
+            figure,
+            ("in time", _BLUE),
+            ("too late", _RED),
+            ("not heard of since", _GREY),
+        )
+
+
+def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) -> None:
+    """Waiting so far, with coding and without."""
+    ended = np.isfinite(saved.uncoded)
+    coded = np.cumsum(saved.coded)
+    uncoded = np.cumsum(np.where(ended, saved.uncoded, 0.0))
+    last = int(ended.sum()) if saved.stuck is None else int(np.argmin(ended))
+    unit, name = _unit(max(coded[-1], uncoded[-1]))
+    x = saved.rounds
+    with picture(path) as (_, axes):
+        axes.plot(x, coded / unit, color=_BLUE, label="coded, as it was")
+        axes.plot(
+            x[:last],
+            uncoded[:last] / unit,
+            color=_RED,
+            label="had it waited for all children",
+        )
+        axes.fill_between(
+            x[:last], coded[:last] / unit, uncoded[:last] / unit, color=_RED, alpha=0.12
+        )
+        if saved.stuck is not None:
+            axes.axvspan(saved.stuck, x[-1], color=_RED, alpha=0.25, linewidth=0)
+            axes.axvline(
+                saved.stuck,
+                color=_RED,
+                linestyle=":",
+                label="a child has not come since",
+            )
+        if saved.stuck is None:
+            title = (
+                f"{_time(saved.avoided)} of waiting saved at rank {seen.rank} "
+                f"({saved.share:.0%})"
+            )
+        else:
+            title = (
+                f"Without coding rank {seen.rank} would have been stuck from round "
+                f"{saved.stuck} on"
+            )
+        axes.set(
+            title=title,
+            xlabel="round",
+            ylabel=f"waiting for the sums so far [{name}]",
+        )
+        axes.set_ylim(0)
+        axes.legend(loc="upper left")
+
+
+def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> None:
+    """Who is late, and who is slow: the worst ranks."""
+    speeds, known = seen.speeds, seen.measured
+    shown = np.flatnonzero(known | ~np.isnan(late))
+    share = np.nan_to_num(late)
+    order = shown[np.lexsort((-speeds[shown], share[shown]))][-_ROWS:]
+    y = np.arange(len(order))
+    with picture(path, columns=2, size=(7.2, _height(len(order))), sharey=True) as (
+        figure,
+        (left, right),
+    ):
+        left.barh(y, 100 * share[order], 0.7, color=_RED)
+        for row in y[np.isnan(late[order])]:
+            left.text(1, row, "not known", va="center", fontsize="x-small", color="0.5")
+        left.set(xlim=(0, 100), xlabel="rounds in which it was too late [%]")
+        left.set_yticks(y, [f"rank {rank}" for rank in order])
+        left.set_ylim(-0.6, len(order) - 0.4)
+        right.barh(y, 100 * np.where(known, speeds, 0)[order], 0.7, color=_BLUE)
+        for row in y[~known[order]]:
+            right.text(
+                1, row, "not known", va="center", fontsize="x-small", color="0.5"
+            )
+        right.set(xlim=(0, 100), xlabel="speed, relative to the fastest rank [%]")
+        often, slow = order[-1], shown[np.argmin(np.where(known, speeds, 2)[shown])]
+        title = f"Rank {often} was too late most often"
+        if share[often] == 0:
+            title = "Nobody was too late"
+        if speeds[slow] < 1:
+            title += "; it" if slow == often and share[often] else f"; rank {slow}"
+            title += " is the slowest"
+        if len(order) < len(shown):
+            title += f" ({len(order)} of {len(shown)} ranks shown)"
+        figure.suptitle(title, fontsize="medium")
+
+
+def _draw_plans(
+    path: pathlib.Path, measured: float, plans: Sequence[analysis.Predicted]
+) -> None:
+    """Predicted rounds of the plans, the fastest at the top."""
+    plans = sorted(plans, key=lambda plan: plan.seconds, reverse=True)
+    finite = [plan.seconds for plan in plans if np.isfinite(plan.seconds)]
+    longest = max([*finite, np.nan_to_num(measured)])
+    unit, name = _unit(longest)
+    with picture(path, size=(7.2, _height(len(plans)))) as (_, axes):
+        for y, plan in enumerate(plans):
+            colour = _RED if plan.actual else _BLUE
+            if np.isfinite(plan.seconds):
+                axes.barh(y, plan.seconds / unit, 0.7, color=colour)
+                text, x = f"{plan.seconds / unit:.3g}", plan.seconds / unit
+            else:
+                axes.barh(
+                    y,
+                    1.1 * longest / unit,
+                    0.7,
+                    color="white",
+                    edgecolor=_GREY,
+                    hatch="//",
+                )
+                text, x = "does not end", 1.1 * longest / unit
+            axes.annotate(
+                text,
+                (x, y),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
+        if np.isfinite(measured):
+            axes.axvline(measured / unit, color="black", linewidth=1, linestyle="--")
+            axes.text(
+                measured / unit,
+                1.01,
+                " measured",
+                fontsize="small",
+                transform=axes.get_xaxis_transform(),
+            )
+        axes.set_yticks(range(len(plans)), [plan.name for plan in plans])
+        axes.set_xlim(0, 1.3 * longest / unit)
+        best = plans[-1]
+        verdict = (
+            "No plan here would have been faster than the one it had"
+            if best.actual
+            else f"Fastest for this job's stragglers: {best.name}"
+        )
+        axes.set_title(verdict, pad=16)
+        axes.set_xlabel(f"mean time of a round, replayed [{name}]")
+
+
+def _spread(axes: Any, values: np.ndarray) -> None:
+    """Logarithmic where few values are far from zero and most are near it."""
+    sizes = np.abs(values[np.isfinite(values)])
+    near = np.quantile(sizes, 0.75) if len(sizes) else 0.0
+    if near > 0 and sizes.max() > 50 * near:
+        decade = 10 ** np.ceil(np.log10(near))
+        axes.set_xscale("symlog", linthresh=decade, linscale=1.0)
+        axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _legend(figure: Any, *entries: tuple[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=label) for label, colour in entries]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+
+
+def _height(rows: int) -> float:
+    return 1.6 + 0.22 * max(rows, 3)
+
+
+def _medians(table: np.ndarray) -> np.ndarray:
+    """Of each column but for NaN; infinite for those without a number."""
+    there = ~np.isnan(table)
+    return np.array(
+        [
+            np.median(column[ok]) if ok.any() else np.inf
+            for column, ok in zip(table.T, there.T)
+        ]
+    )
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    """In which numbers up to this one are short."""
+    for size, name in ((1.0, "s"), (1e-3, "ms")):
+        if largest >= size:
+            return size, name
+    return 1e-6, "µs"
+
+
+def _time(seconds: float) -> str:
+    size, name = _unit(abs(seconds))
+    return f"{seconds / size:.3g} {name}"

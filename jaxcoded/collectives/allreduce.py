@@ -1,0 +1,597 @@
+"""The coded collectives, for use inside and outside ``jit``."""
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.codes import MAX_ROUNDING
+from jaxcoded.group.group import CodedGroup, check_open, find
+from jaxcoded.plan import atoms
+from jaxcoded.transport import primitive
+from jaxcoded.transport.base import BATCHED, Trip
+from jaxcoded.transport.kernels import Encoded, accumulator, divided
+from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack, unpack
+
+# float16 and bfloat16 round every message; beyond this share of the sum the user is
+# told.
+MAX_NARROW_ROUNDING = 0.125
+
+_NO_GRADIENT = (
+    "{}: reverse mode through a coded sum does not give the gradient of the sum but, on "
+    "every rank, another part of it. Take the gradient first and sum it then: "
+    "jaxcoded.coded_value_and_grad(per_example_loss, group)(params, batch, weights), or "
+    "coded_allreduce(jax.value_and_grad(weighted_loss)(params), group). If you mean the "
+    "transpose, and sum what it gives by one more coded_allreduce, say so: "
+    "coded_allreduce(..., transpose=True)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeRound(primitive.Carrier):
+    """One trip through the tree of a group.
+
+    Attributes:
+        index: of the group.
+        trip: what happens on the way.
+        skips: whether the first extra says that this rank has nothing to contribute.
+        erases: whether the last extra is a mask of ranks to leave out.
+        begun: whether the vectors are the last parts of those of the round.
+        wires: the dtypes in which the first vectors travel; the others in their own.
+        transposes: whether the caller means the transpose.
+    """
+
+    index: int
+    trip: Trip
+    skips: bool = False
+    erases: bool = False
+    begun: bool = False
+    wires: tuple[np.dtype, ...] = ()
+    transposes: bool = False
+
+    def __str__(self) -> str:
+        return self.trip.words
+
+    def no_transpose(self) -> str:
+        trip = self.trip
+        if not (trip.up and trip.down) or find(self.index).plan.encoded:
+            return super().no_transpose()
+        return "" if self.transposes else _NO_GRADIENT.format(self)
+
+    def extra(self, number: int) -> str:
+        return "skip" if self.skips and number == 0 else "erasures"
+
+    def result_length(self, length: int) -> int:
+        group = find(self.index)
+        if self.begun:
+            return length * group.plan.slices_above[group.rank]
+        return group.plan.result_length(group.rank, length) if self.trip.up else length
+
+    def carry(
+        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        return self._carry(vectors, extras, None)[0]
+
+    def carry_token(
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Sequence[jax.Array],
+        token: jax.Array,
+    ) -> tuple[Sequence[jax.Array], jax.Array]:
+        out, next_token = self._carry(vectors, extras, token)
+        assert next_token is not None
+        return out, next_token
+
+    def _carry(
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Sequence[jax.Array],
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        batch = vectors[0].shape[:-1] if vectors else ()
+        trip = self.trip
+        if batch:
+            words = f"{trip.words}{BATCHED}{list(batch)}"
+            trip = dataclasses.replace(trip, words=words)
+        out, next_token = find(self.index).transport.carry(
+            trip,
+            converted(vectors, self.wires),
+            token=token,
+            begun=self.begun,
+            **self.named(extras),
+        )
+        return converted(out, [vector.dtype for vector in vectors]), next_token
+
+    def named(self, extras: Sequence[jax.Array]) -> dict[str, jax.Array | None]:
+        """The extras as the transport takes them."""
+        return {
+            "erased": extras[-1] if self.erases else None,
+            "skipped": extras[0] if self.skips else None,
+        }
+
+
+def coded_allreduce(
+    tree: Any,
+    group: CodedGroup,
+    *,
+    mean: float | jax.Array | None = None,
+    erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+    skip: bool | jax.Array | None = None,
+    residual: bool = False,
+    wire_dtype: Any = None,
+    token: jax.Array | None = None,
+    transpose: bool = False,
+) -> Any:
+    """The exact sum over the global batch, on every rank, from the ranks' coded
+    contributions.
+
+    Every rank passes a linear function of the gradients of its examples, weighted by
+    ``group.assignment``: a gradient of the weighted loss, that loss itself, or both in
+    one pytree. One message per dtype goes up the tree, every parent decodes, and the
+    root's bytes come down again, so all ranks get the same bits. CodedReduce,
+    Reisizadeh et al. 2021 (arXiv 1902.01981).
+
+    Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
+    equal on all ranks) and ``vmap`` (one round with the stacked payload). A jvp is one
+    more round. Take gradients before the sum, not through it: reverse mode is refused
+    without ``transpose``.
+
+    Args:
+        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all
+            ranks. In a group with slices, the `Encoded` made by
+            `jaxcoded.kernels.encode`.
+        group: an open group. All its ranks call its collectives in one order.
+        mean: the global batch size (or anything) to divide by. Default: the sum.
+        erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose
+            messages are left out. They must call all the same. A parent's
+            coefficients for the others come from its code in float64. Ranks that are
+            late need not be named here: the engine goes on without them.
+        skip: whether this rank has nothing to contribute, as one that is late
+            (`CodedGroup.lag`) and leaves out its work; may be traced. Never true at the
+            root, which is never late. ``tree`` then
+            gives the shapes alone, and this rank counts as a straggler: its zeros
+            never enter a sum. With the engine only.
+        residual: return how far the sum is from the exact one, too: ``√Σ_k p_k (c_k −
+            1)²`` for the coefficients ``c_k`` that the group's `jaxcoded.plan.atoms` ended
+            up with, which go through the same round; cell ``k`` is the part ``p_k`` of
+            the batch. 0 up to rounding for an exact code. The cells are those of a
+            batch that can be cut anywhere; where yours does not divide into them, what
+            its examples ended up with differs a little (``docs/theory.md``).
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it
+            once for each message, which halves the traffic, see ``docs/theory.md`` for
+            the error; all else, also numbers (leaves of no axes, such as a loss),
+            travels as it is. Of an `Encoded` it is what `encode` was given.
+        token: an int32 number such as ``jnp.int32(0)`` that orders this call, in place
+            of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
+            each call's to the next one; its value is never read. All calls of a group
+            in one compiled function must have one, or none.
+        transpose: allow reverse mode through this call. The transpose is the identity:
+            a cotangent passes unchanged and is again one rank's contribution, which one
+            more `coded_allreduce` makes exact. A gradient that is used as it comes out
+            is wrong, on every rank in another way.
+
+    Returns:
+        A pytree like ``tree``, or like the gradient that was encoded. With a
+        ``residual`` and a ``token`` a tuple of it, the residual (a float32 number, or float64
+        where the tree has float64, the same on all ranks but for its last digits) and the
+        token for the next call.
+
+    Raises:
+        TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
+            not `Encoded`, or ``group`` is not a group.
+        ValueError: ``erasures`` has a wrong shape, ``mean`` is not positive,
+            ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
+            amplification leaves too few digits in this dtype, or ``skip`` with another
+            transport than the engine.
+        NotImplementedError: reverse mode without ``transpose``, with a ``token``, or
+            with slices or parts.
+        GroupClosed: the group was closed.
+        jax.errors.JaxRuntimeError: what is found during the round, on every rank. Its
+            text contains ``GroupMismatch`` (ranks called different things in this
+            round), ``TooManyErasures`` (the plan cannot do without the erased ranks) or
+            ``GroupClosed`` (the call was compiled before the group was closed), and
+            their messages.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> jax.jit(lambda x: jaxcoded.coded_allreduce({"x": x}, group, mean=2))(jnp.arange(3.0))
+        {'x': Array([0. , 0.5, 1. ], dtype=float32)}
+        >>> group.close()
+    """
+    check_open(group)
+    with group.failing("coded_allreduce"):
+        skipped = None if skip is None else checked_skip(skip, group)
+    return summed(
+        "coded_allreduce",
+        tree,
+        group,
+        mean,
+        erasures,
+        residual=residual,
+        skipped=skipped,
+        wire_dtype=wire_dtype,
+        token=token,
+        transpose=transpose,
+    )
+
+
+def coded_reduce(
+    tree: Any,
+    group: CodedGroup,
+    *,
+    mean: float | jax.Array | None = None,
+    erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+    wire_dtype: Any = None,
+    token: jax.Array | None = None,
+) -> Any:
+    """`coded_allreduce` without the way down: the sum at the root, zeros elsewhere.
+
+    Takes, returns and raises what `coded_allreduce` does, but has no transpose.
+    """
+    return summed(
+        "coded_reduce",
+        tree,
+        group,
+        mean,
+        erasures,
+        down=False,
+        wire_dtype=wire_dtype,
+        token=token,
+    )
+
+
+def tree_bcast(tree: Any, group: CodedGroup, *, token: jax.Array | None = None) -> Any:
+    """The root's values on every rank, sent down the tree.
+
+    Args:
+        tree: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on
+            all ranks. Only the root's values matter.
+        group: an open group.
+        token: orders this call, see `coded_allreduce`.
+
+    Returns:
+        A pytree like ``tree``; with a ``token`` the pair of it and the token for the next
+        call. It has no transpose.
+
+    Raises:
+        TypeError: a leaf is not made of numbers of whole bytes (keys, int4).
+        GroupClosed, jax.errors.JaxRuntimeError: as `coded_allreduce`.
+
+    Example:
+        >>> import jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     jaxcoded.tree_bcast({"step": 3}, group)
+        {'step': Array(3, dtype=int32)}
+    """
+    check_open(group)
+    with group.failing("tree_bcast"):
+        vectors, packing = pack(tree, floats_only=False)
+        if token is not None:
+            token = primitive.checked_token(token)
+    words = f"tree_bcast of {packing}{_tokened(token)}"
+    carrier = TreeRound(group.index, Trip(words, up=False))
+    out, token = carried(carrier, vectors, [], group, token)
+    result = unpack(out, packing)
+    return result if token is None else (result, token)
+
+
+def summed(
+    name: str,
+    tree: Any,
+    group: CodedGroup,
+    mean: Any = None,
+    erasures: Any = None,
+    *,
+    about: str = "",
+    down: bool = True,
+    residual: bool = False,
+    skipped: jax.Array | None = None,
+    wire_dtype: Any = None,
+    token: jax.Array | None = None,
+    begun: bool = False,
+    transpose: bool = False,
+) -> Any:
+    """`coded_allreduce` under a name; ``about`` is what else all ranks must agree on,
+    ``skipped`` (int32, not 0) says that this rank has nothing to contribute, and
+    ``begun`` that ``tree`` is the last part of its message, see `begin`."""
+    carrier, vectors, extras, token, packing = prepared(
+        name,
+        tree,
+        group,
+        mean,
+        erasures,
+        about=about,
+        down=down,
+        residual=residual,
+        skipped=skipped,
+        wire_dtype=wire_dtype,
+        token=token,
+        begun=begun,
+        transpose=transpose,
+    )
+    out, token = carried(carrier, vectors, extras, group, token)
+    total, *found = results(out, group, packing, mean, residual)
+    found += [] if token is None else [token]
+    return (total, *found) if found else total
+
+
+def prepared(
+    name: str,
+    tree: Any,
+    group: CodedGroup,
+    mean: Any,
+    erasures: Any,
+    *,
+    about: str = "",
+    down: bool = True,
+    residual: bool = False,
+    skipped: jax.Array | None = None,
+    wire_dtype: Any = None,
+    token: jax.Array | None = None,
+    begun: bool = False,
+    transpose: bool = False,
+) -> tuple[TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing]:
+    """The checked round of a coded sum, its vectors, extras and token, and the packing of
+    what comes of it."""
+    check_open(group)
+    with group.failing(name):
+        about += _checked_mean(mean)
+        vectors, packing = _message(name, tree, group, wire_dtype, begun)
+        trip = summing(
+            name, packing, group, about, down=down, residual=residual, token=token
+        )
+        if residual:
+            vectors = (*vectors, _probe(group, vectors, -1 if begun else None))
+        extras = [] if skipped is None else [skipped]
+        if erasures is not None:
+            extras.append(jnp.asarray(checked_erasures(erasures, group.size)))
+        if token is not None:
+            token = primitive.checked_token(token)
+    carrier = TreeRound(
+        group.index,
+        trip,
+        skips=skipped is not None,
+        erases=erasures is not None,
+        begun=begun,
+        wires=packing.wires,
+        transposes=bool(transpose),
+    )
+    return carrier, vectors, extras, token, packing
+
+
+def carried(
+    carrier: TreeRound,
+    vectors: Sequence[jax.Array],
+    extras: Sequence[jax.Array],
+    group: CodedGroup,
+    token: jax.Array | None,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """What comes of a round, and the next token."""
+    if token is None or group.transport.takes_tokens:
+        return primitive.run(carrier, vectors, extras, token)
+    return primitive.run(carrier, vectors, extras)[0], token  # in order without it
+
+
+def results(
+    out: Sequence[jax.Array],
+    group: CodedGroup,
+    packing: Packing,
+    mean: Any,
+    residual: bool,
+) -> list[Any]:
+    """The sum as a pytree, and its residual if there is one."""
+    found = [_residual(group, out[-1])] if residual else []
+    total = unpack(out[: len(out) - len(found)], packing)
+    return [total if mean is None else divided(total, mean), *found]
+
+
+def begin(
+    name: str,
+    part: Encoded,
+    number: int,
+    group: CodedGroup,
+    about: str = "",
+    *,
+    residual: bool = False,
+    skipped: jax.Array | None = None,
+    token: jax.Array | None = None,
+) -> jax.Array | None:
+    """Send one part of this rank's message, ahead of the call of `summed` that ends the
+    round. The parts but the last, in order.
+
+    Returns:
+        The next token.
+    """
+    vectors, packing = _message(name, part, group, begun=True)
+    vectors = converted(vectors, packing.wires)
+    trip = summing(name, packing, group, about, residual=residual, token=token)
+    if residual:
+        vectors = (*vectors, _probe(group, part.vectors, number))
+    return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
+
+
+def converted(
+    vectors: Sequence[jax.Array], dtypes: Sequence[np.dtype]
+) -> tuple[jax.Array, ...]:
+    """The vectors, the first ones in these dtypes."""
+    converted = (v.astype(dtype) for v, dtype in zip(vectors, dtypes))
+    return (*converted, *vectors[len(dtypes) :])
+
+
+def _probe(
+    group: CodedGroup, vectors: Sequence[jax.Array], number: int | None
+) -> jax.Array:
+    """What finds out the coefficients of the sum, as exactly as these vectors are; of
+    one part only if there is a ``number``."""
+    probe = atoms.probe(group.plan, group.rank)
+    if number is not None:
+        probe = probe.reshape(group.plan.parts_above[group.rank], -1)[number]
+    dtype = np.result_type(np.float32, *(accumulator(v.dtype) for v in vectors))
+    return jnp.asarray(probe, dtype)
+
+
+def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
+    exact, weights = atoms.deviation(group.plan)
+    wrong = found - exact.astype(found.dtype)
+    square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
+    # at 0 the root has no derivative: there it counts as 0, since NaN would spread
+    exactly = square == 0
+    return jnp.where(exactly, 0, jnp.sqrt(jnp.where(exactly, 1, square)))
+
+
+def summing(
+    name: str,
+    packing: Packing,
+    group: CodedGroup,
+    about: str = "",
+    *,
+    down: bool = True,
+    residual: bool = False,
+    token: jax.Array | None = None,
+) -> Trip:
+    """The round of a coded sum of leaves like these, ``about`` which all ranks must agree.
+
+    Raises:
+        ValueError: rounding would spoil it.
+        TypeError: the transport cannot sum such leaves.
+    """
+    for dtype in dict.fromkeys(packing.wires):
+        group.transport.check_sum(dtype)
+        _check_amplification(dtype, group.plan.amplification)
+    words = f"{name} of {packing}{about}"
+    words += group.plan_words
+    words += ", with its residual" * residual + _tokened(token)
+    return Trip(words, down=down)
+
+
+def _tokened(token: jax.Array | None) -> str:
+    """What the words of a call say of its order."""
+    return "" if token is None else ", with a token"
+
+
+def _message(
+    name: str,
+    tree: Any,
+    group: CodedGroup,
+    wire_dtype: Any = None,
+    begun: bool = False,
+) -> tuple[tuple[jax.Array, ...], Packing]:
+    """What this rank sends, or one part of it if ``begun``, and the packing of the
+    gradient that it is about."""
+    plan = group.plan
+    if isinstance(tree, Encoded):
+        parts = 1 if begun else plan.parts_above[group.rank]
+        its = parts, plan.slices_above[group.rank]
+        multiple = plan.padding_multiple
+        if (tree.parts, tree.slices, tree.multiple) != (*its, multiple):
+            raise ValueError(
+                f"rank {group.rank} of this group sends parts={its[0]}, "
+                f"slices={its[1]}, multiple={multiple}, but this message was encoded "
+                f"with parts={tree.parts}, slices={tree.slices}, "
+                f"multiple={tree.multiple}: use this group's assignment and "
+                "encode(..., multiple=group.plan.padding_multiple)"
+            )
+        wanted = checked_wire_dtype(wire_dtype)
+        if wanted not in (None, tree.packing.wire_dtype):
+            raise ValueError(
+                f"this message was encoded with wire_dtype={tree.packing.wire_dtype}, "
+                f"not {wanted}: which leaves it is about is settled there, use "
+                f"encode(..., wire_dtype={wanted.name!r})"
+            )
+        return tree.vectors, tree.packing
+    if plan.encoded:
+        raise TypeError(
+            f"this group has slices or parts ({plan.code}, slices={plan.slices}): its "
+            f"messages are not one weighted gradient, so {name} takes what "
+            f"jaxcoded.kernels.encode made, not a {type(tree).__name__}; "
+            "coded_value_and_grad does both"
+        )
+    return pack(tree, wire_dtype=wire_dtype)
+
+
+def _checked_mean(mean: Any) -> str:
+    """``mean`` in words, as far as it is known."""
+    if mean is None:
+        return ""
+    if isinstance(mean, jax.core.Tracer):
+        if mean.ndim:
+            raise ValueError(f"mean is one number, got an array of shape {mean.shape}")
+        return ", divided by a traced number"
+    if isinstance(mean, bool | str) or np.iscomplexobj(mean):
+        raise TypeError(
+            "mean is the number to divide by, such as the global batch size, "
+            f"got {mean!r}"
+        )
+    if np.ndim(mean):
+        raise ValueError(f"mean is one number, got an array of shape {np.shape(mean)}")
+    if not mean > 0:
+        raise ValueError(
+            f"mean is the number to divide by, so it must be > 0, got {mean!r}"
+        )
+    return f", divided by {float(mean)}"
+
+
+def checked_erasures(erasures: Any, size: int) -> Any:
+    """The mask as an array, if it is one.
+
+    Raises:
+        ValueError: it is not bool ``(size,)``.
+    """
+    if not isinstance(erasures, jax.Array):
+        erasures = np.asarray(erasures)
+    if erasures.shape != (size,) or erasures.dtype != bool:
+        raise ValueError(
+            f"erasures must be bool of shape ({size},), one for each rank, "
+            f"got {erasures.dtype}{list(erasures.shape)}"
+        )
+    return erasures
+
+
+def checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
+    if not group.transport.can_lag:
+        raise ValueError(
+            "skip= needs a group with the engine: with the mpi4jax transport every rank "
+            "contributes; leave ranks out with erasures="
+        )
+    skip = jnp.asarray(skip)
+    if skip.shape or not (
+        skip.dtype == bool or jnp.issubdtype(skip.dtype, jnp.integer)
+    ):
+        raise ValueError(f"skip is True or False, got {skip.dtype}{list(skip.shape)}")
+    return (skip != 0).astype(jnp.int32)
+
+
+def _check_amplification(dtype: np.dtype, amplification: float) -> None:
+    """Refuse a sum that rounding would spoil, and warn where a narrow dtype leaves
+    hardly a digit."""
+    rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
+    remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
+    if rounding > MAX_ROUNDING:
+        raise ValueError(
+            f"the plan's amplification κ = {amplification:.1e} lets rounding in "
+            f"{accumulator(dtype)} grow to {rounding:.1e} of the sum, more than "
+            f"{MAX_ROUNDING:.0e}: {remedy}"
+        )
+    narrow = amplification * float(jnp.finfo(dtype).eps)
+    if dtype != accumulator(dtype) and narrow > MAX_NARROW_ROUNDING:
+        warnings.warn(
+            f"messages in {dtype} with the plan's amplification "
+            f"κ = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
+            stacklevel=_levels_to_the_user(),
+        )
+
+
+def _levels_to_the_user() -> int:
+    """The ``stacklevel`` that names the line which calls this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,175 @@
+"""Uncoded all-reduces written with mpi4jax, to compare with.
+
+All take any pytree of float arrays and a communicator, and sum over all ranks, so that
+one stuck rank stops everybody. They differentiate and batch like
+`jaxcoded.coded_allreduce`. Every rank's contribution counts once: no assignment, no
+weights.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mpi4jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxcoded import _require
+from jaxcoded.plan.tree import Tree, balanced_parents
+from jaxcoded.transport import mpi4jax as transport
+from jaxcoded.transport import primitive
+from jaxcoded.transport.agreement import check_communicator
+from jaxcoded.transport.kernels import accumulator
+from jaxcoded.transport.packing import pack, unpack
+
+
+def allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+    """``mpi4jax.allreduce`` with the sum, one call per dtype; float16 and bfloat16
+    travel as float32.
+
+    Args:
+        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all
+            ranks.
+        comm: an mpi4py intra-communicator.
+
+    Returns:
+        The sum over the ranks, a pytree like ``tree``, on all ranks.
+
+    Example:
+        >>> from jaxcoded.collectives import baselines
+        >>> from mpi4py import MPI
+        >>> baselines.allreduce({"loss": 1.5}, MPI.COMM_SELF)
+        {'loss': Array(1.5, dtype=float32)}
+    """
+    return _sum(tree, _Allreduce(_Communicator(comm)))
+
+
+def ring_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+    """Ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over
+    ``sendrecv``, of ``1/N`` of the data each.
+
+    Takes and returns what `allreduce` does. Patarasuk and Yuan 2009, "Bandwidth optimal
+    all-reduce algorithms".
+    """
+    return _sum(tree, _Ring(_Communicator(comm)))
+
+
+def master_worker_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+    """Rank 0 receives from all others, one after the other, adds up, and sends the sum
+    to each.
+
+    Takes and returns what `allreduce` does.
+    """
+    return _sum(tree, _PlainTree(_Communicator(comm), max(1, comm.size - 1)))
+
+
+def tree_allreduce(tree: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
+    """Up and down a balanced tree with ``fanout`` children to a parent, without any
+    code.
+
+    Takes and returns what `allreduce` does.
+
+    Raises:
+        ValueError: ``fanout < 1``.
+    """
+    fanout = _require.integer("fanout", fanout, 1)
+    return _sum(tree, _PlainTree(_Communicator(comm), fanout))
+
+
+def _sum(tree: Any, carrier: primitive.Carrier) -> Any:
+    vectors, packing = pack(tree)
+    return unpack(primitive.run(carrier, vectors)[0], packing)
+
+
+class _Communicator:
+    """A communicator that is equal to another one of the same handle, so that ``jit``
+    caches hit."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        check_communicator(comm)
+        self.comm = comm
+        # MPI gives the handle of a freed communicator to a new one
+        self.key = (MPI._handleof(comm), comm.rank, comm.size)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Communicator) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Baseline(primitive.Carrier):
+    communicator: _Communicator
+
+    def no_transpose(self) -> str:
+        return ""
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        return self.communicator.comm
+
+    def carry(
+        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        return [self.sum(vector) for vector in vectors]
+
+    @abc.abstractmethod
+    def sum(self, vector: jax.Array) -> jax.Array:
+        """Trace the sum of one vector over the ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Allreduce(_Baseline):
+    def sum(self, vector: jax.Array) -> jax.Array:
+        wide = vector.astype(accumulator(vector.dtype))
+        sums = [
+            mpi4jax.allreduce(part, op=MPI.SUM, comm=self.comm)
+            for part in transport.cut(wide)
+        ]
+        return transport.joined(sums, vector.shape).astype(vector.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring(_Baseline):
+    def sum(self, vector: jax.Array) -> jax.Array:
+        rank, size = self.comm.rank, self.comm.size
+        if size == 1:
+            return vector
+        length = vector.shape[-1]
+        padded = jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % size)])
+        parts = jnp.split(padded, size, axis=-1)
+        before, after = (rank - 1) % size, (rank + 1) % size
+        # reduce-scatter: at its end this rank has the sum of part rank + 1
+        for step in range(size - 1):
+            received = transport.exchange(
+                parts[(rank - step) % size], before, after, self.comm
+            )
+            here = (rank - step - 1) % size
+            wide = accumulator(vector.dtype)
+            total = parts[here].astype(wide) + received.astype(wide)
+            parts[here] = total.astype(vector.dtype)
+        # all-gather
+        for step in range(size - 1):
+            received = transport.exchange(
+                parts[(rank - step + 1) % size], before, after, self.comm
+            )
+            parts[(rank - step) % size] = received
+        return jnp.concatenate(parts, axis=-1)[..., :length]
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlainTree(_Baseline):
+    fanout: int
+
+    def sum(self, vector: jax.Array) -> jax.Array:
+        rank, size = self.comm.rank, self.comm.size
+        tree = Tree(balanced_parents(size, self.fanout, 1))
+        children, parent = tree.children[rank], tree.parents[rank]
+        total = transport.tree_reduce(
+            vector, children, parent, np.ones((1, len(children))), self.comm
+        )
+        return transport.tree_broadcast(total, children, parent, self.comm)

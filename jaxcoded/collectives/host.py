@@ -1,0 +1,104 @@
+"""Collectives on numpy arrays: no JAX arrays, no compilation.
+
+For light processes and tests. They are rounds of the group like any other: a rank may
+take part in a round with these while others do so with a compiled step, as long as
+shapes and dtypes are equal. They need a group with the engine.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.collectives.allreduce import checked_erasures, summing
+from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.transport.packing import Packing
+
+
+def coded_allreduce(
+    array: np.ndarray,
+    group: CodedGroup,
+    *,
+    out: np.ndarray | None = None,
+    skipped: bool = False,
+    erasures: Sequence[bool] | np.ndarray | None = None,
+    wire_dtype: Any = None,
+) -> np.ndarray:
+    """`jaxcoded.coded_allreduce` of one numpy array. Blocks until the result is there.
+
+    Args:
+        array: this rank's contribution, of a float dtype, contiguous; equal shapes and
+            dtypes on all ranks.
+        group: an open group without slices and parts, with ``transport="engine"``.
+        out: where the result goes; may be ``array`` itself. Default: a new array.
+        skipped: this rank has nothing to contribute, as one that is late
+            (`CodedGroup.lag`); ``array`` gives the shape only.
+        erasures, wire_dtype: as for `jaxcoded.coded_allreduce`.
+
+    Returns:
+        ``out``: the sum.
+
+    Raises:
+        ValueError: an array is not contiguous, or ``out`` is not like ``array``,
+            read-only or overlaps ``array`` in part, ``erasures`` has a wrong shape, or
+            ``wire_dtype`` is another one.
+        TypeError: it is not floating point or has another byte order, or the group has
+            slices or parts.
+        CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
+            but as the very classes: `GroupMismatch`, `TooManyErasures`,
+            `Desynchronized`, `GroupClosed`.
+
+    Example:
+        >>> import numpy as np, jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     jaxcoded.host.coded_allreduce(np.arange(3.0), group)
+        array([0., 1., 2.])
+    """
+    check_open(group)
+    with group.failing("coded_allreduce"):
+        array = np.asarray(array)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(
+                f"coded sums need floating point, got an array of {array.dtype}"
+            )
+        if not array.dtype.isnative:
+            raise TypeError(
+                f"the array's byte order is not this machine's ({array.dtype.str}): use "
+                "array.astype(array.dtype.newbyteorder('='))"
+            )
+        if out is not None and not isinstance(out, np.ndarray):
+            raise TypeError(f"out must be a numpy array, got a {type(out).__name__}")
+        result = np.empty_like(array) if out is None else out
+        if (result.shape, result.dtype) != (array.shape, array.dtype):
+            raise ValueError(
+                f"out must be like the array, {array.dtype}{list(array.shape)}, "
+                f"got {result.dtype}{list(result.shape)}"
+            )
+        if not result.flags.writeable:
+            raise ValueError("out is read-only")
+        if not (array.flags.c_contiguous and result.flags.c_contiguous):
+            raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
+        # of contiguous arrays this is exact
+        overlap = np.may_share_memory(array, result)
+        if overlap and array.ctypes.data != result.ctypes.data:
+            raise ValueError(
+                "out overlaps the array in part: give the array itself, or other memory"
+            )
+        if group.plan.encoded:
+            raise TypeError(
+                "collectives on numpy arrays need a group without slices and parts"
+            )
+        packing = Packing.of(array, wire_dtype)
+        trip = summing("coded_allreduce", packing, group)
+        mask = None if erasures is None else checked_erasures(erasures, group.size)
+    vectors, results = [], []
+    for wire in packing.wires:  # one, or none of an array of no elements
+        vectors = [array.astype(wire, copy=False)]
+        results = [result if wire == result.dtype else vectors[0]]
+    group.transport.host_round(trip, vectors, results, erased=mask, skipped=skipped)
+    for received in results:
+        if received is not result:
+            result[...] = received.reshape(result.shape)
+    return result

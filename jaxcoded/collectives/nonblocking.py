@@ -1,0 +1,295 @@
+"""`coded_allreduce` in two calls, so that computation can hide the communication."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+
+from jaxcoded import _require
+from jaxcoded.collectives.allreduce import (
+    TreeRound,
+    carried,
+    checked_skip,
+    converted,
+    prepared,
+    results,
+)
+from jaxcoded.group.group import CodedGroup, check_open, find
+from jaxcoded.transport import primitive
+from jaxcoded.transport.kernels import Encoded
+from jaxcoded.transport.packing import Packing
+
+_NAME = "coded_allreduce"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rounds", "mean"],
+    meta_fields=["group", "packings", "results", "structure", "residual", "tokened"],
+)
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """Rounds that `coded_allreduce_start` has started, for `coded_allreduce_done`.
+
+    A pytree, which can leave and enter ``jit``, and be carried through a ``scan``. It
+    is of this process and of this run of it alone: keep none in a checkpoint.
+
+    Attributes:
+        rounds: for each round the uint32 number by which the engine knows it; with the
+            mpi4jax transport its vectors, which are there already.
+        mean: what to divide by.
+        group: the index of the group.
+        packings, results: of each round, the pytree that it sums, and its vectors.
+        structure: the pytree of the leaves of all rounds, where there are several.
+        residual: whether the residual is found, too.
+        tokened: whether a token orders the calls.
+    """
+
+    rounds: tuple[tuple[jax.Array, ...], ...]
+    mean: jax.Array | None
+    group: int
+    packings: tuple[Packing, ...]
+    results: tuple[tuple[ShapedArray, ...], ...]
+    structure: Any  # jax.tree_util.PyTreeDef
+    residual: bool
+    tokened: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start(TreeRound):
+    """The beginning of a trip; all of it where the transport would not go on with it."""
+
+    def refusal(self, what: str) -> str:
+        return (
+            f"coded_allreduce_start cannot be {what}: use coded_allreduce, or start the "
+            "sum of the gradient that comes out"
+        )
+
+    def results(self, vectors: Sequence[Any]) -> list[ShapedArray]:
+        if find(self.index).transport.most_started:
+            return [ShapedArray((), np.uint32)]
+        return super().results(vectors)
+
+    def _carry(
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Sequence[jax.Array],
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        transport = find(self.index).transport
+        if not transport.most_started:
+            return super()._carry(vectors, extras, token)
+        number, token = transport.start(
+            self.trip,
+            converted(vectors, self.wires),
+            token=token,
+            **self.named(extras),
+        )
+        return [number], token
+
+
+def coded_allreduce_start(
+    tree: Any,
+    group: CodedGroup,
+    *,
+    mean: float | jax.Array | None = None,
+    erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
+    skip: bool | jax.Array | None = None,
+    residual: bool = False,
+    wire_dtype: Any = None,
+    bucket_bytes: int | None = None,
+    token: jax.Array | None = None,
+) -> Any:
+    """Begin a `coded_allreduce` and go on computing.
+
+    A round takes its place in the order of the group's rounds when it is started: all
+    ranks start rounds, and call the group's other collectives, in one order, whenever
+    they call `coded_allreduce_done`. One rank may start a round for which another one
+    calls `coded_allreduce`.
+
+    The engine copies the vectors and carries the rounds while the rank computes. With
+    the mpi4jax transport, whose messages block, the whole round takes place here, so
+    that rounds have the same order; nothing is hidden then, and errors of the round are
+    raised here.
+
+    Usable inside ``jit``, ``scan``, ``while_loop`` and ``cond``; it can be neither
+    differentiated nor batched by ``vmap``.
+
+    Args:
+        tree, group, mean, erasures, skip, residual, wire_dtype: as for
+            `coded_allreduce`.
+        bucket_bytes: start several rounds, each of leaves of about so many bytes
+            (≥ 1). A bucket goes as soon as its own leaves are computed, and the one with
+            the last leaves goes first, as a backward pass finds them. At most 64.
+            Default: one round.
+        token: orders the calls in place of JAX's effects, see `coded_allreduce`. Hand
+            the one that this returns to the next call, `coded_allreduce_done` too.
+
+    Returns:
+        A `Handle`; with a ``token`` the pair of it and the token for the next call.
+
+        The engine keeps what was started and not done: up to 64 rounds of a group, each
+        with a copy of its vectors. For one more it waits for the end of the oldest, and
+        lets go of its result.
+
+    Raises:
+        TypeError, ValueError, GroupClosed: as `coded_allreduce`.
+        TypeError: ``bucket_bytes`` comes with an `Encoded`, which is one message.
+        ValueError: ``bucket_bytes`` is not an integer ≥ 1, or makes more than 64 rounds.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> @jax.jit
+        ... def step(grads, batch):
+        ...     handle = jaxcoded.coded_allreduce_start(grads, group)
+        ...     work = batch @ batch
+        ...     return jaxcoded.coded_allreduce_done(handle, after=work), work
+        >>> step(jnp.arange(3.0), jnp.eye(2))[0]
+        Array([0., 1., 2.], dtype=float32)
+        >>> group.close()
+    """
+    check_open(group)
+    with group.failing(_NAME):
+        skipped = None if skip is None else checked_skip(skip, group)
+        buckets, structure = _buckets(tree, bucket_bytes, group)
+    # all that can be wrong is found before the first of them starts
+    ready = [
+        prepared(
+            *(_NAME, bucket, group, mean, erasures),
+            residual=residual,
+            skipped=skipped,
+            wire_dtype=wire_dtype,
+            token=token,
+        )
+        for bucket in buckets
+    ]
+    if mean is not None and not isinstance(mean, jax.core.Tracer):
+        mean = jnp.asarray(mean, float)  # also of an integer beyond int32
+    flights, packings, shapes = [], [], []
+    first = token = ready[0][3]
+    for carrier, vectors, extras, _, packing in ready:
+        start = _Start(
+            *(carrier.index, carrier.trip, carrier.skips, carrier.erases),
+            wires=carrier.wires,
+        )
+        out, token = carried(start, vectors, extras, group, token)
+        flights.append(tuple(out))
+        packings.append(packing)
+        shapes.append(tuple(carrier.results(vectors)))
+    handle = Handle(
+        tuple(flights),
+        mean,
+        group.index,
+        tuple(packings),
+        tuple(shapes),
+        structure,
+        residual,
+        first is not None,
+    )
+    return handle if token is None else (handle, token)
+
+
+def coded_allreduce_done(
+    handle: Handle, *, after: Any = None, token: jax.Array | None = None
+) -> Any:
+    """What the `coded_allreduce` that was started gives.
+
+    Args:
+        handle: of `coded_allreduce_start`, once.
+        after: pytree of arrays that are computed before this waits. XLA starts what is
+            ready, in no order that can be relied upon, and this occupies one of its
+            threads: name here what the communication is to hide behind.
+        token: what the last call returned, if a token orders the calls.
+
+    Returns:
+        What `coded_allreduce` returns. With a ``residual`` of several rounds, the
+        largest one.
+
+    Raises:
+        TypeError: ``handle`` is not a `Handle`.
+        ValueError: a ``token`` is missing, or there was none at the start.
+        GroupClosed: the group was closed.
+        jax.errors.JaxRuntimeError: what is found during the round, as by
+            `coded_allreduce`; or the handle was used before, or more than 64 rounds were
+            started after it.
+    """
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            "handle must be what coded_allreduce_start returned (with a token, the first "
+            f"of the pair), got a {type(handle).__name__}"
+        )
+    if handle.tokened != (token is not None):
+        raise ValueError(
+            "calls are ordered by tokens or by effects: the round was started "
+            + (
+                "with a token, so hand the next one to coded_allreduce_done too"
+                if handle.tokened
+                else "without a token, so coded_allreduce_done takes none"
+            )
+        )
+    group = find(handle.group)
+    if token is not None:
+        token = primitive.checked_token(token)
+    before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
+    sums, residuals = [], []
+    for flight, packing, shapes in zip(handle.rounds, handle.packings, handle.results):
+        out: Sequence[jax.Array] = flight
+        if group.transport.most_started:
+            wires = [
+                ShapedArray(shape.shape, wire)
+                for shape, wire in zip(shapes, packing.wires)
+            ]
+            out, token = group.transport.finish(
+                flight[0], (*wires, *shapes[len(wires) :]), before, token
+            )
+            out = converted(out, [shape.dtype for shape in shapes])
+        total, *residual = results(out, group, packing, handle.mean, handle.residual)
+        sums.append(total)
+        residuals += residual
+    total = sums[0]
+    if handle.structure is not None:
+        leaves = [leaf for bucket in reversed(sums) for leaf in bucket]
+        total = jax.tree.unflatten(handle.structure, leaves)
+    found = [functools.reduce(jnp.maximum, residuals)] if residuals else []
+    found += [] if token is None else [token]
+    return (total, *found) if found else total
+
+
+def _buckets(
+    tree: Any, bucket_bytes: int | None, group: CodedGroup
+) -> tuple[list[Any], Any]:
+    """What to start, the last leaves first, and the pytree that it is; ``None`` where
+    that is the first bucket."""
+    if bucket_bytes is None:
+        return [tree], None
+    bucket_bytes = _require.integer("bucket_bytes", bucket_bytes, 1)
+    if isinstance(tree, Encoded):
+        raise TypeError(
+            "bucket_bytes splits a pytree of arrays, but an Encoded is one message: "
+            "encode parts of the gradient and start each of them"
+        )
+    leaves, structure = jax.tree.flatten(tree)
+    buckets: list[list[Any]] = [[]]
+    held = 0
+    for leaf in reversed(leaves):
+        size = math.prod(np.shape(leaf)) * np.dtype(jnp.result_type(leaf)).itemsize
+        if size and buckets[-1] and held + size > bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].insert(0, leaf)
+        held += size
+    most = group.transport.most_started
+    if most and len(buckets) > most:
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes} makes {len(buckets)} rounds, but at most {most} "
+            "can be started before the first is done: use larger buckets"
+        )
+    return buckets, structure

@@ -1,0 +1,87 @@
+"""Coded all-reduce as a gradient transformation."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcoded.collectives import allreduce
+from jaxcoded.group.group import CodedGroup, check_open
+
+
+class CodedAllreduceState(NamedTuple):
+    """What the transformation carries from step to step.
+
+    Attributes:
+        token: what orders the calls, see `jaxcoded.coded_allreduce`; ``None`` without
+            ``carry_token``. Its value means nothing, so that a state restored from a
+            checkpoint is as good as a new one.
+    """
+
+    token: jax.Array | None
+
+
+def coded_allreduce(
+    group: CodedGroup,
+    *,
+    mean: float | jax.Array | None = None,
+    wire_dtype: Any = None,
+    carry_token: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Replace local gradients by their exact sum over the global batch.
+
+    For chains, on the local gradient of the loss weighted by ``group.assignment``.
+    Never on what `coded_value_and_grad` returns, which is reduced already. ``init``
+    never communicates. An extra argument ``erasures`` of ``update`` is handed to
+    `jaxcoded.coded_allreduce`.
+
+    Args:
+        group: an open group.
+        mean: the global batch size to divide by. Default: the sum.
+        wire_dtype: as for `jaxcoded.coded_allreduce`.
+        carry_token: order the calls by a number in the state, which is faster to
+            dispatch. Then the step must make no other call of this group.
+
+    Returns:
+        A ``GradientTransformationExtraArgs``; ``update`` raises what
+        `jaxcoded.coded_allreduce` does.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxcoded, jaxcoded.optax, optax
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     tx = optax.chain(jaxcoded.optax.coded_allreduce(group, mean=4), optax.sgd(1.0))
+        ...     updates, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.zeros(2)}))
+        >>> updates
+        {'w': Array([-0.25, -0.25], dtype=float32)}
+    """
+
+    check_open(group)
+
+    def init(params: optax.Params) -> CodedAllreduceState:
+        del params
+        return CodedAllreduceState(jnp.int32(0) if carry_token else None)
+
+    def update(
+        updates: optax.Updates,
+        state: CodedAllreduceState,
+        params: optax.Params | None = None,
+        *,
+        erasures: jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, CodedAllreduceState]:
+        del params, extra_args
+        total = allreduce.coded_allreduce(
+            updates,
+            group,
+            mean=mean,
+            erasures=erasures,
+            wire_dtype=wire_dtype,
+            token=state.token,
+        )
+        if state.token is None:
+            return total, state
+        return total[0], CodedAllreduceState(total[1])
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,392 @@
+"""The gradient of a loss over the global batch, coded and reduced."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.collectives.allreduce import begin, summed
+from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.group.weights import Weights
+from jaxcoded.plan import Plan
+from jaxcoded.transport.kernels import Encoded, accumulator, divided, encode_vector
+from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack
+
+_NAME = "coded_value_and_grad"
+
+# How far the examples that were counted may be from their number: as a share of it; and the
+# roundings that add to those of one for each rank, amplified by the code.
+_MISCOUNT = 1e-6
+_ROUNDINGS = 64
+
+
+def coded_value_and_grad(
+    per_example_loss: Callable[[Any, Any], Any],
+    group: CodedGroup,
+    *,
+    has_aux: bool = False,
+    mean: bool = False,
+    residual: bool = False,
+    wire_dtype: Any = None,
+    own_weights: bool = False,
+) -> Callable[..., tuple[Any, ...]]:
+    """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced,
+    exact, equal on all ranks.
+
+    Encoding is linear, so without slices the coding coefficients are loss weights and
+    there is one backward pass: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices or parts the gradient of every
+    chunk is encoded on its own, one after the other in a ``scan``. A code with several
+    parts sends each as soon as it is ready (with the engine, without ``erasures``), so
+    that what a slow rank has finished counts. A rank (or chunk) whose weights are all 0 computes no
+    gradient, and neither does a rank that is behind (`CodedGroup.lag`): its round is
+    decided, and it catches up. The loss must be a sum over examples: batch normalisation is not, and
+    random keys must belong to the example, not to the rank.
+
+    Args:
+        per_example_loss: ``(params, batch) -> losses`` of shape ``(length,)``, or
+            ``(losses, aux)`` with ``has_aux``.
+        group: an open group.
+        has_aux: whether it returns auxiliary data, a pytree of arrays. They are this
+            rank's own, not reduced; zeros where it computed nothing, and, with slices,
+            stacked over the chunks.
+        mean: divide loss and gradient by the number of examples in the global batch. They
+            are counted by the same code. Where the count is not this number the values
+            of some rank's weights have changed, and the sum is as wrong: loss and
+            gradient are NaN then, on all ranks. With an approximate code, or
+            ``on_deadline="approximate"``, divide by the weight that the examples have in
+            the sum.
+        residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
+            ``c_k`` with which the cells of the batch, its parts ``p_k``, entered; of
+            cells that divide the batch, see `coded_allreduce`.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
+            arrays travel, see `coded_allreduce`. Gradients are computed and encoded as
+            without it, and loss and count keep all digits.
+        own_weights: take weights of your own, arrays like those of
+            ``group.assignment``. Nothing can be said of their sum then, so ``mean`` is
+            refused.
+
+    Returns:
+        A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
+        grads)``, or ``((loss, aux), grads)``; with ``residual``, ``(loss, grads,
+        residual)``; with a ``token``, a pair of that and the token for the next call,
+        see `coded_allreduce`. ``batch`` is a pytree of this rank's examples, leading
+        axis ``length`` as in ``group.assignment``, and ``weights`` are the `Weights`
+        that came with it, for the same batch size on all ranks. The
+        loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
+        `jaxcoded.optax.coded_allreduce` behind it.
+
+        It raises ``TypeError`` for weights that are not `Weights`, and for losses or leaves
+        of ``params`` that are not floating point (partition the model), ``ValueError``
+        for weights of another plan or rank, and for shapes that do not fit, and what
+        `coded_allreduce` raises; ``GroupMismatch`` also where ranks differ in the batch
+        size.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> indices, weights = group.assignment(4)
+        >>> step = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: (w - x) ** 2, group, mean=True))
+        >>> loss, grad = step(1.0, jnp.arange(4.0)[indices], weights)
+        >>> float(loss), float(grad)
+        (1.5, -1.0)
+        >>> group.close()
+    """
+    check_open(group)
+    with group.failing(_NAME):
+        wire_dtype = checked_wire_dtype(wire_dtype)
+        if own_weights and mean:
+            raise ValueError(
+                "mean=True divides by the number of examples, which the weights of "
+                "group.assignment add up to. What own_weights add up to only you know: "
+                "leave mean out, and divide by it"
+            )
+
+    def value_and_grad(
+        params: Any,
+        batch: Any,
+        weights: Weights | jax.Array | np.ndarray,
+        *,
+        erasures: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[Any, Any]:
+        with group.failing(_NAME):
+            _check_parameters(params)
+            batch = jax.tree.map(jnp.asarray, batch)
+            coding, about = _checked_weights(weights, group, own_weights)
+            _check_shapes(batch, coding, group)
+            behind = None
+            if group.transport.can_lag:
+                lag, token = group.transport.lag(token)
+                behind = (lag > 0).astype(jnp.int32)
+            partial = functools.partial(
+                _weighted, per_example_loss, has_aux, mean, params
+            )
+            parts = group.plan.parts_above[group.rank]
+            ahead = group.transport.takes_parts and erasures is None and parts > 1
+            if group.plan.encoded:
+
+                def send(part: Encoded, number: int) -> jax.Array | None:
+                    """What is ready goes ahead. Whether this rank is behind by now."""
+                    nonlocal token
+                    token = begin(
+                        _NAME,
+                        part,
+                        number,
+                        group,
+                        about,
+                        residual=residual,
+                        skipped=behind,
+                        token=token,
+                    )
+                    lag, token = group.transport.lag(token)
+                    return (lag > 0).astype(jnp.int32)
+
+                local, aux, behind = _encoded(
+                    partial,
+                    batch,
+                    coding,
+                    behind,
+                    group.plan,
+                    parts,
+                    send if ahead else None,
+                    wire_dtype,
+                )
+            else:
+                local, aux = partial(behind, batch, coding)
+        # the skipped gradient and its round are one: zeros can never enter a sum
+        out = summed(
+            _NAME,
+            local,
+            group,
+            erasures=erasures,
+            about=about,
+            residual=residual,
+            skipped=behind,
+            wire_dtype=wire_dtype,
+            token=token,
+            begun=ahead,
+        )
+        reduced, *more = out if residual or token is not None else (out,)
+        loss, grads = reduced["loss"], reduced["grads"]
+        if mean:
+            count = reduced["count"]
+            if group.approximate:  # of nothing that came the mean is 0, as the sum
+                count = jnp.where(count == 0, 1, count)
+            else:
+                assert isinstance(weights, Weights)  # one's own have no mean
+                count = _checked_count(count, weights, group.plan)
+            loss, grads = divided((loss, grads), count)
+        result = ((loss, aux) if has_aux else loss), grads, *more[:residual]
+        return result if token is None else (result, more[-1])
+
+    return value_and_grad
+
+
+def _weighted(
+    per_example_loss: Callable[[Any, Any], Any],
+    has_aux: bool,
+    counted: bool,
+    params: Any,
+    behind: jax.Array | None,
+    batch: Any,
+    weights: jax.Array,
+) -> tuple[Any, Any]:
+    """``Σ w ℓ``, ``∇ Σ w ℓ`` and, if ``counted``, ``Σ w``; and the auxiliary data. Zeros, and
+    no gradient computed, where all weights are 0 or this rank is ``behind``."""
+
+    def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        out = per_example_loss(params, batch)
+        if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):
+            wanted = "the pair (losses, aux)" if has_aux else "the losses alone"
+            raise ValueError(
+                f"with has_aux={has_aux} per_example_loss must return {wanted}, "
+                f"got {jax.tree.structure(out)}"
+            )
+        losses, aux = out if has_aux else (out, None)
+        losses = jnp.asarray(losses)
+        if losses.shape != weights.shape:
+            raise ValueError(
+                "per_example_loss must return one loss for each example, "
+                f"shape {weights.shape}, got {losses.shape}"
+            )
+        if not jnp.issubdtype(losses.dtype, jnp.floating):
+            raise TypeError(
+                "per_example_loss must return losses in floating point, got "
+                f"{losses.dtype}: cast what they are computed from"
+            )
+        w = weights.astype(accumulator(losses.dtype))
+        # padding has weight 0 and must not count, whatever its loss is
+        loss = jnp.sum(jnp.where(w != 0, w * losses.astype(w.dtype), 0))
+        return loss, (jnp.sum(w), aux)
+
+    def compute() -> tuple[Any, Any]:
+        value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
+        (loss, (count, aux)), grads = value_and_grad(params)
+        sums = {"loss": loss, "grads": grads}
+        return (sums | {"count": count} if counted else sums), aux
+
+    def skip() -> tuple[Any, Any]:
+        return jax.tree.map(_zeros, jax.eval_shape(compute))
+
+    needed = jnp.any(weights != 0)
+    if behind is not None:
+        needed &= behind == 0
+    return jax.lax.cond(needed, compute, skip)
+
+
+def _encoded(
+    partial: Callable[[jax.Array | None, Any, jax.Array], tuple[Any, Any]],
+    batch: Any,
+    weights: jax.Array,
+    behind: jax.Array | None,
+    plan: Plan,
+    parts: int,
+    send: Callable[[Encoded, int], jax.Array | None] | None,
+    wire_dtype: np.dtype | None,
+) -> tuple[Encoded, Any, jax.Array | None]:
+    """The coded message of what ``partial`` makes of every chunk, one after the other;
+    the auxiliary data, stacked; and whether this rank is behind at the end.
+
+    With ``send`` every part but the last goes there when its chunks are done, and the
+    message is the last one.
+    """
+    chunks, chunk_size, _ = weights.shape
+    multiple = plan.padding_multiple
+    weights = weights.reshape(chunks, chunk_size, parts, -1)
+    slices = weights.shape[-1]
+    batches = jax.tree.map(
+        lambda leaf: leaf.reshape(chunks, chunk_size, *leaf.shape[1:]), batch
+    )
+    held = jnp.any(weights != 0, axis=(2, 3)).astype(weights.dtype)
+    local, _ = jax.eval_shape(
+        partial, behind, jax.tree.map(lambda leaf: leaf[0], batches), held[0]
+    )
+    packing = Packing.of(local, wire_dtype)
+    message = tuple(
+        jnp.zeros(
+            (parts, -(-length // multiple) * multiple // slices),
+            accumulator(kind.dtype),
+        )
+        for kind, length in packing.vectors.items()
+    )
+
+    def steps(behind: jax.Array | None) -> Callable[..., tuple[Any, Any]]:
+        # a new function for each stage: `scan` would trace one only once, with the
+        # first stage's `behind`
+        def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
+            chunk, mask, coefficients = operands
+            local, aux = partial(behind, chunk, mask)
+            # padding stands at the end of a chunk: its first example has the
+            # coefficients of all
+            added = [
+                jax.vmap(
+                    lambda row, v=vector: encode_vector(v[None], row[None], multiple)
+                )(coefficients[0])
+                for vector in pack(local, wire_dtype=wire_dtype)[0]
+            ]
+            return tuple(map(jnp.add, message, added)), aux
+
+        return step
+
+    def encoded(vectors: Iterable[jax.Array], parts: int) -> Encoded:
+        flat = (
+            v.reshape(-1).astype(kind.dtype)
+            for v, kind in zip(vectors, packing.vectors)
+        )
+        return Encoded(tuple(flat), packing, slices, multiple, parts)
+
+    operands = batches, held, weights
+    if send is None:
+        message, aux = jax.lax.scan(steps(behind), message, operands)
+        return encoded(message, parts), aux, behind
+    # as `assignment` has ordered them: after each of these, one more part is complete
+    stages = []
+    for part in range(parts):
+        stage = jax.tree.map(
+            lambda leaf, part=part: jnp.split(leaf, parts)[part], operands
+        )
+        message, aux = jax.lax.scan(steps(behind), message, stage)
+        stages.append(aux)
+        if part < parts - 1:
+            behind = send(encoded([vector[part] for vector in message], 1), part)
+    aux = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stages)
+    return encoded([vector[-1] for vector in message], 1), aux, behind
+
+
+def _checked_count(count: jax.Array, weights: Weights, plan: Plan) -> jax.Array:
+    """The number of examples if that is what was counted, to rounding; otherwise NaN.
+
+    NaN, since an error would be raised besides the order of the rounds: this rank's
+    program would end in the middle of sending the result on, or of the next round.
+    """
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in (count, weights))
+    rounding = (_ROUNDINGS + plan.size) * plan.amplification * eps
+    number = jnp.asarray(weights.batch_size, count.dtype)
+    near = jnp.abs(count - number) <= max(_MISCOUNT, rounding) * number
+    return jnp.where(near, number, jnp.nan)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _check_parameters(params: Any) -> None:
+    """All can be differentiated."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None and isinstance(leaf, bool | int | float | complex):
+            dtype = jnp.result_type(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            kind = f"a {type(leaf).__name__}" if dtype is None else f"of dtype {dtype}"
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {kind}, which has no gradient: "
+                "partition the model, hand over its floating-point leaves as params, and "
+                "put the rest back in per_example_loss, as equinox.partition(model, "
+                "equinox.is_inexact_array) and equinox.combine do"
+            )
+
+
+def _checked_weights(
+    weights: Any, group: CodedGroup, own: bool
+) -> tuple[jax.Array, str]:
+    """The weights as an array, and what all ranks must agree on about them."""
+    if own:
+        array = jnp.asarray(weights)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(
+                f"weights must be floating point as group.assignment makes them, got "
+                f"{array.dtype}"
+            )
+        return array, ", with weights of their own"
+    if not isinstance(weights, Weights):
+        raise TypeError(
+            "weights must be what group.assignment returned, as it is: the code can only "
+            "decode what was weighted with its own coefficients, and anything else gives "
+            f"a wrong sum. Got a {type(weights).__name__}. (Weights of your own, of which "
+            "you know better: coded_value_and_grad(..., own_weights=True))"
+        )
+    weights.check(group.plan, group.rank)
+    return jnp.asarray(weights), f", for a batch of {weights.batch_size}"
+
+
+def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
+    plan, rank = group.plan, group.rank
+    numbers, encoded = plan.parts_above[rank] * plan.slices_above[rank], plan.encoded
+    if weights.ndim != (3 if encoded else 1) or (
+        encoded and weights.shape[2] != numbers
+    ):
+        wanted = f"(chunks, length // chunks, {numbers})" if encoded else "(length,)"
+        raise ValueError(
+            f"weights must have shape {wanted} as group.assignment makes them, got {weights.shape}"
+        )
+    length = weights.shape[0] * weights.shape[1] if encoded else weights.shape[0]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, but the weights are for {length} examples: "
+                "index the global batch with group.assignment's indices"
+            )

@@ -1,1 +1,0 @@
-"""The communication engine: a compiled extension that carries messages over MPI."""

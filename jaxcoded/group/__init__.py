@@ -1,0 +1,1 @@
+"""A plan on the ranks of a communicator, and what it has seen of its rounds."""

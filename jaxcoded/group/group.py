@@ -1,0 +1,752 @@
+"""A group: a plan on a communicator."""
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, overload
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxcoded import _require
+from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
+from jaxcoded.group import debugging, snapshots
+from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
+from jaxcoded.group.weights import Weights
+from jaxcoded.plan import Plan, make_plan
+from jaxcoded.plan.assignment import assignment
+from jaxcoded.planner import automatic
+from jaxcoded.planner.candidates import PIECE
+from jaxcoded.transport import cuda_aware, engine, primitive
+from jaxcoded.transport.agreement import check_communicator, disagreement, plain
+from jaxcoded.transport.base import Transport
+from jaxcoded.transport.deadline import Deadline
+from jaxcoded.transport.mpi4jax import Mpi4jax
+
+TRANSPORTS = ("auto", "engine", "mpi4jax")
+LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
+
+
+class CodedGroup:
+    """The ranks of a communicator with a plan: what every collective of this library
+    works on.
+
+    Collective: all ranks of ``comm`` make the group with the same arguments, and call
+    its collectives in one order. The group works on a duplicate of ``comm``, so that
+    its messages meet no others. Two groups are never equal, and never share a compiled
+    function.
+
+    The root, rank 0 unless the plan says otherwise, is the one rank that must live.
+
+    Args:
+        comm: an mpi4py intra-communicator.
+        plan: ``"auto"``: find the tree, the code and the pieces with which a step is
+            expected to be the fastest, from a measurement of links and ranks that takes
+            about two seconds, and the simulator (``docs/planning.md``). The group may be
+            uncoded then. `planned` says why. Instead of ``stragglers``, ``fanout``,
+            ``code``, ``slices``, ``root_computes``, ``speeds`` and ``piece_bytes``.
+        payload: for ``plan="auto"``: bytes that a step sums.
+        work: for ``plan="auto"``: a function ``work(part)`` that computes what a rank
+            would compute for a part of the batch, a number up to 1. It is called for
+            about a second after a first call, with ``1/(N−1)`` each time. Or the
+            seconds that a usual rank would take for the whole batch on its own, as in
+            ``jaxcoded plan --compute``: then a loop measures how much ranks differ.
+        stragglers: ``s``, the number of children of every parent that may be missing.
+            Default 1.
+        fanout: the largest number of children of a parent; see `make_plan`.
+        code: kind of gradient code, or one for each layer or parent; see `make_plan`.
+        slices: ``m``, messages shrink by this in every layer; see `make_plan`. Default
+            1.
+        root_computes: whether the root holds data.
+        transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
+            which every rank must turn up; or ``"auto"``, the engine where all ranks
+            have it, and otherwise mpi4jax with a warning.
+        seed: of random codes.
+        speeds: relative speed of each rank; see `make_plan`.
+        piece_bytes: of the engine: bytes in which long messages move. Shorter pieces go
+            through a deep tree sooner, longer ones cost less work. Default 256 KiB, at most
+            1 GiB.
+        history_bytes: of the engine: memory of a rank for results that late ranks
+            lack, in bytes; at least 64 rounds are kept up to 1 GiB.
+        deadline: of the engine: how long the root waits for more children than a round
+            can do without, in seconds from the beginning of a round; or ``"3x"``, 3
+            times what it takes as a rule (the median of the latest rounds of the same
+            call in which nobody missed the deadline, once there are 5); or ``None``. A
+            parent further down, ``h`` layers above the lowest leaf below it, has
+            ``h / H`` of the time. Never needed for up to ``stragglers`` late children.
+        on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
+            once per round (``logging``, logger ``jaxcoded``), and waits on.
+            ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
+            ``"approximate"``: parents go on with the least-squares combination of what
+            has come. ``residual=True`` in a call tells how far its sum is from the
+            exact one.
+        telemetry_rounds: of the engine: how many of the latest rounds `telemetry`
+            tells of; 0 turns it off.
+        debug: of the engine: look for mistakes in the program. Every parent waits for
+            all of its children and compares what they send, which the redundancy of the
+            code allows: a round whose contributions are not coded sums of the same
+            gradients fails with `InconsistentMessages` on all ranks, before anybody
+            gets its sum (``docs/sharp-bits.md``). Parents whose children cannot be
+            checked are named in a warning. Default: ``JAXCODED_DEBUG=1`` in the
+            environment, which leaves groups as they are (with a warning) where
+            ``debug=True`` is an error.
+
+    Raises:
+        TypeError: ``comm`` is not an intra-communicator.
+        ValueError: no such plan, ``transport="engine"`` where it cannot be used, or
+            ``debug=True`` without the engine, without any redundancy, or with
+            ``on_deadline="approximate"``. Raised on every rank.
+        GroupMismatch: ranks gave different arguments. Raised on every rank; the message
+            names them.
+
+    Example:
+        >>> from mpi4py import MPI
+        >>> import jaxcoded
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     group.rank, group.size, group.assignment(4)[0].tolist()
+        (0, 1, [0, 1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        *,
+        plan: str | None = None,
+        payload: float | None = None,
+        work: Callable[[float], Any] | float | None = None,
+        stragglers: int | None = None,
+        fanout: int | None = None,
+        code: str | Mapping[int, str] | Sequence[str] = "auto",
+        slices: int | None = None,
+        root_computes: bool = False,
+        transport: str = "auto",
+        seed: int = 0,
+        speeds: Sequence[float] | None = None,
+        piece_bytes: int | None = None,
+        history_bytes: int = 256 << 20,
+        deadline: float | str | None = 10.0,
+        on_deadline: str = "wait",
+        telemetry_rounds: int = 1024,
+        debug: bool | None = None,
+    ) -> None:
+        request: dict[str, Any] = {
+            "stragglers": 1 if stragglers is None else stragglers,
+            "fanout": fanout,
+            "code": code,
+            "slices": 1 if slices is None else slices,
+            "root_computes": root_computes,
+            "seed": seed,
+            "speeds": speeds,
+        }
+        if plan is None and payload is None and work is None:
+            said, planner = request, lambda size: make_plan(size, **request)
+        else:
+            given = {
+                "stragglers": stragglers,
+                "fanout": fanout,
+                "code": None if isinstance(code, str) and code == "auto" else code,
+                "slices": slices,
+                "root_computes": root_computes or None,
+                "speeds": speeds,
+                "piece_bytes": piece_bytes,
+            }
+            given = {k: v for k, v in given.items() if v is not None}
+            how = "a function" if callable(work) else work
+            said = {"plan": plan, "payload": payload, "work": how, "seed": seed}
+
+            def planner(size: int) -> Plan:
+                automatic.check(plan, payload, work, given)
+                return make_plan(size, stragglers=0, seed=seed)  # to begin with
+
+        self._open(
+            comm,
+            transport,
+            said,
+            planner,
+            lambda own: automatic.choose(own, payload, work, seed) if plan else None,  # type: ignore[arg-type]  # checked by then
+            piece_bytes,
+            history_bytes,
+            deadline,
+            on_deadline,
+            telemetry_rounds,
+            debug,
+        )
+
+    @classmethod
+    def from_plan(
+        cls,
+        comm: MPI.Intracomm,
+        plan: Plan,
+        *,
+        transport: str = "auto",
+        piece_bytes: int | None = None,
+        history_bytes: int = 256 << 20,
+        deadline: float | str | None = 10.0,
+        on_deadline: str = "wait",
+        telemetry_rounds: int = 1024,
+        debug: bool | None = None,
+    ) -> "CodedGroup":
+        """A group with a plan made before, such as one with an explicit tree.
+        Collective.
+
+        Args:
+            comm: as for the constructor.
+            plan: for as many ranks as ``comm`` has.
+            transport, piece_bytes, history_bytes, deadline, on_deadline, telemetry_rounds, debug:
+                as for the constructor.
+
+        Raises:
+            ValueError: the plan is for another number of ranks.
+            TypeError: it is not a plan, or ``comm`` not an intra-communicator.
+            GroupMismatch: ranks gave different plans. Raised on every rank.
+
+        Example:
+            >>> from mpi4py import MPI
+            >>> import jaxcoded
+            >>> plan = jaxcoded.make_plan(1)
+            >>> with jaxcoded.CodedGroup.from_plan(MPI.COMM_SELF, plan) as group:
+            ...     group.plan == plan
+            True
+        """
+
+        def fitting(size: int) -> Plan:
+            if not isinstance(plan, Plan):
+                raise TypeError(
+                    f"plan must be a jaxcoded.Plan, got {type(plan).__name__}"
+                )
+            if plan.size != size:
+                raise ValueError(
+                    f"the plan is for {plan.size} ranks, but the communicator has {size}"
+                )
+            return plan
+
+        group = cls.__new__(cls)
+        group._open(
+            comm,
+            transport,
+            {"plan": plan},
+            fitting,
+            lambda own: None,
+            piece_bytes,
+            history_bytes,
+            deadline,
+            on_deadline,
+            telemetry_rounds,
+            debug,
+        )
+        return group
+
+    def _open(
+        self,
+        comm: MPI.Intracomm,
+        transport: str,
+        request: dict[str, Any],
+        planner: Callable[[int], Plan],
+        chooser: Callable[[MPI.Intracomm], automatic.Choice | None],
+        piece_bytes: int | None,
+        history_bytes: int,
+        deadline: float | str | None,
+        on_deadline: str,
+        telemetry_rounds: int,
+        debug: bool | None,
+    ) -> None:
+        check_communicator(comm)
+        self._comm = comm.Dup()
+
+        self._piece_bytes = PIECE if piece_bytes is None else piece_bytes
+        looks = debugging.asked(debug)
+
+        def checked(size: int) -> Plan:
+            _require.integer("piece_bytes", self._piece_bytes, 1, LONGEST_PIECE)
+            _require.integer("history_bytes", history_bytes, 0)
+            _require.integer("telemetry_rounds", telemetry_rounds, 0)
+            self.deadline = Deadline.parsed(deadline, on_deadline)
+            self.debug = debugging.checked(looks)
+            return planner(size)
+
+        request = request | {
+            "piece_bytes": self._piece_bytes,
+            "deadline": deadline,
+            "on_deadline": on_deadline,
+            "debug": looks,
+        }
+        self._planned = ""
+        try:
+            self.plan = self._agreed_plan(transport, request, checked)
+            if (choice := chooser(self._comm)) is not None:
+                self.plan, self._piece_bytes, self._planned = choice
+            self.index = next(_indices)
+            self.transport = self._agreed_transport(
+                transport, history_bytes, telemetry_rounds, debug is not None
+            )
+        except Exception:
+            self._comm.Free()
+            raise
+        self._rank = self._comm.rank
+        self._snapshots = 0
+        self._successor: CodedGroup | None = None
+        # what coded calls say of the plan, which a replan may have passed some ranks by
+        self.plan_words = ""
+        _groups[self.index] = self
+
+    def _agreed_transport(
+        self, transport: str, history_bytes: int, telemetry_rounds: int, explicit: bool
+    ) -> Transport:
+        """The transport asked for, the same on all ranks; ``explicit``: a call asked for
+        ``debug``, and not the environment."""
+        reason = "" if transport == "mpi4jax" else engine.missing()
+        reasons = self._comm.allgather(reason)
+        if transport == "mpi4jax" or any(reasons):
+            words = "; ".join(
+                f"rank {rank}: {reason}"
+                for rank, reason in enumerate(reasons)
+                if reason and reason not in reasons[:rank]
+            )
+            if transport == "engine":
+                raise ValueError(f'transport="engine" cannot be used: {words}')
+            if self.deadline.action != "wait":
+                raise ValueError(
+                    f'on_deadline="{self.deadline.action}" needs the engine'
+                    + (f", which cannot be used: {words}" if words else "")
+                )
+            if transport == "auto" and self._comm.rank == 0:
+                warnings.warn(
+                    "falling back on the mpi4jax transport, in which every rank waits "
+                    f"for the slowest one; {words}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            if refused := list(
+                filter(None, self._comm.allgather(cuda_aware.refusal()))
+            ):
+                raise ValueError(refused[0])
+            self.debug = self._can_debug("mpi4jax", explicit)
+            return Mpi4jax(self.index, self._comm, self.plan)
+        self.debug = self._can_debug("engine", explicit)
+        return engine.Engine(
+            self.index,
+            self._comm,
+            self.plan,
+            piece_bytes=self._piece_bytes,
+            history_bytes=history_bytes,
+            telemetry_rounds=telemetry_rounds,
+            deadline=self.deadline,
+            debug=self.debug,
+        )
+
+    def _can_debug(self, transport: str, explicit: bool) -> bool:
+        """Whether this group looks for mistakes, if it was asked to."""
+        if not self.debug:
+            return False
+        why_not = debugging.refusal(self.plan, self.deadline, transport)
+        if why_not and explicit:
+            raise ValueError(f"debug=True {why_not}")
+        said = (
+            f"{debugging.VARIABLE} is ignored: debug {why_not}"
+            if why_not
+            else debugging.gaps(self.plan)
+        )
+        if said and self._comm.rank == 0:
+            warnings.warn(said, RuntimeWarning, stacklevel=5)
+        return not why_not
+
+    def _agreed_plan(
+        self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]
+    ) -> Plan:
+        """This rank's plan, once all ranks are known to have the same one. Otherwise
+        the same error on all of them."""
+        plan: Plan | None = None
+        failure: Exception | None = None
+        try:
+            if transport not in TRANSPORTS:
+                raise ValueError(
+                    f"transport must be one of {', '.join(TRANSPORTS)}, "
+                    f"got {transport!r}"
+                )
+            plan = planner(self._comm.size)
+        except Exception as error:  # noqa: BLE001  # the others wait for a word
+            failure = error
+        outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
+        words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
+        said = disagreement(
+            self._comm, f"{words}, transport={transport} ({outcome[:200]})"
+        )
+        if said is not None:
+            raise GroupMismatch(
+                f"ranks made a group with different arguments; {said}"
+            ) from failure
+        if plan is None:
+            assert failure is not None
+            raise failure
+        return plan
+
+    @property
+    def planned(self) -> str:
+        """With ``plan="auto"``: what was chosen and why, in words; otherwise empty."""
+        return self._planned
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.plan.size
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The group's own duplicate of the communicator it was made with."""
+        return self._comm
+
+    @property
+    def approximate(self) -> bool:
+        """Whether sums may be approximate: by the code, or after the deadline."""
+        return self.plan.approximate or self.deadline.action == "approximate"
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of this group that this rank has called."""
+        check_open(self)
+        return self.transport.rounds()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.index not in _groups
+
+    def assignment(self, batch_size: int) -> tuple[np.ndarray, Weights]:
+        """What this rank reads of a global batch, and its coding weights.
+
+        Args:
+            batch_size: number of examples in the global batch.
+
+        Returns:
+            indices: int64 ``(length,)`` into the global batch, of one length ≥ 1 on all
+                ranks; with ``speeds``, of a length of its own on each. Padding repeats
+                one of the rank's own examples (example 0 where it has none) with
+                weight 0.
+            weights: a `Weights`, which computes like an array of JAX's default float
+                dtype: ``(length,)`` loss weights, or, with slices or parts, the
+                coefficients ``(chunks, length // chunks, P · M)`` for
+                `coded_value_and_grad`; see `jaxcoded.plan.assignment.assignment`.
+
+        Raises:
+            ValueError: ``batch_size < 1``.
+        """
+        indices, weights = assignment(self.plan, self.rank, batch_size)
+        values = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
+        return indices, Weights(
+            values, int(batch_size), self.plan.fingerprint, self.rank
+        )
+
+    @overload
+    def lag(self, *, token: None = None) -> int | jax.Array: ...
+
+    @overload
+    def lag(self, *, token: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+
+    def lag(
+        self, *, token: jax.Array | None = None
+    ) -> int | jax.Array | tuple[jax.Array, jax.Array]:
+        """Rounds of this group that are decided, as far as this rank knows, and that it
+        has not called yet.
+
+        While it is not 0 the next collective returns a result that is there already,
+        and this rank's contribution is dropped: it can leave out its gradient, as
+        `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
+        transport, always.
+
+        Outside ``jit`` this waits for this rank's own rounds in flight; of calls ordered by
+        a token it knows nothing unless it has the token, too. To leave out a gradient of your own, hand
+        `jaxcoded.coded_allreduce` ``skip=True`` with that very call: zeros alone would
+        count as a contribution if the round is not decided yet.
+
+        Args:
+            token: orders this call, see `jaxcoded.coded_allreduce`.
+
+        Returns:
+            A number; inside ``jit`` an int32 scalar, read in the order of the
+            collectives; with a ``token``, inside and outside, the pair of that and the
+            token for the next call.
+
+        Raises:
+            TypeError: ``token`` is not an int32 number.
+        """
+        check_open(self)
+        if token is not None:
+            lag, token = self.transport.lag(primitive.checked_token(token))
+            assert token is not None
+            return lag, token
+        if primitive.tracing():
+            return self.transport.lag(None)[0]
+        primitive.settle()
+        return self.transport.host_lag()
+
+    def snapshot(self, state: Any, *, every: int = 16) -> bool:
+        """Keep a copy of this rank's state for ranks that have to start from one; see
+        `resync`.
+
+        Call it on every rank after each step, with what the step returned: parameters,
+        optimizer state, step number, position of the sampler. It waits for this rank's
+        own steps, and for nobody else. Late ranks can use the copy while the results of
+        the rounds after it are kept, so ``every`` steps must have fewer rounds than the
+        history (64 or more).
+
+        Args:
+            state: pytree of arrays, equal on all ranks.
+            every: copy at every so many calls (≥ 1).
+
+        Returns:
+            Whether this call made a copy.
+
+        Raises:
+            ValueError: ``every`` is not an integer ≥ 1.
+            TypeError: a leaf is not an array of numbers.
+        """
+        check_open(self)
+        every = _require.integer("every", every, 1)
+        self._snapshots += 1
+        if (self._snapshots - 1) % every:
+            return False
+        # every round that was started before belongs to the state
+        primitive.settle()
+        self.transport.keep_state(
+            np.concatenate([_digest(self.plan), snapshots.to_bytes(state)])
+        )
+        return True
+
+    def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
+        """Continue from the newest snapshot of the nearest rank above.
+
+        For a rank whose calls raise `Desynchronized`. Its next collectives are those
+        that followed the snapshot: their results come from the history.
+
+        Args:
+            like: pytree of arrays or ``jax.ShapeDtypeStruct``: only structure, shapes
+                and dtypes count.
+            timeout: seconds to wait for an answer.
+
+        Returns:
+            The state, a pytree of arrays.
+
+        Raises:
+            Desynchronized: nobody above has a snapshot, or answers in time; or there
+                was a `replan` since.
+            ValueError: the snapshot is of another state.
+        """
+        check_open(self)
+        primitive.settle()
+        round_, data = self.transport.fetch_state(timeout)
+        if not round_:
+            raise Desynchronized(
+                f"no rank above rank {self.rank} has a snapshot from which it could go "
+                f"on, or none has answered within {timeout} s: call group.snapshot on "
+                "all ranks after each step, and every so often that the rounds since are "
+                "still kept. Only a rank whose calls raise Desynchronized needs to "
+                "resync"
+            )
+        plan = _digest(self.plan)
+        if data[: len(plan)] != plan.tobytes():
+            raise Desynchronized(
+                f"the ranks of this group went on with another plan after rank "
+                f"{self.rank} lost touch: call replan before a rank can be that late, "
+                "or keep a longer history (history_bytes)"
+            )
+        state = snapshots.from_bytes(data[len(plan) :], like)
+        self.transport.resume()
+        return state
+
+    def telemetry(self) -> Telemetry:
+        """What this rank has seen of the latest rounds: who was in time and how late,
+        who decided, what took how long. Neither waits nor communicates.
+
+        The root sees its own children like any parent, and knows besides how fast all
+        ranks are (`Telemetry.speeds`).
+
+        Raises:
+            NotImplementedError: with the mpi4jax transport, where all ranks wait for
+                the slowest.
+        """
+        check_open(self)
+        plan = self.plan
+        return Telemetry.of(
+            self.rank,
+            plan.to_json(),
+            np.array(plan.parents),
+            np.array([float(plan.load_of(rank)) for rank in range(plan.size)]),
+            self.transport.telemetry(),
+        )
+
+    def on_round(self, callback: Callable[[RoundSeen], Any]) -> None:
+        """Call a function with a `jaxcoded.group.telemetry.RoundSeen` after each of this
+        rank's rounds, for loggers.
+
+        It runs on a thread of its own, in the order of the rounds, and holds up no
+        round. What it raises is logged. A group has one such function, the latest; it is
+        called no more once the group is closed and it has seen all rounds.
+        """
+        check_open(self)
+        report(self.transport.reports(), callback)
+
+    def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
+        """The group with its data laid out anew, in proportion to these speeds.
+
+        A round like any other: all ranks call it between the same two rounds, and nobody
+        waits for a late one. The root's speeds count, such as
+        ``group.telemetry().speeds``. This group is closed by it: take the new one's
+        `assignment`, and compile the step with the new one. A ``with`` block of this
+        group closes the new one at its end.
+
+        Args:
+            speeds: relative speed of each rank, positive; see `make_plan`.
+
+        Returns:
+            A group of the same ranks. Its tree, codes and options are the same.
+
+        Raises:
+            ValueError: there is no such plan. On every rank; this group stays open.
+            GroupMismatch: other ranks called something else. The root's speeds may have
+                reached some ranks and not others by then; sums of ranks with different
+                plans raise it, too, until all of them have replanned.
+
+        Example:
+            >>> from mpi4py import MPI
+            >>> import jaxcoded
+            >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+            >>> group = group.replan(speeds=[1.0])
+            >>> group.close()
+        """
+        check_open(self)
+        with self.failing("replan"):
+            mine = np.array(speeds, np.float64)
+            if mine.shape != (self.size,):
+                raise ValueError(
+                    f"speeds must have shape ({self.size},), one for each rank, got "
+                    f"{mine.shape}"
+                )
+        primitive.settle()
+        agreed = self.transport.broadcast("replan", mine)
+        plan = dataclasses.replace(self.plan, speeds=tuple(agreed.tolist()))
+        other = copy.copy(self)
+        other.plan, other.index = plan, next(_indices)
+        other.plan_words = f", replanned ({plan.fingerprint[:8]})"
+        other.transport = self.transport.replanned(other.index, plan)
+        del _groups[self.index]
+        _groups[other.index] = other
+        self._successor = other
+        return other
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Finish pending rounds and give the communicator back. Collective; does
+        nothing the second time.
+
+        Calls ordered by a token must have ended: wait for the last one's result. A later
+        call of a collective on this group, compiled or not, raises
+        `GroupClosed`. With the engine a rank leaves once the ranks below it have left,
+        so that late ones can still get their results.
+
+        Args:
+            timeout: seconds after which the engine leaves all the same. Ranks that have
+                not come by then are named in a warning.
+
+        Raises:
+            GroupMismatch: other ranks called a collective instead. With the mpi4jax
+                transport raised on all; with the engine on those that wait for more
+                ranks than their code can do without.
+        """
+        if not self.closed:
+            absent = []
+            try:
+                primitive.settle()
+                absent = self.transport.close(timeout)
+            finally:
+                del _groups[self.index]
+            if absent:
+                warnings.warn(
+                    f"rank {self.rank} closed the group without ranks {absent} and "
+                    f"those below them: they are dead, or were not there after {timeout} s",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            else:
+                self._comm.Free()
+
+    @contextlib.contextmanager
+    def failing(self, call: str) -> Iterator[None]:
+        """Remember an error in this rank's arguments, which keeps it from a round.
+
+        Other ranks may be in that round already. They hear of the error when this rank
+        begins its next one; if all ranks erred, all go on.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.transport.note_failure(f" after a {type(error).__name__} in {call}")
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        group: CodedGroup = self
+        while group._successor is not None:
+            group = group._successor
+        if error is None:
+            group.close()
+        elif _groups.pop(group.index, None) is not None:
+            # the other ranks may be anywhere: wait for nobody, and leave them a
+            # communicator to fail on
+            group.transport.abandon(error)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"rank {self.rank}"
+        return f"<CodedGroup {self.index} of {self.size} ranks, {state}>"
+
+
+def _digest(plan: Plan) -> np.ndarray:
+    """What tells a plan from others, as bytes."""
+    return np.frombuffer(hashlib.sha256(plan.fingerprint.encode()).digest(), np.uint8)
+
+
+# What compiled code holds of a group is its index. Indices are never used again.
+_groups: dict[int, CodedGroup] = {}
+_indices = itertools.count()
+
+
+def check_open(group: object) -> None:
+    """Raise unless ``group`` is a group that can be used.
+
+    Raises:
+        TypeError: it is not a group.
+        GroupClosed: it was closed.
+    """
+    if not isinstance(group, CodedGroup):
+        raise TypeError(
+            f"group must be a jaxcoded.CodedGroup, got a {type(group).__name__}"
+        )
+    find(group.index)
+
+
+def find(index: int) -> CodedGroup:
+    """The group with this index.
+
+    Raises:
+        GroupClosed: it was closed.
+    """
+    try:
+        return _groups[index]
+    except KeyError:
+        raise use_after_close(index) from None

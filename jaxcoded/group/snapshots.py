@@ -1,0 +1,106 @@
+"""A state as bytes, and back."""
+
+import hashlib
+import json
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.transport.packing import Packing
+
+_DIGEST = 32  # bytes
+
+
+def to_bytes(state: Any) -> np.ndarray:
+    """The leaves of a pytree one after the other, behind a digest of its structure,
+    shapes and dtypes: uint8 ``(bytes,)``. Waits until they are computed.
+
+    Raises:
+        TypeError: a leaf is not an array of numbers.
+    """
+    leaves = [
+        _bytes_of(leaf, path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    return np.concatenate([_digest(state), *leaves])
+
+
+def from_bytes(data: bytes, like: Any) -> Any:
+    """The pytree that `to_bytes` was given.
+
+    Args:
+        data: what it returned.
+        like: a pytree of the same structure, shapes and dtypes.
+
+    Returns:
+        Leaves of the kinds that ``like`` has: Python numbers, numpy arrays, and for
+        anything else JAX arrays (numpy where JAX has no 64 bits).
+
+    Raises:
+        ValueError: ``like`` is not.
+    """
+    if data[:_DIGEST] != _digest(like).tobytes():
+        raise ValueError(
+            f"the snapshot is not of this state: {Packing.of(_abstract(like))}"
+        )
+    leaves, structure = jax.tree.flatten(like)
+    start, out = _DIGEST, []
+    for leaf in leaves:
+        aval = _aval(leaf)
+        values = np.frombuffer(data, aval.dtype, aval.size, start).reshape(aval.shape)
+        start += values.nbytes
+        out.append(_as(leaf, values))
+    return jax.tree.unflatten(structure, out)
+
+
+def _bytes_of(leaf: Any, path: Any) -> np.ndarray:
+    try:
+        array = np.ascontiguousarray(leaf)
+    except TypeError:
+        array = None
+    if array is None or array.dtype.hasobject:
+        raise TypeError(
+            f"leaf {jax.tree_util.keystr(path)} is a {type(leaf).__name__}, not an array "
+            "of numbers: keep jax.random.key_data of a key, and leave out what is not "
+            "part of the state"
+        )
+    return array.reshape(-1).view(np.uint8)
+
+
+def _as(leaf: Any, values: np.ndarray) -> Any:
+    """The values as the kind of thing that a leaf is."""
+    if isinstance(leaf, bool | int | float | complex) and not isinstance(
+        leaf, np.generic
+    ):
+        return values.item()
+    if not isinstance(leaf, np.ndarray | np.generic):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fewer bits
+            array = jnp.array(values)
+        if array.dtype == values.dtype:
+            return array
+    return values[()] if isinstance(leaf, np.generic) else values.copy()
+
+
+def _digest(tree: Any) -> np.ndarray:
+    leaves, structure = jax.tree.flatten(tree)
+    table = [
+        (leaf.shape, leaf.dtype.name, leaf.dtype.byteorder)
+        for leaf in map(_aval, leaves)
+    ]
+    digest = hashlib.sha256(f"{structure} {json.dumps(table)}".encode()).digest()
+    return np.frombuffer(digest, np.uint8)
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(_aval, tree)
+
+
+def _aval(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

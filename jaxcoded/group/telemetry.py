@@ -1,0 +1,322 @@
+"""What a rank has seen of its rounds: who was in time, and what took how long."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from jaxcoded._files import replacing
+from jaxcoded.transport.following import follow
+
+logger = logging.getLogger("jaxcoded")
+
+# A rank that was hardly ever heard of still gets some data.
+SLOWEST = 0.05
+# In more rounds than this share a child is called late.
+_OFTEN = 0.1
+# A rank is called slow that takes so many times as long as the median rank, times what rounds
+# differ by anyway.
+_SLOW = 2.0
+# Of a rank that lives something is heard once a second, and after each of its rounds.
+TOLD = 1.0
+_DONE = 1  # outcome of a round
+
+
+class RoundSeen(NamedTuple):
+    """One round as this rank has seen it; see `Telemetry` for the fields."""
+
+    number: int
+    work: float
+    started: float
+    decided: float
+    ended: float
+    decided_by: int
+    failed: bool
+    skipped: bool
+    approximate: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Telemetry:
+    """The latest rounds of a group as one of its ranks has seen them.
+
+    Made by `CodedGroup.telemetry`. ``R`` rounds, ``C`` children of this rank, ``N`` ranks
+    and ``L`` ranks that this one has got something from. Times are in seconds on this
+    rank's own monotonic clock, NaN where something did not happen.
+
+    Attributes:
+        rank: whose telemetry it is.
+        plan: the group's, as text; see `Plan.from_json`.
+        parents: int64 ``(N,)``, the parent of each rank, -1 at the root.
+        loads: float64 ``(N,)``, the part of the batch that each rank computes.
+        rounds: int64 ``(R,)``, their numbers, in order.
+        work: float64 ``(R,)``, seconds from the end of the call before to this one.
+        started: float64 ``(R,)``, when this rank called.
+        decided: float64 ``(R,)``, when its sum was complete; NaN where it was late or
+            has no children.
+        ended: float64 ``(R,)``, when the result was here.
+        decided_by: int64 ``(R,)``, whose message or call completed the sum, a child or
+            this rank; -1 where there was none.
+        failed: bool ``(R,)``, whether the round ended with an error.
+        skipped: bool ``(R,)``, whether this rank had nothing to contribute.
+        approximate: bool ``(R,)``, whether this rank's deadline was over and it went on
+            with what had come.
+        children: int64 ``(C,)``, this rank's children.
+        arrived: float64 ``(R, C)``, when each was first heard of in that round, or in a
+            later one.
+        used: bool ``(R, C)``, whether its message entered the sum.
+        peers: int64 ``(L,)``, ranks.
+        link_bytes: int64 ``(L,)``, bytes that came from each since the group was made.
+        link_seconds: float64 ``(L,)``, seconds for which vectors were on their way.
+        pace: float64 ``(N,)``, median seconds of work of each rank's latest rounds, as
+            far as this rank was told: of itself and those below it, a second late at
+            most in each layer.
+        silent: float64 ``(N,)``, seconds for which a rank had not been heard of when the
+            newest round ended; 0 for ranks in time.
+
+    Example:
+        >>> import numpy as np, jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+        ...     _ = jaxcoded.host.coded_allreduce(np.ones(3), group)
+        ...     seen = group.telemetry()
+        >>> seen.rounds.tolist(), seen.failed.tolist(), seen.speeds.tolist()
+        ([1], [False], [1.0])
+    """
+
+    rank: int
+    plan: str
+    parents: np.ndarray
+    loads: np.ndarray
+    rounds: np.ndarray
+    work: np.ndarray
+    started: np.ndarray
+    decided: np.ndarray
+    ended: np.ndarray
+    decided_by: np.ndarray
+    failed: np.ndarray
+    skipped: np.ndarray
+    approximate: np.ndarray
+    children: np.ndarray
+    arrived: np.ndarray
+    used: np.ndarray
+    peers: np.ndarray
+    link_bytes: np.ndarray
+    link_seconds: np.ndarray
+    pace: np.ndarray
+    silent: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        plan: str,
+        parents: np.ndarray,
+        loads: np.ndarray,
+        columns: dict[str, list[Any]],
+    ) -> Self:
+        """From what the engine remembers."""
+
+        def column(name: str, dtype: type) -> np.ndarray:
+            return np.array(columns[name], dtype)
+
+        outcome = column("outcome", np.int64)
+        grid = len(outcome), len(columns["children"])
+        pace = np.full(len(parents), np.nan)
+        silent = np.zeros(len(parents))
+        pace[columns["paced"]] = columns["pace"]
+        silent[columns["paced"]] = columns["silent"]
+        return cls(
+            rank=rank,
+            plan=plan,
+            parents=np.array(parents, np.int64),
+            loads=np.array(loads, np.float64),
+            rounds=column("round", np.int64),
+            work=column("work", np.float64),
+            started=column("started", np.float64),
+            decided=column("decided", np.float64),
+            ended=column("ended", np.float64),
+            decided_by=column("decider", np.int64),
+            failed=outcome != _DONE,
+            skipped=column("skipped", bool),
+            approximate=column("approximate", bool),
+            children=column("children", np.int64),
+            arrived=column("arrived", np.float64).reshape(grid),
+            used=column("used", bool).reshape(grid),
+            peers=column("peers", np.int64),
+            link_bytes=column("link_bytes", np.int64),
+            link_seconds=column("link_seconds", np.float64),
+            pace=pace,
+            silent=silent,
+        )
+
+    @property
+    def lateness(self) -> np.ndarray:
+        """Seconds by which each child's message missed the sum: float64 ``(R, C)``, not
+        positive where it was in time, infinite where it has not come; NaN in rounds in
+        which this rank formed no sum."""
+        decided = np.broadcast_to(self.decided[:, None], self.arrived.shape)
+        missing = np.isnan(self.arrived) & ~np.isnan(decided)
+        return np.where(missing, np.inf, self.arrived - decided)
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """How fast each rank works through its data, relative to the fastest: float64
+        ``(N,)`` in `SLOWEST` … 1, for `CodedGroup.replan`.
+
+        Load divided by the time between calls, or by the time for which nothing was
+        heard of a rank if that is longer, and longer than the second after which a rank
+        that lives shows it. Only the root knows of all ranks. Who has not been
+        measured, or has no data, counts as the median of the others.
+        """
+        known = self.measured
+        if not known.any():
+            return np.ones(len(known))
+        speeds = np.full(len(known), np.nan)
+        speeds[known] = self.loads[known] / self._seconds[known]
+        speeds[~known] = np.median(speeds[known])
+        return np.clip(speeds / speeds.max(), SLOWEST, 1.0)
+
+    @property
+    def _seconds(self) -> np.ndarray:
+        """Of each rank a round, without waiting for others."""
+        told = np.isnan(self.pace) | (self.silent > TOLD)
+        return np.fmax(self.pace, np.where(told, self.silent, 0.0))
+
+    @property
+    def measured(self) -> np.ndarray:
+        """Whether there is something to tell each rank's speed from: bool ``(N,)``."""
+        return (self.loads > 0) & (self._seconds > 0) & np.isfinite(self._seconds)
+
+    def summary(self) -> str:
+        """What there is to see, in words."""
+        if not len(self.rounds):
+            return f"rank {self.rank} has not called a round yet"
+        work = self.work[~np.isnan(self.work)]
+        lines = [
+            f"rank {self.rank}, rounds {self.rounds[0]} to {self.rounds[-1]}, medians: "
+            f"{_time(np.median(self.ended - self.started))} from call to result"
+            + (f", {_time(np.median(work))} of work before it" if len(work) else "")
+        ]
+        for what, count in (
+            ("failed", self.failed.sum()),
+            ("approximate", self.approximate.sum()),
+            ("skipped by this rank", self.skipped.sum()),
+        ):
+            if count:
+                lines.append(f"{what}: {count} of {len(self.rounds)} rounds")
+        lines += self._late_children()
+        lines += self._slow_ranks()
+        for peer, count, seconds in zip(self.peers, self.link_bytes, self.link_seconds):
+            rate = f", {count / seconds / 1e6:.0f} MB/s" if seconds > 0 else ""
+            lines.append(f"from rank {peer}: {count / 1e6:.3g} MB{rate}")
+        return "\n".join(lines)
+
+    def _slow_ranks(self) -> list[str]:
+        """Those far from the median rank. Processes that share cores take turns, so that
+        the fastest is no measure, and one that had few turns is not slow: the more rounds
+        differ, the farther it must be."""
+        known = self.measured
+        if not known.any():
+            return []
+        took = np.full(len(known), np.nan)
+        took[known] = self._seconds[known] / self.loads[known]
+        took /= np.quantile(took[known], 0.5, method="lower")
+        rounds = np.diff(self.ended)
+        low, high = np.quantile(rounds, [0.25, 0.75]) if len(rounds) else (1.0, 1.0)
+        uneven = high / low if low > 0 else np.inf
+        slow = [rank for rank in np.argsort(-took) if took[rank] > _SLOW * uneven]
+        return [
+            f"rank {rank} is slow: it takes {took[rank]:.3g} times as long for its data "
+            f"as the median rank, {_time(self._seconds[rank])} a round"
+            for rank in slow
+        ]
+
+    def _late_children(self) -> list[str]:
+        lateness = self.lateness[~np.isnan(self.decided)]
+        lines = []
+        if len(lateness) and len(self.children):
+            late = (lateness > 0).mean(axis=0)
+            for column in np.argsort(-late):
+                if late[column] <= _OFTEN:
+                    break
+                missed = lateness[lateness[:, column] > 0, column]
+                known = missed[np.isfinite(missed)]
+                # who is late every time and who has died differ in nothing else
+                silent = self.silent[self.children[column]]
+                signs = f"its last sign of life was {_time(silent)} old"
+                lines.append(
+                    f"child {self.children[column]} was too late in "
+                    f"{late[column]:.0%} of {len(lateness)} rounds"
+                    + (f" by {_time(np.median(known))} (median)" if len(known) else "")
+                    + (
+                        f" and has not come since; {signs}"
+                        if np.isinf(missed[-1])
+                        else ""
+                    )
+                )
+            if not lines:
+                lines.append("no child was late in more than 10% of the rounds")
+        return lines
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to an ``.npz`` file that needs no pickle; see `load`.
+
+        A file that is there is replaced by a whole one, or stays as it is.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with replacing(path) as file:
+            np.savez(file, **dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Inverse of `save`.
+
+        Raises:
+            ValueError: the file is something else.
+        """
+        values: dict[str, Any] = {}
+        # damaged files raise errors of all kinds
+        with open(path, "rb") as data, contextlib.suppress(Exception):
+            file = np.load(data, allow_pickle=False)
+            if isinstance(file, np.lib.npyio.NpzFile):
+                values.update(file)
+        if set(values) != {field.name for field in dataclasses.fields(cls)}:
+            raise ValueError(
+                f"{path} was not written by Telemetry.save, or is damaged or of another "
+                "version of jaxcoded"
+            )
+        plain = {"rank": int(values["rank"]), "plan": str(values["plan"])}
+        return cls(**values | plain)
+
+
+def report(
+    following: Callable[[], tuple[Any, ...] | None],
+    callback: Callable[[RoundSeen], Any],
+) -> None:
+    """Call ``callback`` on a thread of its own with each of the rounds that
+    ``following`` waits for, until they end."""
+
+    def seen(values: tuple[Any, ...]) -> None:
+        record = RoundSeen(*values)
+        try:
+            callback(record._replace(failed=record.failed != _DONE))
+        except Exception:
+            logger.exception("the function given to on_round raised")
+
+    follow(following, seen, "jaxcoded rounds")
+
+
+def _time(seconds: float) -> str:
+    if not np.isfinite(seconds):
+        return "unknown"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,206 @@
+"""From a plan and a batch size to the examples that each rank reads and their coding
+weights."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.plan import Plan
+
+
+def loads(plan: Plan, batch_size: int) -> np.ndarray:
+    """Number of distinct examples that each rank computes, int64 ``(size,)``.
+
+    No rank exceeds ``⌈load · batch_size⌉`` by more than the depth of the tree, where the
+    partitions of a child lie side by side on a circle (all but block designs, expanders
+    and the random approximate codes; there by less than one example for each of the
+    partitions that it holds).
+
+    Args:
+        plan: the plan.
+        batch_size: ``d``, the number of examples in the global batch.
+
+    Raises:
+        ValueError: ``batch_size < 1``.
+
+    Example:
+        >>> import jaxcoded
+        >>> from jaxcoded.plan.assignment import loads
+        >>> loads(jaxcoded.make_plan(13, fanout=3), 30).tolist()
+        [0, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]
+    """
+    given = np.zeros(plan.size, np.int64)
+    own = np.zeros(plan.size, np.int64)
+    given[plan.root] = _require.integer("batch_size", batch_size, 1)
+    for rank in plan.tree.order:
+        own[rank] = _own(plan, rank, int(given[rank]))
+        coding = plan.codings[rank]
+        if coding is not None:
+            sizes = coding.partition_sizes(int(given[rank] - own[rank]))
+            given[list(plan.coded_children(rank))] = coding.code.support @ sizes
+    return own
+
+
+def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The examples of one rank, and their coefficients in its message.
+
+    A rank keeps ``v/c`` of what it is given (``v``: its speed, 1 where all are equal;
+    ``c``: the capacity of its subtree) and
+    codes the rest over its children. Coefficients multiply down the path; with slices,
+    a coefficient is a vector, and slice ``u`` of a parent cut into ``m`` is slices
+    ``u·m … u·m + m−1`` of the child. With parts there is one such vector for each, and
+    part ``p`` of a parent with ``P'`` parts to a child is parts ``p·P' … p·P' + P'−1``
+    of the child.
+
+    Args:
+        plan: the plan.
+        rank: whose share.
+        batch_size: ``d``, the number of examples in the global batch.
+
+    Returns:
+        indices: int64 ``(load,)``, distinct numbers in ``0 … d−1``.
+        coefficients: float64 ``(load, P, M)`` with ``P = plan.parts_above[rank]`` and
+            ``M = plan.slices_above[rank]``: this rank adds ``Σ_u coefficients[e, p, u]
+            · gradient_e[slice u of M]`` to part ``p`` of its message for every example
+            ``e``.
+
+    Raises:
+        ValueError: ``batch_size < 1``, or no such rank.
+    """
+    rank = _require.integer("rank", rank, 0, plan.size - 1)
+    indices = np.arange(_require.integer("batch_size", batch_size, 1))
+    coefficients = np.ones((batch_size, 1, 1))
+    path = [rank]
+    while path[-1] != plan.root:
+        path.append(plan.tree.parents[path[-1]])
+    for parent, child in zip(path[:0:-1], path[-2::-1]):
+        kept = _own(plan, parent, len(indices))
+        coding = plan.codings[parent]
+        assert coding is not None
+        row = plan.coded_children(parent).index(child)
+        partition = np.repeat(
+            np.arange(coding.code.k), coding.partition_sizes(len(indices) - kept)
+        )
+        held = coding.code.support[row][partition]
+        indices = indices[kept:][held]
+        parts = coding.code.parts
+        steps = coding.code.B[row * parts : (row + 1) * parts, partition[held]]
+        coefficients = np.einsum(
+            "epu,Pev->epPuv", coefficients[kept:][held], steps
+        ).reshape(len(indices), plan.parts_above[child], plan.slices_above[child])
+    kept = _own(plan, rank, len(indices))
+    return indices[:kept], coefficients[:kept]
+
+
+def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What one rank reads, padded to one static length for all ranks; in a plan with
+    unequal speeds, to a length of its own.
+
+    Padding repeats one of the rank's own examples (example 0 where it has none) with
+    weight 0.
+
+    Args:
+        plan: the plan.
+        rank: whose assignment.
+        batch_size: ``d``, the number of examples in the global batch, at least 1.
+
+    Returns:
+        indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.
+        weights: float64. Without slices and parts ``(length,)``: the weight of each
+            example in the local loss. Otherwise ``(chunks, length // chunks, P · M)``:
+            the coefficients of the ``M`` slices of each example's gradient in the
+            ``P`` parts of the message, equal within a chunk but for padding. The number
+            of chunks is a multiple of ``P``, and the first ``(p + 1) / P`` of them are
+            all of part ``p``.
+
+    Raises:
+        ValueError: ``batch_size < 1``.
+
+    Example:
+        >>> import jaxcoded
+        >>> from jaxcoded.plan.assignment import assignment
+        >>> indices, weights = assignment(jaxcoded.make_plan(3), 1, 4)  # both workers hold everything
+        >>> indices.tolist(), weights.tolist()
+        ([0, 1, 2, 3], [1.0, 1.0, 1.0, 1.0])
+    """
+    indices, coefficients = shares(plan, rank, batch_size)
+    ranks = [rank] if plan.speeds else range(plan.size)
+    if plan.encoded:
+        chunks, chunk_size = _grid(plan, batch_size, ranks)
+        members = _chunks(coefficients, chunk_size, chunks)
+    else:
+        own = loads(plan, batch_size)
+        chunks, chunk_size = 1, max(1, *(int(own[each]) for each in ranks))
+        members = [np.arange(len(indices))]
+    spare = indices[0] if len(indices) else 0
+    read = np.full((chunks, chunk_size), spare, np.int64)
+    weights = np.zeros((chunks, chunk_size, *coefficients.shape[1:]))
+    for chunk, positions in enumerate(members):
+        read[chunk, : len(positions)] = indices[positions]
+        weights[chunk, : len(positions)] = coefficients[positions]
+    weights = weights.reshape(chunks, chunk_size, -1)
+    return read.reshape(-1), weights if plan.encoded else weights.reshape(-1)
+
+
+def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.ndarray]:
+    """Positions of examples with equal coefficients, in runs of at most
+    ``chunk_size``; stage after stage, as many chunks in each."""
+    stages: list[list[np.ndarray]] = [[] for _ in range(coefficients.shape[1])]
+    for stage, cell in _cells(coefficients):
+        stages[stage] += [
+            cell[start : start + chunk_size]
+            for start in range(0, len(cell), chunk_size)
+        ]
+    empty = np.zeros(0, np.int64)
+    return [
+        chunk
+        for stage in stages
+        for chunk in stage + [empty] * (chunks // len(stages) - len(stage))
+    ]
+
+
+def _cells(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Positions of examples with equal coefficients, and their stage: the first part
+    that they are in."""
+    _, first, cell = np.unique(
+        coefficients, axis=0, return_index=True, return_inverse=True
+    )
+    stages = (coefficients != 0).any(axis=2).argmax(axis=1)
+    return [
+        (int(stages[first[c]]), np.flatnonzero(cell.reshape(-1) == c))
+        for c in np.argsort(first)
+    ]
+
+
+def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
+    """Number and size of chunks, the same for all of these ranks: as few examples as
+    will take every rank's cells, and of equals the largest chunks."""
+    # for every rank, the sizes of its cells by stage
+    sizes: list[list[list[int]]] = []
+    for rank in ranks:
+        sizes.append([[] for _ in range(plan.parts_above[rank])])
+        for stage, cell in _cells(shares(plan, rank, batch_size)[1]):
+            sizes[-1][stage].append(len(cell))
+    multiple = math.lcm(*map(len, sizes))
+    candidates = sorted(
+        {size for stages in sizes for stage in stages for size in stage}
+    ) or [1]
+
+    def chunks(chunk_size: int) -> int:
+        most = max(
+            len(stages)
+            * max(sum(-(-size // chunk_size) for size in stage) for stage in stages)
+            for stages in sizes
+        )
+        return -(-max(1, most) // multiple) * multiple
+
+    best = min(candidates, key=lambda size: (chunks(size) * size, -size))
+    return chunks(best), best
+
+
+def _own(plan: Plan, rank: int, given: int) -> int:
+    """How many of the examples given to a rank's subtree it keeps for itself."""
+    share = plan.speed(rank) / plan.capacities[rank]
+    return -(-given * share.numerator // share.denominator)

@@ -1,0 +1,138 @@
+"""The batch cut into cells: parts whose examples have the same coefficients on every
+rank.
+
+What the ranks' messages add up to is known once the coefficient of every cell in the
+sum is: 1 where it is exact.
+"""
+
+import functools
+import itertools
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxcoded.plan import Plan
+
+
+class _Run(NamedTuple):
+    """A part of the batch and its coefficients ``(P, M)`` in a rank's messages."""
+
+    start: Fraction
+    end: Fraction
+    coefficients: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def sizes(plan: Plan) -> np.ndarray:
+    """The parts of the batch that the cells are, float64 ``(cells,)``: they add up
+    to 1.
+
+    Example:
+        >>> import jaxcoded
+        >>> from jaxcoded.plan import atoms
+        >>> atoms.sizes(jaxcoded.make_plan(5, stragglers=1)).tolist()
+        [0.25, 0.25, 0.25, 0.25]
+    """
+    return np.array([float(b - a) for a, b in itertools.pairwise(_bounds(plan))])
+
+
+@functools.lru_cache(maxsize=64)
+def coefficients(plan: Plan, rank: int) -> np.ndarray:
+    """How one rank weighs each cell: float64 ``(cells, P, M)``, 0 where it does not
+    hold the cell. ``P`` and ``M`` are `Plan.parts_above` and `Plan.slices_above`."""
+    bounds = _bounds(plan)
+    place = {bound: i for i, bound in enumerate(bounds)}
+    out = np.zeros((len(bounds) - 1, plan.parts_above[rank], plan.slices_above[rank]))
+    for run in _own(plan)[rank]:
+        out[place[run.start] : place[run.end]] = run.coefficients
+    return out
+
+
+def probe(plan: Plan, rank: int) -> np.ndarray:
+    """What one rank adds to a round to find out what comes of the cells: float64
+    ``(P · F · cells · F / M,)``, the message for known gradients.
+
+    The gradient of cell ``c`` has ``F · cells · F`` numbers, ``F`` slices as fine as
+    any rank's: 1 at place ``(c, v)`` of slice ``v``, 0 elsewhere. So the sum has the
+    coefficient of slice ``v`` of cell ``c`` in slice ``u`` of the result at place
+    ``(c, v)`` of slice ``u``.
+    """
+    weights = coefficients(plan, rank)
+    cells, parts, slices = weights.shape
+    fine = plan.padding_multiple
+    finer = fine // slices
+    out = np.zeros((parts, finer, cells, slices, finer))
+    for w in range(finer):
+        out[:, w, :, :, w] = weights.transpose(1, 0, 2)
+    return out.reshape(-1)
+
+
+def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """What the sum of all probes is where it is exact, and how much a deviation from it
+    weighs.
+
+    Returns:
+        exact, weights: float64 ``(F · cells · F,)``; the residual is ``√Σ weights ·
+        (sum − exact)²``.
+    """
+    fine = plan.padding_multiple
+    exact = np.broadcast_to(
+        np.eye(fine)[:, None, :], (fine, len(sizes(plan)), fine)
+    ).reshape(-1)
+    weights = np.broadcast_to(
+        sizes(plan)[None, :, None] / fine, (fine, len(sizes(plan)), fine)
+    ).reshape(-1)
+    return exact, weights
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(plan: Plan) -> tuple[Fraction, ...]:
+    ends = {bound for runs in _own(plan) for run in runs for bound in run[:2]}
+    return tuple(sorted(ends | {Fraction(0), Fraction(1)}))
+
+
+@functools.lru_cache(maxsize=64)
+def _own(plan: Plan) -> tuple[tuple[_Run, ...], ...]:
+    """What each rank keeps for itself, as `allocation.shares` deals it out, but of a
+    batch that can be cut anywhere."""
+    given: list[list[_Run]] = [[] for _ in range(plan.size)]
+    given[plan.root] = [_Run(Fraction(0), Fraction(1), np.ones((1, 1)))]
+    for rank in plan.tree.order:
+        total = sum((run.end - run.start for run in given[rank]), Fraction(0))
+        kept = total * plan.speed(rank) / plan.capacities[rank]
+        coding = plan.codings[rank]
+        if coding is None:
+            continue
+        ends = itertools.accumulate(
+            (size * (total - kept) for size in coding.code.sizes), initial=kept
+        )
+        B = coding.code.B.reshape(
+            coding.code.n, coding.code.parts, coding.code.k, coding.code.m
+        )
+        for j, (start, end) in enumerate(itertools.pairwise(ends)):
+            partition = _between(given[rank], start, end)
+            for row, child in enumerate(plan.coded_children(rank)):
+                if coding.code.support[row, j]:
+                    given[child] += [
+                        run._replace(
+                            coefficients=np.kron(run.coefficients, B[row, :, j])
+                        )
+                        for run in partition
+                    ]
+        given[rank] = _between(given[rank], Fraction(0), kept)
+    return tuple(map(tuple, given))
+
+
+def _between(runs: list[_Run], start: Fraction, end: Fraction) -> list[_Run]:
+    """What lies between two positions of runs laid end to end."""
+    out = []
+    position = Fraction(0)
+    for run in runs:
+        # from the position of the run to that of the batch
+        shift = run.start - position
+        position += run.end - run.start
+        first, last = max(start + shift, run.start), min(end + shift, run.end)
+        if first < last:
+            out.append(run._replace(start=first, end=last))
+    return out

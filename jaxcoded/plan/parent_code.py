@@ -1,0 +1,164 @@
+"""How one parent spreads its examples over its children: code, sizes of the partitions,
+capacity."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from jaxcoded import codes
+from jaxcoded.codes import GradientCode
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding:
+    """The coding of one parent.
+
+    Attributes:
+        code: a `GradientCode` over the children.
+        rows: child number (position among the parent's children in rank order) of each
+            row of the code.
+        capacity: ``Q``, the size of the largest set that the children can be given, in
+            units of one rank's load.
+    """
+
+    code: GradientCode
+    rows: tuple[int, ...]
+    capacity: Fraction
+
+    def partition_sizes(self, examples: int) -> np.ndarray:
+        """Int ``(k,)``: ``examples`` cut into the partitions. A cyclic run of them
+        misses its share by less than 1."""
+        cuts = _ends(self.code.sizes)
+        return np.diff([cut.numerator * examples // cut.denominator for cut in cuts])
+
+
+def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
+    """The largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: every example on
+    ``holders`` distinct children.
+
+    ``min(c, Q)`` summed is the smallest of its values with the ``j`` largest capacities
+    replaced by ``Q``, so ``Q`` is the smallest of ``(sum of all but the j largest) /
+    (holders − j)`` over ``j < holders``.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> from jaxcoded.plan.parent_code import largest_coded_set
+        >>> largest_coded_set([Fraction(1)] * 3, 2)
+        Fraction(3, 2)
+    """
+    ordered = sorted(capacities)
+    n = len(ordered)
+    return min(
+        sum(ordered[: n - j], Fraction(0)) / (holders - j) for j in range(holders)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def coding_of(
+    capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int
+) -> Coding:
+    """The coding of a parent whose children have these capacities.
+
+    Args:
+        capacities: of the children in rank order, in units of one rank's load.
+        stragglers: ``s``, at most ``n − slices``.
+        slices: ``m``.
+        kind: the text of a code, see `codes.named`; or ``"auto"``, which takes
+            fractional repetition where it wastes no capacity, then cyclic repetition
+            where all children are alike, then a random generator.
+        seed: of random codes. Nothing else enters, so parents with equal children have
+            equal codes.
+
+    Raises:
+        ValueError: this kind of code does not exist for these numbers. The message says
+            which ones would.
+    """
+    n = len(capacities)
+    plain = kind == AUTO or not codes.parsed(kind)[1]
+    if stragglers == 0 and slices == 1 and plain:
+        code = dataclasses.replace(codes.uncoded(n), sizes=capacities)
+        return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
+    largest = largest_coded_set(capacities, stragglers + slices)
+    if kind == AUTO and slices == 1 and n % (stragglers + 1) == 0:
+        repetition = _fractional_repetition(capacities, stragglers)
+        if repetition.capacity == largest:
+            return repetition
+    if kind == "fractional_repetition" and slices == 1:
+        return _fractional_repetition(capacities, stragglers)
+    alike = len(set(capacities)) == 1
+    if kind == AUTO:
+        cyclic = slices == 1 and alike
+        kind = "cyclic_repetition" if cyclic else "random_generator"
+    if kind == "random_generator":
+        support, sizes = _wrap_around([min(c, largest) / largest for c in capacities])
+        code = codes.random_generator(n, stragglers, slices, support=support, seed=seed)
+        code = dataclasses.replace(code, sizes=sizes)
+        return Coding(code, tuple(range(n)), largest)
+    code = codes.named(kind, n, stragglers, slices, seed=seed)
+    # children that can hold more stand where the code gives more
+    rows = _ranked(capacities, code.shares)
+    capacity = min(
+        capacities[child] / share for child, share in zip(rows, code.shares) if share
+    )
+    return Coding(code, rows, capacity)
+
+
+def _ranked(
+    capacities: Sequence[Fraction], shares: Sequence[Fraction]
+) -> tuple[int, ...]:
+    """The child of each row: the more a row holds, the larger the child's capacity."""
+    n = len(shares)
+    children = sorted(range(n), key=lambda child: -capacities[child])
+    rows = sorted(range(n), key=lambda row: -shares[row])
+    out = [0] * n
+    for child, row in zip(children, rows):
+        out[row] = child
+    return tuple(out)
+
+
+def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
+    """Groups of alike children: sorted by capacity, each group gets what its weakest
+    child can hold."""
+    n, replicas = len(capacities), stragglers + 1
+    code = codes.fractional_repetition(n, stragglers)
+    rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))
+    weakest = [
+        capacities[rows[first + replicas - 1]] for first in range(0, n, replicas)
+    ]
+    sizes = tuple(c for c in weakest for _ in range(replicas))
+    code = dataclasses.replace(code, sizes=sizes)
+    return Coding(code, rows, sum(weakest, Fraction(0)))
+
+
+def _ends(sizes: Sequence[Fraction]) -> list[Fraction]:
+    """0 and the sums of the first sizes."""
+    return list(itertools.accumulate(sizes, initial=Fraction(0)))
+
+
+def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
+    """Shares (each ≤ 1, adding up to an integer h) laid end to end on a circle of
+    length 1.
+
+    Every point of the circle lies on exactly ``h`` distinct children (McNaughton's
+    rule). The partitions are the arcs between the ends of shares, at most ``n`` of
+    them.
+
+    Returns:
+        Bool support ``(n, k)`` and the ``k`` sizes.
+    """
+    ends = _ends(shares)
+    cuts = sorted({end % 1 for end in ends} | {Fraction(1)})
+    support = np.zeros((len(shares), len(cuts) - 1), bool)
+    for child, (start, end) in enumerate(itertools.pairwise(ends)):
+        for j, cut in enumerate(cuts[:-1]):
+            # the copy of the cut that lies at or after the start of the share, counted
+            # in whole turns
+            turns = -((cut - start) // 1)
+            support[child, j] = start <= cut + turns < end
+    return support, tuple(end - start for start, end in itertools.pairwise(cuts))

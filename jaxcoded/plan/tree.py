@@ -1,0 +1,160 @@
+"""Rooted trees over the ranks of a job."""
+
+import dataclasses
+import functools
+
+from jaxcoded import _require
+
+NO_PARENT = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A rooted tree over ranks ``0 … N−1``.
+
+    Args:
+        parents: the parent of each rank; the root has ``-1`` (its own number is
+            accepted too).
+
+    Raises:
+        ValueError: not exactly one root, a parent out of range, or a cycle. The message
+            names the rank.
+
+    Example:
+        >>> from jaxcoded.plan.tree import Tree
+        >>> tree = Tree((-1, 0, 0, 1))
+        >>> tree.root, tree.children, tree.depth
+        (0, ((1, 2), (3,), (), ()), 2)
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        last = len(self.parents) - 1
+        parents = tuple(
+            NO_PARENT
+            if parent == rank
+            else _require.integer(f"the parent of rank {rank}", parent, -1, last)
+            for rank, parent in enumerate(self.parents)
+        )
+        object.__setattr__(self, "parents", parents)
+        roots = [rank for rank, parent in enumerate(parents) if parent == NO_PARENT]
+        if len(roots) != 1:
+            raise ValueError(
+                f"parents must name exactly one root (parent -1), got roots {roots}"
+            )
+        unreached = set(range(len(parents))) - set(self.order)
+        if unreached:
+            raise ValueError(f"parents contain a cycle through rank {min(unreached)}")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def root(self) -> int:
+        """The rank without a parent."""
+        return self.parents.index(NO_PARENT)
+
+    @functools.cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each rank, in rank order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for rank, parent in enumerate(self.parents):
+            if parent != NO_PARENT:
+                children[parent].append(rank)
+        return tuple(map(tuple, children))
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """All ranks breadth first, the root first."""
+        order = [self.root]
+        for rank in order:  # grows while it is walked
+            order.extend(self.children[rank])
+        return tuple(order)
+
+    @functools.cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Distance of each rank from the root."""
+        layers = [0] * self.size
+        for rank in self.order[1:]:
+            layers[rank] = layers[self.parents[rank]] + 1
+        return tuple(layers)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """Number of layers below the root: ``L`` of an (n, L)-regular tree."""
+        return max(self.layers)
+
+
+def regular_size(fanout: int, depth: int) -> int:
+    """Ranks of an (n, L)-regular tree, the root included: ``1 + n + … + n^L``.
+
+    Example:
+        >>> from jaxcoded.plan.tree import regular_size
+        >>> regular_size(3, 2)
+        13
+    """
+    return sum(fanout**layer for layer in range(depth + 1))
+
+
+def default_fanout(size: int, needed: int) -> int:
+    """The fan-out taken when none is asked for: the smallest one that reaches ``size``
+    at the smallest depth and gives every parent the children it needs.
+
+    At most ``max(8, 2 · needed)`` children to a parent, so that no parent receives from
+    too many.
+
+    Args:
+        size: number of ranks.
+        needed: children that every parent needs (``s + m``).
+    """
+    largest = max(8, 2 * needed)
+    depth = 1
+    while regular_size(largest, depth) < size:
+        depth += 1
+    fitting = [n for n in range(needed, largest + 1) if regular_size(n, depth) >= size]
+    below = size - 1
+    return next((n for n in fitting if -(-below // n) * needed <= below), fitting[0])
+
+
+def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
+    """A breadth-first tree of any size whose parents have as equal numbers of children
+    as possible.
+
+    With ``size = 1 + n + … + n^L`` this is the (n, L)-regular tree, ``parent(r) =
+    (r−1)//n``.
+
+    Args:
+        size: number of ranks.
+        fanout: the largest number of children of a parent.
+        needed: the number of children below which a parent cannot keep its stragglers
+            (``s + m``). Where ``size`` allows no tree with ``needed … fanout`` children
+            everywhere, the last parent alone gets fewer.
+
+    Returns:
+        The parent of each rank, ``-1`` for rank 0.
+
+    Example:
+        >>> from jaxcoded.plan.tree import balanced_parents
+        >>> balanced_parents(8, 3, 2)
+        (-1, 0, 0, 0, 1, 1, 2, 2)
+    """
+    below = size - 1
+    inner = -(-below // fanout)  # the fewest parents that can take everybody
+    if below >= inner * needed:
+        counts = _even(below, inner)
+    else:  # all but the last parent keep `needed`; the last takes what is left of that, below `needed`
+        last = below - (inner - 1) * needed
+        last = min(last, needed - 1)
+        counts = [*_even(below - last, inner - 1), last]
+    return (
+        NO_PARENT,
+        *(parent for parent, count in enumerate(counts) for _ in range(count)),
+    )
+
+
+def _even(total: int, parts: int) -> list[int]:
+    small, more = divmod(total, parts) if parts else (0, 0)
+    return [small + 1] * more + [small] * (parts - more)

@@ -1,0 +1,155 @@
+"""The plan of a group that is asked to find its own."""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from jaxcoded import _require
+from jaxcoded._progress import progress
+from jaxcoded.plan import Plan, make_plan
+from jaxcoded.planner import Ranking, best_plans
+from jaxcoded.planner.candidates import PIECE
+from jaxcoded.planner.measurement import Measurement, measured
+from jaxcoded.transport.agreement import wait
+
+logger = logging.getLogger("jaxcoded")
+
+
+class Choice(NamedTuple):
+    """What all ranks have agreed on.
+
+    Attributes:
+        plan: of the group.
+        piece: bytes in which its messages move.
+        words: why.
+    """
+
+    plan: Plan
+    piece: int
+    words: str
+
+
+def check(plan: Any, payload: Any, work: Any, given: dict[str, Any]) -> None:
+    """Raise unless these are arguments of a group that plans itself.
+
+    Args:
+        plan: must be ``"auto"``.
+        payload: bytes.
+        work: a function of the part of the batch, or seconds for the whole batch.
+        given: other arguments, of which there must be none.
+
+    Raises:
+        ValueError: the message names the value and the remedy.
+    """
+    if plan is None:
+        asked = {"payload": payload, "work": work}
+        names = " and ".join(name for name, it in asked.items() if it is not None)
+        raise ValueError(f'{names} without plan="auto": add that, or leave out {names}')
+    if not (isinstance(plan, str) and plan == "auto"):
+        raise ValueError(
+            'plan must be "auto" or None (CodedGroup.from_plan takes a Plan), got '
+            f"{plan!r}"
+        )
+    if given:
+        raise ValueError(
+            f'plan="auto" chooses {", ".join(given)}: leave out '
+            f"{', '.join(f'{name}={value!r}' for name, value in given.items())}"
+        )
+    if not _require.is_positive(payload):
+        raise ValueError(
+            'plan="auto" needs payload, the bytes that a step sums, > 0: got '
+            f"payload={payload!r}"
+        )
+    if not (callable(work) or _require.is_positive(work)):
+        raise ValueError(
+            'plan="auto" needs work, a function work(part) that computes the gradient of '
+            "such a part of the batch, or the seconds that one rank would take for the "
+            f"whole batch: got work={work!r}"
+        )
+
+
+def choose(
+    comm: MPI.Intracomm,
+    payload: float,
+    work: Callable[[float], Any] | float,
+    seed: int,
+) -> Choice:
+    """Measure, and plan. Collective; rank 0 decides.
+
+    Args:
+        comm: of the ranks.
+        payload: bytes that a step sums.
+        work: computes the gradient of a part of the batch; or the seconds that a usual
+            rank would take for the whole batch.
+        seed: of random codes.
+
+    Raises:
+        RuntimeError: ``work`` failed on a rank. Raised on every rank.
+        ValueError: rank 0 could not plan. Raised on every rank.
+    """
+    size = comm.size
+    if size == 1:
+        alone = make_plan(1, stragglers=0, seed=seed)
+        return Choice(alone, PIECE, "one rank: nothing to plan")
+    with progress("measuring and planning", quiet=comm.rank > 0) as tell:
+        part = 1 / (size - 1)
+        mine = functools.partial(work, part) if callable(work) else float(work) * part
+        seen = measured(comm, mine, lambda done: tell(0.4 * done))
+        seconds = seen.work / part
+        answer: dict[str, Any] = {}
+        if comm.rank == 0:
+            try:
+                ranking = best_plans(
+                    size,
+                    float(payload),
+                    seconds,
+                    seen.network,
+                    seen.stragglers,
+                    seed=seed,
+                    progress=lambda done: tell(0.4 + 0.6 * done),
+                )
+                best = ranking.best_tree.candidate
+                answer = {
+                    "plan": best.plan(size, seed).to_json(),
+                    "piece": best.piece,
+                    "words": _words(seen, seconds, ranking),
+                }
+            except Exception as error:  # noqa: BLE001  # the others wait for a word
+                answer = {"error": f"{type(error).__name__}: {error}"}
+    answer = _broadcast(comm, answer)
+    if "error" in answer:
+        raise ValueError(f'plan="auto" failed on rank 0: {answer["error"]}')
+    if comm.rank == 0:
+        logger.info("%s", answer["words"])
+    return Choice(Plan.from_json(answer["plan"]), answer["piece"], answer["words"])
+
+
+def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
+    best, network = ranking.best_tree, seen.network
+    spread = np.percentile(seen.stragglers.factors, [5, 50, 95, 100])
+    words = (
+        f"{best.name}, pieces of {best.candidate.piece >> 10} KiB, expected step "
+        f"{best.step:.3g} s. {ranking.verdict}. Measured: latency "
+        f"{network.latency * 1e6:.3g} µs, {network.bandwidth * 8e-9:.3g} Gb/s, work "
+        f"{seconds:.3g} s for the whole batch; ranks took "
+        f"{spread[0]:.2f} … {spread[2]:.2f} times as much (5 … 95 %; at most "
+        f"{spread[3]:.3g}) in {seen.rounds} turns"
+    )
+    if not ranking.best.candidate.tree:
+        words += ". A ring would be faster than any group: jaxcoded.baselines"
+    return words
+
+
+def _broadcast(comm: MPI.Intracomm, answer: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's; the others wait without spinning."""
+    data = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    length = np.array([len(data)])
+    wait(comm.Ibcast(length))
+    text = data.copy() if comm.rank == 0 else np.empty(int(length[0]), np.uint8)
+    wait(comm.Ibcast(text))
+    return json.loads(text.tobytes())

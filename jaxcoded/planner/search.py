@@ -1,0 +1,459 @@
+"""The plan that is expected to be the fastest, found with the simulator."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.plan import Plan
+from jaxcoded.planner.candidates import PIECE, Candidate, candidates, hopeless
+from jaxcoded.simulator import Layout, Network, simulate
+from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
+
+_GAIN = 0.01  # less is no reason to code
+_BATCHES = 16  # of consecutive rounds, whose means are nearly independent
+_KEPT = 8  # coded candidates in the last heat
+_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2)  # seconds for each heat, about
+_MOST_LEFT_OUT = 20_000  # ranks, beyond which nobody looks for what κ forbids
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a candidate would take.
+
+    Attributes:
+        candidate: of which.
+        seconds: of each simulated round, float64 ``(rounds,)``, for the same draws of
+            the stragglers in all estimates of a ranking.
+        load: the part of the batch that the busiest rank computes.
+        message: bytes that a child of the root sends to it; in a ring, to its
+            neighbour in a step.
+        code: the kinds of codes in its plan.
+        amplification: the plan's κ.
+    """
+
+    candidate: Candidate
+    seconds: np.ndarray = dataclasses.field(repr=False, compare=False)
+    load: float
+    message: float
+    code: str
+    amplification: float
+
+    @property
+    def step(self) -> float:
+        """Expected seconds of a step: all the time over all the rounds."""
+        return float(self.seconds.mean())
+
+    @property
+    def error(self) -> float:
+        """Standard error of `step`, from batches of rounds."""
+        return _standard_error(_batches(self.seconds))
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Seconds that 5 % and 95 % of the rounds are within."""
+        low, high = np.percentile(self.seconds, [5, 95], method="nearest")
+        return float(low), float(high)
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        it = self.candidate
+        if not it.tree:
+            return "ring all-reduce"
+        return f"fan-out {it.fanout}, s = {it.stragglers}, m = {it.slices}"
+
+    def faster_than(self, other: "Estimate") -> bool:
+        """Whether it is by more than 1 %, and not by chance: by twice the standard error
+        of the difference, or in 3 of 4 batches of rounds (where tails are so heavy that
+        there is no standard error)."""
+        if not math.isfinite(other.step):
+            return math.isfinite(self.step)
+        if self.step >= (1 - _GAIN) * other.step:
+            return False
+        rounds = min(len(self.seconds), len(other.seconds))
+        gains = _batches(other.seconds[:rounds] - self.seconds[:rounds])
+        sure = gains.mean() > 2 * _standard_error(gains)
+        return bool(sure or (gains > 0).mean() >= 0.75)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A code that would be faster, but for its rounding errors.
+
+    Attributes:
+        candidate: which; its κ is above the bound.
+        gain: how many times as fast as the best is; infinite if steps of that never end.
+        ranks: the next larger number of ranks with such a tree and code whose κ is
+            within the bound; 0 if there is none near.
+    """
+
+    candidate: Candidate
+    gain: float
+    ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Candidates from the fastest on.
+
+    Attributes:
+        ranks: of the job.
+        payload: bytes that are summed.
+        work: seconds that one usual rank would take for the whole batch.
+        estimates: of the best coded and uncoded candidates, the fastest first.
+        amplification: the largest κ of a plan.
+        left_out: the fastest of those whose κ is larger, if it is faster than `best`.
+    """
+
+    ranks: int
+    payload: float
+    work: float
+    estimates: tuple[Estimate, ...]
+    amplification: float = 1000.0
+    left_out: LeftOut | None = None
+
+    @property
+    def uncoded(self) -> Estimate:
+        """The fastest without a code, tree or ring."""
+        return next(e for e in self.estimates if not e.candidate.coded)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest; uncoded unless a code is certain to be faster."""
+        return self._better_than(self.uncoded)
+
+    @property
+    def best_tree(self) -> Estimate:
+        """The same among those that a group can be made of."""
+        trees = (e for e in self.estimates if e.candidate.tree)
+        return self._better_than(next(e for e in trees if not e.candidate.coded))
+
+    def _better_than(self, uncoded: Estimate) -> Estimate:
+        coded = (e for e in self.estimates if e.candidate.coded)
+        return next((e for e in coded if e.faster_than(uncoded)), uncoded)
+
+    @property
+    def verdict(self) -> str:
+        """A sentence, and a second one if rounding stands in the way of a faster code."""
+        it = self.left_out
+        if it is None:
+            return self._sentence
+        gain = (
+            f"{it.gain:.3g} times as fast"
+            if math.isfinite(it.gain)
+            else "with which steps would end"
+        )
+        there = f"; {it.ranks} ranks could have it" if it.ranks else ""
+        return (
+            f"{self._sentence}. Left out, as κ is above {self.amplification:g}: fan-out "
+            f"{it.candidate.fanout}, s = {it.candidate.stragglers}, m = "
+            f"{it.candidate.slices}, {gain}{there}"
+        )
+
+    @property
+    def _sentence(self) -> str:
+        best, uncoded = self.best, self.uncoded
+        if math.isinf(best.step):
+            any_code = "a code" if self.left_out is None else "any other code"
+            return f"do not code: a step would never end, with {any_code} or without"
+        if best.candidate.coded:
+            times = uncoded.step / best.step
+            if math.isinf(times):
+                return f"code: without a code ({uncoded.name}) a step would never end"
+            return (
+                f"code: {times:.3g} times as fast as the best uncoded, {uncoded.name}"
+            )
+        coded = next((e for e in self.estimates if e.candidate.coded), None)
+        if coded is None:
+            return "do not code: no code fits"
+        if coded.step >= uncoded.step:
+            behind = f"takes {coded.step / uncoded.step:.3g} times as long"
+        else:
+            gain = 1 - coded.step / uncoded.step
+            doubt = "is not worth it" if gain <= _GAIN else "may be chance"
+            behind = f"is {gain:.1%} faster, which {doubt}"
+        return f"do not code: the best code, {coded.name}, {behind}"
+
+
+def best_plans(
+    ranks: int,
+    payload: float,
+    work: float,
+    network: Network | None = None,
+    stragglers: Stragglers | str | None = None,
+    *,
+    seed: int = 0,
+    amplification: float = 1000.0,
+    progress: Callable[[float], None] = lambda part: None,
+) -> Ranking:
+    """Find the tree, code and pieces with which a step is expected to be the fastest.
+
+    Candidates (`jaxcoded.planner.candidates`) run in the simulator on the same draws of the
+    stragglers, few rounds at first and more for the best of them. ``docs/planning.md``
+    tells how, and what is not looked at.
+
+    Args:
+        ranks: in the job, at least 2.
+        payload: bytes that are summed in every step.
+        work: seconds that one usual rank would take for the whole batch on its own.
+        network: of the job; `Network.piece` is chosen. Default: usual hosts with 10
+            Gb/s.
+        stragglers: a model, or the text that names one; default none.
+        seed: of the draws, and of random codes; at least 0.
+        amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
+        progress: is told the part that is done.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> from jaxcoded.planner import search
+        >>> from jaxcoded.simulator import stragglers
+        >>> model = stragglers.named("fixed(factor=10)")
+        >>> ranking = search.best_plans(13, 4e6, 1.0, stragglers=model)
+        >>> ranking.best.candidate.stragglers
+        1
+        >>> search.best_plans(13, 4e6, 1.0).best.candidate.stragglers  # no stragglers
+        0
+    """
+    ranks = _require.integer("ranks", ranks, 2)
+    payload = _require.positive("payload", payload)
+    work = _require.positive("work", work)
+    seed = _require.integer("seed", seed, 0)
+    if not amplification >= 1:
+        raise ValueError(f"amplification must be at least 1, got {amplification!r}")
+    search = _Search(
+        ranks,
+        payload,
+        work,
+        Network() if network is None else network,
+        _Drawn(as_model(stragglers), ranks, seed),
+        seed,
+        amplification,
+        progress,
+    )
+    ranking = Ranking(ranks, payload, work, tuple(search.run()), amplification)
+    left_out = search.left_out(ranking.best)
+    progress(1.0)
+    return dataclasses.replace(ranking, left_out=left_out)
+
+
+class _Drawn(Stragglers):
+    """The rounds of a model, drawn once for all candidates."""
+
+    def __init__(self, model: Stragglers, size: int, seed: int) -> None:
+        self._source = model.rounds(size, seed)
+        self._drawn: list[Delays] = []
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        for number in itertools.count():
+            if number == len(self._drawn):
+                self._drawn.append(next(self._source))
+            yield self._drawn[number]
+
+
+@dataclasses.dataclass
+class _Search:
+    """Successive halving."""
+
+    ranks: int
+    payload: float
+    work: float
+    network: Network
+    stragglers: _Drawn
+    seed: int
+    amplification: float
+    progress: Callable[[float], None]
+    done: float = 0.0
+    amplified: list[Candidate] = dataclasses.field(default_factory=list)
+
+    def run(self) -> list[Estimate]:
+        field: list[Candidate] = []
+        for candidate in candidates(self.ranks):
+            (field if self._sane(candidate) else self.amplified).append(candidate)
+        first = self._heat(field, _SHARES[0], least=4, most=64)
+        # rare or rising delays may not show yet, so every s goes on
+        field = _each(first, lambda c: (c.stragglers, c.slices))
+        field += [c for c in first if c.coded][:24]
+        field += [c for c in first if not c.coded][:4]
+        second = self._heat(field, _SHARES[1], least=24, most=256)
+        plans = self._accepted(second)
+        trees = [c for c in second if not c.coded and c.tree][:2]
+        field = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
+        third = self._heat(field, _SHARES[2], least=6, most=64)
+        # a root that computes is the one straggler that no code makes up for
+        final = _each(
+            third, lambda c: (c.fanout, c.stragglers, c.slices, c.root_computes)
+        )
+        final.append(Candidate(0))
+        out = self._estimates(final, plans, most=1024)
+        # four times as many rounds for those that may yet be faster than the fastest
+        least = (1 - _GAIN) * out[0].step
+        doubt = [e for e in out[1:] if e.step - 2 * e.error < least][:6]
+        if doubt and self.ranks <= 20_000:
+            again = [
+                e for e in out if e in doubt or e is out[0] or not e.candidate.coded
+            ]
+            rounds = 4 * len(out[0].seconds)
+            longer = self._estimates(
+                [e.candidate for e in again], plans, least=rounds, most=rounds
+            )
+            rest = [e for e in out if e not in again]
+            out = sorted([*longer, *rest], key=lambda estimate: estimate.step)
+        return out
+
+    def left_out(self, best: Estimate) -> LeftOut | None:
+        """The fastest of the codes whose κ is too large, if it is faster than the best."""
+        if not self.amplified or self.ranks > _MOST_LEFT_OUT:
+            return None
+        times = self._heat(self.amplified, _SHARES[4], least=16, most=64)
+        fastest = next(iter(times))
+        again = dict(self._simulated([fastest], 0.0, 256, 256))[fastest]
+        gain = best.seconds[:256].mean() / again[: len(best.seconds)].mean()
+        if not gain > 1 / (1 - _GAIN):
+            return None
+        return LeftOut(fastest, float(gain), self._ranks_for(fastest))
+
+    def _ranks_for(self, candidate: Candidate) -> int:
+        star = candidate.fanout >= self.ranks - 1
+        for more in range(1, 2 * candidate.fanout + 1):
+            ranks = self.ranks + more
+            it = candidate
+            if star:
+                it = dataclasses.replace(it, fanout=ranks - 1)
+            layout = it.layout(ranks)
+            assert isinstance(layout, Layout)
+            if hopeless(layout, it, self.amplification):
+                continue
+            try:
+                if it.plan(ranks, self.seed).amplification <= self.amplification:
+                    return ranks
+            except ValueError:
+                continue
+        return 0
+
+    def _estimates(
+        self,
+        final: list[Candidate],
+        plans: dict[Candidate, Plan],
+        *,
+        least: int = 48,
+        most: int,
+    ) -> list[Estimate]:
+        out = []
+        for it, seconds in self._simulated(final, _SHARES[3], least, most):
+            layout, plan = it.layout(self.ranks), plans.get(_base(it))
+            length = (
+                layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
+            )
+            kinds = (
+                dict.fromkeys(coding.code.name for coding in plan.codings if coding)
+                if plan
+                else ["uncoded"]
+            )
+            out.append(
+                Estimate(
+                    it,
+                    seconds,
+                    float(layout.loads.max()),
+                    self.payload * float(length),
+                    ", ".join(kinds),
+                    plan.amplification if plan else 1.0,
+                )
+            )
+        return sorted(out, key=lambda estimate: estimate.step)
+
+    def _sane(self, candidate: Candidate) -> bool:
+        if not candidate.coded:
+            return True
+        layout = candidate.layout(self.ranks)
+        assert isinstance(layout, Layout)
+        return not hopeless(layout, candidate, self.amplification)
+
+    def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
+        """Coded candidates of which there are plans with a sane κ: the best of some
+        numbers of stragglers, and of the others what may still win."""
+        coded = [candidate for candidate in times if candidate.coded]
+        of_each = _each(coded, lambda c: c.stragglers)[:3]
+        plans: dict[Candidate, Plan] = {}
+        for candidate in dict.fromkeys([*of_each, *coded]):
+            slow = times[candidate] > 2 * min(times.values())
+            if len(plans) == _KEPT or (slow and plans and candidate not in of_each):
+                continue
+            try:
+                plan = candidate.plan(self.ranks, self.seed)
+            except ValueError:
+                continue
+            if plan.amplification <= self.amplification:
+                plans[candidate] = plan
+            else:
+                self.amplified.append(candidate)
+        return plans
+
+    def _heat(
+        self, field: Iterable[Candidate], share: float, *, least: int, most: int
+    ) -> dict[Candidate, float]:
+        """Mean seconds of a field, the fastest first."""
+        field = list(dict.fromkeys(field))
+        times = {
+            candidate: float(seconds.mean())
+            for candidate, seconds in self._simulated(field, share, least, most)
+        }
+        # pieces that are not the usual ones have to gain something
+        return dict(
+            sorted(
+                times.items(),
+                key=lambda item: item[1] * (1 + _GAIN * (item[0].piece != PIECE)),
+            )
+        )
+
+    def _simulated(
+        self, field: list[Candidate], share: float, least: int, most: int
+    ) -> Iterator[tuple[Candidate, np.ndarray]]:
+        """Seconds of as many rounds as such a share of a second has time for."""
+        cost = len(field) * (1.5e-4 + 1e-7 * self.ranks)
+        if self.ranks > 2000 and least < most:  # whose rounds differ less
+            least = max(least * 2000 // self.ranks, least // 3)
+        rounds = min(max(int(share / cost), least), most)
+        start, self.done = self.done, self.done + share / sum(_SHARES)
+        for number, candidate in enumerate(field):
+            self.progress(min(1.0, start + (self.done - start) * number / len(field)))
+            outcome = simulate(
+                candidate.layout(self.ranks),
+                dataclasses.replace(self.network, piece=candidate.piece),
+                payload=self.payload,
+                work=self.work,
+                stragglers=self.stragglers,
+                rounds=rounds,
+            )
+            yield candidate, outcome.seconds
+
+
+def _each(
+    ordered: Iterable[Candidate], key: Callable[[Candidate], Any]
+) -> list[Candidate]:
+    """The first one with each key."""
+    best: dict[Any, Candidate] = {}
+    for candidate in ordered:
+        best.setdefault(key(candidate), candidate)
+    return list(best.values())
+
+
+def _base(candidate: Candidate) -> Candidate:
+    """That whose variant it is."""
+    return Candidate(candidate.fanout, candidate.stragglers, candidate.slices)
+
+
+def _batches(seconds: np.ndarray) -> np.ndarray:
+    return np.array([part.mean() for part in np.array_split(seconds, _BATCHES)])
+
+
+def _standard_error(means: np.ndarray) -> float:
+    if not np.isfinite(means).all():
+        return math.inf
+    return float(means.std(ddof=1) / math.sqrt(len(means)))

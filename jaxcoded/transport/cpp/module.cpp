@@ -1,0 +1,569 @@
+// The engine as Python sees it.
+#include <mpi.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "engine.h"
+#include "reports.h"
+#include "staging.h"
+#include "without_gil.h"
+#include "xla.h"
+
+namespace nb = nanobind;
+
+namespace jaxcoded {
+namespace {
+
+// A vector as Python hands it over: dtype, elements, address.
+using Vector = std::tuple<int, std::uint64_t, std::uint64_t>;
+
+std::vector<Segment> segments_of(const std::vector<Vector>& vectors) {
+  std::vector<Segment> out;
+  for (const auto& [dtype, count, address] : vectors) out.push_back({static_cast<DType>(dtype), count});
+  return out;
+}
+
+template <class T>
+std::vector<T*> pointers_of(const std::vector<Vector>& vectors) {
+  std::vector<T*> out;
+  for (const auto& vector : vectors) out.push_back(reinterpret_cast<T*>(std::get<2>(vector)));
+  return out;
+}
+
+// What `jaxcoded.GradientCode` says of a code.
+Decoder decoder_of(const nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>& B,
+                   std::size_t parts, std::size_t stragglers, const std::string& decoding) {
+  CodeTensor out{.rows = B.shape(0), .partitions = B.shape(1), .slices = B.shape(2),
+                 .values = {B.data(), B.data() + B.size()}, .parts = parts,
+                 .stragglers = stragglers};
+  if (decoding == "least_squares") {
+    out.decoding = CodeTensor::Decoding::least_squares;
+  } else if (decoding == "one_step") {
+    out.decoding = CodeTensor::Decoding::one_step;
+  } else if (decoding != "exact") {
+    throw std::invalid_argument("no such decoding: " + decoding);
+  }
+  return Decoder(std::move(out));
+}
+
+// Coefficients: slices × rows, row by row; empty if there are none.
+std::vector<double> coefficients(const Decoder& decoder,
+                                 const std::shared_ptr<const Decoding>& found) {
+  std::vector<double> out;
+  if (!found) return out;
+  out.resize(decoder.slices() * decoder.rows());
+  for (std::size_t i = 0; i < found->rows.size(); ++i) {
+    for (std::size_t u = 0; u < decoder.slices(); ++u) {
+      out[u * decoder.rows() + found->rows[i]] = found->coefficients[u][i];
+    }
+  }
+  return out;
+}
+
+using CardTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                             std::uint64_t, std::uint64_t>;
+
+CardTuple introduce() {
+  const Card card = Engine::instance().introduce();
+  return {card.pid, card.descriptor, card.magic, card.magic_address, card.slot, card.ticket,
+          card.host};
+}
+
+std::vector<Card> cards_of(const std::vector<CardTuple>& cards) {
+  std::vector<Card> out;
+  for (const auto& [pid, descriptor, magic, address, slot, ticket, host] : cards) {
+    out.push_back({pid, descriptor, magic, address, slot, ticket, host});
+  }
+  return out;
+}
+
+void let_read(const std::vector<CardTuple>& cards) { Engine::instance().let_read(cards_of(cards)); }
+
+void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
+          Family family, Decoder decoder, Limits limits, Erasures erasures, bool reports) {
+  const std::vector<Card> all = cards_of(cards);
+  std::vector<Rank> peers = family.ancestors;
+  peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());
+  Engine& engine = Engine::instance();
+  const std::uint64_t slot = all[static_cast<std::size_t>(family.rank)].slot;
+  Member member;
+  member.slot = slot;
+  member.children = family.children;
+  member.root = family.ancestors.empty();
+  member.erasures = std::move(erasures);
+  member.reports = reports;
+  const WithoutGil released;
+  if (!member.root) engine.appear(MPI_Comm_f2c(comm), family.ancestors.back());
+  auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
+  auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
+  engine.open(index, std::move(wire), std::move(node), std::move(member));
+}
+
+std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint, std::string words,
+                                 bool up, bool down, bool skipped, std::vector<bool> erased,
+                                 const std::vector<Vector>& own, const std::vector<Vector>& out) {
+  Request request{.fingerprint = fingerprint,
+                  .words = std::move(words),
+                  .up = up,
+                  .down = down,
+                  .skipped = skipped,
+                  .message = segments_of(own),
+                  .total = segments_of(out),
+                  .own = pointers_of<const std::byte>(own),
+                  .out = pointers_of<std::byte>(out),
+                  .erased = std::move(erased)};
+  const Result result = Engine::instance().run(index, std::move(request));
+  return {static_cast<int>(result.outcome), result.error};
+}
+
+// What a group remembers of its rounds: columns of numbers, by name.
+nb::dict telemetry(std::uint64_t index) {
+  std::vector<RoundRecord> records;
+  std::vector<Pace> paces;
+  std::map<Rank, Link> links;
+  std::vector<Rank> children;
+  std::vector<double> arrived;
+  std::vector<bool> used;
+  {
+    const WithoutGil released;
+    Engine::instance().with(index, [&](Member& its) {
+      const Telemetry& known = its.node->telemetry();
+      children = its.node->columns();
+      records = known.records();
+      for (const RoundRecord& record : records) {
+        for (std::size_t child = 0; child < children.size(); ++child) {
+          arrived.push_back(known.arrival(record.round, child));
+          used.push_back(known.was_used(record.round, child));
+        }
+      }
+      paces = its.node->paces();
+      links = its.wire->links();
+      return 0;
+    });
+  }
+  nb::dict out;
+  const auto column = [&](const char* name, const auto& rows, auto read) {
+    nb::list values;
+    for (const auto& row : rows) values.append(read(row));
+    out[name] = values;
+  };
+  column("round", records, [](const RoundRecord& it) { return it.round; });
+  column("work", records, [](const RoundRecord& it) { return it.work; });
+  column("started", records, [](const RoundRecord& it) { return it.started; });
+  column("decided", records, [](const RoundRecord& it) { return it.decided; });
+  column("ended", records, [](const RoundRecord& it) { return it.ended; });
+  column("decider", records, [](const RoundRecord& it) { return it.decider; });
+  column("outcome", records, [](const RoundRecord& it) { return it.outcome; });
+  column("skipped", records, [](const RoundRecord& it) { return it.skipped; });
+  column("approximate", records, [](const RoundRecord& it) { return it.approximate; });
+  column("children", children, [](Rank it) { return it; });
+  column("arrived", arrived, [](double it) { return it; });
+  column("used", used, [](bool it) { return it; });
+  column("paced", paces, [](const Pace& it) { return it.rank; });
+  column("pace", paces, [](const Pace& it) { return it.work; });
+  column("silent", paces, [](const Pace& it) { return it.silent; });
+  column("peers", links, [](const auto& it) { return it.first; });
+  column("link_bytes", links, [](const auto& it) { return it.second.bytes; });
+  column("link_seconds", links, [](const auto& it) { return it.second.seconds; });
+  return out;
+}
+
+// The records of a group's rounds from now on, until it is closed or somebody else asks. In a
+// capsule: a thread may keep it until the end of the process, which nanobind takes for a leak.
+nb::capsule reports(std::uint64_t index) {
+  auto out = std::make_shared<Reports<RoundRecord>>();
+  // closed with the hook: at the end of the node, or where another one takes its place
+  const std::shared_ptr<Reports<RoundRecord>> open(out.get(), [out](Reports<RoundRecord>* it) { it->close(); });
+  {
+    const WithoutGil released;
+    Engine::instance().with(index, [&](Member& its) {
+      its.node->on_round([open](const RoundRecord& it) { open->add(it); });
+      return 0;
+    });
+  }
+  return nb::capsule(new std::shared_ptr<Reports<RoundRecord>>(std::move(out)), [](void* it) noexcept {
+    delete static_cast<std::shared_ptr<Reports<RoundRecord>>*>(it);
+  });
+}
+
+// The fields of a record, or None after the last one.
+nb::object next_report(nb::capsule reports) {
+  const auto from = *static_cast<std::shared_ptr<Reports<RoundRecord>>*>(reports.data());
+  std::optional<RoundRecord> it;
+  {
+    const WithoutGil released;
+    it = from->next();
+  }
+  if (!it) return nb::none();
+  return nb::make_tuple(it->round, it->work, it->started, it->decided, it->ended, it->decider,
+                        static_cast<int>(it->outcome), it->skipped, it->approximate);
+}
+
+void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
+            Decoder decoder, Erasures erasures) {
+  const WithoutGil released;
+  Engine::instance().replan(index, next, children, std::move(decoder), std::move(erasures));
+}
+
+// A call whose vectors lie on a GPU, as the handlers for XLA make it.
+DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
+                       std::string words, bool begun, std::uint64_t skipped,
+                       const std::vector<Vector>& own) {
+  return {.stream = reinterpret_cast<cuda::Stream>(stream),
+          .group = index,
+          .request = {.fingerprint = fingerprint,
+                      .words = std::move(words),
+                      .message = segments_of(own),
+                      .own = pointers_of<const std::byte>(own),
+                      .begun = begun},
+          .skipped = reinterpret_cast<const void*>(skipped)};
+}
+
+std::tuple<int, std::string> device_run(std::uint64_t index, std::uint64_t stream,
+                                        std::uint64_t fingerprint, std::string words, bool up,
+                                        bool down, bool begun, std::uint64_t skipped,
+                                        std::uint64_t erased, std::size_t ranks,
+                                        const std::vector<Vector>& own,
+                                        const std::vector<Vector>& out) {
+  DeviceCall call = device_call(index, stream, fingerprint, std::move(words), begun, skipped, own);
+  call.erased = reinterpret_cast<const void*>(erased);
+  call.ranks = ranks;
+  call.request.up = up;
+  call.request.down = down;
+  call.request.total = segments_of(out);
+  call.request.out = pointers_of<std::byte>(out);
+  const Result result = run_on_device(std::move(call));
+  return {static_cast<int>(result.outcome), result.error};
+}
+
+std::string device_extend(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
+                          std::string words, bool begun, std::uint64_t skipped,
+                          const std::vector<Vector>& own, const std::vector<Vector>& message,
+                          const std::vector<Vector>& total) {
+  DeviceCall call = device_call(index, stream, fingerprint, std::move(words), begun, skipped, own);
+  call.request.message = segments_of(message);
+  call.request.total = segments_of(total);
+  return extend_on_device(std::move(call));
+}
+
+// --- A node on its own, for tests: its wire is a Python object. ---
+
+nb::bytes bytes_of(std::span<const std::byte> data) {
+  return nb::bytes(reinterpret_cast<const char*>(data.data()), data.size());
+}
+
+std::span<const std::byte> span_of(const nb::bytes& data) {
+  return {reinterpret_cast<const std::byte*>(data.c_str()), data.size()};
+}
+
+// `wire` has the methods send(to, message), fetch(from, what, round, piece) -> bytes of the piece,
+// None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
+// withdraw(what, first_valid).
+class PythonWire : public Wire {
+ public:
+  explicit PythonWire(nb::object wire) : wire_(std::move(wire)) {}
+
+  void send(Rank to, const Message& message) override {
+    wire_.attr("send")(to, bytes_of(Message::bytes(message.header, message.body)));
+  }
+  Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t, std::byte* to,
+              std::size_t bytes) override {
+    nb::object data = wire_.attr("fetch")(from, static_cast<int>(object.what), object.round, piece);
+    if (data.is_none()) return Fetch::gone;
+    if (nb::isinstance<nb::bool_>(data)) return Fetch::pending;
+    const auto here = nb::cast<nb::bytes>(data);
+    if (here.size() != bytes) throw std::runtime_error("a piece of another length");
+    std::memcpy(to, here.c_str(), bytes);
+    return Fetch::done;
+  }
+  void withdraw(Object::What what, Round first_valid) override {
+    wire_.attr("withdraw")(static_cast<int>(what), first_valid);
+  }
+  std::size_t inline_bytes(Rank to) const override {
+    return nb::cast<std::size_t>(wire_.attr("inline_bytes")(to));
+  }
+  bool direct(Rank from) const override { return nb::cast<bool>(wire_.attr("direct")(from)); }
+  double now() const override { return nb::cast<double>(wire_.attr("now")()); }
+
+ private:
+  nb::object wire_;
+};
+
+class LoneNode {
+ public:
+  LoneNode(Family family, Decoder decoder, Limits limits, nb::object wire)
+      : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
+
+  // `known` of the vectors are there; the others follow, and the call is then to be completed.
+  void submit(std::uint64_t fingerprint, std::string words, std::string refusal, bool up, bool down,
+              bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
+              const std::vector<Vector>& out, std::size_t known) {
+    const bool complete = known == own.size();
+    auto there = pointers_of<const std::byte>(own);
+    there.resize(known);
+    node_.submit({.fingerprint = fingerprint,
+                  .words = std::move(words),
+                  .refusal = std::move(refusal),
+                  .up = up,
+                  .down = down,
+                  .skipped = skipped,
+                  .message = segments_of(own),
+                  .total = segments_of(out),
+                  .own = std::move(there),
+                  .out = complete ? pointers_of<std::byte>(out) : std::vector<std::byte*>(),
+                  .complete = complete,
+                  .erased = std::move(erased)});
+  }
+  void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
+  void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
+  void deliver(Rank from, nb::bytes message) { node_.deliver(from, Message::from(span_of(message))); }
+  void arrived(Rank from, int what, Round round, std::uint32_t piece, nb::bytes data) {
+    node_.arrived(from, {static_cast<Object::What>(what), round}, piece, span_of(data));
+  }
+  nb::object read(int what, Round round, std::uint32_t piece) const {
+    const auto data = node_.read({static_cast<Object::What>(what), round}, piece);
+    return data ? nb::object(bytes_of(*data)) : nb::none();
+  }
+  Node& node() { return node_; }
+
+ private:
+  PythonWire wire_;
+  Node node_;
+};
+
+}  // namespace
+}  // namespace jaxcoded
+
+NB_MODULE(_engine, module) {
+  using namespace jaxcoded;
+  using Release = nb::call_guard<WithoutGil>;
+  module.doc() = "The engine of jaxcoded.";
+
+  // Which MPI this was built with and loads; mpi4py may have brought another one.
+  module.def("mpi_library", [] {
+    char words[MPI_MAX_LIBRARY_VERSION_STRING];
+    int length = 0;
+    MPI_Get_library_version(words, &length);
+    return std::string(words, static_cast<std::size_t>(length));
+  });
+  module.def("thread_multiple", [] {
+    int provided = 0;
+    MPI_Query_thread(&provided);
+    return provided == MPI_THREAD_MULTIPLE;
+  });
+
+  nb::class_<Family>(module, "Family")
+      .def("__init__",
+           [](Family* self, Rank rank, std::vector<Rank> ancestors, std::vector<Rank> children,
+              std::vector<Rank> descendants) {
+             new (self) Family{rank, std::move(ancestors), std::move(children), std::move(descendants)};
+           });
+  nb::class_<Decoder>(module, "Decoder")
+      .def(nb::init<>())
+      .def("__init__", [](Decoder* self, const nb::ndarray<const double, nb::ndim<3>, nb::c_contig,
+                                                           nb::device::cpu>& B,
+                          std::size_t parts, std::size_t stragglers, const std::string& decoding) {
+        new (self) Decoder(decoder_of(B, parts, stragglers, decoding));
+      })
+      .def("decode", [](Decoder& self, const std::vector<std::size_t>& order,
+                        const std::vector<bool>& possible) {
+        return coefficients(self, self.decode(order, possible));
+      })
+      .def("approximate", [](Decoder& self, const std::vector<bool>& answered) {
+        return coefficients(self, self.approximate(answered));
+      })
+      .def_prop_ro("questions", &Decoder::questions)
+      .def("check", [](Decoder& self, std::vector<Parity::Check> checks) {
+        self.check(Parity(std::move(checks), self.parts()));
+      });
+  nb::class_<Erasures>(module, "Erasures")
+      .def("__init__", [](Erasures* self, Rank root,
+                          const std::vector<std::tuple<Rank, std::vector<Rank>, Decoder>>& parents) {
+        std::vector<Parent> all;
+        for (const auto& [rank, children, decoder] : parents) {
+          all.push_back({rank, children, decoder});
+        }
+        new (self) Erasures(root, std::move(all));
+      })
+      .def("missing", [](Erasures& self, const std::vector<bool>& erased) {
+        return self.judge(erased).missing;
+      })
+      .def("refusal", [](Erasures& self, const std::vector<bool>& erased) {
+        return self.judge(erased).refusal;
+      });
+  nb::enum_<OnDeadline>(module, "OnDeadline")
+      .value("wait", OnDeadline::wait)
+      .value("raise", OnDeadline::raise)
+      .value("approximate", OnDeadline::approximate);
+  nb::class_<Limits>(module, "Limits")
+      .def(nb::init<>())
+      .def_rw("piece_bytes", &Limits::piece_bytes)
+      .def_rw("announced_bytes", &Limits::announced_bytes)
+      .def_rw("history_bytes", &Limits::history_bytes)
+      .def_rw("history_rounds", &Limits::history_rounds)
+      .def_rw("history_most", &Limits::history_most)
+      .def_rw("ahead_bytes", &Limits::ahead_bytes)
+      .def_rw("orphan_seconds", &Limits::orphan_seconds)
+      .def_rw("stall_seconds", &Limits::stall_seconds)
+      .def_rw("silent_seconds", &Limits::silent_seconds)
+      .def_rw("on_deadline", &Limits::on_deadline)
+      .def_rw("deadline_seconds", &Limits::deadline_seconds)
+      .def_rw("deadline_rounds", &Limits::deadline_rounds)
+      .def_rw("deadline_share", &Limits::deadline_share)
+      .def_rw("telemetry_rounds", &Limits::telemetry_rounds)
+      .def_rw("pace_seconds", &Limits::pace_seconds);
+
+  module.attr("Closed") =
+      nb::steal(PyErr_NewException("jaxcoded.transport._engine.Closed", PyExc_RuntimeError, nullptr));
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void* closed_type) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const Closed& closed) {
+      PyErr_SetString(static_cast<PyObject*>(closed_type), closed.text.c_str());
+    } catch (const cuda::Failure& failure) {
+      PyErr_SetString(PyExc_RuntimeError, failure.text.c_str());
+    }
+  }, module.attr("Closed").ptr());
+
+  module.def("start", [] { Engine::instance(); }, Release());
+  module.def("introduce", &introduce, Release());
+  module.def("forget", [](const CardTuple& card) {
+    Engine::instance().forget(cards_of({card}).front());
+  }, Release());
+  module.def("let_read", &let_read, Release());
+  module.attr("most_started") = Engine::most_started;
+  module.def("open", &open);
+  module.def("discard", [](std::uint64_t index) { Engine::instance().discard(index); }, Release());
+  module.def("run", &run, Release());
+  module.def("load_cuda", &cuda::load, Release());
+  module.def("device_run", &device_run, Release());
+  module.def("device_extend", &device_extend, Release());
+  module.def("device_copies", [](std::uint64_t stream, std::uint64_t own, std::uint64_t out,
+                                 std::uint64_t bytes) {
+    return time_copies(reinterpret_cast<cuda::Stream>(stream),
+                       reinterpret_cast<const std::byte*>(own), reinterpret_cast<std::byte*>(out),
+                       bytes);
+  }, Release());
+  module.def("pinned_bytes", &pinned_bytes, Release());
+  module.def("note_failure", [](std::uint64_t index, std::string words) {
+    Engine::instance().note_failure(index, words);
+  }, Release());
+  module.def("close", [](std::uint64_t index, double seconds) {
+    return Engine::instance().close(index, seconds);
+  }, Release());
+  module.def("abandon", [](std::uint64_t index, const std::string& failure) {
+    Engine::instance().abandon(index, failure);
+  }, Release());
+  module.def("stop", [](double seconds, const std::string& failure) {
+    return Engine::instance().stop(seconds, failure);
+  }, Release());
+
+  const auto query = [&](const char* name, auto read) {
+    module.def(name, [read](std::uint64_t index) {
+      return Engine::instance().with(index, [read](Member& its) { return read(its); });
+    }, Release());
+  };
+  query("lag", [](Member& its) { return its.lag(); });
+  query("next_round", [](Member& its) { return its.next(); });
+  query("history_bytes", [](Member& its) { return its.node->history_bytes(); });
+  query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
+  query("fetched_bytes", [](Member& its) { return its.node->fetched_bytes(); });
+  query("status", [](Member& its) { return its.node->status(); });
+
+  module.def("telemetry", &telemetry);
+  module.def("reports", &reports);
+  module.def("next_report", &next_report);
+  // Blocks until a group's call waits after its deadline: the group and for whom it waits; None at
+  // the end of the engine.
+  module.def("next_overdue", [] { return Engine::instance().overdue().next(); }, Release());
+  module.def("replan", &replan);
+  module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
+    Engine::instance().with(index, [&](Member& its) {
+      its.node->keep_state(its.next(),
+                           {reinterpret_cast<const std::byte*>(address), bytes});
+      return 0;
+    });
+  }, Release());
+  // The newest snapshot of the nearest ancestor that has one, in `seconds`; its round, or 0.
+  module.def("fetch_state", [](std::uint64_t index, double seconds) {
+    Engine& engine = Engine::instance();
+    engine.with(index, [](Member& its) { its.node->ask_state(); return 0; });
+    engine.wait(index, seconds, [](Member& its) {
+      return its.node->state_round() != 0 || its.node->state_missing();
+    });
+    return engine.with(index, [](Member& its) { return its.node->state_round(); });
+  }, Release());
+  module.def("state", [](std::uint64_t index) {
+    std::vector<std::byte> copy;
+    {
+      const WithoutGil released;
+      copy = Engine::instance().with(index, [](Member& its) {
+        const auto state = its.node->state();
+        return std::vector<std::byte>(state.begin(), state.end());
+      });
+    }
+    return bytes_of(copy);
+  });
+  module.def("resume", [](std::uint64_t index) {
+    Engine::instance().with(index, [](Member& its) { its.node->resume(); return 0; });
+  }, Release());
+
+  nb::class_<LoneNode>(module, "LoneNode")
+      .def(nb::init<Family, Decoder, Limits, nb::object>())
+      .def("submit", &LoneNode::submit)
+      .def("extend", &LoneNode::extend)
+      .def("complete", &LoneNode::complete)
+      .def("deliver", &LoneNode::deliver)
+      .def("lost", [](LoneNode& self, Rank rank) { self.node().lost(rank); })
+      .def("overdue", [](LoneNode& self) { return self.node().overdue(); })
+      .def("arrived", &LoneNode::arrived)
+      .def("read", &LoneNode::read)
+      .def("advance", [](LoneNode& self) { return self.node().advance(); })
+      .def("outcome", [](LoneNode& self) { return static_cast<int>(self.node().outcome()); })
+      .def("error", [](LoneNode& self) { return self.node().error(); })
+      .def("lag", [](LoneNode& self) { return self.node().lag(); })
+      .def("next_round", [](LoneNode& self) { return self.node().next(); })
+      .def("frontier", [](LoneNode& self) { return self.node().frontier(); })
+      .def("status", [](LoneNode& self) { return self.node().status(); })
+      .def("waiting_for", [](LoneNode& self) { return self.node().waiting_for(); })
+      .def("history_bytes", [](LoneNode& self) { return self.node().history_bytes(); })
+      .def("memory_bytes", [](LoneNode& self) { return self.node().memory_bytes(); })
+      .def("fetched_bytes", [](LoneNode& self) { return self.node().fetched_bytes(); })
+      .def("questions", [](LoneNode& self) { return self.node().decoder().questions(); })
+      .def("desynchronized", [](LoneNode& self) { return self.node().desynchronized(); })
+      .def("keep_state", [](LoneNode& self, Round round, nb::bytes state) {
+        self.node().keep_state(round, span_of(state));
+      })
+      .def("ask_state", [](LoneNode& self) { self.node().ask_state(); })
+      .def("state_round", [](LoneNode& self) { return self.node().state_round(); })
+      .def("state_missing", [](LoneNode& self) { return self.node().state_missing(); })
+      .def("state", [](LoneNode& self) { return bytes_of(self.node().state()); })
+      .def("resume", [](LoneNode& self) { self.node().resume(); })
+      .def("leave", [](LoneNode& self, const std::string& failure) { self.node().leave(failure); },
+           nb::arg("failure") = "")
+      .def("end", [](LoneNode& self) { self.node().end(); })
+      .def("left", [](LoneNode& self) { return self.node().left(); })
+      .def("give_up", [](LoneNode& self) { self.node().give_up(); })
+      .def("absent", [](LoneNode& self) { return self.node().absent(); });
+
+  const auto handler = [&](const char* name, XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
+    module.attr(name) = nb::capsule(reinterpret_cast<void*>(function), "xla._CUSTOM_CALL_TARGET");
+  };
+  handler("round_handler", round_handler);
+  handler("part_handler", part_handler);
+  handler("runs_handler", runs_handler);
+  handler("start_handler", start_handler);
+  handler("done_handler", done_handler);
+  handler("lag_handler", lag_handler);
+  handler("cuda_round_handler", cuda_round_handler);
+  handler("cuda_part_handler", cuda_part_handler);
+  handler("cuda_lag_handler", cuda_lag_handler);
+}

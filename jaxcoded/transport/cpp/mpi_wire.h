@@ -1,0 +1,100 @@
+// The wire of a group: MPI for what ranks say, and for vectors between hosts. On one host a
+// receiver copies vectors out of the other process's memory.
+#pragma once
+
+#include <mpi.h>
+
+#include <list>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "node.h"
+#include "page.h"
+
+namespace jaxcoded {
+
+// The tags of a group's own communicator. `jaxcoded/transport/ending.py` uses 0, `question` and
+// `answer`.
+namespace tag {
+constexpr int control = 1;  // of messages
+constexpr int question = 2, answer = 3;  // see `Presence`
+constexpr int first_vector = 4, last_vector = 32767;  // every MPI allows as much
+}  // namespace tag
+
+// What has come from a rank.
+struct Link {
+  std::uint64_t bytes = 0;  // of all kinds
+  double seconds = 0;       // in which vectors were on their way
+};
+
+class MpiWire : public Wire {
+ public:
+  // `comm` is the wire's own, and is not freed: messages to a rank that has left may still be on
+  // their way, and would be taken for those of the next communicator. `cards` are those of all its
+  // ranks; `peers` the ranks that this one ever speaks with.
+  MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
+          const std::vector<Card>& cards, Validity& validity);
+  ~MpiWire() override;
+
+  void send(Rank to, const Message& message) override;
+  Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
+              std::size_t bytes) override;
+  void withdraw(Object::What what, Round first_valid) override;
+  std::size_t inline_bytes(Rank to) const override;
+  bool direct(Rank from) const override;
+  double now() const override;
+
+  // Hand what has come to the node. Whether anything has.
+  bool poll(Node& node);
+  // Whether something may come without a ring of the bell.
+  bool silent_peers() const { return silent_peers_; }
+  bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
+  // Whether all that was said has left.
+  bool sent() const { return outgoing_.empty(); }
+  std::map<Rank, Link> links() const;
+
+ private:
+  struct Peer {
+    std::unique_ptr<PeerPage> page;
+    std::vector<std::byte> inbox;
+    std::vector<std::byte> begun = {};  // of a body whose rest follows
+    Link link = {};
+    std::size_t fetches = 0;  // in progress,
+    double since = 0;         // since then without a break
+  };
+  struct Outgoing {
+    MPI_Request request;
+    std::vector<std::byte> bytes;
+  };
+  struct Fetching {
+    MPI_Request request;
+    Rank from;
+    int tag;
+    Object object;
+    std::uint32_t piece;
+    std::vector<std::byte> bytes;
+  };
+
+  bool open_inboxes(Node& node);
+  void open_inbox(std::size_t peer, const MPI_Status& status, Node& node);
+  void receive(std::size_t peer);
+  void post(Rank to, int tag, std::vector<std::byte> bytes);
+  void answer(Rank from, const Header& pull, const Node& node);
+  void receive(Fetching& it);
+
+  MPI_Comm comm_;
+  std::uint64_t session_;
+  Validity& validity_;
+  std::map<Rank, Peer> peers_;
+  std::vector<Rank> ranks_;               // of the inboxes
+  std::vector<MPI_Request> inboxes_;
+  std::vector<int> indices_;
+  std::vector<MPI_Status> statuses_;
+  std::list<Outgoing> outgoing_;
+  std::list<Fetching> fetches_;
+  int next_tag_;
+  bool silent_peers_ = false;
+};
+
+}  // namespace jaxcoded

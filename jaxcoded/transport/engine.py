@@ -1,0 +1,661 @@
+"""The tree on the engine: a parent goes on as soon as its code can decode.
+
+The engine is a C++ extension with a progress thread, see ``docs/engine.md``. Here it is
+opened for a group, and its calls become JAX primitives.
+"""
+
+import atexit
+import contextlib
+import copy
+import functools
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.ffi import ffi_lowering, register_ffi_target
+from jax.interpreters import ad, batching, mlir, xla
+from mpi4py import MPI
+
+from jaxcoded import errors
+from jaxcoded.codes import GradientCode
+from jaxcoded.plan import Plan
+from jaxcoded.transport import ending, one_device, primitive
+from jaxcoded.transport.agreement import on_all
+from jaxcoded.transport.base import BATCHED as _BATCHED
+from jaxcoded.transport.base import Transport, Trip
+from jaxcoded.transport.deadline import Deadline
+from jaxcoded.transport.following import follow
+
+_why_missing = ""
+try:
+    from jaxcoded.transport import _engine
+except ImportError as error:  # not built, or built for another MPI or Python
+    _why_missing = str(error)
+
+logger = logging.getLogger("jaxcoded")
+
+_DONE, _FAILED, _DESYNCHRONIZED = 1, 2, 3
+_DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
+_BYTES = 0
+# How much longer a rank waits for its children than they do for theirs.
+_GIVE_UP_SECONDS = 0.5
+# At the end of the process, ranks that still lack results get them for so long.
+_EXIT_SECONDS = 5.0
+
+
+def missing() -> str:
+    """Why the engine cannot be used in this process, in words; empty if it can."""
+    if _why_missing:
+        return f"the engine is not built ({_why_missing})"
+    built_for, loaded = _engine.mpi_library(), MPI.Get_library_version()
+    if _release(built_for) != _release(loaded):
+        return (
+            f"the engine was built for {_release(built_for)}, but mpi4py uses "
+            f"{_release(loaded)}: build it again with this MPI's mpicc on the PATH"
+        )
+    if not _engine.thread_multiple():
+        return (
+            "MPI was initialised without MPI_THREAD_MULTIPLE, which the engine's "
+            "progress thread needs (mpi4py.rc.thread_level)"
+        )
+    try:
+        _engine.start()
+    except RuntimeError as error:
+        return f"the engine cannot start: {error}"
+    backend = jax.default_backend()
+    if backend == "cpu":
+        return ""
+    if backend != "gpu":
+        return f"the engine runs on CPUs and NVIDIA's GPUs, not on {backend}"
+    why = _engine.load_cuda("")
+    return f"the engine cannot use the GPU: {why}" if why else ""
+
+
+def _release(version: str) -> str:
+    """Name and number of an MPI, out of what it says about itself."""
+    return " ".join(version.partition("\n")[0].partition(",")[0].split())
+
+
+class Engine(Transport):
+    """The transport of one group. Collective.
+
+    Args:
+        index: of the group; never used again.
+        comm: the group's communicator.
+        plan: the group's plan.
+        piece_bytes: in which messages move.
+        history_bytes: memory for results that late ranks lack, in bytes.
+        telemetry_rounds: rounds to remember.
+        deadline: how long a parent waits for its children, and what it does then.
+        debug: whether parents wait for all of their children and compare what they send.
+    """
+
+    can_lag = True
+    takes_tokens = True
+    takes_parts = True
+
+    def __init__(
+        self,
+        index: int,
+        comm: MPI.Intracomm,
+        plan: Plan,
+        *,
+        piece_bytes: int,
+        history_bytes: int,
+        telemetry_rounds: int,
+        deadline: Deadline,
+        debug: bool = False,
+    ) -> None:
+        self._index, self._plan, self._rank = index, plan, comm.rank
+        self._debug = debug
+        # a handler for a GPU holds up the thread that fills the stream, so that there
+        # is nothing to gain from a round that goes on by itself
+        on_cpu = jax.default_backend() == "cpu"
+        self.most_started = _engine.most_started if on_cpu else 0
+        self._height = _height(plan, comm.rank)
+        self._world = comm.Get_group().Translate_ranks(
+            range(comm.size), MPI.COMM_WORLD.Get_group()
+        )
+        limits = _engine.Limits()
+        limits.piece_bytes = piece_bytes
+        limits.history_bytes = history_bytes
+        limits.history_most = max(limits.history_most, history_bytes)
+        limits.telemetry_rounds = telemetry_rounds
+        limits.on_deadline = getattr(_engine.OnDeadline, deadline.action)
+        limits.deadline_seconds = deadline.seconds
+        limits.deadline_rounds = deadline.rounds
+        limits.deadline_share = _deadline_share(plan, comm.rank)
+        cards = on_all(comm, _introduce, undo=_engine.forget)
+        _engine.let_read(cards)  # on all ranks before any gets any further
+        # every rank draws the same session: old messages are told from new ones by it
+        session = comm.bcast(_random())
+        self._serial, self._own = _communicator(comm)
+        try:
+            on_all(
+                comm,
+                lambda: _engine.open(
+                    index,
+                    self._own.py2f(),
+                    session,
+                    cards,
+                    _family(plan, comm.rank),
+                    _decoder(plan, comm.rank, debug),
+                    limits,
+                    _erasures(plan),
+                    deadline.action == "wait",
+                ),
+                undo=lambda _: _engine.discard(index),
+            )
+        except errors.CodedError:
+            _engine.forget(cards[comm.rank])
+            self._put_back()
+            raise
+        ending.enter(self._own, list(self._world), plan.root)
+        _open[index] = self
+
+    def carry(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+        begun: bool = False,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        plan, rank = self._plan, self._rank
+        # a parent joins slices and parts one after the other, whatever the batch: they
+        # come first
+        moved = [
+            jnp.moveaxis(v, -1, 0) if v.ndim > 1 and plan.encoded else v
+            for v in vectors
+        ]
+        shapes = []
+        for v, vector in zip(moved, vectors):
+            length = vector.shape[-1]
+            if begun:
+                length *= plan.slices_above[rank]
+            elif trip.up:
+                length = plan.result_length(rank, length)
+            batch = v.shape[1:] if v is not vector else v.shape[:-1]
+            shapes.append((length, *batch) if v is not vector else (*batch, length))
+        extras = [x for x in (skipped, erased) if x is not None]
+        out, token = _bind(
+            "jaxcoded_round",
+            [*extras, *moved],
+            [ShapedArray(shape, v.dtype) for shape, v in zip(shapes, moved)],
+            token,
+            group=self._index,
+            words=trip.words,
+            fingerprint=_fingerprint(trip.words),
+            up=int(trip.up),
+            down=int(trip.down),
+            parts=1 if begun or not trip.up else plan.parts_above[rank],
+            begun=int(begun),
+            skips=int(skipped is not None),
+            erases=int(erased is not None),
+        )
+        return [
+            jnp.moveaxis(o, 0, -1) if v is not vector else o
+            for o, v, vector in zip(out, moved, vectors)
+        ], token
+
+    def begin(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        number: int,
+        *,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> jax.Array | None:
+        extras = [] if skipped is None else [skipped]
+        return _bind(
+            "jaxcoded_part",
+            [*extras, *vectors],
+            [],
+            token,
+            group=self._index,
+            words=trip.words,
+            fingerprint=_fingerprint(trip.words),
+            parts=self._plan.parts_above[self._rank],
+            number=number,
+            slices=self._plan.slices_above[self._rank],
+            skips=len(extras),
+        )[1]
+
+    def start(
+        self,
+        trip: Trip,
+        vectors: Sequence[jax.Array],
+        *,
+        erased: jax.Array | None = None,
+        skipped: jax.Array | None = None,
+        token: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        plan, rank = self._plan, self._rank
+        (number,), token = _bind(
+            "jaxcoded_start",
+            [*(x for x in (skipped, erased) if x is not None), *vectors],
+            [ShapedArray((), np.uint32)],
+            token,
+            group=self._index,
+            words=trip.words,
+            fingerprint=_fingerprint(trip.words),
+            parts=plan.parts_above[rank],
+            slices=plan.slices_above[rank],
+            skips=int(skipped is not None),
+            erases=int(erased is not None),
+        )
+        return number, token
+
+    def finish(
+        self,
+        number: jax.Array,
+        results: Sequence[ShapedArray],
+        after: Sequence[jax.Array],
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        return _bind(
+            "jaxcoded_done", [number, *after], results, token, group=self._index
+        )
+
+    def check_sum(self, dtype: np.dtype) -> None:
+        if dtype.name not in _DTYPES:
+            raise TypeError(
+                f"the engine sums {', '.join(_DTYPES)}, not {dtype}: cast it"
+            )
+
+    def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        (lag,), token = _bind(
+            "jaxcoded_lag", [], [ShapedArray((), np.int32)], token, group=self._index
+        )
+        return lag, token
+
+    def host_lag(self) -> int:
+        return self._ask("lag")
+
+    def rounds(self) -> int:
+        return self._ask("next_round") - 1
+
+    def note_failure(self, words: str) -> None:
+        self._ask("note_failure", words)
+
+    def close(self, seconds: float) -> list[int]:
+        # ranks below give up first, and say whom
+        absent = self._ask("close", seconds + self._patience)
+        _open.pop(self._index, None)
+        self._give_up(absent)
+        if not absent:
+            self._put_back()
+        return absent
+
+    def _put_back(self) -> None:
+        """Nothing is on its way in the communicator: the next group may have it."""
+        with _idle_lock:
+            _idle[self._serial] = self._own
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a rank waits longer than those below it, who then say
+        whom they have given up."""
+        return _GIVE_UP_SECONDS * self._height
+
+    def _give_up(self, absent: list[int]) -> None:
+        if absent and self._rank == self._plan.root:
+            ending.give_up([self._world[rank] for rank in absent])
+
+    def abandon(self, error: BaseException) -> None:
+        self._ask("abandon", ending.in_words(error))
+
+    def host_round(
+        self,
+        trip: Trip,
+        vectors: Sequence[np.ndarray],
+        results: Sequence[np.ndarray],
+        *,
+        erased: np.ndarray | None = None,
+        skipped: bool = False,
+    ) -> None:
+        outcome, text = self._ask(
+            "run",
+            _fingerprint(trip.words) % 2**64,
+            trip.words,
+            trip.up,
+            trip.down,
+            skipped,
+            [] if erased is None else np.asarray(erased, bool).tolist(),
+            [_vector(v) for v in vectors],
+            [_vector(v) for v in results],
+        )
+        if outcome != _DONE:
+            raise _error(outcome, text)
+
+    def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
+        out = np.empty_like(array)
+        self.host_round(Trip(words, up=False), [array], [out])
+        return out
+
+    def replanned(self, index: int, plan: Plan) -> "Engine":
+        children = list(plan.coded_children(self._rank))
+        decoder = _decoder(plan, self._rank, self._debug)
+        self._ask("replan", index, children, decoder, _erasures(plan))
+        other = _open[index] = copy.copy(_open.pop(self._index))
+        other._index, other._plan = index, plan
+        return other
+
+    def telemetry(self) -> dict[str, list[Any]]:
+        return self._ask("telemetry")
+
+    def reports(self) -> Callable[[], tuple[Any, ...] | None]:
+        reports = self._ask("reports")
+        return lambda: _engine.next_report(reports)
+
+    def keep_state(self, state: np.ndarray) -> None:
+        self._ask("keep_state", state.ctypes.data, state.nbytes)
+
+    def fetch_state(self, seconds: float) -> tuple[int, bytes]:
+        round_ = self._ask("fetch_state", seconds)
+        return round_, self._ask("state") if round_ else b""
+
+    def resume(self) -> None:
+        self._ask("resume")
+
+    def statistics(self) -> dict[str, Any]:
+        names = ("history_bytes", "memory_bytes", "fetched_bytes")
+        return {name: self._ask(name) for name in names}
+
+    def status(self) -> str:
+        """Where this rank stands, for whoever looks for the cause of a hang."""
+        return self._ask("status")
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(_engine, name)(self._index, *args)
+        except _engine.Closed as error:
+            raise _error(_FAILED, str(error)) from None
+
+
+# What the engine is told about a rank.
+
+
+def _introduce() -> Any:
+    _register()
+    return _engine.introduce()
+
+
+# Communicators of groups that were closed, for the next group of the same ranks. They
+# are never freed: a message to a rank that has left may still be on its way, and MPI
+# would take it for one of the next communicator with that number. In the same
+# communicator it is recognised by its session.
+_idle: dict[int, MPI.Intracomm] = {}
+_idle_lock = threading.Lock()
+
+
+def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
+    """A communicator of the ranks of ``comm`` for the engine alone, and its serial
+    number. Collective."""
+    # taken out while the ranks agree: another thread's ranks may be looking, too
+    with _idle_lock:
+        mine = {
+            serial: _idle.pop(serial)
+            for serial, each in list(_idle.items())
+            if MPI.Comm.Compare(each, comm) == MPI.CONGRUENT
+        }
+    common = set(mine).intersection(*comm.allgather(list(mine)))
+    taken = min(common, default=None)
+    found = None if taken is None else (taken, mine.pop(taken))
+    with _idle_lock:
+        _idle.update(mine)
+    return found or (comm.bcast(_random()), comm.Dup())
+
+
+def _random() -> int:
+    return int(np.random.default_rng().integers(1, 2**62))
+
+
+def _height(plan: Plan, rank: int) -> int:
+    """Layers below a rank."""
+    heights = [0] * plan.size
+    for below in reversed(plan.tree.order):
+        above = plan.tree.parents[below]
+        if above >= 0:
+            heights[above] = max(heights[above], heights[below] + 1)
+    return heights[rank]
+
+
+def _deadline_share(plan: Plan, rank: int) -> float:
+    """Deadlines of parents further down are earlier, so that they are heard in time."""
+    return _height(plan, rank) / max(_height(plan, plan.root), 1)
+
+
+def _family(plan: Plan, rank: int) -> Any:
+    tree = plan.tree
+    ancestors = []
+    above = tree.parents[rank]
+    while above >= 0:
+        ancestors.append(above)
+        above = tree.parents[above]
+    children = list(plan.coded_children(rank))
+    descendants = list(children)
+    for below in descendants:  # grows while it is walked
+        descendants.extend(tree.children[below])
+    return _engine.Family(rank, ancestors, children, descendants)
+
+
+def _decoder(plan: Plan, rank: int, debug: bool = False) -> Any:
+    coding = plan.codings[rank]
+    if coding is None:
+        return _engine.Decoder()
+    code = coding.code
+    decoder = _decoder_of(code)
+    if debug:
+        checks = code.parity_checks if rank in plan.checked else code.parity_checks[:0]
+        decoder.check(checks.tolist())
+    return decoder
+
+
+def _decoder_of(code: GradientCode) -> Any:
+    return _engine.Decoder(code.B, code.parts, code.stragglers, code.decoding)
+
+
+def _erasures(plan: Plan) -> Any:
+    decoders = {it.code: _decoder_of(it.code) for it in plan.codings if it is not None}
+    parents = [
+        (rank, list(plan.coded_children(rank)), decoders[coding.code])
+        for rank in plan.tree.order
+        if (coding := plan.codings[rank]) is not None
+    ]
+    return _engine.Erasures(plan.root, parents)
+
+
+def _report(overdue: tuple[int, str]) -> None:
+    logger.warning("group %d, %s", *overdue)
+
+
+def _fingerprint(words: str) -> int:
+    digest = hashlib.sha256(words.encode()).digest()
+    return int.from_bytes(digest[:8], signed=True)
+
+
+def _vector(array: np.ndarray) -> tuple[int, int, int]:
+    code = _DTYPES.get(array.dtype.name, _BYTES)
+    return code, array.size if code else array.nbytes, array.ctypes.data
+
+
+def _error(outcome: int, text: str) -> Exception:
+    if outcome == _DESYNCHRONIZED:
+        return errors.Desynchronized(text)
+    kind, _, words = text.partition(": ")
+    return getattr(errors, kind, errors.CodedError)(words or text)
+
+
+# What compiled programs call.
+
+
+@functools.cache
+def _register() -> None:
+    for platform, prefix in (("cpu", ""), ("CUDA", "cuda_")):
+        for name in ("round", "part", "lag"):
+            handler = getattr(_engine, f"{prefix}{name}_handler")
+            register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
+    for name in ("start", "done"):
+        handler = getattr(_engine, f"{name}_handler")
+        register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
+    follow(_engine.next_overdue, _report, "jaxcoded log")
+    # at exit the engine stops first: what is registered later runs earlier
+    ending.register()
+    atexit.register(_stop)
+
+
+_process = os.getpid()
+# Groups that were not closed, by index.
+_open: dict[int, Engine] = {}
+
+
+def _stop() -> None:
+    if os.getpid() != _process:
+        return  # a fork, in which nothing of the engine runs
+    patience = max((group._patience for group in _open.values()), default=0.0)
+    error = ending.uncaught()
+    failure = "" if error is None else ending.in_words(error)
+    for index, absent in _engine.stop(_EXIT_SECONDS + patience, failure).items():
+        if index in _open:
+            _open[index]._give_up(absent)
+
+
+call_p = Primitive("coded_engine_call")
+call_p.multiple_results = True
+call_p.def_impl(functools.partial(xla.apply_primitive, call_p))
+
+
+def _bind(
+    target: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[ShapedArray],
+    token: jax.Array | None,
+    **attributes: int | str,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Call the engine, in the order of the rounds or of the token."""
+    tokens = [] if token is None else [token]
+    out = call_p.bind(
+        *tokens,
+        *operands,
+        target=target,
+        results=tuple(results),
+        tokened=bool(tokens),
+        attributes=tuple(attributes.items()),
+    )
+    return (out, None) if token is None else (out[1:], out[0])
+
+
+@call_p.def_effectful_abstract_eval
+def _abstract_eval(
+    *avals: Any, target: str, results: Any, tokened: bool, attributes: Any
+) -> Any:
+    if tokened:
+        return [ShapedArray(avals[0].shape, avals[0].dtype), *results], set()
+    return list(results), {primitive.ORDER}
+
+
+def _lowering(
+    ctx: Any, *operands: Any, target: str, results: Any, tokened: bool, attributes: Any
+) -> Any:
+    one_device.check(ctx)
+    numbers = {
+        name: np.int64(value) if isinstance(value, int) else value
+        for name, value in attributes
+    }
+    avals_in, avals_out = list(ctx.avals_in), list(ctx.avals_out)
+    if not tokened:
+        operands = (ctx.tokens_in.get(primitive.ORDER), *operands)
+        avals_in = [primitive.TOKEN, *avals_in]
+        avals_out = [primitive.TOKEN, *avals_out]
+    # A result lies where its operand was, where XLA may: the caller donated it, or it
+    # is a temporary.
+    extras = len(avals_in) - len(avals_out)
+    aliases = {
+        i + extras: i
+        for i in range(1, len(avals_out))
+        if target == "jaxcoded_round"
+        and (avals_in[i + extras].shape, avals_in[i + extras].dtype)
+        == (avals_out[i].shape, avals_out[i].dtype)
+    }
+    if tokened:
+        aliases[0] = 0
+    lower = ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
+    out = lower(
+        ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **numbers
+    )
+    if tokened:
+        return out
+    ctx.set_tokens_out(mlir.TokenSet({primitive.ORDER: out[0]}))
+    return out[1:]
+
+
+mlir.register_lowering(call_p, _lowering, platform="cpu")
+with contextlib.suppress(NotImplementedError):  # a JAX that knows of no CUDA
+    mlir.register_lowering(call_p, _lowering, platform="cuda")
+
+
+def _batch(
+    operands: Sequence[Any],
+    axes: Sequence[Any],
+    *,
+    target: str,
+    results: Any,
+    tokened: bool,
+    attributes: Any,
+) -> tuple[Any, Any]:
+    """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
+    own axis, the outermost batch first."""
+    if target == "jaxcoded_done":
+        raise NotImplementedError(
+            "coded_allreduce_done cannot be batched by vmap: a handle is of one round"
+        )
+    if tokened:
+        raise NotImplementedError("a call with a token cannot be batched by vmap")
+    assert target == "jaxcoded_part"
+    values = dict(attributes)
+    size = next(
+        operand.shape[axis] for operand, axis in zip(operands, axes) if axis is not None
+    )
+    skips = values["skips"]
+    vectors = [
+        jnp.moveaxis(batching.bdim_at_front(vector, axis, size), 0, 1)
+        for vector, axis in zip(operands[skips:], axes[skips:])
+    ]
+    words, _, inner = values["words"].partition(_BATCHED)
+    batch = [size, *json.loads(inner or "[]")]
+    values["words"] = f"{words}{_BATCHED}{batch}"
+    values["fingerprint"] = _fingerprint(values["words"])
+    out = call_p.bind(
+        *operands[:skips],
+        *vectors,
+        target=target,
+        results=results,
+        tokened=tokened,
+        attributes=tuple(values.items()),
+    )
+    return out, []
+
+
+batching.primitive_batchers[call_p] = _batch
+
+
+def _transpose(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "coded_allreduce_start cannot be differentiated: use coded_allreduce"
+    )
+
+
+ad.primitive_transposes[call_p] = _transpose

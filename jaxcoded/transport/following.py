@@ -1,0 +1,42 @@
+"""Python that hears of what happens in the engine, on a thread of its own."""
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Record = TypeVar("_Record")
+
+# For the last calls, at the end of the process.
+_LAST_SECONDS = 1.0
+
+
+def follow(
+    following: Callable[[], _Record | None],
+    callback: Callable[[_Record], Any],
+    name: str,
+) -> None:
+    """Call ``callback`` on a thread of this name with each of what ``following`` waits
+    for, until that is None. Rounds do not wait for it."""
+
+    def run() -> None:
+        while (record := following()) is not None:
+            callback(record)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+# Registered before the engine's own end, hence called after it.
+@atexit.register
+def _finish() -> None:
+    """Let the last records be seen before the interpreter ends."""
+    until = time.monotonic() + _LAST_SECONDS
+    for thread in list(_threads):
+        thread.join(max(until - time.monotonic(), 0.0))

@@ -1,0 +1,279 @@
+"""Encoding and decoding as jitted JAX functions.
+
+Both are sums of vectors with a few coefficients. float16 and bfloat16 accumulate in
+float32. A vector whose coefficient is 0 is not looked at, so that what was left out may
+hold anything, also NaN.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.transport.packing import Packing, pack, unpack
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["vectors"],
+    meta_fields=["packing", "slices", "multiple", "parts"],
+)
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A coded message: what a child sends, ``1/slices`` as long as the gradient it
+    stands for.
+
+    Made by `encode`; a pytree whose only leaves are its vectors.
+
+    Attributes:
+        vectors: one array for each `jaxcoded.transport.packing.Kind` of leaves, ``(..., parts · ⌈q/multiple⌉
+            · multiple / slices)`` for ``q`` elements, part after part.
+        packing: structure, shapes and dtypes of the gradient, and in which dtypes it
+            travels.
+        slices: ``M``, the number of slices that the gradient was cut into.
+        multiple: gradients are padded with zeros to a multiple of this many elements
+            before they are cut.
+        parts: ``P``, the number of messages, each a coded gradient of its own.
+    """
+
+    vectors: tuple[jax.Array, ...]
+    packing: Packing
+    slices: int
+    multiple: int
+    parts: int = 1
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """The dtype in which sums of ``dtype`` are formed: itself, but at least float32."""
+    return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+
+
+def divided(tree: Any, number: Any) -> Any:
+    """Every leaf of a pytree divided by a number in the leaf's accumulator dtype."""
+
+    def divide(leaf: jax.Array) -> jax.Array:
+        wide = accumulator(leaf.dtype)
+        return (leaf.astype(wide) / jnp.asarray(number, wide)).astype(leaf.dtype)
+
+    return jax.tree.map(divide, tree)
+
+
+@jax.jit
+def weighted_sum(
+    coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Array]
+) -> jax.Array:
+    """``Σ_i coefficients[i] · vectors[i]``, in one pass.
+
+    Args:
+        coefficients: float ``(n,)``.
+        vectors: ``(n, ...)``, or a sequence of ``n`` arrays of one shape and dtype.
+
+    Returns:
+        Array of the vectors' shape, in their accumulator dtype. Where ``coefficients[i]
+        == 0`` vector ``i`` is ignored.
+    """
+    dtype = accumulator(vectors[0].dtype)
+    total = jnp.zeros(vectors[0].shape, dtype)
+    for i in range(len(vectors)):
+        coefficient = coefficients[i].astype(dtype)
+        total += jnp.where(coefficient != 0, coefficient * vectors[i].astype(dtype), 0)
+    return total
+
+
+@functools.partial(jax.jit, static_argnames="multiple")
+def encode_vector(
+    partials: jax.Array, coefficients: jax.Array, multiple: int
+) -> jax.Array:
+    """``Σ_j Σ_u coefficients[j, u] · partials[j][slice u]`` for one vector per
+    partition.
+
+    Args:
+        partials: ``(k, q)``.
+        coefficients: ``(k, m)``.
+        multiple: ``q`` is padded with zeros to a multiple of this; a multiple of ``m``.
+
+    Returns:
+        ``(⌈q/multiple⌉ · multiple / m,)`` in the accumulator dtype.
+    """
+    k, m = coefficients.shape
+    padded = jnp.pad(partials, ((0, 0), (0, -partials.shape[1] % multiple)))
+    return weighted_sum(
+        coefficients.reshape(-1), padded.reshape(k * m, padded.shape[1] // m)
+    )
+
+
+@jax.jit
+def decode_vector(
+    messages: jax.Array | Sequence[jax.Array], coefficients: jax.Array
+) -> jax.Array:
+    """The slices ``Σ_i coefficients[u, i] · messages[i]``, one after the other along
+    the last axis.
+
+    Args:
+        messages: ``(n, ..., l)`` or a sequence of ``n`` arrays ``(..., l)``.
+        coefficients: ``(m, n)``.
+
+    Returns:
+        ``(..., m·l)`` in the accumulator dtype.
+    """
+    return jnp.concatenate(
+        [weighted_sum(row, messages) for row in coefficients], axis=-1
+    )
+
+
+def encode(
+    partials: Any,
+    coefficients: jax.Array | np.ndarray,
+    *,
+    multiple: int | None = None,
+    wire_dtype: Any = None,
+) -> Any:
+    """One child's message: ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several.
+
+    Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``partials``.
+
+    Args:
+        partials: pytree of float arrays ``(k, ...)``: the ``k`` partition gradients,
+            stacked.
+        coefficients: ``(k,)`` for codes without slices, the result then has the
+            structure of one gradient; or ``(k, m)``, such as ``code.B[i]``, and the
+            result is an `Encoded`; or ``(parts, k, m)``.
+        multiple: not for ``(k,)``: pad gradients to a multiple of this many
+            elements, itself a multiple of ``m``. Every message of a group must use the
+            group's (``group.plan.padding_multiple``). Default ``m``.
+        wire_dtype: not for ``(k,)``: in which the message is to travel, see
+            `jaxcoded.coded_allreduce`, which rounds it.
+
+    Returns:
+        The message, in the dtypes of ``partials``.
+
+    Raises:
+        ValueError: a leaf's leading axis is not ``k``, ``m`` does not divide
+            ``multiple``, or ``wire_dtype`` is not bfloat16, float16 or ``None``.
+        TypeError: a leaf is not floating point.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxcoded import codes
+        >>> from jaxcoded.transport import kernels
+        >>> code = codes.random_generator(4, 1, 2)
+        >>> gradients = {"w": jnp.arange(20.0).reshape(4, 5)}  # of 4 partitions
+        >>> messages = jax.vmap(lambda row: kernels.encode(gradients, row))(code.B)  # of 4 children
+        >>> messages.vectors[0].shape  # 5 elements, padded to 6, in 2 slices
+        (4, 3)
+        >>> A = code.decode([0, 1, 3]).coefficients
+        >>> kernels.decode(messages, A)["w"].round(3).astype(int).tolist()
+        [30, 34, 38, 42, 46]
+    """
+    coefficients = jnp.asarray(coefficients)
+    if coefficients.ndim not in (1, 2, 3):
+        raise ValueError(
+            "coefficients must have shape (k,), (k, m) or (parts, k, m), got "
+            f"{coefficients.shape}"
+        )
+    k = coefficients.shape[max(0, coefficients.ndim - 2)]
+    _check_leading_axis(partials, k, "partitions")
+    if coefficients.ndim == 1:
+        pack(partials)  # refuses what is not floating point
+        return jax.tree.map(
+            lambda leaf: weighted_sum(coefficients, leaf).astype(leaf.dtype), partials
+        )
+    m = coefficients.shape[-1]
+    rows = coefficients.reshape(-1, k, m)
+    multiple = m if multiple is None else multiple
+    if multiple < 1 or multiple % m:
+        raise ValueError(
+            f"the number of slices m = {m} does not divide multiple = {multiple}"
+        )
+    vectors, packing = _pack_stacked(partials, wire_dtype)
+    return Encoded(
+        tuple(
+            jax.vmap(lambda row, v=vector: encode_vector(v, row, multiple))(rows)
+            .astype(vector.dtype)
+            .reshape(-1)
+            for vector in vectors
+        ),
+        packing,
+        m,
+        multiple,
+        len(rows),
+    )
+
+
+def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
+    """The sum of the partition gradients from the children's messages.
+
+    Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``messages``.
+
+    Args:
+        messages: what `encode` made for each of ``n`` children, stacked along a new
+            leading axis. Messages of children that did not answer may hold anything.
+        coefficients: ``(m, n · parts)``, from `GradientCode.decode`; one-dimensional
+            will do for ``m = 1``.
+
+    Returns:
+        A pytree with the structure, shapes and dtypes of one gradient.
+
+    Raises:
+        ValueError: a leaf's leading axis is not ``n``, or ``m`` or the parts are not
+            those of the messages.
+
+    Example: see `encode`.
+    """
+    coefficients = jnp.atleast_2d(jnp.asarray(coefficients))
+    if coefficients.ndim != 2:
+        raise ValueError(
+            f"coefficients must have shape (m, n) or (n,), got {coefficients.shape}"
+        )
+    m, rows = coefficients.shape
+    parts = messages.parts if isinstance(messages, Encoded) else 1
+    if rows % parts:
+        raise ValueError(
+            f"the messages have {parts} parts but there are {rows} coefficients"
+        )
+    _check_leading_axis(messages, rows // parts, "children")
+    if isinstance(messages, Encoded):
+        if messages.slices != m:
+            raise ValueError(
+                f"the messages have {messages.slices} slices but the coefficients decode {m}"
+            )
+        decoded = [
+            decode_vector(_rows(vector, parts), coefficients).astype(vector.dtype)
+            for vector in messages.vectors
+        ]
+        return unpack(decoded, messages.packing)
+    if m != 1:
+        raise ValueError(f"the messages have no slices but the coefficients decode {m}")
+    return jax.tree.map(
+        lambda leaf: weighted_sum(coefficients[0], leaf).astype(leaf.dtype), messages
+    )
+
+
+def _rows(vector: jax.Array, parts: int) -> jax.Array:
+    """``(n, ..., parts · l)`` to ``(n · parts, ..., l)``."""
+    apart = vector.reshape(*vector.shape[:-1], parts, vector.shape[-1] // parts)
+    together = jnp.moveaxis(apart, -2, 1)
+    return together.reshape(-1, *together.shape[2:])
+
+
+def _pack_stacked(
+    partials: Any, wire_dtype: Any
+) -> tuple[tuple[jax.Array, ...], Packing]:
+    """`pack` of each of the stacked trees: vectors ``(k, q)``, and the packing of one
+    tree."""
+    packed = functools.partial(pack, wire_dtype=wire_dtype)
+    packing = packed(jax.tree.map(lambda leaf: leaf[0], partials))[1]
+    return jax.vmap(lambda tree: packed(tree)[0])(partials), packing
+
+
+def _check_leading_axis(tree: Any, length: int, what: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
+            raise ValueError(
+                f"leaf{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; "
+                f"its leading axis must stack the {length} {what}"
+            )

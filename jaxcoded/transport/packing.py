@@ -1,0 +1,253 @@
+"""Pytrees as one vector per dtype, so that a round is one message per dtype."""
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.transport.slicing import runs
+
+_MOST_WORDS = 300  # characters of a packing's description
+_MAX_INDEX = 2**31 - 1
+# So many leaves of up to so many bytes are copied out of their vector at once.
+_MANY, _SMALL = 32, 64 << 10
+_WIRE_DTYPES = ("bfloat16", "float16")
+
+
+class Kind(NamedTuple):
+    """What the leaves of one vector have in common.
+
+    Attributes:
+        dtype: theirs, and the vector's.
+        wire: in which the vector travels.
+    """
+
+    dtype: np.dtype
+    wire: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """What it takes to rebuild a pytree from its vectors: structure, shapes and dtypes
+    of the leaves; and in which dtypes they travel.
+
+    Hashable and comparable, so that it can be static under ``jit``.
+
+    Attributes:
+        structure: ``jax.tree_util.PyTreeDef``.
+        shapes, dtypes: of the leaves.
+        wire_dtype: in which float32 leaves travel. Not those of no axes, such as a
+            loss or a count, whose digits count and whose bytes do not.
+    """
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    wire_dtype: np.dtype | None = None
+
+    @classmethod
+    def of(cls, tree: Any, wire_dtype: Any = None) -> "Packing":
+        """The packing of a pytree of arrays or ``jax.ShapeDtypeStruct``.
+
+        Raises:
+            ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(
+            structure,
+            tuple(leaf.shape for leaf in leaves),
+            tuple(np.dtype(leaf.dtype) for leaf in leaves),
+            checked_wire_dtype(wire_dtype),
+        )
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of the leaves."""
+        wire = self.wire_dtype
+        return tuple(
+            Kind(dtype, wire if wire and shape and dtype == np.float32 else dtype)
+            for shape, dtype in zip(self.shapes, self.dtypes)
+        )
+
+    def __str__(self) -> str:
+        """The leaves in words, with a digest where there are too many to list.
+
+        Two packings with equal words are equal but for the types of their containers.
+        """
+        places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
+        leaves = [
+            f"{jax.tree_util.keystr(path)} {kind.dtype}{list(shape)}".lstrip()
+            + f" as {kind.wire}" * (kind.wire != kind.dtype)
+            for (path, _), shape, kind in zip(
+                jax.tree_util.tree_leaves_with_path(places), self.shapes, self.kinds
+            )
+        ]
+        words = ", ".join(leaves) or "no leaves"
+        if len(words) <= _MOST_WORDS:
+            return words
+        digest = hashlib.sha256(words.encode()).hexdigest()[:12]
+        return f"{words[:_MOST_WORDS]}… ({len(leaves)} leaves, {digest})"
+
+    @property
+    def vectors(self) -> dict[Kind, int]:
+        """The kinds that need a vector, in the order of their first leaf, with its
+        length."""
+        lengths: dict[Kind, int] = {}
+        for shape, kind in zip(self.shapes, self.kinds):
+            lengths[kind] = lengths.get(kind, 0) + math.prod(shape)
+        return {kind: length for kind, length in lengths.items() if length}
+
+    @property
+    def wires(self) -> tuple[np.dtype, ...]:
+        """The dtype in which each vector travels."""
+        return tuple(kind.wire for kind in self.vectors)
+
+
+def pack(
+    tree: Any, *, floats_only: bool = True, wire_dtype: Any = None
+) -> tuple[tuple[jax.Array, ...], Packing]:
+    """Fuse the leaves of a pytree into one vector per dtype, or `Kind` of it.
+
+    Args:
+        tree: pytree of arrays and Python numbers. Empty leaves take part with no
+            element.
+        floats_only: refuse leaves that are not floating point.
+        wire_dtype: see `Packing`. The vectors themselves are in the dtypes of the
+            leaves.
+
+    Returns:
+        The vectors, one for each kind with at least one element, and the `Packing`
+        that `unpack` needs.
+
+    Raises:
+        ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
+        TypeError: a leaf is not an array of numbers, or not floating point. The message
+            names its place in the tree.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxcoded.transport.packing import pack, unpack
+        >>> vectors, packing = pack({"a": jnp.ones((2, 2)), "b": jnp.zeros(3)})
+        >>> [v.shape for v in vectors], jnp.shape(unpack(vectors, packing)["a"])
+        ([(7,)], (2, 2))
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [_array(leaf, _place(path), floats_only) for path, leaf in paths]
+    packing = Packing.of(jax.tree.unflatten(structure, leaves), wire_dtype)
+    vectors = []
+    for kind in packing.vectors:
+        flat = [
+            leaf.reshape(-1)
+            for leaf, its in zip(leaves, packing.kinds)
+            if its == kind and leaf.size
+        ]
+        vectors.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
+    return tuple(vectors), packing
+
+
+def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
+    """Inverse of `pack`. Vectors may be longer than needed: padding at their end is
+    dropped."""
+    sources = dict(zip(packing.vectors, vectors, strict=True))
+    counts = [math.prod(shape) for shape in packing.shapes]
+    leaves: list[Any] = [
+        None if count else jnp.zeros(shape, dtype)
+        for count, shape, dtype in zip(counts, packing.shapes, packing.dtypes)
+    ]
+    for kind, vector in sources.items():
+        mine = [
+            i
+            for i, (count, its) in enumerate(zip(counts, packing.kinds))
+            if its == kind and count
+        ]
+        sizes = [counts[i] for i in mine]
+        starts = [0, *itertools.accumulate(sizes)]
+        for i, run in zip(mine, _runs(vector, starts, sizes)):
+            leaves[i] = run.reshape(packing.shapes[i])
+    return jax.tree.unflatten(packing.structure, leaves)
+
+
+def _runs(
+    vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
+) -> list[jax.Array]:
+    """Consecutive leaves. Slices become part of what uses them, and nothing is copied;
+    but each has to be compiled."""
+    small = [
+        i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
+    ]
+    if len(small) < _MANY or not isinstance(vector, jax.core.Tracer):
+        small = []
+    out: list[Any] = [None] * len(sizes)
+    copied = runs(vector, [starts[i] for i in small], [sizes[i] for i in small])
+    for i, run in zip(small, copied):
+        out[i] = run
+    for i, (start, size) in enumerate(zip(starts, sizes)):
+        if out[i] is None:
+            out[i] = _run(vector, start, size)
+    return out
+
+
+def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
+    """So many elements, from a place on."""
+    if start + size > _MAX_INDEX:
+        return jax.lax.slice_in_dim(vector, start, start + size)
+    # outside `jit` this is compiled once for all places, which are int32 then
+    return vector[start : start + size]
+
+
+def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+    """A dtype in which float32 can travel, or none.
+
+    Raises:
+        ValueError: it is not bfloat16, float16 or ``None``.
+    """
+    if wire_dtype is None:
+        return None
+    try:
+        dtype = np.dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in _WIRE_DTYPES:
+        raise ValueError(
+            f"wire_dtype must be {' or '.join(_WIRE_DTYPES)}, or None to send arrays as "
+            f"they are, got {wire_dtype!r}"
+        )
+    return dtype
+
+
+def _array(leaf: Any, place: str, floats_only: bool) -> jax.Array:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and not _has_bytes(dtype):
+        raise TypeError(f"leaf{place} has dtype {dtype}, which MPI cannot send")
+    try:
+        array = jnp.asarray(leaf)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"leaf{place} is a {type(leaf).__name__}, which is not an array: leave it out "
+            "of the tree"
+        ) from None
+    if floats_only and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"leaf{place} has dtype {array.dtype}: coded sums need floating point; "
+            "cast it or leave it out of the tree"
+        )
+    return array
+
+
+def _has_bytes(dtype: Any) -> bool:
+    """Whether elements are numbers of whole bytes: no keys, ``float0`` or ``int4``."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.finfo(dtype).bits >= 8
+    return dtype == np.bool_
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    return f" at {jax.tree_util.keystr(path)}" if path else ""

@@ -1,0 +1,377 @@
+"""The JAX primitive of a communication round: differentiation, batching, order.
+
+One round is one call of a collective. What it does is a `Carrier`; what JAX may do with
+it is the same for all of them and stands here once.
+"""
+
+import abc
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import mpi4jax
+import numpy as np
+from jax._src import core, dispatch, effects
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import partial_eval as pe
+from mpi4py import MPI
+
+from jaxcoded.transport import one_device
+
+logger = logging.getLogger("jaxcoded")
+
+# mpi4jax orders its operations by an effect of its own; rounds take part in that order,
+# so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
+# dropped.
+(_theirs,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
+# Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
+# policy, so a round is never run again.
+effects.remat_allowed_effects.add_type(type(_theirs))
+
+
+class _Order(type(_theirs)):  # type: ignore[misc]  # a class that mpi4jax does not export
+    """mpi4jax's effect, with a name: JAX refuses ordered effects on several devices
+    before it asks anybody else, and names them."""
+
+    __hash__ = type(_theirs).__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(_theirs))
+
+    def __repr__(self) -> str:
+        return f"the order of messages between ranks. On several devices: {one_device.REMEDY}"
+
+
+ORDER = _Order()
+
+# The type of the order's value in compiled programs.
+TOKEN = getattr(jax.ffi, "abstract_token", None) or core.abstract_token
+
+
+def settle() -> None:
+    """Wait for the rounds in flight that are ordered by the effect, and let go of those
+    that have failed.
+
+    JAX runs a compiled step while Python goes on. If a round of it fails then, JAX hands
+    the error to every later call that has rounds, without running it, on groups of all
+    kinds and in mpi4jax: after such an error call this on all ranks, and go on. What
+    had failed is logged as a warning (logger ``jaxcoded``), not raised.
+
+    Example:
+        >>> import jaxcoded
+        >>> jaxcoded.settle()
+    """
+    tokens = dispatch.runtime_tokens
+    for token in (
+        *tokens.current_tokens.values(),
+        *tokens.output_runtime_tokens.values(),
+    ):
+        try:
+            token.block_until_ready()
+        except Exception as error:  # noqa: BLE001  # whatever the program failed with
+            logger.warning("a round had failed: %s", error)
+    tokens.clear()
+
+
+def tracing() -> bool:
+    """Whether JAX is tracing this code, as inside ``jit``."""
+    return not core.trace_ctx.is_top_level()
+
+
+def checked_token(token: Any) -> jax.Array:
+    """A number that can order calls.
+
+    Raises:
+        TypeError: it is not int32.
+    """
+    token = jnp.asarray(token)
+    if token.shape or token.dtype != np.int32:
+        raise TypeError(
+            "token must be an int32 number such as jnp.int32(0), or what the last call "
+            f"returned, got {token.dtype}{list(token.shape)}"
+        )
+    return token
+
+
+class Carrier(abc.ABC):
+    """How a round is carried out. Subclasses are frozen dataclasses: static, hashable
+    and small under ``jit``."""
+
+    @abc.abstractmethod
+    def carry(
+        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        """Trace the communication of one round.
+
+        Args:
+            vectors: arrays ``(..., length)``; leading axes are batch axes, made by
+                ``vmap``.
+            extras: operands that are neither batched nor differentiated.
+
+        Returns:
+            One array for each vector, ``(..., self.result_length(length))`` of the same
+            dtype.
+        """
+
+    def carry_token(
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Sequence[jax.Array],
+        token: jax.Array,
+    ) -> tuple[Sequence[jax.Array], jax.Array]:
+        """`carry` where an int32 number gives the order. Returns the number for the
+        next round, too."""
+        raise NotImplementedError(f"{self} takes no token")
+
+    def result_length(self, length: int) -> int:
+        """The length of the result's last axis."""
+        return length
+
+    def results(self, vectors: Sequence[Any]) -> list[ShapedArray]:
+        """What comes of vectors like these: of `carry`."""
+        return [
+            ShapedArray((*v.shape[:-1], self.result_length(v.shape[-1])), v.dtype)
+            for v in vectors
+        ]
+
+    def extra(self, number: int) -> str:
+        """The name of one of the extras, for errors."""
+        return f"extra {number}"
+
+    def refusal(self, what: str) -> str:
+        """Why a round cannot be ``differentiated`` or ``batched by vmap``, whatever the
+        operands; empty if it can."""
+        return ""
+
+    def no_transpose(self) -> str:
+        """Why a round has no transpose; empty if that is the identity.
+
+        It is for an all-reduce, as in mpi4jax: the cotangent of the sum is again one
+        rank's contribution, which one more round makes exact. And that round's
+        transpose is the all-reduce again.
+        """
+        return (
+            f"{self} has no transpose, so it cannot be differentiated in reverse mode; "
+            "coded_allreduce without slices can (its transpose is the identity)"
+        )
+
+
+def run(
+    carrier: Carrier,
+    vectors: Sequence[jax.Array],
+    extras: Sequence[jax.Array] = (),
+    token: jax.Array | None = None,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """One round.
+
+    Args:
+        carrier: what happens in it.
+        vectors: arrays of any number of axes ≥ 1. There may be none: the round takes
+            place all the same, since other ranks may have some.
+        extras: see `Carrier.carry`.
+        token: what orders the round in place of the effect; see `Carrier.carry_token`.
+
+    Returns:
+        One array for each vector, and the next token.
+    """
+    tokens = () if token is None else (token,)
+    out = round_p.bind(
+        *vectors,
+        *extras,
+        *tokens,
+        carrier=carrier,
+        extras=len(extras),
+        tokened=bool(tokens),
+        transposed=False,
+    )
+    return (out, None) if token is None else (out[:-1], out[-1])
+
+
+round_p = Primitive("coded_round")
+round_p.multiple_results = True
+round_p.def_impl(functools.partial(xla.apply_primitive, round_p))
+
+
+def _split(operands: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
+    vectors = len(operands) - extras
+    return list(operands[:vectors]), list(operands[vectors:])
+
+
+@round_p.def_effectful_abstract_eval
+def _abstract_eval(
+    *avals: Any, carrier: Carrier, extras: int, tokened: bool, transposed: bool
+) -> Any:
+    vectors, rest = _split(avals, extras + tokened)
+    if transposed:
+        return [ShapedArray(aval.shape, aval.dtype) for aval in vectors], set()
+    out = carrier.results(vectors)
+    if tokened:
+        return [*out, rest[-1]], set()
+    return out, {ORDER}
+
+
+def _carry(
+    *operands: jax.Array, carrier: Carrier, extras: int, tokened: bool, transposed: bool
+) -> Sequence[jax.Array]:
+    vectors, rest = _split(operands, extras + tokened)
+    if transposed:
+        return vectors
+    if tokened:
+        out, token = carrier.carry_token(vectors, rest[:-1], rest[-1])
+        return [*out, token]
+    return carrier.carry(vectors, rest)
+
+
+mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
+
+
+def _keep(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """A round takes place whether or not its result is used."""
+    eqn = rest[-1]  # newer versions of JAX tell of the operands in between
+    return [True] * len(eqn.invars), eqn
+
+
+pe.dce_rules[round_p] = _keep
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Linear: the tangents take one more round of their own."""
+    _check(params, "differentiated")
+    out = round_p.bind(*primals, **params)
+    _, extras = _split(primals, params["extras"])
+    tangents, _ = _split(tangents, params["extras"])
+    # integers have no tangent, and none is sent
+    moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]
+    full = [ad.instantiate_zeros(t) for t, move in zip(tangents, moves) if move]
+    moved = iter(round_p.bind(*full, *extras, **params) if full else ())
+    return out, [next(moved) if move else t for t, move in zip(tangents, moves)]
+
+
+ad.primitive_jvps[round_p] = _jvp
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    carrier: Carrier,
+    extras: int,
+    tokened: bool,
+    transposed: bool,
+) -> Any:
+    vectors, rest = _split(operands, extras)
+    if all(isinstance(ct, ad.Zero) for ct in cotangents) and not transposed:
+        # the result was for looking at, such as a metric beside the loss
+        return [None for _ in operands]
+    _check({"carrier": carrier, "tokened": tokened}, "differentiated")
+    if words := carrier.no_transpose():
+        raise NotImplementedError(words)
+    full = [ad.instantiate_zeros(ct) for ct in cotangents]
+    out = round_p.bind(
+        *full,
+        *rest,
+        carrier=carrier,
+        extras=extras,
+        tokened=tokened,
+        transposed=not transposed,
+    )
+    return [
+        ct if ad.is_undefined_primal(v) else None for ct, v in zip(out, vectors)
+    ] + [None for _ in rest]
+
+
+ad.primitive_transposes[round_p] = _transpose
+
+
+def _batch(
+    operands: Sequence[Any], axes: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    """One round with the stacked payload."""
+    _check(params, "batched by vmap")
+    vectors, extras = _split(operands, params["extras"])
+    vector_axes, extra_axes = _split(axes, params["extras"])
+    for number, axis in enumerate(extra_axes):
+        if axis is not None:
+            carrier = params["carrier"]
+            raise NotImplementedError(
+                f"{carrier}: {carrier.extra(number)} cannot be batched by vmap: there is "
+                "one for the round"
+            )
+    size = next(
+        v.shape[axis] for v, axis in zip(vectors, vector_axes) if axis is not None
+    )
+    stacked = [
+        batching.bdim_at_front(vector, axis, size)
+        for vector, axis in zip(vectors, vector_axes)
+    ]
+    out = round_p.bind(*stacked, *extras, **params)
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[round_p] = _batch
+
+
+def _check(params: Any, what: str) -> None:
+    if words := params["carrier"].refusal(what):
+        raise NotImplementedError(words)
+    if params["tokened"]:
+        raise NotImplementedError(
+            f"{params['carrier']}: a call with a token cannot be {what}; leave the "
+            "token out"
+        )
+
+
+# A call of the host in the order of the round.
+
+host_p = Primitive("coded_round_host_call")
+host_p.multiple_results = True
+
+
+def on_host(
+    function: Callable[..., tuple[np.ndarray, ...]],
+    results: Sequence[Any],
+    *operands: jax.Array,
+) -> list[Any]:
+    """Call Python in the order of the communication around it. To be used in
+    `Carrier.carry`.
+
+    Args:
+        function: takes numpy arrays and returns a tuple of them. It must not call JAX.
+            What it raises becomes a ``JaxRuntimeError`` that ends with the same text,
+            and nothing after it in the round is carried out.
+        results: ``jax.ShapeDtypeStruct`` of each result.
+        operands: its arguments.
+
+    Returns:
+        The results.
+    """
+    avals = tuple(ShapedArray(result.shape, result.dtype) for result in results)
+    return host_p.bind(*operands, function=function, avals=avals)
+
+
+@host_p.def_effectful_abstract_eval
+def _host_abstract_eval(*operands: Any, function: Any, avals: Any) -> Any:
+    return avals, {ORDER}
+
+
+def _host_lowering(
+    ctx: Any, *operands: Any, function: Callable[..., Any], avals: Any
+) -> Any:
+    out, token, _ = mlir.emit_python_callback(
+        ctx,
+        function,
+        ctx.tokens_in.get(ORDER),
+        operands,
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=True,
+    )
+    ctx.set_tokens_out(mlir.TokenSet({ORDER: token}))
+    return out
+
+
+mlir.register_lowering(host_p, _host_lowering)

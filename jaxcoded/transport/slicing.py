@@ -1,0 +1,93 @@
+"""Runs of a vector, all copied out at once.
+
+XLA makes a kernel of every slice, which takes longer to compile than thousands of small
+leaves are worth. On the CPU one call of the engine copies them all.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.ffi import ffi_lowering, register_ffi_target
+from jax.interpreters import ad, batching, mlir, xla
+
+try:
+    from jaxcoded.transport import _engine
+except ImportError:  # then XLA makes its kernels
+    _engine = None  # type: ignore[assignment]
+
+
+def runs(
+    vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
+) -> list[jax.Array]:
+    """``[vector[start : start + size], …]``.
+
+    Args:
+        vector: ``(length,)``.
+        starts: of each run.
+        sizes: ≥ 1, of each run.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxcoded.transport.slicing import runs
+        >>> [run.tolist() for run in runs(jnp.arange(5), [0, 3], [2, 1])]
+        [[0, 1], [3]]
+    """
+    return runs_p.bind(vector, starts=tuple(starts), sizes=tuple(sizes))
+
+
+runs_p = Primitive("coded_runs")
+runs_p.multiple_results = True
+runs_p.def_impl(functools.partial(xla.apply_primitive, runs_p))
+
+
+@runs_p.def_abstract_eval
+def _abstract_eval(vector: Any, *, starts: Any, sizes: Any) -> list[ShapedArray]:
+    return [ShapedArray((size,), vector.dtype) for size in sizes]
+
+
+def _slices(vector: jax.Array, *, starts: Any, sizes: Any) -> list[jax.Array]:
+    """On the last axis."""
+    return [
+        jax.lax.slice_in_dim(vector, start, start + size, axis=-1)
+        for start, size in zip(starts, sizes)
+    ]
+
+
+mlir.register_lowering(runs_p, mlir.lower_fun(_slices, multiple_results=True))
+
+
+def _lowering(ctx: Any, vector: Any, *, starts: Any, sizes: Any) -> Any:
+    del sizes  # those of the results
+    lower = ffi_lowering("jaxcoded_runs")
+    return lower(ctx, vector, starts=np.array(starts, np.int64))
+
+
+if _engine is not None:
+    register_ffi_target("jaxcoded_runs", _engine.runs_handler, platform="cpu")
+    mlir.register_lowering(runs_p, _lowering, platform="cpu")
+
+
+def _transpose(cotangents: Any, vector: Any, *, starts: Any, sizes: Any) -> Any:
+    total = jnp.zeros(vector.aval.shape, vector.aval.dtype)
+    for start, size, cotangent in zip(starts, sizes, cotangents):
+        if not isinstance(cotangent, ad.Zero):
+            total = total.at[start : start + size].add(cotangent)
+    return [total]
+
+
+ad.deflinear2(runs_p, _transpose)
+
+
+def _batch(operands: Any, axes: Any, *, starts: Any, sizes: Any) -> Any:
+    (vector,), (axis,) = operands, axes
+    vector = jnp.moveaxis(vector, axis, 0)
+    return _slices(vector, starts=starts, sizes=sizes), [0] * len(sizes)
+
+
+batching.primitive_batchers[runs_p] = _batch
