@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _require
+from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
 from jaxcoded.group import debugging, snapshots
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
@@ -485,7 +485,7 @@ class CodedGroup:
             lag, token = self.transport.lag(primitive.checked_token(token))
             assert token is not None
             return lag, token
-        if primitive.tracing():
+        if _jax_compat.tracing():
             return self.transport.lag(None)[0]
         primitive.settle()
         return self.transport.host_lag()

@@ -25,7 +25,7 @@ from jax.ffi import ffi_lowering, register_ffi_target
 from jax.interpreters import ad, batching, mlir, xla
 from mpi4py import MPI
 
-from jaxcoded import errors
+from jaxcoded import _jax_compat, errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import ending, one_device, primitive
@@ -575,31 +575,29 @@ def _lowering(
         name: np.int64(value) if isinstance(value, int) else value
         for name, value in attributes
     }
-    avals_in, avals_out = list(ctx.avals_in), list(ctx.avals_out)
-    if not tokened:
-        operands = (ctx.tokens_in.get(primitive.ORDER), *operands)
-        avals_in = [primitive.TOKEN, *avals_in]
-        avals_out = [primitive.TOKEN, *avals_out]
-    # A result lies where its operand was, where XLA may: the caller donated it, or it
-    # is a temporary.
-    extras = len(avals_in) - len(avals_out)
-    aliases = {
-        i + extras: i
-        for i in range(1, len(avals_out))
-        if target == "jaxcoded_round"
-        and (avals_in[i + extras].shape, avals_in[i + extras].dtype)
-        == (avals_out[i].shape, avals_out[i].dtype)
-    }
+
+    def lower(ctx: Any, *operands: Any) -> Any:
+        """With what gives the order in front of the operands and the results."""
+        # A result lies where its operand was, where XLA may: the caller donated it, or
+        # it is a temporary.
+        extras = len(ctx.avals_in) - len(ctx.avals_out)
+        aliases = {
+            i + extras: i
+            for i, out in enumerate(ctx.avals_out[1:], 1)
+            if target == "jaxcoded_round"
+            and (ctx.avals_in[i + extras].shape, ctx.avals_in[i + extras].dtype)
+            == (out.shape, out.dtype)
+        }
+        if tokened:
+            aliases[0] = 0
+        rule = ffi_lowering(
+            target, has_side_effect=True, operand_output_aliases=aliases
+        )
+        return rule(ctx, *operands, **numbers)
+
     if tokened:
-        aliases[0] = 0
-    lower = ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
-    out = lower(
-        ctx.replace(avals_in=avals_in, avals_out=avals_out), *operands, **numbers
-    )
-    if tokened:
-        return out
-    ctx.set_tokens_out(mlir.TokenSet({primitive.ORDER: out[0]}))
-    return out[1:]
+        return lower(ctx, *operands)
+    return _jax_compat.lower_in_order(ctx, primitive.ORDER, lower, operands)
 
 
 mlir.register_lowering(call_p, _lowering, platform="cpu")

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jaxcoded import _jax_compat
+
 # Of a program on several devices each would have to take part on its own, while the rank
 # has one contribution and one place in the order of the rounds.
 REMEDY = """\
@@ -23,8 +25,6 @@ def check(context: Any) -> None:
     Raises:
         ValueError: the program is for more than one.
     """
-    axes = context.module_context.axis_context
-    # of a jit, which knows their number; of shard_map and pmap, which have a mesh
-    devices = axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
+    devices = _jax_compat.devices(context)
     if devices > 1:
         raise ValueError(f"this program runs on {devices} devices, but {REMEDY}")

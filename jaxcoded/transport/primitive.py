@@ -6,7 +6,6 @@ it is the same for all of them and stands here once.
 
 import abc
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +13,13 @@ import jax
 import jax.numpy as jnp
 import mpi4jax
 import numpy as np
-from jax._src import core, dispatch, effects
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
-from jax.interpreters import partial_eval as pe
 from mpi4py import MPI
 
+from jaxcoded import _jax_compat
 from jaxcoded.transport import one_device
-
-logger = logging.getLogger("jaxcoded")
 
 # mpi4jax orders its operations by an effect of its own; rounds take part in that order,
 # so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
@@ -31,7 +27,7 @@ logger = logging.getLogger("jaxcoded")
 (_theirs,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
 # Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
 # policy, so a round is never run again.
-effects.remat_allowed_effects.add_type(type(_theirs))
+_jax_compat.keep_results_of(type(_theirs))
 
 
 class _Order(type(_theirs)):  # type: ignore[misc]  # a class that mpi4jax does not export
@@ -49,9 +45,6 @@ class _Order(type(_theirs)):  # type: ignore[misc]  # a class that mpi4jax does 
 
 ORDER = _Order()
 
-# The type of the order's value in compiled programs.
-TOKEN = getattr(jax.ffi, "abstract_token", None) or core.abstract_token
-
 
 def settle() -> None:
     """Wait for the rounds in flight that are ordered by the effect, and let go of those
@@ -66,21 +59,7 @@ def settle() -> None:
         >>> import jaxcoded
         >>> jaxcoded.settle()
     """
-    tokens = dispatch.runtime_tokens
-    for token in (
-        *tokens.current_tokens.values(),
-        *tokens.output_runtime_tokens.values(),
-    ):
-        try:
-            token.block_until_ready()
-        except Exception as error:  # noqa: BLE001  # whatever the program failed with
-            logger.warning("a round had failed: %s", error)
-    tokens.clear()
-
-
-def tracing() -> bool:
-    """Whether JAX is tracing this code, as inside ``jit``."""
-    return not core.trace_ctx.is_top_level()
+    _jax_compat.effects_barrier()
 
 
 def checked_token(token: Any) -> jax.Array:
@@ -230,13 +209,7 @@ def _carry(
 mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
 
 
-def _keep(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """A round takes place whether or not its result is used."""
-    eqn = rest[-1]  # newer versions of JAX tell of the operands in between
-    return [True] * len(eqn.invars), eqn
-
-
-pe.dce_rules[round_p] = _keep
+_jax_compat.never_drop(round_p)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -361,17 +334,7 @@ def _host_abstract_eval(*operands: Any, function: Any, avals: Any) -> Any:
 def _host_lowering(
     ctx: Any, *operands: Any, function: Callable[..., Any], avals: Any
 ) -> Any:
-    out, token, _ = mlir.emit_python_callback(
-        ctx,
-        function,
-        ctx.tokens_in.get(ORDER),
-        operands,
-        ctx.avals_in,
-        ctx.avals_out,
-        has_side_effect=True,
-    )
-    ctx.set_tokens_out(mlir.TokenSet({ORDER: token}))
-    return out
+    return _jax_compat.lower_python_in_order(ctx, ORDER, function, operands)
 
 
 mlir.register_lowering(host_p, _host_lowering)

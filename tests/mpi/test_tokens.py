@@ -3,7 +3,6 @@ it means nothing."""
 
 import jax
 import jax.numpy as jnp
-import jaxcoded.optax
 import numpy as np
 import optax
 import pytest

@@ -1,0 +1,122 @@
+"""What this package uses of JAX that JAX does not promise to keep, in one place.
+
+A version of JAX in which one of these names has moved is refused here, in words, when it is
+imported.
+"""
+
+import importlib
+import logging
+from typing import Any
+
+import jax
+
+logger = logging.getLogger("jaxcoded")
+
+TESTED = "0.10 to 0.12"  # as in pyproject.toml
+
+
+def _found(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise ImportError(
+            f"jaxcoded does not run with JAX {jax.__version__}, which has no {module}.{name} "
+            f"any more: it was tested with JAX {TESTED}. Install one of these, or a newer jaxcoded"
+        ) from None
+
+
+_trace_ctx = _found("jax._src.core", "trace_ctx")
+_runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
+_remat_allowed_effects = _found("jax._src.effects", "remat_allowed_effects")
+_dce_rules = _found("jax.interpreters.partial_eval", "dce_rules")
+_emit_python_callback = _found("jax.interpreters.mlir", "emit_python_callback")
+_TokenSet = _found("jax.interpreters.mlir", "TokenSet")
+
+# The type of an effect's value in compiled programs; its place differs between versions.
+_TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
+    "jax._src.core", "abstract_token"
+)
+
+
+def tracing() -> bool:
+    """Whether JAX is tracing this code, as inside ``jit``."""
+    return not _trace_ctx.is_top_level()
+
+
+def keep_results_of(effect: type) -> None:
+    """Under ``jax.checkpoint``, whatever the policy, results of operations with such an
+    effect are kept: they are never run again."""
+    _remat_allowed_effects.add_type(effect)
+
+
+def never_drop(primitive: Any) -> None:
+    """An operation takes place whether or not its result is used."""
+
+    def keep(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+        eqn = rest[-1]  # newer versions of JAX tell of the operands in between
+        return [True] * len(eqn.invars), eqn
+
+    _dce_rules[primitive] = keep
+
+
+def effects_barrier() -> None:
+    """``jax.effects_barrier`` that lets go of what has failed, which is logged as a
+    warning."""
+    for token in (
+        *_runtime_tokens.current_tokens.values(),
+        *_runtime_tokens.output_runtime_tokens.values(),
+    ):
+        try:
+            token.block_until_ready()
+        except Exception as error:  # noqa: BLE001  # whatever the program failed with
+            logger.warning("a round had failed: %s", error)
+    _runtime_tokens.clear()
+
+
+def devices(context: Any) -> int:
+    """For how many devices a program is.
+
+    Args:
+        context: ``jax.interpreters.mlir.LoweringRuleContext``.
+    """
+    axes = context.module_context.axis_context
+    # of a jit, which knows their number; of shard_map and pmap, which have a mesh
+    return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
+
+
+def lower_in_order(context: Any, effect: Any, lower: Any, operands: Any) -> Any:
+    """Lower an operation that takes an effect's value first and returns the next one
+    first.
+
+    Args:
+        context: ``jax.interpreters.mlir.LoweringRuleContext`` of the operation.
+        effect: whose.
+        lower: called with a context and operands that have the value in front.
+        operands: the operation's.
+
+    Returns:
+        Its results without the value.
+    """
+    inner = context.replace(
+        avals_in=[_TOKEN, *context.avals_in], avals_out=[_TOKEN, *context.avals_out]
+    )
+    token, *out = lower(inner, context.tokens_in.get(effect), *operands)
+    context.set_tokens_out(_TokenSet({effect: token}))
+    return out
+
+
+def lower_python_in_order(
+    context: Any, effect: Any, function: Any, operands: Any
+) -> Any:
+    """Lower an operation that calls Python, in the order of an effect."""
+    out, token, _ = _emit_python_callback(
+        context,
+        function,
+        context.tokens_in.get(effect),
+        operands,
+        context.avals_in,
+        context.avals_out,
+        has_side_effect=True,
+    )
+    context.set_tokens_out(_TokenSet({effect: token}))
+    return out
