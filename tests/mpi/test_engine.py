@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -652,6 +653,33 @@ def test_a_snapshot_of_another_state(comm, group, transport, like):
 
 
 @several
+def test_other_threads_get_their_turn(comm, transport):
+    """They need not wait until the engine has nothing more to do for a round."""
+    pieces = 128
+    own = np.ones(pieces << 18 >> 3)  # of 256 KiB each
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        root = group.plan.root
+        host.coded_allreduce(np.ones(1), group)
+        wait_for_all(comm)
+        if RANK != root:
+            host.coded_allreduce(own, group)
+            return
+        wait_until(lambda: f"offers {pieces} of round 2" in group.transport.status())
+        seen, over = set(), threading.Event()
+
+        def look():
+            while not over.is_set():
+                decoded = re.search(r"decoded (\d+) of", group.transport.status())
+                seen.add(int(decoded[1]))
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        host.coded_allreduce(own, group)
+        over.set()
+        looking.join()
+        assert len(seen) > 4, seen  # of 32 turns of the engine
+
+
 @several
 def test_an_interrupt_while_a_rank_waits(comm, transport):
     """Control-C is heard once the round is over, which goes on for all."""

@@ -412,7 +412,7 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
 }
 
 // Do the engine's work on this thread until `done`, or until the engine stops. Whether it is done.
-bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
+bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()>& done,
                    double until) {
   Bell& bell = page_->bell;
   // What `done` looks at stays until this thread has given back the lock.
@@ -440,6 +440,7 @@ bool Engine::drive(std::unique_lock<std::mutex>& lock, const std::function<bool(
         last_news = now();
         nap_ = shortest_nap;
         if (waiting_) changed_.notify_all();
+        mutex_.give_way();
         continue;
       }
       double quiet = now() - last_news;
@@ -482,6 +483,7 @@ void Engine::progress() {
     if (!driving_) {
       if (poll()) {
         nap_ = shortest_nap;
+        mutex_.give_way();
         continue;
       }
       nap_ = std::min(nap_ * 1.5, longest_nap);

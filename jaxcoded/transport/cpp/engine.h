@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "erasures.h"
+#include "fair_mutex.h"
 #include "mpi_wire.h"
 #include "node.h"
 #include "page.h"
@@ -163,7 +164,7 @@ class Engine {
   bool poll();
   bool hears_nothing() const;
   double longest_sleep(bool waiting, double quiet) const;
-  bool drive(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double until);
+  bool drive(std::unique_lock<FairMutex>& lock, const std::function<bool()>& done, double until);
   void progress();
   Call call_of(Member& member, Request& request);
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
@@ -172,8 +173,8 @@ class Engine {
   void leave(Member& member, const std::string& failure);
 
   OwnPage page_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  FairMutex mutex_;
+  std::condition_variable_any changed_;
   int waiting_ = 0;  // threads on `changed_`
   std::map<std::uint64_t, Member> members_;
   Reports<Overdue> overdue_;
