@@ -1,0 +1,80 @@
+"""A program that one process of a test session has compiled is not compiled again by the others.
+
+This is JAX's persistent compilation cache in a folder of the session, and ranks, which come to the
+same program at the same time, take turns: the first one compiles, the others wait for it. What is
+of one process only, such as the address of a communicator, is a part of the program, and JAX does
+not store programs with callbacks: nobody gets such a program from another process.
+"""
+
+import fcntl
+import os
+import pathlib
+import tempfile
+import threading
+import time
+
+PLACE = "JAXCODED_COMPILED"  # environment variable of the folder, for processes of the session
+PATIENCE = 10  # seconds to wait for the compilation of another process
+
+_own = None
+
+
+def share():
+    """Have this process share what it compiles. Call it before anything is compiled."""
+    global _own
+    if PLACE not in os.environ:
+        if "JAXCODED_JOB" in os.environ:  # a rank, see scripts/mpirun
+            os.environ[PLACE] = os.path.join(tempfile.gettempdir(), "compiled")
+        else:
+            _own = tempfile.TemporaryDirectory(prefix="jaxcoded-")
+            os.environ[PLACE] = _own.name
+    import jax
+    from jax._src import compilation_cache
+
+    compilation_cache.LRUCache = _InTurns
+    jax.config.update("jax_compilation_cache_dir", os.environ[PLACE])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class _InTurns:
+    """In place of JAX's own. Nobody reads a part of a file, and after `get` has found nothing, the
+    others wait until this thread has `put` or compiles something else."""
+
+    def __init__(self, path, **_):
+        self._path = pathlib.Path(path)  # JAX compares it
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._turn = threading.local()
+
+    def get(self, key):
+        self._pass_on()
+        program = self._path / key
+        if not program.exists():
+            self._turn.lock = os.open(f"{program}.lock", os.O_CREAT | os.O_RDWR)
+            self._wait()
+        if not program.exists():
+            return None
+        self._pass_on()
+        return program.read_bytes()
+
+    def put(self, key, value):
+        with tempfile.NamedTemporaryFile(dir=self._path, delete=False) as file:
+            file.write(value)
+        os.rename(file.name, self._path / key)
+        self._pass_on()
+
+    def clear(self):
+        pass
+
+    def _wait(self):
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            try:
+                return fcntl.flock(self._turn.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(2e-3)
+
+    def _pass_on(self):
+        if (lock := getattr(self._turn, "lock", None)) is not None:
+            self._turn.lock = None
+            os.close(lock)

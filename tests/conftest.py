@@ -1,0 +1,5 @@
+"""For all tests: their processes share what they compile."""
+
+import compiled
+
+compiled.share()
