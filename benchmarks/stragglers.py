@@ -167,7 +167,10 @@ def main():
 
     def new_group():
         return jaxcoded.CodedGroup(
-            comm, fanout=FANOUT, transport="engine", history_bytes=HISTORY
+            comm,
+            fanout=FANOUT,
+            transport="engine",
+            options=jaxcoded.Options(history_bytes=HISTORY),
         )
 
     with new_group() as group:

@@ -50,7 +50,9 @@ def main():
     options = {"stragglers": int(comm.size > 2), "transport": "engine"}
     with (
         jaxcoded.CodedGroup(comm, **options) as remembering,
-        jaxcoded.CodedGroup(comm, **options, telemetry_rounds=0) as forgetting,
+        jaxcoded.CodedGroup(
+            comm, **options, options=jaxcoded.Options(telemetry_rounds=0)
+        ) as forgetting,
     ):
         times = {}
         for pair in tqdm(range(-1, pairs), disable=comm.rank != 0, desc="pairs"):

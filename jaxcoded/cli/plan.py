@@ -16,6 +16,7 @@ from jaxcoded._parse import number_of_bytes
 from jaxcoded._progress import progress
 from jaxcoded.planner import Estimate, LeftOut, Ranking, best_plans
 from jaxcoded.simulator import Network, stragglers
+from jaxcoded.transport.options import PIECE
 
 _HEADER = (
     *("", "fan-out", "s", "m", "code", "chunk", "root", "step", "± error"),
@@ -126,7 +127,9 @@ def _python(ranking: Ranking, seed: int) -> str:
     arguments += f", slices={it.slices}" * (it.slices > 1)
     arguments += ", root_computes=True" * it.root_computes
     arguments += f", seed={seed}" * (seed > 0)
-    return f"jaxcoded.CodedGroup(comm, {arguments}, piece_bytes={it.piece})"
+    if it.piece != PIECE:
+        arguments += f", options=jaxcoded.Options(piece_bytes={it.piece})"
+    return f"jaxcoded.CodedGroup(comm, {arguments})"
 
 
 def _table(ranking: Ranking, top: int, seed: int) -> str:

@@ -48,7 +48,7 @@ def coded_allreduce(
         `jaxcoded.coded_allreduce` does.
 
     Example:
-        >>> import jax.numpy as jnp, jaxcoded, jaxcoded.optax, optax
+        >>> import jax.numpy as jnp, jaxcoded, optax
         >>> from mpi4py import MPI
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
         ...     tx = optax.chain(jaxcoded.optax.coded_allreduce(group, mean=4), optax.sgd(1.0))

@@ -16,21 +16,19 @@ from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
-from jaxcoded.group import debugging, snapshots
+from jaxcoded.group import snapshots
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.plan.assignment import assignment
 from jaxcoded.planner import automatic
-from jaxcoded.planner.candidates import PIECE
-from jaxcoded.transport import cuda_aware, engine, primitive
+from jaxcoded.transport import cuda_aware, debugging, engine, primitive
 from jaxcoded.transport.agreement import check_communicator, disagreement, plain
 from jaxcoded.transport.base import Transport
-from jaxcoded.transport.deadline import Deadline
 from jaxcoded.transport.mpi4jax import Mpi4jax
+from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
-LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
 
 
 class CodedGroup:
@@ -46,17 +44,6 @@ class CodedGroup:
 
     Args:
         comm: an mpi4py intra-communicator.
-        plan: ``"auto"``: find the tree, the code and the pieces with which a step is
-            expected to be the fastest, from a measurement of links and ranks that takes
-            about two seconds, and the simulator (``docs/planning.md``). The group may be
-            uncoded then. `planned` says why. Instead of ``stragglers``, ``fanout``,
-            ``code``, ``slices``, ``root_computes``, ``speeds`` and ``piece_bytes``.
-        payload: for ``plan="auto"``: bytes that a step sums.
-        work: for ``plan="auto"``: a function ``work(part)`` that computes what a rank
-            would compute for a part of the batch, a number up to 1. It is called for
-            about a second after a first call, with ``1/(N−1)`` each time. Or the
-            seconds that a usual rank would take for the whole batch on its own, as in
-            ``jaxcoded plan --compute``: then a loop measures how much ranks differ.
         stragglers: ``s``, the number of children of every parent that may be missing.
             Default 1.
         fanout: the largest number of children of a parent; see `make_plan`.
@@ -69,33 +56,8 @@ class CodedGroup:
             have it, and otherwise mpi4jax with a warning.
         seed: of random codes.
         speeds: relative speed of each rank; see `make_plan`.
-        piece_bytes: of the engine: bytes in which long messages move. Shorter pieces go
-            through a deep tree sooner, longer ones cost less work. Default 256 KiB, at most
-            1 GiB.
-        history_bytes: of the engine: memory of a rank for results that late ranks
-            lack, in bytes; at least 64 rounds are kept up to 1 GiB.
-        deadline: of the engine: how long the root waits for more children than a round
-            can do without, in seconds from the beginning of a round; or ``"3x"``, 3
-            times what it takes as a rule (the median of the latest rounds of the same
-            call in which nobody missed the deadline, once there are 5); or ``None``. A
-            parent further down, ``h`` layers above the lowest leaf below it, has
-            ``h / H`` of the time. Never needed for up to ``stragglers`` late children.
-        on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
-            once per round (``logging``, logger ``jaxcoded``), and waits on.
-            ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
-            ``"approximate"``: parents go on with the least-squares combination of what
-            has come. ``residual=True`` in a call tells how far its sum is from the
-            exact one.
-        telemetry_rounds: of the engine: how many of the latest rounds `telemetry`
-            tells of; 0 turns it off.
-        debug: of the engine: look for mistakes in the program. Every parent waits for
-            all of its children and compares what they send, which the redundancy of the
-            code allows: a round whose contributions are not coded sums of the same
-            gradients fails with `InconsistentMessages` on all ranks, before anybody
-            gets its sum (``docs/sharp-bits.md``). Parents whose children cannot be
-            checked are named in a warning. Default: ``JAXCODED_DEBUG=1`` in the
-            environment, which leaves groups as they are (with a warning) where
-            ``debug=True`` is an error.
+        options: how the group makes its rounds: deadlines, memory, telemetry, debugging;
+            see `Options`.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
@@ -117,66 +79,79 @@ class CodedGroup:
         self,
         comm: MPI.Intracomm,
         *,
-        plan: str | None = None,
-        payload: float | None = None,
-        work: Callable[[float], Any] | float | None = None,
-        stragglers: int | None = None,
+        stragglers: int = 1,
         fanout: int | None = None,
         code: str | Mapping[int, str] | Sequence[str] = "auto",
-        slices: int | None = None,
+        slices: int = 1,
         root_computes: bool = False,
-        transport: str = "auto",
         seed: int = 0,
         speeds: Sequence[float] | None = None,
-        piece_bytes: int | None = None,
-        history_bytes: int = 256 << 20,
-        deadline: float | str | None = 10.0,
-        on_deadline: str = "wait",
-        telemetry_rounds: int = 1024,
-        debug: bool | None = None,
+        transport: str = "auto",
+        options: Options | None = None,
     ) -> None:
         request: dict[str, Any] = {
-            "stragglers": 1 if stragglers is None else stragglers,
+            "stragglers": stragglers,
             "fanout": fanout,
             "code": code,
-            "slices": 1 if slices is None else slices,
+            "slices": slices,
             "root_computes": root_computes,
             "seed": seed,
             "speeds": speeds,
         }
-        if plan is None and payload is None and work is None:
-            said, planner = request, lambda size: make_plan(size, **request)
-        else:
-            given = {
-                "stragglers": stragglers,
-                "fanout": fanout,
-                "code": None if isinstance(code, str) and code == "auto" else code,
-                "slices": slices,
-                "root_computes": root_computes or None,
-                "speeds": speeds,
-                "piece_bytes": piece_bytes,
-            }
-            given = {k: v for k, v in given.items() if v is not None}
-            how = "a function" if callable(work) else work
-            said = {"plan": plan, "payload": payload, "work": how, "seed": seed}
-
-            def planner(size: int) -> Plan:
-                automatic.check(plan, payload, work, given)
-                return make_plan(size, stragglers=0, seed=seed)  # to begin with
-
         self._open(
+            comm, transport, options, request, lambda size: make_plan(size, **request)
+        )
+
+    @classmethod
+    def auto(
+        cls,
+        comm: MPI.Intracomm,
+        *,
+        payload: float,
+        work: Callable[[float], Any] | float,
+        seed: int = 0,
+        transport: str = "auto",
+        options: Options | None = None,
+    ) -> "CodedGroup":
+        """A group with the tree, the code and the pieces with which a step is expected to
+        be the fastest, from a measurement of links and ranks that takes about two
+        seconds, and the simulator (``docs/planning.md``). Collective.
+
+        The group may be uncoded then. `planned` says why.
+
+        Args:
+            comm: as for the constructor.
+            payload: bytes that a step sums.
+            work: a function ``work(part)`` that computes what a rank would compute for a
+                part of the batch, a number up to 1. It is called for about a second
+                after a first call, with ``1/(N−1)`` each time. Or the seconds that a
+                usual rank would take for the whole batch on its own, as in ``jaxcoded
+                plan --compute``: then a loop measures how much ranks differ.
+            seed: of random codes.
+            transport, options: as for the constructor, without ``piece_bytes``.
+
+        Raises:
+            ValueError: an argument is not as said, or rank 0 could not plan. Raised on
+                every rank, as is
+            RuntimeError: ``work`` failed on a rank.
+            TypeError, GroupMismatch: as for the constructor.
+        """
+
+        def check(size: int) -> Plan:
+            automatic.check(payload, work, options and options.piece_bytes)
+            return make_plan(size, stragglers=0, seed=seed)  # to begin with
+
+        group = cls.__new__(cls)
+        how = "a function" if callable(work) else work
+        group._open(
             comm,
             transport,
-            said,
-            planner,
-            lambda own: automatic.choose(own, payload, work, seed) if plan else None,  # type: ignore[arg-type]  # checked by then
-            piece_bytes,
-            history_bytes,
-            deadline,
-            on_deadline,
-            telemetry_rounds,
-            debug,
+            options,
+            {"plan": "auto", "payload": payload, "work": how, "seed": seed},
+            check,
+            lambda own: automatic.choose(own, payload, work, seed),
         )
+        return group
 
     @classmethod
     def from_plan(
@@ -185,12 +160,7 @@ class CodedGroup:
         plan: Plan,
         *,
         transport: str = "auto",
-        piece_bytes: int | None = None,
-        history_bytes: int = 256 << 20,
-        deadline: float | str | None = 10.0,
-        on_deadline: str = "wait",
-        telemetry_rounds: int = 1024,
-        debug: bool | None = None,
+        options: Options | None = None,
     ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
         Collective.
@@ -198,8 +168,7 @@ class CodedGroup:
         Args:
             comm: as for the constructor.
             plan: for as many ranks as ``comm`` has.
-            transport, piece_bytes, history_bytes, deadline, on_deadline, telemetry_rounds, debug:
-                as for the constructor.
+            transport, options: as for the constructor.
 
         Raises:
             ValueError: the plan is for another number of ranks.
@@ -227,63 +196,44 @@ class CodedGroup:
             return plan
 
         group = cls.__new__(cls)
-        group._open(
-            comm,
-            transport,
-            {"plan": plan},
-            fitting,
-            lambda own: None,
-            piece_bytes,
-            history_bytes,
-            deadline,
-            on_deadline,
-            telemetry_rounds,
-            debug,
-        )
+        group._open(comm, transport, options, {"plan": plan}, fitting)
         return group
 
     def _open(
         self,
         comm: MPI.Intracomm,
         transport: str,
+        options: Options | None,
         request: dict[str, Any],
         planner: Callable[[int], Plan],
-        chooser: Callable[[MPI.Intracomm], automatic.Choice | None],
-        piece_bytes: int | None,
-        history_bytes: int,
-        deadline: float | str | None,
-        on_deadline: str,
-        telemetry_rounds: int,
-        debug: bool | None,
+        chooser: Callable[[MPI.Intracomm], automatic.Choice] | None = None,
     ) -> None:
         check_communicator(comm)
         self._comm = comm.Dup()
-
-        self._piece_bytes = PIECE if piece_bytes is None else piece_bytes
-        looks = debugging.asked(debug)
+        given = Options() if options is None else options
+        wanted = (given if isinstance(given, Options) else Options()).complete()
 
         def checked(size: int) -> Plan:
-            _require.integer("piece_bytes", self._piece_bytes, 1, LONGEST_PIECE)
-            _require.integer("history_bytes", history_bytes, 0)
-            _require.integer("telemetry_rounds", telemetry_rounds, 0)
-            self.deadline = Deadline.parsed(deadline, on_deadline)
-            self.debug = debugging.checked(looks)
+            if not isinstance(given, Options):
+                raise TypeError(
+                    f"options must be jaxcoded.Options, got a {type(given).__name__}"
+                )
+            wanted.check()
             return planner(size)
 
         request = request | {
-            "piece_bytes": self._piece_bytes,
-            "deadline": deadline,
-            "on_deadline": on_deadline,
-            "debug": looks,
+            name: getattr(wanted, name)
+            for name in ("piece_bytes", "deadline", "on_deadline", "debug")
         }
         self._planned = ""
         try:
             self.plan = self._agreed_plan(transport, request, checked)
-            if (choice := chooser(self._comm)) is not None:
-                self.plan, self._piece_bytes, self._planned = choice
+            if chooser is not None:
+                self.plan, piece, self._planned = chooser(self._comm)
+                wanted = dataclasses.replace(wanted, piece_bytes=piece)
             self.index = next(_indices)
-            self.transport = self._agreed_transport(
-                transport, history_bytes, telemetry_rounds, debug is not None
+            self.transport, self.options = self._agreed_transport(
+                transport, wanted, given.debug is not None
             )
         except Exception:
             self._comm.Free()
@@ -296,55 +246,44 @@ class CodedGroup:
         _groups[self.index] = self
 
     def _agreed_transport(
-        self, transport: str, history_bytes: int, telemetry_rounds: int, explicit: bool
-    ) -> Transport:
-        """The transport asked for, the same on all ranks; ``explicit``: a call asked for
-        ``debug``, and not the environment."""
+        self, transport: str, options: Options, explicit: bool
+    ) -> tuple[Transport, Options]:
+        """The transport asked for, the same on all ranks, and its options; ``explicit``:
+        a call asked for ``debug``, and not the environment."""
         reason = "" if transport == "mpi4jax" else engine.missing()
         reasons = self._comm.allgather(reason)
-        if transport == "mpi4jax" or any(reasons):
-            words = "; ".join(
-                f"rank {rank}: {reason}"
-                for rank, reason in enumerate(reasons)
-                if reason and reason not in reasons[:rank]
-            )
-            if transport == "engine":
-                raise ValueError(f'transport="engine" cannot be used: {words}')
-            if self.deadline.action != "wait":
-                raise ValueError(
-                    f'on_deadline="{self.deadline.action}" needs the engine'
-                    + (f", which cannot be used: {words}" if words else "")
-                )
-            if transport == "auto" and self._comm.rank == 0:
-                warnings.warn(
-                    "falling back on the mpi4jax transport, in which every rank waits "
-                    f"for the slowest one; {words}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            if refused := list(
-                filter(None, self._comm.allgather(cuda_aware.refusal()))
-            ):
-                raise ValueError(refused[0])
-            self.debug = self._can_debug("mpi4jax", explicit)
-            return Mpi4jax(self.index, self._comm, self.plan)
-        self.debug = self._can_debug("engine", explicit)
-        return engine.Engine(
-            self.index,
-            self._comm,
-            self.plan,
-            piece_bytes=self._piece_bytes,
-            history_bytes=history_bytes,
-            telemetry_rounds=telemetry_rounds,
-            deadline=self.deadline,
-            debug=self.debug,
+        if transport != "mpi4jax" and not any(reasons):
+            options = self._with_debug(options, "engine", explicit)
+            return engine.Engine(self.index, self._comm, self.plan, options), options
+        words = "; ".join(
+            f"rank {rank}: {reason}"
+            for rank, reason in enumerate(reasons)
+            if reason and reason not in reasons[:rank]
         )
+        if transport == "engine":
+            raise ValueError(f'transport="engine" cannot be used: {words}')
+        if options.on_deadline != "wait":
+            raise ValueError(
+                f'on_deadline="{options.on_deadline}" needs the engine'
+                + (f", which cannot be used: {words}" if words else "")
+            )
+        if transport == "auto" and self._comm.rank == 0:
+            warnings.warn(
+                "falling back on the mpi4jax transport, in which every rank waits "
+                f"for the slowest one; {words}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        if refused := list(filter(None, self._comm.allgather(cuda_aware.refusal()))):
+            raise ValueError(refused[0])
+        options = self._with_debug(options, "mpi4jax", explicit)
+        return Mpi4jax(self.index, self._comm, self.plan), options
 
-    def _can_debug(self, transport: str, explicit: bool) -> bool:
-        """Whether this group looks for mistakes, if it was asked to."""
-        if not self.debug:
-            return False
-        why_not = debugging.refusal(self.plan, self.deadline, transport)
+    def _with_debug(self, options: Options, transport: str, explicit: bool) -> Options:
+        """The options with ``debug`` as this group can have it, if it was asked for."""
+        if not options.debug:
+            return options
+        why_not = debugging.why_not(self.plan, options.waits, transport)
         if why_not and explicit:
             raise ValueError(f"debug=True {why_not}")
         said = (
@@ -354,7 +293,7 @@ class CodedGroup:
         )
         if said and self._comm.rank == 0:
             warnings.warn(said, RuntimeWarning, stacklevel=5)
-        return not why_not
+        return dataclasses.replace(options, debug=not why_not)
 
     def _agreed_plan(
         self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]
@@ -388,7 +327,7 @@ class CodedGroup:
 
     @property
     def planned(self) -> str:
-        """With ``plan="auto"``: what was chosen and why, in words; otherwise empty."""
+        """Of `CodedGroup.auto`: what was chosen and why, in words; otherwise empty."""
         return self._planned
 
     @property
@@ -409,7 +348,7 @@ class CodedGroup:
     @property
     def approximate(self) -> bool:
         """Whether sums may be approximate: by the code, or after the deadline."""
-        return self.plan.approximate or self.deadline.action == "approximate"
+        return self.plan.approximate or self.options.on_deadline == "approximate"
 
     @property
     def rounds(self) -> int:

@@ -13,9 +13,9 @@ from jaxcoded import _require
 from jaxcoded._progress import progress
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import Ranking, best_plans
-from jaxcoded.planner.candidates import PIECE
 from jaxcoded.planner.measurement import Measurement, measured
 from jaxcoded.transport.agreement import wait
+from jaxcoded.transport.options import PIECE
 
 logger = logging.getLogger("jaxcoded")
 
@@ -34,40 +34,30 @@ class Choice(NamedTuple):
     words: str
 
 
-def check(plan: Any, payload: Any, work: Any, given: dict[str, Any]) -> None:
+def check(payload: Any, work: Any, piece_bytes: Any) -> None:
     """Raise unless these are arguments of a group that plans itself.
 
     Args:
-        plan: must be ``"auto"``.
         payload: bytes.
         work: a function of the part of the batch, or seconds for the whole batch.
-        given: other arguments, of which there must be none.
+        piece_bytes: must be ``None``.
 
     Raises:
         ValueError: the message names the value and the remedy.
     """
-    if plan is None:
-        asked = {"payload": payload, "work": work}
-        names = " and ".join(name for name, it in asked.items() if it is not None)
-        raise ValueError(f'{names} without plan="auto": add that, or leave out {names}')
-    if not (isinstance(plan, str) and plan == "auto"):
+    if piece_bytes is not None:
         raise ValueError(
-            'plan must be "auto" or None (CodedGroup.from_plan takes a Plan), got '
-            f"{plan!r}"
-        )
-    if given:
-        raise ValueError(
-            f'plan="auto" chooses {", ".join(given)}: leave out '
-            f"{', '.join(f'{name}={value!r}' for name, value in given.items())}"
+            "CodedGroup.auto chooses the pieces: leave out the option "
+            f"piece_bytes={piece_bytes!r}"
         )
     if not _require.is_positive(payload):
         raise ValueError(
-            'plan="auto" needs payload, the bytes that a step sums, > 0: got '
+            "CodedGroup.auto needs payload, the bytes that a step sums, > 0: got "
             f"payload={payload!r}"
         )
     if not (callable(work) or _require.is_positive(work)):
         raise ValueError(
-            'plan="auto" needs work, a function work(part) that computes the gradient of '
+            "CodedGroup.auto needs work, a function work(part) that computes the gradient of "
             "such a part of the batch, or the seconds that one rank would take for the "
             f"whole batch: got work={work!r}"
         )
@@ -123,7 +113,7 @@ def choose(
                 answer = {"error": f"{type(error).__name__}: {error}"}
     answer = _broadcast(comm, answer)
     if "error" in answer:
-        raise ValueError(f'plan="auto" failed on rank 0: {answer["error"]}')
+        raise ValueError(f"CodedGroup.auto failed on rank 0: {answer['error']}")
     if comm.rank == 0:
         logger.info("%s", answer["words"])
     return Choice(Plan.from_json(answer["plan"]), answer["piece"], answer["words"])

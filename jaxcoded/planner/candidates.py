@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.plan.tree import regular_size
 from jaxcoded.simulator import Layout, Ring
+from jaxcoded.transport.options import PIECE
 
-PIECE = 256 << 10  # the engine's own
 _PIECES = (64 << 10, PIECE, 1 << 20)
 _FANOUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
-from jaxcoded.planner.candidates import PIECE, Candidate, candidates, hopeless
+from jaxcoded.planner.candidates import Candidate, candidates, hopeless
 from jaxcoded.simulator import Layout, Network, simulate
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
+from jaxcoded.transport.options import PIECE
 
 _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent

@@ -32,8 +32,8 @@ from jaxcoded.transport import ending, one_device, primitive
 from jaxcoded.transport.agreement import on_all
 from jaxcoded.transport.base import BATCHED as _BATCHED
 from jaxcoded.transport.base import Transport, Trip
-from jaxcoded.transport.deadline import Deadline
 from jaxcoded.transport.following import follow
+from jaxcoded.transport.options import Options
 
 _why_missing = ""
 try:
@@ -92,11 +92,7 @@ class Engine(Transport):
         index: of the group; never used again.
         comm: the group's communicator.
         plan: the group's plan.
-        piece_bytes: in which messages move.
-        history_bytes: memory for results that late ranks lack, in bytes.
-        telemetry_rounds: rounds to remember.
-        deadline: how long a parent waits for its children, and what it does then.
-        debug: whether parents wait for all of their children and compare what they send.
+        options: how it makes its rounds, complete.
     """
 
     can_lag = True
@@ -108,15 +104,10 @@ class Engine(Transport):
         index: int,
         comm: MPI.Intracomm,
         plan: Plan,
-        *,
-        piece_bytes: int,
-        history_bytes: int,
-        telemetry_rounds: int,
-        deadline: Deadline,
-        debug: bool = False,
+        options: Options,
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
-        self._debug = debug
+        self._debug = bool(options.debug)
         # a handler for a GPU holds up the thread that fills the stream, so that there
         # is nothing to gain from a round that goes on by itself
         on_cpu = jax.default_backend() == "cpu"
@@ -126,13 +117,15 @@ class Engine(Transport):
             range(comm.size), MPI.COMM_WORLD.Get_group()
         )
         limits = _engine.Limits()
-        limits.piece_bytes = piece_bytes
-        limits.history_bytes = history_bytes
-        limits.history_most = max(limits.history_most, history_bytes)
-        limits.telemetry_rounds = telemetry_rounds
-        limits.on_deadline = getattr(_engine.OnDeadline, deadline.action)
-        limits.deadline_seconds = deadline.seconds
-        limits.deadline_rounds = deadline.rounds
+        assert options.piece_bytes is not None
+        limits.piece_bytes = options.piece_bytes
+        limits.history_bytes = options.history_bytes
+        limits.history_most = max(limits.history_most, options.history_bytes)
+        limits.telemetry_rounds = options.telemetry_rounds
+        waits = options.waits
+        limits.on_deadline = getattr(_engine.OnDeadline, waits.action)
+        limits.deadline_seconds = waits.seconds
+        limits.deadline_rounds = waits.rounds
         limits.deadline_share = _deadline_share(plan, comm.rank)
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any gets any further
@@ -148,10 +141,10 @@ class Engine(Transport):
                     session,
                     cards,
                     _family(plan, comm.rank),
-                    _decoder(plan, comm.rank, debug),
+                    _decoder(plan, comm.rank, self._debug),
                     limits,
                     _erasures(plan),
-                    deadline.action == "wait",
+                    waits.action == "wait",
                 ),
                 undo=lambda _: _engine.discard(index),
             )

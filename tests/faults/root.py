@@ -18,8 +18,7 @@ group = jaxcoded.CodedGroup(
     board.comm,
     fanout=2,
     transport="engine",
-    deadline=DEADLINE,
-    on_deadline="raise",
+    options=jaxcoded.Options(deadline=DEADLINE, on_deadline="raise"),
 )
 sums, faults = Sums(group), Faults(board)
 pids = board.comm.allgather(os.getpid())

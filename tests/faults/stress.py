@@ -99,9 +99,11 @@ def episode(thread, comm, shared, own):
         comm,
         transport="engine",
         fanout=int(shared.choice([2, 3])),
-        piece_bytes=int(shared.choice([64, 4096, 1 << 18])),
-        history_bytes=int(shared.choice([0, 1 << 28])),
-        telemetry_rounds=int(shared.choice([0, 4, 1024])),
+        options=jaxcoded.Options(
+            piece_bytes=int(shared.choice([64, 4096, 1 << 18])),
+            history_bytes=int(shared.choice([0, 1 << 28])),
+            telemetry_rounds=int(shared.choice([0, 4, 1024])),
+        ),
     )
     open_groups[thread] = group
     if shared.random() < 0.3:
@@ -124,7 +126,9 @@ def episode(thread, comm, shared, own):
 
 def last(comm, width, call, own):
     """A group in which the last rank leaves between, or in the middle of, rounds."""
-    group = jaxcoded.CodedGroup(comm, transport="engine", deadline=None)
+    group = jaxcoded.CodedGroup(
+        comm, transport="engine", options=jaxcoded.Options(deadline=None)
+    )
     rounds = Rounds(group, width)
     quits = end != "close" and board.rank == board.size - 1
     for number in range(1, LAST_ROUNDS + 1):

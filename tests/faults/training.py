@@ -23,7 +23,9 @@ PAUSE = 3e-3  # seconds, on average
 directory, tokens, *victims = sys.argv[1:]
 board = Board(directory)
 # at least 64 rounds are kept, whatever their size
-group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine", history_bytes=1)
+group = jaxcoded.CodedGroup(
+    board.comm, fanout=2, transport="engine", options=jaxcoded.Options(history_bytes=1)
+)
 faults = Faults(board)
 random = np.random.default_rng(5)
 steps = BETWEEN

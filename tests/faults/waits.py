@@ -32,7 +32,12 @@ board = Board(sys.argv[1])
 root = board.comm.bcast(os.getpid())
 heard = Heard()
 logging.getLogger("jaxcoded").addHandler(heard)
-group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine", deadline=DEADLINE)
+group = jaxcoded.CodedGroup(
+    board.comm,
+    fanout=2,
+    transport="engine",
+    options=jaxcoded.Options(deadline=DEADLINE),
+)
 sums, faults = Sums(group), Faults(board)
 # compiling takes long, too: that counts for nothing
 run(board, group, sums, faults, 5)

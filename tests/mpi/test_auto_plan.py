@@ -1,4 +1,4 @@
-"""`CodedGroup(plan="auto")`: all ranks agree on a plan that fits what was measured, or on the same
+"""`CodedGroup.auto`: all ranks agree on a plan that fits what was measured, or on the same
 error."""
 
 import re
@@ -14,7 +14,7 @@ from reference import assert_sum, contribution, per_example
 import jaxcoded
 from jaxcoded import GroupMismatch, coded_allreduce
 from jaxcoded.planner import automatic, measurement, search
-from jaxcoded.planner.candidates import PIECE
+from jaxcoded.transport.options import PIECE
 
 RANK = MPI.COMM_WORLD.rank
 
@@ -29,13 +29,15 @@ def asleep(seconds):
 
 
 def agreed(comm, group):
-    outcomes = comm.allgather((group.plan.to_json(), group.planned, group._piece_bytes))
+    outcomes = comm.allgather(
+        (group.plan.to_json(), group.planned, group.options.piece_bytes)
+    )
     assert len(set(outcomes)) == 1
 
 
 def test_sums_are_exact(comm, transport):
-    with jaxcoded.CodedGroup(
-        comm, plan="auto", payload=4e6, work=asleep(0.01), transport=transport
+    with jaxcoded.CodedGroup.auto(
+        comm, payload=4e6, work=asleep(0.01), transport=transport
     ) as group:
         agreed(comm, group)
         vector = per_example(5)
@@ -46,8 +48,8 @@ def test_sums_are_exact(comm, transport):
 @once
 def test_nobody_straggles(comm, transport):
     """Sleep is equally long on all ranks, and long beside what the machine adds to it."""
-    with jaxcoded.CodedGroup(
-        comm, plan="auto", payload=1e4, work=asleep(0.2), transport=transport
+    with jaxcoded.CodedGroup.auto(
+        comm, payload=1e4, work=asleep(0.2), transport=transport
     ) as group:
         assert group.plan.stragglers == 0
         assert SIZE == 1 or "do not code" in group.planned
@@ -60,8 +62,8 @@ def test_nobody_straggles(comm, transport):
 @pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 def test_one_rank_is_slow(comm, transport):
     work = asleep(2.0 if RANK == SIZE - 1 else 0.05)
-    with jaxcoded.CodedGroup(
-        comm, plan="auto", payload=1e4, work=work, transport=transport
+    with jaxcoded.CodedGroup.auto(
+        comm, payload=1e4, work=work, transport=transport
     ) as group:
         agreed(comm, group)
         assert group.plan.stragglers >= 1
@@ -72,8 +74,8 @@ def test_one_rank_is_slow(comm, transport):
 @several
 def test_parts_of_the_batch(comm, transport):
     parts = []
-    with jaxcoded.CodedGroup(
-        comm, plan="auto", payload=1e4, work=parts.append, transport=transport
+    with jaxcoded.CodedGroup.auto(
+        comm, payload=1e4, work=parts.append, transport=transport
     ):
         assert set(parts) == {1 / (SIZE - 1)}
 
@@ -87,8 +89,8 @@ def test_seconds_of_work(comm, transport, monkeypatch):
         return search.best_plans(ranks, payload, work, *more, **options)
 
     monkeypatch.setattr(automatic, "best_plans", best_plans)
-    with jaxcoded.CodedGroup(
-        comm, plan="auto", payload=1000, work=1, transport=transport
+    with jaxcoded.CodedGroup.auto(
+        comm, payload=1000, work=1, transport=transport
     ) as group:
         agreed(comm, group)
         assert SIZE == 1 or "work 1 s for the whole batch" in group.planned
@@ -105,28 +107,20 @@ def test_work_that_is_jax_and_fails_on_one_rank(comm, transport):
     with pytest.raises(
         RuntimeError, match=f"work failed on rank {SIZE - 1}: OSError: no such batch"
     ) as error:
-        jaxcoded.CodedGroup(
-            comm, plan="auto", payload=1e3, work=work, transport=transport
-        )
+        jaxcoded.CodedGroup.auto(comm, payload=1e3, work=work, transport=transport)
     assert isinstance(error.value.__cause__, OSError) == (RANK == SIZE - 1)
 
 
 WRONG = [
-    ({"plan": "fast", "payload": 1, "work": 1}, 'plan must be "auto"'),
-    ({"plan": jaxcoded.make_plan(1)}, "CodedGroup.from_plan takes a Plan"),
-    ({"payload": 1, "work": 1}, 'payload and work without plan="auto": add that'),
-    ({"work": 1}, "leave out work$"),
-    ({"plan": "auto", "work": 1}, "needs payload.*payload=None"),
-    ({"plan": "auto", "payload": -4.0, "work": 1}, "payload=-4.0"),
-    ({"plan": "auto", "payload": "4MB", "work": 1}, "payload='4MB'"),
-    ({"plan": "auto", "payload": 1}, "needs work.*work=None"),
-    ({"plan": "auto", "payload": 1, "work": np.inf}, "work=inf"),
+    ({"payload": None, "work": 1}, "needs payload.*payload=None"),
+    ({"payload": -4.0, "work": 1}, "payload=-4.0"),
+    ({"payload": "4MB", "work": 1}, "payload='4MB'"),
+    ({"payload": 1, "work": None}, "needs work.*work=None"),
+    ({"payload": 1, "work": np.inf}, "work=inf"),
     (
-        {"plan": "auto", "payload": 1, "work": 1, "stragglers": 1, "speeds": [1.0]},
-        "leave out stragglers=1, speeds=",
+        {"payload": 1, "work": 1, "options": jaxcoded.Options(piece_bytes=9)},
+        "piece_bytes=9",
     ),
-    ({"plan": "auto", "payload": 1, "work": 1, "root_computes": True}, "root_computes"),
-    ({"plan": "auto", "payload": 1, "work": 1, "piece_bytes": 9}, "piece_bytes=9"),
 ]
 
 
@@ -134,26 +128,33 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "said"), WRONG, ids=range(len(WRONG)))
 def test_wrong_arguments(comm, transport, wrong, said):
     with pytest.raises(ValueError, match=said) as error:
-        jaxcoded.CodedGroup(comm, transport=transport, **wrong)
+        jaxcoded.CodedGroup.auto(comm, transport=transport, **wrong)
     assert len(set(comm.allgather(str(error.value)))) == 1
 
 
 @once
 @several
-@pytest.mark.parametrize("odd", [{"payload": 2}, {"plan": None}, {"work": asleep(0)}])
+@pytest.mark.parametrize("odd", [{"payload": 2}, {"work": asleep(0)}, None])
 def test_different_arguments(comm, transport, odd):
-    mine = {"plan": "auto", "payload": 1, "work": 1}
-    if RANK == SIZE - 1:
-        mine |= odd
+    mine = {"payload": 1, "work": 1}
+    last = RANK == SIZE - 1
     with pytest.raises(GroupMismatch):
-        jaxcoded.CodedGroup(comm, transport=transport, **mine)
+        if last and odd is None:
+            jaxcoded.CodedGroup(comm, transport=transport)
+        else:
+            jaxcoded.CodedGroup.auto(
+                comm, transport=transport, **(mine | odd if last else mine)
+            )
 
 
 @engine_only
 @pytest.mark.parametrize("piece", [1, 24, 1000, PIECE])
 def test_pieces_of_any_size(comm, transport, piece):
     with jaxcoded.CodedGroup(
-        comm, stragglers=0, transport=transport, piece_bytes=piece
+        comm,
+        stragglers=0,
+        transport=transport,
+        options=jaxcoded.Options(piece_bytes=piece),
     ) as group:
         vector = per_example(37)
         assert_sum(group, coded_allreduce(contribution(group, vector), group), vector)
@@ -163,4 +164,9 @@ def test_pieces_of_any_size(comm, transport, piece):
 @pytest.mark.parametrize("piece", [0, 2**30 + 1])
 def test_pieces_of_no_size(comm, transport, piece):
     with pytest.raises(ValueError, match=f"piece_bytes must be .*, got {piece}"):
-        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, piece_bytes=piece)
+        jaxcoded.CodedGroup(
+            comm,
+            stragglers=0,
+            transport=transport,
+            options=jaxcoded.Options(piece_bytes=piece),
+        )

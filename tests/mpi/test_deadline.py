@@ -35,8 +35,7 @@ def opened(comm, deadline, action, **more):
         stragglers=stragglers,
         fanout=3 if SIZE == 13 else None,
         transport="engine",
-        deadline=deadline,
-        on_deadline=action,
+        options=jaxcoded.Options(deadline=deadline, on_deadline=action),
         **more,
     ) as group:
         yield group
@@ -193,10 +192,17 @@ def test_numbers_of_numpy():
 )
 def test_misuse(comm, deadline, action):
     with pytest.raises(ValueError, match="deadline"):
-        jaxcoded.CodedGroup(comm, stragglers=0, deadline=deadline, on_deadline=action)
+        jaxcoded.CodedGroup(
+            comm,
+            stragglers=0,
+            options=jaxcoded.Options(deadline=deadline, on_deadline=action),
+        )
     with pytest.raises(ValueError, match="on_deadline must be one of"):
         Deadline.parsed(1.0, "hope")
     with pytest.raises(ValueError, match="needs the engine"):
         jaxcoded.CodedGroup(
-            comm, stragglers=0, transport="mpi4jax", deadline=1.0, on_deadline="raise"
+            comm,
+            stragglers=0,
+            transport="mpi4jax",
+            options=jaxcoded.Options(deadline=1.0, on_deadline="raise"),
         )

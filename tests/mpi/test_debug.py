@@ -32,8 +32,11 @@ EXAMPLES = 60  # in a batch of digits
 def opened(comm, **options):
     """Without redundancy at some parents there is a warning, which tests of their own
     are about."""
-    defaults = {"fanout": schemes.FANOUT[SIZE], "transport": "engine", "debug": True}
-    with jaxcoded.CodedGroup(comm, **(defaults | options)) as group:
+    how = {"debug": True} | {
+        k: options.pop(k) for k in ("debug", "on_deadline") if k in options
+    }
+    options = {"fanout": schemes.FANOUT[SIZE], "transport": "engine"} | options
+    with jaxcoded.CodedGroup(comm, **options, options=jaxcoded.Options(**how)) as group:
         yield group
 
 
@@ -230,15 +233,15 @@ def test_ranks_that_differ(comm):
 def test_the_environment(comm, monkeypatch):
     monkeypatch.setenv("JAXCODED_DEBUG", "1")
     with opened(comm, debug=None) as group:
-        assert group.debug
+        assert group.options.debug
     with opened(comm, debug=False) as group:
-        assert not group.debug
+        assert not group.options.debug
     warns = pytest.warns(RuntimeWarning, match="JAXCODED_DEBUG is ignored: debug has")
     with (
         warns if RANK == 0 else contextlib.nullcontext(),
         opened(comm, debug=None, stragglers=0) as group,
     ):
-        assert not group.debug
+        assert not group.options.debug
     monkeypatch.setenv("JAXCODED_DEBUG", "yes")
     with pytest.raises(ValueError, match="JAXCODED_DEBUG 1 or 0"):
         opened(comm, debug=None).__enter__()
@@ -250,7 +253,9 @@ def test_parents_that_cannot_check_are_named(comm):
     warns = pytest.warns(RuntimeWarning, match="children of rank 1 send cannot be")
     with (
         warns if RANK == 0 else contextlib.nullcontext(),
-        jaxcoded.CodedGroup.from_plan(comm, plan, debug=True) as group,
+        jaxcoded.CodedGroup.from_plan(
+            comm, plan, options=jaxcoded.Options(debug=True)
+        ) as group,
     ):
         own = contribution(group, VECTOR)
         assert_sum(group, host.coded_allreduce(own, group), VECTOR)

@@ -550,7 +550,7 @@ def assert_state(group, state):
 def test_resync(comm, group, transport, late):
     """A rank that is out of everyone's history goes on from a snapshot."""
     short = jaxcoded.CodedGroup.from_plan(
-        comm, group.plan, transport=transport, history_bytes=1
+        comm, group.plan, transport=transport, options=jaxcoded.Options(history_bytes=1)
     )
     own = contribution(short, SCALE) * RAMP
     state = {"x": np.zeros_like(own), "step": 0}
@@ -712,7 +712,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         stragglers=0,
         fanout=3 if SIZE == 13 else None,
         transport=transport,
-        deadline=0.7,
+        options=jaxcoded.Options(deadline=0.7),
     ) as group:
         parents, waited_for = group.plan.parents, SIZE - 1
         wait_for_all(comm)

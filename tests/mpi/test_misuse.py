@@ -271,7 +271,7 @@ def test_equal_arguments_of_different_kinds(comm, transport):
             stragglers=0,
             transport=transport,
             speeds=kinds[mine](speeds),
-            deadline=deadlines[mine],
+            options=jaxcoded.Options(deadline=deadlines[mine]),
         ) as group:
             assert group.plan == jaxcoded.make_plan(
                 SIZE, stragglers=0, speeds=speeds.tolist()

@@ -388,7 +388,7 @@ def test_skipped_is_missing(comm, group, own):
 def test_a_late_rank_out_of_the_history(comm, group, transport, late):
     """All that it has started fails, and all goes on after a snapshot."""
     short = jaxcoded.CodedGroup.from_plan(
-        comm, group.plan, transport=transport, history_bytes=1
+        comm, group.plan, transport=transport, options=jaxcoded.Options(history_bytes=1)
     )
     ramp = np.linspace(1.0, 2.0, 2**16)
     own = contribution(short, 1.0 + np.arange(BATCH)) * ramp

@@ -363,7 +363,7 @@ def test_few_rounds_are_remembered(comm, transport, kept):
         stragglers=1,
         fanout=3 if SIZE == 13 else None,
         transport=transport,
-        telemetry_rounds=kept,
+        options=jaxcoded.Options(telemetry_rounds=kept),
     ) as group:
         late = max(r for r in range(1, SIZE) if group.plan.parents[r] == 0)
         x = np.asarray(contribution(group, VECTOR))
@@ -383,7 +383,10 @@ def test_few_rounds_are_remembered(comm, transport, kept):
 @engine_only
 def test_turned_off(comm, transport):
     with jaxcoded.CodedGroup(
-        comm, stragglers=0, transport=transport, telemetry_rounds=0
+        comm,
+        stragglers=0,
+        transport=transport,
+        options=jaxcoded.Options(telemetry_rounds=0),
     ) as group:
         host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
         seen = group.telemetry()

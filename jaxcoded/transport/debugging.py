@@ -11,27 +11,26 @@ VARIABLE = "JAXCODED_DEBUG"
 
 def asked(debug: Any) -> Any:
     """``debug``, or what the environment says where it is ``None``: a bool if it is
-    sound, see `checked`."""
+    sound, see `check`."""
     if debug is not None:
         return debug
     value = os.environ.get(VARIABLE, "")
     return {"": False, "0": False, "1": True}.get(value, f"{VARIABLE}={value}")
 
 
-def checked(debug: Any) -> bool:
-    """``debug``, as `asked` found it.
+def check(debug: Any) -> None:
+    """Raise unless ``debug`` is a bool, as `asked` found it.
 
     Raises:
-        ValueError: it is not a bool.
+        ValueError: it is not.
     """
     if not isinstance(debug, bool):
         raise ValueError(  # noqa: TRY004  # it may be a text of the environment
             f"debug must be True, False or None ({VARIABLE} 1 or 0), got {debug!r}"
         )
-    return debug
 
 
-def refusal(plan: Plan, deadline: Deadline, transport: str) -> str:
+def why_not(plan: Plan, deadline: Deadline, transport: str) -> str:
     """Why a group cannot look for mistakes, in words; empty if it can."""
     if transport != "engine":
         return "needs the engine"

@@ -1,0 +1,83 @@
+"""How a group makes its rounds. What it sums does not depend on this."""
+
+import dataclasses
+from typing import Self
+
+from jaxcoded import _require
+from jaxcoded.transport import debugging
+from jaxcoded.transport.deadline import Deadline
+
+PIECE = 256 << 10  # bytes
+LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a group makes its rounds; all but ``debug`` are for the engine.
+
+    Attributes:
+        deadline: how long the root waits for more children than a round can do
+            without, in seconds from the beginning of a round; or ``"3x"``, 3 times
+            what it takes as a rule (the median of the latest rounds of the same call in
+            which nobody missed the deadline, once there are 5); or ``None``. A parent
+            further down, ``h`` layers above the lowest leaf below it, has ``h / H`` of
+            the time. Never needed for up to ``stragglers`` late children.
+        on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
+            once per round (``logging``, logger ``jaxcoded``), and waits on.
+            ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
+            ``"approximate"``: parents go on with the least-squares combination of what
+            has come. ``residual=True`` in a call tells how far its sum is from the
+            exact one.
+        piece_bytes: bytes in which long messages move, at most 1 GiB. Shorter pieces go
+            through a deep tree sooner, longer ones cost less work. Default: 256 KiB, or
+            what `CodedGroup.auto` finds.
+        history_bytes: memory of a rank for results that late ranks lack, in bytes; at
+            least 64 rounds are kept up to 1 GiB.
+        telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` tells of;
+            0 turns it off.
+        debug: look for mistakes in the program. Every parent waits for all of its
+            children and compares what they send, which the redundancy of the code
+            allows: a round whose contributions are not coded sums of the same gradients
+            fails with `InconsistentMessages` on all ranks, before anybody gets its sum
+            (``docs/sharp-bits.md``). Parents whose children cannot be checked are named
+            in a warning. Default: ``JAXCODED_DEBUG=1`` in the environment, which leaves
+            groups as they are (with a warning) where ``debug=True`` is an error.
+
+    Example:
+        >>> import jaxcoded
+        >>> from mpi4py import MPI
+        >>> options = jaxcoded.Options(deadline="3x", on_deadline="raise")
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine", options=options) as group:
+        ...     group.options.deadline
+        '3x'
+    """
+
+    deadline: float | str | None = 10.0
+    on_deadline: str = "wait"
+    piece_bytes: int | None = None
+    history_bytes: int = 256 << 20
+    telemetry_rounds: int = 1024
+    debug: bool | None = None
+
+    def complete(self) -> Self:
+        """With what stands for ``None``, see `check`."""
+        piece = PIECE if self.piece_bytes is None else self.piece_bytes
+        debug = debugging.asked(self.debug)
+        return dataclasses.replace(self, piece_bytes=piece, debug=debug)
+
+    def check(self) -> None:
+        """Raise unless these options, made `complete`, are sound.
+
+        Raises:
+            ValueError: the message names the value and the remedy.
+        """
+        _require.integer("piece_bytes", self.piece_bytes, 1, LONGEST_PIECE)
+        _require.integer("history_bytes", self.history_bytes, 0)
+        _require.integer("telemetry_rounds", self.telemetry_rounds, 0)
+        Deadline.parsed(self.deadline, self.on_deadline)
+        debugging.check(self.debug)
+
+    @property
+    def waits(self) -> Deadline:
+        """How long a parent waits for its children, and what it does then."""
+        return Deadline.parsed(self.deadline, self.on_deadline)
