@@ -63,22 +63,17 @@ std::string Node::listed(const std::vector<Rank>& ranks) {
 // --- This rank's calls ---
 
 void Node::submit(Call call) {
-  call_ = std::move(call);
+  const double now = wire_.now();
+  up_ = {.call = std::move(call), .started = now, .in_time = newest_ < next_, .waiting_since = now};
   outcome_ = Outcome::pending;
   error_.clear();
-  started_ = stuck_since_ = waiting_since_ = wire_.now();
+  stuck_since_ = now;
   // Ranks below may wait for the result already, which this one is not to put off with every call.
-  if (!awaited_below()) asked_at_ = started_;
-  decoded_ = offered_ = given_ = 0;
-  offering_ = held_back_ = overdue_ = told_overdue_ = approximating_ = complete_ = false;
-  forsaken_ = false;
-  in_time_ = newest_ < next_;
-  telemetry_.started(next_, started_, call_.skipped);
-  exact_ = 0;
-  decoding_.reset();
+  if (!awaited_below()) asked_at_ = now;
+  telemetry_.started(next_, now, up_.call.skipped);
   for (Child& child : children_) child.stalled = false;
   if (words_.size() >= most_words) words_.clear();
-  words_[call_.fingerprint] = call_.words;
+  words_[up_.call.fingerprint] = up_.call.words;
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
@@ -87,49 +82,35 @@ void Node::submit(Call call) {
     if (!calling()) return;
   }
 
-  outgoing_ = Layout(call_.message, limits_.piece_bytes);
-  std::vector<Segment> incoming = call_.message;
-  for (Segment& segment : incoming) segment.count /= decoder_.slices();
-  if (decoder_.parts() > 1) {
-    std::vector<Segment> theirs;
-    const auto step = static_cast<std::ptrdiff_t>(call_.total.size());
-    for (auto part = incoming.begin(); part != incoming.end(); part += step) {
-      for (std::size_t p = 0; p < decoder_.parts(); ++p) theirs.insert(theirs.end(), part, part + step);
-    }
-    theirs_ = Layout(std::move(theirs), limits_.piece_bytes);
-  }
-  incoming_ = Layout(std::move(incoming), limits_.piece_bytes);
-  decoded_elements_.assign(call_.message.size(), 0);
-  exact_elements_ = decoded_elements_;
-
+  up_.lay_out(decoder_, limits_.piece_bytes);
   if (root()) {
-    const std::string& reason = pending_error_.empty() ? call_.refusal : pending_error_;
+    const std::string& reason = pending_error_.empty() ? up_.call.refusal : pending_error_;
     if (!reason.empty()) return decide_error(std::string(reason));
     Entry& entry = history_.add(
         {.round = next_,
-         .fingerprint = call_.fingerprint,
-         .layout = call_.down ? Layout(call_.total, limits_.piece_bytes) : Layout()});
-    if (call_.down) place(entry);
-    sum_at_ = call_.down ? entry.at : call_.out;
+         .fingerprint = up_.call.fingerprint,
+         .layout = up_.call.down ? Layout(up_.call.total, limits_.piece_bytes) : Layout()});
+    if (up_.call.down) place(entry);
+    up_.sum_at = up_.call.down ? entry.at : up_.call.out;
     if (pinned()) keep_own();
-    if (!call_.up) {
-      for (std::size_t s = 0; s < call_.own.size(); ++s) {
-        const std::uint64_t size = call_.message[s].bytes();
-        if (size) std::memcpy(sum_at_[s], call_.own[s], size);
+    if (!up_.call.up) {
+      for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
+        const std::uint64_t size = up_.call.message[s].bytes();
+        if (size) std::memcpy(up_.sum_at[s], up_.call.own[s], size);
       }
       decided(entry, entry.layout.size());
       if (!calling()) return;
     }
-  } else if (call_.up && !call_.skipped && call_.refusal.empty()) {
+  } else if (up_.call.sums()) {
     if (children_.empty()) {
-      sum_at_.clear();
-      for (const std::byte* own : call_.own) sum_at_.push_back(const_cast<std::byte*>(own));
-      sum_at_.resize(call_.message.size());
+      up_.sum_at.clear();
+      for (const std::byte* own : up_.call.own) up_.sum_at.push_back(const_cast<std::byte*>(own));
+      up_.sum_at.resize(up_.call.message.size());
     } else {
-      sum_ = pool_.take(outgoing_.bytes());
-      sum_at_.clear();
-      for (std::size_t s = 0; s < call_.message.size(); ++s) {
-        sum_at_.push_back(sum_.data() + outgoing_.start(s));
+      up_.sum = pool_.take(up_.outgoing.bytes());
+      up_.sum_at.clear();
+      for (std::size_t s = 0; s < up_.call.message.size(); ++s) {
+        up_.sum_at.push_back(up_.sum.data() + up_.outgoing.start(s));
       }
     }
   }
@@ -138,29 +119,29 @@ void Node::submit(Call call) {
 
 // What lies where the sum will be, if that may be formed more than once.
 void Node::keep_own() {
-  if (!root() || !call_.up || call_.down || own_copy_) return;
-  own_copy_ = pool_.take(outgoing_.bytes());
-  for (std::size_t s = 0; s < call_.own.size(); ++s) {
-    std::byte* copy = own_copy_.data() + outgoing_.start(s);
-    if (call_.message[s].bytes()) std::memcpy(copy, call_.own[s], call_.message[s].bytes());
-    call_.own[s] = copy;
+  if (!root() || !up_.call.up || up_.call.down || up_.own_copy) return;
+  up_.own_copy = pool_.take(up_.outgoing.bytes());
+  for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
+    std::byte* copy = up_.own_copy.data() + up_.outgoing.start(s);
+    if (const auto size = up_.call.message[s].bytes()) std::memcpy(copy, up_.call.own[s], size);
+    up_.call.own[s] = copy;
   }
 }
 
 void Node::extend(const std::vector<const std::byte*>& own) {
   if (!calling()) return;
-  const std::size_t known = call_.own.size();
-  call_.own.insert(call_.own.end(), own.begin(), own.end());
-  if (!children_.empty() || !call_.up || call_.skipped || !call_.refusal.empty()) return;
-  for (std::size_t s = known; s < call_.own.size(); ++s) {
-    sum_at_[s] = const_cast<std::byte*>(call_.own[s]);
+  const std::size_t known = up_.call.own.size();
+  up_.call.own.insert(up_.call.own.end(), own.begin(), own.end());
+  if (!children_.empty() || !up_.call.sums()) return;
+  for (std::size_t s = known; s < up_.call.own.size(); ++s) {
+    up_.sum_at[s] = const_cast<std::byte*>(up_.call.own[s]);
   }
 }
 
 void Node::complete(std::vector<std::byte*> out) {
   if (!calling()) return;
-  call_.out = std::move(out);
-  call_.complete = true;
+  up_.call.out = std::move(out);
+  up_.call.complete = true;
   if (const Entry* entry = history_.find(next_)) hand_over(*entry);
 }
 
@@ -183,23 +164,23 @@ void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
 
 void Node::finish(Outcome outcome, std::string error) {
   withdraw(Object::What::message, next_ + 1);
-  if (outcome == Outcome::done && !call_.down && !root()) {
-    for (std::size_t s = 0; s < call_.out.size(); ++s) {
-      if (const std::uint64_t size = call_.total[s].bytes()) std::memset(call_.out[s], 0, size);
+  if (outcome == Outcome::done && !up_.call.down && !root()) {
+    for (std::size_t s = 0; s < up_.call.out.size(); ++s) {
+      if (const auto size = up_.call.total[s].bytes()) std::memset(up_.call.out[s], 0, size);
     }
   }
   outcome_ = outcome;
   error_ = std::move(error);
-  sum_ = {};
-  own_copy_ = {};
+  up_.sum = {};
+  up_.own_copy = {};
   for (Child& child : children_) child.slots.clear();
   if (outcome == Outcome::desynchronized) return;
   const double now = wire_.now();
   telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome));
   if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);
   if (now - told_paces_ > limits_.pace_seconds) tell_paces();
-  if (!overdue_) {  // deadlines must not grow with the rounds that miss them
-    durations_.add(now - started_);
+  if (!up_.overdue) {  // deadlines must not grow with the rounds that miss them
+    durations_.add(now - up_.started);
     if (outcome == Outcome::done) waited(now - began());
   }
   ++next_;
@@ -270,8 +251,8 @@ void Node::understand(Rank from, const Message& message) {
   if (!root() && from == family_.ancestors.front()) {
     unanswered_ = refusing_ = false;
     upstream_ = 0;
-    if (held_back_) {
-      held_back_ = false;
+    if (up_.held_back) {
+      up_.held_back = false;
       offer();
     }
   }
@@ -441,7 +422,7 @@ std::vector<Rank> Node::end() {
   for (const Child& child : children_) {
     if (!child.left) out.push_back(child.rank);
   }
-  if (root() || !calling() || !offering_) return out;
+  if (root() || !calling() || !up_.offering) return out;
   Message message{header(Kind::bye, next_)};
   // Those below may be on their way, served from above: whoever is there waits for them.
   message.header.flags = said_bye_ ? ended : ended | relays;
@@ -453,9 +434,10 @@ std::string Node::status() const {
   const auto number = [](auto value) { return std::to_string(value); };
   std::string out = "rank " + number(family_.rank) + (calling() ? " calls" : " will call") + " round " +
                     number(next_) + ", lacks " + number(frontier_) + ", knows of " +
-                    number(newest_) + ", decoded " + number(decoded_) + " of " +
-                    number(incoming_.size()) + " pieces, offered " +
-                    (offering_ ? number(offered_) : "nothing") + (held_back_ ? ", held back" : "") +
+                    number(newest_) + ", decoded " + number(up_.decoded.pieces) + " of " +
+                    number(up_.incoming.size()) + " pieces, offered " +
+                    (up_.offering ? number(up_.offered) : "nothing") +
+                    (up_.held_back ? ", held back" : "") +
                     (unanswered_ ? ", unanswered" : "") + ", asks rank " +
                     (root() ? "nobody" : number(family_.ancestors[upstream_])) + " up to " +
                     number(wanted_);
@@ -474,9 +456,10 @@ std::string Node::status() const {
 
 std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_t piece) const {
   if (object.what == Object::What::message) {
-    if (!calling() || object.round != next_ || !offering_ || piece >= offered_) return std::nullopt;
-    const Piece& it = outgoing_[piece];
-    return std::span<const std::byte>{sum_at_[it.segment] + it.offset, it.bytes};
+    const bool offered = calling() && object.round == next_ && up_.offering && piece < up_.offered;
+    if (!offered) return std::nullopt;
+    const Piece& it = up_.outgoing[piece];
+    return std::span<const std::byte>{up_.sum_at[it.segment] + it.offset, it.bytes};
   }
   if (object.what == Object::What::result) {
     const Entry* entry = history_.find(object.round);

@@ -18,12 +18,14 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
 #include "decoder.h"
 #include "history.h"
 #include "median.h"
 #include "message.h"
 #include "pool.h"
 #include "telemetry.h"
+#include "way_up.h"
 
 namespace jaxcoded {
 
@@ -54,38 +56,6 @@ class Wire {
 
   // Seconds, from any origin.
   virtual double now() const = 0;
-};
-
-// Vectors that are on their way while the call is in progress: those of a GPU.
-class Feed {
- public:
-  virtual ~Feed() = default;
-
-  // So many bytes from the start of this rank's own vector are where `own` says.
-  virtual std::uint64_t ready(std::size_t vector) const = 0;
-  // These bytes of the result are where `out` says. In order, as far as they come before the end.
-  virtual void given(std::size_t vector, std::uint64_t offset, std::uint64_t bytes) = 0;
-  // Why the rest of `own` will not come, in words; empty if it may.
-  virtual std::string failure() = 0;
-};
-
-// One call of a collective at this rank.
-struct Call {
-  std::uint64_t fingerprint = 0;  // equal on ranks that call the same
-  std::string words;              // what is called
-  std::string refusal;            // why the round must fail, known to every rank; or empty
-  bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
-  bool down = true;               // every rank gets the result; otherwise the root alone
-  bool skipped = false;           // this rank has nothing to contribute
-  std::vector<Segment> message;   // this rank's vectors: those of `total`, for each of its parts
-  std::vector<Segment> total;     // those of the result
-  std::vector<const std::byte*> own;  // where they are; valid, as `out`, until the call is over.
-                                      // The last ones may follow, see `Node::extend`
-  std::vector<std::byte*> out;        // where the result goes; may be where `own` is
-  bool complete = true;               // or only its first parts, and `out` is not known yet
-  std::vector<bool> erased;           // children left out, by row, or for want of theirs; empty: none
-  Feed* feed = nullptr;               // what brings `own` and takes `out`; null if both are here.
-                                      // All of `own` is, unless the call goes both up and down
 };
 
 enum class Outcome { pending, done, failed, desynchronized };
@@ -186,7 +156,7 @@ class Node {
   std::string waiting_for() const;
   // Whether it has waited for longer than the deadline: 1, for those below; 2, and nobody above
   // answers.
-  int overdue() const { return forsaken_ ? 2 : overdue_; }
+  int overdue() const { return up_.forsaken ? 2 : up_.overdue; }
   // When something is to be done although nothing has come; in the time of the wire.
   double wakes_at() const;
   // Where this rank stands, for whoever looks for the cause of a hang.
@@ -279,11 +249,10 @@ class Node {
   // The way up.
   void on_offer(Child& child, const Message& message);
   Child& child_of_row(std::size_t row) { return children_[row / decoder_.parts()]; }
-  std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const;
   bool usable(std::size_t row, std::uint32_t piece) const;
   const std::vector<std::size_t>& rows_in_order();
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
-  bool pinned() const { return decoder_.pinned() || approximating_ || decoder_.checked(); }
+  bool pinned() const { return decoder_.pinned() || up_.approximating || decoder_.checked(); }
   void stall(Child& child);
   void start_again_without(const std::vector<std::size_t>& rows);
   const std::byte* bring(std::size_t row, std::uint32_t piece);
@@ -291,7 +260,6 @@ class Node {
   void decode(const Decoding& decoding, std::span<const std::byte* const> inputs);
   void skip_piece();
   bool own_ready(std::uint32_t piece) const;
-  std::uint32_t summed(const Layout& layout, std::uint32_t piece) const;
   void announce_sum();
   void offer();
   void fail(const std::string& text);
@@ -312,7 +280,6 @@ class Node {
   void waited(double seconds);
   std::string lacking() const;
   void miss_the_deadline();
-  bool sums() const { return call_.up && !call_.skipped && call_.refusal.empty(); }
   bool lacks(std::size_t child) const;
   bool silent(const Child& child) const;
   void ask_children();
@@ -400,10 +367,9 @@ class Node {
 
   // This rank's calls.
   Round next_ = 1;
-  Call call_;
+  WayUp up_;  // of that round
   Outcome outcome_ = Outcome::done;
   std::string error_;
-  double started_ = 0;
   Latest durations_;  // of rounds, from this rank's call on
   std::map<std::uint64_t, Latest> waits_;  // for children, by fingerprint
   Telemetry telemetry_;
@@ -412,34 +378,13 @@ class Node {
   std::map<Rank, Pace> paces_;  // of ranks below
   double told_paces_ = 0;
 
-  // The way up of round `next_`.
-  Layout incoming_;  // one part of the children's messages for each of this rank's parts
-  Layout theirs_;    // all of a child's message
-  Layout outgoing_;  // this rank's
-  Buffer sum_;
-  Buffer own_copy_;  // where the sum lies in its place and may be formed again
-  std::vector<std::byte*> sum_at_;  // by segment
-  std::uint32_t decoded_ = 0;       // pieces of `incoming_`
-  std::vector<std::uint64_t> decoded_elements_;  // by segment
-  std::uint32_t offered_ = 0;       // pieces of `outgoing_`
-  bool offering_ = false;           // an offer of this round was made
+  // Those below.
   std::vector<Child> children_;
   std::uint64_t offers_seen_ = 0;
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
-  std::shared_ptr<const Decoding> decoding_;
-  std::vector<std::size_t> brought_;  // rows that are fetched to be checked
-  double waiting_since_ = 0;
-  bool in_time_ = false;        // the round was not decided when this rank called it
-  bool overdue_ = false;        // after the deadline
-  bool told_overdue_ = false;   // and the parent knows
-  bool forsaken_ = false;       // after the deadline, and nobody above answers
   double forsaken_seconds_ = 0;  // in which nobody above answered
   double watched_at_ = 0;
-  bool complete_ = false;       // the sum is, or is not needed any more
-  bool approximating_ = false;  // the pieces from here on are of what has come:
-  std::uint32_t exact_ = 0;
-  std::vector<std::uint64_t> exact_elements_;  // by segment
   std::string pending_error_;  // at the root: what the next undecided round fails with
   Round complained_ = 0;       // the newest round that ranks complained of
 
@@ -449,14 +394,12 @@ class Node {
   Round newest_ = 0;         // the newest round known to be decided
   Round wanted_ = 0;         // the newest round asked for
   Round asked_for_ = 0;      // the frontier when something was asked for last
-  std::uint32_t given_ = 0;  // pieces of the result copied to `call_.out`
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
   std::size_t upstream_ = 0;  // the ancestor that answers
   bool unanswered_ = false;   // the parent was offered something and has said nothing since
   bool refusing_ = false;     // it was told of a call after the end and has said nothing since
-  bool held_back_ = false;    // an offer waits for the parent to speak
   double asked_at_ = 0;       // or answered, or something came
   double stuck_since_ = 0;
   std::set<Rank> asked_ranks_;  // that have said nothing since

@@ -19,7 +19,7 @@ constexpr std::size_t fewest_rounds = 5;
 // Seconds from the beginning of a round, for a parent of this share of the root's.
 double Node::deadline(double share) const {
   if (limits_.deadline_seconds > 0) return limits_.deadline_seconds * share;
-  const auto such = waits_.find(call_.fingerprint);
+  const auto such = waits_.find(up_.call.fingerprint);
   if (such != waits_.end() && such->second.size() >= fewest_rounds) {
     // between what such a round takes as a rule and the root's deadline
     return such->second.median() * (1 + (limits_.deadline_rounds - 1) * share);
@@ -29,7 +29,7 @@ double Node::deadline(double share) const {
 
 // The round has begun when its first message was there, also where this rank is late itself.
 double Node::began() const {
-  double first = started_;
+  double first = up_.started;
   for (const Child& child : children_) {
     if (child.round == next_) first = std::min(first, child.seen);
   }
@@ -37,19 +37,19 @@ double Node::began() const {
 }
 
 bool Node::waits_for_children() const {
-  return sums() && !children_.empty();
+  return up_.call.sums() && !children_.empty();
 }
 
 // The round is over after so many seconds. A deadline is a multiple of what the same call takes as
 // a rule: a program may sum a gradient, which waits for who computes it, and then a single number.
 void Node::waited(double seconds) {
-  if (limits_.deadline_rounds <= 0 || !in_time_ || !sums()) return;
-  if (waits_.size() >= most_words && !waits_.contains(call_.fingerprint)) waits_.clear();
-  waits_[call_.fingerprint].add(seconds);
+  if (limits_.deadline_rounds <= 0 || !up_.in_time || !up_.call.sums()) return;
+  if (waits_.size() >= most_words && !waits_.contains(up_.call.fingerprint)) waits_.clear();
+  waits_[up_.call.fingerprint].add(seconds);
 }
 
 double Node::wakes_at() const {
-  const bool waits = calling() && waits_for_children() && !overdue_;
+  const bool waits = calling() && waits_for_children() && !up_.overdue;
   return waits ? began() + deadline(limits_.deadline_share) : std::numeric_limits<double>::infinity();
 }
 
@@ -58,8 +58,8 @@ void Node::miss_the_deadline() {
   const std::string words = lacking();
   if (words.empty() || limits_.on_deadline == OnDeadline::approximate) return;
   if (!root()) {
-    if (told_overdue_) return;
-    told_overdue_ = true;
+    if (up_.told_overdue) return;
+    up_.told_overdue = true;
     Message message{header(Kind::complaint, next_)};
     message.header.flags = Flag::overdue;
     message.append(words.data(), words.size());
@@ -81,7 +81,7 @@ std::string Node::too_late(double seconds) const {
 // Whether a message of this child's is missing.
 bool Node::lacks(std::size_t child) const {
   for (std::size_t row = child * decoder_.parts(); row < (child + 1) * decoder_.parts(); ++row) {
-    if (!usable(row, decoded_)) return true;
+    if (!usable(row, up_.decoded.pieces)) return true;
   }
   return children_[child].stalled;
 }
@@ -96,7 +96,7 @@ bool Node::silent(const Child& child) const {
 // An engine answers at once, also where the program computes: halfway to the deadline, those that
 // lack are asked whether they are there, so that later rounds need not wait for those that are not.
 void Node::ask_children() {
-  if (limits_.on_deadline != OnDeadline::approximate || decoded_ == incoming_.size()) return;
+  if (limits_.on_deadline != OnDeadline::approximate || up_.all_decoded()) return;
   const double now = wire_.now();
   if (now < began() + deadline(limits_.deadline_share / 2)) return;
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -110,7 +110,7 @@ void Node::ask_children() {
 
 // Whether nobody who lacks would come before the deadline.
 bool Node::only_silent_lack() const {
-  if (limits_.on_deadline != OnDeadline::approximate || decoded_ == incoming_.size()) return false;
+  if (limits_.on_deadline != OnDeadline::approximate || up_.all_decoded()) return false;
   bool some = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (children_[i].retired || !lacks(i)) continue;
@@ -135,7 +135,7 @@ void Node::watch_above() {
   const double now = wire_.now();
   const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
   if (!forsaken()) {
-    forsaken_ = false;
+    up_.forsaken = false;
     forsaken_seconds_ = 0;
     return;
   }
@@ -147,8 +147,8 @@ void Node::watch_above() {
                         ", is dead");
   }
   const double seconds = deadline(1);
-  forsaken_ = now - started_ >= seconds && forsaken_seconds_ >= limits_.silent_seconds;
-  if (forsaken_ && limits_.on_deadline != OnDeadline::wait) {
+  up_.forsaken = now - up_.started >= seconds && forsaken_seconds_ >= limits_.silent_seconds;
+  if (up_.forsaken && limits_.on_deadline != OnDeadline::wait) {
     decide_alone(too_late(seconds) + lacking());
   }
 }
@@ -174,10 +174,9 @@ void Node::on_overdue(Child& child, const Message& message) {
 // The best sum that can be formed from what has come. All of it, as far as it is not summed yet,
 // is of the same messages: what is said of how good it is holds for every number in it.
 std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
-  if (!approximating_) {
-    approximating_ = true;
-    exact_ = decoded_;
-    exact_elements_ = decoded_elements_;
+  if (!up_.approximating) {
+    up_.approximating = true;
+    up_.exact = up_.decoded;
     keep_own();
   }
   std::vector<bool> answered(decoder_.rows());
@@ -189,18 +188,18 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
 
 // Whom this rank waits for; empty if it lacks nobody's message, nor an answer from above.
 std::string Node::lacking() const {
-  if (forsaken_) {
+  if (up_.forsaken) {
     return "rank " + std::to_string(family_.rank) + " waits for " + listed(family_.ancestors) +
            (family_.ancestors.size() == 1 ? ", which does not answer" : ", which do not answer");
   }
-  if (!calling() || !call_.up || call_.skipped || children_.empty() || decoding_) return {};
-  if (decoded_ == incoming_.size()) return {};
+  if (!calling() || !up_.call.up || up_.call.skipped || children_.empty()) return {};
+  if (up_.decoding || up_.all_decoded()) return {};
   std::vector<Rank> missing;
   std::string theirs;
   for (std::size_t row = 0; row < decoder_.rows(); ++row) {
     const Child& child = children_[row / decoder_.parts()];
     const bool listed = !missing.empty() && missing.back() == child.rank;
-    if (listed || (usable(row, decoded_) && !child.stalled)) continue;
+    if (listed || (usable(row, up_.decoded.pieces) && !child.stalled)) continue;
     missing.push_back(child.rank);
     if (child.overdue_round == next_) theirs += "; " + child.overdue;
   }

@@ -111,8 +111,9 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
               .alone = news.alone,
               .layout = Layout(news.segments, limits_.piece_bytes)};
   const bool mine = calling() && next_ == frontier_;
-  const bool in_place = mine && call_.complete && listeners_.empty() && call_.down && !news.failed &&
-                        news.fingerprint == call_.fingerprint && news.segments == call_.total;
+  const bool in_place = mine && up_.call.complete && listeners_.empty() && up_.call.down &&
+                        !news.failed && news.fingerprint == up_.call.fingerprint &&
+                        news.segments == up_.call.total;
   // Without anybody below, results are kept for this rank alone: the first it needs, not the last.
   // Those above keep the rest.
   if (!mine && listeners_.empty() && !history_.empty() &&
@@ -121,7 +122,7 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
   }
   Entry& added = history_.add(std::move(entry));
   if (in_place) {
-    added.at = call_.out;
+    added.at = up_.call.out;
   } else if (!news.segments.empty()) {
     place(added);
   }
@@ -214,23 +215,23 @@ void Node::lost_source() {
 void Node::hand_over(const Entry& entry) {
   if (!calling() || entry.round != next_) return;
   if (entry.failed) return finish(Outcome::failed, entry.error);
-  if (!call_.complete) return;
-  if (entry.fingerprint != call_.fingerprint) {
+  if (!up_.call.complete) return;
+  if (entry.fingerprint != up_.call.fingerprint) {
     if (!entry.complete()) return;  // this rank still has to fetch the rest of it
-    const std::string text = clash(family_.rank, call_.fingerprint, entry.round,
+    const std::string text = clash(family_.rank, up_.call.fingerprint, entry.round,
                                    family_.ancestors.back(), entry.fingerprint);
     complain(entry.round, text);
     if (calling()) finish(Outcome::failed, text);
     return;
   }
-  if (call_.down && (entry.buffer || call_.feed)) {
-    for (; given_ < entry.ready; ++given_) {
-      const Piece& it = entry.layout[given_];
+  if (up_.call.down && (entry.buffer || up_.call.feed)) {
+    for (; up_.given < entry.ready; ++up_.given) {
+      const Piece& it = entry.layout[up_.given];
       if (!it.bytes) continue;
       if (entry.buffer) {
-        std::memcpy(call_.out[it.segment] + it.offset, entry.data(given_), it.bytes);
+        std::memcpy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes);
       }
-      if (call_.feed) call_.feed->given(it.segment, it.offset, it.bytes);
+      if (up_.call.feed) up_.call.feed->given(it.segment, it.offset, it.bytes);
     }
   }
   if (entry.complete()) finish(Outcome::done);

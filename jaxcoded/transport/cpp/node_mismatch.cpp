@@ -33,7 +33,7 @@ void Node::check_offer(Child& child) {
   std::uint64_t expected = child.fingerprint;
   Rank other = family_.rank;
   if (calling() && child.round == next_) {
-    expected = call_.fingerprint;
+    expected = up_.call.fingerprint;
   } else if (const Entry* entry = history_.find(child.round); entry && !entry->failed) {
     expected = entry->fingerprint;
     if (!root()) other = family_.ancestors.back();
@@ -53,7 +53,7 @@ void Node::check_offer(Child& child) {
 
 // Whether what a child says of its message, for the call in progress, fits what is to be read of it.
 bool Node::can_be_read(const Child& child) const {
-  const Layout& layout = decoder_.parts() > 1 ? theirs_ : incoming_;
+  const Layout& layout = up_.of_child();
   if (child.ready == 0) return true;
   if (child.ready > layout.size()) return false;
   return child.body.empty() ? child.addresses.size() == layout.segments().size()
@@ -62,19 +62,18 @@ bool Node::can_be_read(const Child& child) const {
 
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
-  if (!calling() || !call_.up || call_.skipped || children_.empty() || !call_.refusal.empty()) return;
-  if (decoded_ == incoming_.size()) return;  // nobody is waited for
+  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // nobody is waited for
   // With too many children gone for good, waiting would never end.
   if (closed_.empty() || (decoder_.checked() && all_may_come())) return;
-  const std::vector<bool> possible = may_offer(decoded_);
+  const std::vector<bool> possible = may_offer(up_.decoded.pieces);
   std::vector<std::size_t> rows;
   for (std::size_t row : rows_in_order()) {
     if (possible[row]) rows.push_back(row);
   }
   if (!decoder_.checked() && decoder_.decode(rows, possible)) return;
-  if (!root() && call_.erased.empty()) return retire();
+  if (!root() && up_.call.erased.empty()) return retire();
   const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
-                           call_.words + ", but " + listed(closed_) + " closed the group";
+                           up_.call.words + ", but " + listed(closed_) + " closed the group";
   if (root()) {
     decide_error(text);
   } else {  // in other rounds it may offer
@@ -87,7 +86,7 @@ std::vector<bool> Node::may_offer(std::uint32_t piece) const {
   std::vector<bool> out(decoder_.rows());
   for (std::size_t row = 0; row < out.size(); ++row) {
     const std::size_t child = row / decoder_.parts();
-    const bool erased = !call_.erased.empty() && call_.erased[child];
+    const bool erased = up_.call.leaves_out(child);
     out[row] = !erased && (!children_[child].retired || usable(row, piece));
   }
   return out;
@@ -117,7 +116,7 @@ void Node::refuse(Round round, const std::string& text) {
   if (!leaving_) {  // not yet
     refused_.emplace(round, text);
   } else if (round >= next_ && !calling()) {
-    call_ = {};
+    up_.call = {};
     outcome_ = Outcome::pending;
     decide_error(text + ", but rank " + std::to_string(family_.rank) +
                  (failure_.empty() ? " closed the group" : " failed: " + failure_));
@@ -150,9 +149,9 @@ void Node::decide_error(const std::string& text, bool alone) {
   const std::string error = text;  // `text` may be `pending_error_`
   pending_error_.clear();
   const bool begun = !history_.empty() && history_.last() == next_;
-  Entry& entry = begun ? fail_newest(call_.fingerprint, error, alone)
+  Entry& entry = begun ? fail_newest(up_.call.fingerprint, error, alone)
                        : history_.add({.round = next_,
-                                       .fingerprint = call_.fingerprint,
+                                       .fingerprint = up_.call.fingerprint,
                                        .failed = true,
                                        .error = error,
                                        .alone = alone});

@@ -28,13 +28,13 @@ std::string percent(double share) {
 // erased ones and those that have nothing to contribute.
 std::optional<std::vector<bool>> Node::all_heard() const {
   const std::size_t parts = decoder_.parts();
-  const std::uint32_t all = (parts > 1 ? theirs_ : incoming_).size();
+  const std::uint32_t all = up_.of_child().size();
   std::vector<bool> out(decoder_.rows());
   for (std::size_t row = 0; row < out.size(); ++row) {
     const Child& child = children_[row / parts];
-    if (!call_.erased.empty() && call_.erased[row / parts]) continue;
+    if (up_.call.leaves_out(row / parts)) continue;
     if (child.round == next_ && child.skips) continue;
-    if (!usable(row, decoded_) || child.exact < all) return std::nullopt;
+    if (!usable(row, up_.decoded.pieces) || child.exact < all) return std::nullopt;
     out[row] = true;
   }
   return out;
@@ -42,46 +42,46 @@ std::optional<std::vector<bool>> Node::all_heard() const {
 
 // Whether no child is waited for that has closed the group.
 bool Node::all_may_come() const {
-  const std::vector<bool> possible = may_offer(decoded_);
+  const std::vector<bool> possible = may_offer(up_.decoded.pieces);
   for (std::size_t row = 0; row < possible.size(); ++row) {
     const std::size_t number = row / decoder_.parts();
     const Child& child = children_[number];
     const bool silent = child.round == next_ && child.skips;
-    const bool erased = !call_.erased.empty() && call_.erased[number];
+    const bool erased = up_.call.leaves_out(number);
     if (!possible[row] && !silent && !erased) return false;
   }
   return true;
 }
 
 std::shared_ptr<const Decoding> Node::choose_checked() {
-  if (decoding_) return decoding_;
+  if (up_.decoding) return up_.decoding;
   const auto heard = all_heard();
   if (!heard) return nullptr;
-  brought_.clear();
+  up_.brought.clear();
   for (std::size_t row = 0; row < heard->size(); ++row) {
-    if ((*heard)[row]) brought_.push_back(row);
+    if ((*heard)[row]) up_.brought.push_back(row);
   }
-  decoding_ = decoder_.decode(brought_, *heard);
-  if (!decoding_) {  // too few of them contribute: this rank's message is left out like theirs
+  up_.decoding = decoder_.decode(up_.brought, *heard);
+  if (!up_.decoding) {  // too few of them contribute: this rank's message is left out like theirs
     if (root()) return nullptr;
-    call_.skipped = true;
+    up_.call.skipped = true;
     offer();
     return nullptr;
   }
   std::vector<DType> vectors;
-  for (const Segment& segment : call_.total) vectors.push_back(segment.dtype);
+  for (const Segment& segment : up_.call.total) vectors.push_back(segment.dtype);
   decoder_.parity()->begin(*heard, std::move(vectors));
-  return decoding_;
+  return up_.decoding;
 }
 
 // Look at a piece of the messages that were brought. Those of the decoding.
 std::vector<const std::byte*> Node::checked(const Decoding& decoding,
                                             std::span<const std::byte* const> messages) {
   std::vector<const std::byte*> of_rows(decoder_.rows());
-  for (std::size_t i = 0; i < brought_.size(); ++i) of_rows[brought_[i]] = messages[i];
-  const Piece& piece = incoming_[decoded_];
+  for (std::size_t i = 0; i < up_.brought.size(); ++i) of_rows[up_.brought[i]] = messages[i];
+  const Piece& piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) {
-    decoder_.parity()->add(piece.segment % call_.total.size(), of_rows, piece.count);
+    decoder_.parity()->add(piece.segment % up_.call.total.size(), of_rows, piece.count);
   }
   std::vector<const std::byte*> out;
   for (const std::size_t row : decoding.rows) out.push_back(of_rows[row]);
@@ -95,9 +95,9 @@ bool Node::consistent() {
   std::vector<Rank> ranks;
   for (const std::size_t child : wrong->children) ranks.push_back(children_[child].rank);
   const bool one = ranks.size() == 1;
-  std::string text = "InconsistentMessages: round " + std::to_string(next_) + ", " + call_.words +
-                     ": what " + listed(ranks) + (one ? " has" : " have") + " sent to rank " +
-                     std::to_string(family_.rank);
+  std::string text = "InconsistentMessages: round " + std::to_string(next_) + ", " +
+                     up_.call.words + ": what " + listed(ranks) + (one ? " has" : " have") +
+                     " sent to rank " + std::to_string(family_.rank);
   if (!wrong->finite) {
     fail(text + " has NaN or infinities");
     return false;

@@ -12,8 +12,8 @@ constexpr Round latest = 31;  // rounds that a pace is of
 }  // namespace
 
 void Node::sum_complete() {
-  complete_ = true;
-  telemetry_.decided(next_, wire_.now(), family_.rank, columns_, approximating_);
+  up_.complete = true;
+  telemetry_.decided(next_, wire_.now(), family_.rank, columns_, up_.approximating);
 }
 
 // Median seconds between calls that this rank took part in; `never` if there were none.

@@ -35,23 +35,13 @@ void Node::on_offer(Child& child, const Message& message) {
   check_offer(child);
 }
 
-// The piece of a child's message that goes into this piece of `incoming_`.
-std::uint32_t Node::piece_of_row(std::size_t row, std::uint32_t piece) const {
-  const std::size_t parts = decoder_.parts();
-  if (parts == 1 || !incoming_[piece].count) return piece;
-  const std::size_t segment = incoming_[piece].segment;
-  const std::size_t vectors = call_.total.size();
-  const std::size_t part = segment / vectors * parts + row % parts;
-  return theirs_.first(part * vectors + segment % vectors) + piece - incoming_.first(segment);
-}
-
 bool Node::usable(std::size_t row, std::uint32_t piece) const {
   const std::size_t number = row / decoder_.parts();
   const Child& child = children_[number];
   return child.round == next_ && !child.withdrawn &&
-         (approximating_ ? child.ready : child.exact) > piece_of_row(row, piece) &&
-         child.fingerprint == call_.fingerprint &&
-         (call_.erased.empty() || !call_.erased[number]);
+         (up_.approximating ? child.ready : child.exact) > up_.piece_of_row(row, piece) &&
+         child.fingerprint == up_.call.fingerprint &&
+         !up_.call.leaves_out(number);
 }
 
 // First parts before others, and of each the children in the order in which they came.
@@ -70,31 +60,31 @@ const std::vector<std::size_t>& Node::rows_in_order() {
 // sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (decoder_.checked()) return choose_checked();
-  if (decoding_ && pinned()) {
-    const bool there = std::ranges::all_of(decoding_->rows,
+  if (up_.decoding && pinned()) {
+    const bool there = std::ranges::all_of(up_.decoding->rows,
                                            [&](std::size_t row) { return usable(row, piece); });
-    return there ? decoding_ : nullptr;
+    return there ? up_.decoding : nullptr;
   }
-  if (decoding_ && std::ranges::all_of(decoding_->rows, [&](std::size_t row) {
+  if (up_.decoding && std::ranges::all_of(up_.decoding->rows, [&](std::size_t row) {
         return usable(row, piece) && !child_of_row(row).stalled;
       })) {
-    return decoding_;
+    return up_.decoding;
   }
   const std::vector<bool> possible = may_offer(piece);
   for (const bool with_stalled : {false, true}) {
-    const bool waits = !overdue_ || limits_.on_deadline == OnDeadline::wait;
-    if (approximating_ || (with_stalled && !waits)) break;
+    const bool waits = !up_.overdue || limits_.on_deadline == OnDeadline::wait;
+    if (up_.approximating || (with_stalled && !waits)) break;
     std::vector<std::size_t> here;
     for (std::size_t row : rows_in_order()) {
       if (usable(row, piece) && (with_stalled || !child_of_row(row).stalled)) here.push_back(row);
     }
-    if (auto found = decoder_.decode(here, possible)) return decoding_ = found;
+    if (auto found = decoder_.decode(here, possible)) return up_.decoding = found;
   }
-  decoding_.reset();
-  if (overdue_ && limits_.on_deadline == OnDeadline::approximate) {
-    decoding_ = approximation(piece);
+  up_.decoding.reset();
+  if (up_.overdue && limits_.on_deadline == OnDeadline::approximate) {
+    up_.decoding = approximation(piece);
   }
-  return decoding_;
+  return up_.decoding;
 }
 
 // The child's pieces do not come: the others' are used if they suffice, and it is the last to be
@@ -108,11 +98,10 @@ void Node::stall(Child& child) {
 // is on its way from the children stays wanted.
 void Node::start_again_without(const std::vector<std::size_t>& rows) {
   for (std::size_t row : rows) {
-    if (!usable(row, decoded_)) stall(child_of_row(row));
+    if (!usable(row, up_.decoded.pieces)) stall(child_of_row(row));
   }
-  decoding_.reset();
-  decoded_ = exact_;
-  decoded_elements_ = exact_elements_;
+  up_.decoding.reset();
+  up_.decoded = up_.exact;
 }
 
 // A piece of a child's message, if it is here. Otherwise it is on its way, or the child has
@@ -120,8 +109,8 @@ void Node::start_again_without(const std::vector<std::size_t>& rows) {
 const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   static const std::byte nothing[1] = {};
   Child& child = child_of_row(row);
-  const Layout& layout = decoder_.parts() > 1 ? theirs_ : incoming_;
-  const std::uint32_t first = piece_of_row(row, piece);
+  const Layout& layout = up_.of_child();
+  const std::uint32_t first = up_.piece_of_row(row, piece);
   const Piece& it = layout[first];
   if (it.bytes == 0) return nothing;
   if (!child.body.empty()) return child.body.data() + layout.start(it.segment) + it.offset;
@@ -152,61 +141,61 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   return slot.here ? slot.buffer.data() : nullptr;
 }
 
-// Whether this rank's own vectors are here as far as that piece of `incoming_`.
+// Whether this rank's own vectors are here as far as that piece of `up_.incoming`.
 bool Node::own_ready(std::uint32_t piece) const {
-  const Piece& it = incoming_[piece];
-  if (call_.skipped || !it.count) return true;
-  if (it.segment >= call_.own.size()) return false;
-  if (!call_.feed) return true;
-  const std::uint64_t last = (decoder_.slices() - 1) * incoming_.segments()[it.segment].bytes();
-  return call_.feed->ready(it.segment) >= last + it.offset + it.bytes;
+  const Piece& it = up_.incoming[piece];
+  if (up_.call.skipped || !it.count) return true;
+  if (it.segment >= up_.call.own.size()) return false;
+  if (!up_.call.feed) return true;
+  const std::uint64_t last = (decoder_.slices() - 1) * up_.incoming.segments()[it.segment].bytes();
+  return up_.call.feed->ready(it.segment) >= last + it.offset + it.bytes;
 }
 
 // This rank cannot contribute, and every rank is to hear why.
 void Node::fail(const std::string& text) {
   if (root()) return decide_error(text);
   complain(next_, text);
-  call_.skipped = true;  // the result, or the error, comes as to any other
+  up_.call.skipped = true;  // the result, or the error, comes as to any other
 }
 
 bool Node::gather() {
-  if (calling() && call_.feed && !call_.skipped) {
-    if (const std::string why = call_.feed->failure(); !why.empty()) {
+  if (calling() && up_.call.feed && !up_.call.skipped) {
+    if (const std::string why = up_.call.feed->failure(); !why.empty()) {
       fail("CodedError: rank " + std::to_string(family_.rank) + ": " + why);
     }
   }
-  if (!calling() || !call_.up || !call_.refusal.empty()) {
-    if (calling() && !root() && !offering_) offer();
+  if (!calling() || !up_.call.up || !up_.call.refusal.empty()) {
+    if (calling() && !root() && !up_.offering) offer();
     return false;
   }
-  if (!root() && (call_.skipped || children_.empty())) {
-    const std::uint32_t before = decoded_;
-    while (!call_.skipped && decoded_ < incoming_.size() && own_ready(decoded_)) skip_piece();
-    if (!offering_ || decoded_ != before) offer();
+  if (!root() && (up_.call.skipped || children_.empty())) {
+    const std::uint32_t before = up_.decoded.pieces;
+    while (!up_.call.skipped && !up_.all_decoded() && own_ready(up_.decoded.pieces)) skip_piece();
+    if (!up_.offering || up_.decoded.pieces != before) offer();
     return false;
   }
   ask_children();
-  overdue_ = overdue_ || wire_.now() >= wakes_at() || only_silent_lack();
+  up_.overdue = up_.overdue || wire_.now() >= wakes_at() || only_silent_lack();
   std::uint64_t bytes = 0;
-  while (decoded_ < incoming_.size()) {
+  while (up_.decoded.pieces < up_.incoming.size()) {
     // What is decided is not needed any more, and may lie where this rank's own vector was.
     if (const Entry* entry = root() ? nullptr : history_.find(next_);
-        entry && entry->ready > decoded_ &&
-        entry->layout.segments() == incoming_.segments()) {
-      complete_ = true;
+        entry && entry->ready > up_.decoded.pieces &&
+        entry->layout.segments() == up_.incoming.segments()) {
+      up_.complete = true;
       skip_piece();
       continue;
     }
-    const auto decoding = own_ready(decoded_) ? choose(decoded_) : nullptr;
+    const auto decoding = own_ready(up_.decoded.pieces) ? choose(up_.decoded.pieces) : nullptr;
     if (!decoding) {
       if (bytes && !pinned()) announce_sum();
-      if (overdue_ && own_ready(decoded_)) miss_the_deadline();
+      if (up_.overdue && own_ready(up_.decoded.pieces)) miss_the_deadline();
       return false;
     }
-    const std::vector<std::size_t>& rows = decoder_.checked() ? brought_ : decoding->rows;
+    const std::vector<std::size_t>& rows = decoder_.checked() ? up_.brought : decoding->rows;
     std::vector<const std::byte*> inputs;
     for (std::size_t row : rows) {
-      const std::byte* input = bring(row, decoded_);
+      const std::byte* input = bring(row, up_.decoded.pieces);
       if (input) inputs.push_back(input);
     }
     if (inputs.size() < rows.size()) {
@@ -221,12 +210,12 @@ bool Node::gather() {
       if (bytes && !pinned()) announce_sum();
       return false;
     }
-    bytes += incoming_[decoded_].bytes;
+    bytes += up_.incoming[up_.decoded.pieces].bytes;
     if (decoder_.checked()) inputs = checked(*decoding, inputs);
     decode(*decoding, inputs);
-    if (decoder_.checked() && decoded_ == incoming_.size() && !consistent()) return false;
-    waiting_since_ = wire_.now();
-    const bool all = decoded_ == incoming_.size();
+    if (decoder_.checked() && up_.all_decoded() && !consistent()) return false;
+    up_.waiting_since = wire_.now();
+    const bool all = up_.all_decoded();
     if (!all && bytes < limits_.announced_bytes) continue;
     // What may be formed again is announced as a whole.
     if (all || !pinned()) announce_sum();
@@ -238,13 +227,13 @@ bool Node::gather() {
 
 void Node::decode(const Decoding& decoding, std::span<const std::byte* const> inputs) {
   for (std::size_t row : decoding.rows) telemetry_.used(next_, child_of_row(row).column);
-  const Piece& piece = incoming_[decoded_];
+  const Piece& piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) {
-    const Segment& part = incoming_.segments()[piece.segment];
+    const Segment& part = up_.incoming.segments()[piece.segment];
     for (std::size_t u = 0; u < decoder_.slices(); ++u) {
       const std::uint64_t offset = u * part.bytes() + piece.offset;
-      combine(part.dtype, sum_at_[piece.segment] + offset,
-              call_.skipped ? nullptr : call_.own[piece.segment] + offset, inputs,
+      combine(part.dtype, up_.sum_at[piece.segment] + offset,
+              up_.call.skipped ? nullptr : up_.call.own[piece.segment] + offset, inputs,
               decoding.coefficients[u], piece.count);
     }
   }
@@ -252,36 +241,21 @@ void Node::decode(const Decoding& decoding, std::span<const std::byte* const> in
 }
 
 void Node::skip_piece() {
-  const Piece& piece = incoming_[decoded_];
-  if (piece.count) decoded_elements_[piece.segment] += piece.count;
+  const Piece& piece = up_.incoming[up_.decoded.pieces];
+  if (piece.count) up_.decoded.elements[piece.segment] += piece.count;
   for (std::size_t row = 0; row < decoder_.rows(); ++row) {
-    child_of_row(row).slots.erase(piece_of_row(row, decoded_));
+    child_of_row(row).slots.erase(up_.piece_of_row(row, up_.decoded.pieces));
   }
-  ++decoded_;
-}
-
-// The pieces of this rank's message, or of the result at the root, that are summed: all before
-// this one. Those before `piece` are known to be.
-std::uint32_t Node::summed(const Layout& layout, std::uint32_t piece) const {
-  if (decoded_ == incoming_.size()) return layout.size();
-  for (; piece < layout.size(); ++piece) {
-    const Piece& it = layout[piece];
-    if (!it.count) break;
-    const std::uint64_t part = incoming_.segments()[it.segment].count;
-    const std::uint64_t known = decoded_elements_[it.segment];
-    const std::uint64_t last = it.first + it.count - 1;
-    if (known < part && (it.first / part != last / part || last % part >= known)) break;
-  }
-  return piece;
+  ++up_.decoded.pieces;
 }
 
 void Node::announce_sum() {
-  if (decoded_ == incoming_.size() && !complete_) sum_complete();
+  if (up_.all_decoded() && !up_.complete) sum_complete();
   if (!root()) return offer();
   Entry& entry = *history_.find(next_);
-  if (call_.down) {
-    decided(entry, summed(entry.layout, entry.ready));
-  } else if (decoded_ == incoming_.size()) {
+  if (up_.call.down) {
+    decided(entry, up_.summed(entry.layout, entry.ready));
+  } else if (up_.all_decoded()) {
     decided(entry, entry.layout.size());
   }
 }
@@ -290,73 +264,74 @@ void Node::announce_sum() {
 void Node::offer() {
   if (!calling() || root()) return;
   const Rank parent = family_.ancestors.front();
-  const bool empty = !call_.up || call_.skipped || !call_.refusal.empty();
-  std::uint32_t ready = empty ? 0 : summed(outgoing_, offered_);
-  const bool complete = empty || ready == outgoing_.size();
+  const bool empty = !up_.call.sums();
+  std::uint32_t ready = empty ? 0 : up_.summed(up_.outgoing, up_.offered);
+  const bool complete = empty || ready == up_.outgoing.size();
   // A small message goes as a whole, or with the parts that are ready.
-  bool small = !empty && outgoing_.bytes() <= wire_.inline_bytes(parent);
+  bool small = !empty && up_.outgoing.bytes() <= wire_.inline_bytes(parent);
   if (small && !complete) {
     small = false;
-    const std::size_t vectors = call_.total.size();
-    const std::size_t parts = outgoing_[ready].segment / vectors;
-    ready = outgoing_.first(parts * vectors);
+    const std::size_t vectors = up_.call.total.size();
+    const std::size_t parts = up_.outgoing[ready].segment / vectors;
+    ready = up_.outgoing.first(parts * vectors);
   }
-  if (!empty && ready == offered_) return;
-  if (!offering_) {
+  if (!empty && ready == up_.offered) return;
+  if (!up_.offering) {
     // A parent that has not answered to an earlier round's offer gets no second one.
     if (unanswered_) {
-      held_back_ = true;
+      up_.held_back = true;
       return;
     }
-    introduce(parent, introduced_, call_.fingerprint);
+    introduce(parent, introduced_, up_.call.fingerprint);
   }
   Message message{header(Kind::offer, next_)};
-  message.header.fingerprint = call_.fingerprint;
+  message.header.fingerprint = up_.call.fingerprint;
   message.header.ready = ready;
-  if (approximating_) message.header.flags = approximate;
+  if (up_.approximating) message.header.flags = approximate;
   if (small) {
     message.header.flags |= inlined;
-    message.body.resize(std::max<std::uint64_t>(outgoing_.bytes(), 1));
-    for (std::size_t s = 0; s < sum_at_.size(); ++s) {
-      const std::uint64_t size = call_.message[s].bytes();
-      if (size) std::memcpy(message.body.data() + outgoing_.start(s), sum_at_[s], size);
+    message.body.resize(std::max<std::uint64_t>(up_.outgoing.bytes(), 1));
+    for (std::size_t s = 0; s < up_.sum_at.size(); ++s) {
+      const std::uint64_t size = up_.call.message[s].bytes();
+      if (size) std::memcpy(message.body.data() + up_.outgoing.start(s), up_.sum_at[s], size);
     }
   } else if (!empty) {
-    append_addresses(message, sum_at_);
+    append_addresses(message, up_.sum_at);
   }
   wire_.send(parent, message);
-  offered_ = ready;
-  unanswered_ |= !offering_;
-  offering_ = true;
+  up_.offered = ready;
+  unanswered_ |= !up_.offering;
+  up_.offering = true;
   wanted_ = next_;  // which replaces what was asked for before
 }
 
 // A child whose pieces do not come while others' could be used instead.
 void Node::watch_for_stalls() {
-  if (!calling() || !decoding_ || decoded_ == incoming_.size()) return;
+  if (!calling() || !up_.decoding || up_.all_decoded()) return;
   if (decoder_.checked()) return;  // nobody's message will do instead
   const double now = wire_.now();
-  if (now - waiting_since_ < std::max(limits_.stall_seconds, waiting_since_ - started_)) return;
-  waiting_since_ = now;
+  const double least = std::max(limits_.stall_seconds, up_.waiting_since - up_.started);
+  if (now - up_.waiting_since < least) return;
+  up_.waiting_since = now;
   if (pinned()) {
     std::vector<std::size_t> late;
-    for (std::size_t row : decoding_->rows) {
-      const auto slot = child_of_row(row).slots.find(piece_of_row(row, decoded_));
+    for (std::size_t row : up_.decoding->rows) {
+      const auto slot = child_of_row(row).slots.find(up_.piece_of_row(row, up_.decoded.pieces));
       const bool asked = slot != child_of_row(row).slots.end();
-      if (asked ? !slot->second.here : !usable(row, decoded_)) late.push_back(row);
+      if (asked ? !slot->second.here : !usable(row, up_.decoded.pieces)) late.push_back(row);
     }
     std::vector<std::size_t> others;
     for (std::size_t row : rows_in_order()) {
       if (usable(row, 0) && std::ranges::find(late, row) == late.end()) others.push_back(row);
     }
     if (late.empty()) return;
-    if (!approximating_ && !decoder_.decode(others, may_offer(0))) return;  // nobody else
+    if (!up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // nobody else
     for (std::size_t row : late) stall(child_of_row(row));
     return start_again_without({});
   }
-  for (std::size_t row : decoding_->rows) {
+  for (std::size_t row : up_.decoding->rows) {
     Child& child = child_of_row(row);
-    const auto slot = child.slots.find(piece_of_row(row, decoded_));
+    const auto slot = child.slots.find(up_.piece_of_row(row, up_.decoded.pieces));
     if (slot != child.slots.end() && !slot->second.here) stall(child);
   }
 }

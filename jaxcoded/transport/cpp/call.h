@@ -1,0 +1,46 @@
+// One call of a collective at this rank.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace jaxcoded {
+
+// Vectors that are on their way while the call is in progress: those of a GPU.
+class Feed {
+ public:
+  virtual ~Feed() = default;
+
+  // So many bytes from the start of this rank's own vector are where `own` says.
+  virtual std::uint64_t ready(std::size_t vector) const = 0;
+  // These bytes of the result are where `out` says. In order, as far as they come before the end.
+  virtual void given(std::size_t vector, std::uint64_t offset, std::uint64_t bytes) = 0;
+  // Why the rest of `own` will not come, in words; empty if it may.
+  virtual std::string failure() = 0;
+};
+
+struct Call {
+  std::uint64_t fingerprint = 0;  // equal on ranks that call the same
+  std::string words;              // what is called
+  std::string refusal;            // why the round must fail, known to every rank; or empty
+  bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
+  bool down = true;               // every rank gets the result; otherwise the root alone
+  bool skipped = false;           // this rank has nothing to contribute
+  std::vector<Segment> message;   // this rank's vectors: those of `total`, for each of its parts
+  std::vector<Segment> total;     // those of the result
+  std::vector<const std::byte*> own;  // where they are; valid, as `out`, until the call is over.
+                                      // The last ones may follow, see `Node::extend`
+  std::vector<std::byte*> out;        // where the result goes; may be where `own` is
+  bool complete = true;               // or only its first parts, and `out` is not known yet
+  std::vector<bool> erased;           // children left out, by row, or for want of theirs; empty: none
+  Feed* feed = nullptr;               // what brings `own` and takes `out`; null if both are here.
+                                      // All of `own` is, unless the call goes both up and down
+
+  // Whether this rank has something to add to a sum.
+  bool sums() const { return up && !skipped && refusal.empty(); }
+  bool leaves_out(std::size_t child) const { return !erased.empty() && erased[child]; }
+};
+
+}  // namespace jaxcoded

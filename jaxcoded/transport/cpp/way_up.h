@@ -1,0 +1,103 @@
+// How far this rank's call has come on its way up: one round of it, made anew for each.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "call.h"
+#include "decoder.h"
+#include "pool.h"
+
+namespace jaxcoded {
+
+struct WayUp {
+  Call call = {};
+  double started = 0;    // when this rank called
+  bool in_time = false;  // the round was not decided then
+
+  std::size_t parts = 1;  // of a child's message for one of this rank's
+  Layout incoming = {};   // one part of the children's messages for each of this rank's parts
+  Layout theirs = {};     // all of a child's message, if it has several
+  Layout outgoing = {};   // this rank's
+
+  // Where the sum is formed.
+  Buffer sum = {};
+  Buffer own_copy = {};  // of what lies in its place, if it may be formed again
+  std::vector<std::byte*> sum_at = {};  // by segment
+
+  // What is summed.
+  struct Extent {
+    std::uint32_t pieces = 0;                  // of `incoming`
+    std::vector<std::uint64_t> elements = {};  // by segment
+  };
+  Extent decoded = {};
+  bool complete = false;  // the sum is, or is not needed any more
+
+  // What it is formed from.
+  std::shared_ptr<const Decoding> decoding = {};
+  std::vector<std::size_t> brought = {};  // rows that are fetched to be checked
+  double waiting_since = 0;               // for a piece
+
+  // What the parent knows of it.
+  bool offering = false;      // an offer was made,
+  bool held_back = false;     // or waits for the parent to speak
+  std::uint32_t offered = 0;  // pieces of `outgoing`
+
+  // After the deadline.
+  bool overdue = false;
+  bool told_overdue = false;   // and the parent knows
+  bool forsaken = false;       // and nobody above answers
+  bool approximating = false;  // the pieces from here on are of what has come:
+  Extent exact = {};
+
+  std::uint32_t given = 0;  // pieces of the result, copied to `call.out`
+
+  void lay_out(const Decoder& decoder, std::uint64_t piece_bytes) {
+    parts = decoder.parts();
+    outgoing = Layout(call.message, piece_bytes);
+    std::vector<Segment> segments = call.message;
+    for (Segment& segment : segments) segment.count /= decoder.slices();
+    if (parts > 1) {
+      std::vector<Segment> all;
+      const auto step = static_cast<std::ptrdiff_t>(call.total.size());
+      for (auto part = segments.begin(); part != segments.end(); part += step) {
+        for (std::size_t p = 0; p < parts; ++p) all.insert(all.end(), part, part + step);
+      }
+      theirs = Layout(std::move(all), piece_bytes);
+    }
+    incoming = Layout(std::move(segments), piece_bytes);
+    decoded.elements.assign(call.message.size(), 0);
+    exact = decoded;
+  }
+
+  // Of a child's message.
+  const Layout& of_child() const { return parts > 1 ? theirs : incoming; }
+  bool all_decoded() const { return decoded.pieces == incoming.size(); }
+
+  // The piece of a child's message that goes into this piece of `incoming`.
+  std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const {
+    if (parts == 1 || !incoming[piece].count) return piece;
+    const std::size_t segment = incoming[piece].segment;
+    const std::size_t vectors = call.total.size();
+    const std::size_t part = segment / vectors * parts + row % parts;
+    return theirs.first(part * vectors + segment % vectors) + piece - incoming.first(segment);
+  }
+
+  // The pieces of this rank's message, or of the result at the root, that are summed: all before
+  // this one. Those before `piece` are known to be.
+  std::uint32_t summed(const Layout& layout, std::uint32_t piece) const {
+    if (all_decoded()) return layout.size();
+    for (; piece < layout.size(); ++piece) {
+      const Piece& it = layout[piece];
+      if (!it.count) break;
+      const std::uint64_t part = incoming.segments()[it.segment].count;
+      const std::uint64_t known = decoded.elements[it.segment];
+      const std::uint64_t last = it.first + it.count - 1;
+      if (known < part && (it.first / part != last / part || last % part >= known)) break;
+    }
+    return piece;
+  }
+};
+
+}  // namespace jaxcoded
