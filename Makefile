@@ -9,15 +9,19 @@ RANKS ?= 13
 WORKERS ?= 2
 MINUTES ?= 10
 # What may depend on the MPI: messages, launching, and the end of processes.
+# What changes most, on 4 ranks.
+check_tests := $(addprefix tests/mpi/test_,engine.py collectives.py erasures.py)
 mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
 mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-mpich test-asan test-tsan fuzz lint format doctest clean
+.PHONY: help setup demo check test test-all test-mpich test-asan test-tsan fuzz lint format doctest clean
 
 help:
 	@echo 'make demo     run the main job (examples/digits.py on $(RANKS) ranks)'
+	@echo 'make check    lint, doctests and a part of the test suite, in 3 minutes'
 	@echo 'make test     run the test suite, with its runs under mpirun'
+	@echo 'make test-all the same with more that says the same, and with benchmarks'
 	@echo 'make test-mpich  a part of the test suite on MPICH, in an environment of its own'
 	@echo 'make test-asan   the tests of the engine under the sanitizers of addresses and behavior'
 	@echo 'make test-tsan   the same under the sanitizer of threads'
@@ -40,8 +44,16 @@ setup:
 demo: setup
 	scripts/mpirun -n $(RANKS) $(python) -m mpi4py examples/digits.py $(ARGS)
 
+check: lint doctest
+	$(python) -m pytest -q -n $(WORKERS) --dist worksteal -m 'not mpi and not slow' --ignore=tests/mpi $(ARGS)
+	JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider --color=no \
+	    --timeout=150 --timeout-method=thread $(check_tests) -k engine
+
 test: setup
 	$(python) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-all: setup
+	$(python) -m pytest -n $(WORKERS) --dist worksteal --exhaustive $(ARGS)
 
 # An engine belongs to one MPI, so MPICH gets a copy of the checkout with a .venv of its own.
 test-mpich:

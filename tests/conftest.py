@@ -1,5 +1,27 @@
-"""For all tests: their processes share what they compile."""
+"""For all tests: what is shared, what takes how long, and what is left out unless it is asked
+for."""
 
 import compiled
+import pytest
+from launch import MOST
 
 compiled.share()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive", action="store_true", help="run what is marked exhaustive, too"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+    for item in items:
+        if item.get_closest_marker("mpi"):
+            # jobs have limits of their own, which follow the machine
+            own = item.get_closest_marker("timeout")
+            limit = own.args[0] if own else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(MOST * limit), append=False)

@@ -1,26 +1,59 @@
-"""Start several ranks, with a time limit."""
+"""Start several ranks, with a time limit that follows the machine."""
 
 import os
 import pathlib
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).parent.parent
-LIMIT = 240  # seconds that a job may take
+LIMIT = 240  # seconds that a job may take on an idle machine
+SLOWNESS = "JAXCODED_SLOWNESS"  # environment variable: what a job was started with
+WORK, IDLE = (
+    2_000_000,
+    0.04,
+)  # steps of a loop, and the seconds they take on such a machine
+OWN_LOAD = 3.0  # processes for each core, while only the tests run
+MOST = 10.0
+
+_slowest = float(os.environ.get(SLOWNESS, "1"))
+
+
+def slowness():
+    """How many times as long as on an idle machine things take here, at most `MOST`: now, or
+    at an earlier call in this process. Whoever waits for other processes waits so much longer,
+    and no test asks for less than that."""
+    global _slowest
+    start = time.monotonic()
+    for _ in range(WORK):
+        pass
+    measured = (time.monotonic() - start) / IDLE
+    # ranks wait for each other, and each for its turn
+    waiting = os.getloadavg()[0] / (os.cpu_count() or 1) / OWN_LOAD
+    _slowest = min(MOST, max(_slowest, measured, waiting))
+    return _slowest
+
+
+def limited(seconds):
+    """The environment of a job that may take so long on an idle machine."""
+    slower = slowness()
+    settings = {"JAXCODED_MPIRUN_TIMEOUT": f"{seconds * slower:.0f}"}
+    settings[SLOWNESS] = f"{slower:.2f}"
+    beside = pathlib.Path(sys.executable).with_name("mpirun")
+    if beside.exists():
+        settings["JAXCODED_MPIRUN"] = str(beside)
+    return os.environ | settings
 
 
 def mpirun(ranks, *arguments, limit=LIMIT, **environment):
     """Run ``python *arguments`` on so many ranks and return the finished process.
 
-    The job is ended after ``limit`` seconds. Fails unless it succeeds.
+    The job is ended after ``limit`` seconds, more on a machine that is not idle. Fails
+    unless it succeeds.
     """
-    beside = pathlib.Path(sys.executable).with_name("mpirun")
-    settings = {"JAXCODED_MPIRUN_TIMEOUT": str(limit)}
-    if beside.exists():
-        settings["JAXCODED_MPIRUN"] = str(beside)
     job = subprocess.run(
         [ROOT / "scripts/mpirun", "-n", str(ranks), sys.executable, *arguments],
-        env=os.environ | settings | environment,
+        env=limited(limit) | environment,
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from launch import LIMIT, ROOT, mpirun
+from launch import LIMIT, ROOT, mpirun, slowness
 
 pytestmark = pytest.mark.mpi
 
@@ -58,6 +58,7 @@ def test_demo(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_allreduce_benchmark(tmp_path):
     script = ("-m", "mpi4py", "benchmarks/allreduce.py", "--smoke", "--out")
     uncoded = {
@@ -106,6 +107,7 @@ def test_wire_benchmark(tmp_path):
     assert sorted(measured) == sorted(itertools.product(wires, [4_000, 16_000]))
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_stragglers_benchmark(tmp_path):
     mpirun(
         13,
@@ -139,6 +141,7 @@ def test_replan_benchmark(tmp_path):
     assert "times faster" in job.stdout
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_overlap_benchmark(tmp_path):
     mpirun(
         4, "-m", "mpi4py", "benchmarks/overlap.py", "--smoke", "--out", str(tmp_path)
@@ -155,7 +158,9 @@ def test_overlap_benchmark(tmp_path):
 def test_simulate_benchmark(tmp_path):
     """Real rounds of some settings, and simulated ones."""
     command = [sys.executable, "benchmarks/simulate.py", "--smoke", "--out", tmp_path]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=390, capture_output=True)
+    subprocess.run(
+        command, check=True, cwd=ROOT, timeout=390 * slowness(), capture_output=True
+    )
     with (tmp_path / "simulate.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3
@@ -169,7 +174,12 @@ def test_simulate_benchmark(tmp_path):
 def test_scaling_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/scaling.py", "--smoke", "--out", tmp_path]
     done = subprocess.run(
-        command, check=True, cwd=ROOT, timeout=120, capture_output=True, text=True
+        command,
+        check=True,
+        cwd=ROOT,
+        timeout=120 * slowness(),
+        capture_output=True,
+        text=True,
     )
     with (tmp_path / "scaling.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -185,7 +195,9 @@ def test_scaling_benchmark(tmp_path):
 
 def test_codes_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/codes.py", "--smoke", "--out", tmp_path]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
+    subprocess.run(
+        command, check=True, cwd=ROOT, timeout=120 * slowness(), capture_output=True
+    )
     with (tmp_path / "codes.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 18
@@ -195,7 +207,9 @@ def test_codes_benchmark(tmp_path):
 
 def test_kernels_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/kernels.py", "--smoke", "--out", tmp_path]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
+    subprocess.run(
+        command, check=True, cwd=ROOT, timeout=120 * slowness(), capture_output=True
+    )
     (table,) = tmp_path.glob("kernels-*.csv")
     with table.open() as file:
         rows = list(csv.DictReader(file))
@@ -223,7 +237,9 @@ def test_coded_reduce_benchmark(tmp_path):
     """The loads are those of the paper's table, and of plain gradient coding."""
     script = "benchmarks/coded_reduce.py"
     command = [sys.executable, script, "--smoke", "--out", tmp_path]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=120, capture_output=True)
+    subprocess.run(
+        command, check=True, cwd=ROOT, timeout=120 * slowness(), capture_output=True
+    )
     with (tmp_path / "coded-reduce.csv").open() as file:
         rows = list(csv.DictReader(file))
     loads = {(row["setting"], row["scheme"]): float(row["load"]) for row in rows}
@@ -252,7 +268,7 @@ def training(folder, *arguments):
         [sys.executable, *command],
         check=False,
         cwd=ROOT,
-        timeout=LIMIT,
+        timeout=LIMIT * slowness(),
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -270,6 +286,7 @@ def training(folder, *arguments):
     return {(row["model"], row["scheme"]): row for row in rows}, job.stdout
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_training_benchmark(tmp_path):
     models = ["fixed", "trace", "stopped"]
     schemes = ["naive", "allreduce", "ring", "ignore", "frc", "partial", "kadhe"]
@@ -289,6 +306,7 @@ def test_training_benchmark(tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_training_benchmark_with_a_killed_rank(tmp_path):
     rows, printed = training(
         *(tmp_path, "--only", "killed,tandon", "--models", "none,killed"),
@@ -303,6 +321,7 @@ def test_training_benchmark_with_a_killed_rank(tmp_path):
         assert [row["scheme"] for row in csv.DictReader(file)] == ["naive", "frc"]
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_training_benchmark_on_many_ranks(tmp_path):
     rows, _ = training(tmp_path, "--ranks", "13", "--fanout", "3", "--models", "bursty")
     assert len(rows) == 5

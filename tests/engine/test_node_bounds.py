@@ -49,6 +49,7 @@ TREES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("links", ["near", "far", "inline"])
 def test_messages_to_a_stopped_rank(tree, links):
@@ -113,6 +114,7 @@ def test_history_without_stragglers(far):
     world.assert_done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["frozen", "idle"])
 @pytest.mark.parametrize("late", [1, 4])
 @pytest.mark.parametrize(

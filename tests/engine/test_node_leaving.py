@@ -66,6 +66,7 @@ def test_all_leave(seed):
     assert world.dead == set(range(plan.size))
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_who_is_needed_stays(seed):

@@ -95,6 +95,7 @@ def test_in_time(seed):
     assert assert_told(world, odd, round) in (round, round + 1)
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 @example(507095104)  # others read pieces of a result that turns out to be an error
@@ -116,6 +117,7 @@ def test_at_any_time(seed):
     assert round <= assert_told(world, odd, round) <= 16
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_late(seed):

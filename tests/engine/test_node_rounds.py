@@ -70,6 +70,7 @@ def test_stragglers_hold_up_nobody(seed):
     world.assert_done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["one", "many"])
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_stop_at_any_moment(hosts, slices):
@@ -117,6 +118,7 @@ def test_stops_and_goes(seed):
     world.assert_done()
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_a_rank_far_behind(seed):
@@ -159,6 +161,7 @@ def test_below_a_frozen_rank_results_come_from_further_above(hosts, inline):
     world.assert_done()
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_beyond_the_stragglers_of_the_code(seed):

@@ -62,6 +62,7 @@ def test_a_snapshot_brings_a_late_rank_back(late, far, size):
         assert all(world.ends[rank][r].outcome == DONE for r in range(30, 41)), rank
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_while_the_others_go_on(seed):

@@ -23,6 +23,7 @@ def program(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["withdrawn", "number", "descriptor", "ptracer"])
 def test_page(program, what):
     done = subprocess.run(

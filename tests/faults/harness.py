@@ -25,7 +25,10 @@ jax.config.update("jax_enable_x64", True)
 
 EXAMPLES = 12
 LATE = 0.6  # of the job's time limit
-PATIENCE = 30  # seconds in which other ranks must come as far as they should
+SLOWNESS = float(
+    os.environ.get("JAXCODED_SLOWNESS", "1")
+)  # of the machine, see launch.py
+PATIENCE = 30 * SLOWNESS  # seconds in which other ranks must come as far as they should
 
 
 class Board:
@@ -216,7 +219,7 @@ def run(board, group, sums, faults, rounds, first=1):
     return most_lag
 
 
-def close(board, group, timeout=60.0):
+def close(board, group, timeout=60.0 * SLOWNESS):
     """Close the group, and report how long it took and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -6,13 +6,13 @@ import signal
 import sys
 import time
 
-from harness import Board, Faults, Sums, close, run
+from harness import SLOWNESS, Board, Faults, Sums, close, run
 
 import jaxcoded
 from jaxcoded.transport import ending
 
 ROUNDS, FAULT = 60, 20
-ending._SILENT_SECONDS = 4.0
+ending._SILENT_SECONDS = 4.0 * SLOWNESS
 
 directory, way, victim = sys.argv[1:]
 victim = int(victim)

@@ -181,6 +181,7 @@ def test_the_best_of_64_draws_is_kept(drawn, n, s):
     assert code.amplification == min(other.amplification for other in drawn)
 
 
+@pytest.mark.slow
 def test_a_large_code_is_drawn_less_often(drawn):
     code = codes.cyclic_repetition(200, 8)
     assert 4 <= len(drawn) < 64

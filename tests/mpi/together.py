@@ -1,6 +1,7 @@
 """What the ranks of a test do together: wait, be late, call different things."""
 
 import contextlib
+import os
 import re
 import time
 
@@ -9,6 +10,10 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 from marks import SIZE
+
+SLOWNESS = float(
+    os.environ.get("JAXCODED_SLOWNESS", "1")
+)  # of the machine, see launch.py
 
 # A leaf, and among 13 ranks one with children.
 late_ranks = pytest.mark.parametrize("late", [SIZE - 1] if SIZE < 13 else [12, 1])
@@ -22,7 +27,7 @@ def wait_for_all(comm):
 
 
 def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds * SLOWNESS
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
