@@ -43,6 +43,11 @@ SUMS = (
     "test_schemes.py::test_exact",
     "test_schemes.py::test_approximate",
 )
+# What rounds are to JAX, and what is summed in parts, knows nothing of the other transport.
+OF_ROUNDS = (
+    "test_gradients.py::test_checkpoint",
+    "test_schemes.py::test_training_step",
+)
 MORE_SUMS = ("test_collectives.py", *SUMS[-3:])
 # Of them on the other transport, whose layers are the same code: every set of ranks left out.
 SUMS_OF_MPI4JAX = "engine or test_every_tolerated_mask or test_too_many or test_exact"
@@ -51,7 +56,10 @@ SUMS_OF_MPI4JAX = "engine or test_every_tolerated_mask or test_too_many or test_
 def chosen(ranks, exhaustive):
     """Arguments of pytest: what is run on so many ranks."""
     if ranks == 4:
-        return ["tests/mpi"]
+        places = ["tests/mpi"]
+        if not exhaustive:
+            places += [f"--deselect=tests/mpi/{name}[mpi4jax-" for name in OF_ROUNDS]
+        return places
     if ranks == 13:
         if exhaustive:
             return [f"tests/mpi/{name}" for name in MORE_SUMS]

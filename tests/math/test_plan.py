@@ -160,6 +160,7 @@ def test_two_ranks():
     [
         (65, {"fanout": 64}),
         (257, {"fanout": 256}),
+        (50, {"fanout": 49}),
         pytest.param(256, {"fanout": 255}, marks=pytest.mark.exhaustive),
         (400, {"fanout": 1, "stragglers": 0}),
         (2000, {}),
