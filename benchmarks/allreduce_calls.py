@@ -172,7 +172,7 @@ def fits(fanout, stragglers, slices):
     except ValueError:
         return False
     parents = (rank for rank in range(comm.size) if plan.tree.children[rank])
-    return all(plan.keeps(rank) == (stragglers, slices) for rank in parents)
+    return all(plan.code_parameters(rank) == (stragglers, slices) for rank in parents)
 
 
 def compared(fanout, closing):

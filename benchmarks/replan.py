@@ -22,7 +22,7 @@ import jaxcoded
 
 comm = MPI.COMM_WORLD
 SLOW, FACTOR, EXAMPLES = 2, 3, 120
-WAIT = 2.5  # seconds in which the paces come up the tree
+WAIT = 2.5  # seconds in which step times come up the tree
 
 
 def main():

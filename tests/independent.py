@@ -92,7 +92,7 @@ def gradients_for(plan, batch_size, seed=0):
 
 
 def random_missing(plan, rng):
-    """As many missing children at every parent as it keeps, at random."""
+    """As many missing children at every parent as it tolerates, at random."""
     missing = set()
     for rank, coding in enumerate(plan.codings):
         if coding is not None:

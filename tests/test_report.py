@@ -120,7 +120,7 @@ def test_savings_with_a_child_that_is_always_late():
     np.testing.assert_allclose(saved.uncoded, 3.0)
     assert saved.avoided == pytest.approx(5 * 2.1)
     assert saved.inferred.all()
-    # of its first round no pace is known, but that it said something 2 s before the end
+    # of its first round no step time is known, but that it said something 2 s before the end
     saved = analysis.savings(
         missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0])
     )
@@ -188,12 +188,12 @@ def test_work():
 
 
 def test_work_of_ranks_further_down():
-    """They are known by their pace, or not at all; a child that has children waits for
+    """They are known by their step time, or not at all; a child that has children waits for
     them, and its own work is what it says."""
     plan = jaxcoded.make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1])
     tree = seen(plan, paced=[0, 1, 4], pace=[0.1, 0.3, 0.5], silent=[0.0] * 3)
     took = analysis.work([tree])
-    assert took.source == ("file", *["messages"] * 3, "pace", "others", "others")
+    assert took.source == ("file", *["messages"] * 3, "step time", "others", "others")
     np.testing.assert_allclose(took.seconds[:, 1], 0.3)
     np.testing.assert_allclose(took.seconds[:, 4], 0.5)
     each = [took.seconds[:, rank] / tree.loads[rank] for rank in (1, 2, 3, 4)]

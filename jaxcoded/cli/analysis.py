@@ -3,8 +3,8 @@ other plans would have done.
 
 A rank that is late is served from the history and tells its parent nothing of the rounds
 it missed, so a parent's record is silent on exactly those that matter. What is known
-nevertheless is worked out here: from when a child was heard of again, from the pace that
-it told of itself, and from the files of other ranks, where they are at hand.
+nevertheless is worked out here: from when a child was heard of again, from the step
+time that it told of itself, and from the files of other ranks, where they are at hand.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Work:
         seconds: float64 ``(Q, N)``; infinite from the round on in which a rank fell
             silent for good.
         source: what each rank's column is from: ``"file"`` of its own, ``"messages"`` to
-            its parent, its ``"pace"`` alone, or ``"others"``, whose median is taken.
+            its parent, its ``"step time"`` alone, or ``"others"``, whose median is taken.
     """
 
     rounds: np.ndarray
@@ -210,9 +210,9 @@ def work(files: Sequence[Telemetry]) -> Work:
     """What each rank took in each round of the first file.
 
     A rank's own file says it best. Of others their parents know when messages came; those
-    of a rank with children wait for these, too, so they are scaled to the pace that the
-    rank told of itself. Ranks that only a pace is known of take as long in every round,
-    and those of which nothing is known as long for their load as the median of the others.
+    of a rank with children wait for these, too, so they are scaled to the step time that
+    the rank told of itself. Ranks of which only the step time is known take as long in every
+    round, and those of which nothing is known as long for their load as the median of the others.
     Gaps are filled with what a rank usually takes.
     """
     seen = files[0]
@@ -221,19 +221,19 @@ def work(files: Sequence[Telemetry]) -> Work:
     count = len(seen.parents)
     seconds = np.full((len(rounds), count), np.nan)
     source = ["others"] * count
-    pace = np.full(count, np.nan)
+    step_time = np.full(count, np.nan)
     for file in files:
         told = _told(file)
-        pace = np.where(np.isnan(pace), told, pace)
-        pace[file.rank] = told[file.rank]
+        step_time = np.where(np.isnan(step_time), told, step_time)
+        step_time[file.rank] = told[file.rank]
     inner = np.bincount(seen.parents[seen.parents >= 0], minlength=count) > 0
     for file in files:
         took = _aligned(file.rounds, spans(file), rounds)
         for column, rank in enumerate(file.children.tolist()):
             values = took[:, column]
             median = _median(values)
-            if inner[rank] and median > 0 and pace[rank] >= 0:
-                values = values * min(pace[rank] / median, 1.0)
+            if inner[rank] and median > 0 and step_time[rank] >= 0:
+                values = values * min(step_time[rank] / median, 1.0)
             if not np.isnan(values).all():
                 seconds[:, rank], source[rank] = values, "messages"
     for file in files:
@@ -243,10 +243,12 @@ def work(files: Sequence[Telemetry]) -> Work:
             seconds[:, file.rank] = np.where(stuck, np.inf, own)
             source[file.rank] = "file"
     for rank in range(count):
-        if source[rank] == "others" and pace[rank] >= 0:
-            source[rank] = "pace"
+        if source[rank] == "others" and step_time[rank] >= 0:
+            source[rank] = "step time"
         values = seconds[:, rank]
-        values[np.isnan(values)] = pace[rank] if pace[rank] >= 0 else _median(values)
+        values[np.isnan(values)] = (
+            step_time[rank] if step_time[rank] >= 0 else _median(values)
+        )
     unknown = np.isnan(seconds).any(axis=0)
     loaded = ~unknown & (seen.loads > 0)
     each = _of_others(seconds[:, loaded] / seen.loads[loaded])
@@ -478,11 +480,11 @@ def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
     """What a child takes as a rule: what it told of itself, or the median of its messages,
     which for a child with children say more."""
     child, median = seen.children[column], _median(took)
-    pace = float(_told(seen)[child])
+    step_time = float(_told(seen)[child])
     inner = (seen.parents == child).any()
     if np.isnan(median):
-        return pace
-    return median if np.isnan(pace) or inner else pace
+        return step_time
+    return median if np.isnan(step_time) or inner else step_time
 
 
 def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:

@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any
 
-from jaxcoded import _require
+from jaxcoded import _format, _require
 from jaxcoded._parse import number_of_bytes
 from jaxcoded._progress import progress
 from jaxcoded.planner import Estimate, LeftOut, Ranking, best_plans
@@ -19,7 +19,7 @@ from jaxcoded.simulator import Network, stragglers
 from jaxcoded.transport.options import PIECE
 
 _HEADER = (
-    *("", "fan-out", "s", "m", "code", "chunk", "root", "step", "± error"),
+    *("", "fan-out", "s", "m", "code", "piece", "root", "step", "± error"),
     *("5 … 95 % of steps", "load", "message", "κ"),
 )
 _LEGEND = (
@@ -134,11 +134,9 @@ def _python(ranking: Ranking, seed: int) -> str:
 
 def _table(ranking: Ranking, top: int, seed: int) -> str:
     rows = [_HEADER, *(_row(e, ranking.best) for e in _chosen(ranking, top))]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join(
         [
-            *lines,
+            *_format.table(rows),
             _LEGEND.format(max(len(e.seconds) for e in ranking.estimates)),
             "",
             ranking.verdict,
@@ -214,7 +212,7 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
         "stragglers": it.stragglers,
         "slices": it.slices,
         "code": estimate.code,
-        "chunk": it.piece if it.tree else None,
+        "piece": it.piece if it.tree else None,
         "root_computes": it.root_computes if it.tree else None,
         **{key: _finite(value) for key, value in times.items()},
         "load": estimate.load,
@@ -224,14 +222,7 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
 
 
 def _seconds(value: float) -> str:
-    if not math.isfinite(value):
-        return "never"
-    if value < 1e-9:
-        return "0 s"
-    scale, unit = next(
-        ((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if value * s >= 1), (1e6, "µs")
-    )
-    return f"{value * scale:.3g} {unit}"
+    return _format.seconds(value, "never")
 
 
 def _bytes(value: float) -> str:

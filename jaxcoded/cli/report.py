@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxcoded._format import seconds, table, unit
 from jaxcoded.cli import analysis
 from jaxcoded.cli.pictures import COLOURS, picture
 from jaxcoded.group.telemetry import Telemetry
@@ -94,9 +95,9 @@ def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
 def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
     ended = np.isfinite(saved.uncoded)
     text = (
-        f"rank {seen.rank} waited {_time(saved.coded[ended].sum())} for its sums in "
-        f"{ended.sum()} rounds, and would have waited {_time(saved.uncoded[ended].sum())} for "
-        f"all of its children: coding avoided {_time(saved.avoided)} ({saved.share:.0%})"
+        f"rank {seen.rank} waited {seconds(saved.coded[ended].sum())} for its sums in "
+        f"{ended.sum()} rounds, and would have waited {seconds(saved.uncoded[ended].sum())} for "
+        f"all of its children: coding avoided {seconds(saved.avoided)} ({saved.share:.0%})"
     )
     guessed = int(saved.inferred[ended].sum())
     if guessed:
@@ -110,9 +111,9 @@ def _replay_in_words(measured: float, replayed: float, off: float) -> str:
     """How near the replay of the plan as it was comes, and what may be told from it."""
     if not np.isfinite(measured):
         return "how long a round took is not known, nor how near its replay comes"
-    text = f"a round took {_time(measured)}; replayed with the same plan "
+    text = f"a round took {seconds(measured)}; replayed with the same plan "
     if np.isfinite(replayed):
-        text += f"{_time(replayed)} ({replayed / measured - 1:+.1%})"
+        text += f"{seconds(replayed)} ({replayed / measured - 1:+.1%})"
     else:
         text += "it does not end"
     if off <= analysis.UNUSUAL:
@@ -131,21 +132,20 @@ def _plans_in_words(
 ) -> str:
     lines = []
     took = analysis.work(files)
-    for source, known in (("pace", "only the pace"), ("others", "nothing")):
+    for source, known in (("step time", "only the step time"), ("others", "nothing")):
         ranks = [rank for rank, it in enumerate(took.source) if it == source]
         if ranks:
             lines.append(
                 f"of {_listed(ranks)} {known} is known: their own files, or those of "
                 "their parents, may say more"
             )
-    width = max(len(plan.name) for plan in plans)
-    lines.append(f"{'plan':<{width}}  load    a round")
+    rows = [["plan", "load", "a round"]]
     for plan in sorted(plans, key=lambda plan: plan.seconds):
         lasts = (
-            _time(plan.seconds) if np.isfinite(plan.seconds) else _endless(took, plan)
+            seconds(plan.seconds) if np.isfinite(plan.seconds) else _endless(took, plan)
         )
-        lines.append(f"{plan.name:<{width}}  {plan.load:<6.4f}  {lasts}")
-    return "\n".join(lines)
+        rows.append([plan.name, f"{plan.load:.4f}", lasts])
+    return "\n".join([*lines, *table(rows)])
 
 
 def _endless(took: analysis.Work, plan: analysis.Predicted) -> str:
@@ -171,7 +171,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
     if len(order) > _ROWS:
         rows.insert(0, order[:-_ROWS])
         names.insert(0, f"{len(order) - _ROWS} others")
-    unit, name = _unit(np.nanmax(np.abs(came), initial=0.0))
+    size, name = unit(np.nanmax(np.abs(came), initial=0.0))
     rng = np.random.default_rng(0)
     with picture(
         path,
@@ -181,7 +181,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
         width_ratios=(4, 1),
     ) as (figure, (axes, side)):
         for y, row in enumerate(rows):
-            values = came[:, row].ravel() / unit
+            values = came[:, row].ravel() / size
             values = rng.permutation(values[~np.isnan(values)])[:_POINTS]
             if not len(values):
                 axes.text(
@@ -205,7 +205,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
         axes.axvline(0, color="black", linewidth=1)
         axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        _spread(axes, came / unit)
+        _spread(axes, came / size)
         axes.set_xlabel(f"arrival after the sum was complete [{name}]")
         side.set_xlabel("rounds [%]")
         side.set_xlim(0, 100)
@@ -231,18 +231,18 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) 
     coded = np.cumsum(saved.coded)
     uncoded = np.cumsum(np.where(ended, saved.uncoded, 0.0))
     last = int(ended.sum()) if saved.stuck is None else int(np.argmin(ended))
-    unit, name = _unit(max(coded[-1], uncoded[-1]))
+    size, name = unit(max(coded[-1], uncoded[-1]))
     x = saved.rounds
     with picture(path) as (_, axes):
-        axes.plot(x, coded / unit, color=_BLUE, label="coded, as it was")
+        axes.plot(x, coded / size, color=_BLUE, label="coded, as it was")
         axes.plot(
             x[:last],
-            uncoded[:last] / unit,
+            uncoded[:last] / size,
             color=_RED,
             label="had it waited for all children",
         )
         axes.fill_between(
-            x[:last], coded[:last] / unit, uncoded[:last] / unit, color=_RED, alpha=0.12
+            x[:last], coded[:last] / size, uncoded[:last] / size, color=_RED, alpha=0.12
         )
         if saved.stuck is not None:
             axes.axvspan(saved.stuck, x[-1], color=_RED, alpha=0.25, linewidth=0)
@@ -254,7 +254,7 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) 
             )
         if saved.stuck is None:
             title = (
-                f"{_time(saved.avoided)} of waiting saved at rank {seen.rank} "
+                f"{seconds(saved.avoided)} of waiting saved at rank {seen.rank} "
                 f"({saved.share:.0%})"
             )
         else:
@@ -313,23 +313,23 @@ def _draw_plans(
     plans = sorted(plans, key=lambda plan: plan.seconds, reverse=True)
     finite = [plan.seconds for plan in plans if np.isfinite(plan.seconds)]
     longest = max([*finite, np.nan_to_num(measured)])
-    unit, name = _unit(longest)
+    size, name = unit(longest)
     with picture(path, size=(7.2, _height(len(plans)))) as (_, axes):
         for y, plan in enumerate(plans):
             colour = _RED if plan.actual else _BLUE
             if np.isfinite(plan.seconds):
-                axes.barh(y, plan.seconds / unit, 0.7, color=colour)
-                text, x = f"{plan.seconds / unit:.3g}", plan.seconds / unit
+                axes.barh(y, plan.seconds / size, 0.7, color=colour)
+                text, x = f"{plan.seconds / size:.3g}", plan.seconds / size
             else:
                 axes.barh(
                     y,
-                    1.1 * longest / unit,
+                    1.1 * longest / size,
                     0.7,
                     color="white",
                     edgecolor=_GREY,
                     hatch="//",
                 )
-                text, x = "does not end", 1.1 * longest / unit
+                text, x = "does not end", 1.1 * longest / size
             axes.annotate(
                 text,
                 (x, y),
@@ -340,16 +340,16 @@ def _draw_plans(
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )
         if np.isfinite(measured):
-            axes.axvline(measured / unit, color="black", linewidth=1, linestyle="--")
+            axes.axvline(measured / size, color="black", linewidth=1, linestyle="--")
             axes.text(
-                measured / unit,
+                measured / size,
                 1.01,
                 " measured",
                 fontsize="small",
                 transform=axes.get_xaxis_transform(),
             )
         axes.set_yticks(range(len(plans)), [plan.name for plan in plans])
-        axes.set_xlim(0, 1.3 * longest / unit)
+        axes.set_xlim(0, 1.3 * longest / size)
         best = plans[-1]
         verdict = (
             "No plan here would have been faster than the one it had"
@@ -390,16 +390,3 @@ def _medians(table: np.ndarray) -> np.ndarray:
             for column, ok in zip(table.T, there.T)
         ]
     )
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    """In which numbers up to this one are short."""
-    for size, name in ((1.0, "s"), (1e-3, "ms")):
-        if largest >= size:
-            return size, name
-    return 1e-6, "µs"
-
-
-def _time(seconds: float) -> str:
-    size, name = _unit(abs(seconds))
-    return f"{seconds / size:.3g} {name}"

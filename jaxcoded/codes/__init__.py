@@ -18,13 +18,10 @@ from jaxcoded.codes._ignore_stragglers import ignore_stragglers as ignore_stragg
 from jaxcoded.codes._linear import linear as linear
 from jaxcoded.codes._named import NAMES as NAMES
 from jaxcoded.codes._named import named as named
-from jaxcoded.codes._named import needed as needed
-from jaxcoded.codes._named import parsed as parsed
 from jaxcoded.codes._partial_stragglers import partial_stragglers as partial_stragglers
 from jaxcoded.codes._polynomial import polynomial as polynomial
 from jaxcoded.codes._progressive import progressive as progressive
 from jaxcoded.codes._random_generator import random_generator as random_generator
-from jaxcoded.codes._redraw import MAX_ROUNDING as MAX_ROUNDING
 from jaxcoded.codes._reed_solomon import reed_solomon as reed_solomon
 from jaxcoded.codes._single_parity_check import (
     single_parity_check as single_parity_check,

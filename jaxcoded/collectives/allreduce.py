@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.codes import MAX_ROUNDING
+from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.group.group import CodedGroup, check_open, find
 from jaxcoded.plan import atoms
 from jaxcoded.transport import primitive
@@ -158,8 +158,8 @@ def coded_allreduce(
             never enter a sum. With the engine only.
         residual: return how far the sum is from the exact one, too: ``√Σ_k p_k (c_k −
             1)²`` for the coefficients ``c_k`` that the group's `jaxcoded.plan.atoms` ended
-            up with, which go through the same round; cell ``k`` is the part ``p_k`` of
-            the batch. 0 up to rounding for an exact code. The cells are those of a
+            up with, which go through the same round; atom ``k`` is the part ``p_k`` of
+            the batch. 0 up to rounding for an exact code. The atoms are those of a
             batch that can be cut anywhere; where yours does not divide into them, what
             its examples ended up with differs a little (``docs/theory.md``).
         wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it

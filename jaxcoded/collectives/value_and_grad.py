@@ -59,8 +59,8 @@ def coded_value_and_grad(
             ``on_deadline="approximate"``, divide by the weight that the examples have in
             the sum.
         residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
-            ``c_k`` with which the cells of the batch, its parts ``p_k``, entered; of
-            cells that divide the batch, see `coded_allreduce`.
+            ``c_k`` with which the atoms of the batch, its parts ``p_k``, entered; of
+            atoms that divide the batch, see `coded_allreduce`.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
             arrays travel, see `coded_allreduce`. Gradients are computed and encoded as
             without it, and loss and count keep all digits.

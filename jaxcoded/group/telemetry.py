@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from jaxcoded import _format
 from jaxcoded._files import replacing
 from jaxcoded.transport.following import follow
 
@@ -199,8 +200,12 @@ class Telemetry:
         work = self.work[~np.isnan(self.work)]
         lines = [
             f"rank {self.rank}, rounds {self.rounds[0]} to {self.rounds[-1]}, medians: "
-            f"{_time(np.median(self.ended - self.started))} from call to result"
-            + (f", {_time(np.median(work))} of work before it" if len(work) else "")
+            f"{_format.seconds(np.median(self.ended - self.started))} from call to result"
+            + (
+                f", {_format.seconds(np.median(work))} of work before it"
+                if len(work)
+                else ""
+            )
         ]
         for what, count in (
             ("failed", self.failed.sum()),
@@ -232,7 +237,7 @@ class Telemetry:
         slow = [rank for rank in np.argsort(-took) if took[rank] > _SLOW * uneven]
         return [
             f"rank {rank} is slow: it takes {took[rank]:.3g} times as long for its data "
-            f"as the median rank, {_time(self._seconds[rank])} a round"
+            f"as the median rank, {_format.seconds(self._seconds[rank])} a round"
             for rank in slow
         ]
 
@@ -248,11 +253,15 @@ class Telemetry:
                 known = missed[np.isfinite(missed)]
                 # who is late every time and who has died differ in nothing else
                 silent = self.silent[self.children[column]]
-                signs = f"its last sign of life was {_time(silent)} old"
+                signs = f"its last sign of life was {_format.seconds(silent)} old"
                 lines.append(
                     f"child {self.children[column]} was too late in "
                     f"{late[column]:.0%} of {len(lateness)} rounds"
-                    + (f" by {_time(np.median(known))} (median)" if len(known) else "")
+                    + (
+                        f" by {_format.seconds(np.median(known))} (median)"
+                        if len(known)
+                        else ""
+                    )
                     + (
                         f" and has not come since; {signs}"
                         if np.isinf(missed[-1])
@@ -311,12 +320,3 @@ def report(
             logger.exception("the function given to on_round raised")
 
     follow(following, seen, "jaxcoded rounds")
-
-
-def _time(seconds: float) -> str:
-    if not np.isfinite(seconds):
-        return "unknown"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

@@ -31,24 +31,24 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
         >>> loads(jaxcoded.make_plan(13, fanout=3), 30).tolist()
         [0, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]
     """
-    given = np.zeros(plan.size, np.int64)
+    assigned = np.zeros(plan.size, np.int64)
     own = np.zeros(plan.size, np.int64)
-    given[plan.root] = _require.integer("batch_size", batch_size, 1)
+    assigned[plan.root] = _require.integer("batch_size", batch_size, 1)
     for rank in plan.tree.order:
-        own[rank] = _own(plan, rank, int(given[rank]))
+        own[rank] = _own(plan, rank, int(assigned[rank]))
         coding = plan.codings[rank]
         if coding is not None:
-            sizes = coding.partition_sizes(int(given[rank] - own[rank]))
-            given[list(plan.coded_children(rank))] = coding.code.support @ sizes
+            sizes = coding.partition_sizes(int(assigned[rank] - own[rank]))
+            assigned[list(plan.coded_children(rank))] = coding.code.support @ sizes
     return own
 
 
 def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The examples of one rank, and their coefficients in its message.
 
-    A rank keeps ``v/c`` of what it is given (``v``: its speed, 1 where all are equal;
-    ``c``: the capacity of its subtree) and
-    codes the rest over its children. Coefficients multiply down the path; with slices,
+    A rank keeps ``v/c`` of what it is assigned (``v``: its speed, 1 where all are equal;
+    ``c``: the capacity of its subtree), see `Plan.own_share`, and codes the rest over its
+    children. Coefficients multiply down the path; with slices,
     a coefficient is a vector, and slice ``u`` of a parent cut into ``m`` is slices
     ``u·m … u·m + m−1`` of the child. With parts there is one such vector for each, and
     part ``p`` of a parent with ``P'`` parts to a child is parts ``p·P' … p·P' + P'−1``
@@ -76,22 +76,22 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
     while path[-1] != plan.root:
         path.append(plan.tree.parents[path[-1]])
     for parent, child in zip(path[:0:-1], path[-2::-1]):
-        kept = _own(plan, parent, len(indices))
+        own = _own(plan, parent, len(indices))
         coding = plan.codings[parent]
         assert coding is not None
         row = plan.coded_children(parent).index(child)
         partition = np.repeat(
-            np.arange(coding.code.k), coding.partition_sizes(len(indices) - kept)
+            np.arange(coding.code.k), coding.partition_sizes(len(indices) - own)
         )
         held = coding.code.support[row][partition]
-        indices = indices[kept:][held]
+        indices = indices[own:][held]
         parts = coding.code.parts
         steps = coding.code.B[row * parts : (row + 1) * parts, partition[held]]
         coefficients = np.einsum(
-            "epu,Pev->epPuv", coefficients[kept:][held], steps
+            "epu,Pev->epPuv", coefficients[own:][held], steps
         ).reshape(len(indices), plan.parts_above[child], plan.slices_above[child])
-    kept = _own(plan, rank, len(indices))
-    return indices[:kept], coefficients[:kept]
+    own = _own(plan, rank, len(indices))
+    return indices[:own], coefficients[:own]
 
 
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -134,8 +134,8 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
         own = loads(plan, batch_size)
         chunks, chunk_size = 1, max(1, *(int(own[each]) for each in ranks))
         members = [np.arange(len(indices))]
-    spare = indices[0] if len(indices) else 0
-    read = np.full((chunks, chunk_size), spare, np.int64)
+    filler = indices[0] if len(indices) else 0
+    read = np.full((chunks, chunk_size), filler, np.int64)
     weights = np.zeros((chunks, chunk_size, *coefficients.shape[1:]))
     for chunk, positions in enumerate(members):
         read[chunk, : len(positions)] = indices[positions]
@@ -148,10 +148,10 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
     """Positions of examples with equal coefficients, in runs of at most
     ``chunk_size``; stage after stage, as many chunks in each."""
     stages: list[list[np.ndarray]] = [[] for _ in range(coefficients.shape[1])]
-    for stage, cell in _cells(coefficients):
+    for stage, alike in _alike(coefficients):
         stages[stage] += [
-            cell[start : start + chunk_size]
-            for start in range(0, len(cell), chunk_size)
+            alike[start : start + chunk_size]
+            for start in range(0, len(alike), chunk_size)
         ]
     empty = np.zeros(0, np.int64)
     return [
@@ -161,28 +161,28 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
     ]
 
 
-def _cells(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
+def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Positions of examples with equal coefficients, and their stage: the first part
     that they are in."""
-    _, first, cell = np.unique(
+    _, first, number = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
     stages = (coefficients != 0).any(axis=2).argmax(axis=1)
     return [
-        (int(stages[first[c]]), np.flatnonzero(cell.reshape(-1) == c))
-        for c in np.argsort(first)
+        (int(stages[first[i]]), np.flatnonzero(number.reshape(-1) == i))
+        for i in np.argsort(first)
     ]
 
 
 def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
     """Number and size of chunks, the same for all of these ranks: as few examples as
-    will take every rank's cells, and of equals the largest chunks."""
-    # for every rank, the sizes of its cells by stage
+    will take every rank's, alike in a chunk, and of equals the largest chunks."""
+    # for every rank, by stage, how many examples are alike
     sizes: list[list[list[int]]] = []
     for rank in ranks:
         sizes.append([[] for _ in range(plan.parts_above[rank])])
-        for stage, cell in _cells(shares(plan, rank, batch_size)[1]):
-            sizes[-1][stage].append(len(cell))
+        for stage, alike in _alike(shares(plan, rank, batch_size)[1]):
+            sizes[-1][stage].append(len(alike))
     multiple = math.lcm(*map(len, sizes))
     candidates = sorted(
         {size for stages in sizes for stage in stages for size in stage}
@@ -200,7 +200,7 @@ def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
     return chunks(best), best
 
 
-def _own(plan: Plan, rank: int, given: int) -> int:
-    """How many of the examples given to a rank's subtree it keeps for itself."""
-    share = plan.speed(rank) / plan.capacities[rank]
-    return -(-given * share.numerator // share.denominator)
+def _own(plan: Plan, rank: int, assigned: int) -> int:
+    """How many of the examples assigned to its subtree a rank computes itself."""
+    share = plan.own_share(rank)
+    return -(-assigned * share.numerator // share.denominator)

@@ -1,7 +1,7 @@
-"""The batch cut into cells: parts whose examples have the same coefficients on every
+"""The batch cut into atoms: parts whose examples have the same coefficients on every
 rank.
 
-What the ranks' messages add up to is known once the coefficient of every cell in the
+What the ranks' messages add up to is known once the coefficient of every atom in the
 sum is: 1 where it is exact.
 """
 
@@ -25,7 +25,7 @@ class _Run(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def sizes(plan: Plan) -> np.ndarray:
-    """The parts of the batch that the cells are, float64 ``(cells,)``: they add up
+    """The parts of the batch that the atoms are, float64 ``(atoms,)``: they add up
     to 1.
 
     Example:
@@ -39,8 +39,8 @@ def sizes(plan: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def coefficients(plan: Plan, rank: int) -> np.ndarray:
-    """How one rank weighs each cell: float64 ``(cells, P, M)``, 0 where it does not
-    hold the cell. ``P`` and ``M`` are `Plan.parts_above` and `Plan.slices_above`."""
+    """How one rank weighs each atom: float64 ``(atoms, P, M)``, 0 where it does not
+    hold the atom. ``P`` and ``M`` are `Plan.parts_above` and `Plan.slices_above`."""
     bounds = _bounds(plan)
     place = {bound: i for i, bound in enumerate(bounds)}
     out = np.zeros((len(bounds) - 1, plan.parts_above[rank], plan.slices_above[rank]))
@@ -50,19 +50,19 @@ def coefficients(plan: Plan, rank: int) -> np.ndarray:
 
 
 def probe(plan: Plan, rank: int) -> np.ndarray:
-    """What one rank adds to a round to find out what comes of the cells: float64
-    ``(P · F · cells · F / M,)``, the message for known gradients.
+    """What one rank adds to a round to find out what comes of the atoms: float64
+    ``(P · F · atoms · F / M,)``, the message for known gradients.
 
-    The gradient of cell ``c`` has ``F · cells · F`` numbers, ``F`` slices as fine as
+    The gradient of atom ``c`` has ``F · atoms · F`` numbers, ``F`` slices as fine as
     any rank's: 1 at place ``(c, v)`` of slice ``v``, 0 elsewhere. So the sum has the
-    coefficient of slice ``v`` of cell ``c`` in slice ``u`` of the result at place
+    coefficient of slice ``v`` of atom ``c`` in slice ``u`` of the result at place
     ``(c, v)`` of slice ``u``.
     """
     weights = coefficients(plan, rank)
-    cells, parts, slices = weights.shape
+    atoms, parts, slices = weights.shape
     fine = plan.padding_multiple
     finer = fine // slices
-    out = np.zeros((parts, finer, cells, slices, finer))
+    out = np.zeros((parts, finer, atoms, slices, finer))
     for w in range(finer):
         out[:, w, :, :, w] = weights.transpose(1, 0, 2)
     return out.reshape(-1)
@@ -73,7 +73,7 @@ def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     weighs.
 
     Returns:
-        exact, weights: float64 ``(F · cells · F,)``; the residual is ``√Σ weights ·
+        exact, weights: float64 ``(F · atoms · F,)``; the residual is ``√Σ weights ·
         (sum − exact)²``.
     """
     fine = plan.padding_multiple
@@ -94,34 +94,34 @@ def _bounds(plan: Plan) -> tuple[Fraction, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _own(plan: Plan) -> tuple[tuple[_Run, ...], ...]:
-    """What each rank keeps for itself, as `allocation.shares` deals it out, but of a
+    """What each rank computes itself, as `assignment.shares` deals it out, but of a
     batch that can be cut anywhere."""
-    given: list[list[_Run]] = [[] for _ in range(plan.size)]
-    given[plan.root] = [_Run(Fraction(0), Fraction(1), np.ones((1, 1)))]
+    assigned: list[list[_Run]] = [[] for _ in range(plan.size)]
+    assigned[plan.root] = [_Run(Fraction(0), Fraction(1), np.ones((1, 1)))]
     for rank in plan.tree.order:
-        total = sum((run.end - run.start for run in given[rank]), Fraction(0))
-        kept = total * plan.speed(rank) / plan.capacities[rank]
+        total = sum((run.end - run.start for run in assigned[rank]), Fraction(0))
+        own = total * plan.own_share(rank)
         coding = plan.codings[rank]
         if coding is None:
             continue
         ends = itertools.accumulate(
-            (size * (total - kept) for size in coding.code.sizes), initial=kept
+            (size * (total - own) for size in coding.code.sizes), initial=own
         )
         B = coding.code.B.reshape(
             coding.code.n, coding.code.parts, coding.code.k, coding.code.m
         )
         for j, (start, end) in enumerate(itertools.pairwise(ends)):
-            partition = _between(given[rank], start, end)
+            partition = _between(assigned[rank], start, end)
             for row, child in enumerate(plan.coded_children(rank)):
                 if coding.code.support[row, j]:
-                    given[child] += [
+                    assigned[child] += [
                         run._replace(
                             coefficients=np.kron(run.coefficients, B[row, :, j])
                         )
                         for run in partition
                     ]
-        given[rank] = _between(given[rank], Fraction(0), kept)
-    return tuple(map(tuple, given))
+        assigned[rank] = _between(assigned[rank], Fraction(0), own)
+    return tuple(map(tuple, assigned))
 
 
 def _between(runs: list[_Run], start: Fraction, end: Fraction) -> list[_Run]:

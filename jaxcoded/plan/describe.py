@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from jaxcoded._format import table
+
 if TYPE_CHECKING:
     from jaxcoded.plan import Plan
 
@@ -12,14 +14,14 @@ HEADER = [
     "ranks",
     "children",
     "code",
-    "may-miss",
+    "tolerance",
     "s/n",
     "κ",
     "load",
-    "spare",
+    "unused",
     "message",
 ]
-LEGEND = "load and spare: parts of the batch per rank; message: gradients that a rank sends up"
+LEGEND = "load and unused: parts of the batch per rank; message: gradients that a rank sends up"
 
 
 def describe(plan: "Plan") -> str:
@@ -44,16 +46,14 @@ def describe(plan: "Plan") -> str:
         "",
     ]
     rows = [HEADER, *(_layer(plan, layer) for layer in range(depth + 1))]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *_exceptions(plan), LEGEND])
+    return "\n".join([*lines, *table(rows), *_exceptions(plan), LEGEND])
 
 
 def _layer(plan: "Plan", layer: int) -> list[str]:
     """One row of the table."""
     ranks = [rank for rank in plan.tree.order if plan.tree.layers[rank] == layer]
     codes = [coding.code for rank in ranks if (coding := plan.codings[rank])]
-    spare = [plan.capacities[rank] - plan.given[rank] for rank in ranks]
+    unused = [plan.capacities[rank] - plan.assigned[rank] for rank in ranks]
     return [
         str(layer),
         str(len(ranks)),
@@ -63,7 +63,7 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
         _span((code.stragglers / code.n for code in codes), "{:.2f}".format),
         _span((code.amplification for code in codes), "{:.3g}".format),
         _span(map(plan.load_of, ranks), _fraction),
-        _span((part / plan.capacities[plan.root] for part in spare), _fraction),
+        _span((part / plan.capacities[plan.root] for part in unused), _fraction),
         _span(
             Fraction(plan.parts_above[r], plan.slices_above[r])
             for r in ranks
@@ -73,15 +73,15 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
 
 
 def _exceptions(plan: "Plan") -> list[str]:
-    """A line for every parent that cannot keep what was asked for."""
+    """A line for every parent whose code is not what was asked for."""
     lines = []
     for rank, coding in enumerate(plan.codings):
         if coding is None:
             continue
-        n, (s, m) = coding.code.n, plan.keeps(rank)
+        n, (s, m) = coding.code.n, plan.code_parameters(rank)
         if (s, m) != (plan.stragglers, plan.slices):
             lines.append(
-                f"rank {rank} has {n} child{'ren' * (n > 1)} and keeps s = {s}, "
+                f"rank {rank} has {n} child{'ren' * (n > 1)}: its code has s = {s}, "
                 f"m = {m} instead of s = {plan.stragglers}, m = {plan.slices}"
             )
     for rank, coding in enumerate(plan.codings):
@@ -93,7 +93,7 @@ def _exceptions(plan: "Plan") -> list[str]:
             lines.append(
                 f"rank {child} is fast enough for "
                 f"{_fraction(plan.capacities[child] / whole)} times the whole set of "
-                f"its parent {rank}: it gets that set and no more"
+                f"its parent {rank}: it is assigned that set and no more"
             )
     return lines
 

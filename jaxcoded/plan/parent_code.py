@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxcoded import codes
 from jaxcoded.codes import GradientCode
+from jaxcoded.codes._named import parsed
 
 AUTO = "auto"
 
@@ -23,7 +24,7 @@ class Coding:
         code: a `GradientCode` over the children.
         rows: child number (position among the parent's children in rank order) of each
             row of the code.
-        capacity: ``Q``, the size of the largest set that the children can be given, in
+        capacity: ``Q``, the size of the largest set that the children can be assigned, in
             units of one rank's load.
     """
 
@@ -42,21 +43,42 @@ def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
     """The largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: every example on
     ``holders`` distinct children.
 
-    ``min(c, Q)`` summed is the smallest of its values with the ``j`` largest capacities
-    replaced by ``Q``, so ``Q`` is the smallest of ``(sum of all but the j largest) /
-    (holders − j)`` over ``j < holders``.
-
     Example:
         >>> from fractions import Fraction
         >>> from jaxcoded.plan.parent_code import largest_coded_set
         >>> largest_coded_set([Fraction(1)] * 3, 2)
         Fraction(3, 2)
     """
-    ordered = sorted(capacities)
-    n = len(ordered)
-    return min(
-        sum(ordered[: n - j], Fraction(0)) / (holders - j) for j in range(holders)
-    )
+    row = np.array([capacities], object)
+    return largest_coded_sets(row, np.array([len(capacities)]), np.array([holders]))[0]
+
+
+def largest_coded_sets(
+    capacities: np.ndarray, counts: np.ndarray, holders: np.ndarray
+) -> np.ndarray:
+    """`largest_coded_set` of many parents, ``(parents,)``.
+
+    ``min(c, Q)`` summed is the smallest of its values with the ``j`` largest capacities
+    replaced by ``Q``, so ``Q`` is the smallest of ``(sum of all but the j largest) /
+    (holders − j)`` over ``j < holders``.
+
+    Args:
+        capacities: ``(parents, most children)``, fractions or float64; infinite where a
+            parent has fewer children.
+        counts: int64 ``(parents,)``, the number of children.
+        holders: int64 ``(parents,)``; at most as many as there are children count.
+    """
+    ordered = np.sort(capacities, axis=1)
+    ordered[ordered == np.inf] = 0
+    total = np.cumsum(ordered, axis=1)
+    rows = np.arange(len(counts))
+    holders = np.minimum(holders, counts)
+    best = total[rows, counts - 1] / holders
+    for j in range(1, int(holders.max())):
+        some = rows[j < holders]
+        rest = total[some, counts[some] - j - 1] / (holders[some] - j)
+        best[some] = np.minimum(best[some], rest)
+    return best
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,7 +102,7 @@ def coding_of(
             which ones would.
     """
     n = len(capacities)
-    plain = kind == AUTO or not codes.parsed(kind)[1]
+    plain = kind == AUTO or not parsed(kind)[1]
     if stragglers == 0 and slices == 1 and plain:
         code = dataclasses.replace(codes.uncoded(n), sizes=capacities)
         return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))

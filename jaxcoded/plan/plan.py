@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.codes import GradientCode, needed, parsed
+from jaxcoded.codes import GradientCode
+from jaxcoded.codes._named import needed, parsed
 from jaxcoded.plan.describe import describe
 from jaxcoded.plan.parent_code import AUTO, Coding, coding_of
 from jaxcoded.plan.tree import NO_PARENT, Tree, balanced_parents, default_fanout
@@ -32,7 +33,7 @@ class Plan:
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
         stragglers: ``s`` asked for at every parent. A parent with too few children
-            keeps less, see `codings`.
+            has less, see `codings`.
         slices: ``m`` asked for at every parent.
         code: the code asked for at every parent, ``"auto"`` or one of
             `codes.named`; or a tuple of such texts, one for each rank. Those of leaves
@@ -120,8 +121,8 @@ class Plan:
             return Fraction(0)
         return self.speeds[rank] if self.speeds else Fraction(1)
 
-    def keeps(self, rank: int) -> tuple[int, int]:
-        """``s`` and ``m`` at a parent: what was asked for, or what its number of
+    def code_parameters(self, rank: int) -> tuple[int, int]:
+        """``s`` and ``m`` of a parent's code: what was asked for, or what its number of
         children allows."""
         children = len(self.tree.children[rank])
         slices = min(self.slices, children)
@@ -141,7 +142,7 @@ class Plan:
 
     @functools.cached_property
     def capacities(self) -> tuple[Fraction, ...]:
-        """The size of the largest set that each rank's subtree can be given, in units
+        """The size of the largest set that each rank's subtree can be assigned, in units
         of the fastest rank's load."""
         return self._coded[1]
 
@@ -156,7 +157,7 @@ class Plan:
             try:
                 coding = coding_of(
                     tuple(capacities[c] for c in children),
-                    *self.keeps(rank),
+                    *self.code_parameters(rank),
                     self.code_of(rank),
                     self.seed,
                 )
@@ -169,19 +170,19 @@ class Plan:
         return tuple(codings), tuple(capacities)
 
     @functools.cached_property
-    def given(self) -> tuple[Fraction, ...]:
-        """The size of the set that each rank's subtree is given, in units of the
+    def assigned(self) -> tuple[Fraction, ...]:
+        """The size of the set that each rank's subtree is assigned, in units of the
         fastest rank's load: at most its capacity."""
-        given = [Fraction(0)] * self.size
-        given[self.root] = self.capacities[self.root]
+        assigned = [Fraction(0)] * self.size
+        assigned[self.root] = self.capacities[self.root]
         for rank in self.tree.order:
             coding = self.codings[rank]
             if coding is None:
                 continue
-            coded = given[rank] * coding.capacity / self.capacities[rank]
+            coded = assigned[rank] * coding.capacity / self.capacities[rank]
             for child, share in zip(self.coded_children(rank), coding.code.shares):
-                given[child] = coded * share
-        return tuple(given)
+                assigned[child] = coded * share
+        return tuple(assigned)
 
     @functools.cached_property
     def slices_above(self) -> tuple[int, ...]:
@@ -282,7 +283,7 @@ class Plan:
                 failed.append(rank)
         return failed
 
-    def refusal(self, erased: Sequence[bool] | np.ndarray) -> str:
+    def why_not(self, erased: Sequence[bool] | np.ndarray) -> str:
         """Why the plan cannot do without the erased ranks, in words; empty if it can.
 
         Args:
@@ -302,11 +303,11 @@ class Plan:
         return (
             f"rank {first} cannot rebuild its sum without its children {lacks[first]}"
             + "".join(f", nor rank {rank} without {lacks[rank]}" for rank in others)
-            + f": any {self.tolerates(first)} of the {len(self.coded_children(first))} "
+            + f": any {self.tolerance(first)} of the {len(self.coded_children(first))} "
             f"children of rank {first} may be left out; make the group with more stragglers"
         )
 
-    def tolerates(self, rank: int) -> int:
+    def tolerance(self, rank: int) -> int:
         """The number of children of ``rank`` that may be missing, whichever they are; 0
         for a leaf."""
         coding = self.codings[rank]
@@ -325,8 +326,13 @@ class Plan:
 
     def load_of(self, rank: int) -> Fraction:
         """The part of the batch that a rank computes, before rounding to examples."""
-        kept = self.given[rank] * self.speed(rank) / self.capacities[rank]
-        return kept / self.capacities[self.root]
+        own = self.assigned[rank] * self.own_share(rank)
+        return own / self.capacities[self.root]
+
+    def own_share(self, rank: int) -> Fraction:
+        """The part of what a rank's subtree is assigned that the rank computes itself;
+        it codes the rest over its children."""
+        return self.speed(rank) / self.capacities[rank]
 
     @functools.cached_property
     def checked(self) -> tuple[int, ...]:
@@ -417,8 +423,8 @@ class Plan:
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """The plan in words and a table: loads, spare capacity, message sizes,
-        resiliency and κ of each layer."""
+        """The plan in words and a table: loads, unused capacity, message sizes,
+        tolerance and κ of each layer."""
         return describe(self)
 
 
@@ -445,7 +451,7 @@ def make_plan(
             to a parent.
         stragglers: ``s``, the number of children of every parent that may be missing.
             Where ``size`` and ``fanout`` leave a parent too few children for it, this
-            parent keeps what it can, and `Plan.describe` says so.
+            parent tolerates as many as it can, and `Plan.describe` says so.
         slices: ``m``; every layer's messages are ``1/m`` as long as those above, at a
             load as if ``s + m − 1`` could be missing.
         code: ``"auto"`` (fractional repetition wherever it fits) or the text of a code

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _require
+from jaxcoded import _format, _require
 from jaxcoded._progress import progress
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import Ranking, best_plans
@@ -124,9 +124,9 @@ def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
     spread = np.percentile(seen.stragglers.factors, [5, 50, 95, 100])
     words = (
         f"{best.name}, pieces of {best.candidate.piece >> 10} KiB, expected step "
-        f"{best.step:.3g} s. {ranking.verdict}. Measured: latency "
-        f"{network.latency * 1e6:.3g} µs, {network.bandwidth * 8e-9:.3g} Gb/s, work "
-        f"{seconds:.3g} s for the whole batch; ranks took "
+        f"{_format.seconds(best.step, 'never')}. {ranking.verdict}. Measured: latency "
+        f"{_format.seconds(network.latency)}, {network.bandwidth * 8e-9:.3g} Gb/s, work "
+        f"{_format.seconds(seconds)} for the whole batch; ranks took "
         f"{spread[0]:.2f} … {spread[2]:.2f} times as much (5 … 95 %; at most "
         f"{spread[3]:.3g}) in {seen.rounds} turns"
     )

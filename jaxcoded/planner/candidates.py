@@ -122,9 +122,8 @@ def _smallest_fanout(ranks: int, depth: int) -> int:
     return fanout
 
 
-def hopeless(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Whether rounding would certainly grow by more than a factor: to pass over codes
-    without drawing them.
+def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
+    """Whether κ is certainly above a bound: to leave out codes without drawing them.
 
     Codes that are no repetition were drawn for up to 128 children: with one straggler κ
     is above ``n / 2``, with more of them far above its square.

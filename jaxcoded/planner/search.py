@@ -10,16 +10,16 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
-from jaxcoded.planner.candidates import Candidate, candidates, hopeless
+from jaxcoded.planner.candidates import Candidate, candidates, exceeds
 from jaxcoded.simulator import Layout, Network, simulate
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
 
 _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
-_KEPT = 8  # coded candidates in the last heat
-_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2)  # seconds for each heat, about
-_MOST_LEFT_OUT = 20_000  # ranks, beyond which nobody looks for what κ forbids
+_KEPT = 8  # coded candidates in the last rung
+_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2)  # seconds for each rung, about
+_MOST_LEFT_OUT = 20_000  # ranks, beyond which it is not worked out what κ rules out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +260,7 @@ class _Drawn(Stragglers):
 
 @dataclasses.dataclass
 class _Search:
-    """Successive halving."""
+    """Successive halving: in each rung fewer candidates and more rounds of each."""
 
     ranks: int
     payload: float
@@ -274,19 +274,19 @@ class _Search:
     amplified: list[Candidate] = dataclasses.field(default_factory=list)
 
     def run(self) -> list[Estimate]:
-        field: list[Candidate] = []
+        entering: list[Candidate] = []
         for candidate in candidates(self.ranks):
-            (field if self._sane(candidate) else self.amplified).append(candidate)
-        first = self._heat(field, _SHARES[0], least=4, most=64)
+            (self.amplified if self._exceeds(candidate) else entering).append(candidate)
+        first = self._rung(entering, _SHARES[0], least=4, most=64)
         # rare or rising delays may not show yet, so every s goes on
-        field = _each(first, lambda c: (c.stragglers, c.slices))
-        field += [c for c in first if c.coded][:24]
-        field += [c for c in first if not c.coded][:4]
-        second = self._heat(field, _SHARES[1], least=24, most=256)
+        entering = _each(first, lambda c: (c.stragglers, c.slices))
+        entering += [c for c in first if c.coded][:24]
+        entering += [c for c in first if not c.coded][:4]
+        second = self._rung(entering, _SHARES[1], least=24, most=256)
         plans = self._accepted(second)
         trees = [c for c in second if not c.coded and c.tree][:2]
-        field = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
-        third = self._heat(field, _SHARES[2], least=6, most=64)
+        entering = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
+        third = self._rung(entering, _SHARES[2], least=6, most=64)
         # a root that computes is the one straggler that no code makes up for
         final = _each(
             third, lambda c: (c.fanout, c.stragglers, c.slices, c.root_computes)
@@ -312,7 +312,7 @@ class _Search:
         """The fastest of the codes whose κ is too large, if it is faster than the best."""
         if not self.amplified or self.ranks > _MOST_LEFT_OUT:
             return None
-        times = self._heat(self.amplified, _SHARES[4], least=16, most=64)
+        times = self._rung(self.amplified, _SHARES[4], least=16, most=64)
         fastest = next(iter(times))
         again = dict(self._simulated([fastest], 0.0, 256, 256))[fastest]
         gain = best.seconds[:256].mean() / again[: len(best.seconds)].mean()
@@ -329,7 +329,7 @@ class _Search:
                 it = dataclasses.replace(it, fanout=ranks - 1)
             layout = it.layout(ranks)
             assert isinstance(layout, Layout)
-            if hopeless(layout, it, self.amplification):
+            if exceeds(layout, it, self.amplification):
                 continue
             try:
                 if it.plan(ranks, self.seed).amplification <= self.amplification:
@@ -369,15 +369,15 @@ class _Search:
             )
         return sorted(out, key=lambda estimate: estimate.step)
 
-    def _sane(self, candidate: Candidate) -> bool:
+    def _exceeds(self, candidate: Candidate) -> bool:
         if not candidate.coded:
-            return True
+            return False
         layout = candidate.layout(self.ranks)
         assert isinstance(layout, Layout)
-        return not hopeless(layout, candidate, self.amplification)
+        return exceeds(layout, candidate, self.amplification)
 
     def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
-        """Coded candidates of which there are plans with a sane κ: the best of some
+        """Coded candidates of which there are plans with κ within the bound: the best of some
         numbers of stragglers, and of the others what may still win."""
         coded = [candidate for candidate in times if candidate.coded]
         of_each = _each(coded, lambda c: c.stragglers)[:3]
@@ -396,14 +396,14 @@ class _Search:
                 self.amplified.append(candidate)
         return plans
 
-    def _heat(
-        self, field: Iterable[Candidate], share: float, *, least: int, most: int
+    def _rung(
+        self, entering: Iterable[Candidate], share: float, *, least: int, most: int
     ) -> dict[Candidate, float]:
-        """Mean seconds of a field, the fastest first."""
-        field = list(dict.fromkeys(field))
+        """Mean seconds of candidates, the fastest first."""
+        entering = list(dict.fromkeys(entering))
         times = {
             candidate: float(seconds.mean())
-            for candidate, seconds in self._simulated(field, share, least, most)
+            for candidate, seconds in self._simulated(entering, share, least, most)
         }
         # pieces that are not the usual ones have to gain something
         return dict(
@@ -414,16 +414,17 @@ class _Search:
         )
 
     def _simulated(
-        self, field: list[Candidate], share: float, least: int, most: int
+        self, entering: list[Candidate], share: float, least: int, most: int
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
         """Seconds of as many rounds as such a share of a second has time for."""
-        cost = len(field) * (1.5e-4 + 1e-7 * self.ranks)
+        cost = len(entering) * (1.5e-4 + 1e-7 * self.ranks)
         if self.ranks > 2000 and least < most:  # whose rounds differ less
             least = max(least * 2000 // self.ranks, least // 3)
         rounds = min(max(int(share / cost), least), most)
         start, self.done = self.done, self.done + share / sum(_SHARES)
-        for number, candidate in enumerate(field):
-            self.progress(min(1.0, start + (self.done - start) * number / len(field)))
+        for number, candidate in enumerate(entering):
+            part = number / len(entering)
+            self.progress(min(1.0, start + (self.done - start) * part))
             outcome = simulate(
                 candidate.layout(self.ranks),
                 dataclasses.replace(self.network, piece=candidate.piece),

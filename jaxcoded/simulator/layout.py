@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
+from jaxcoded.plan.parent_code import largest_coded_sets
 from jaxcoded.plan.tree import balanced_parents
 
 
@@ -158,7 +159,7 @@ class Layout:
         for layer in reversed(it.layers[:-1]):
             inner = np.arange(layer.start, layer.stop)[counts[layer] > 0]
             below = it.of_children(capacity, inner, np.inf)
-            coded[inner] = _largest_coded_sets(below, counts[inner], (s + m)[inner])
+            coded[inner] = largest_coded_sets(below, counts[inner], (s + m)[inner])
             it._repeat(inner, below, coded[inner], s, m)
             capacity[inner] += coded[inner]
         given = np.zeros(size)
@@ -208,21 +209,3 @@ class Layout:
         there = columns < counts[:, None]
         index = np.where(there, self.first[parents][:, None] + columns, 0)
         return np.where(there, values[index], missing)
-
-
-def _largest_coded_sets(
-    capacities: np.ndarray, counts: np.ndarray, holders: np.ndarray
-) -> np.ndarray:
-    """`jaxcoded.plan.parent_code.largest_coded_set` of each row, of which only so many count."""
-    ordered = np.sort(capacities, axis=1)
-    ordered[np.isinf(ordered)] = 0.0
-    total = np.cumsum(ordered, axis=1)
-    best = np.full(len(counts), np.inf)
-    rows = np.arange(len(counts))
-    holders = np.minimum(holders, counts)
-    for left_out in range(int(holders.max())):
-        fits = left_out < holders
-        kept = np.where(fits, counts - left_out - 1, 0)
-        value = total[rows, kept] / np.maximum(holders - left_out, 1)
-        best = np.where(fits, np.minimum(best, value), best)
-    return best

@@ -159,8 +159,8 @@ class Mpi4jax(Transport):
             raise GroupMismatch(
                 f"ranks called different things in the same round; {said}"
             )
-        if erased is not None and (refusal := self._plan.refusal(erased)):
-            raise TooManyErasures(refusal)
+        if erased is not None and (why_not := self._plan.why_not(erased)):
+            raise TooManyErasures(why_not)
 
 
 # Compiled code holds the index, not the transport.

@@ -777,7 +777,7 @@ def tolerated(plan, rng):
     out = set()
     for rank in range(plan.size):
         children = plan.coded_children(rank)
-        out.update(rng.sample(children, rng.randint(0, plan.tolerates(rank))))
+        out.update(rng.sample(children, rng.randint(0, plan.tolerance(rank))))
     return out
 
 

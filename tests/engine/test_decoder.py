@@ -238,7 +238,7 @@ def test_erasures_mean_the_same_as_to_the_plan(seed):
     for plan, erasures in planned():
         erased = rng.random(plan.size) < rng.choice([0.1, 0.3, 0.6])
         erased[plan.root] &= rng.random() < 0.3
-        words = plan.refusal(erased)
+        words = plan.why_not(erased)
         expected = words and f"TooManyErasures: {words}"
         for _ in range(2):
             assert erasures.refusal(erased.tolist()) == expected

@@ -78,7 +78,7 @@ def test_one_set_of_children_for_all_of_a_sum(seed):
     ]
     world = random_world(plan, ROUNDS, rng, script=script)
     children = plan.coded_children(plan.root)
-    most = plan.tolerates(plan.root)
+    most = plan.tolerance(plan.root)
     while not all(node.next_round() > ROUNDS for node in world.nodes):
         # stops and goes of as many children as may be missing, with those below
         world.frozen.clear()

@@ -33,7 +33,7 @@ SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Probed(Call):
-    """A sum over the cells of a plan, that brings its coefficients along: the last
+    """A sum over the atoms of a plan, that brings its coefficients along: the last
     segment is a probe."""
 
     plan: object = None
@@ -58,7 +58,7 @@ class Probed(Call):
         return out
 
     def coefficients(self, probe):
-        """Of each cell ``(slices of the result, slices of the gradient, cells)``."""
+        """Of each atom ``(slices of the result, slices of the gradient, atoms)``."""
         fine = self.plan.padding_multiple
         return probe.reshape(fine, -1, fine).transpose(0, 2, 1)
 

@@ -204,7 +204,9 @@ def test_shares_in_the_large():
     """Before rounding, every worker of a regular tree computes exactly r of the batch."""
     plan = PLANS["regular"]
     for rank in range(1, plan.size):
-        assert plan.given[rank] / plan.capacities[rank] * plan.load == Fraction(4, 15)
+        assert plan.assigned[rank] / plan.capacities[rank] * plan.load == Fraction(
+            4, 15
+        )
 
 
 @pytest.mark.parametrize("batch", [0, -1, 2.0, "8", True, None])

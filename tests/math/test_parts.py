@@ -1,4 +1,4 @@
-"""Codes with several messages per child, in turn; the tree with them; cells and probes."""
+"""Codes with several messages per child, in turn; the tree with them; atoms and probes."""
 
 import itertools
 from fractions import Fraction
@@ -180,8 +180,8 @@ def test_cells(plan):
         indices, coefficients = shares(plan, rank, batch)
         dense = np.zeros((batch, *coefficients.shape[1:]))
         dense[indices] = coefficients
-        cell = np.searchsorted(ends, (np.arange(batch) + 0.5) / batch)
-        expected = atoms.coefficients(plan, rank)[np.minimum(cell, len(sizes) - 1)]
+        atom = np.searchsorted(ends, (np.arange(batch) + 0.5) / batch)
+        expected = atoms.coefficients(plan, rank)[np.minimum(atom, len(sizes) - 1)]
         # whole examples are not cut
         wrong = (np.abs(dense - expected) > 1e-12).any(axis=(1, 2)).mean()
         assert wrong <= 2 * plan.size * len(sizes) / batch
@@ -206,8 +206,8 @@ def test_probes(plan):
 @pytest.mark.parametrize("batch", [23, 1000])
 @pytest.mark.parametrize("speeds", [None, [1, 1, 4, 2, 1, 3]])
 def test_residual_of_a_batch(batch, speeds):
-    """Cells count by their size. They are those of a batch that can be cut anywhere:
-    examples that are not of their cell make the difference."""
+    """Atoms count by their size. They are those of a batch that can be cut anywhere:
+    examples that are not of their atom make the difference."""
     plan = make_plan(6, stragglers=1, speeds=speeds, fanout=5)
     lost = set(plan.coded_children(plan.root)[1:4])
     sizes = atoms.sizes(plan)
@@ -220,13 +220,13 @@ def test_residual_of_a_batch(batch, speeds):
     unweighted = np.sqrt(np.mean((ideal - exact) ** 2))
     assert (abs(residual - unweighted) > 1e-3) == (speeds is not None)
 
-    cell = np.searchsorted(np.cumsum(sizes)[:-1], (np.arange(batch) + 0.5) / batch)
+    atom = np.searchsorted(np.cumsum(sizes)[:-1], (np.arange(batch) + 0.5) / batch)
     own, moved = [], np.zeros(batch, bool)
     for rank in range(plan.size):
         indices, coefficients = shares(plan, rank, batch)
         own.append(np.zeros((1, batch)))
         own[-1][0, indices] = coefficients[:, 0, 0]
-        moved |= own[-1][0] != atoms.coefficients(plan, rank)[cell, 0, 0]
+        moved |= own[-1][0] != atoms.coefficients(plan, rank)[atom, 0, 0]
     wrong = (tree_sum(plan, own, lost) - 1) ** 2
     worst = max(wrong.max(), ((ideal - exact) ** 2).max())
     bound = (moved.mean() + len(sizes) / batch) * worst

@@ -45,7 +45,7 @@ def test_loads_of_regular_trees(n, L, s, load):
     assert plan.parents == tuple(paper_parents(regular_size(n, L), n))
     assert plan.load == Fraction(load)
     assert all(
-        plan.tolerates(rank) == s
+        plan.tolerance(rank) == s
         for rank in range(plan.size)
         if plan.tree.children[rank]
     )
@@ -65,7 +65,7 @@ def test_loads_of_truncated_trees(size, n, s, load):
     plan = make_plan(size, stragglers=s, parents=paper_parents(size, n))
     assert plan.load == Fraction(load)
     for rank, children in enumerate(plan.tree.children):
-        assert plan.tolerates(rank) == max(0, min(s, len(children) - 1))
+        assert plan.tolerance(rank) == max(0, min(s, len(children) - 1))
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ def test_capacities_of_any_tree(tree, root_computes):
             coded = plan.capacities[rank] - own
             m = min(tree["slices"], len(children))
             s = min(tree["stragglers"], len(children) - m)
-            assert (plan.tolerates(rank), plan.codings[rank].code.m) == (s, m)
+            assert (plan.tolerance(rank), plan.codings[rank].code.m) == (s, m)
             assert (
                 sum(min(capacity[child], coded) for child in children)
                 == (s + m) * coded
             )
             capacity[rank] += coded
     assert plan.load == 1 / capacity[plan.root]
-    assert all(given_ <= capacity[rank] for rank, given_ in enumerate(plan.given))
+    assert all(part <= capacity[rank] for rank, part in enumerate(plan.assigned))
 
 
 @bounded
@@ -140,12 +140,12 @@ def test_capacities_of_any_tree(tree, root_computes):
 def test_any_number_of_ranks_from_two_more_than_the_stragglers(s, more):
     plan = make_plan(s + more, stragglers=s)
     assert plan.size == s + more
-    assert plan.tolerates(plan.root) == s
+    assert plan.tolerance(plan.root) == s
 
 
 def test_one_rank_computes_everything():
     plan = make_plan(1)
-    assert (plan.load, plan.root, plan.tree.depth, plan.tolerates(0)) == (1, 0, 0, 0)
+    assert (plan.load, plan.root, plan.tree.depth, plan.tolerance(0)) == (1, 0, 0, 0)
     assert plan.speed(0) == 1 and plan.amplification == 1
 
 
@@ -357,8 +357,10 @@ def test_description_states_amplification_and_message_sizes():
 
 def test_description_states_reduced_parents():
     text = make_plan(8, parents=paper_parents(8, 3)).describe()
-    assert "rank 2 has 1 child and keeps s = 0, m = 1 instead of s = 1, m = 1" in text
-    assert [row["may-miss"] for row in columns(text)] == ["1", "0…1", "–"]
+    assert (
+        "rank 2 has 1 child: its code has s = 0, m = 1 instead of s = 1, m = 1" in text
+    )
+    assert [row["tolerance"] for row in columns(text)] == ["1", "0…1", "–"]
     assert [row["s/n"] for row in columns(text)] == ["0.33", "0.00…0.33", "–"]
 
 
@@ -371,14 +373,14 @@ def test_speeds_as_an_array(dtype):
     assert make_plan(4, speeds=np.ones(4)) == make_plan(4)
 
 
-def test_description_states_spare_capacity():
+def test_description_states_unused_capacity():
     plan = make_plan(
         7, parents=[-1, 0, 0, 1, 1, 1, 1]
     )  # 1 could take 3 times as much as 2
     root, inner, leaves = columns(plan.describe())
     assert plan.load == 1
     assert (inner["load"], leaves["load"]) == ("1/3…1", "1/3")
-    assert (root["spare"], inner["spare"], leaves["spare"]) == ("0", "0…2", "2/3")
+    assert (root["unused"], inner["unused"], leaves["unused"]) == ("0", "0…2", "2/3")
 
 
 def test_description_of_a_root_with_data_and_of_one_rank():

@@ -14,7 +14,7 @@ import jaxcoded
 from jaxcoded import _parse
 from jaxcoded.cli.main import main
 from jaxcoded.planner import search
-from jaxcoded.planner.candidates import Candidate, candidates, hopeless
+from jaxcoded.planner.candidates import Candidate, candidates, exceeds
 from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 LIGHT = "exponential(work=0.1)"
@@ -71,15 +71,17 @@ def exhaustive(cluster):
     """The least mean of all variants of all candidates of which there are plans; the best of
     them with more rounds."""
     ranks, _, payload, *_ = cluster
-    field = {v for c in candidates(ranks) for v in c.variants(payload)}
-    field = [
-        v for v in field if not v.coded or not hopeless(v.layout(ranks), v, 1000.0)
+    entering = {v for c in candidates(ranks) for v in c.variants(payload)}
+    entering = [
+        v for v in entering if not v.coded or not exceeds(v.layout(ranks), v, 1000.0)
     ]
     for rounds, most in ((16, 60), (200, 8)):
-        field.sort(key=lambda v: measured(cluster, v, rounds))
-        good = (v for v in field if accepted(ranks, v))
-        field = list(itertools.islice(good, most))
-    return min((measured(cluster, v, ROUNDS), n, v) for n, v in enumerate(field))[::2]
+        entering.sort(key=lambda v: measured(cluster, v, rounds))
+        good = (v for v in entering if accepted(ranks, v))
+        entering = list(itertools.islice(good, most))
+    return min((measured(cluster, v, ROUNDS), n, v) for n, v in enumerate(entering))[
+        ::2
+    ]
 
 
 def gap(cluster):
@@ -318,7 +320,7 @@ def test_table(capsys):
     assert said.startswith("code: ")
     made = eval(python, {"jaxcoded": _Recorded, "comm": None})
     made.pop("piece_bytes")
-    assert jaxcoded.make_plan(7, **made).tolerates(0) == 1
+    assert jaxcoded.make_plan(7, **made).tolerance(0) == 1
 
 
 class _Recorded:

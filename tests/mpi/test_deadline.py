@@ -101,7 +101,7 @@ def test_approximate(comm, code):
     with opened(comm, SECONDS, "approximate", code=code) as group:
         plan, late = group.plan, too_late(group)
         count = len(atoms.sizes(plan))
-        # each rank's coefficients of the cells: the sum is that of all cells
+        # each rank's coefficients of the atoms: the sum is that of all atoms
         mine = atoms.coefficients(plan, RANK)[:, 0, 0]
         call = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group, residual=True))
         mine = jnp.asarray(mine)

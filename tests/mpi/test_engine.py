@@ -237,7 +237,7 @@ def needed_with(plan, rank):
     for other in plan.tree.children[plan.tree.parents[rank]]:
         mask = np.arange(plan.size) == other
         both = mask | (np.arange(plan.size) == rank)
-        if other != rank and not plan.refusal(mask) and plan.refusal(both):
+        if other != rank and not plan.why_not(mask) and plan.why_not(both):
             return mask
     raise AssertionError
 

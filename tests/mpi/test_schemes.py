@@ -173,7 +173,7 @@ def sum_by_hand(plan, gradients, mask):
 
 
 def residual_by_hand(plan, mask):
-    """From a batch so fine that cells are whole numbers of examples."""
+    """From a batch so fine that atoms are whole numbers of examples."""
     fine = plan.padding_multiple
     batch = 5040
     own = []

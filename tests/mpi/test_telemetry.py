@@ -102,7 +102,7 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
             np.asarray(contribution(group, VECTOR)), group, skipped=group.lag() > 0
         )
     wait_for_all(comm)
-    time.sleep(1.1)  # paces are told once a second
+    time.sleep(1.1)  # step times are told once a second
     wait_for_all(comm)
     for _ in range(group.plan.tree.depth + 1):
         host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)

@@ -50,7 +50,7 @@ def by_hand(plan, network, payload, work, model, rounds, seed):
                 there[rank] = [called[rank]] * pieces_of(length)
                 continue
             below = payload / plan.slices_above[children[0]]
-            needs = len(children) - plan.tolerates(rank)
+            needs = len(children) - plan.tolerance(rank)
             offers = sorted((there[c][0] + network.latency, c) for c in children)[
                 :needs
             ]

@@ -1,0 +1,45 @@
+"""Numbers and tables as texts."""
+
+import math
+from collections.abc import Sequence
+
+
+def unit(largest: float) -> tuple[float, str]:
+    """In which seconds up to this many are short numbers: its length in seconds, and its
+    name."""
+    for size, name in ((1.0, "s"), (1e-3, "ms")):
+        if largest >= size:
+            return size, name
+    return 1e-6, "µs"
+
+
+def seconds(value: float, endless: str = "unknown") -> str:
+    """Seconds in three digits, with their unit.
+
+    Args:
+        value: seconds.
+        endless: what to say of those that are not finite.
+
+    Example:
+        >>> from jaxcoded import _format
+        >>> _format.seconds(0.01234), _format.seconds(float("inf"), "never")
+        ('12.3 ms', 'never')
+    """
+    if not math.isfinite(value):
+        return endless
+    if abs(value) < 1e-9:
+        return "0 s"
+    size, name = unit(abs(value))
+    return f"{value / size:.3g} {name}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the columns of all rows one below the other.
+
+    Example:
+        >>> from jaxcoded import _format
+        >>> _format.table([["rank", "load"], ["12", "0.5"]])
+        ['rank  load', '12    0.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
