@@ -276,7 +276,7 @@ def test_plans_are_those_of_the_seed(capsys):
     assert main([*asked, "--model", "bursty(factor=8)", "--seed", "3", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     made = eval(said["python"], {"jaxcoded": _Recorded, "comm": None})
-    made.pop("piece_bytes")
+    made.pop("options", None)
     assert made["seed"] == 3
     plan = jaxcoded.make_plan(38, **made)
     assert plan.amplification == said["best"]["amplification"]
@@ -319,11 +319,13 @@ def test_table(capsys):
     said, python = verdict.strip().splitlines()
     assert said.startswith("code: ")
     made = eval(python, {"jaxcoded": _Recorded, "comm": None})
-    made.pop("piece_bytes")
+    made.pop("options", None)
     assert jaxcoded.make_plan(7, **made).tolerance(0) == 1
 
 
 class _Recorded:
+    Options = dict
+
     @staticmethod
     def CodedGroup(comm, **arguments):
         return arguments
