@@ -1,9 +1,9 @@
-"""What can be learnt from a job's telemetry: who straggled, what coding saved, and what
-other plans would have done.
+"""What a job's telemetry shows: which ranks straggled, what coding saved, and how long
+other plans would have taken.
 
 A rank that is late is served from the history and tells its parent nothing of the rounds
-it missed, so a parent's record is silent on exactly those that matter. What is known
-nevertheless is worked out here: from when a child was heard of again, from the step
+it missed, so a parent's record lacks exactly those that matter. What is known all the same
+is computed here: from when a child was heard of again, from the step
 time that it told of itself, and from the files of other ranks, where they are at hand.
 """
 
@@ -20,7 +20,7 @@ from jaxcoded.simulator.stragglers import Measured, Stragglers
 
 # A rank that takes so many times as long as a round is late in most of them.
 _SLOW = 1.2
-# Real jobs were replayed within 15 % (benchmarks/README.md); what is farther off is said.
+# Replays of real jobs were within 15 % (benchmarks/README.md); the report says what is farther off.
 UNUSUAL = 1.15
 # A code costs, or gains, a factor of 1.2 to 1.6 (benchmarks/README.md): what is off by as much
 # cannot tell which plan is faster.
@@ -37,7 +37,7 @@ class Savings:
         coded: float64 ``(Q,)``, seconds from the result of the round before until the sum
             was complete.
         uncoded: float64 ``(Q,)``, seconds until the last child's message would have been
-            there; infinite from the round on in which a child fell silent for good.
+            there; infinite from the round on after which nothing came from a child.
         inferred: bool ``(Q,)``, whether the last child's time is not that of its message
             but what it usually takes.
     """
@@ -73,8 +73,8 @@ class Work:
 
     Attributes:
         rounds: int64 ``(Q,)``, their numbers.
-        seconds: float64 ``(Q, N)``; infinite from the round on in which a rank fell
-            silent for good.
+        seconds: float64 ``(Q, N)``; infinite from the round on after which nothing came from
+            a rank.
         source: what each rank's column is from: ``"file"`` of its own, ``"messages"`` to
             its parent, its ``"step time"`` alone, or ``"others"``, whose median is taken.
     """
@@ -112,7 +112,7 @@ def spans(seen: Telemetry) -> np.ndarray:
         float64 ``(R, C)``. NaN where that is not known: in rounds that a child began late
         or took the result of, and in the first one. Where a child was late, its time is
         that until it was heard of again, less the work for the round in which it was.
-        Infinite from the round on in which it fell silent for good.
+        Infinite from the round on after which nothing came from it.
 
     Example:
         >>> import jaxcoded
@@ -130,7 +130,7 @@ def spans(seen: Telemetry) -> np.ndarray:
         return out
     before = np.vstack([np.full(arrived.shape[1], np.nan), arrived[:-1]])
     on_time = before <= begun[:, None]
-    # a word that is the first one of a later round, too, came with that one
+    # a message that is the first one of a later round, too, came with that one
     own = arrived != np.vstack([arrived[1:], np.full(arrived.shape[1], np.nan)])
     known = on_time & ((arrived <= over[:, None]) | (own & ~np.isnan(arrived)))
     known &= ~np.isnan(seen.decided)[:, None]
@@ -149,7 +149,7 @@ def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
     Args:
         seen: the parent's telemetry.
         others: telemetry of other ranks of the job. That of a child without children
-            says what it took in rounds that it missed.
+            has the times of rounds that it missed.
 
     A round that a child missed counts with what the child usually takes. What the code
     costs, more work on every rank, is not charged here but by `compare`.
@@ -209,7 +209,7 @@ def step_seconds(seen: Telemetry) -> float:
 def work(files: Sequence[Telemetry]) -> Work:
     """What each rank took in each round of the first file.
 
-    A rank's own file says it best. Of others their parents know when messages came; those
+    A rank's own file is the best source. Parents know when messages came; those
     of a rank with children wait for these, too, so they are scaled to the step time that
     the rank told of itself. Ranks of which only the step time is known take as long in every
     round, and those of which nothing is known as long for their load as the median of the others.

@@ -10,8 +10,7 @@ COMMANDS = ("plan", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. What was asked for in vain is said in one
-    line."""
+    """Run a command; returns the exit status. An error is printed in one line."""
     parser = argparse.ArgumentParser(
         prog="jaxcoded", description="Coded collective operations for JAX over MPI."
     )

@@ -1,5 +1,5 @@
-"""How pictures look: colours that colour-blind readers can tell apart, quiet axes, one
-message each."""
+"""How pictures look: colours that colour-blind readers can tell apart, plain axes, one
+statement each."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxcoded._files import replacing
 
-# Okabe & Ito 2008, without the yellow that white paper swallows.
+# Okabe & Ito 2008, without the yellow, which is hard to see on white paper.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
 
@@ -47,7 +47,7 @@ def picture(
         **subplots: for ``matplotlib.pyplot.subplots``.
 
     Raises:
-        ImportError: matplotlib is not there. The message says how to get it.
+        ImportError: matplotlib is not installed. The message says how to install it.
     """
     try:
         import matplotlib as mpl
@@ -59,7 +59,7 @@ def picture(
         ) from None
     colours = cycler(color=COLOURS)
     with mpl.rc_context(_STYLE | {"axes.prop_cycle": colours}):
-        # not by pyplot: it keeps figures, and asks for a display
+        # not by pyplot, which stores figures and needs a display
         figure = Figure(figsize=size)
         axes = figure.subplots(rows, columns, **subplots)
         yield figure, axes

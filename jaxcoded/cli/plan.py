@@ -29,7 +29,7 @@ _LEGEND = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("--ranks", type=int, required=True, help="in the job")
     parser.add_argument(
         "--payload",

@@ -1,7 +1,7 @@
-"""Who straggled in a job, what coding saved, and what other plans would have done.
+"""Which ranks straggled in a job, what coding saved, and how long other plans would have taken.
 
 Reads what group.telemetry().save(FILE) wrote: the file of the root, and those of other
-ranks of the same job, the more the better. Says it in words and draws it.
+ranks of the same job, as many as there are. Prints a summary and draws pictures.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     parents = [seen for seen in files if len(seen.children)]
     for seen in parents or files[:1]:
         lines = seen.summary().splitlines()
-        # links are beside the point, and may be many
+        # links do not matter here, and may be many
         print(*(it for it in lines if not it.startswith("from rank ")), sep="\n")
     pictures = []
     for seen in parents:
@@ -108,7 +108,7 @@ def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
 
 
 def _replay_in_words(measured: float, replayed: float, off: float) -> str:
-    """How near the replay of the plan as it was comes, and what may be told from it."""
+    """How near the replay of the plan as it was comes, and what follows from it."""
     if not np.isfinite(measured):
         return "how long a round took is not known, nor how near its replay comes"
     text = f"a round took {seconds(measured)}; replayed with the same plan "

@@ -36,7 +36,7 @@ class Decoding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientCode:
-    """A gradient code: which child adds up what, and how the parent gets the sum back.
+    """A gradient code: which gradients each child adds up, and how the parent rebuilds the sum.
 
     A parent needs ``Σ_j g_j`` of ``k`` partition gradients with ``q`` numbers each.
     Each ``g_j`` is cut into ``m`` slices of ``q/m`` numbers, and child ``i`` of ``n``

@@ -20,7 +20,7 @@ EXACT = (
     "progressive",
     "adaptive",
 )
-# Whatever the slices, they do without any children but one.
+# Whatever the slices, all children but one may be missing.
 APPROXIMATE = (
     "ignore_stragglers",
     "bernoulli",
@@ -51,7 +51,7 @@ def named(
         may tolerate more than ``s``.
 
     Raises:
-        ValueError: no such name or argument, the constructor refuses the arguments, or
+        ValueError: no such name or argument, the constructor rejects the arguments, or
             the code has another ``m`` or tolerates less than ``s``.
 
     Example:

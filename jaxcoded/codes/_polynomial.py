@@ -55,7 +55,7 @@ def polynomial(
     # partition j misses the children after it; those before it hold it
     roots = points[(np.arange(1, n - d + 1) + np.arange(n)[:, None]) % n]
     B = np.empty((n, n, m))
-    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+    with np.errstate(over="ignore", invalid="ignore"):  # an error below
         first = value = np.prod(points[:, None, None] - roots, axis=2)
         # coefficients, highest power first
         p = np.array([np.atleast_1d(np.poly(each)) for each in roots])

@@ -22,8 +22,8 @@ from jaxcoded.plan.tree import NO_PARENT, Tree, balanced_parents, default_fanout
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who holds which part of a batch, who sends what to whom, and how it is put
-    together again.
+    """Which rank holds which part of a batch, what it sends to its parent, and how
+    parents rebuild the sums.
 
     Made by `make_plan`; this constructor takes what a plan is defined by, everything
     else is derived from it. Equality and hash are by value. CodedReduce, Reisizadeh et
@@ -37,7 +37,7 @@ class Plan:
         slices: ``m`` asked for at every parent.
         code: the code asked for at every parent, ``"auto"`` or one of
             `codes.named`; or a tuple of such texts, one for each rank. Those of leaves
-            mean nothing.
+            are not used.
         root_computes: whether the root holds data.
         seed: of random codes.
         speeds: relative speed of each rank, the fastest 1; empty where all are equal.
@@ -241,9 +241,9 @@ class Plan:
         return coding.code.decode(answered).coefficients
 
     def missing(self, erased: Sequence[bool] | np.ndarray) -> np.ndarray:
-        """The ranks whose messages are not to be had without the erased ones: bool
-        ``(size,)``. Those are missing, and every parent that lacks too many children,
-        as it has no sum to send.
+        """The ranks whose messages are missing without the erased ones: bool ``(size,)``.
+        They are the erased ones, and every parent that lacks too many children, as it
+        has no sum to send.
 
         Args:
             erased: bool ``(size,)``.
@@ -265,8 +265,8 @@ class Plan:
         return missing
 
     def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
-        """The parents for want of whose sums the root has none without the erased
-        ranks, the root first; empty if the plan tolerates them.
+        """The parents that cannot rebuild their sums without the erased ranks, so that the
+        root has none, the root first; empty if the plan can do without these ranks.
 
         Args:
             erased: bool ``(size,)``.
@@ -460,12 +460,12 @@ def make_plan(
             root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
             parent that loses nobody and has one slice is uncoded if the text of its
             code has no arguments.
-        root_computes: whether rank 0 holds data too. It is the one rank whose work
-            nobody can replace.
+        root_computes: whether rank 0 holds data too. No other rank can
+            replace its work.
         seed: of random codes; equal seeds give equal plans.
         speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
-            the fastest. Every rank's load is in proportion, up to the bound that its
-            parent's whole set is: `Plan.describe` says where that bites. Default: all
+            the fastest. Every rank's load is in proportion, but no rank is assigned more
+            than its parent's whole set: `Plan.describe` says where that is so. Default: all
             equal.
         parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
 

@@ -1,4 +1,4 @@
-"""The plan of a group that is asked to find its own."""
+"""The plan of a group that plans itself."""
 
 import functools
 import json
@@ -109,7 +109,7 @@ def choose(
                     "piece": best.piece,
                     "words": _words(seen, seconds, ranking),
                 }
-            except Exception as error:  # noqa: BLE001  # the others wait for a word
+            except Exception as error:  # noqa: BLE001  # the others wait for an answer
                 answer = {"error": f"{type(error).__name__}: {error}"}
     answer = _broadcast(comm, answer)
     if "error" in answer:

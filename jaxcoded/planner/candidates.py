@@ -1,4 +1,4 @@
-"""What a planner has to choose from."""
+"""The trees and codes that the planner compares."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLICES = (1, 2, 4)
 _MOST_CHILDREN = 1024  # codes are matrices with a row for each child
 _MOST_DRAWN = (
-    64  # children of codes that are drawn at random, which takes time and digits
+    64  # children of codes that are drawn at random, which costs time and digits
 )
 
 
@@ -91,8 +91,8 @@ def candidates(ranks: int) -> list[Candidate]:
     """Trees and codes for so many ranks, and the ring; without their `variants`.
 
     Fan-outs are small numbers with many divisors, those of the smallest trees of each
-    depth, those that give all parents equal numbers of children, and the star. No parent has more than 1,024 children, and none that can do
-    without more than half of them.
+    depth, those that give all parents equal numbers of children, and the star. No parent has more than 1,024 children, or a
+    tolerance of more than half of them.
     """
     below = ranks - 1
     fitting = {fanout for fanout in _FANOUTS if fanout < below}

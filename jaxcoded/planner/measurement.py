@@ -61,7 +61,7 @@ def measured(
     times: list[float] = []
     try:
         jax.block_until_ready(compute())
-    except Exception as error:  # noqa: BLE001  # the others wait for a word
+    except Exception as error:  # noqa: BLE001  # the others wait for an answer
         failure = error
     wait(comm.Ibarrier())
     links = _links(comm)

@@ -19,12 +19,12 @@ _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
 _KEPT = 8  # coded candidates in the last rung
 _SHARES = (0.4, 0.4, 0.4, 1.5, 0.2)  # seconds for each rung, about
-_MOST_LEFT_OUT = 20_000  # ranks, beyond which it is not worked out what κ rules out
+_MOST_LEFT_OUT = 20_000  # ranks, beyond which codes that κ rules out are not compared
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a candidate would take.
+    """How long steps with a candidate would take.
 
     Attributes:
         candidate: of which.
@@ -140,7 +140,7 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """A sentence, and a second one if rounding stands in the way of a faster code."""
+        """A sentence, and a second one if rounding rules out a faster code."""
         it = self.left_out
         if it is None:
             return self._sentence
@@ -196,7 +196,7 @@ def best_plans(
 
     Candidates (`jaxcoded.planner.candidates`) run in the simulator on the same draws of the
     stragglers, few rounds at first and more for the best of them. ``docs/planning.md``
-    tells how, and what is not looked at.
+    tells how, and what is left out.
 
     Args:
         ranks: in the job, at least 2.

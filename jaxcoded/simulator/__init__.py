@@ -1,5 +1,5 @@
-"""What a job would take, without running it: the engine's rounds, for up to millions of
-ranks."""
+"""How long a job would take, without running it: the engine's rounds, for up to millions
+of ranks."""
 
 from jaxcoded.simulator.layout import Layout
 from jaxcoded.simulator.network import Network

@@ -64,8 +64,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
-        """That of a plan. Of codes whose decodable sets are no matter of numbers or
-        copies alone, any ``n − s`` children are taken to suffice.
+        """That of a plan. Where what is decodable does not depend on numbers or copies
+        alone, any ``n − s`` children are taken to suffice.
 
         Example:
             >>> import jaxcoded
@@ -180,7 +180,7 @@ class Layout:
         stragglers: np.ndarray,
         slices: np.ndarray,
     ) -> None:
-        """Note fractional repetition where it wastes no capacity of the children."""
+        """Enter fractional repetition where it leaves no capacity of the children unused."""
         s = stragglers[parents]
         fits = (slices[parents] == 1) & (s > 0) & (self.counts[parents] % (s + 1) == 0)
         for copies in np.unique(s[fits] + 1):
@@ -188,7 +188,7 @@ class Layout:
             table = capacities[some][:, : int(self.counts[parents[some]].max())]
             table = np.where(np.isinf(table), 0.0, table)
             table = np.pad(table, ((0, 0), (0, -table.shape[1] % copies)))
-            # neighbours are alike: subtrees come in the order of their sizes
+            # neighbours are alike: subtrees are in the order of their sizes
             classes = table.reshape(len(some), -1, copies)
             kept = classes.min(axis=2).sum(axis=1)
             chosen = parents[some[np.isclose(kept, coded[some], rtol=1e-12)]]

@@ -17,12 +17,11 @@ class Network:
         overhead: seconds of a processor for one message or piece.
         combine: bytes per second that a rank can add up.
         call: seconds that every call of a round takes apart from the protocol.
-        trips: messages one after the other until a piece has moved: 3 between hosts (it
-            can be had; I want it; here it is), 1 where a rank reads the memory of the
+        trips: messages one after the other until a piece has moved: 3 between hosts (an
+            offer, a request, the piece), 1 where a rank reads the memory of the
             other.
         piece: bytes in which the engine moves long messages.
-        inline: bytes up to which a message is sent along with the word that it can be
-            had.
+        inline: bytes up to which a message comes with its offer.
 
     Raises:
         ValueError: a number is negative, or a bandwidth or a piece is 0.

@@ -7,8 +7,8 @@ is decided before it calls it leaves its work out and takes the result. Ports se
 message at a time. A round is a few array operations per layer, so that millions of ranks
 take well under a second.
 
-What is left out: the bound of the history (a rank is never out of it), words and
-complaints, and that processors are shared by ranks.
+What is left out: the bound of the history (a rank is never out of it), control messages,
+and that processors are shared by ranks.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def simulate(
     seed: int = 0,
     fresh: bool = False,
 ) -> Outcome:
-    """What rounds of an all-reduce with computation before each would take.
+    """How long rounds of an all-reduce with computation before each would take.
 
     Args:
         layout: of the tree, see `Layout`; or a `Ring`.
@@ -79,8 +79,8 @@ def simulate(
         rounds: how many.
         seed: of the model.
         fresh: whether all ranks begin each round when the root has the result of the one
-            before, whatever they were doing, as in the papers' models: nobody is behind,
-            and the way down costs nothing.
+            before, whatever they were doing, as in the papers' models: no rank is behind,
+            and the way down takes no time.
 
     Raises:
         TypeError: ``layout`` is something else, such as a plan.
@@ -155,7 +155,7 @@ def _ring(
     delays: Iterator[Delays],
     rounds: int,
 ) -> Outcome:
-    """Everybody is done when the last one has gone round."""
+    """All ranks are done when the last message has gone round."""
     n = layout.size
     piece = payload / n
     step = network.latency + network.overhead
@@ -227,8 +227,8 @@ class _Parents:
         last: np.ndarray,
         used: np.ndarray,
     ) -> None:
-        """Enter when the first and the last piece of the sums of these are there, from
-        those of their children, and whom they take."""
+        """Enter when the first and the last piece of the sums of these parents are there,
+        from those of their children, and which children they use."""
         heard = first[self.children].reshape(-1, self.count) + self.latency
         if self.copies > 1:  # the first of each class
             classes = heard.reshape(len(heard), -1, self.copies)
@@ -323,7 +323,9 @@ class _Job:
         used = np.zeros(self.layout.size, bool)
         for parents in self.parents:
             parents.sum_up(called, first, last, used)
-        for layer in self.layout.layers[2:]:  # who is late takes those below it along
+        for layer in self.layout.layers[
+            2:
+        ]:  # a late rank leaves out those below it, too
             used[layer] &= used[self.layout.parents[layer]]
         return _Up(first, last, used)
 

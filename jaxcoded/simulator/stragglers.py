@@ -37,8 +37,8 @@ class Delays(NamedTuple):
     stopped: np.ndarray
 
     def time(self, work: np.ndarray | float) -> np.ndarray:
-        """Seconds until the ranks are done with so many seconds of work. Who has none
-        is late only if its process stands still."""
+        """Seconds until the ranks are done with so many seconds of work. A rank without
+        work is late only if its process stands still."""
         seconds = work * self.factor + self.seconds
         return np.where((np.asarray(work) > 0) | self.stopped, seconds, 0.0)
 
@@ -216,7 +216,7 @@ class Measured(Stragglers):
 
     Attributes:
         factors: float64 ``(rounds, ranks)``, what multiplies the work; infinite for a
-            rank that has died. Columns are dealt out again where there are more ranks.
+            rank that has died. Columns are used again where there are more ranks.
         seconds: the numbers are seconds to add, not factors.
 
     Raises:
@@ -254,8 +254,8 @@ class Trace(Stragglers):
 
     Attributes:
         path: a file of numbers, one line for each round and a column for each rank:
-            ``.npy``, or text with commas. Columns are dealt out again where there are
-            more ranks.
+            ``.npy``, or text with commas. Columns are used again where there are more
+            ranks.
         seconds: the numbers are seconds to add, not factors.
     """
 
