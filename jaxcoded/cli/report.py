@@ -214,7 +214,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
             f"Rank {seen.children[worst]} was too late for rank {seen.rank}'s sum in "
             f"{share[worst]:.0%} of {len(late)} rounds"
             if share[worst] > 0
-            else f"Nobody was too late for rank {seen.rank}'s sum in {len(late)} rounds",
+            else f"No child was too late for rank {seen.rank}'s sum in {len(late)} rounds",
             fontsize="medium",
         )
         _legend(
@@ -297,7 +297,7 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
         often, slow = order[-1], shown[np.argmin(np.where(known, speeds, 2)[shown])]
         title = f"Rank {often} was too late most often"
         if share[often] == 0:
-            title = "Nobody was too late"
+            title = "No rank was too late"
         if speeds[slow] < 1:
             title += "; it" if slow == often and share[often] else f"; rank {slow}"
             title += " is the slowest"

@@ -458,7 +458,7 @@ def make_plan(
             such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``, see
             `codes.named`, for every parent. Or one for each layer of parents, the
             root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
-            parent that loses nobody and has one slice is uncoded if the text of its
+            parent with a tolerance of 0 and one slice is uncoded if the text of its
             code has no arguments.
         root_computes: whether rank 0 holds data too. No other rank can
             replace its work.

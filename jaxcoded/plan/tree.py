@@ -142,7 +142,7 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
         (-1, 0, 0, 0, 1, 1, 2, 2)
     """
     below = size - 1
-    inner = -(-below // fanout)  # the fewest parents that can take everybody
+    inner = -(-below // fanout)  # the fewest parents that can take all
     if below >= inner * needed:
         counts = _even(below, inner)
     else:  # all but the last parent keep `needed`; the last takes what is left of that, below `needed`

@@ -19,7 +19,7 @@ _GAIN = 0.01  # less is no reason to code
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
 _KEPT = 8  # coded candidates in the last rung
 _SHARES = (0.4, 0.4, 0.4, 1.5, 0.2)  # seconds for each rung, about
-_MOST_LEFT_OUT = 20_000  # ranks, beyond which codes that κ rules out are not compared
+_MOST_LEFT_OUT = 20_000  # ranks; of more, codes that κ rules out are not compared
 
 
 @dataclasses.dataclass(frozen=True)

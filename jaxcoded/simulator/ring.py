@@ -12,7 +12,7 @@ class Ring:
     """All ranks in a circle, each with an equal part of the batch; ``N − 1`` steps sum the
     ``N`` pieces of the payload and ``N − 1`` steps hand them round.
 
-    Every step needs the neighbour's, so nobody is done before the last one has gone round:
+    Every step needs the neighbour's, so no rank is done before the last one has gone round:
     with equal links at ``2 (N − 1)`` steps after the last rank has begun.
 
     Attributes:
