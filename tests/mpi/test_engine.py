@@ -680,6 +680,38 @@ def test_other_threads_get_their_turn(comm, transport):
         assert len(seen) > 4, seen  # of 32 turns of the engine
 
 
+def test_a_snapshot_holds_up_no_other_thread(comm, transport):
+    state = np.ones(1 << 27, np.uint8)
+
+    def longest_look():
+        """Of another thread at the group, as a share of the time that a snapshot takes."""
+        over, looks = threading.Event(), []
+
+        def look():
+            while not over.is_set():
+                start = time.perf_counter()
+                group.transport.status()
+                looks.append(time.perf_counter() - start)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        wait_until(lambda: looks)
+        looks.clear()
+        start = time.perf_counter()
+        group.transport.keep_state(state)
+        seconds = time.perf_counter() - start
+        over.set()
+        looking.join()
+        return max(looks) / seconds
+
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        wait_for_all(comm)
+        if RANK == group.plan.root:
+            # other processes may hold up the thread
+            assert min(longest_look() for _ in range(5)) < 0.5
+        wait_for_all(comm)
+
+
 @several
 def test_an_interrupt_while_a_rank_waits(comm, transport):
     """Control-C is heard once the round is over, which goes on for all."""

@@ -213,6 +213,12 @@ void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& ch
   Engine::instance().replan(index, next, children, std::move(decoder), std::move(erasures));
 }
 
+State state_of(std::span<const std::byte> data) {
+  State out(data.size());
+  if (!data.empty()) std::memcpy(out.data(), data.data(), data.size());
+  return out;
+}
+
 // A call whose vectors lie on a GPU, as the handlers for XLA make it.
 DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
                        std::string words, bool begun, std::uint64_t skipped,
@@ -485,11 +491,11 @@ NB_MODULE(_engine, module) {
   // the end of the engine.
   module.def("next_overdue", [] { return Engine::instance().overdue().next(); }, Release());
   module.def("replan", &replan);
+  // Others have their turns while it is copied, and while the one before is freed.
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
-    Engine::instance().with(index, [&](Member& its) {
-      its.node->keep_state(its.next(),
-                           {reinterpret_cast<const std::byte*>(address), bytes});
-      return 0;
+    State state = state_of({reinterpret_cast<const std::byte*>(address), bytes});
+    state = Engine::instance().with(index, [&](Member& its) {
+      return its.node->keep_state(its.next(), std::move(state));
     });
   }, Release());
   // The newest snapshot of the nearest ancestor that has one, in `seconds`; its round, or 0.
@@ -502,15 +508,12 @@ NB_MODULE(_engine, module) {
     return engine.with(index, [](Member& its) { return its.node->state_round(); });
   }, Release());
   module.def("state", [](std::uint64_t index) {
-    std::vector<std::byte> copy;
+    State state;
     {
       const WithoutGil released;
-      copy = Engine::instance().with(index, [](Member& its) {
-        const auto state = its.node->state();
-        return std::vector<std::byte>(state.begin(), state.end());
-      });
+      state = Engine::instance().with(index, [](Member& its) { return its.node->state(); });
     }
-    return bytes_of(copy);
+    return bytes_of(state.all());
   });
   module.def("resume", [](std::uint64_t index) {
     Engine::instance().with(index, [](Member& its) { its.node->resume(); return 0; });
@@ -540,12 +543,12 @@ NB_MODULE(_engine, module) {
       .def("questions", [](LoneNode& self) { return self.node().decoder().questions(); })
       .def("desynchronized", [](LoneNode& self) { return self.node().desynchronized(); })
       .def("keep_state", [](LoneNode& self, Round round, nb::bytes state) {
-        self.node().keep_state(round, span_of(state));
+        self.node().keep_state(round, state_of(span_of(state)));
       })
       .def("ask_state", [](LoneNode& self) { self.node().ask_state(); })
       .def("state_round", [](LoneNode& self) { return self.node().state_round(); })
       .def("state_missing", [](LoneNode& self) { return self.node().state_missing(); })
-      .def("state", [](LoneNode& self) { return bytes_of(self.node().state()); })
+      .def("state", [](LoneNode& self) { return bytes_of(self.node().state().all()); })
       .def("resume", [](LoneNode& self) { self.node().resume(); })
       .def("leave", [](LoneNode& self, const std::string& failure) { self.node().leave(failure); },
            nb::arg("failure") = "")

@@ -361,17 +361,9 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     std::memcpy(entry->at[it.segment] + it.offset, data.data(), data.size());
     entry->here[piece] = true;
     asked_at_ = stuck_since_ = wire_.now();
-  } else if (fetched_state_.wanted && fetched_state_.round && from == fetched_state_.from &&
-             object.round == fetched_state_.number) {
-    if (data.empty()) {
-      fetched_state_.asked_ranks.erase(from);
-      return ask_next_state();
-    }
-    const Piece& it = fetched_state_.layout[piece];
-    std::memcpy(fetched_state_.buffer.data() + it.offset, data.data(), data.size());
-    fetched_state_.asked_at = wire_.now();
-    fetched_state_.fetched += !fetched_state_.here[piece];
-    fetched_state_.here[piece] = true;
+  } else if (recovery_) {
+    const auto progress = recovery_->arrived(from, object.round, piece, data, wire_.now());
+    if (progress == Recovery::Progress::gone) ask_next_state();
   }
 }
 
@@ -466,10 +458,7 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
     if (!entry || piece >= (entry->failed ? entry->remains : entry->ready)) return std::nullopt;
     return std::span<const std::byte>{entry->data(piece), entry->layout[piece].bytes};
   }
-  if (object.round != snapshot_) return std::nullopt;
-  if (piece >= state_layout_.size()) return std::nullopt;
-  const Piece& it = state_layout_[piece];
-  return std::span<const std::byte>{state_.data() + it.offset, it.bytes};
+  return snapshot_.read(object.round, piece);
 }
 
 }  // namespace jaxcoded

@@ -24,39 +24,12 @@
 #include "median.h"
 #include "message.h"
 #include "pool.h"
+#include "snapshots.h"
 #include "telemetry.h"
 #include "way_up.h"
+#include "wire.h"
 
 namespace jaxcoded {
-
-// What a node asks of the world.
-class Wire {
- public:
-  virtual ~Wire() = default;
-
-  // Messages to one rank arrive in the order in which they were sent, or never.
-  virtual void send(Rank to, const Message& message) = 0;
-
-  // Fetch a piece that `from` announced, which lies at `address` there.
-  //   done: it is at `to` now.
-  //   pending: `Node::arrived` will be called with it.
-  //   gone: `from` no longer has it.
-  enum class Fetch { done, pending, gone };
-  virtual Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
-                      std::byte* to, std::size_t bytes) = 0;
-
-  // The object that others may be fetching from here is about to change.
-  virtual void withdraw(Object::What what, Round first_valid) = 0;
-
-  // Messages to `to` of up to this many bytes carry their vectors with them.
-  virtual std::size_t inline_bytes(Rank to) const = 0;
-
-  // Whether fetching from this rank takes no time, as a rule.
-  virtual bool direct(Rank from) const = 0;
-
-  // Seconds, from any origin.
-  virtual double now() const = 0;
-};
 
 enum class Outcome { pending, done, failed, desynchronized };
 
@@ -131,12 +104,13 @@ class Node {
   Round frontier() const { return frontier_; }  // the first whose result is not here
 
   // Snapshots of the user's state, which rounds before `round` have made.
-  void keep_state(Round round, std::span<const std::byte> state);
+  // Returns the one before, whose memory may take a while to free.
+  State keep_state(Round round, State state);
   void ask_state();
   // The fetched snapshot, once it is there; its round, 0 while it is on its way.
-  Round state_round() const { return fetched_state_.complete ? fetched_state_.round : 0; }
-  bool state_missing() const { return fetched_state_.missing; }
-  std::span<const std::byte> state() const { return fetched_state_.data(); }
+  Round state_round() const { return recovery_ && recovery_->complete() ? recovery_->round() : 0; }
+  bool state_missing() const { return recovery_ && recovery_->missing(); }
+  State state() const { return recovery_ ? recovery_->state() : State(); }
   // Continue at the round of the fetched snapshot.
   void resume();
   bool desynchronized() const { return desynchronized_; }
@@ -170,7 +144,9 @@ class Node {
   // Of this rank and those below, where it is known.
   std::vector<Pace> paces() const;
   std::uint64_t history_bytes() const { return history_.bytes(); }
-  std::uint64_t memory_bytes() const { return pool_.used() + pool_.kept(); }
+  std::uint64_t memory_bytes() const {
+    return pool_.used() + pool_.kept() + snapshot_.bytes() + state().bytes();
+  }
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
 
  private:
@@ -221,24 +197,6 @@ class Node {
     std::vector<Segment> segments;
     std::vector<std::uint64_t> addresses;
     std::vector<std::byte> body;  // the result, or the error, if it came along
-  };
-  struct State {
-    Round round = 0;
-    Rank from = -1;
-    std::uint64_t number = 0;  // among those of `from`
-    std::uint64_t bytes = 0;
-    std::uint64_t address = 0;
-    Layout layout = {};
-    Buffer buffer = {};
-    std::vector<bool> here = {};  // pieces
-    std::uint32_t fetched = 0;    // so many of them
-    std::uint32_t asked = 0;
-    double wanted_since = 0;
-    double asked_at = 0;
-    std::set<Rank> asked_ranks = {};
-    std::set<Rank> without = {};  // that have no snapshot
-    bool wanted = false, complete = false, missing = false;
-    std::span<const std::byte> data() const { return {buffer.data(), bytes}; }
   };
 
   bool root() const { return family_.ancestors.empty(); }
@@ -414,11 +372,8 @@ class Node {
   std::map<std::uint64_t, std::string> words_;
   std::set<std::uint64_t> introduced_;  // to the parent
 
-  Round state_kept_ = 0;
-  std::uint64_t snapshot_ = 0;  // its number: those of one round, and of rounds called again, differ
-  Buffer state_;
-  Layout state_layout_{{{DType::bytes, 0}}, 1};
-  State fetched_state_;
+  Snapshot snapshot_;
+  std::optional<Recovery> recovery_;
   bool leaving_ = false, retired_ = false, said_bye_ = false;
   std::string failure_;       // why this rank left, if it should not have
   std::vector<Rank> closed_;  // ranks that have closed the group, here or below

@@ -1,0 +1,107 @@
+#include "snapshots.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "pool.h"
+
+namespace jaxcoded {
+
+State::State(std::uint64_t bytes) : bytes_(bytes) {
+  const std::uint64_t capacity = std::max<std::uint64_t>(bytes, 1);
+  memory_.reset(heap.allocate(capacity),
+                [capacity](std::byte* data) { heap.release(data, capacity); });
+}
+
+// --- Kept here ---
+
+State Snapshot::keep(Round round, State state, std::uint64_t piece_bytes) {
+  ++number_;
+  round_ = round;
+  layout_ = Layout({{DType::bytes, state.bytes()}}, piece_bytes);
+  return std::exchange(state_, std::move(state));
+}
+
+void Snapshot::describe(Message& message) const {
+  const std::uint64_t where[3] = {state_.bytes(), reinterpret_cast<std::uintptr_t>(state_.data()),
+                                  number_};
+  message.append(where, sizeof where);
+}
+
+std::optional<std::span<const std::byte>> Snapshot::read(std::uint64_t number,
+                                                         std::uint32_t piece) const {
+  if (number != number_ || piece >= layout_.size()) return std::nullopt;
+  return state_.all().subspan(layout_[piece].offset, layout_[piece].bytes);
+}
+
+// --- From above ---
+
+std::optional<Rank> Recovery::next(double now) {
+  round_ = 0;
+  heard_at_ = now;
+  for (const Rank rank : above_) {
+    if (asked_.insert(rank).second) return rank;
+  }
+  missing_ = without_.size() == above_.size();
+  return std::nullopt;
+}
+
+void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_bytes) {
+  const auto where = message.values<std::uint64_t>(0, 3);
+  if (where[0] > most_elements) throw Damaged();
+  from_ = from;
+  round_ = message.header.round;
+  state_ = State(where[0]);
+  address_ = where[1];
+  number_ = where[2];
+  layout_ = Layout({{DType::bytes, where[0]}}, piece_bytes);
+  here_.assign(layout_.size(), false);
+  fetched_ = wanted_ = 0;
+}
+
+bool Recovery::stuck(double now, double patience) {
+  if (now - heard_at_ <= patience) return false;
+  if (asked_.size() == above_.size()) asked_ = without_;
+  return true;
+}
+
+// A newer snapshot has taken its place.
+Recovery::Progress Recovery::gone() {
+  asked_.erase(from_);
+  return Progress::gone;
+}
+
+Recovery::Progress Recovery::fetch(Wire& wire, std::uint64_t bytes, std::uint32_t ahead) {
+  const bool direct = wire.direct(from_);
+  std::uint64_t taken = 0;
+  while (wanted_ < layout_.size() && taken < bytes && (direct || wanted_ < fetched_ + ahead)) {
+    const Piece& it = layout_[wanted_];
+    const Wire::Fetch fetch =
+        it.bytes == 0 ? Wire::Fetch::done
+                      : wire.fetch(from_, {Object::What::state, number_}, wanted_,
+                                   address_ + it.offset, state_.data() + it.offset, it.bytes);
+    if (fetch == Wire::Fetch::gone) return gone();
+    taken += it.bytes;
+    if (fetch == Wire::Fetch::done && !here_[wanted_]) {
+      here_[wanted_] = true;
+      ++fetched_;
+    }
+    ++wanted_;
+    heard_at_ = wire.now();
+  }
+  return direct && wanted_ < layout_.size() ? Progress::more : Progress::waits;
+}
+
+Recovery::Progress Recovery::arrived(Rank from, std::uint64_t number, std::uint32_t piece,
+                                     std::span<const std::byte> data, double now) {
+  if (complete() || !round_ || from != from_ || number != number_) return Progress::waits;
+  if (data.empty()) return gone();
+  std::memcpy(state_.data() + layout_[piece].offset, data.data(), data.size());
+  heard_at_ = now;
+  fetched_ += !here_[piece];
+  here_[piece] = true;
+  return Progress::waits;
+}
+
+}  // namespace jaxcoded

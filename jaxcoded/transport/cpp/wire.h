@@ -1,0 +1,38 @@
+// What a node asks of the world.
+#pragma once
+
+#include <cstddef>
+
+#include "message.h"
+
+namespace jaxcoded {
+
+class Wire {
+ public:
+  virtual ~Wire() = default;
+
+  // Messages to one rank arrive in the order in which they were sent, or never.
+  virtual void send(Rank to, const Message& message) = 0;
+
+  // Fetch a piece that `from` announced, which lies at `address` there.
+  //   done: it is at `to` now.
+  //   pending: `Node::arrived` will be called with it.
+  //   gone: `from` no longer has it.
+  enum class Fetch { done, pending, gone };
+  virtual Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
+                      std::byte* to, std::size_t bytes) = 0;
+
+  // The object that others may be fetching from here is about to change.
+  virtual void withdraw(Object::What what, Round first_valid) = 0;
+
+  // Messages to `to` of up to this many bytes carry their vectors with them.
+  virtual std::size_t inline_bytes(Rank to) const = 0;
+
+  // Whether fetching from this rank takes no time, as a rule.
+  virtual bool direct(Rank from) const = 0;
+
+  // Seconds, from any origin.
+  virtual double now() const = 0;
+};
+
+}  // namespace jaxcoded
