@@ -37,7 +37,8 @@ class DeadlineExceeded(CodedError):
 
 class InconsistentMessages(CodedError):
     """In a group with ``debug=True``: what the children of a parent have sent are not
-    coded sums of the same gradients."""
+    coded sums of the same gradients. In any group with the engine: the examples that
+    ``mean=True`` has counted are not those of the batch."""
 
 
 class Desynchronized(CodedError):

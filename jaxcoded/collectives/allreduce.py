@@ -298,10 +298,13 @@ def summed(
     token: jax.Array | None = None,
     begun: bool = False,
     transpose: bool = False,
+    apart: Sequence[str] = (),
+    examples: tuple[float, float] | None = None,
 ) -> Any:
     """`coded_allreduce` under a name; ``about`` is what else all ranks must agree on,
     ``skipped`` (int32, not 0) says that this rank has nothing to contribute, and
-    ``begun`` that ``tree`` is the last part of its message, see `begin`."""
+    ``begun`` that ``tree`` is the last part of its message, see `begin`; ``apart`` are
+    keys, see `Packing.apart`, and ``examples`` is for the `Trip`."""
     carrier, vectors, extras, token, packing = prepared(
         name,
         tree,
@@ -316,6 +319,8 @@ def summed(
         token=token,
         begun=begun,
         transpose=transpose,
+        apart=apart,
+        examples=examples,
     )
     out, token = carried(carrier, vectors, extras, group, token)
     total, *found = results(out, group, packing, mean, residual)
@@ -338,6 +343,8 @@ def prepared(
     token: jax.Array | None = None,
     begun: bool = False,
     transpose: bool = False,
+    apart: Sequence[str] = (),
+    examples: tuple[float, float] | None = None,
 ) -> tuple[TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing]:
     """The checked round of a coded sum, its vectors, extras and token, and the packing of
     what comes of it."""
@@ -346,7 +353,15 @@ def prepared(
         about += _checked_mean(mean)
         vectors, packing = _message(name, tree, group, wire_dtype, begun)
         trip = summing(
-            name, packing, group, about, down=down, residual=residual, token=token
+            name,
+            packing,
+            group,
+            about,
+            down=down,
+            residual=residual,
+            token=token,
+            apart=apart,
+            examples=examples,
         )
         if residual:
             vectors = (*vectors, _probe(group, vectors, -1 if begun else None))
@@ -403,6 +418,7 @@ def begin(
     residual: bool = False,
     skipped: jax.Array | None = None,
     token: jax.Array | None = None,
+    apart: Sequence[str] = (),
 ) -> jax.Array | None:
     """Send one part of this rank's message, ahead of the call of `summed` that ends the
     round. The parts but the last, in order.
@@ -412,7 +428,9 @@ def begin(
     """
     vectors, packing = _message(name, part, group, begun=True)
     vectors = converted(vectors, packing.wires)
-    trip = summing(name, packing, group, about, residual=residual, token=token)
+    trip = summing(
+        name, packing, group, about, residual=residual, token=token, apart=apart
+    )
     if residual:
         vectors = (*vectors, _probe(group, part.vectors, number))
     return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
@@ -456,6 +474,8 @@ def summing(
     down: bool = True,
     residual: bool = False,
     token: jax.Array | None = None,
+    apart: Sequence[str] = (),
+    examples: tuple[float, float] | None = None,
 ) -> Trip:
     """The round of a coded sum of leaves like these, ``about`` which all ranks must agree.
 
@@ -469,7 +489,8 @@ def summing(
     words = f"{name} of {packing}{about}"
     words += group.plan_words
     words += ", with its residual" * residual + _tokened(token)
-    return Trip(words, down=down)
+    runs = packing.apart(apart) if group.debug else ()
+    return Trip(words, down=down, apart=runs, examples=examples)
 
 
 def _tokened(token: jax.Array | None) -> str:

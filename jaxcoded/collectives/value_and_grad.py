@@ -16,6 +16,8 @@ from jaxcoded.transport.kernels import Encoded, accumulator, divided, encode_vec
 from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack
 
 _NAME = "coded_value_and_grad"
+# What the gradient is not to hide behind, where ranks look for mistakes.
+_APART = ("loss", "count")
 
 # How far the examples that were counted may be from their number: as a share of it; and the
 # roundings that add to those of one for each rank, amplified by the code.
@@ -54,8 +56,9 @@ def coded_value_and_grad(
             stacked over the chunks.
         mean: divide loss and gradient by the number of examples in the global batch. They
             are counted by the same code. Where the count is not this number the values
-            of some rank's weights have changed, and the sum is as wrong: loss and
-            gradient are NaN then, on all ranks. With an approximate code, or
+            of some rank's weights have changed, and the sum is as wrong: the round fails
+            with ``InconsistentMessages`` on all ranks; with the mpi4jax transport, or
+            under ``vmap``, loss and gradient may be NaN instead. With an approximate code, or
             ``on_deadline="approximate"``, divide by the weight that the examples have in
             the sum.
         residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
@@ -82,7 +85,7 @@ def coded_value_and_grad(
         of ``params`` that are not floating point (partition the model), ``ValueError``
         for weights of another plan or rank, and for shapes that do not fit, and what
         `coded_allreduce` raises; ``GroupMismatch`` also where ranks differ in the batch
-        size.
+        size, and ``InconsistentMessages`` as above.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -122,8 +125,10 @@ def coded_value_and_grad(
             if group.transport.can_lag:
                 lag, token = group.transport.lag(token)
                 behind = (lag > 0).astype(jnp.int32)
+            # with it, too, mistakes are found; and the scale of a loss that vanishes
+            counted = mean or (group.debug and not own_weights)
             partial = functools.partial(
-                _weighted, per_example_loss, has_aux, mean, params
+                _weighted, per_example_loss, has_aux, counted, params
             )
             parts = group.plan.parts_above[group.rank]
             ahead = group.transport.takes_parts and erasures is None and parts > 1
@@ -141,6 +146,7 @@ def coded_value_and_grad(
                         residual=residual,
                         skipped=behind,
                         token=token,
+                        apart=_APART,
                     )
                     lag, token = group.transport.lag(token)
                     return (lag > 0).astype(jnp.int32)
@@ -157,6 +163,10 @@ def coded_value_and_grad(
                 )
             else:
                 local, aux = partial(behind, batch, coding)
+            examples = None
+            if counted and not group.approximate:
+                assert isinstance(weights, Weights)  # one's own are not counted
+                examples = _examples(local, weights, group.plan)
         # the skipped gradient and its round are one: zeros can never enter a sum
         out = summed(
             _NAME,
@@ -169,6 +179,8 @@ def coded_value_and_grad(
             wire_dtype=wire_dtype,
             token=token,
             begun=ahead,
+            apart=_APART,
+            examples=examples,
         )
         reduced, *more = out if residual or token is not None else (out,)
         loss, grads = reduced["loss"], reduced["grads"]
@@ -177,8 +189,8 @@ def coded_value_and_grad(
             if group.approximate:  # of nothing that came the mean is 0, as the sum
                 count = jnp.where(count == 0, 1, count)
             else:
-                assert isinstance(weights, Weights)  # one's own have no mean
-                count = _checked_count(count, weights, group.plan)
+                assert examples is not None
+                count = _checked_count(count, examples, reduced, group.plan)
             loss, grads = divided((loss, grads), count)
         result = ((loss, aux) if has_aux else loss), grads, *more[:residual]
         return result if token is None else (result, more[-1])
@@ -317,17 +329,38 @@ def _encoded(
     return encoded([vector[-1] for vector in message], 1), aux, behind
 
 
-def _checked_count(count: jax.Array, weights: Weights, plan: Plan) -> jax.Array:
+def _examples(local: Any, weights: Weights, plan: Plan) -> tuple[float, float]:
+    """The number of examples that the ranks' counts add up to, and the share of it that
+    rounding explains."""
+    packing = local.packing if isinstance(local, Encoded) else Packing.of(local)
+    count = packing.dtypes[0]  # the first of the keys
+    eps = max(float(jnp.finfo(dtype).eps) for dtype in (count, weights.dtype))
+    rounding = (_ROUNDINGS + plan.size) * plan.amplification * eps
+    return float(weights.batch_size), max(_MISCOUNT, rounding)
+
+
+def _checked_count(
+    count: jax.Array, examples: tuple[float, float], reduced: Any, plan: Plan
+) -> jax.Array:
     """The number of examples if that is what was counted, to rounding; otherwise NaN.
 
-    NaN, since an error would be raised besides the order of the rounds: this rank's
-    program would end in the middle of sending the result on, or of the next round.
+    The engine makes an error of it, in the order of the rounds. Raised here, beside that
+    order, it would end this rank's program in the middle of sending the result on, or
+    of the next round.
     """
-    eps = max(float(jnp.finfo(x.dtype).eps) for x in (count, weights))
-    rounding = (_ROUNDINGS + plan.size) * plan.amplification * eps
-    number = jnp.asarray(weights.batch_size, count.dtype)
-    near = jnp.abs(count - number) <= max(_MISCOUNT, rounding) * number
-    return jnp.where(near, number, jnp.nan)
+    number, allowed = examples
+    off = jnp.abs(count - number)
+    near = off <= allowed * number
+    if plan.padding_multiple > 1:
+        # numbers of other slices lie upon it in the messages, and leave their rounding
+        def beside_others() -> jax.Array:
+            leaves = [x for x in jax.tree.leaves(reduced) if x.size]
+            largest = [jnp.max(jnp.abs(x)).astype(count.dtype) for x in leaves]
+            others = plan.padding_multiple * jnp.max(jnp.stack(largest))
+            return off <= allowed * (number + others)
+
+        near = jax.lax.cond(near, lambda: jnp.array(True), beside_others)
+    return jnp.where(near, jnp.asarray(number, count.dtype), jnp.nan)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

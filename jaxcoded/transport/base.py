@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxcoded.plan import Plan
+from jaxcoded.transport.packing import Apart
 
 # In the words of a round that carries several payloads, before the list of their numbers.
 BATCHED = ", batched "
@@ -22,11 +23,17 @@ class Trip:
         words: collective, shapes and dtypes; equal on ranks that call the same.
         up: the ranks' vectors are summed; otherwise the root's are told.
         down: every rank gets the result; otherwise the root alone, zeros elsewhere.
+        apart: in a group that looks for mistakes, what is not compared with the rest.
+        examples: what the first number of the sum should be, as far as it is known, and
+            the share of it that rounding explains. Transports may look at it: a round
+            in which it is another one is an error on all ranks then.
     """
 
     words: str
     up: bool = True
     down: bool = True
+    apart: tuple[Apart, ...] = ()
+    examples: tuple[float, float] | None = None
 
 
 class Transport(abc.ABC):

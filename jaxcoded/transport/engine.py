@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from jaxcoded.transport.base import BATCHED as _BATCHED
 from jaxcoded.transport.base import Transport, Trip
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
+from jaxcoded.transport.packing import Apart
 
 _why_missing = ""
 try:
@@ -196,6 +198,8 @@ class Engine(Transport):
             begun=int(begun),
             skips=int(skipped is not None),
             erases=int(erased is not None),
+            apart=_stacked(trip.apart, vectors, plan.encoded),
+            examples=trip.examples or (),
         )
         return [
             jnp.moveaxis(o, 0, -1) if v is not vector else o
@@ -224,6 +228,7 @@ class Engine(Transport):
             number=number,
             slices=self._plan.slices_above[self._rank],
             skips=len(extras),
+            apart=_flat(trip.apart),
         )[1]
 
     def start(
@@ -248,6 +253,7 @@ class Engine(Transport):
             slices=plan.slices_above[rank],
             skips=int(skipped is not None),
             erases=int(erased is not None),
+            apart=_flat(trip.apart),
         )
         return number, token
 
@@ -480,6 +486,29 @@ def _fingerprint(words: str) -> int:
     return int.from_bytes(digest[:8], signed=True)
 
 
+def _flat(apart: Sequence[Apart]) -> tuple[int, ...]:
+    return tuple(number for each in apart for number in each)
+
+
+def _stacked(
+    apart: Sequence[Apart], vectors: Sequence[jax.Array], encoded: bool
+) -> tuple[int, ...]:
+    """The same in vectors that are stacked: one after the other, or, `encoded`, behind
+    their own axis."""
+    out = []
+    for vector, first, count, kind in apart:
+        *batch, length = vectors[vector].shape
+        number = math.prod(batch)
+        if encoded:
+            out.append(Apart(vector, first * number, count * number, kind))
+        else:
+            out += [
+                Apart(vector, first + each * length, count, kind)
+                for each in range(number)
+            ]
+    return _flat(out)
+
+
 def _vector(array: np.ndarray) -> tuple[int, int, int]:
     code = _DTYPES.get(array.dtype.name, _BYTES)
     return code, array.size if code else array.nbytes, array.ctypes.data
@@ -536,7 +565,7 @@ def _bind(
     operands: Sequence[jax.Array],
     results: Sequence[ShapedArray],
     token: jax.Array | None,
-    **attributes: int | str,
+    **attributes: int | str | tuple[int, ...] | tuple[float, ...],
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Call the engine, in the order of the rounds or of the token."""
     tokens = [] if token is None else [token]
@@ -560,14 +589,17 @@ def _abstract_eval(
     return list(results), {primitive.ORDER}
 
 
+def _attribute(name: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return np.array(value, np.float64 if name == "examples" else np.int64)
+    return np.int64(value) if isinstance(value, int) else value
+
+
 def _lowering(
     ctx: Any, *operands: Any, target: str, results: Any, tokened: bool, attributes: Any
 ) -> Any:
     one_device.check(ctx)
-    numbers = {
-        name: np.int64(value) if isinstance(value, int) else value
-        for name, value in attributes
-    }
+    numbers = {name: _attribute(name, value) for name, value in attributes}
 
     def lower(ctx: Any, *operands: Any) -> Any:
         """With what gives the order in front of the operands and the results."""
@@ -629,6 +661,8 @@ def _batch(
     batch = [size, *json.loads(inner or "[]")]
     values["words"] = f"{words}{_BATCHED}{batch}"
     values["fingerprint"] = _fingerprint(values["words"])
+    runs = np.reshape(values["apart"], (-1, 4)) * [1, size, size, 1]
+    values["apart"] = tuple(runs.astype(int).reshape(-1).tolist())
     out = call_p.bind(
         *operands[:skips],
         *vectors,

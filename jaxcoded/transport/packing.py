@@ -20,6 +20,23 @@ _MANY, _SMALL = 32, 64 << 10
 _WIRE_DTYPES = ("bfloat16", "float16")
 
 
+class Apart(NamedTuple):
+    """A run of elements that is not compared with the rest of its vector, where ranks look
+    for mistakes: gradients are small beside a large loss.
+
+    Attributes:
+        vector: its index.
+        first, length: the elements.
+        kind: runs of one kind are compared together; of kind 0 together with the rest
+            of the vector.
+    """
+
+    vector: int
+    first: int
+    length: int
+    kind: int
+
+
 class Kind(NamedTuple):
     """What the leaves of one vector have in common.
 
@@ -102,6 +119,28 @@ class Packing:
         for shape, kind in zip(self.shapes, self.kinds):
             lengths[kind] = lengths.get(kind, 0) + math.prod(shape)
         return {kind: length for kind, length in lengths.items() if length}
+
+    def apart(self, keys: Sequence[str] = ()) -> tuple[Apart, ...]:
+        """The numbers among the leaves, those of no axes, as of kind 0: what they are,
+        losses or gradients, nobody knows. Or, of a dict of which something is known, what
+        is at these keys, each a kind of its own."""
+        places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
+        paths = jax.tree_util.tree_leaves_with_path(places)
+        vectors = list(self.vectors)
+        ends = dict.fromkeys(vectors, 0)
+        out = []
+        for (path, _), shape, kind in zip(paths, self.shapes, self.kinds):
+            count = math.prod(shape)
+            if not count:
+                continue
+            first = ends[kind]
+            ends[kind] += count
+            if not keys and not shape:
+                out.append(Apart(vectors.index(kind), first, count, 0))
+            elif keys and path[0].key in keys:
+                number = 1 + keys.index(path[0].key)
+                out.append(Apart(vectors.index(kind), first, count, number))
+        return tuple(out)
 
     @property
     def wires(self) -> tuple[np.dtype, ...]:

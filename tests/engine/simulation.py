@@ -70,6 +70,9 @@ class Call:
         kind: ``"allreduce"``, ``"reduce"`` or ``"broadcast"``.
         refusal: why it must fail.
         erased: ranks that are left out.
+        apart: vector, first element, length and kind of what is compared apart.
+        examples: what the first number of the sum should be, and the share that it may be
+            off.
     """
 
     segments: tuple[tuple[str, int], ...]
@@ -77,6 +80,8 @@ class Call:
     kind: str = "allreduce"
     refusal: str = ""
     erased: frozenset[int] = frozenset()
+    apart: tuple[tuple[int, int, int, int], ...] = ()
+    examples: tuple[float, float] = (0.0, 0.0)
 
     @property
     def words(self):
@@ -464,6 +469,8 @@ class World:
             vectors(own),
             vectors(out),
             known,
+            call.apart,
+            call.examples,
         )
         self.check_end(rank)
 

@@ -2,6 +2,7 @@
 messages that do not fit are found before anybody gets their sum."""
 
 import dataclasses
+import functools
 import random
 
 import numpy as np
@@ -159,6 +160,119 @@ def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
                 assert named == f" {culprit} has", text
             else:
                 assert str(culprit) in named and named.startswith("s "), text
+
+
+@dataclasses.dataclass(frozen=True)
+class Small(Call):
+    """A sum of numbers that are small beside the first one, which some ranks get wrong."""
+
+    size: float = 1e-6
+    culprits: tuple[int, ...] = ()
+    noise: float = 0.0
+
+    def own(self, plan, rank):
+        small = [np.arange(count) > 0 for _, count in self.segments]
+        gradients = [
+            np.where(mask, self.size * g, np.abs(g)).astype(g.dtype)
+            for g, mask in zip(self.gradients, small)
+        ]
+        its = Call(self.segments, self.seed)
+        its.__dict__["gradients"] = gradients
+        vectors = its.own(plan, rank)
+        rng = np.random.default_rng([self.seed, rank])
+        wrong = 1.19 if rank in self.culprits else 1.0
+        for i, v in enumerate(vectors):
+            noise = self.noise * rng.standard_normal(len(v))
+            noise[0] = 0
+            scale = np.where(np.arange(len(v)) > 0, wrong, 1.0)
+            vectors[i] = (scale * v + noise).astype(v.dtype)
+        return vectors
+
+    def check(self, plan, rank, vectors):
+        pass
+
+    def check_message(self, plan, rank, segment, first, actual):
+        return True
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize(("code", "children", "stragglers", "found"), CODES)
+def test_small_numbers_are_compared(code, children, stragglers, found, kind):
+    slices = 2 if code == "polynomial" else 1
+    plan = make_plan(
+        children + 1, fanout=children, stragglers=stragglers, code=code, slices=slices
+    )
+    segments = (("float32", 24 * plan.padding_multiple),)
+    for apart, outcome in [(((0, 0, 1, kind),), FAILED), ((), 1)]:
+        wrong = Small(segments, 5, size=1e-3, culprits=(2,), apart=apart)
+        world = random_world(plan, 0, random.Random(4), script=[wrong], debug=True)
+        run(world, 300)
+        assert [ends[1].outcome for ends in world.ends] == [outcome] * plan.size
+
+
+@pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
+def test_what_is_rounding_alone_is_no_mistake(code):
+    """Beside all that travels with it, or beside what did in an earlier round."""
+    plan = make_plan(6, fanout=5, stragglers=2 if "cyclic" in code else 4, code=code)
+    segments, apart = (("float32", 40),), ((0, 0, 1, 1),)
+    script = [Small(segments, 5, size=1e-9, noise=1e-7, apart=apart)]
+    world = random_world(plan, 0, random.Random(4), script=script, debug=True)
+    run(world, 300)
+    assert [ends[1].outcome for ends in world.ends] == [1] * plan.size
+
+    class OneCall(Call):
+        words = "a loss"
+        fingerprint = 77
+
+        def own(self, plan, rank):
+            rng = np.random.default_rng(rank)
+            own = super().own(plan, rank)
+            return [
+                (v + 1e-7 * rng.standard_normal(len(v))).astype(v.dtype) for v in own
+            ]
+
+        @functools.cached_property
+        def gradients(self):
+            return [np.float32(10.0**-self.seed) * g for g in Call.gradients.func(self)]
+
+        def check_message(self, plan, rank, segment, first, actual):
+            return True
+
+        def check(self, plan, rank, vectors):
+            pass
+
+    for seeds, outcome in [((0, 9), 1), ((9, 9), FAILED)]:
+        script = [OneCall(segments, seed) for seed in seeds]
+        world = random_world(plan, 0, random.Random(4), script=script, debug=True)
+        run(world, 300)
+        assert world.ends[0][2].outcome == outcome
+
+
+@many
+@given(seeds)
+def test_a_count_that_is_not_that_of_the_examples(seed):
+    """Nobody gets anything of that round, whoever looks for mistakes or not."""
+    rng = random.Random(seed)
+    plan = random_plan(rng)
+    segments = (("float64", 4 * plan.padding_multiple), ("float32", 30))
+    segments = (
+        segments[: rng.choice([1, 2])] if plan.padding_multiple == 1 else segments[:1]
+    )
+    number = 0.0
+    while number < 1:
+        call = Call(segments, rng.randrange(2**32))
+        number = float(call.sums[0][0][0])
+    right = dataclasses.replace(call, examples=(number, 1e-3))
+    wrong = dataclasses.replace(call, examples=(number + 1e3, 1e-3))
+    debug = rng.random() < 0.5 and bool(plan.checked)
+    world = random_world(plan, 0, rng, script=[right, wrong, right], debug=debug)
+    run(world, rng.choice([0, 500]))
+    for ends in world.ends:
+        assert [ends[r].outcome for r in (1, 2, 3)] == [1, FAILED, 1], ends
+        assert ends[2].error == world.ends[0][2].error
+    text = world.ends[0][2].error
+    assert text.startswith("InconsistentMessages: round 2, allreduce ")
+    assert f" examples were counted, not {number + 1e3:.9g}. The values of some" in text
 
 
 def test_the_parent_of_the_wrong_message_is_named():

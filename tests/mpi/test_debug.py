@@ -104,6 +104,49 @@ def test_honest_training_passes(comm, digits, code):
         assert history[-1] < history[0]
 
 
+def squares(params, batch):
+    x, y = batch
+    return (x @ params["w"] + params["b"] - y) ** 2 / 2
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_a_fit_without_error_passes(comm, scale, mean, wire):
+    """In the end gradient and loss are rounding alone."""
+    if comm.rank == 0:
+        rng = np.random.default_rng(3)
+        x = rng.standard_normal((EXAMPLES, 8)).astype(np.float32)
+        w = rng.standard_normal(8).astype(np.float32)
+        data = scale * x, scale * (x @ w + 1)
+    else:
+        data = None
+    data = comm.bcast(data)
+    s = 1 if SIZE == 4 else 2
+    with opened(comm, code="cyclic_repetition", stragglers=s) as group:
+        indices, weights = group.assignment(EXAMPLES)
+        gradient = jaxcoded.coded_value_and_grad(
+            squares, group, mean=mean, wire_dtype=wire
+        )
+        rate = 0.4 / scale**2 / (1 if mean else EXAMPLES)
+
+        @jax.jit
+        def train(params, batch):
+            def step(params, _):
+                loss, grads = gradient(params, batch, weights)
+                params = {
+                    "w": params["w"] - rate * grads["w"],
+                    "b": params["b"] - rate * scale**2 * grads["b"],
+                }
+                return params, loss
+
+            return jax.lax.scan(step, params, None, length=300)
+
+        params = {"w": jnp.zeros(8, np.float32), "b": jnp.float32(scale)}
+        params, losses = train(params, (data[0][indices], data[1][indices]))
+        assert losses[-1] < 1e-11 * losses[0]
+
+
 # Mistakes. Each gives what this rank hands in.
 
 
@@ -174,6 +217,64 @@ def test_mistakes_are_found(comm, digits, mistake):
         expected = weighted_gradient(parameters(), (x, y), mean)
         for a, b in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def regression(group, targets, offset=0.0):
+    """Loss and gradient of a linear model, of losses that all are so much larger; rank 2
+    has other targets, and a gradient that is off by 19 %."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((EXAMPLES, 8)).astype(np.float32)
+    y = (targets * rng.standard_normal(EXAMPLES)).astype(np.float32)
+    y *= 1.19 if RANK == 2 else 1.0
+    indices, weights = group.assignment(EXAMPLES)
+    params = {"w": np.zeros(8, np.float32), "b": np.float32(0)}
+
+    def losses(params, batch):
+        return offset + squares(params, batch)
+
+    return losses, params, (x[indices], y[indices]), weights
+
+
+@pytest.mark.parametrize(
+    ("targets", "mean", "options"),
+    [
+        (1e-3, True, {}),
+        (1e-3, True, {"wire_dtype": "bfloat16"}),
+        (1e-3, True, {"residual": True}),
+        (1.0, False, {"offset": 1e4}),
+    ],
+)
+@pytest.mark.parametrize("code", ["cyclic_repetition", "random_generator", "adaptive"])
+def test_small_gradients_are_compared(comm, code, targets, mean, options):
+    """Beside a large loss, and a large number of examples."""
+    s = 1 if SIZE == 4 else 2
+    slices = 2 if code == "random_generator" and SIZE != 4 else 1
+    options = dict(options)
+    offset = options.pop("offset", 0.0)
+    with opened(comm, code=code, stragglers=s, slices=slices) as group:
+        if group.plan.amplification > 10:
+            options.pop("wire_dtype", None)
+        losses, *args = regression(group, targets, offset)
+        step = jaxcoded.coded_value_and_grad(losses, group, mean=mean, **options)
+        with pytest.raises(JaxRuntimeError, match=r"InconsistentMessages: round 1, "):
+            jax.block_until_ready(jax.jit(step)(*args))
+        jaxcoded.settle()
+
+
+def test_a_gradient_beside_a_loss_of_ones_own(comm):
+    """Which of the numbers of a tree are losses nobody knows."""
+    s = 1 if SIZE == 4 else 2
+    with opened(comm, code="cyclic_repetition", stragglers=s) as group:
+        losses, params, batch, weights = regression(group, 1.0, 1e4)
+
+        @jax.jit
+        def step(params):
+            pair = jax.value_and_grad(lambda p: weights @ losses(p, batch))(params)
+            return coded_allreduce(pair, group)
+
+        with pytest.raises(JaxRuntimeError, match=r"InconsistentMessages: round 1, "):
+            jax.block_until_ready(step(params))
+        jaxcoded.settle()
 
 
 def test_a_plain_shard_does_not_pass_with_copies(comm, digits):

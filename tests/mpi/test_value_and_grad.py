@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import once, several, slices
+from jax.errors import JaxRuntimeError
+from marks import SIZE, once, several, slices
 from reference import random_erasures
 from together import finish, wait_for_all
 
 import jaxcoded
-from jaxcoded.collectives.value_and_grad import _checked_count
+from jaxcoded.collectives.value_and_grad import _checked_count, _examples
 
 
 def loss(params, batch):
@@ -229,9 +230,9 @@ def of_an_ensemble(step):
 
 @pytest.mark.parametrize("compiled", [one_at_a_time, ordered_by_tokens, of_an_ensemble])
 @pytest.mark.parametrize("odd", ["all", "one"])
-def test_a_mean_of_what_does_not_add_up(comm, group, compiled, odd):
-    """Weights whose values have changed: NaN on all ranks, or the exact mean where the
-    code has done without them."""
+def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
+    """Weights whose values have changed: an error on all ranks, or NaN without the
+    engine; or the exact mean where the code has done without them."""
     params, batch = problem(12)
     indices, weights = group.assignment(12)
     batch_here = share(batch, indices)
@@ -242,13 +243,26 @@ def test_a_mean_of_what_does_not_add_up(comm, group, compiled, odd):
     wrong = weights
     if odd == "all" or comm.rank == comm.size - 1:
         wrong = jax.tree.map(lambda leaf: leaf + (np.arange(len(leaf)) == 0), weights)
-    out = jax.device_get(finish(step(params, batch_here, wrong)))
-    nans = [np.isnan(leaf).all() for leaf in jax.tree.leaves(out)]
-    assert all(nans) or odd == "one"
-    if not any(nans):
-        assert_equal(out, expected)
+    text, nans = "", []
+    try:
+        out = jax.device_get(finish(step(params, batch_here, wrong)))
+    except (JaxRuntimeError, ValueError) as error:  # the latter with tokens
+        jaxcoded.settle()
+        text = str(error)
+        assert "InconsistentMessages: round " in text
+        assert "for a batch of 12" in text
+        assert " examples were counted, not 12. The values of some rank's" in text
+    else:
+        nans = [bool(np.isnan(leaf).all()) for leaf in jax.tree.leaves(out)]
+        if not any(nans):
+            assert_equal(out, expected)
+    assert set(comm.allgather(text)) == {text}
     elsewhere = comm.allgather(nans)
     assert elsewhere.count([True] * 3) in (0, comm.size)
+    if transport == "engine":
+        assert text or (odd == "one" and not any(nans))
+    else:
+        assert not text and (all(nans) or odd == "one")
     assert_equal(finish(step(params, batch_here, weights)), expected)
 
 
@@ -259,13 +273,31 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
     plan = jaxcoded.make_plan(13, fanout=3)
     for number in (1, 12, 10_000_000):
         weights = jaxcoded.Weights(jnp.ones(1, dtype), number, plan.fingerprint, 1)
+        reduced = {"count": jnp.asarray(0, dtype)}
+        examples = _examples(reduced, weights, plan)
         rounding = plan.amplification * float(jnp.finfo(dtype).eps)
         # one for each addition on the way: of two layers, each of three children
         for off in (0.0, 8 * rounding, -8 * rounding):
             count = jnp.asarray(number * (1 + off), dtype)
-            assert _checked_count(count, weights, plan) == number
+            assert _checked_count(count, examples, reduced, plan) == number
         for wrong in (0.0, 0.999 * number, 1.001 * number, np.nan, np.inf):
-            assert np.isnan(_checked_count(jnp.asarray(wrong, dtype), weights, plan))
+            count = jnp.asarray(wrong, dtype)
+            assert np.isnan(_checked_count(count, examples, reduced, plan))
+
+
+@pytest.mark.skipif(SIZE < 4, reason="too few for a straggler and two slices")
+def test_a_count_beside_large_numbers_of_other_slices(comm, transport):
+    """What lies upon it in the messages leaves its rounding in it."""
+    with jaxcoded.CodedGroup(
+        *(comm,), code="random_generator", slices=2, transport=transport
+    ) as group:
+        indices, weights = group.assignment(60)
+        x = np.random.default_rng(0).standard_normal((60, 9)).astype(np.float32)
+        gradient = jaxcoded.coded_value_and_grad(
+            lambda p, x: 1e9 * (x @ p), group, mean=True
+        )
+        _, got = jax.jit(gradient)(jnp.ones(9, np.float32), x[indices], weights)
+        np.testing.assert_allclose(got, 1e9 * x.mean(0), rtol=1e-3, atol=1e5)
 
 
 # Wrong use. Each rank says it before it communicates.

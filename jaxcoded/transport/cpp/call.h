@@ -1,3 +1,9 @@
+// The number of examples that a sum is of, as far as it is known: what its first number should be.
+struct Examples {
+  double number = 0;   // 0: not known
+  double allowed = 0;  // for rounding, as a share
+};
+
 // One call of a collective at this rank.
 #pragma once
 
@@ -5,6 +11,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "parity.h"
 
 namespace jaxcoded {
 
@@ -35,6 +42,8 @@ struct Call {
   std::vector<std::byte*> out;        // where the result goes; may be where `own` is
   bool complete = true;               // or only its first parts, and `out` is not known yet
   std::vector<bool> erased;           // children left out, by row, or for want of theirs; empty: none
+  std::vector<Apart> apart;           // what is not compared with the rest, equal on all ranks,
+  Examples examples;                  // and this too
   Feed* feed = nullptr;               // what brings `own` and takes `out`; null if both are here.
                                       // All of `own` is, unless the call goes both up and down
 

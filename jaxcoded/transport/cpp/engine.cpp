@@ -185,6 +185,8 @@ Call Engine::call_of(Member& its, Request& request) {
   call.total = std::move(request.total);
   call.own = std::move(request.own);
   call.out = std::move(request.out);
+  call.apart = std::move(request.apart);
+  call.examples = request.examples;
   call.feed = request.feed.get();
   if (its.root && call.feed && call.refusal.empty()) {
     if (const std::string why = call.feed->failure(); !why.empty()) {

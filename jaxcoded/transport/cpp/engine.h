@@ -79,6 +79,8 @@ struct Request {
   std::vector<const std::byte*> own = {};
   std::vector<std::byte*> out = {};
   std::vector<bool> erased = {};  // ranks left out; empty: none
+  std::vector<Apart> apart = {};
+  Examples examples = {};
   bool begun = false;        // parts of it were here before
   std::shared_ptr<Feed> feed = {};  // what brings and takes the vectors, if they are not here
 };

@@ -38,6 +38,15 @@ std::vector<T*> pointers_of(const std::vector<Vector>& vectors) {
   return out;
 }
 
+// What is compared apart: vector, first element, elements, kind.
+using ApartTuple = std::tuple<std::size_t, std::uint64_t, std::uint64_t, int>;
+
+std::vector<Apart> apart_of(const std::vector<ApartTuple>& runs) {
+  std::vector<Apart> out;
+  for (const auto& [vector, first, count, kind] : runs) out.push_back({vector, first, count, kind});
+  return out;
+}
+
 // What `jaxcoded.GradientCode` says of a code.
 Decoder decoder_of(const nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>& B,
                    std::size_t parts, std::size_t stragglers, const std::string& decoding) {
@@ -311,7 +320,8 @@ class LoneNode {
   // `known` of the vectors are there; the others follow, and the call is then to be completed.
   void submit(std::uint64_t fingerprint, std::string words, std::string refusal, bool up, bool down,
               bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
-              const std::vector<Vector>& out, std::size_t known) {
+              const std::vector<Vector>& out, std::size_t known,
+              const std::vector<ApartTuple>& apart, std::pair<double, double> examples) {
     const bool complete = known == own.size();
     auto there = pointers_of<const std::byte>(own);
     there.resize(known);
@@ -326,7 +336,9 @@ class LoneNode {
                   .own = std::move(there),
                   .out = complete ? pointers_of<std::byte>(out) : std::vector<std::byte*>(),
                   .complete = complete,
-                  .erased = std::move(erased)});
+                  .erased = std::move(erased),
+                  .apart = apart_of(apart),
+                  .examples = {examples.first, examples.second}});
   }
   void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
   void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
@@ -521,7 +533,10 @@ NB_MODULE(_engine, module) {
 
   nb::class_<LoneNode>(module, "LoneNode")
       .def(nb::init<Family, Decoder, Limits, nb::object>())
-      .def("submit", &LoneNode::submit)
+      .def("submit", &LoneNode::submit, nb::arg("fingerprint"), nb::arg("words"),
+           nb::arg("refusal"), nb::arg("up"), nb::arg("down"), nb::arg("skipped"),
+           nb::arg("erased"), nb::arg("own"), nb::arg("out"), nb::arg("known"),
+           nb::arg("apart") = nb::list(), nb::arg("examples") = nb::make_tuple(0.0, 0.0))
       .def("extend", &LoneNode::extend)
       .def("complete", &LoneNode::complete)
       .def("deliver", &LoneNode::deliver)

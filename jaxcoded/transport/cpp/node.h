@@ -229,6 +229,7 @@ class Node {
   std::vector<const std::byte*> checked(const Decoding& decoding,
                                         std::span<const std::byte* const> messages);
   bool consistent();
+  bool counted();
   bool all_may_come() const;
 
   // Deadlines.

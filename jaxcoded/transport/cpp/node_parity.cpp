@@ -1,8 +1,9 @@
 // A node that looks for mistakes: it waits for all of its children, and compares their messages
-// before it hands on the sum.
+// before it hands on the sum. And a root that knows how many examples the sum is of.
 #include "node.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 namespace jaxcoded {
@@ -15,6 +16,10 @@ constexpr const char* causes =
     "rank or batch size; parameters or batches that are not the same on all ranks; a loss that is "
     "not a sum over examples, as with batch normalisation; dropout or augmentation that belongs to "
     "the rank and not to the example";
+
+constexpr const char* miscounted =
+    ". The values of some rank's weights are not those that group.assignment gave it, and the "
+    "gradient is as wrong. Hand them on as they are; a group with debug=True finds out whose they are";
 
 std::string percent(double share) {
   char out[32];
@@ -68,9 +73,10 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
     offer();
     return nullptr;
   }
-  std::vector<DType> vectors;
-  for (const Segment& segment : up_.call.total) vectors.push_back(segment.dtype);
-  decoder_.parity()->begin(*heard, std::move(vectors));
+  // of all parts the vectors are alike
+  const Call& call = up_.call;
+  decoder_.parity()->begin(call.fingerprint, *heard,
+                           std::span(up_.incoming.segments()).first(call.total.size()), call.apart);
   return up_.decoding;
 }
 
@@ -81,11 +87,33 @@ std::vector<const std::byte*> Node::checked(const Decoding& decoding,
   for (std::size_t i = 0; i < up_.brought.size(); ++i) of_rows[up_.brought[i]] = messages[i];
   const Piece& piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) {
-    decoder_.parity()->add(piece.segment % up_.call.total.size(), of_rows, piece.count);
+    decoder_.parity()->add(piece.segment % up_.call.total.size(), piece.first, of_rows, piece.count);
   }
   std::vector<const std::byte*> out;
   for (const std::size_t row : decoding.rows) out.push_back(of_rows[row]);
   return out;
+}
+
+// Whether the examples that were counted are as many as there are. Where they are not a number,
+// neither is what is divided by it.
+bool Node::counted() {
+  const auto [number, allowed] = up_.call.examples;
+  const Layout& incoming = up_.incoming;
+  if (!number || !incoming[0].count) return true;
+  const Segment& slice = incoming.segments().front();
+  double count = 0, others = 0;
+  for (std::size_t u = 0; u < decoder_.slices(); ++u) {
+    double value = 0;
+    widen(slice.dtype, &value, up_.sum_at.front() + u * slice.bytes(), 1);
+    // what lies upon it in the messages leaves its rounding in it
+    (u ? others : count) += u ? std::abs(value) : value;
+  }
+  if (!(std::abs(count - number) > allowed * (number + others))) return true;
+  char counts[96];
+  std::snprintf(counts, sizeof counts, "%.9g examples were counted, not %.9g", count, number);
+  decide_error("InconsistentMessages: round " + std::to_string(next_) + ", " + up_.call.words +
+               ": " + counts + miscounted);
+  return false;
 }
 
 // Whether the messages fit. If they do not, the round fails on every rank.

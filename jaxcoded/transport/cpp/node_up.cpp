@@ -213,9 +213,10 @@ bool Node::gather() {
     bytes += up_.incoming[up_.decoded.pieces].bytes;
     if (decoder_.checked()) inputs = checked(*decoding, inputs);
     decode(*decoding, inputs);
-    if (decoder_.checked() && up_.all_decoded() && !consistent()) return false;
-    up_.waiting_since = wire_.now();
     const bool all = up_.all_decoded();
+    if (decoder_.checked() && all && !consistent()) return false;
+    if (root() && (decoder_.checked() ? all : up_.decoded.pieces == 1) && !counted()) return false;
+    up_.waiting_since = wire_.now();
     if (!all && bytes < limits_.announced_bytes) continue;
     // What may be formed again is announced as a whole.
     if (all || !pinned()) announce_sum();

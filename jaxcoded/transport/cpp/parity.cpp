@@ -84,7 +84,7 @@ Parity::Check combined(const Vector& combination, const std::vector<Parity::Chec
   return out;
 }
 
-// What a sum may be off, as a share of what is added. Ranks that hold the same examples compute
+// What a sum may be off, as a share of what is added to it. Ranks that hold the same examples compute
 // their gradients in other orders and batches, and lose as many digits as gradients of examples
 // cancel. In float32 that was 2e-6 at most in trainings that were looked at, and some 1e-3 where
 // matrices are multiplied in fewer bits, as GPUs do; what a plan's amplification may make of it is
@@ -102,12 +102,33 @@ double allowed(DType dtype) {
   }
 }
 
+// And as a share of all that travels with it: gradients that vanish, as where a model fits its data,
+// are differences of numbers that do not. In 16 bits they are rounded once more, each by a share of
+// itself.
+double noise(DType dtype) {
+  constexpr double roundings = 64;
+  return roundings * (dtype == DType::float64 ? 0x1p-52 : 0x1p-23);
+}
+
 }  // namespace
 
 Parity::Parity(std::vector<Check> checks, std::size_t parts)
     : checks_(std::move(checks)), parts_(parts) {}
 
-void Parity::begin(const std::vector<bool>& rows, std::vector<DType> vectors) {
+// Where elements of that kind are summed.
+std::size_t Parity::sums_of(std::size_t vector, int kind) {
+  std::size_t s = 0;
+  while (s < sums_.size() && (sums_[s].vector != vector || sums_[s].kind != kind)) ++s;
+  if (s == sums_.size()) {
+    sums_.push_back({sums_[vector].dtype, vector, kind, Vector(rows_.size()),
+                     std::vector<Check>(active_.size(), Check(active_.size()))});
+  }
+  return s;
+}
+
+void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
+                   std::span<const Segment> vectors, const std::vector<Apart>& apart) {
+  call_ = call;
   if (rows != rows_) {
     rows_ = rows;
     std::vector<std::size_t> absent;
@@ -121,14 +142,41 @@ void Parity::begin(const std::vector<bool>& rows, std::vector<DType> vectors) {
     }
   }
   sums_.clear();
-  for (const DType dtype : vectors) {
-    sums_.push_back({dtype, Vector(rows.size()), std::vector<Check>(active_.size(), Check(active_.size()))});
+  for (std::size_t v = 0; v < vectors.size(); ++v) {
+    sums_.push_back({vectors[v].dtype, v, -1, Vector(rows.size()),
+                     std::vector<Check>(active_.size(), Check(active_.size()))});
   }
+  runs_.assign(vectors.size(), {});
+  for (const Apart& it : apart) {
+    const std::uint64_t size = vectors[it.vector].count;
+    if (!size) continue;
+    const std::uint64_t first = it.first % size;  // slices lie upon each other
+    runs_[it.vector].push_back({first, std::min(first + it.count, size), sums_of(it.vector, it.kind)});
+  }
+  for (std::vector<Run>& runs : runs_) std::ranges::sort(runs, {}, &Run::first);
 }
 
-void Parity::add(std::size_t vector, std::span<const std::byte* const> messages, std::size_t count) {
-  Sums& sums = sums_[vector];
-  if (active_.empty() || sums.dtype == DType::bytes) return;
+void Parity::add(std::size_t vector, std::uint64_t first,
+                 std::span<const std::byte* const> messages, std::size_t count) {
+  if (active_.empty() || sums_[vector].dtype == DType::bytes) return;
+  const std::uint64_t end = first + count;
+  std::uint64_t next = first;
+  const auto add_to = [&](std::size_t sums, std::uint64_t until) {
+    if (until <= next) return;
+    add_run(sums_[sums], messages, next - first, until - next);
+    next = until;
+  };
+  for (const Run& run : runs_[vector]) {
+    if (run.first >= end) break;
+    add_to(vector, run.first);
+    add_to(run.sums, std::min(run.end, end));
+  }
+  add_to(vector, end);
+}
+
+// So many elements of these messages, `from` their beginning on.
+void Parity::add_run(Sums& sums, std::span<const std::byte* const> messages, std::uint64_t from,
+                     std::size_t count) {
   const std::size_t size = size_of(sums.dtype);
   std::vector<double> wide(rows_.size() * block), checked(active_.size() * block);
   for (std::size_t first = 0; first < count; first += block) {
@@ -136,7 +184,7 @@ void Parity::add(std::size_t vector, std::span<const std::byte* const> messages,
     for (std::size_t row = 0; row < rows_.size(); ++row) {
       if (!rows_[row]) continue;
       double* const values = &wide[row * block];
-      widen(sums.dtype, values, messages[row] + first * size, n);
+      widen(sums.dtype, values, messages[row] + (from + first) * size, n);
       sums.squares[row] += std::inner_product(values, values + n, values, 0.0);
     }
     std::ranges::fill(checked, 0.0);
@@ -166,27 +214,54 @@ std::vector<Vector> Parity::without(std::size_t child) const {
   return combinations(active_, rows);
 }
 
-// The norm of the sum that should be 0, as a share of the norm of what is added.
-double Parity::mismatch(const Check& combination, const Sums& sums) const {
+// All is added: what of the messages is there in all, and which sums are compared.
+void Parity::settle() {
+  Vector all(rows_.size());
+  for (const Sums& sums : sums_) {
+    for (std::size_t row = 0; row < all.size(); ++row) all[row] += sums.squares[row];
+  }
+  if (largest_.size() >= most_calls && !largest_.contains(call_)) largest_.clear();
+  Vector& largest = largest_[call_];
+  largest.resize(all.size());
+  for (std::size_t row = 0; row < all.size(); ++row) {
+    if (std::isfinite(all[row])) largest[row] = std::max(largest[row], all[row]);
+  }
+  for (Sums& sums : sums_) {
+    if (sums.kind != 0) continue;
+    const Sums& rest = sums_[sums.vector];
+    for (std::size_t row = 0; row < rows_.size(); ++row) sums.squares[row] += rest.squares[row];
+    for (std::size_t c = 0; c < active_.size(); ++c) {
+      for (std::size_t d = 0; d < active_.size(); ++d) sums.products[c][d] += rest.products[c][d];
+    }
+  }
+}
+
+Parity::Mismatch Parity::mismatch(const Check& combination, const Sums& sums) const {
   const Check check = combined(combination, active_);
-  double added = 0;
+  const Vector& largest = largest_.at(call_);
+  double added = 0, all = 0;
   for (std::size_t row = 0; row < check.size(); ++row) {
     added += check[row] * check[row] * sums.squares[row];
+    all += check[row] * check[row] * largest[row];
   }
   double found = 0;
   for (std::size_t c = 0; c < active_.size(); ++c) {
     found += combination[c] * product(combination, sums.products[c]);
   }
-  return added > 0 ? std::sqrt(std::max(found, 0.0) / added) : 0;
+  if (added <= 0) return {};
+  return {std::sqrt(std::max(found, 0.0) / added),
+          allowed(sums.dtype) + noise(sums.dtype) * std::sqrt(all / added)};
 }
 
 bool Parity::holds(const Check& combination) const {
   return std::ranges::all_of(sums_, [&](const Sums& sums) {
-    return mismatch(combination, sums) <= allowed(sums.dtype);
+    const Mismatch found = mismatch(combination, sums);
+    return found.share <= found.allowed;
   });
 }
 
-std::optional<Contradiction> Parity::contradiction() const {
+std::optional<Contradiction> Parity::contradiction() {
+  settle();
   Contradiction out;
   std::vector<bool> concerned(children());
   for (const Sums& sums : sums_) {
@@ -205,11 +280,11 @@ std::optional<Contradiction> Parity::contradiction() const {
       if (active_[c][row] != 0) concerned[row / parts_] = true;
     }
     for (const Sums& sums : sums_) {
-      const double found = mismatch(unit, sums);
-      if (found / allowed(sums.dtype) <= worst) continue;
-      worst = found / allowed(sums.dtype);
-      out.mismatch = found;
-      out.allowed = allowed(sums.dtype);
+      const Mismatch found = mismatch(unit, sums);
+      if (found.share <= worst * found.allowed) continue;
+      worst = found.share / found.allowed;
+      out.mismatch = found.share;
+      out.allowed = found.allowed;
     }
   }
   std::vector<std::size_t> alone;

@@ -26,9 +26,10 @@ void read(XlaCall& call) {
 ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
                       std::string_view words, std::int64_t fingerprint, std::int64_t up,
                       std::int64_t down, std::int64_t parts, std::int64_t begun,
-                      std::int64_t skips, std::int64_t erases) {
-  XlaCall call =
-      round_call(args, results, words, fingerprint, up, down, parts, begun, skips, erases);
+                      std::int64_t skips, std::int64_t erases, ffi::Span<const std::int64_t> apart,
+                      ffi::Span<const double> examples) {
+  XlaCall call = round_call(args, results, words, fingerprint, up, down, parts, begun, skips,
+                            erases, apart, examples);
   pass_on(call);
   read(call);
   return guarded([&] {
@@ -39,8 +40,10 @@ ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::
 
 ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
                      std::string_view words, std::int64_t fingerprint, std::int64_t parts,
-                     std::int64_t number, std::int64_t slices, std::int64_t skips) {
-  XlaCall call = part_call(args, results, words, fingerprint, parts, number, slices, skips);
+                     std::int64_t number, std::int64_t slices, std::int64_t skips,
+                     ffi::Span<const std::int64_t> apart) {
+  XlaCall call =
+      part_call(args, results, words, fingerprint, parts, number, slices, skips, apart);
   pass_on(call);
   read(call);
   return guarded([&] {
@@ -66,8 +69,10 @@ ffi::Error runs_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
 ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
                       ffi::ResultBufferR0<ffi::U32> number, std::int64_t group,
                       std::string_view words, std::int64_t fingerprint, std::int64_t parts,
-                      std::int64_t slices, std::int64_t skips, std::int64_t erases) {
-  XlaCall call = start_call(args, *order, words, fingerprint, parts, slices, skips, erases);
+                      std::int64_t slices, std::int64_t skips, std::int64_t erases,
+                      ffi::Span<const std::int64_t> apart) {
+  XlaCall call =
+      start_call(args, *order, words, fingerprint, parts, slices, skips, erases, apart);
   pass_on(call);
   read(call);
   return guarded([&] {
@@ -126,7 +131,8 @@ XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl,
                            .Attr<std::int64_t>("parts")
                            .Attr<std::int64_t>("slices")
                            .Attr<std::int64_t>("skips")
-                           .Attr<std::int64_t>("erases"));
+                           .Attr<std::int64_t>("erases")
+                           .Attr<ffi::Span<const std::int64_t>>("apart"));
 
 XLA_FFI_DEFINE_HANDLER(done_handler_impl, done_impl,
                        ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::int64_t>("group"));

@@ -37,6 +37,19 @@ inline Segment segment_of(ffi::AnyBuffer buffer) {
   }
 }
 
+// What all ranks know of the numbers in the vectors: runs, four numbers each, see `Apart`; and the
+// number of examples, two numbers or none, see `Examples`.
+inline void append_knowledge(ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
+                             Request& request) {
+  for (std::size_t i = 0; i + 4 <= apart.size(); i += 4) {
+    request.apart.push_back({static_cast<std::size_t>(apart[i]),
+                             static_cast<std::uint64_t>(apart[i + 1]),
+                             static_cast<std::uint64_t>(apart[i + 2]),
+                             static_cast<int>(apart[i + 3])});
+  }
+  if (examples.size() == 2) request.examples = {examples[0], examples[1]};
+}
+
 // Vectors that hold so many parts, one after the other.
 inline void append_parts(const std::vector<ffi::AnyBuffer>& vectors, std::uint64_t parts,
                          Request& request) {
@@ -54,7 +67,9 @@ inline void append_parts(const std::vector<ffi::AnyBuffer>& vectors, std::uint64
 inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
                           std::string_view words, std::int64_t fingerprint, std::int64_t up,
                           std::int64_t down, std::int64_t parts, std::int64_t begun,
-                          std::int64_t skips, std::int64_t erases) {
+                          std::int64_t skips, std::int64_t erases,
+                          ffi::Span<const std::int64_t> apart,
+                          ffi::Span<const double> examples) {
   std::size_t next = 0;
   const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
   const auto result = [&](std::size_t i) { return **results.get<ffi::AnyBuffer>(i); };
@@ -65,6 +80,7 @@ inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   request.up = up != 0;
   request.down = down != 0;
   request.begun = begun != 0;
+  append_knowledge(apart, examples, request);
   if (skips) call.skipped = operand();
   if (erases) call.erased = operand();
   std::vector<ffi::AnyBuffer> vectors;
@@ -81,7 +97,8 @@ inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
 // One part of the vectors of a round, ahead of the round itself.
 inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
                          std::string_view words, std::int64_t fingerprint, std::int64_t parts,
-                         std::int64_t number, std::int64_t slices, std::int64_t skips) {
+                         std::int64_t number, std::int64_t slices, std::int64_t skips,
+                         ffi::Span<const std::int64_t> apart) {
   std::size_t next = 0;
   const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
   XlaCall call{.order = operand(), .next = **results.get<ffi::AnyBuffer>(0)};
@@ -89,6 +106,7 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   request.words = words;
   request.fingerprint = static_cast<std::uint64_t>(fingerprint);
   request.begun = number != 0;
+  append_knowledge(apart, {}, request);
   if (skips) call.skipped = operand();
   std::vector<ffi::AnyBuffer> vectors;
   while (next < args.size()) vectors.push_back(operand());
@@ -104,13 +122,15 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
 // A round that begins, and whose result is called for later.
 inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer order_after,
                           std::string_view words, std::int64_t fingerprint, std::int64_t parts,
-                          std::int64_t slices, std::int64_t skips, std::int64_t erases) {
+                          std::int64_t slices, std::int64_t skips, std::int64_t erases,
+                          ffi::Span<const std::int64_t> apart) {
   std::size_t next = 0;
   const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
   XlaCall call{.order = operand(), .next = order_after};
   Request& request = call.request;
   request.words = words;
   request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  append_knowledge(apart, {}, request);
   if (skips) call.skipped = operand();
   if (erases) call.erased = operand();
   std::vector<ffi::AnyBuffer> vectors;
@@ -176,7 +196,9 @@ auto bind_round(Binding binding) {
       .template Attr<std::int64_t>("parts")
       .template Attr<std::int64_t>("begun")
       .template Attr<std::int64_t>("skips")
-      .template Attr<std::int64_t>("erases");
+      .template Attr<std::int64_t>("erases")
+      .template Attr<ffi::Span<const std::int64_t>>("apart")
+      .template Attr<ffi::Span<const double>>("examples");
 }
 
 template <class Binding>
@@ -190,7 +212,8 @@ auto bind_part(Binding binding) {
       .template Attr<std::int64_t>("parts")
       .template Attr<std::int64_t>("number")
       .template Attr<std::int64_t>("slices")
-      .template Attr<std::int64_t>("skips");
+      .template Attr<std::int64_t>("skips")
+      .template Attr<ffi::Span<const std::int64_t>>("apart");
 }
 
 template <class Binding>
