@@ -215,7 +215,7 @@ def test_what_is_rounding_alone_is_no_mistake(code):
     """Beside all that travels with it, or beside what did in an earlier round."""
     plan = make_plan(6, fanout=5, stragglers=2 if "cyclic" in code else 4, code=code)
     segments, apart = (("float32", 40),), ((0, 0, 1, 1),)
-    script = [Small(segments, 5, size=1e-9, noise=1e-7, apart=apart)]
+    script = [Small(segments, 5, size=1e-9, noise=5e-8, apart=apart)]
     world = random_world(plan, 0, random.Random(4), script=script, debug=True)
     run(world, 300)
     assert [ends[1].outcome for ends in world.ends] == [1] * plan.size

@@ -241,7 +241,7 @@ def regression(group, targets, offset=0.0):
         (1e-3, True, {}),
         (1e-3, True, {"wire_dtype": "bfloat16"}),
         (1e-3, True, {"residual": True}),
-        (1.0, False, {"offset": 1e4}),
+        (1.0, False, {"offset": 1e3}),
     ],
 )
 @pytest.mark.parametrize("code", ["cyclic_repetition", "random_generator", "adaptive"])
@@ -265,7 +265,7 @@ def test_a_gradient_beside_a_loss_of_ones_own(comm):
     """Which of the numbers of a tree are losses nobody knows."""
     s = 1 if SIZE == 4 else 2
     with opened(comm, code="cyclic_repetition", stragglers=s) as group:
-        losses, params, batch, weights = regression(group, 1.0, 1e4)
+        losses, params, batch, weights = regression(group, 1.0, 1e3)
 
         @jax.jit
         def step(params):

@@ -106,7 +106,7 @@ double allowed(DType dtype) {
 // are differences of numbers that do not. In 16 bits they are rounded once more, each by a share of
 // itself.
 double noise(DType dtype) {
-  constexpr double roundings = 64;
+  constexpr double roundings = 8;
   return roundings * (dtype == DType::float64 ? 0x1p-52 : 0x1p-23);
 }
 
