@@ -489,7 +489,7 @@ def summing(
     words = f"{name} of {packing}{about}"
     words += group.plan_words
     words += ", with its residual" * residual + _tokened(token)
-    runs = packing.apart(apart) if group.debug else ()
+    runs = packing.apart(apart) if group.options.debug else ()
     return Trip(words, down=down, apart=runs, examples=examples)
 
 

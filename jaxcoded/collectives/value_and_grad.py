@@ -126,7 +126,7 @@ def coded_value_and_grad(
                 lag, token = group.transport.lag(token)
                 behind = (lag > 0).astype(jnp.int32)
             # with it, too, mistakes are found; and the scale of a loss that vanishes
-            counted = mean or (group.debug and not own_weights)
+            counted = mean or (bool(group.options.debug) and not own_weights)
             partial = functools.partial(
                 _weighted, per_example_loss, has_aux, counted, params
             )

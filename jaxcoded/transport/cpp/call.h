@@ -1,9 +1,3 @@
-// The number of examples that a sum is of, as far as it is known: what its first number should be.
-struct Examples {
-  double number = 0;   // 0: not known
-  double allowed = 0;  // for rounding, as a share
-};
-
 // One call of a collective at this rank.
 #pragma once
 
@@ -26,6 +20,12 @@ class Feed {
   virtual void given(std::size_t vector, std::uint64_t offset, std::uint64_t bytes) = 0;
   // Why the rest of `own` will not come, in words; empty if it may.
   virtual std::string failure() = 0;
+};
+
+// The number of examples that a sum is of, as far as it is known: what its first number should be.
+struct Examples {
+  double number = 0;   // 0: not known
+  double allowed = 0;  // for rounding, as a share
 };
 
 struct Call {
