@@ -68,3 +68,27 @@ def number_of_bytes(what: str, text: str) -> float:
             f"{what} must be a number of bytes such as 4e6, 4MB or 4MiB, got {text!r}"
         )
     return number
+
+
+def number_of_seconds(what: str, text: str) -> float:
+    """Seconds that a text such as ``"1.2"``, ``"1.2 s"`` or ``"500ms"`` names.
+
+    Raises:
+        ValueError: it names none.
+
+    Example:
+        >>> from jaxcoded import _parse
+        >>> _parse.number_of_seconds("compute", "500ms")
+        0.5
+    """
+    units = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6}
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(|s|ms|us|µs)\s*", text)
+    try:
+        number = float(found[1]) / units[found[2]] if found else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"{what} must be a number of seconds such as 1.2, 1.2s or 500ms, got {text!r}"
+        )
+    return number

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from jaxcoded import _format, _require
-from jaxcoded._parse import number_of_bytes
+from jaxcoded._parse import number_of_bytes, number_of_seconds
 from jaxcoded._progress import progress
 from jaxcoded.planner import Estimate, LeftOut, Ranking, best_plans
 from jaxcoded.simulator import Network, stragglers
@@ -39,10 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compute",
-        type=float,
         required=True,
         metavar="SECONDS",
-        help="that one usual rank would take for the gradient of the whole batch on its "
+        help="such as 1.2 or 500ms, that one usual rank would take for the gradient of the whole batch on its "
         "own: about the uncoded computation of a step times the number of ranks",
     )
     model = parser.add_mutually_exclusive_group()
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         ranking = best_plans(
             args.ranks,
             number_of_bytes("--payload", args.payload),
-            _require.positive("--compute", args.compute),
+            number_of_seconds("--compute", args.compute),
             Network(
                 latency=args.latency,
                 bandwidth=receiving * 1e9 / 8,

@@ -399,11 +399,20 @@ def _checked_weights(
         raise TypeError(
             "weights must be what group.assignment returned, as it is: the code can only "
             "decode what was weighted with its own coefficients, and anything else gives "
-            f"a wrong sum. Got a {type(weights).__name__}. (Weights of your own, of which "
+            f"a wrong sum. Got {_kind(weights)}. (Weights of your own, of which "
             "you know better: coded_value_and_grad(..., own_weights=True))"
         )
     weights.check(group.plan, group.rank)
     return jnp.asarray(weights), f", for a batch of {weights.batch_size}"
+
+
+def _kind(weights: Any) -> str:
+    if isinstance(weights, jax.core.Tracer):
+        return (
+            f"a plain array, {weights.dtype}{list(weights.shape)}, inside jit: hand the "
+            "Weights themselves to the compiled function"
+        )
+    return f"a {type(weights).__name__}"
 
 
 def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:

@@ -199,6 +199,25 @@ def test_beyond_the_stragglers_of_the_code(seed):
     assert world.nodes[plan.root].waiting_for() == ""
 
 
+def test_words_of_messages_that_do_not_suffice():
+    """Ranks that have answered, those without a contribution, and those left out."""
+    plan = make_plan(6, fanout=5, stragglers=1, code="cyclic_repetition")
+    segments = (("float32", 9),)
+    world = random_world(plan, 0, random.Random(1), script=[Call(segments, 1)])
+    world.skips = {(2, 1), (3, 1)}
+    world.settle()
+    assert world.nodes[0].waiting_for() == (
+        "round 1: rank 0 cannot sum up what has come: ranks 1, 4, 5 have answered, but "
+        "that does not suffice; ranks 2, 3 have nothing to contribute"
+    )
+    call = Call(segments, 1, erased=frozenset({1}))
+    world = random_world(plan, 0, random.Random(1), script=[call])
+    world.idle = {2, 1}
+    world.settle()
+    words = world.nodes[0].waiting_for()
+    assert words.startswith("round 1: rank 0 waits for rank 2; it needs "), words
+
+
 # Other calls than the all-reduce.
 
 

@@ -393,6 +393,20 @@ def test_numbers_of_bytes(text, expected):
     assert _parse.number_of_bytes("payload", text) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1.2", 1.2), ("1e-3", 1e-3), ("0.7 s", 0.7), ("500ms", 0.5), ("2 ms", 2e-3)],
+)
+def test_numbers_of_seconds(text, expected):
+    assert _parse.number_of_seconds("--compute", text) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5 min", "ms", "inf"])
+def test_no_numbers_of_seconds(text):
+    with pytest.raises(ValueError, match="--compute must be a number of seconds such"):
+        _parse.number_of_seconds("--compute", text)
+
+
 WITHOUT = """
 import sys
 

@@ -186,7 +186,7 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   return decoder_.approximate(answered);
 }
 
-// Whom this rank waits for; empty if it lacks nobody's message, nor an answer from above.
+// Whom this rank waits for, or why it cannot go on; empty if it can.
 std::string Node::lacking() const {
   if (up_.forsaken) {
     return "rank " + std::to_string(family_.rank) + " waits for " + listed(family_.ancestors) +
@@ -194,22 +194,37 @@ std::string Node::lacking() const {
   }
   if (!calling() || !up_.call.up || up_.call.skipped || children_.empty()) return {};
   if (up_.decoding || up_.all_decoded()) return {};
-  std::vector<Rank> missing;
+  std::vector<Rank> missing, here, silent;
   std::string theirs;
-  for (std::size_t row = 0; row < decoder_.rows(); ++row) {
-    const Child& child = children_[row / decoder_.parts()];
-    const bool listed = !missing.empty() && missing.back() == child.rank;
-    if (listed || (usable(row, up_.decoded.pieces) && !child.stalled)) continue;
-    missing.push_back(child.rank);
-    if (child.overdue_round == next_) theirs += "; " + child.overdue;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const Child& child = children_[i];
+    if (up_.call.leaves_out(i)) continue;
+    if (!lacks(i)) {
+      here.push_back(child.rank);
+    } else if (child.round == next_ && child.skips) {
+      silent.push_back(child.rank);
+    } else {
+      missing.push_back(child.rank);
+      if (child.overdue_round == next_) theirs += "; " + child.overdue;
+    }
   }
-  if (missing.empty()) return {};
-  return "rank " + std::to_string(family_.rank) + " waits for " + listed(missing) +
+  const std::string mine = "rank " + std::to_string(family_.rank);
+  const auto said = [](const std::vector<Rank>& ranks, const char* what) {
+    return listed(ranks) + (ranks.size() == 1 ? " has " : " have ") + what;
+  };
+  std::string skipped;
+  if (!silent.empty()) skipped = "; " + said(silent, "nothing to contribute");
+  if (missing.empty()) {
+    if (!own_ready(up_.decoded.pieces)) return {};  // it waits for its own vectors
+    return mine + " cannot sum up what has come" +
+           (here.empty() ? "" : ": " + said(here, "answered, but that does not suffice")) + skipped;
+  }
+  return mine + " waits for " + listed(missing) +
          (decoder_.parts() > 1 ? " or parts of theirs"
                                : "; it needs " +
                                      (decoder_.checked() ? "all" : std::to_string(decoder_.enough())) +
                                      " of its " + std::to_string(children_.size()) + " children") +
-         theirs;
+         skipped + theirs;
 }
 
 std::string Node::waiting_for() const {
