@@ -324,6 +324,15 @@ def test_healthy_ranks_come_to_their_end(tmp_path, who):
     ), job.stderr[-8000:]
 
 
+@pytest.mark.parametrize("way", ["atexit", "raise"])
+def test_a_healthy_rank_in_a_function_of_atexit_is_not_cut_off(tmp_path, way):
+    job = run(tmp_path, 5, "healthy.py", way, python=BARE)
+    assert "ends the job without ranks [4]" in job.stderr
+    assert set(job.reports) == {0, 1, 2, 3}
+    assert job.of_all("end")
+    assert job.status == (way == "raise"), job.stderr[-8000:]
+
+
 @pytest.mark.parametrize("victim", [4, 1])
 def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim, fault_tolerant):
     # Once in a while MPI_Finalize of Open MPI 5.0 never ends where a rank has died.
@@ -360,6 +369,16 @@ def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
         assert f"without ranks [{victim}]" in " ".join(parent["close_warnings"])
         for report in job.reports.values():
             assert report["close_seconds"] < 10 * slowness()
+
+
+@pytest.mark.parametrize("victim", [-1, 4])
+def test_a_program_that_finalizes_mpi_with_an_open_group(tmp_path, victim):
+    job = run(tmp_path, 5, "leaving.py", "finalize", str(victim), limit=40)
+    assert job.status == 0, job.stderr[-8000:]
+    assert set(job.reports) == set(range(5)) - {victim}
+    job.of_all("digest")
+    assert job.stderr.count("has finalized MPI") == (5 if victim < 0 else 0)
+    assert ("ends the job without ranks [4]" in job.stderr) == (victim == 4)
 
 
 def test_the_status_of_a_root_that_leaves_a_stopped_rank_behind(tmp_path):

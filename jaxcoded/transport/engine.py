@@ -115,9 +115,6 @@ class Engine(Transport):
         on_cpu = jax.default_backend() == "cpu"
         self.most_started = _engine.most_started if on_cpu else 0
         self._height = _height(plan, comm.rank)
-        self._world = comm.Get_group().Translate_ranks(
-            range(comm.size), MPI.COMM_WORLD.Get_group()
-        )
         limits = _engine.Limits()
         assert options.piece_bytes is not None
         limits.piece_bytes = options.piece_bytes
@@ -154,7 +151,7 @@ class Engine(Transport):
             _engine.forget(cards[comm.rank])
             self._put_back()
             raise
-        ending.enter(self._own, list(self._world), plan.root)
+        _engine.enter(self._own.py2f(), plan.root, ending.SILENT_SECONDS)
         _open[index] = self
 
     def carry(
@@ -293,7 +290,6 @@ class Engine(Transport):
         # ranks below give up first, and say whom
         absent = self._ask("close", seconds + self._patience)
         _open.pop(self._index, None)
-        self._give_up(absent)
         if not absent:
             self._put_back()
         return absent
@@ -308,10 +304,6 @@ class Engine(Transport):
         """Seconds for which a rank waits longer than those below it, who then say
         whom they have given up."""
         return _GIVE_UP_SECONDS * self._height
-
-    def _give_up(self, absent: list[int]) -> None:
-        if absent and self._rank == self._plan.root:
-            ending.give_up([self._world[rank] for rank in absent])
 
     def abandon(self, error: BaseException) -> None:
         self._ask("abandon", ending.in_words(error))
@@ -550,9 +542,8 @@ def _stop() -> None:
     patience = max((group._patience for group in _open.values()), default=0.0)
     error = ending.uncaught()
     failure = "" if error is None else ending.in_words(error)
-    for index, absent in _engine.stop(_EXIT_SECONDS + patience, failure).items():
-        if index in _open:
-            _open[index]._give_up(absent)
+    if _engine.stop(_EXIT_SECONDS + patience, failure, ending.status()):
+        ending.engine_ends_the_job()
 
 
 call_p = Primitive("coded_engine_call")

@@ -1,33 +1,54 @@
 """Ranks that take their time to the end are not ended by a root that has closed its group.
 
 ``healthy.py DIRECTORY WHO``: rank 3 comes to its own close late. If WHO is "outside", rank
-4 is in none of the root's groups, and comes to its end late.
+4 is in none of the root's groups, and comes to its end late. If WHO is "atexit" or "raise", rank
+3 is in a function of `atexit` of before the first group when the others end, and rank 4 is
+stopped for ever; with "raise", rank 3 fails.
 """
 
+import atexit
 import sys
 import time
 
-from harness import Board, Faults, Sums, close, run
+from harness import SLOWNESS, Board, Faults, Sums, close, run
 
 import jaxcoded
 from jaxcoded.transport import ending
 
-TIMEOUT, SECONDS = 0.5, 8.0
-ending._SILENT_SECONDS = 2.0
+TIMEOUT, SECONDS = 0.5, 8.0 * SLOWNESS
+ending.SILENT_SECONDS = 2.0 * SLOWNESS
 
 directory, who = sys.argv[1:]
 board = Board(directory)
 faults = Faults(board)
 outside = who == "outside" and board.rank == 4
 comm = board.comm.Split(int(outside), board.rank)
+exits = who in ("atexit", "raise")
+
+
+def write():
+    """A checkpoint."""
+    time.sleep(SECONDS)
+    board.report(end=True)
+
+
+if exits and board.rank == 3:
+    atexit.register(write)
 if outside:
     time.sleep(SECONDS)
 else:
     group = jaxcoded.CodedGroup(comm, fanout=2, transport="engine")
     sums = Sums(group)
+    if exits:
+        faults.stop_at([4], 3)
     run(board, group, sums, faults, 5)
-    comm.Barrier()
-    if board.rank == 3:  # it writes a checkpoint
-        time.sleep(SECONDS)
+    if not exits:
+        comm.Barrier()
+        if board.rank == 3:
+            write()
     close(board, group, timeout=TIMEOUT)
-board.report(end=True)
+if exits and board.rank == 3:
+    if who == "raise":
+        raise RuntimeError("injected into rank 3")
+else:
+    board.report(end=True)

@@ -7,12 +7,13 @@ import sys
 import time
 
 from harness import SLOWNESS, Board, Faults, Sums, close, run
+from mpi4py import MPI
 
 import jaxcoded
 from jaxcoded.transport import ending
 
 ROUNDS, FAULT = 60, 20
-ending._SILENT_SECONDS = 4.0 * SLOWNESS
+ending.SILENT_SECONDS = 4.0 * SLOWNESS
 
 directory, way, victim = sys.argv[1:]
 victim = int(victim)
@@ -30,6 +31,8 @@ match way:
     case "late":
         faults.sleep_at(victim, ROUNDS - 10, 3.0)
     case "stopped" | "stopped-unclosed" | "stopped-status":
+        faults.stop_at([victim], FAULT)
+    case "finalize" if victim >= 0:
         faults.stop_at([victim], FAULT)
     case "killed":
         faults.signal_at(victim, FAULT, signal.SIGKILL)
@@ -63,6 +66,9 @@ try:
             flying = sums.start(ROUNDS + 1)
         case "stopped" | "killed":
             close(board, group, timeout=3.0)
+        case "finalize":
+            MPI.Finalize()
+            board.say("has finalized MPI")
         case _:
             close(board, group)
 finally:

@@ -24,6 +24,8 @@ constexpr double longest_timer = 0.1;
 constexpr double idle_seconds = 0.25;
 // For the last messages of a group to leave.
 constexpr double flush_seconds = 1;
+// For ranks that still lack results, where a program finalizes MPI with groups that are open.
+constexpr double finalize_seconds = 5;
 // Between answers whether this process is there.
 constexpr double answer_seconds = 0.2;
 
@@ -131,9 +133,16 @@ void Engine::discard(std::uint64_t index) {
   members_.erase(index);
 }
 
-void Engine::appear(MPI_Comm comm, Rank root) {
+void Engine::enter(MPI_Comm comm, Rank root, double silent_seconds) {
   std::unique_lock lock(mutex_);
-  presences_.try_emplace({MPI_Comm_c2f(comm), root}, comm, root);
+  end_of_job_.enter(comm, root, silent_seconds);
+  if (at_finalize_ != MPI_KEYVAL_INVALID) return;
+  const auto finalize = [](MPI_Comm, int, void* engine, void*) {
+    static_cast<Engine*>(engine)->finalize();
+    return MPI_SUCCESS;
+  };
+  MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, finalize, &at_finalize_, nullptr);
+  MPI_Comm_set_attr(MPI_COMM_SELF, at_finalize_, this);
 }
 
 Member& Engine::member(std::uint64_t index) {
@@ -475,9 +484,9 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()
 void Engine::progress() {
   std::unique_lock lock(mutex_);
   Bell& bell = page_->bell;
-  while (!stopping_) {
+  while (!finalizing_) {
     if (now() >= answers_at_) {
-      for (auto& [where, presence] : presences_) presence.answer();
+      end_of_job_.answer();
       answers_at_ = now() + answer_seconds;
     }
     const std::uint32_t seen = bell.rings();
@@ -538,6 +547,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();
   drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);
   const std::vector<Rank> absent = its.node->absent();
+  give_up(its, absent);
   auto ended = members_.extract(index);
   for (const auto& flight : its.queue) {
     fail(*flight, "GroupClosed: the group was closed before this round was over");
@@ -547,10 +557,15 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   return absent;
 }
 
-std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds,
-                                                        const std::string& failure) {
+void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {
+  if (its.root) end_of_job_.give_up(its.comm, absent);
+}
+
+bool Engine::stop(double seconds, const std::string& failure, int status) {
   std::unique_lock lock(mutex_);
+  if (ending_) return false;
   ending_ = true;
+  end_of_job_.note(!failure.empty(), status);
   for (auto& [index, its] : members_) leave(its, failure);
   const auto all = [&](auto of) {
     return std::ranges::all_of(members_, [&](const auto& it) { return of(it.second); });
@@ -563,8 +578,7 @@ std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds,
         });
       },
       now() + seconds);
-  std::map<std::uint64_t, std::vector<Rank>> absent;
-  for (auto& [index, its] : members_) absent[index] = its.node->end();
+  for (auto& [index, its] : members_) give_up(its, its.node->end());
   drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
         now() + flush_seconds);
   // Whoever reads this process's memory, or the caller's, must not take what lies there next.
@@ -578,13 +592,21 @@ std::map<std::uint64_t, std::vector<Rank>> Engine::stop(double seconds,
     changed_.wait_for(lock, std::chrono::milliseconds(10));
     --waiting_;
   }
-  lock.unlock();
+  members_.clear();
+  return end_of_job_.left_any();
+}
+
+// In `MPI_Finalize`, which a program may call by itself and with groups that are open.
+void Engine::finalize() {
+  if (forked) return;
+  stop(finalize_seconds, {}, 0);
+  {
+    const std::scoped_lock lock(mutex_);
+    finalizing_ = true;
+  }
   page_->bell.ring();
   thread_.join();
-  lock.lock();
-  members_.clear();
-  presences_.clear();
-  return absent;
+  end_of_job_.end();
 }
 
 }  // namespace jaxcoded

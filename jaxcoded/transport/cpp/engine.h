@@ -12,13 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "end_of_job.h"
 #include "erasures.h"
 #include "fair_mutex.h"
 #include "mpi_wire.h"
 #include "node.h"
 #include "page.h"
 #include "pool.h"
-#include "presence.h"
 #include "reports.h"
 
 namespace jaxcoded {
@@ -45,6 +45,7 @@ struct Member {
   std::unique_ptr<MpiWire> wire;
   std::unique_ptr<Node> node;
   std::uint64_t slot = 0;
+  MPI_Comm comm = MPI_COMM_NULL;
   std::vector<Rank> children;
   bool root = false;
   std::string failure;  // this rank's error since its last call, in words
@@ -110,8 +111,8 @@ class Engine {
   // It was opened here, but not on all ranks: nobody has called anything.
   void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
-  // Answer whether this process is there, until it ends; see `Presence`.
-  void appear(MPI_Comm comm, Rank root);
+  // The group of this communicator is open on all ranks; see `EndOfJob`.
+  void enter(MPI_Comm comm, Rank root, double silent_seconds);
 
   // One round. Blocks until its result is there; any thread, one call per group at a time.
   Result run(std::uint64_t index, Request request);
@@ -153,10 +154,12 @@ class Engine {
   // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
   // The ranks below that had not left by then.
   std::vector<Rank> close(std::uint64_t index, double seconds);
-  // Leave all groups, after a failure or not, fail what waits, stop the thread. Nothing works
-  // afterwards. By group, the ranks below that had not left after so many seconds. When it returns
-  // no other thread is in the engine, nor does any rank take what it reads in this process.
-  std::map<std::uint64_t, std::vector<Rank>> stop(double seconds, const std::string& failure);
+  // Leave all groups, after a failure or not, and fail what waits. Nothing works afterwards, but
+  // whether this process is there is answered until `MPI_Finalize`. Ranks below that have not left
+  // after so many seconds are given up. When it returns no other thread is in the engine, nor does
+  // any rank take what it reads in this process. With a status that is not 0 the process would end
+  // the job; whether the engine will do that, as its root has left ranks behind.
+  bool stop(double seconds, const std::string& failure, int status);
 
  private:
   Engine();
@@ -173,6 +176,8 @@ class Engine {
   bool fly(Member& member);
   void work(Member& member);
   void leave(Member& member, const std::string& failure);
+  void give_up(const Member& member, const std::vector<Rank>& absent);
+  void finalize();
 
   OwnPage page_;
   FairMutex mutex_;
@@ -192,11 +197,12 @@ class Engine {
   };
   int inside_ = 0;
   bool driving_ = false;
-  bool ending_ = false;    // nothing can be called any more,
-  bool stopping_ = false;  // and nothing is done
+  bool ending_ = false;      // nothing can be called any more,
+  bool stopping_ = false;    // and nothing is done,
+  bool finalizing_ = false;  // nor answered
   double nap_ = 0;
-  // By communicator and root, also of groups that were closed.
-  std::map<std::pair<MPI_Fint, Rank>, Presence> presences_;
+  EndOfJob end_of_job_;
+  int at_finalize_ = MPI_KEYVAL_INVALID;  // of MPI_COMM_SELF, whose attributes end first
   double answers_at_ = 0;
   std::thread thread_;
 };

@@ -109,9 +109,9 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.root = family.ancestors.empty();
   member.erasures = std::move(erasures);
   member.reports = reports;
+  member.comm = MPI_Comm_f2c(comm);
   const WithoutGil released;
-  if (!member.root) engine.appear(MPI_Comm_f2c(comm), family.ancestors.back());
-  auto wire = std::make_unique<MpiWire>(MPI_Comm_f2c(comm), session, peers, all, engine.validity(slot));
+  auto wire = std::make_unique<MpiWire>(member.comm, session, peers, all, engine.validity(slot));
   auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
   engine.open(index, std::move(wire), std::move(node), std::move(member));
 }
@@ -459,6 +459,9 @@ NB_MODULE(_engine, module) {
   module.def("let_read", &let_read, Release());
   module.attr("most_started") = Engine::most_started;
   module.def("open", &open);
+  module.def("enter", [](int comm, Rank root, double silent_seconds) {
+    Engine::instance().enter(MPI_Comm_f2c(comm), root, silent_seconds);
+  }, Release());
   module.def("discard", [](std::uint64_t index) { Engine::instance().discard(index); }, Release());
   module.def("run", &run, Release());
   module.def("load_cuda", &cuda::load, Release());
@@ -480,8 +483,8 @@ NB_MODULE(_engine, module) {
   module.def("abandon", [](std::uint64_t index, const std::string& failure) {
     Engine::instance().abandon(index, failure);
   }, Release());
-  module.def("stop", [](double seconds, const std::string& failure) {
-    return Engine::instance().stop(seconds, failure);
+  module.def("stop", [](double seconds, const std::string& failure, int status) {
+    return Engine::instance().stop(seconds, failure, status);
   }, Release());
 
   const auto query = [&](const char* name, auto read) {

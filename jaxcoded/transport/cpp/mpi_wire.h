@@ -14,12 +14,11 @@
 
 namespace jaxcoded {
 
-// The tags of a group's own communicator. `jaxcoded/transport/ending.py` uses 0, `question` and
-// `answer`.
+// The tags of a group's own communicator.
 namespace tag {
-constexpr int control = 1;  // of messages
-constexpr int question = 2, answer = 3;  // see `Presence`
-constexpr int first_vector = 4, last_vector = 32767;  // every MPI allows as much
+constexpr int end = 0, question = 2, answer = 3, go_on = 4;  // see `EndOfJob`
+constexpr int control = 1;                                   // of messages
+constexpr int first_vector = 5, last_vector = 32767;         // every MPI allows as much
 }  // namespace tag
 
 // What has come from a rank.

@@ -1,0 +1,216 @@
+#include "end_of_job.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <limits>
+#include <thread>
+
+#include "mpi_wire.h"
+
+namespace jaxcoded {
+namespace {
+
+constexpr double ask_seconds = 1;   // between an answer and the next question
+constexpr double say_seconds = 10;  // after which a root that waits says for whom
+constexpr double look_seconds = 10e-3;
+constexpr double go_on_seconds = 1e-3;
+constexpr double forever = std::numeric_limits<double>::infinity();
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void nap(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+int rank_of(MPI_Comm comm) {
+  int rank = 0;
+  MPI_Comm_rank(comm, &rank);
+  return rank;
+}
+
+int size_of(MPI_Comm comm) {
+  int size = 0;
+  MPI_Comm_size(comm, &size);
+  return size;
+}
+
+// The ranks of a communicator as ranks of the world.
+std::vector<int> in_world(MPI_Comm comm) {
+  std::vector<int> ranks(static_cast<std::size_t>(size_of(comm))), out(ranks.size());
+  for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = static_cast<int>(i);
+  MPI_Group group, world;
+  MPI_Comm_group(comm, &group);
+  MPI_Comm_group(MPI_COMM_WORLD, &world);
+  MPI_Group_translate_ranks(group, static_cast<int>(ranks.size()), ranks.data(), world, out.data());
+  MPI_Group_free(&group);
+  MPI_Group_free(&world);
+  return out;
+}
+
+// Whoever is gone does not hear it.
+void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) {
+  MPI_Request sent;
+  if (MPI_Isend(byte, byte != nullptr, MPI_BYTE, to, tag, comm, &sent) == MPI_SUCCESS) {
+    MPI_Request_free(&sent);
+  }
+}
+
+template <class Ranks>
+std::string listed(const Ranks& ranks) {
+  std::string out;
+  for (const int rank : ranks) out += (out.empty() ? "" : ", ") + std::to_string(rank);
+  return "[" + out + "]";
+}
+
+void say(const std::string& words) {
+  const std::string line =
+      "jaxcoded: rank " + std::to_string(rank_of(MPI_COMM_WORLD)) + " " + words + "\n";
+  std::fputs(line.c_str(), stderr);
+}
+
+}  // namespace
+
+void EndOfJob::enter(MPI_Comm comm, Rank root, double silent_seconds) {
+  silent_seconds_ = silent_seconds;
+  std::vector<int> world = in_world(comm);
+  if (rank_of(comm) != root) {
+    roots_.insert_or_assign(world[static_cast<std::size_t>(root)], Place{comm, root});
+    presences_.try_emplace(Below{MPI_Comm_c2f(comm), root}, comm, root);
+  } else if (std::ranges::find(own_, comm, &Own::comm) == own_.end()) {
+    own_.push_back({comm, std::move(world)});
+  }
+}
+
+void EndOfJob::give_up(MPI_Comm comm, const std::vector<Rank>& ranks) {
+  const std::vector<int> world = in_world(comm);
+  for (const Rank rank : ranks) absent_.insert(world[static_cast<std::size_t>(rank)]);
+}
+
+void EndOfJob::note(bool failed, int status) {
+  failed_ = failed;
+  status_ = status;
+}
+
+void EndOfJob::answer() {
+  for (auto& [where, presence] : presences_) presence.answer();
+}
+
+void EndOfJob::end() {
+  std::vector<Below> below;
+  for (const auto& [where, presence] : presences_) below.push_back(where);
+  presences_.clear();
+  for (const auto& [rank, root] : roots_) tell(root.comm, root.rank, tag::end, &failed_);
+  if (left_any()) {
+    wait();
+    if (status_) MPI_Abort(MPI_COMM_WORLD, status_);
+  }
+  go_on(below);
+}
+
+// Until all other ranks are at their end. Where the rest says nothing, end the job.
+void EndOfJob::wait() {
+  struct Other {
+    Place place;
+    double silent_since = forever, ask_at = 0;
+  };
+  std::map<int, Other> others;
+  for (const Own& group : own_) {
+    for (std::size_t i = 0; i < group.world.size(); ++i) {
+      others[group.world[i]].place = {group.comm, static_cast<Rank>(i)};
+    }
+  }
+  if (others.size() < static_cast<std::size_t>(size_of(MPI_COMM_WORLD))) {
+    say("waits in MPI_Finalize for ranks " + listed(absent_) +
+        ", without which it left its group. If they are frozen it waits for ever: it cannot end a "
+        "job that has ranks outside its groups, of which it knows nothing");
+    return;
+  }
+  others.erase(rank_of(MPI_COMM_WORLD));
+  const auto remaining = [&] {
+    std::vector<int> out;
+    for (const auto& [rank, other] : others) out.push_back(rank);
+    return listed(out);
+  };
+  for (double say_at = now() + say_seconds; !others.empty(); nap(look_seconds)) {
+    const auto answers = received(tag::answer), ends = received(tag::end);
+    // an MPI that has noticed a failure does not wait for the failed: nothing to do
+    if (!answers || !ends) return;
+    const double time = now();
+    for (const auto& [rank, byte] : *answers) {
+      const auto found = others.find(rank);
+      if (found != others.end()) found->second = {found->second.place, forever, time + ask_seconds};
+    }
+    for (const auto& [rank, failed] : *ends) {
+      failed_ |= failed;
+      others.erase(rank);
+    }
+    for (auto& [rank, other] : others) {
+      if (other.silent_since != forever || time < other.ask_at) continue;
+      tell(other.place.comm, other.place.rank, tag::question);
+      other.silent_since = time;
+    }
+    const bool silent = std::ranges::all_of(others, [&](const auto& other) {
+      return time - other.second.silent_since >= silent_seconds_;
+    });
+    if (silent && !others.empty()) {
+      say("ends the job without ranks " + remaining() +
+          ", which do not say whether they are there: they are frozen or dead");
+      std::fflush(stdout);
+      MPI_Abort(MPI_COMM_WORLD, status_ ? status_ : failed_);
+    }
+    if (time >= say_at && !others.empty()) {
+      say("waits for the end of ranks " + remaining());
+      say_at = forever;
+    }
+  }
+}
+
+// When all roots do. A root waits until everybody has heard it: messages may not move in
+// `MPI_Finalize`.
+void EndOfJob::go_on(const std::vector<Below>& below) {
+  std::vector<MPI_Request> requests;
+  const auto add = [&](auto start, MPI_Comm comm, Rank other) {
+    MPI_Request request;
+    // of one that is dead MPI may say so
+    if (start(nullptr, 0, MPI_BYTE, other, tag::go_on, comm, &request) == MPI_SUCCESS) {
+      requests.push_back(request);
+    }
+  };
+  for (const auto& [comm, root] : below) add(MPI_Irecv, MPI_Comm_f2c(comm), root);
+  for (const Own& group : own_) {
+    const Rank self = rank_of(group.comm);
+    for (Rank rank = 0; rank < static_cast<Rank>(group.world.size()); ++rank) {
+      if (rank != self) add(MPI_Issend, group.comm, rank);
+    }
+  }
+  while (true) {
+    std::erase_if(requests, [](MPI_Request& request) {
+      int over = 0;
+      return MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over;
+    });
+    if (requests.empty()) return;
+    nap(go_on_seconds);
+  }
+}
+
+std::optional<std::vector<std::pair<int, unsigned char>>> EndOfJob::received(int tag) {
+  std::vector<std::pair<int, unsigned char>> out;
+  for (const Own& group : own_) {
+    int there = 0;
+    MPI_Status status;
+    while (true) {
+      if (MPI_Iprobe(MPI_ANY_SOURCE, tag, group.comm, &there, &status) != MPI_SUCCESS) return {};
+      if (!there) break;
+      const int from = status.MPI_SOURCE;
+      unsigned char byte = 0;
+      if (MPI_Recv(&byte, 1, MPI_BYTE, from, tag, group.comm, MPI_STATUS_IGNORE) != MPI_SUCCESS) {
+        return {};
+      }
+      out.emplace_back(group.world[static_cast<std::size_t>(from)], byte);
+    }
+  }
+  return out;
+}
+
+}  // namespace jaxcoded
