@@ -97,7 +97,7 @@ def with_token(group, donate=True):
 
         def run():
             nonlocal x, token
-            out, token = jitted(x, token)
+            out, _, token = jitted(x, token)
             out.block_until_ready()
             x = out if donate else x
             return out

@@ -87,7 +87,9 @@ def step_before(group):
     @jax.jit
     def step(handle, weights, x, token):
         grads = gradients(weights, x)
-        total, token = jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
+        total, _, token = jaxcoded.coded_allreduce_done(
+            handle, after=grads, token=token
+        )
         handle, token = jaxcoded.coded_allreduce_start(grads, group, token=token)
         return handle, total, token
 
@@ -110,7 +112,7 @@ def seconds(step, weights, x, count):
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(count):
-        out, token = step(weights, x, token)
+        out, *_, token = step(weights, x, token)
         jax.block_until_ready(out)
     return comm.allreduce((time.perf_counter() - start) / count, op=MPI.MAX)
 

@@ -153,7 +153,7 @@ class Coded:
             local = np.zeros(self._problem.features, np.float32)
         else:
             local = worked(self._problem, theta, self._rows, self._weights, pace)
-        return jaxcoded.host.coded_allreduce(local, self.group, out=local, skipped=late)
+        return jaxcoded.host.coded_allreduce(local, self.group, out=local, skip=late)
 
 
 class Encoded:

@@ -142,7 +142,7 @@ def run_job(settings, rounds, out):
             if group is None:
                 comm.Allreduce(own, total)
             else:
-                jaxcoded.host.coded_allreduce(own, group, out=total, skipped=late)
+                jaxcoded.host.coded_allreduce(own, group, out=total, skip=late)
             ends.append(time.perf_counter() - start)
             np.testing.assert_allclose(total[[0, -1]], expected, rtol=1e-4)
         wait(comm.Ibarrier())

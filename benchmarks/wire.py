@@ -37,7 +37,7 @@ def prepared(group, wire, size):
 
     def run():
         nonlocal x, token
-        x, token = jitted(x, token)
+        x, _, token = jitted(x, token)
         x.block_until_ready()
 
     return run

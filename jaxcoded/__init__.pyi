@@ -2,12 +2,14 @@
 although some ranks are left out."""
 
 from jaxcoded import codes as codes
+from jaxcoded import errors as errors
 from jaxcoded import planner as planner
 from jaxcoded import simulator as simulator
 from jaxcoded.codes import GradientCode as GradientCode
 from jaxcoded.collectives import baselines as baselines
 from jaxcoded.collectives import host as host
 from jaxcoded.collectives import optax as optax
+from jaxcoded.collectives.allreduce import CodedSum as CodedSum
 from jaxcoded.collectives.allreduce import coded_allreduce as coded_allreduce
 from jaxcoded.collectives.allreduce import coded_reduce as coded_reduce
 from jaxcoded.collectives.allreduce import tree_bcast as tree_bcast
@@ -18,6 +20,7 @@ from jaxcoded.collectives.nonblocking import (
 from jaxcoded.collectives.nonblocking import (
     coded_allreduce_start as coded_allreduce_start,
 )
+from jaxcoded.collectives.value_and_grad import ValueAndGrad as ValueAndGrad
 from jaxcoded.collectives.value_and_grad import (
     coded_value_and_grad as coded_value_and_grad,
 )

@@ -3,13 +3,18 @@
 Errors in one rank's arguments are ``ValueError`` and ``TypeError``.
 """
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 
 class CodedError(RuntimeError):
     """Base of the errors of a group.
 
     Raised as such when a group is made, and by a collective before its round begins.
     What is found during a round, inside or outside ``jit``, arrives as a
-    ``jax.errors.JaxRuntimeError`` whose text contains the name and the message.
+    ``jax.errors.JaxRuntimeError`` whose text contains the name and the message;
+    `translated` makes it one of these.
     """
 
 
@@ -45,10 +50,48 @@ class Desynchronized(CodedError):
     """This rank is so late that the results it lacks are no longer kept anywhere. Or a
     round failed here while the root did not answer, and others may have its result.
 
-    Its calls fail until it continues from a snapshot, see `CodedGroup.resync`. Inside
-    ``jit`` the text of the ``JaxRuntimeError`` contains ``jaxcoded.Desynchronized:``.
+    Its calls fail until it continues from a snapshot, see `CodedGroup.resync`.
     """
 
 
 class TooManyErasures(CodedError):
     """A round was asked to leave out more ranks than the plan can do without."""
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """In this block, what a round has found is raised as one of the errors above.
+
+    JAX runs a compiled step while Python goes on, and raises where its results are
+    asked for: wait for them in the block.
+
+    Raises:
+        CodedError: or a subclass, from the ``JaxRuntimeError`` that names it. Any other
+            error passes as it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> step = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
+        >>> _ = step(jnp.ones(3))
+        >>> group.close()
+        >>> try:
+        ...     with jaxcoded.errors.translated():
+        ...         jax.block_until_ready(step(jnp.ones(3)))
+        ... except jaxcoded.GroupClosed as error:
+        ...     print(str(error)[:15])
+        use after close
+        >>> jaxcoded.settle()
+    """
+    from jax.errors import JaxRuntimeError  # plans are made without JAX
+
+    try:
+        yield
+    except JaxRuntimeError as error:
+        classes: list[type[CodedError]] = [CodedError, *CodedError.__subclasses__()]
+        kinds = {kind.__name__: kind for kind in classes}
+        found = re.search(rf"\b({'|'.join(kinds)}): (.*)", str(error), re.DOTALL)
+        if found is None:
+            raise
+        raise kinds[found[1]](found[2].strip()) from error

@@ -74,7 +74,7 @@ def test_there_and_back(dtype, size, form):
             jitted = jax.jit(step, donate_argnums=0 if form == "donated" else ())
             token = jnp.int32(0)
             for _ in range(3):
-                x, token = jitted(x, token)
+                x, *_, token = jitted(x, token)
                 assert x.devices() == {gpus()[0]}
             np.testing.assert_array_equal(np.asarray(x), expected)
 

@@ -4,19 +4,21 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded.codes._redraw import MAX_ROUNDING
+from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_open, find
 from jaxcoded.plan import atoms
 from jaxcoded.transport import primitive
-from jaxcoded.transport.base import BATCHED, Trip
+from jaxcoded.transport.base import Collective
 from jaxcoded.transport.kernels import Encoded, accumulator, divided
 from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack, unpack
+from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
 # float16 and bfloat16 round every message; beyond this share of the sum the user is
 # told.
@@ -32,55 +34,63 @@ _NO_GRADIENT = (
 )
 
 
+class CodedSum(NamedTuple):
+    """What a coded sum gives where more is asked for than the sum.
+
+    Attributes:
+        total: the sum.
+        residual: how far it is from the exact one, where that is asked for.
+        token: for the next call, where the calls are ordered by one.
+    """
+
+    total: Any
+    residual: jax.Array | None = None
+    token: jax.Array | None = None
+
+
 @dataclasses.dataclass(frozen=True)
-class TreeRound(primitive.Carrier):
-    """One trip through the tree of a group.
+class TreeRound(primitive.Specification):
+    """A collective over the tree of a group.
 
     Attributes:
         index: of the group.
-        trip: what happens on the way.
-        skips: whether the first extra says that this rank has nothing to contribute.
-        erases: whether the last extra is a mask of ranks to leave out.
-        begun: whether the vectors are the last parts of those of the round.
+        collective: what happens on the way.
+        last_part: whether the vectors are the last parts of those of the round.
         wires: the dtypes in which the first vectors travel; the others in their own.
         transposes: whether the caller means the transpose.
     """
 
     index: int
-    trip: Trip
-    skips: bool = False
-    erases: bool = False
-    begun: bool = False
+    collective: Collective
+    last_part: bool = False
     wires: tuple[np.dtype, ...] = ()
     transposes: bool = False
 
     def __str__(self) -> str:
-        return self.trip.words
+        return self.collective.signature
 
     def no_transpose(self) -> str:
-        trip = self.trip
-        if not (trip.up and trip.down) or find(self.index).plan.encoded:
+        does = self.collective
+        if not (does.up and does.down) or find(self.index).plan.encoded:
             return super().no_transpose()
         return "" if self.transposes else _NO_GRADIENT.format(self)
 
-    def extra(self, number: int) -> str:
-        return "skip" if self.skips and number == 0 else "erasures"
-
     def result_length(self, length: int) -> int:
         group = find(self.index)
-        if self.begun:
+        if self.last_part:
             return length * group.plan.slices_above[group.rank]
-        return group.plan.result_length(group.rank, length) if self.trip.up else length
+        up = self.collective.up
+        return group.plan.result_length(group.rank, length) if up else length
 
     def carry(
-        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
+        self, vectors: Sequence[jax.Array], extras: Extras
     ) -> Sequence[jax.Array]:
         return self._carry(vectors, extras, None)[0]
 
     def carry_token(
         self,
         vectors: Sequence[jax.Array],
-        extras: Sequence[jax.Array],
+        extras: Extras,
         token: jax.Array,
     ) -> tuple[Sequence[jax.Array], jax.Array]:
         out, next_token = self._carry(vectors, extras, token)
@@ -90,36 +100,25 @@ class TreeRound(primitive.Carrier):
     def _carry(
         self,
         vectors: Sequence[jax.Array],
-        extras: Sequence[jax.Array],
+        extras: Extras,
         token: jax.Array | None,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         batch = vectors[0].shape[:-1] if vectors else ()
-        trip = self.trip
-        if batch:
-            words = f"{trip.words}{BATCHED}{list(batch)}"
-            trip = dataclasses.replace(trip, words=words)
         out, next_token = find(self.index).transport.carry(
-            trip,
+            dataclasses.replace(self.collective, batch=batch),
             converted(vectors, self.wires),
-            token=token,
-            begun=self.begun,
-            **self.named(extras),
+            extras,
+            token,
+            last_part=self.last_part,
         )
         return converted(out, [vector.dtype for vector in vectors]), next_token
 
-    def named(self, extras: Sequence[jax.Array]) -> dict[str, jax.Array | None]:
-        """The extras as the transport takes them."""
-        return {
-            "erased": extras[-1] if self.erases else None,
-            "skipped": extras[0] if self.skips else None,
-        }
-
 
 def coded_allreduce(
-    tree: Any,
+    x: Any,
     group: CodedGroup,
     *,
-    mean: float | jax.Array | None = None,
+    divisor: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
     skip: bool | jax.Array | None = None,
     residual: bool = False,
@@ -142,18 +141,18 @@ def coded_allreduce(
     without ``transpose``.
 
     Args:
-        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all
+        x: pytree of float arrays or numbers, of the same shapes and dtypes on all
             ranks. In a group with slices, the `Encoded` made by
             `jaxcoded.kernels.encode`.
         group: an open group. All its ranks call its collectives in one order.
-        mean: the global batch size (or anything) to divide by. Default: the sum.
+        divisor: the global batch size (or anything) to divide by. Default: the sum.
         erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose
             messages are left out. They must call all the same. A parent's
             coefficients for the others come from its code in float64. Ranks that are
             late need not be named here: the engine goes on without them.
         skip: whether this rank has nothing to contribute, as one that is late
             (`CodedGroup.lag`) and leaves out its work; may be traced. Never true at the
-            root, which is never late. ``tree`` then
+            root, which is never late. ``x`` then
             gives the shapes alone, and this rank counts as a straggler: its zeros
             never enter a sum. With the engine only.
         residual: return how far the sum is from the exact one, too: ``√Σ_k p_k (c_k −
@@ -176,15 +175,15 @@ def coded_allreduce(
             is wrong, on every rank in another way.
 
     Returns:
-        A pytree like ``tree``, or like the gradient that was encoded. With a
-        ``residual`` and a ``token`` a tuple of it, the residual (a float32 number, or float64
-        where the tree has float64, the same on all ranks but for its last digits) and the
+        A pytree like ``x``, or like the gradient that was encoded. With a ``residual``
+        or a ``token`` a `CodedSum` of it, the residual (a float32 number, or float64
+        where ``x`` has float64, the same on all ranks but for its last digits) and the
         token for the next call.
 
     Raises:
-        TypeError: a leaf is not floating point, or the group has slices and ``tree`` is
+        TypeError: a leaf is not floating point, or the group has slices and ``x`` is
             not `Encoded`, or ``group`` is not a group.
-        ValueError: ``erasures`` has a wrong shape, ``mean`` is not positive,
+        ValueError: ``erasures`` has a wrong shape, ``divisor`` is not positive,
             ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
             amplification leaves too few digits in this dtype, or ``skip`` with another
             transport than the engine.
@@ -201,32 +200,30 @@ def coded_allreduce(
         >>> import jax, jax.numpy as jnp, jaxcoded
         >>> from mpi4py import MPI
         >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
-        >>> jax.jit(lambda x: jaxcoded.coded_allreduce({"x": x}, group, mean=2))(jnp.arange(3.0))
+        >>> jax.jit(lambda x: jaxcoded.coded_allreduce({"x": x}, group, divisor=2))(jnp.arange(3.0))
         {'x': Array([0. , 0.5, 1. ], dtype=float32)}
         >>> group.close()
     """
-    check_open(group)
-    with group.failing("coded_allreduce"):
-        skipped = None if skip is None else checked_skip(skip, group)
     return summed(
-        "coded_allreduce",
-        tree,
+        x,
         group,
-        mean,
-        erasures,
-        residual=residual,
-        skipped=skipped,
-        wire_dtype=wire_dtype,
-        token=token,
-        transpose=transpose,
+        Request(
+            divisor=divisor,
+            erasures=erasures,
+            skip=skip,
+            residual=residual,
+            wire_dtype=wire_dtype,
+            token=token,
+            transpose=transpose,
+        ),
     )
 
 
 def coded_reduce(
-    tree: Any,
+    x: Any,
     group: CodedGroup,
     *,
-    mean: float | jax.Array | None = None,
+    divisor: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
     wire_dtype: Any = None,
     token: jax.Array | None = None,
@@ -236,29 +233,31 @@ def coded_reduce(
     Takes, returns and raises what `coded_allreduce` does, but has no transpose.
     """
     return summed(
-        "coded_reduce",
-        tree,
+        x,
         group,
-        mean,
-        erasures,
-        down=False,
-        wire_dtype=wire_dtype,
-        token=token,
+        Request(
+            "coded_reduce",
+            divisor=divisor,
+            erasures=erasures,
+            wire_dtype=wire_dtype,
+            token=token,
+            down=False,
+        ),
     )
 
 
-def tree_bcast(tree: Any, group: CodedGroup, *, token: jax.Array | None = None) -> Any:
+def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> Any:
     """The root's values on every rank, sent down the tree.
 
     Args:
-        tree: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on
+        x: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on
             all ranks. Only the root's values matter.
         group: an open group.
         token: orders this call, see `coded_allreduce`.
 
     Returns:
-        A pytree like ``tree``; with a ``token`` the pair of it and the token for the next
-        call. It has no transpose.
+        A pytree like ``x``; with a ``token`` a `CodedSum` of it and the token for the
+        next call. It has no transpose.
 
     Raises:
         TypeError: a leaf is not made of numbers of whole bytes (keys, int4).
@@ -273,152 +272,94 @@ def tree_bcast(tree: Any, group: CodedGroup, *, token: jax.Array | None = None) 
     """
     check_open(group)
     with group.failing("tree_bcast"):
-        vectors, packing = pack(tree, floats_only=False)
+        vectors, packing = pack(x, floats_only=False)
         if token is not None:
             token = primitive.checked_token(token)
-    words = f"tree_bcast of {packing}{_tokened(token)}"
-    carrier = TreeRound(group.index, Trip(words, up=False))
-    out, token = carried(carrier, vectors, [], group, token)
+    collective = Collective(f"tree_bcast of {packing}{_tokened(token)}", up=False)
+    out, token = carried(
+        TreeRound(group.index, collective), vectors, group, token=token
+    )
     result = unpack(out, packing)
-    return result if token is None else (result, token)
+    return result if token is None else CodedSum(result, token=token)
 
 
-def summed(
-    name: str,
-    tree: Any,
-    group: CodedGroup,
-    mean: Any = None,
-    erasures: Any = None,
-    *,
-    about: str = "",
-    down: bool = True,
-    residual: bool = False,
-    skipped: jax.Array | None = None,
-    wire_dtype: Any = None,
-    token: jax.Array | None = None,
-    begun: bool = False,
-    transpose: bool = False,
-    apart: Sequence[str] = (),
-    examples: tuple[float, float] | None = None,
-) -> Any:
-    """`coded_allreduce` under a name; ``about`` is what else all ranks must agree on,
-    ``skipped`` (int32, not 0) says that this rank has nothing to contribute, and
-    ``begun`` that ``tree`` is the last part of its message, see `begin`; ``apart`` are
-    keys, see `Packing.apart`, and ``examples`` is for the `Trip`."""
-    carrier, vectors, extras, token, packing = prepared(
-        name,
-        tree,
-        group,
-        mean,
-        erasures,
-        about=about,
-        down=down,
-        residual=residual,
-        skipped=skipped,
-        wire_dtype=wire_dtype,
-        token=token,
-        begun=begun,
-        transpose=transpose,
-        apart=apart,
-        examples=examples,
+def summed(x: Any, group: CodedGroup, request: Request) -> Any:
+    """The coded sum that is asked for: a pytree, or a `CodedSum`."""
+    ready = prepared(x, group, request)
+    asked = ready.request
+    out, token = carried(ready.spec, ready.vectors, group, asked.extras, asked.token)
+    total, residual = results(
+        out, group, ready.packing, asked.divisor, residual=asked.residual
     )
-    out, token = carried(carrier, vectors, extras, group, token)
-    total, *found = results(out, group, packing, mean, residual)
-    found += [] if token is None else [token]
-    return (total, *found) if found else total
+    if residual is None and token is None:
+        return total
+    return CodedSum(total, residual, token)
 
 
-def prepared(
-    name: str,
-    tree: Any,
-    group: CodedGroup,
-    mean: Any,
-    erasures: Any,
-    *,
-    about: str = "",
-    down: bool = True,
-    residual: bool = False,
-    skipped: jax.Array | None = None,
-    wire_dtype: Any = None,
-    token: jax.Array | None = None,
-    begun: bool = False,
-    transpose: bool = False,
-    apart: Sequence[str] = (),
-    examples: tuple[float, float] | None = None,
-) -> tuple[TreeRound, Sequence[jax.Array], list[jax.Array], jax.Array | None, Packing]:
-    """The checked round of a coded sum, its vectors, extras and token, and the packing of
-    what comes of it."""
+class Prepared(NamedTuple):
+    """A round of a coded sum in which nothing can be wrong with the arguments.
+
+    Attributes:
+        spec: what the round does.
+        vectors: of this rank.
+        packing: of what comes of it.
+        request: what was asked for, checked.
+    """
+
+    spec: TreeRound
+    vectors: Sequence[jax.Array]
+    packing: Packing
+    request: Request
+
+
+def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
+    """The round that is asked for, not called yet."""
     check_open(group)
-    with group.failing(name):
-        about += _checked_mean(mean)
-        vectors, packing = _message(name, tree, group, wire_dtype, begun)
-        trip = summing(
-            name,
-            packing,
-            group,
-            about,
-            down=down,
-            residual=residual,
-            token=token,
-            apart=apart,
-            examples=examples,
+    with group.failing(request.name):
+        request = request.checked(group)
+        last = request.last_part
+        vectors, packing = _message(x, group, request)
+        spec = TreeRound(
+            group.index,
+            coded_sum(packing, group, request),
+            last_part=last,
+            wires=packing.wires,
+            transposes=bool(request.transpose),
         )
-        if residual:
-            vectors = (*vectors, _probe(group, vectors, -1 if begun else None))
-        extras = [] if skipped is None else [skipped]
-        if erasures is not None:
-            extras.append(jnp.asarray(checked_erasures(erasures, group.size)))
-        if token is not None:
-            token = primitive.checked_token(token)
-    carrier = TreeRound(
-        group.index,
-        trip,
-        skips=skipped is not None,
-        erases=erasures is not None,
-        begun=begun,
-        wires=packing.wires,
-        transposes=bool(transpose),
-    )
-    return carrier, vectors, extras, token, packing
+        if request.residual:
+            vectors = (*vectors, _probe(group, vectors, -1 if last else None))
+    return Prepared(spec, vectors, packing, request)
 
 
 def carried(
-    carrier: TreeRound,
+    spec: TreeRound,
     vectors: Sequence[jax.Array],
-    extras: Sequence[jax.Array],
     group: CodedGroup,
-    token: jax.Array | None,
+    extras: Extras = NO_EXTRAS,
+    token: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """What comes of a round, and the next token."""
     if token is None or group.transport.takes_tokens:
-        return primitive.run(carrier, vectors, extras, token)
-    return primitive.run(carrier, vectors, extras)[0], token  # in order without it
+        return primitive.run(spec, vectors, extras, token)
+    return primitive.run(spec, vectors, extras)[0], token  # in order without it
 
 
 def results(
     out: Sequence[jax.Array],
     group: CodedGroup,
     packing: Packing,
-    mean: Any,
+    divisor: Any,
+    *,
     residual: bool,
-) -> list[Any]:
+) -> tuple[Any, jax.Array | None]:
     """The sum as a pytree, and its residual if there is one."""
-    found = [_residual(group, out[-1])] if residual else []
-    total = unpack(out[: len(out) - len(found)], packing)
-    return [total if mean is None else divided(total, mean), *found]
+    found = _residual(group, out[-1]) if residual else None
+    total = unpack(out[: len(out) - residual], packing)
+    return total if divisor is None else divided(total, divisor), found
 
 
 def begin(
-    name: str,
-    part: Encoded,
-    number: int,
-    group: CodedGroup,
-    about: str = "",
-    *,
-    residual: bool = False,
-    skipped: jax.Array | None = None,
-    token: jax.Array | None = None,
-    apart: Sequence[str] = (),
+    part: Encoded, number: int, group: CodedGroup, request: Request
 ) -> jax.Array | None:
     """Send one part of this rank's message, ahead of the call of `summed` that ends the
     round. The parts but the last, in order.
@@ -426,14 +367,14 @@ def begin(
     Returns:
         The next token.
     """
-    vectors, packing = _message(name, part, group, begun=True)
+    vectors, packing = _message(part, group, request)
     vectors = converted(vectors, packing.wires)
-    trip = summing(
-        name, packing, group, about, residual=residual, token=token, apart=apart
-    )
-    if residual:
+    collective = coded_sum(packing, group, request)
+    if request.residual:
         vectors = (*vectors, _probe(group, part.vectors, number))
-    return group.transport.begin(trip, vectors, number, skipped=skipped, token=token)
+    return group.transport.begin(
+        collective, vectors, number, request.extras, request.token
+    )
 
 
 def converted(
@@ -465,19 +406,8 @@ def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
     return jnp.where(exactly, 0, jnp.sqrt(jnp.where(exactly, 1, square)))
 
 
-def summing(
-    name: str,
-    packing: Packing,
-    group: CodedGroup,
-    about: str = "",
-    *,
-    down: bool = True,
-    residual: bool = False,
-    token: jax.Array | None = None,
-    apart: Sequence[str] = (),
-    examples: tuple[float, float] | None = None,
-) -> Trip:
-    """The round of a coded sum of leaves like these, ``about`` which all ranks must agree.
+def coded_sum(packing: Packing, group: CodedGroup, request: Request) -> Collective:
+    """The collective that sums leaves like these.
 
     Raises:
         ValueError: rounding would spoil it.
@@ -486,11 +416,10 @@ def summing(
     for dtype in dict.fromkeys(packing.wires):
         group.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
-    words = f"{name} of {packing}{about}"
-    words += group.plan_words
-    words += ", with its residual" * residual + _tokened(token)
-    runs = packing.apart(apart) if group.options.debug else ()
-    return Trip(words, down=down, apart=runs, examples=examples)
+    call = f"{request.name} of {packing}{request.about}{group.plan_words}"
+    call += ", with its residual" * request.residual + _tokened(request.token)
+    apart = packing.apart(request.apart) if group.options.debug else ()
+    return Collective(call, down=request.down, apart=apart, examples=request.examples)
 
 
 def _tokened(token: jax.Array | None) -> str:
@@ -499,95 +428,39 @@ def _tokened(token: jax.Array | None) -> str:
 
 
 def _message(
-    name: str,
-    tree: Any,
-    group: CodedGroup,
-    wire_dtype: Any = None,
-    begun: bool = False,
+    x: Any, group: CodedGroup, request: Request
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """What this rank sends, or one part of it if ``begun``, and the packing of the
-    gradient that it is about."""
-    plan = group.plan
-    if isinstance(tree, Encoded):
-        parts = 1 if begun else plan.parts_above[group.rank]
+    """What this rank sends, or one part of it, and the packing of the gradient that it is
+    about."""
+    plan, wire_dtype = group.plan, request.wire_dtype
+    if isinstance(x, Encoded):
+        parts = 1 if request.last_part else plan.parts_above[group.rank]
         its = parts, plan.slices_above[group.rank]
         multiple = plan.padding_multiple
-        if (tree.parts, tree.slices, tree.multiple) != (*its, multiple):
+        if (x.parts, x.slices, x.multiple) != (*its, multiple):
             raise ValueError(
                 f"rank {group.rank} of this group sends parts={its[0]}, "
                 f"slices={its[1]}, multiple={multiple}, but this message was encoded "
-                f"with parts={tree.parts}, slices={tree.slices}, "
-                f"multiple={tree.multiple}: use this group's assignment and "
+                f"with parts={x.parts}, slices={x.slices}, "
+                f"multiple={x.multiple}: use this group's assignment and "
                 "encode(..., multiple=group.plan.padding_multiple)"
             )
         wanted = checked_wire_dtype(wire_dtype)
-        if wanted not in (None, tree.packing.wire_dtype):
+        if wanted not in (None, x.packing.wire_dtype):
             raise ValueError(
-                f"this message was encoded with wire_dtype={tree.packing.wire_dtype}, "
+                f"this message was encoded with wire_dtype={x.packing.wire_dtype}, "
                 f"not {wanted}: which leaves it is about is settled there, use "
                 f"encode(..., wire_dtype={wanted.name!r})"
             )
-        return tree.vectors, tree.packing
+        return x.vectors, x.packing
     if plan.encoded:
         raise TypeError(
             f"this group has slices or parts ({plan.code}, slices={plan.slices}): its "
-            f"messages are not one weighted gradient, so {name} takes what "
-            f"jaxcoded.kernels.encode made, not a {type(tree).__name__}; "
+            f"messages are not one weighted gradient, so {request.name} takes what "
+            f"jaxcoded.kernels.encode made, not a {type(x).__name__}; "
             "coded_value_and_grad does both"
         )
-    return pack(tree, wire_dtype=wire_dtype)
-
-
-def _checked_mean(mean: Any) -> str:
-    """``mean`` in words, as far as it is known."""
-    if mean is None:
-        return ""
-    if isinstance(mean, jax.core.Tracer):
-        if mean.ndim:
-            raise ValueError(f"mean is one number, got an array of shape {mean.shape}")
-        return ", divided by a traced number"
-    if isinstance(mean, bool | str) or np.iscomplexobj(mean):
-        raise TypeError(
-            "mean is the number to divide by, such as the global batch size, "
-            f"got {mean!r}"
-        )
-    if np.ndim(mean):
-        raise ValueError(f"mean is one number, got an array of shape {np.shape(mean)}")
-    if not mean > 0:
-        raise ValueError(
-            f"mean is the number to divide by, so it must be > 0, got {mean!r}"
-        )
-    return f", divided by {float(mean)}"
-
-
-def checked_erasures(erasures: Any, size: int) -> Any:
-    """The mask as an array, if it is one.
-
-    Raises:
-        ValueError: it is not bool ``(size,)``.
-    """
-    if not isinstance(erasures, jax.Array):
-        erasures = np.asarray(erasures)
-    if erasures.shape != (size,) or erasures.dtype != bool:
-        raise ValueError(
-            f"erasures must be bool of shape ({size},), one for each rank, "
-            f"got {erasures.dtype}{list(erasures.shape)}"
-        )
-    return erasures
-
-
-def checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
-    if not group.transport.can_lag:
-        raise ValueError(
-            "skip= needs a group with the engine: with the mpi4jax transport every rank "
-            "contributes; leave ranks out with erasures="
-        )
-    skip = jnp.asarray(skip)
-    if skip.shape or not (
-        skip.dtype == bool or jnp.issubdtype(skip.dtype, jnp.integer)
-    ):
-        raise ValueError(f"skip is True or False, got {skip.dtype}{list(skip.shape)}")
-    return (skip != 0).astype(jnp.int32)
+    return pack(x, wire_dtype=wire_dtype)
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:

@@ -26,17 +26,17 @@ from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.packing import pack, unpack
 
 
-def allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
     """``mpi4jax.allreduce`` with the sum, one call per dtype; float16 and bfloat16
     travel as float32.
 
     Args:
-        tree: pytree of float arrays or numbers, of the same shapes and dtypes on all
+        x: pytree of float arrays or numbers, of the same shapes and dtypes on all
             ranks.
         comm: an mpi4py intra-communicator.
 
     Returns:
-        The sum over the ranks, a pytree like ``tree``, on all ranks.
+        The sum over the ranks, a pytree like ``x``, on all ranks.
 
     Example:
         >>> from jaxcoded.collectives import baselines
@@ -44,29 +44,29 @@ def allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
         >>> baselines.allreduce({"loss": 1.5}, MPI.COMM_SELF)
         {'loss': Array(1.5, dtype=float32)}
     """
-    return _sum(tree, _Allreduce(_Communicator(comm)))
+    return _sum(x, _Allreduce(_Communicator(comm)))
 
 
-def ring_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+def ring_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
     """Ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over
     ``sendrecv``, of ``1/N`` of the data each.
 
     Takes and returns what `allreduce` does. Patarasuk and Yuan 2009, "Bandwidth optimal
     all-reduce algorithms".
     """
-    return _sum(tree, _Ring(_Communicator(comm)))
+    return _sum(x, _Ring(_Communicator(comm)))
 
 
-def master_worker_allreduce(tree: Any, comm: MPI.Intracomm) -> Any:
+def master_worker_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
     """Rank 0 receives from all others, one after the other, adds up, and sends the sum
     to each.
 
     Takes and returns what `allreduce` does.
     """
-    return _sum(tree, _PlainTree(_Communicator(comm), max(1, comm.size - 1)))
+    return _sum(x, _PlainTree(_Communicator(comm), max(1, comm.size - 1)))
 
 
-def tree_allreduce(tree: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
+def tree_allreduce(x: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
     """Up and down a balanced tree with ``fanout`` children to a parent, without any
     code.
 
@@ -76,12 +76,12 @@ def tree_allreduce(tree: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
         ValueError: ``fanout < 1``.
     """
     fanout = _require.integer("fanout", fanout, 1)
-    return _sum(tree, _PlainTree(_Communicator(comm), fanout))
+    return _sum(x, _PlainTree(_Communicator(comm), fanout))
 
 
-def _sum(tree: Any, carrier: primitive.Carrier) -> Any:
-    vectors, packing = pack(tree)
-    return unpack(primitive.run(carrier, vectors)[0], packing)
+def _sum(x: Any, spec: primitive.Specification) -> Any:
+    vectors, packing = pack(x)
+    return unpack(primitive.run(spec, vectors)[0], packing)
 
 
 class _Communicator:
@@ -102,7 +102,7 @@ class _Communicator:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Baseline(primitive.Carrier):
+class _Baseline(primitive.Specification):
     communicator: _Communicator
 
     def no_transpose(self) -> str:
@@ -113,7 +113,7 @@ class _Baseline(primitive.Carrier):
         return self.communicator.comm
 
     def carry(
-        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
+        self, vectors: Sequence[jax.Array], extras: primitive.Extras
     ) -> Sequence[jax.Array]:
         return [self.sum(vector) for vector in vectors]
 

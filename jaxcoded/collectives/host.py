@@ -11,9 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.collectives.allreduce import checked_erasures, summing
+from jaxcoded.collectives.allreduce import coded_sum
+from jaxcoded.collectives.request import Request, checked_erasures
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport.packing import Packing
+from jaxcoded.transport.primitive import Extras
 
 
 def coded_allreduce(
@@ -21,7 +23,7 @@ def coded_allreduce(
     group: CodedGroup,
     *,
     out: np.ndarray | None = None,
-    skipped: bool = False,
+    skip: bool = False,
     erasures: Sequence[bool] | np.ndarray | None = None,
     wire_dtype: Any = None,
 ) -> np.ndarray:
@@ -32,7 +34,7 @@ def coded_allreduce(
             dtypes on all ranks.
         group: an open group without slices and parts, with ``transport="engine"``.
         out: where the result goes; may be ``array`` itself. Default: a new array.
-        skipped: this rank has nothing to contribute, as one that is late
+        skip: this rank has nothing to contribute, as one that is late
             (`CodedGroup.lag`); ``array`` gives the shape only.
         erasures, wire_dtype: as for `jaxcoded.coded_allreduce`.
 
@@ -91,13 +93,14 @@ def coded_allreduce(
                 "collectives on numpy arrays need a group without slices and parts"
             )
         packing = Packing.of(array, wire_dtype)
-        trip = summing("coded_allreduce", packing, group)
+        collective = coded_sum(packing, group, Request())
         mask = None if erasures is None else checked_erasures(erasures, group.size)
     vectors, results = [], []
     for wire in packing.wires:  # one, or none of an array of no elements
         vectors = [array.astype(wire, copy=False)]
         results = [result if wire == result.dtype else vectors[0]]
-    group.transport.host_round(trip, vectors, results, erased=mask, skipped=skipped)
+    extras = Extras(skip, mask)
+    group.transport.host_round(collective, vectors, results, extras)
     for received in results:
         if received is not result:
             result[...] = received.reshape(result.shape)

@@ -13,24 +13,26 @@ from jax.core import ShapedArray
 
 from jaxcoded import _require
 from jaxcoded.collectives.allreduce import (
+    CodedSum,
     TreeRound,
     carried,
-    checked_skip,
     converted,
     prepared,
     results,
 )
+from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_open, find
 from jaxcoded.transport import primitive
 from jaxcoded.transport.kernels import Encoded
 from jaxcoded.transport.packing import Packing
+from jaxcoded.transport.primitive import Extras
 
 _NAME = "coded_allreduce"
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rounds", "mean"],
+    data_fields=["rounds", "divisor"],
     meta_fields=["group", "packings", "results", "structure", "residual", "tokened"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Handle:
     Attributes:
         rounds: for each round the uint32 number by which the engine knows it; with the
             mpi4jax transport its vectors, which are there already.
-        mean: what to divide by.
+        divisor: what to divide by.
         group: the index of the group.
         packings, results: of each round, the pytree that it sums, and its vectors.
         structure: the pytree of the leaves of all rounds, where there are several.
@@ -52,7 +54,7 @@ class Handle:
     """
 
     rounds: tuple[tuple[jax.Array, ...], ...]
-    mean: jax.Array | None
+    divisor: jax.Array | None
     group: int
     packings: tuple[Packing, ...]
     results: tuple[tuple[ShapedArray, ...], ...]
@@ -63,9 +65,9 @@ class Handle:
 
 @dataclasses.dataclass(frozen=True)
 class _Start(TreeRound):
-    """The beginning of a trip; all of it where the transport would not go on with it."""
+    """The beginning of a round; all of it where the transport would not go on with it."""
 
-    def refusal(self, what: str) -> str:
+    def why_not(self, what: str) -> str:
         return (
             f"coded_allreduce_start cannot be {what}: use coded_allreduce, or start the "
             "sum of the gradient that comes out"
@@ -79,26 +81,23 @@ class _Start(TreeRound):
     def _carry(
         self,
         vectors: Sequence[jax.Array],
-        extras: Sequence[jax.Array],
+        extras: Extras,
         token: jax.Array | None,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         transport = find(self.index).transport
         if not transport.most_started:
             return super()._carry(vectors, extras, token)
         number, token = transport.start(
-            self.trip,
-            converted(vectors, self.wires),
-            token=token,
-            **self.named(extras),
+            self.collective, converted(vectors, self.wires), extras, token
         )
         return [number], token
 
 
 def coded_allreduce_start(
-    tree: Any,
+    x: Any,
     group: CodedGroup,
     *,
-    mean: float | jax.Array | None = None,
+    divisor: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
     skip: bool | jax.Array | None = None,
     residual: bool = False,
@@ -122,7 +121,7 @@ def coded_allreduce_start(
     differentiated nor batched by ``vmap``.
 
     Args:
-        tree, group, mean, erasures, skip, residual, wire_dtype: as for
+        x, group, divisor, erasures, skip, residual, wire_dtype: as for
             `coded_allreduce`.
         bucket_bytes: start several rounds, each of leaves of about so many bytes
             (≥ 1). A bucket goes as soon as its own leaves are computed, and the one with
@@ -158,35 +157,31 @@ def coded_allreduce_start(
     """
     check_open(group)
     with group.failing(_NAME):
-        skipped = None if skip is None else checked_skip(skip, group)
-        buckets, structure = _buckets(tree, bucket_bytes, group)
+        buckets, structure = _buckets(x, bucket_bytes, group)
+    request = Request(
+        _NAME,
+        divisor=divisor,
+        erasures=erasures,
+        skip=skip,
+        residual=residual,
+        wire_dtype=wire_dtype,
+        token=token,
+    )
     # all that can be wrong is found before the first of them starts
-    ready = [
-        prepared(
-            *(_NAME, bucket, group, mean, erasures),
-            residual=residual,
-            skipped=skipped,
-            wire_dtype=wire_dtype,
-            token=token,
-        )
-        for bucket in buckets
-    ]
-    if mean is not None and not isinstance(mean, jax.core.Tracer):
-        mean = jnp.asarray(mean, float)  # also of an integer beyond int32
+    ready = [prepared(bucket, group, request) for bucket in buckets]
+    if divisor is not None and not isinstance(divisor, jax.core.Tracer):
+        divisor = jnp.asarray(divisor, float)  # also of an integer beyond int32
     flights, packings, shapes = [], [], []
-    first = token = ready[0][3]
-    for carrier, vectors, extras, _, packing in ready:
-        start = _Start(
-            *(carrier.index, carrier.trip, carrier.skips, carrier.erases),
-            wires=carrier.wires,
-        )
-        out, token = carried(start, vectors, extras, group, token)
+    first = token = ready[0].request.token
+    for its in ready:
+        start = _Start(group.index, its.spec.collective, wires=its.spec.wires)
+        out, token = carried(start, its.vectors, group, its.request.extras, token)
         flights.append(tuple(out))
-        packings.append(packing)
-        shapes.append(tuple(carrier.results(vectors)))
+        packings.append(its.packing)
+        shapes.append(tuple(its.spec.results(its.vectors)))
     handle = Handle(
         tuple(flights),
-        mean,
+        divisor,
         group.index,
         tuple(packings),
         tuple(shapes),
@@ -239,7 +234,8 @@ def coded_allreduce_done(
     if token is not None:
         token = primitive.checked_token(token)
     before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
-    sums, residuals = [], []
+    sums: list[Any] = []
+    residuals: list[jax.Array] = []
     for flight, packing, shapes in zip(handle.rounds, handle.packings, handle.results):
         out: Sequence[jax.Array] = flight
         if group.transport.most_started:
@@ -251,32 +247,35 @@ def coded_allreduce_done(
                 flight[0], (*wires, *shapes[len(wires) :]), before, token
             )
             out = converted(out, [shape.dtype for shape in shapes])
-        total, *residual = results(out, group, packing, handle.mean, handle.residual)
+        total, residual = results(
+            out, group, packing, handle.divisor, residual=handle.residual
+        )
         sums.append(total)
-        residuals += residual
+        residuals += [] if residual is None else [residual]
     total = sums[0]
     if handle.structure is not None:
         leaves = [leaf for bucket in reversed(sums) for leaf in bucket]
         total = jax.tree.unflatten(handle.structure, leaves)
-    found = [functools.reduce(jnp.maximum, residuals)] if residuals else []
-    found += [] if token is None else [token]
-    return (total, *found) if found else total
+    if not handle.residual and token is None:
+        return total
+    residual = jnp.stack(residuals).max(axis=0) if handle.residual else None
+    return CodedSum(total, residual, token)
 
 
 def _buckets(
-    tree: Any, bucket_bytes: int | None, group: CodedGroup
+    x: Any, bucket_bytes: int | None, group: CodedGroup
 ) -> tuple[list[Any], Any]:
     """What to start, the last leaves first, and the pytree that it is; ``None`` where
     that is the first bucket."""
     if bucket_bytes is None:
-        return [tree], None
+        return [x], None
     bucket_bytes = _require.integer("bucket_bytes", bucket_bytes, 1)
-    if isinstance(tree, Encoded):
+    if isinstance(x, Encoded):
         raise TypeError(
             "bucket_bytes splits a pytree of arrays, but an Encoded is one message: "
             "encode parts of the gradient and start each of them"
         )
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(x)
     buckets: list[list[Any]] = [[]]
     held = 0
     for leaf in reversed(leaves):

@@ -25,7 +25,7 @@ class CodedAllreduceState(NamedTuple):
 def coded_allreduce(
     group: CodedGroup,
     *,
-    mean: float | jax.Array | None = None,
+    divisor: float | jax.Array | None = None,
     wire_dtype: Any = None,
     carry_token: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -38,7 +38,7 @@ def coded_allreduce(
 
     Args:
         group: an open group.
-        mean: the global batch size to divide by. Default: the sum.
+        divisor: the global batch size to divide by. Default: the sum.
         wire_dtype: as for `jaxcoded.coded_allreduce`.
         carry_token: order the calls by a number in the state, which is faster to
             dispatch. Then the step must make no other call of this group.
@@ -51,7 +51,7 @@ def coded_allreduce(
         >>> import jax.numpy as jnp, jaxcoded, optax
         >>> from mpi4py import MPI
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     tx = optax.chain(jaxcoded.optax.coded_allreduce(group, mean=4), optax.sgd(1.0))
+        ...     tx = optax.chain(jaxcoded.optax.coded_allreduce(group, divisor=4), optax.sgd(1.0))
         ...     updates, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.zeros(2)}))
         >>> updates
         {'w': Array([-0.25, -0.25], dtype=float32)}
@@ -75,13 +75,13 @@ def coded_allreduce(
         total = allreduce.coded_allreduce(
             updates,
             group,
-            mean=mean,
+            divisor=divisor,
             erasures=erasures,
             wire_dtype=wire_dtype,
             token=state.token,
         )
         if state.token is None:
             return total, state
-        return total[0], CodedAllreduceState(total[1])
+        return total.total, CodedAllreduceState(total.token)
 
     return optax.GradientTransformationExtraArgs(init, update)

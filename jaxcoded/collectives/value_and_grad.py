@@ -1,14 +1,16 @@
 """The gradient of a loss over the global batch, coded and reduced."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.collectives.allreduce import begin, summed
+from jaxcoded.collectives.allreduce import CodedSum, begin, summed
+from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
@@ -23,6 +25,22 @@ _APART = ("loss", "count")
 # roundings that add to those of one for each rank, amplified by the code.
 _MISCOUNT = 1e-6
 _ROUNDINGS = 64
+
+
+class ValueAndGrad(NamedTuple):
+    """What comes of `coded_value_and_grad` where more is asked for than these two.
+
+    Attributes:
+        value: the loss, or ``(loss, aux)``.
+        grads: like the parameters.
+        residual: of the sum, where that is asked for; see `coded_allreduce`.
+        token: for the next call, where the calls are ordered by one.
+    """
+
+    value: Any
+    grads: Any
+    residual: jax.Array | None = None
+    token: jax.Array | None = None
 
 
 def coded_value_and_grad(
@@ -73,9 +91,8 @@ def coded_value_and_grad(
 
     Returns:
         A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
-        grads)``, or ``((loss, aux), grads)``; with ``residual``, ``(loss, grads,
-        residual)``; with a ``token``, a pair of that and the token for the next call,
-        see `coded_allreduce`. ``batch`` is a pytree of this rank's examples, leading
+        grads)``, or ``((loss, aux), grads)``; with a ``residual`` or a ``token``, a
+        `ValueAndGrad` of these and that. ``batch`` is a pytree of this rank's examples, leading
         axis ``length`` as in ``group.assignment``, and ``weights`` are the `Weights`
         that came with it, for the same batch size on all ranks. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
@@ -115,7 +132,7 @@ def coded_value_and_grad(
         *,
         erasures: jax.Array | None = None,
         token: jax.Array | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> Any:
         with group.failing(_NAME):
             _check_parameters(params)
             batch = jax.tree.map(jnp.asarray, batch)
@@ -125,6 +142,14 @@ def coded_value_and_grad(
             if group.transport.can_lag:
                 lag, token = group.transport.lag(token)
                 behind = (lag > 0).astype(jnp.int32)
+            request = Request(
+                _NAME,
+                erasures=erasures,
+                residual=residual,
+                wire_dtype=wire_dtype,
+                about=about,
+                apart=_APART,
+            )
             # with it, too, mistakes are found; and the scale of a loss that vanishes
             counted = mean or (bool(group.options.debug) and not own_weights)
             partial = functools.partial(
@@ -137,17 +162,10 @@ def coded_value_and_grad(
                 def send(part: Encoded, number: int) -> jax.Array | None:
                     """What is ready goes ahead. Whether this rank is behind by now."""
                     nonlocal token
-                    token = begin(
-                        _NAME,
-                        part,
-                        number,
-                        group,
-                        about,
-                        residual=residual,
-                        skipped=behind,
-                        token=token,
-                        apart=_APART,
+                    asked = dataclasses.replace(
+                        request, skip=behind, token=token, last_part=True
                     )
+                    token = begin(part, number, group, asked)
                     lag, token = group.transport.lag(token)
                     return (lag > 0).astype(jnp.int32)
 
@@ -168,21 +186,13 @@ def coded_value_and_grad(
                 assert isinstance(weights, Weights)  # one's own are not counted
                 examples = _examples(local, weights, group.plan)
         # the skipped gradient and its round are one: zeros can never enter a sum
-        out = summed(
-            _NAME,
-            local,
-            group,
-            erasures=erasures,
-            about=about,
-            residual=residual,
-            skipped=behind,
-            wire_dtype=wire_dtype,
-            token=token,
-            begun=ahead,
-            apart=_APART,
-            examples=examples,
+        request = dataclasses.replace(
+            request, skip=behind, token=token, last_part=ahead, examples=examples
         )
-        reduced, *more = out if residual or token is not None else (out,)
+        out = summed(local, group, request)
+        if not isinstance(out, CodedSum):
+            out = CodedSum(out)
+        reduced = out.total
         loss, grads = reduced["loss"], reduced["grads"]
         if mean:
             count = reduced["count"]
@@ -192,8 +202,10 @@ def coded_value_and_grad(
                 assert examples is not None
                 count = _checked_count(count, examples, reduced, group.plan)
             loss, grads = divided((loss, grads), count)
-        result = ((loss, aux) if has_aux else loss), grads, *more[:residual]
-        return result if token is None else (result, more[-1])
+        value = (loss, aux) if has_aux else loss
+        if out.residual is None and out.token is None:
+            return value, grads
+        return ValueAndGrad(value, grads, out.residual, out.token)
 
     return value_and_grad
 

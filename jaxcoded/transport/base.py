@@ -10,30 +10,35 @@ import numpy as np
 
 from jaxcoded.plan import Plan
 from jaxcoded.transport.packing import Apart
-
-# In the words of a round that carries several payloads, before the list of their numbers.
-BATCHED = ", batched "
+from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
 
 @dataclasses.dataclass(frozen=True)
-class Trip:
+class Collective:
     """What happens in a round.
 
     Attributes:
-        words: collective, shapes and dtypes; equal on ranks that call the same.
+        call: its name, shapes and dtypes; equal on ranks that call the same.
         up: the ranks' vectors are summed; otherwise the root's are told.
         down: every rank gets the result; otherwise the root alone, zeros elsewhere.
+        batch: the sizes of the axes made by ``vmap``.
         apart: in a group that looks for mistakes, what is not compared with the rest.
         examples: what the first number of the sum should be, as far as it is known, and
             the share of it that rounding explains. Transports may look at it: a round
             in which it is another one is an error on all ranks then.
     """
 
-    words: str
+    call: str
     up: bool = True
     down: bool = True
+    batch: tuple[int, ...] = ()
     apart: tuple[Apart, ...] = ()
     examples: tuple[float, float] | None = None
+
+    @property
+    def signature(self) -> str:
+        """What all ranks must agree on."""
+        return f"{self.call}, batched {list(self.batch)}" if self.batch else self.call
 
 
 class Transport(abc.ABC):
@@ -52,23 +57,21 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def carry(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[jax.Array],
-        *,
-        erased: jax.Array | None = None,
-        skipped: jax.Array | None = None,
+        extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
-        begun: bool = False,
+        *,
+        last_part: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         """Trace a round.
 
         Args:
-            trip: what happens.
+            collective: what happens.
             vectors: this rank's, ``(..., length)``.
-            erased: bool ``(size,)``, ranks to leave out.
-            skipped: int32, not 0 where this rank has nothing to contribute.
+            extras: what goes with them.
             token: int32 that orders the round; otherwise the effect does.
-            begun: whether `begin` had all parts of the vectors but the last, which
+            last_part: whether `begin` had all parts of the vectors but the last, which
                 these are.
 
         Returns:
@@ -77,21 +80,21 @@ class Transport(abc.ABC):
 
     def begin(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[jax.Array],
         number: int,
-        *,
-        skipped: jax.Array | None = None,
+        extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
     ) -> jax.Array | None:
         """Trace the sending of one part of a round's vectors, ahead of the round
         itself. Does not wait.
 
         Args:
-            trip: of the round.
+            collective: of the round.
             vectors: ``(length / parts,)``, the next part of each of them.
             number: of that part, from 0.
-            skipped, token: as for `carry`. What is skipped later is not sent.
+            extras, token: as for `carry`, without erasures. What is skipped later is
+                not sent.
 
         Returns:
             The next token.
@@ -100,18 +103,16 @@ class Transport(abc.ABC):
 
     def start(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[jax.Array],
-        *,
-        erased: jax.Array | None = None,
-        skipped: jax.Array | None = None,
+        extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Trace the beginning of a round, which does not wait. Only where
         `most_started` is not 0.
 
         Args:
-            trip, vectors, erased, skipped, token: as for `carry`, without batch axes.
+            collective, vectors, extras, token: as for `carry`, without batch axes.
 
         Returns:
             uint32, the number by which `finish` calls for the result, and the next
@@ -168,12 +169,10 @@ class Transport(abc.ABC):
 
     def host_round(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[np.ndarray],
         results: Sequence[np.ndarray],
-        *,
-        erased: np.ndarray | None = None,
-        skipped: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         """A round on numpy arrays, without XLA: ``results`` are written."""
         raise NotImplementedError(

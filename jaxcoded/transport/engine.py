@@ -7,9 +7,9 @@ opened for a group, and its calls become JAX primitives.
 import atexit
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import math
 import os
@@ -31,11 +31,11 @@ from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import ending, one_device, primitive
 from jaxcoded.transport.agreement import on_all
-from jaxcoded.transport.base import BATCHED as _BATCHED
-from jaxcoded.transport.base import Transport, Trip
+from jaxcoded.transport.base import Collective, Transport
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.packing import Apart
+from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
 _why_missing = ""
 try:
@@ -156,13 +156,12 @@ class Engine(Transport):
 
     def carry(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[jax.Array],
-        *,
-        erased: jax.Array | None = None,
-        skipped: jax.Array | None = None,
+        extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
-        begun: bool = False,
+        *,
+        last_part: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         plan, rank = self._plan, self._rank
         # a parent joins slices and parts one after the other, whatever the batch: they
@@ -174,29 +173,27 @@ class Engine(Transport):
         shapes = []
         for v, vector in zip(moved, vectors):
             length = vector.shape[-1]
-            if begun:
+            if last_part:
                 length *= plan.slices_above[rank]
-            elif trip.up:
+            elif collective.up:
                 length = plan.result_length(rank, length)
             batch = v.shape[1:] if v is not vector else v.shape[:-1]
             shapes.append((length, *batch) if v is not vector else (*batch, length))
-        extras = [x for x in (skipped, erased) if x is not None]
         out, token = _bind(
             "jaxcoded_round",
-            [*extras, *moved],
+            [*jax.tree.leaves(extras), *moved],
             [ShapedArray(shape, v.dtype) for shape, v in zip(shapes, moved)],
             token,
+            collective,
             group=self._index,
-            words=trip.words,
-            fingerprint=_fingerprint(trip.words),
-            up=int(trip.up),
-            down=int(trip.down),
-            parts=1 if begun or not trip.up else plan.parts_above[rank],
-            begun=int(begun),
-            skips=int(skipped is not None),
-            erases=int(erased is not None),
-            apart=_stacked(trip.apart, vectors, plan.encoded),
-            examples=trip.examples or (),
+            up=int(collective.up),
+            down=int(collective.down),
+            parts=1 if last_part or not collective.up else plan.parts_above[rank],
+            begun=int(last_part),
+            skips=int(extras.skip is not None),
+            erases=int(extras.erasures is not None),
+            apart=_stacked(collective.apart, vectors, plan.encoded),
+            examples=collective.examples or (),
         )
         return [
             jnp.moveaxis(o, 0, -1) if v is not vector else o
@@ -205,52 +202,47 @@ class Engine(Transport):
 
     def begin(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[jax.Array],
         number: int,
-        *,
-        skipped: jax.Array | None = None,
+        extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
     ) -> jax.Array | None:
-        extras = [] if skipped is None else [skipped]
+        skips = [] if extras.skip is None else [extras.skip]
         return _bind(
             "jaxcoded_part",
-            [*extras, *vectors],
+            [*skips, *vectors],
             [],
             token,
+            collective,
             group=self._index,
-            words=trip.words,
-            fingerprint=_fingerprint(trip.words),
             parts=self._plan.parts_above[self._rank],
             number=number,
             slices=self._plan.slices_above[self._rank],
-            skips=len(extras),
-            apart=_flat(trip.apart),
+            skips=len(skips),
+            apart=_flat(collective.apart),
         )[1]
 
     def start(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[jax.Array],
-        *,
-        erased: jax.Array | None = None,
-        skipped: jax.Array | None = None,
+        extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         plan, rank = self._plan, self._rank
         (number,), token = _bind(
             "jaxcoded_start",
-            [*(x for x in (skipped, erased) if x is not None), *vectors],
+            [*jax.tree.leaves(extras), *vectors],
             [ShapedArray((), np.uint32)],
             token,
+            collective,
             group=self._index,
-            words=trip.words,
-            fingerprint=_fingerprint(trip.words),
             parts=plan.parts_above[rank],
             slices=plan.slices_above[rank],
-            skips=int(skipped is not None),
-            erases=int(erased is not None),
-            apart=_flat(trip.apart),
+            skips=int(extras.skip is not None),
+            erases=int(extras.erasures is not None),
+            apart=_flat(collective.apart),
         )
         return number, token
 
@@ -310,20 +302,19 @@ class Engine(Transport):
 
     def host_round(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[np.ndarray],
         results: Sequence[np.ndarray],
-        *,
-        erased: np.ndarray | None = None,
-        skipped: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
+        signature, erased = collective.signature, extras.erasures
         outcome, text = self._ask(
             "run",
-            _fingerprint(trip.words) % 2**64,
-            trip.words,
-            trip.up,
-            trip.down,
-            skipped,
+            _fingerprint(signature) % 2**64,
+            signature,
+            collective.up,
+            collective.down,
+            bool(extras.skip),
             [] if erased is None else np.asarray(erased, bool).tolist(),
             [_vector(v) for v in vectors],
             [_vector(v) for v in results],
@@ -333,7 +324,7 @@ class Engine(Transport):
 
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         out = np.empty_like(array)
-        self.host_round(Trip(words, up=False), [array], [out])
+        self.host_round(Collective(words, up=False), [array], [out])
         return out
 
     def replanned(self, index: int, plan: Plan) -> "Engine":
@@ -556,7 +547,8 @@ def _bind(
     operands: Sequence[jax.Array],
     results: Sequence[ShapedArray],
     token: jax.Array | None,
-    **attributes: int | str | tuple[int, ...] | tuple[float, ...],
+    collective: Collective | None = None,
+    **attributes: int | tuple[int, ...] | tuple[float, ...],
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Call the engine, in the order of the rounds or of the token."""
     tokens = [] if token is None else [token]
@@ -566,6 +558,7 @@ def _bind(
         target=target,
         results=tuple(results),
         tokened=bool(tokens),
+        collective=collective,
         attributes=tuple(attributes.items()),
     )
     return (out, None) if token is None else (out[1:], out[0])
@@ -573,7 +566,7 @@ def _bind(
 
 @call_p.def_effectful_abstract_eval
 def _abstract_eval(
-    *avals: Any, target: str, results: Any, tokened: bool, attributes: Any
+    *avals: Any, target: str, results: Any, tokened: bool, **_: Any
 ) -> Any:
     if tokened:
         return [ShapedArray(avals[0].shape, avals[0].dtype), *results], set()
@@ -583,14 +576,23 @@ def _abstract_eval(
 def _attribute(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return np.array(value, np.float64 if name == "examples" else np.int64)
-    return np.int64(value) if isinstance(value, int) else value
+    return np.int64(value)
 
 
 def _lowering(
-    ctx: Any, *operands: Any, target: str, results: Any, tokened: bool, attributes: Any
+    ctx: Any,
+    *operands: Any,
+    target: str,
+    results: Any,
+    tokened: bool,
+    collective: Collective | None,
+    attributes: Any,
 ) -> Any:
     one_device.check(ctx)
-    numbers = {name: _attribute(name, value) for name, value in attributes}
+    values = {name: _attribute(name, value) for name, value in attributes}
+    if collective is not None:
+        values["words"] = collective.signature
+        values["fingerprint"] = np.int64(_fingerprint(collective.signature))
 
     def lower(ctx: Any, *operands: Any) -> Any:
         """With what gives the order in front of the operands and the results."""
@@ -609,7 +611,7 @@ def _lowering(
         rule = ffi_lowering(
             target, has_side_effect=True, operand_output_aliases=aliases
         )
-        return rule(ctx, *operands, **numbers)
+        return rule(ctx, *operands, **values)
 
     if tokened:
         return lower(ctx, *operands)
@@ -628,6 +630,7 @@ def _batch(
     target: str,
     results: Any,
     tokened: bool,
+    collective: Collective,
     attributes: Any,
 ) -> tuple[Any, Any]:
     """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
@@ -639,27 +642,24 @@ def _batch(
     if tokened:
         raise NotImplementedError("a call with a token cannot be batched by vmap")
     assert target == "jaxcoded_part"
-    values = dict(attributes)
     size = next(
         operand.shape[axis] for operand, axis in zip(operands, axes) if axis is not None
     )
+    values = dict(attributes)
+    runs = np.reshape(values["apart"], (-1, 4)) * [1, size, size, 1]
+    values["apart"] = tuple(runs.astype(int).reshape(-1).tolist())
     skips = values["skips"]
     vectors = [
         jnp.moveaxis(batching.bdim_at_front(vector, axis, size), 0, 1)
         for vector, axis in zip(operands[skips:], axes[skips:])
     ]
-    words, _, inner = values["words"].partition(_BATCHED)
-    batch = [size, *json.loads(inner or "[]")]
-    values["words"] = f"{words}{_BATCHED}{batch}"
-    values["fingerprint"] = _fingerprint(values["words"])
-    runs = np.reshape(values["apart"], (-1, 4)) * [1, size, size, 1]
-    values["apart"] = tuple(runs.astype(int).reshape(-1).tolist())
     out = call_p.bind(
         *operands[:skips],
         *vectors,
         target=target,
         results=results,
         tokened=tokened,
+        collective=dataclasses.replace(collective, batch=(size, *collective.batch)),
         attributes=tuple(values.items()),
     )
     return out, []

@@ -18,8 +18,9 @@ from jaxcoded.errors import GroupMismatch, TooManyErasures, use_after_close
 from jaxcoded.plan import Plan
 from jaxcoded.transport import primitive
 from jaxcoded.transport.agreement import disagreement
-from jaxcoded.transport.base import Transport, Trip
+from jaxcoded.transport.base import Collective, Transport
 from jaxcoded.transport.kernels import accumulator, decode_vector
+from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
 # MPI counts elements in a C int: longer vectors go in several messages.
 MAX_ELEMENTS = 2**31 - 1
@@ -46,21 +47,20 @@ class Mpi4jax(Transport):
 
     def carry(
         self,
-        trip: Trip,
+        collective: Collective,
         vectors: Sequence[jax.Array],
-        *,
-        erased: jax.Array | None = None,
-        skipped: jax.Array | None = None,
+        extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
-        begun: bool = False,
+        *,
+        last_part: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        assert token is None and not begun
+        assert token is None and not last_part
         plan, comm, rank = self._plan, self._comm, self._comm.rank
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
-        coefficients = self._begin(trip, vectors, erased)
+        coefficients = self._begin(collective, vectors, extras.erasures)
         out = []
         for vector in vectors:
-            if trip.up:
+            if collective.up:
                 length = plan.result_length(rank, vector.shape[-1])
                 total = tree_reduce(
                     vector,
@@ -74,7 +74,7 @@ class Mpi4jax(Transport):
                 # zeros of a reduce
                 shape = (*vector.shape[:-1], length)
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
-            if trip.down:
+            if collective.down:
                 vector = tree_broadcast(vector, children, parent, comm)
             out.append(vector)
         return out, None
@@ -112,7 +112,10 @@ class Mpi4jax(Transport):
         _open.pop(self._index, None)
 
     def _begin(
-        self, trip: Trip, vectors: Sequence[jax.Array], erased: jax.Array | None
+        self,
+        collective: Collective,
+        vectors: Sequence[jax.Array],
+        erased: jax.Array | None,
     ) -> jax.Array | np.ndarray:
         """Agree with the other ranks on this round, and look up the coefficients of
         this rank's children, ``(m, n)``."""
@@ -130,7 +133,7 @@ class Mpi4jax(Transport):
         def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
             if index not in _open:
                 raise use_after_close(index)
-            _open[index]._agree(trip.words, *masks)
+            _open[index]._agree(collective.signature, *masks)
             return tuple(
                 plan.coefficients(rank, mask).astype(out.dtype)
                 for mask, out in zip(masks, like)

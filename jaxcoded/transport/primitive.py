@@ -1,10 +1,11 @@
 """The JAX primitive of a communication round: differentiation, batching, order.
 
-One round is one call of a collective. What it does is a `Carrier`; what JAX may do with
-it is the same for all of them and stands here once.
+One round is one call of a collective. What it does is its `Specification`; what JAX may do
+with it is the same for all of them and stands here once.
 """
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,20 +78,39 @@ def checked_token(token: Any) -> jax.Array:
     return token
 
 
-class Carrier(abc.ABC):
-    """How a round is carried out. Subclasses are frozen dataclasses: static, hashable
-    and small under ``jit``."""
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["skip", "erasures"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a round takes besides its vectors, neither batched nor differentiated.
+
+    Attributes:
+        skip: int32, not 0 where this rank has nothing to contribute.
+        erasures: bool ``(size,)``, ranks to leave out.
+    """
+
+    skip: Any = None
+    erasures: Any = None
+
+
+NO_EXTRAS = Extras()
+
+
+class Specification(abc.ABC):
+    """What a collective does. Subclasses are frozen dataclasses: static, hashable and
+    small under ``jit``."""
 
     @abc.abstractmethod
     def carry(
-        self, vectors: Sequence[jax.Array], extras: Sequence[jax.Array]
+        self, vectors: Sequence[jax.Array], extras: Extras
     ) -> Sequence[jax.Array]:
         """Trace the communication of one round.
 
         Args:
             vectors: arrays ``(..., length)``; leading axes are batch axes, made by
                 ``vmap``.
-            extras: operands that are neither batched nor differentiated.
+            extras: what goes with them.
 
         Returns:
             One array for each vector, ``(..., self.result_length(length))`` of the same
@@ -100,7 +120,7 @@ class Carrier(abc.ABC):
     def carry_token(
         self,
         vectors: Sequence[jax.Array],
-        extras: Sequence[jax.Array],
+        extras: Extras,
         token: jax.Array,
     ) -> tuple[Sequence[jax.Array], jax.Array]:
         """`carry` where an int32 number gives the order. Returns the number for the
@@ -118,11 +138,7 @@ class Carrier(abc.ABC):
             for v in vectors
         ]
 
-    def extra(self, number: int) -> str:
-        """The name of one of the extras, for errors."""
-        return f"extra {number}"
-
-    def refusal(self, what: str) -> str:
+    def why_not(self, what: str) -> str:
         """Why a round cannot be ``differentiated`` or ``batched by vmap``, whatever the
         operands; empty if it can."""
         return ""
@@ -141,30 +157,32 @@ class Carrier(abc.ABC):
 
 
 def run(
-    carrier: Carrier,
+    spec: Specification,
     vectors: Sequence[jax.Array],
-    extras: Sequence[jax.Array] = (),
+    extras: Extras = NO_EXTRAS,
     token: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """One round.
 
     Args:
-        carrier: what happens in it.
+        spec: what happens in it.
         vectors: arrays of any number of axes ≥ 1. There may be none: the round takes
             place all the same, since other ranks may have some.
-        extras: see `Carrier.carry`.
-        token: what orders the round in place of the effect; see `Carrier.carry_token`.
+        extras: what goes with them.
+        token: what orders the round in place of the effect; see
+            `Specification.carry_token`.
 
     Returns:
         One array for each vector, and the next token.
     """
     tokens = () if token is None else (token,)
+    flat, structure = jax.tree.flatten(extras)
     out = round_p.bind(
         *vectors,
-        *extras,
+        *flat,
         *tokens,
-        carrier=carrier,
-        extras=len(extras),
+        spec=spec,
+        extras=structure,
         tokened=bool(tokens),
         transposed=False,
     )
@@ -183,27 +201,32 @@ def _split(operands: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
 
 @round_p.def_effectful_abstract_eval
 def _abstract_eval(
-    *avals: Any, carrier: Carrier, extras: int, tokened: bool, transposed: bool
+    *avals: Any, spec: Specification, extras: Any, tokened: bool, transposed: bool
 ) -> Any:
-    vectors, rest = _split(avals, extras + tokened)
+    vectors, rest = _split(avals, extras.num_leaves + tokened)
     if transposed:
         return [ShapedArray(aval.shape, aval.dtype) for aval in vectors], set()
-    out = carrier.results(vectors)
+    out = spec.results(vectors)
     if tokened:
         return [*out, rest[-1]], set()
     return out, {ORDER}
 
 
 def _carry(
-    *operands: jax.Array, carrier: Carrier, extras: int, tokened: bool, transposed: bool
+    *operands: jax.Array,
+    spec: Specification,
+    extras: Any,
+    tokened: bool,
+    transposed: bool,
 ) -> Sequence[jax.Array]:
-    vectors, rest = _split(operands, extras + tokened)
+    vectors, rest = _split(operands, extras.num_leaves + tokened)
     if transposed:
         return vectors
+    its = jax.tree.unflatten(extras, rest[: extras.num_leaves])
     if tokened:
-        out, token = carrier.carry_token(vectors, rest[:-1], rest[-1])
+        out, token = spec.carry_token(vectors, its, rest[-1])
         return [*out, token]
-    return carrier.carry(vectors, rest)
+    return spec.carry(vectors, its)
 
 
 mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
@@ -216,8 +239,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Linear: the tangents take one more round of their own."""
     _check(params, "differentiated")
     out = round_p.bind(*primals, **params)
-    _, extras = _split(primals, params["extras"])
-    tangents, _ = _split(tangents, params["extras"])
+    number = params["extras"].num_leaves
+    _, extras = _split(primals, number)
+    tangents, _ = _split(tangents, number)
     # integers have no tangent, and none is sent
     moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]
     full = [ad.instantiate_zeros(t) for t, move in zip(tangents, moves) if move]
@@ -231,23 +255,23 @@ ad.primitive_jvps[round_p] = _jvp
 def _transpose(
     cotangents: Sequence[Any],
     *operands: Any,
-    carrier: Carrier,
-    extras: int,
+    spec: Specification,
+    extras: Any,
     tokened: bool,
     transposed: bool,
 ) -> Any:
-    vectors, rest = _split(operands, extras)
+    vectors, rest = _split(operands, extras.num_leaves)
     if all(isinstance(ct, ad.Zero) for ct in cotangents) and not transposed:
         # the result was for looking at, such as a metric beside the loss
         return [None for _ in operands]
-    _check({"carrier": carrier, "tokened": tokened}, "differentiated")
-    if words := carrier.no_transpose():
+    _check({"spec": spec, "tokened": tokened}, "differentiated")
+    if words := spec.no_transpose():
         raise NotImplementedError(words)
     full = [ad.instantiate_zeros(ct) for ct in cotangents]
     out = round_p.bind(
         *full,
         *rest,
-        carrier=carrier,
+        spec=spec,
         extras=extras,
         tokened=tokened,
         transposed=not transposed,
@@ -265,14 +289,15 @@ def _batch(
 ) -> tuple[Any, Any]:
     """One round with the stacked payload."""
     _check(params, "batched by vmap")
-    vectors, extras = _split(operands, params["extras"])
-    vector_axes, extra_axes = _split(axes, params["extras"])
-    for number, axis in enumerate(extra_axes):
-        if axis is not None:
-            carrier = params["carrier"]
+    number = params["extras"].num_leaves
+    vectors, extras = _split(operands, number)
+    vector_axes, extra_axes = _split(axes, number)
+    named = jax.tree.unflatten(params["extras"], extra_axes)
+    for field in dataclasses.fields(named):
+        if getattr(named, field.name) is not None:
             raise NotImplementedError(
-                f"{carrier}: {carrier.extra(number)} cannot be batched by vmap: there is "
-                "one for the round"
+                f"{params['spec']}: {field.name} cannot be batched by vmap: there is one "
+                "for the round"
             )
     size = next(
         v.shape[axis] for v, axis in zip(vectors, vector_axes) if axis is not None
@@ -289,11 +314,11 @@ batching.primitive_batchers[round_p] = _batch
 
 
 def _check(params: Any, what: str) -> None:
-    if words := params["carrier"].refusal(what):
+    if words := params["spec"].why_not(what):
         raise NotImplementedError(words)
     if params["tokened"]:
         raise NotImplementedError(
-            f"{params['carrier']}: a call with a token cannot be {what}; leave the "
+            f"{params['spec']}: a call with a token cannot be {what}; leave the "
             "token out"
         )
 
@@ -310,7 +335,7 @@ def on_host(
     *operands: jax.Array,
 ) -> list[Any]:
     """Call Python in the order of the communication around it. To be used in
-    `Carrier.carry`.
+    `Specification.carry`.
 
     Args:
         function: takes numpy arrays and returns a tuple of them. It must not call JAX.

@@ -74,7 +74,7 @@ class Rounds:
         )
 
     def jitted(self, number):
-        total, self.token = self._jitted(self.local(number), self.token)
+        total, _, self.token = self._jitted(self.local(number), self.token)
         self.check(number, total)
 
     def started(self, number, several=3):
@@ -84,7 +84,7 @@ class Rounds:
             handle, self.token = self._start(self.local(number + each), self.token)
             handles.append(handle)
         for each, handle in enumerate(handles):
-            total, self.token = self._done(handle, self.token)
+            total, _, self.token = self._done(handle, self.token)
             self.check(number + each, total)
 
     def start(self, number):

@@ -66,7 +66,7 @@ coded = jaxcoded.coded_value_and_grad(loss, group, mean=True)
 @jax.jit
 def coded_step(state, batch, weights, token):
     if tokens == "yes":
-        (_, grads), token = coded(state[0], batch, weights, token=token)
+        _, grads, _, token = coded(state[0], batch, weights, token=token)
     else:
         _, grads = coded(state[0], batch, weights)
     return updated(state, grads), token
@@ -95,11 +95,12 @@ while done < steps:
     x, y = batch_of(done)
     lag = group.lag()
     try:
-        state_after, token = coded_step(state, (x[indices], y[indices]), weights, token)
-        jax.block_until_ready(state_after)
-    except jax.errors.JaxRuntimeError as error:
-        if "jaxcoded.Desynchronized:" not in str(error):
-            raise
+        with jaxcoded.errors.translated():
+            state_after, token = coded_step(
+                state, (x[indices], y[indices]), weights, token
+            )
+            jax.block_until_ready(state_after)
+    except jaxcoded.Desynchronized:
         time.sleep(20 * PAUSE)  # and it does not continue at once
         state, token = group.resync(state), jnp.int32(0)
         resynced.append([done, int(state[2])])

@@ -49,7 +49,7 @@ def test_mixed_pytree(comm, group, mean):
     tree = contribution(group, GRADIENTS)
     tree["number"] = float(tree["number"])
     before = group.rounds
-    total = coded_allreduce(tree, group, mean=mean)
+    total = coded_allreduce(tree, group, divisor=mean)
     assert group.rounds == before + 1
     assert_sum(group, total, GRADIENTS, 1.0 if mean is None else 1 / mean)
     assert_same_bits(comm, total)
@@ -63,7 +63,7 @@ def test_nothing_to_sum_is_a_round_all_the_same(group):
 
 
 def test_traced_mean(group, own):
-    average = jax.jit(lambda x, n: coded_allreduce(x, group, mean=n))
+    average = jax.jit(lambda x, n: coded_allreduce(x, group, divisor=n))
     assert_sum(group, average(own, 8.0), VECTOR, 1 / 8)
 
 

@@ -198,7 +198,7 @@ def other_parameters(group, digits):
 def test_mistakes_are_found(comm, digits, mistake):
     s = 1 if SIZE == 4 else 2
     with opened(comm, code="cyclic_repetition", stragglers=s) as group:
-        reduce = jax.jit(lambda x: coded_allreduce(x, group, mean=EXAMPLES))
+        reduce = jax.jit(lambda x: coded_allreduce(x, group, divisor=EXAMPLES))
         jax.block_until_ready(reduce(right(group, digits)))
         with pytest.raises(JaxRuntimeError) as error:
             jax.block_until_ready(reduce(mistake(group, digits)))
@@ -308,7 +308,7 @@ def test_ranks_left_out_are_not_compared(comm):
         wrong = own * (2 if RANK == 1 else 1)
         gone = np.arange(SIZE) == 1
         assert_sum(group, host.coded_allreduce(wrong, group, erasures=gone), VECTOR)
-        total = host.coded_allreduce(wrong, group, skipped=RANK == 1)
+        total = host.coded_allreduce(wrong, group, skip=RANK == 1)
         assert_sum(group, total, VECTOR)
 
 

@@ -41,7 +41,7 @@ import jaxcoded
 from jaxcoded import coded_allreduce, coded_reduce, host, tree_bcast
 from jaxcoded.group import snapshots
 from jaxcoded.transport import engine
-from jaxcoded.transport.base import Trip
+from jaxcoded.transport.base import Collective
 from jaxcoded.transport.mpi4jax import Mpi4jax
 
 pytestmark = engine_only
@@ -211,7 +211,7 @@ def test_lag_in_the_order_of_the_calls(comm, group, own, late, form):
             total = coded_allreduce(x, group)
             return before, total, group.lag(), token
         before, token = group.lag(token=token)
-        total, token = coded_allreduce(x, group, token=token)
+        total, _, token = coded_allreduce(x, group, token=token)
         after, token = group.lag(token=token)
         return before, total, after, token
 
@@ -281,7 +281,7 @@ def test_a_late_rank_skips_its_gradient(comm, group, late, form):
     @jax.jit
     def step(w, token):
         if form == "token":
-            (loss, grad), token = value_and_grad(w, x[indices], weights, token=token)
+            loss, grad, _, token = value_and_grad(w, x[indices], weights, token=token)
         else:
             loss, grad = value_and_grad(w, x[indices], weights)
         return w - 0.1 * grad, token, loss
@@ -415,7 +415,7 @@ def test_numpy_arrays_and_a_compiled_step_in_one_round(comm, group, own):
 def test_numpy_arrays_of_ranks_left_out(comm, group, own):
     last = SIZE - 1
     array = np.asarray(own) * (np.nan if RANK == last else 1)
-    total = host.coded_allreduce(array, group, skipped=RANK == last)
+    total = host.coded_allreduce(array, group, skip=RANK == last)
     mask = [rank == last for rank in range(SIZE)]
     erased = host.coded_allreduce(array, group, erasures=mask)
     assert_sum(group, [total, erased], [VECTOR, VECTOR])
@@ -916,7 +916,7 @@ def test_more_vectors_than_an_inbox_holds_addresses_of(group):
     total = [np.empty_like(v) for v in vectors]
     flat = np.concatenate(vectors)
     for _ in range(2):
-        group.transport.host_round(Trip(f"{count} vectors"), mine, total)
+        group.transport.host_round(Collective(f"{count} vectors"), mine, total)
         error = np.abs(np.concatenate(total) - flat * scale.sum())
         assert np.all(error <= rounding(group, "float64") * flat * np.abs(scale).sum())
 
@@ -928,7 +928,7 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
         one = np.ones(1)
         with pytest.raises(jaxcoded.GroupMismatch, match=words + "1"):
             group.transport.host_round(
-                Trip(words + str(int(RANK == SIZE - 1))), [one], [one]
+                Collective(words + str(int(RANK == SIZE - 1))), [one], [one]
             )
         assert host.coded_allreduce(np.ones(1), group) == SIZE
 

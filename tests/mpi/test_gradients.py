@@ -184,7 +184,7 @@ def test_transpose_is_the_identity(group, erasures):
     cotangent = jax.tree.map(lambda x: x * (group.rank + 2), tree)
 
     def half(tree):
-        return transposable(tree, group, mean=2, erasures=erasures)
+        return transposable(tree, group, divisor=2, erasures=erasures)
 
     before = group.rounds
     (back,) = jax.linear_transpose(half, tree)(cotangent)

@@ -74,7 +74,7 @@ def erasures(group, own, odd):
 
 
 def means(group, own, odd):
-    return 2 * coded_allreduce(own, group, mean=3 if odd else 2)
+    return 2 * coded_allreduce(own, group, divisor=3 if odd else 2)
 
 
 def batch_sizes(group, own, odd):
@@ -334,16 +334,16 @@ def test_bcast_of_what_mpi_cannot_send(group, leaf):
 @pytest.mark.parametrize("mean", [0, -1, -0.5, np.float32(0), float("nan")])
 def test_mean_must_be_positive(group, mean):
     with pytest.raises(
-        ValueError, match="mean is the number to divide by, so it must be > 0"
+        ValueError, match="divisor is the number to divide by, so it must be > 0"
     ):
-        coded_allreduce(np.ones(2), group, mean=mean)
+        coded_allreduce(np.ones(2), group, divisor=mean)
 
 
 @once
 @pytest.mark.parametrize("mean", [True, "3"])
 def test_mean_must_be_a_number(group, mean):
-    with pytest.raises(TypeError, match=f"mean is the number to divide by.*{mean}"):
-        coded_allreduce(np.ones(2), group, mean=mean)
+    with pytest.raises(TypeError, match=f"divisor is the number to divide by.*{mean}"):
+        coded_allreduce(np.ones(2), group, divisor=mean)
 
 
 @pytest.mark.parametrize("collective", [coded_allreduce, coded_reduce, tree_bcast])
@@ -354,8 +354,8 @@ def test_a_communicator_is_no_group(comm, collective):
 
 @once
 def test_mean_must_be_one_number(group):
-    with pytest.raises(ValueError, match=r"mean is one number.*shape \(2,\)"):
-        coded_allreduce(np.ones(2), group, mean=np.ones(2))
+    with pytest.raises(ValueError, match=r"divisor is one number.*shape \(2,\)"):
+        coded_allreduce(np.ones(2), group, divisor=np.ones(2))
 
 
 @once

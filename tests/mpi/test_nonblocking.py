@@ -61,8 +61,11 @@ class Calls:
     def __call__(self, function, *args, **options):
         if self.token is None:
             return function(*args, **options)
-        *out, self.token = function(*args, **options, token=self.token)
-        return out[0] if len(out) == 1 else tuple(out)
+        out = function(*args, **options, token=self.token)
+        self.token = out[-1]
+        if isinstance(out, jaxcoded.CodedSum) and out.residual is not None:
+            return out._replace(token=None)
+        return out[0]
 
     def start(self, tree, **options):
         return self(coded_allreduce_start, tree, self.group, **options)
@@ -92,7 +95,7 @@ def test_many_at_a_time(comm, group, own, form, turned):
     def program(x, tree, token):
         calls = Calls(group, form, token)
         handles = [calls.start(k * x) for k in (1, 2, 3)]
-        handles.append(calls.start(tree, mean=1.0))
+        handles.append(calls.start(tree, divisor=1.0))
         between = calls.blocking(x)
         handles.append(calls.start(jnp.zeros(0)))
         order = range(5)[::-1] if turned else range(5)
@@ -122,12 +125,14 @@ def test_buckets(comm, group, form, bucket_bytes):
     @jax.jit
     def program(tree, token):
         calls = Calls(group, form, token)
-        handle = calls.start(tree, mean=BATCH, residual=True, bucket_bytes=bucket_bytes)
+        handle = calls.start(
+            tree, divisor=BATCH, residual=True, bucket_bytes=bucket_bytes
+        )
         assert len(handle.rounds) == expected
         return calls.done(handle), calls.last
 
     before = group.rounds
-    (mean, residual), _ = finish(program(tree, jnp.int32(0)))
+    (mean, residual, _), _ = finish(program(tree, jnp.int32(0)))
     assert group.rounds == before + expected
     gradients = jax.tree.map(lambda leaf: leaf / leaf.dtype.type(BATCH), TREE)
     scaled = jax.tree.map(lambda leaf: leaf.astype(np.float64) / BATCH, TREE)
@@ -201,8 +206,8 @@ def test_from_one_compiled_function_to_another(comm, group, own, form):
 
 
 def test_outside_jit(group, own):
-    handle = coded_allreduce_start(own, group, mean=2)
-    other = coded_allreduce_start(own, group, mean=jnp.float64(4))
+    handle = coded_allreduce_start(own, group, divisor=2)
+    other = coded_allreduce_start(own, group, divisor=jnp.float64(4))
     # the vectors are copied: their owner may change
     total = coded_allreduce_done(handle, after={"any": [1, True, np.ones(2, "int8")]})
     assert_sum(group, 2 * total, VECTOR)
@@ -257,8 +262,8 @@ def test_wire_dtype(comm, group):
     own = jnp.asarray(contribution(group, gradients))
     options = {"wire_dtype": "bfloat16", "residual": True}
     start = jax.jit(lambda x: coded_allreduce_start(x, group, **options))
-    total, residual = coded_allreduce_done(start(own))
-    expected, same = coded_allreduce(own, group, **options)
+    total, residual, _ = coded_allreduce_done(start(own))
+    expected, same, _ = coded_allreduce(own, group, **options)
     assert total.dtype == np.float32
     assert residual.dtype == same.dtype
     size = np.abs(gradients.astype(np.float64)).sum(0)
@@ -291,7 +296,7 @@ def test_encoded(comm, transport, code):
         start = jax.jit(lambda own: coded_allreduce_start(own, coded, residual=True))
         handles = [start(own) for _ in range(3)]
         for handle in handles:
-            total, residual = coded_allreduce_done(handle)
+            total, residual, _ = coded_allreduce_done(handle)
             assert_sum(coded, total, gradients)
             assert residual <= 1e-12 * coded.plan.amplification
             assert_same_bits(comm, total)
@@ -606,9 +611,9 @@ def test_what_is_no_handle(group, own):
 def test_a_divisor_beyond_integers(group, own):
     """Of JAX. The same as where the round is one call."""
     for mean in (2**70, np.float32(2**70)):
-        handle = coded_allreduce_start(own, group, mean=mean)
+        handle = coded_allreduce_start(own, group, divisor=mean)
         assert_sum(group, coded_allreduce_done(handle), VECTOR, 2.0**-70)
-        assert_sum(group, coded_allreduce(own, group, mean=mean), VECTOR, 2.0**-70)
+        assert_sum(group, coded_allreduce(own, group, divisor=mean), VECTOR, 2.0**-70)
 
 
 def test_nothing_starts_where_a_bucket_is_wrong(group, own):

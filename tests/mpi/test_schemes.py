@@ -82,7 +82,7 @@ def test_exact(comm, transport, code):
             np.zeros(SIZE, bool),
             *(random_erasures(group.plan, rng) for _ in range(3)),
         ]:
-            total, residual = reduce(own, mask)
+            total, residual, _ = reduce(own, mask)
             assert_sum(group, total, gradients)
             assert 0 <= residual <= max(RESIDUAL, 1e-6 * group.plan.amplification)
             assert_same_bits(comm, total)
@@ -108,7 +108,7 @@ def test_training_step(comm, transport, code):
         )
         expected = jax.value_and_grad(lambda p: loss(p, x).mean())(params)
         for _ in range(5):
-            total, grads, residual = step(params, x[indices], weights)
+            total, grads, residual, _ = step(params, x[indices], weights)
             tolerance = 1e-13 * group.plan.amplification
             np.testing.assert_allclose(total, expected[0], rtol=tolerance)
             np.testing.assert_allclose(grads["w"], expected[1]["w"], atol=tolerance)
@@ -132,7 +132,7 @@ def test_approximate(comm, transport, code):
         if transport == "mpi4jax":  # the engine goes on with the first n - s
             masks.append(np.zeros(SIZE, bool))
         for mask in masks:
-            total, residual = reduce(contribution(group, gradients), mask)
+            total, residual, _ = reduce(contribution(group, gradients), mask)
             expected = sum_by_hand(plan, gradients, mask)
             np.testing.assert_allclose(total, expected, atol=1e-9)
             assert_same_bits(comm, total)
@@ -332,7 +332,7 @@ def test_residual_of_a_large_amplification(comm, transport):
         gradients = per_example(4)
         own = contribution(group, gradients)
         gone = np.arange(SIZE) == 2
-        total, residual = coded_allreduce(own, group, erasures=gone, residual=True)
+        total, residual, _ = coded_allreduce(own, group, erasures=gone, residual=True)
         assert_sum(group, total, gradients)
         assert residual.dtype == np.float64
         assert residual < 1e-14 * group.plan.amplification

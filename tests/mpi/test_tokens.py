@@ -26,12 +26,14 @@ def test_tokens(comm, group, own):
 
     @jax.jit
     def program(x, token):
-        first, token = coded_allreduce(x, group, token=token)
-        _, token = coded_allreduce({"unused": x[:2]}, group, token=token)
+        first, _, token = coded_allreduce(x, group, token=token)
+        _, _, token = coded_allreduce({"unused": x[:2]}, group, token=token)
 
         def step(token, k):
-            total, token = coded_allreduce(k * x, group, token=token)
-            pair, token = coded_allreduce((x, k * x), group, mean=BATCH, token=token)
+            total, _, token = coded_allreduce(k * x, group, token=token)
+            pair, _, token = coded_allreduce(
+                (x, k * x), group, divisor=BATCH, token=token
+            )
             return token, (total / k, pair[0] * BATCH)
 
         token, rows = jax.lax.scan(step, token, jnp.arange(1.0, 4))
@@ -54,11 +56,11 @@ def test_every_collective_takes_a_token(comm, group, own, inside):
 
     def program(x, token):
         lag, token = group.lag(token=token)
-        at_root, token = coded_reduce(x, group, mean=BATCH, token=token)
-        told, token = tree_bcast(
+        at_root, _, token = coded_reduce(x, group, divisor=BATCH, token=token)
+        told, _, token = tree_bcast(
             {"mine": at_root, "who": group.rank}, group, token=token
         )
-        total, token = coded_allreduce(x, group, token=token)
+        total, _, token = coded_allreduce(x, group, token=token)
         later, token = group.lag(token=token)
         return lag, at_root, told, total, later, token
 
@@ -88,11 +90,12 @@ def test_tokens_in_control_flow(comm, group, own):
             number, total, token = state
 
             def even(token):
-                out, token = coded_allreduce((x, 2 * x), group, token=token)
+                out, _, token = coded_allreduce((x, 2 * x), group, token=token)
                 return out[1] / 2, token
 
             def odd(token):
-                return coded_allreduce(x, group, token=token)
+                out, _, token = coded_allreduce(x, group, token=token)
+                return out, token
 
             add, token = jax.lax.cond(number % 2 == 0, even, odd, token)
             return number + 1, total + add, token
@@ -111,11 +114,11 @@ def test_tokens_in_control_flow(comm, group, own):
 def test_tokens_outside_jit(group, own):
     """Nothing is compiled again."""
     with compilations() as compiled:
-        total, token = coded_allreduce(own[:3], group, token=jnp.int32(5))
+        total, _, token = coded_allreduce(own[:3], group, token=jnp.int32(5))
         assert compiled
         compiled.clear()
         for k in range(3):
-            total, token = coded_allreduce(k * own[:3], group, token=token)
+            total, _, token = coded_allreduce(k * own[:3], group, token=token)
             assert_sum(group, total, VECTOR[:, :3], k)
         assert len(compiled) <= 1  # of the product
 
@@ -126,7 +129,7 @@ def test_unused_and_equal_calls_with_a_token(group, own):
     @jax.jit
     def wasteful(x, token):
         for _ in range(3):
-            _, token = coded_allreduce(x, group, token=token)
+            _, _, token = coded_allreduce(x, group, token=token)
         return token
 
     before = group.rounds
@@ -145,7 +148,7 @@ def test_value_and_grad_with_a_token(comm, group):
     def descend(w, token):
         def body(carry, _):
             w, token = carry
-            (loss, grad), token = step(w, x[indices], weights, token=token)
+            loss, grad, _, token = step(w, x[indices], weights, token=token)
             return (w - 0.1 * grad, token), loss
 
         return jax.lax.scan(body, (w, token), length=3)
@@ -166,7 +169,8 @@ def test_optax_carries_a_token(comm, group):
     indices, weights = group.assignment(10)
     grad = jnp.float64((weights * indices).sum())
     tx = optax.chain(
-        jaxcoded.optax.coded_allreduce(group, mean=10, carry_token=True), optax.sgd(1.0)
+        jaxcoded.optax.coded_allreduce(group, divisor=10, carry_token=True),
+        optax.sgd(1.0),
     )
     state = tx.init(grad)
     assert state[0].token == 0

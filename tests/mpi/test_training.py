@@ -75,7 +75,7 @@ def coded_value_and_grad_step(group, tx):
 
 
 def chain_step(group, tx):
-    tx = optax.chain(jaxcoded.optax.coded_allreduce(group, mean=BATCH), tx)
+    tx = optax.chain(jaxcoded.optax.coded_allreduce(group, divisor=BATCH), tx)
 
     def weighted_loss(params, batch, weights):
         losses = per_example_loss(params, batch)
@@ -190,7 +190,7 @@ def test_gradient_accumulation(group):
     """One round in two steps, inside a ``cond``, with a learning rate that is set between the rounds."""
     tx = optax.inject_hyperparams(
         lambda learning_rate: optax.chain(
-            jaxcoded.optax.coded_allreduce(group, mean=10), optax.sgd(learning_rate)
+            jaxcoded.optax.coded_allreduce(group, divisor=10), optax.sgd(learning_rate)
         )
     )(learning_rate=1.0)
     every_second = optax.MultiSteps(tx, every_k_schedule=2)

@@ -50,7 +50,7 @@ def assert_rounded(group, wire, actual, gradients, factor=1.0):
 @pytest.mark.parametrize("mean", [None, BATCH])
 def test_what_is_rounded(comm, group, wire, mean):
     factor = 1.0 if mean is None else 1 / mean
-    call = jax.jit(lambda x: coded_allreduce(x, group, mean=mean, wire_dtype=wire))
+    call = jax.jit(lambda x: coded_allreduce(x, group, divisor=mean, wire_dtype=wire))
     total = call(contribution(group, GRADIENTS))
     assert_same_bits(comm, total)
     matrix = total.pop("matrix")
@@ -133,7 +133,7 @@ def test_value_and_grad(comm, transport, code):
             loss, group, mean=True, residual=True, wire_dtype=wire
         )
         params = {"w": jnp.zeros(50, jnp.float32), "b": jnp.float32(0)}
-        total, grads, residual = jax.jit(step)(params, X[indices], weights)
+        total, grads, residual, _ = jax.jit(step)(params, X[indices], weights)
         amplification, bound = group.plan.amplification, rounding(group, wire)
     terms = {"w": -X.astype(np.float64), "b": -X[:, 0].astype(np.float64)}
     losses = (terms["w"] ** 2).sum(1) / 2 + terms["b"] ** 2 / 2
@@ -168,7 +168,7 @@ def test_transformations(group):
 
 def test_optax(group):
     wire = "bfloat16"
-    tx = jaxcoded.optax.coded_allreduce(group, mean=BATCH, wire_dtype=wire)
+    tx = jaxcoded.optax.coded_allreduce(group, divisor=BATCH, wire_dtype=wire)
     own = contribution(group, GRADIENTS["matrix"])
     tx = optax.chain(tx, optax.scale(-1.0))
     total, _ = tx.update(own, tx.init(own))
@@ -232,7 +232,7 @@ def test_token(group):
     )
     token = jnp.int32(0)
     for _ in range(3):
-        total, token = step(own, token)
+        total, _, token = step(own, token)
         assert_rounded(group, wire, total, gradients)
 
 

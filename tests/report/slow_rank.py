@@ -20,5 +20,5 @@ with jaxcoded.CodedGroup(comm, stragglers=1, transport="engine") as group:
         behind = group.lag() > 0
         if comm.rank and not behind:
             time.sleep(0.3 if comm.rank == comm.size - 1 else 0.03)
-        jaxcoded.host.coded_allreduce(x, group, skipped=behind)
+        jaxcoded.host.coded_allreduce(x, group, skip=behind)
     group.telemetry().save(directory / f"rank-{comm.rank}.npz")
