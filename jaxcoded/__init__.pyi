@@ -38,4 +38,4 @@ from jaxcoded.plan import make_plan as make_plan
 from jaxcoded.transport import kernels as kernels
 from jaxcoded.transport.kernels import Encoded as Encoded
 from jaxcoded.transport.options import Options as Options
-from jaxcoded.transport.primitive import settle as settle
+from jaxcoded.transport.primitive import effects_barrier as effects_barrier

@@ -82,7 +82,7 @@ def translated() -> Iterator[None]:
         ... except jaxcoded.GroupClosed as error:
         ...     print(str(error)[:15])
         use after close
-        >>> jaxcoded.settle()
+        >>> jaxcoded.effects_barrier()
     """
     from jax.errors import JaxRuntimeError  # plans are made without JAX
 

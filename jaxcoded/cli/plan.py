@@ -23,8 +23,10 @@ _HEADER = (
     *("5 … 95 % of steps", "load", "message", "κ"),
 )
 _LEGEND = (
+    "s: children of each parent that may be late; m: messages are so many times shorter; piece: "
+    "bytes in which they move; root: whether it computes too\n"
     "step: mean of up to {} simulated steps; load: part of the batch that the busiest rank "
-    "computes; root: whether it computes too"
+    "computes; κ: how much rounding may grow"
 )
 
 

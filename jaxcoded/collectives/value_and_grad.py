@@ -128,7 +128,7 @@ def coded_value_and_grad(
     def value_and_grad(
         params: Any,
         batch: Any,
-        weights: Weights | jax.Array | np.ndarray,
+        weights: Weights | jax.Array | np.ndarray | None = None,
         *,
         erasures: jax.Array | None = None,
         token: jax.Array | None = None,
@@ -423,6 +423,11 @@ def _kind(weights: Any) -> str:
         return (
             f"a plain array, {weights.dtype}{list(weights.shape)}, inside jit: hand the "
             "Weights themselves to the compiled function"
+        )
+    if weights is None:
+        return (
+            "none: indices, weights = group.assignment(batch_size), and call this with "
+            "params, batch[indices] and weights"
         )
     return f"a {type(weights).__name__}"
 

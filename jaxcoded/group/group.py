@@ -426,7 +426,7 @@ class CodedGroup:
             return lag, token
         if _jax_compat.tracing():
             return self.transport.lag(None)[0]
-        primitive.settle()
+        primitive.effects_barrier()
         return self.transport.host_lag()
 
     def snapshot(self, state: Any, *, every: int = 16) -> bool:
@@ -456,7 +456,7 @@ class CodedGroup:
         if (self._snapshots - 1) % every:
             return False
         # every round that was started before belongs to the state
-        primitive.settle()
+        primitive.effects_barrier()
         self.transport.keep_state(
             np.concatenate([_digest(self.plan), snapshots.to_bytes(state)])
         )
@@ -482,7 +482,7 @@ class CodedGroup:
             ValueError: the snapshot is of another state.
         """
         check_open(self)
-        primitive.settle()
+        primitive.effects_barrier()
         round_, data = self.transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
@@ -571,7 +571,7 @@ class CodedGroup:
                     f"speeds must have shape ({self.size},), one for each rank, got "
                     f"{mine.shape}"
                 )
-        primitive.settle()
+        primitive.effects_barrier()
         agreed = self.transport.broadcast("replan", mine)
         plan = dataclasses.replace(self.plan, speeds=tuple(agreed.tolist()))
         other = copy.copy(self)
@@ -604,7 +604,7 @@ class CodedGroup:
         if not self.closed:
             absent = []
             try:
-                primitive.settle()
+                primitive.effects_barrier()
                 absent = self.transport.close(timeout)
             finally:
                 del _groups[self.index]

@@ -251,7 +251,8 @@ class Telemetry:
                     break
                 missed = lateness[lateness[:, column] > 0, column]
                 known = missed[np.isfinite(missed)]
-                # who is late every time and who has died differ in nothing else
+                # who is late every time and who has died differ in nothing else: who lives
+                # was heard of a moment ago
                 silent = self.silent[self.children[column]]
                 signs = f"its last sign of life was {_format.seconds(silent)} old"
                 lines.append(
@@ -264,7 +265,7 @@ class Telemetry:
                     )
                     + (
                         f" and has not come since; {signs}"
-                        if np.isinf(missed[-1])
+                        if np.isinf(missed[-1]) and silent > TOLD
                         else ""
                     )
                 )

@@ -47,7 +47,7 @@ class _Order(type(_theirs)):  # type: ignore[misc]  # a class that mpi4jax does 
 ORDER = _Order()
 
 
-def settle() -> None:
+def effects_barrier() -> None:
     """Wait for the rounds in flight that are ordered by the effect, and let go of those
     that have failed.
 
@@ -58,7 +58,7 @@ def settle() -> None:
 
     Example:
         >>> import jaxcoded
-        >>> jaxcoded.settle()
+        >>> jaxcoded.effects_barrier()
     """
     _jax_compat.effects_barrier()
 

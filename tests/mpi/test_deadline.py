@@ -67,7 +67,7 @@ def test_raise(comm, deadline):
             time.sleep(LATE)
         with pytest.raises(JaxRuntimeError, match="DeadlineExceeded") as raised:
             call(x).block_until_ready()
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         text = str(raised.value).split("DeadlineExceeded")[1]
         texts = comm.allgather(text)
         assert len(set(texts)) == 1

@@ -202,7 +202,7 @@ def test_mistakes_are_found(comm, digits, mistake):
         jax.block_until_ready(reduce(right(group, digits)))
         with pytest.raises(JaxRuntimeError) as error:
             jax.block_until_ready(reduce(mistake(group, digits)))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         text = str(error.value)
         assert len(set(comm.allgather(text))) == 1
         assert "InconsistentMessages: round 2, coded_allreduce of " in text
@@ -258,7 +258,7 @@ def test_small_gradients_are_compared(comm, code, targets, mean, options):
         step = jaxcoded.coded_value_and_grad(losses, group, mean=mean, **options)
         with pytest.raises(JaxRuntimeError, match=r"InconsistentMessages: round 1, "):
             jax.block_until_ready(jax.jit(step)(*args))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
 
 
 def test_a_gradient_beside_a_loss_of_ones_own(comm):
@@ -274,7 +274,7 @@ def test_a_gradient_beside_a_loss_of_ones_own(comm):
 
         with pytest.raises(JaxRuntimeError, match=r"InconsistentMessages: round 1, "):
             jax.block_until_ready(step(params))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
 
 
 def test_a_plain_shard_does_not_pass_with_copies(comm, digits):
@@ -283,7 +283,7 @@ def test_a_plain_shard_does_not_pass_with_copies(comm, digits):
             reduce = jax.jit(lambda x: coded_allreduce(x, group))
             with pytest.raises(JaxRuntimeError, match="InconsistentMessages"):
                 jax.block_until_ready(reduce(shard(group, digits)))
-            jaxcoded.settle()
+            jaxcoded.effects_barrier()
 
 
 def test_without_it_a_shard_passes(comm, digits):

@@ -997,7 +997,7 @@ def test_an_error_that_comes_late(comm, transport):
         assert_sum(group, step(own), gradients)
         with pytest.raises(jax.errors.JaxRuntimeError, match="GroupMismatch"):
             jax.block_until_ready(step(odd))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         comm.Barrier()
         for _ in range(3):
             assert_sum(group, step(own), gradients)

@@ -417,10 +417,10 @@ def test_a_late_rank_out_of_the_history(comm, group, transport, late):
                 total = np.asarray(coded_allreduce_done(handles.pop(0)))
                 np.testing.assert_allclose(total, expected, rtol=tolerance)
         for handle in handles:
-            jaxcoded.settle()
+            jaxcoded.effects_barrier()
             with pytest.raises(JaxRuntimeError, match=lost):
                 jax.block_until_ready(coded_allreduce_done(handle))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         state = short.resync(state)
         assert state["step"] > 0
         while state["step"] < 160:
@@ -500,21 +500,21 @@ def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
         except JaxRuntimeError as error:
             assert "GroupMismatch" in str(error)
             erred.append(number)
-            jaxcoded.settle()
+            jaxcoded.effects_barrier()
         else:
             if number:
                 assert_sum(group, total, VECTOR)
     assert erred
     assert len(erred) <= 2
     wait_for_all(comm)
-    jaxcoded.settle()
+    jaxcoded.effects_barrier()
     # once more in step, however late somebody heard of it
     for _ in range(2):
         try:
             total = np.asarray(coded_allreduce(own, group))
         except JaxRuntimeError as error:
             assert "GroupMismatch" in str(error)
-            jaxcoded.settle()
+            jaxcoded.effects_barrier()
         else:
             assert_sum(group, total, VECTOR)
         wait_for_all(comm)
@@ -534,7 +534,7 @@ def test_an_error_in_the_arguments_of_one_rank(comm, group, own):
             total = np.asarray(coded_allreduce_done(coded_allreduce_start(own, group)))
         except JaxRuntimeError as error:
             errors.append(str(error))
-            jaxcoded.settle()
+            jaxcoded.effects_barrier()
         else:
             assert_sum(group, total, VECTOR)
         wait_for_all(comm)
@@ -553,7 +553,7 @@ def test_done_twice(group, own):
     assert_sum(group, done(handle), VECTOR)
     with pytest.raises(JaxRuntimeError, match="had this handle before"):
         jax.block_until_ready(done(handle))
-    jaxcoded.settle()
+    jaxcoded.effects_barrier()
     assert_sum(group, coded_allreduce(own, group), VECTOR)
 
 
@@ -565,7 +565,7 @@ def test_a_handle_of_another_call(group, own):
     mixed = dataclasses.replace(other, rounds=handle.rounds)
     with pytest.raises(JaxRuntimeError, match="other shapes or dtypes"):
         jax.block_until_ready(coded_allreduce_done(mixed))
-    jaxcoded.settle()
+    jaxcoded.effects_barrier()
     assert_sum(group, coded_allreduce_done(handle), VECTOR)
     assert_sum(group, coded_allreduce_done(other), VECTOR[:, :2])
 
@@ -585,7 +585,7 @@ def test_never_done(comm, transport):
             np.testing.assert_allclose(total, scale.sum(), rtol=1e-9)
         with pytest.raises(JaxRuntimeError, match=f"{MOST} rounds of the group were"):
             jax.block_until_ready(coded_allreduce_done(handles[-MOST - 1]))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         assert other.rounds == 6 * MOST
         start(big)
         np.testing.assert_allclose(coded_allreduce(big, other), scale.sum(), rtol=1e-9)
@@ -690,7 +690,7 @@ def test_two_threads(comm, group, own):
         time.sleep(0.2)
         with pytest.raises(JaxRuntimeError, match="two threads called"):
             jax.block_until_ready(coded_allreduce_start(own, group))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         wait_for_all(comm)
         waits.join()
     else:
@@ -717,7 +717,7 @@ def test_done_after_close(comm, group, transport, own):
     if group.transport.most_started:
         with pytest.raises(JaxRuntimeError, match="GroupClosed: use after close"):
             jax.block_until_ready(done(handles[0]))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
     else:  # its sum is in the handle
         assert_sum(group, done(handles[0]), VECTOR)
 

@@ -262,7 +262,7 @@ def test_a_call_that_breaks_off_between_its_parts(comm, transport):
         if comm.rank == 1:
             with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
                 jax.block_until_ready(step(np.ones(3), xs[0][indices], weights))
-            jaxcoded.settle()
+            jaxcoded.effects_barrier()
             comm.Barrier()
         else:  # the round is open until this rank has failed
             comm.Barrier()
@@ -314,7 +314,7 @@ def test_the_root_cannot_skip(comm, transport, computes):
         step = jax.jit(lambda x, skip: coded_allreduce(x, group, skip=skip))
         with pytest.raises(jax.errors.JaxRuntimeError, match="cannot skip a round"):
             jax.block_until_ready(step(np.ones(2), comm.rank == 0))
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         comm.Barrier()
         jax.block_until_ready(step(np.ones(2), False))
 

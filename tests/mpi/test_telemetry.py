@@ -222,7 +222,7 @@ def test_replan_beside_another_call(comm, fresh):
             jaxcoded.coded_allreduce(
                 contribution(fresh, VECTOR), fresh
             ).block_until_ready()
-    jaxcoded.settle()
+    jaxcoded.effects_barrier()
     wait_for_all(comm)
     total = jaxcoded.coded_allreduce(contribution(fresh, VECTOR), fresh)
     assert_sum(fresh, np.asarray(total), VECTOR)

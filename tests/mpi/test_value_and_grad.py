@@ -247,7 +247,7 @@ def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
     try:
         out = jax.device_get(finish(step(params, batch_here, wrong)))
     except (JaxRuntimeError, ValueError) as error:  # the latter with tokens
-        jaxcoded.settle()
+        jaxcoded.effects_barrier()
         text = str(error)
         assert "InconsistentMessages: round " in text
         assert "for a batch of 12" in text
@@ -465,6 +465,25 @@ def test_weights_that_are_not_those_of_the_assignment(group, other):
     step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
     with pytest.raises(TypeError, match=message):
         step(params, batch, wrong)
+
+
+@once
+def test_weights_that_were_forgotten(group):
+    params, batch = problem(12)
+    indices, _ = group.assignment(12)
+    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
+    with pytest.raises(TypeError, match="Got none: indices, weights = group.assign"):
+        step(params, share(batch, indices))
+
+
+@once
+def test_a_plain_array_for_weights_in_jit(group):
+    params, batch = problem(12)
+    indices, weights = group.assignment(12)
+    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
+    words = r"a plain array, float\d+\[\d+(, \d+)*\], inside jit: hand the Weights"
+    with pytest.raises(TypeError, match=words):
+        step(params, share(batch, indices), np.asarray(weights))
 
 
 @once

@@ -1,0 +1,76 @@
+"""The rooms of the package: who imports whom, and what runs without MPI."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parent.parent / "jaxcoded"
+# Each knows those before it. What is in no room is known to all, and knows none.
+ROOMS = [
+    *("codes", "plan", "simulator", "transport", "planner", "group", "collectives"),
+    "cli",
+]
+
+
+def imports(path):
+    """The modules of the package that a file names, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def room(module):
+    first, *rest = module.split(".")
+    return rest[0] if first == "jaxcoded" and rest and rest[0] in ROOMS else None
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_no_room_knows_one_after_it(name):
+    files = list((PACKAGE / name).rglob("*.py"))
+    assert files
+    for path in files:
+        known = {room(module) for module in imports(path)} - {None}
+        later = known & set(ROOMS[ROOMS.index(name) + 1 :])
+        assert not later, f"{path} imports {later}"
+
+
+def test_what_is_in_no_room_knows_none():
+    for path in PACKAGE.glob("*.py"):
+        if path.stem not in ("__init__", "__main__"):
+            assert {room(module) for module in imports(path)} == {None}, path
+
+
+WITHOUT = """
+import sys
+for name in ("mpi4py", "mpi4jax", "jax"):
+    sys.modules[name] = None  # importing it fails
+import importlib, pkgutil
+import jaxcoded
+for room in ("codes", "plan", "simulator"):
+    package = importlib.import_module(f"jaxcoded.{room}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"jaxcoded.{room}.{module.name}")
+from jaxcoded.cli.main import main
+from jaxcoded.planner import best_plans
+plan = jaxcoded.make_plan(7, stragglers=1, fanout=2)
+print(plan.describe())
+sys.exit(main(["plan", "--ranks", "4", "--payload", "1 MB", "--compute", "100ms"]))
+"""
+
+
+def test_plans_need_neither_mpi_nor_jax():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "jaxcoded.CodedGroup(comm, " in done.stdout or "ring" in done.stdout
