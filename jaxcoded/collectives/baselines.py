@@ -19,8 +19,7 @@ from mpi4py import MPI
 
 from jaxcoded import _require
 from jaxcoded.plan.tree import Tree, balanced_parents
-from jaxcoded.transport import mpi4jax as transport
-from jaxcoded.transport import primitive
+from jaxcoded.transport import messages, primitive
 from jaxcoded.transport.agreement import check_communicator
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.packing import pack, unpack
@@ -128,9 +127,9 @@ class _Allreduce(_Baseline):
         wide = vector.astype(accumulator(vector.dtype))
         sums = [
             mpi4jax.allreduce(part, op=MPI.SUM, comm=self.comm)
-            for part in transport.cut(wide)
+            for part in messages.cut(wide)
         ]
-        return transport.joined(sums, vector.shape).astype(vector.dtype)
+        return messages.joined(sums, vector.shape).astype(vector.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +144,7 @@ class _Ring(_Baseline):
         before, after = (rank - 1) % size, (rank + 1) % size
         # reduce-scatter: at its end this rank has the sum of part rank + 1
         for step in range(size - 1):
-            received = transport.exchange(
+            received = messages.exchange(
                 parts[(rank - step) % size], before, after, self.comm
             )
             here = (rank - step - 1) % size
@@ -154,7 +153,7 @@ class _Ring(_Baseline):
             parts[here] = total.astype(vector.dtype)
         # all-gather
         for step in range(size - 1):
-            received = transport.exchange(
+            received = messages.exchange(
                 parts[(rank - step + 1) % size], before, after, self.comm
             )
             parts[(rank - step) % size] = received
@@ -169,7 +168,7 @@ class _PlainTree(_Baseline):
         rank, size = self.comm.rank, self.comm.size
         tree = Tree(balanced_parents(size, self.fanout, 1))
         children, parent = tree.children[rank], tree.parents[rank]
-        total = transport.tree_reduce(
+        total = messages.tree_reduce(
             vector, children, parent, np.ones((1, len(children))), self.comm
         )
-        return transport.tree_broadcast(total, children, parent, self.comm)
+        return messages.tree_broadcast(total, children, parent, self.comm)

@@ -5,13 +5,9 @@ opened for a group, and its calls become JAX primitives.
 """
 
 import atexit
-import contextlib
 import copy
-import dataclasses
 import functools
-import hashlib
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,20 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.ffi import ffi_lowering, register_ffi_target
-from jax.interpreters import ad, batching, mlir, xla
 from mpi4py import MPI
 
-from jaxcoded import _jax_compat, errors
+from jaxcoded import errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
-from jaxcoded.transport import ending, one_device, primitive
+from jaxcoded.transport import ending, engine_primitive
 from jaxcoded.transport.agreement import on_all
 from jaxcoded.transport.base import Collective, Transport
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
-from jaxcoded.transport.packing import Apart
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
 _why_missing = ""
@@ -179,7 +171,7 @@ class Engine(Transport):
                 length = plan.result_length(rank, length)
             batch = v.shape[1:] if v is not vector else v.shape[:-1]
             shapes.append((length, *batch) if v is not vector else (*batch, length))
-        out, token = _bind(
+        out, token = engine_primitive.call(
             "jaxcoded_round",
             [*jax.tree.leaves(extras), *moved],
             [ShapedArray(shape, v.dtype) for shape, v in zip(shapes, moved)],
@@ -192,7 +184,7 @@ class Engine(Transport):
             begun=int(last_part),
             skips=int(extras.skip is not None),
             erases=int(extras.erasures is not None),
-            apart=_stacked(collective.apart, vectors, plan.encoded),
+            apart=engine_primitive.stacked(collective.apart, vectors, plan.encoded),
             examples=collective.examples or (),
         )
         return [
@@ -209,7 +201,7 @@ class Engine(Transport):
         token: jax.Array | None = None,
     ) -> jax.Array | None:
         skips = [] if extras.skip is None else [extras.skip]
-        return _bind(
+        return engine_primitive.call(
             "jaxcoded_part",
             [*skips, *vectors],
             [],
@@ -220,7 +212,7 @@ class Engine(Transport):
             number=number,
             slices=self._plan.slices_above[self._rank],
             skips=len(skips),
-            apart=_flat(collective.apart),
+            apart=engine_primitive.flat(collective.apart),
         )[1]
 
     def start(
@@ -231,7 +223,7 @@ class Engine(Transport):
         token: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         plan, rank = self._plan, self._rank
-        (number,), token = _bind(
+        (number,), token = engine_primitive.call(
             "jaxcoded_start",
             [*jax.tree.leaves(extras), *vectors],
             [ShapedArray((), np.uint32)],
@@ -242,7 +234,7 @@ class Engine(Transport):
             slices=plan.slices_above[rank],
             skips=int(extras.skip is not None),
             erases=int(extras.erasures is not None),
-            apart=_flat(collective.apart),
+            apart=engine_primitive.flat(collective.apart),
         )
         return number, token
 
@@ -253,7 +245,7 @@ class Engine(Transport):
         after: Sequence[jax.Array],
         token: jax.Array | None,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        return _bind(
+        return engine_primitive.call(
             "jaxcoded_done", [number, *after], results, token, group=self._index
         )
 
@@ -264,7 +256,7 @@ class Engine(Transport):
             )
 
     def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        (lag,), token = _bind(
+        (lag,), token = engine_primitive.call(
             "jaxcoded_lag", [], [ShapedArray((), np.int32)], token, group=self._index
         )
         return lag, token
@@ -310,7 +302,7 @@ class Engine(Transport):
         signature, erased = collective.signature, extras.erasures
         outcome, text = self._ask(
             "run",
-            _fingerprint(signature) % 2**64,
+            engine_primitive.fingerprint(signature) % 2**64,
             signature,
             collective.up,
             collective.down,
@@ -464,34 +456,6 @@ def _report(overdue: tuple[int, str]) -> None:
     logger.warning("group %d, %s", *overdue)
 
 
-def _fingerprint(words: str) -> int:
-    digest = hashlib.sha256(words.encode()).digest()
-    return int.from_bytes(digest[:8], signed=True)
-
-
-def _flat(apart: Sequence[Apart]) -> tuple[int, ...]:
-    return tuple(number for each in apart for number in each)
-
-
-def _stacked(
-    apart: Sequence[Apart], vectors: Sequence[jax.Array], encoded: bool
-) -> tuple[int, ...]:
-    """The same in vectors that are stacked: one after the other, or, `encoded`, behind
-    their own axis."""
-    out = []
-    for vector, first, count, kind in apart:
-        *batch, length = vectors[vector].shape
-        number = math.prod(batch)
-        if encoded:
-            out.append(Apart(vector, first * number, count * number, kind))
-        else:
-            out += [
-                Apart(vector, first + each * length, count, kind)
-                for each in range(number)
-            ]
-    return _flat(out)
-
-
 def _vector(array: np.ndarray) -> tuple[int, int, int]:
     code = _DTYPES.get(array.dtype.name, _BYTES)
     return code, array.size if code else array.nbytes, array.ctypes.data
@@ -504,18 +468,9 @@ def _error(outcome: int, text: str) -> Exception:
     return getattr(errors, kind, errors.CodedError)(words or text)
 
 
-# What compiled programs call.
-
-
 @functools.cache
 def _register() -> None:
-    for platform, prefix in (("cpu", ""), ("CUDA", "cuda_")):
-        for name in ("round", "part", "lag"):
-            handler = getattr(_engine, f"{prefix}{name}_handler")
-            register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
-    for name in ("start", "done"):
-        handler = getattr(_engine, f"{name}_handler")
-        register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
+    engine_primitive.register(_engine)
     follow(_engine.next_overdue, _report, "jaxcoded log")
     # at exit the engine stops first: what is registered later runs earlier
     ending.register()
@@ -535,143 +490,3 @@ def _stop() -> None:
     failure = "" if error is None else ending.in_words(error)
     if _engine.stop(_EXIT_SECONDS + patience, failure, ending.status()):
         ending.engine_ends_the_job()
-
-
-call_p = Primitive("coded_engine_call")
-call_p.multiple_results = True
-call_p.def_impl(functools.partial(xla.apply_primitive, call_p))
-
-
-def _bind(
-    target: str,
-    operands: Sequence[jax.Array],
-    results: Sequence[ShapedArray],
-    token: jax.Array | None,
-    collective: Collective | None = None,
-    **attributes: int | tuple[int, ...] | tuple[float, ...],
-) -> tuple[list[jax.Array], jax.Array | None]:
-    """Call the engine, in the order of the rounds or of the token."""
-    tokens = [] if token is None else [token]
-    out = call_p.bind(
-        *tokens,
-        *operands,
-        target=target,
-        results=tuple(results),
-        tokened=bool(tokens),
-        collective=collective,
-        attributes=tuple(attributes.items()),
-    )
-    return (out, None) if token is None else (out[1:], out[0])
-
-
-@call_p.def_effectful_abstract_eval
-def _abstract_eval(
-    *avals: Any, target: str, results: Any, tokened: bool, **_: Any
-) -> Any:
-    if tokened:
-        return [ShapedArray(avals[0].shape, avals[0].dtype), *results], set()
-    return list(results), {primitive.ORDER}
-
-
-def _attribute(name: str, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return np.array(value, np.float64 if name == "examples" else np.int64)
-    return np.int64(value)
-
-
-def _lowering(
-    ctx: Any,
-    *operands: Any,
-    target: str,
-    results: Any,
-    tokened: bool,
-    collective: Collective | None,
-    attributes: Any,
-) -> Any:
-    one_device.check(ctx)
-    values = {name: _attribute(name, value) for name, value in attributes}
-    if collective is not None:
-        values["words"] = collective.signature
-        values["fingerprint"] = np.int64(_fingerprint(collective.signature))
-
-    def lower(ctx: Any, *operands: Any) -> Any:
-        """With what gives the order in front of the operands and the results."""
-        # A result lies where its operand was, where XLA may: the caller donated it, or
-        # it is a temporary.
-        extras = len(ctx.avals_in) - len(ctx.avals_out)
-        aliases = {
-            i + extras: i
-            for i, out in enumerate(ctx.avals_out[1:], 1)
-            if target == "jaxcoded_round"
-            and (ctx.avals_in[i + extras].shape, ctx.avals_in[i + extras].dtype)
-            == (out.shape, out.dtype)
-        }
-        if tokened:
-            aliases[0] = 0
-        rule = ffi_lowering(
-            target, has_side_effect=True, operand_output_aliases=aliases
-        )
-        return rule(ctx, *operands, **values)
-
-    if tokened:
-        return lower(ctx, *operands)
-    return _jax_compat.lower_in_order(ctx, primitive.ORDER, lower, operands)
-
-
-mlir.register_lowering(call_p, _lowering, platform="cpu")
-with contextlib.suppress(NotImplementedError):  # a JAX that knows of no CUDA
-    mlir.register_lowering(call_p, _lowering, platform="cuda")
-
-
-def _batch(
-    operands: Sequence[Any],
-    axes: Sequence[Any],
-    *,
-    target: str,
-    results: Any,
-    tokened: bool,
-    collective: Collective,
-    attributes: Any,
-) -> tuple[Any, Any]:
-    """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
-    own axis, the outermost batch first."""
-    if target == "jaxcoded_done":
-        raise NotImplementedError(
-            "coded_allreduce_done cannot be batched by vmap: a handle is of one round"
-        )
-    if tokened:
-        raise NotImplementedError("a call with a token cannot be batched by vmap")
-    assert target == "jaxcoded_part"
-    size = next(
-        operand.shape[axis] for operand, axis in zip(operands, axes) if axis is not None
-    )
-    values = dict(attributes)
-    runs = np.reshape(values["apart"], (-1, 4)) * [1, size, size, 1]
-    values["apart"] = tuple(runs.astype(int).reshape(-1).tolist())
-    skips = values["skips"]
-    vectors = [
-        jnp.moveaxis(batching.bdim_at_front(vector, axis, size), 0, 1)
-        for vector, axis in zip(operands[skips:], axes[skips:])
-    ]
-    out = call_p.bind(
-        *operands[:skips],
-        *vectors,
-        target=target,
-        results=results,
-        tokened=tokened,
-        collective=dataclasses.replace(collective, batch=(size, *collective.batch)),
-        attributes=tuple(values.items()),
-    )
-    return out, []
-
-
-batching.primitive_batchers[call_p] = _batch
-
-
-def _transpose(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "coded_allreduce_start cannot be differentiated: use coded_allreduce"
-    )
-
-
-ad.primitive_transposes[call_p] = _transpose

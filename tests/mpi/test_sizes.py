@@ -10,12 +10,12 @@ from reference import BATCH, assert_same_bits, assert_sum, contribution, per_exa
 
 import jaxcoded
 from jaxcoded import baselines, coded_allreduce, tree_bcast
-from jaxcoded.transport import mpi4jax as transport_of_mpi4jax
+from jaxcoded.transport import messages
 
 
 @pytest.fixture
 def messages_of_7(monkeypatch):
-    monkeypatch.setattr(transport_of_mpi4jax, "MAX_ELEMENTS", 7)
+    monkeypatch.setattr(messages, "MAX_ELEMENTS", 7)
 
 
 @mpi4jax_only

@@ -1,0 +1,201 @@
+"""The calls of the engine in compiled programs, in the order of the rounds."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.ffi import ffi_lowering, register_ffi_target
+from jax.interpreters import ad, batching, mlir, xla
+
+from jaxcoded import _jax_compat
+from jaxcoded.transport import one_device, primitive
+from jaxcoded.transport.base import Collective
+from jaxcoded.transport.packing import Apart
+
+
+def register(engine: Any) -> None:
+    """Tell XLA of the engine's handlers."""
+    for platform, prefix in (("cpu", ""), ("CUDA", "cuda_")):
+        for name in ("round", "part", "lag"):
+            handler = getattr(engine, f"{prefix}{name}_handler")
+            register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
+    for name in ("start", "done"):
+        handler = getattr(engine, f"{name}_handler")
+        register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
+
+
+def fingerprint(words: str) -> int:
+    digest = hashlib.sha256(words.encode()).digest()
+    return int.from_bytes(digest[:8], signed=True)
+
+
+def flat(apart: Sequence[Apart]) -> tuple[int, ...]:
+    return tuple(number for each in apart for number in each)
+
+
+def stacked(
+    apart: Sequence[Apart], vectors: Sequence[jax.Array], encoded: bool
+) -> tuple[int, ...]:
+    """The same in vectors that are stacked: one after the other, or, `encoded`, behind
+    their own axis."""
+    out = []
+    for vector, first, count, kind in apart:
+        *batch, length = vectors[vector].shape
+        number = math.prod(batch)
+        if encoded:
+            out.append(Apart(vector, first * number, count * number, kind))
+        else:
+            out += [
+                Apart(vector, first + each * length, count, kind)
+                for each in range(number)
+            ]
+    return flat(out)
+
+
+call_p = Primitive("coded_engine_call")
+call_p.multiple_results = True
+call_p.def_impl(functools.partial(xla.apply_primitive, call_p))
+
+
+def call(
+    target: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[ShapedArray],
+    token: jax.Array | None,
+    collective: Collective | None = None,
+    **attributes: int | tuple[int, ...] | tuple[float, ...],
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Call the engine, in the order of the rounds or of the token."""
+    tokens = [] if token is None else [token]
+    out = call_p.bind(
+        *tokens,
+        *operands,
+        target=target,
+        results=tuple(results),
+        tokened=bool(tokens),
+        collective=collective,
+        attributes=tuple(attributes.items()),
+    )
+    return (out, None) if token is None else (out[1:], out[0])
+
+
+@call_p.def_effectful_abstract_eval
+def _abstract_eval(
+    *avals: Any, target: str, results: Any, tokened: bool, **_: Any
+) -> Any:
+    if tokened:
+        return [ShapedArray(avals[0].shape, avals[0].dtype), *results], set()
+    return list(results), {primitive.ORDER}
+
+
+def _attribute(name: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return np.array(value, np.float64 if name == "examples" else np.int64)
+    return np.int64(value)
+
+
+def _lowering(
+    ctx: Any,
+    *operands: Any,
+    target: str,
+    results: Any,
+    tokened: bool,
+    collective: Collective | None,
+    attributes: Any,
+) -> Any:
+    one_device.check(ctx)
+    values = {name: _attribute(name, value) for name, value in attributes}
+    if collective is not None:
+        values["words"] = collective.signature
+        values["fingerprint"] = np.int64(fingerprint(collective.signature))
+
+    def lower(ctx: Any, *operands: Any) -> Any:
+        """With what gives the order in front of the operands and the results."""
+        # A result lies where its operand was, where XLA may: the caller donated it, or
+        # it is a temporary.
+        extras = len(ctx.avals_in) - len(ctx.avals_out)
+        aliases = {
+            i + extras: i
+            for i, out in enumerate(ctx.avals_out[1:], 1)
+            if target == "jaxcoded_round"
+            and (ctx.avals_in[i + extras].shape, ctx.avals_in[i + extras].dtype)
+            == (out.shape, out.dtype)
+        }
+        if tokened:
+            aliases[0] = 0
+        rule = ffi_lowering(
+            target, has_side_effect=True, operand_output_aliases=aliases
+        )
+        return rule(ctx, *operands, **values)
+
+    if tokened:
+        return lower(ctx, *operands)
+    return _jax_compat.lower_in_order(ctx, primitive.ORDER, lower, operands)
+
+
+mlir.register_lowering(call_p, _lowering, platform="cpu")
+with contextlib.suppress(NotImplementedError):  # a JAX that knows of no CUDA
+    mlir.register_lowering(call_p, _lowering, platform="cuda")
+
+
+def _batch(
+    operands: Sequence[Any],
+    axes: Sequence[Any],
+    *,
+    target: str,
+    results: Any,
+    tokened: bool,
+    collective: Collective,
+    attributes: Any,
+) -> tuple[Any, Any]:
+    """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
+    own axis, the outermost batch first."""
+    if target == "jaxcoded_done":
+        raise NotImplementedError(
+            "coded_allreduce_done cannot be batched by vmap: a handle is of one round"
+        )
+    if tokened:
+        raise NotImplementedError("a call with a token cannot be batched by vmap")
+    assert target == "jaxcoded_part"
+    size = next(
+        operand.shape[axis] for operand, axis in zip(operands, axes) if axis is not None
+    )
+    values = dict(attributes)
+    runs = np.reshape(values["apart"], (-1, 4)) * [1, size, size, 1]
+    values["apart"] = tuple(runs.astype(int).reshape(-1).tolist())
+    skips = values["skips"]
+    vectors = [
+        jnp.moveaxis(batching.bdim_at_front(vector, axis, size), 0, 1)
+        for vector, axis in zip(operands[skips:], axes[skips:])
+    ]
+    out = call_p.bind(
+        *operands[:skips],
+        *vectors,
+        target=target,
+        results=results,
+        tokened=tokened,
+        collective=dataclasses.replace(collective, batch=(size, *collective.batch)),
+        attributes=tuple(values.items()),
+    )
+    return out, []
+
+
+batching.primitive_batchers[call_p] = _batch
+
+
+def _transpose(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "coded_allreduce_start cannot be differentiated: use coded_allreduce"
+    )
+
+
+ad.primitive_transposes[call_p] = _transpose
