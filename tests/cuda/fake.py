@@ -58,7 +58,9 @@ class Xla:
         handler = getattr(_engine, f"cuda_{name}_handler")
         address = self._pointer(handler, b"xla._CUSTOM_CALL_TARGET")
         if name != "lag":
-            attributes["words"] = 0
+            attributes |= {"words": 0, "apart": 0}
+        if name == "round":
+            attributes["examples"] = 0
         names = sorted(attributes)
         text = ctypes.create_string_buffer(1000)
         failed = self._call(
