@@ -56,11 +56,8 @@ for room in ("codes", "plan", "simulator"):
     package = importlib.import_module(f"jaxcoded.{room}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"jaxcoded.{room}.{module.name}")
-from jaxcoded.cli.main import main
-from jaxcoded.planner import best_plans
-plan = jaxcoded.make_plan(7, stragglers=1, fanout=2)
-print(plan.describe())
-sys.exit(main(["plan", "--ranks", "4", "--payload", "1 MB", "--compute", "100ms"]))
+import jaxcoded.planner.search
+print(jaxcoded.make_plan(7, stragglers=1, fanout=2).describe())
 """
 
 
@@ -73,4 +70,4 @@ def test_plans_need_neither_mpi_nor_jax():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "jaxcoded.CodedGroup(comm, " in done.stdout or "ring" in done.stdout
+    assert "7 ranks" in done.stdout

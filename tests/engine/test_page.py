@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-SOURCES = HERE.parent.parent / "jaxcoded" / "engine" / "cpp"
+SOURCES = HERE.parent.parent / "jaxcoded" / "transport" / "cpp"
 
 
 @pytest.fixture(scope="module")

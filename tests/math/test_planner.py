@@ -354,7 +354,10 @@ def test_json_and_a_trace(capsys, tmp_path):
         (["--payload", "-4"], "--payload must be a number of bytes"),
         (["--ranks", "1"], "ranks must be an integer ≥ 2"),
         (["--payload", "1e300TB"], "--payload must be a number of bytes"),
-        (["--compute", "0"], "--compute must be a number > 0, got 0.0"),
+        (
+            ["--compute", "0"],
+            "--compute must be a number of seconds such as 1.2, 1.2s or 500ms, got '0'",
+        ),
         (["--model", "slow"], "model must be one of"),
         (["--trace", "/none.csv"], "/none.csv"),
         (["--trace", ""], "not found"),
