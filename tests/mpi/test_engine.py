@@ -124,7 +124,7 @@ def test_three_megabytes_in_slices(comm, transport):
             return a * (params["wide"] @ shape + params["single"] @ shape)
 
         step = jax.jit(jaxcoded.coded_value_and_grad(loss, sliced))
-        (_, grads), _ = finish(
+        _, grads, *_ = finish(
             step(params, scale[indices], weights, token=jnp.int32(0))
         )
         for name, dtype in {"wide": "float64", "single": "float32"}.items():
