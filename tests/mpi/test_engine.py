@@ -124,9 +124,7 @@ def test_three_megabytes_in_slices(comm, transport):
             return a * (params["wide"] @ shape + params["single"] @ shape)
 
         step = jax.jit(jaxcoded.coded_value_and_grad(loss, sliced))
-        _, grads, *_ = finish(
-            step(params, scale[indices], weights, token=jnp.int32(0))
-        )
+        _, grads, *_ = finish(step(params, scale[indices], weights, token=jnp.int32(0)))
         for name, dtype in {"wide": "float64", "single": "float32"}.items():
             error = np.abs(grads[name] / (scale.sum() * shape) - 1)
             # the loss is computed in float64, its gradient is rounded once more
@@ -1033,9 +1031,18 @@ def test_a_byte_order_of_another_machine(group):
 )
 def test_misuse_of_limits(comm, transport, wrong):
     """On every rank, also where one alone is wrong."""
+
+    def open_with(options):
+        jaxcoded.CodedGroup(
+            comm,
+            stragglers=0,
+            transport=transport,
+            options=jaxcoded.Options(**options),
+        )
+
     with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
-        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, **wrong)
+        open_with(wrong)
     if comm.size > 1:
         mine = wrong if comm.rank == comm.size - 1 else {}
         with pytest.raises(jaxcoded.GroupMismatch, match=next(iter(wrong))):
-            jaxcoded.CodedGroup(comm, stragglers=0, transport=transport, **mine)
+            open_with(mine)
