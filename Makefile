@@ -19,7 +19,7 @@ mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caugh
 
 help:
 	@echo 'make demo     run the main job (examples/digits.py on $(RANKS) ranks)'
-	@echo 'make check    lint, doctests and a part of the test suite, in 3 minutes'
+	@echo 'make check    lint, doctests and the quick part of the test suite'
 	@echo 'make test     run the test suite, with its runs under mpirun'
 	@echo 'make test-all the same with more that says the same, and with benchmarks'
 	@echo 'make test-mpich  a part of the test suite on MPICH, in an environment of its own'

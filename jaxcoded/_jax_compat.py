@@ -12,7 +12,7 @@ import jax
 
 logger = logging.getLogger("jaxcoded")
 
-TESTED = "0.10 to 0.12"  # as in pyproject.toml
+_TAKEN = "0.10 to 0.12"  # as pyproject.toml says
 
 
 def _found(module: str, name: str) -> Any:
@@ -21,7 +21,7 @@ def _found(module: str, name: str) -> Any:
     except (ImportError, AttributeError):
         raise ImportError(
             f"jaxcoded does not run with JAX {jax.__version__}, which has no {module}.{name} "
-            f"any more: it was tested with JAX {TESTED}. Install one of these, or a newer jaxcoded"
+            f"any more: it takes JAX {_TAKEN}. Install one of these, or a newer jaxcoded"
         ) from None
 
 

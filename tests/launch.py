@@ -9,10 +9,7 @@ import time
 ROOT = pathlib.Path(__file__).parent.parent
 LIMIT = 240  # seconds that a job may take on an idle machine
 SLOWNESS = "JAXCODED_SLOWNESS"  # environment variable: what a job was started with
-WORK, IDLE = (
-    2_000_000,
-    0.04,
-)  # steps of a loop, and the seconds they take on such a machine
+WORK, IDLE = 2_000_000, 0.04  # steps of a loop, and their seconds on such a machine
 OWN_LOAD = 3.0  # processes for each core, while only the tests run
 MOST = 10.0
 

@@ -39,8 +39,9 @@ class CodedSum(NamedTuple):
 
     Attributes:
         total: the sum.
-        residual: how far it is from the exact one, where that is asked for.
-        token: for the next call, where the calls are ordered by one.
+        residual: how far it is from the exact one, float32 or float64, where that is
+            asked for.
+        token: int32, for the next call, where the calls are ordered by one.
     """
 
     total: Any

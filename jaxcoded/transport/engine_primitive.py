@@ -34,18 +34,20 @@ def register(engine: Any) -> None:
 
 
 def fingerprint(words: str) -> int:
+    """What ranks compare in place of a signature: a signed number of 64 bits."""
     digest = hashlib.sha256(words.encode()).digest()
     return int.from_bytes(digest[:8], signed=True)
 
 
 def flat(apart: Sequence[Apart]) -> tuple[int, ...]:
+    """Runs as the engine takes them, four numbers for each."""
     return tuple(number for each in apart for number in each)
 
 
 def stacked(
     apart: Sequence[Apart], vectors: Sequence[jax.Array], encoded: bool
 ) -> tuple[int, ...]:
-    """The same in vectors that are stacked: one after the other, or, `encoded`, behind
+    """`flat`, in vectors ``(..., length)`` that are stacked: one after the other, or, `encoded`, behind
     their own axis."""
     out = []
     for vector, first, count, kind in apart:

@@ -13,7 +13,8 @@ LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a group makes its rounds; all but ``debug`` are for the engine.
+    """How a group makes its rounds. All of it is for the engine: with mpi4jax a deadline
+    that does more than wait, and ``debug=True``, are errors, and the rest means nothing.
 
     Attributes:
         deadline: how long the root waits for more children than a round can do
