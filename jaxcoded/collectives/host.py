@@ -5,16 +5,20 @@ take part in a round with these while others do so with a compiled step, as long
 shapes and dtypes are equal. They need a group with the engine.
 """
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded.collectives.allreduce import coded_sum
 from jaxcoded.collectives.request import Request, checked_erasures
 from jaxcoded.group.group import CodedGroup, check_open
-from jaxcoded.transport.packing import Packing
+from jaxcoded.transport.engine_primitive import Collective
+from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.primitive import Extras
 
 
@@ -61,15 +65,10 @@ def coded_allreduce(
     check_open(group)
     with group.failing("coded_allreduce"):
         array = np.asarray(array)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(
-                f"coded sums need floating point, got an array of {array.dtype}"
-            )
-        if not array.dtype.isnative:
-            raise TypeError(
-                f"the array's byte order is not this machine's ({array.dtype.str}): use "
-                "array.astype(array.dtype.newbyteorder('='))"
-            )
+        wire_dtype = checked_wire_dtype(wire_dtype)
+        collective, wires = _sum_of(
+            weakref.ref(group), array.shape, array.dtype, wire_dtype
+        )
         if out is not None and not isinstance(out, np.ndarray):
             raise TypeError(f"out must be a numpy array, got a {type(out).__name__}")
         result = np.empty_like(array) if out is None else out
@@ -82,21 +81,17 @@ def coded_allreduce(
             raise ValueError("out is read-only")
         if not (array.flags.c_contiguous and result.flags.c_contiguous):
             raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
-        # of contiguous arrays this is exact
-        overlap = np.may_share_memory(array, result)
-        if overlap and array.ctypes.data != result.ctypes.data:
-            raise ValueError(
-                "out overlaps the array in part: give the array itself, or other memory"
-            )
-        if group.plan.encoded:
-            raise TypeError(
-                "collectives on numpy arrays need a group without slices and parts"
-            )
-        packing = Packing.of(array, wire_dtype)
-        collective = coded_sum(packing, group, Request())
+        if result is not array:
+            # of contiguous arrays this is exact
+            overlap = np.may_share_memory(array, result)
+            if overlap and array.ctypes.data != result.ctypes.data:
+                raise ValueError(
+                    "out overlaps the array in part: give the array itself, or other "
+                    "memory"
+                )
         mask = None if erasures is None else checked_erasures(erasures, group.size)
     vectors, results = [], []
-    for wire in packing.wires:  # one, or none of an array of no elements
+    for wire in wires:  # one, or none of an array of no elements
         vectors = [array.astype(wire, copy=False)]
         results = [result if wire == result.dtype else vectors[0]]
     extras = Extras(skip, mask)
@@ -105,3 +100,29 @@ def coded_allreduce(
         if received is not result:
             result[...] = received.reshape(result.shape)
     return result
+
+
+# By a reference, so that a group is not kept for the sake of its sums.
+@functools.lru_cache(maxsize=1024)
+def _sum_of(
+    group: "weakref.ref[CodedGroup]",
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    wire_dtype: np.dtype | None,
+) -> tuple[Collective, tuple[np.dtype, ...]]:
+    """The collective that sums arrays like this one, and the dtypes of its vectors."""
+    its = group()
+    assert its is not None  # the caller has it
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"coded sums need floating point, got an array of {dtype}")
+    if not dtype.isnative:
+        raise TypeError(
+            f"the array's byte order is not this machine's ({dtype.str}): use "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
+    if its.plan.encoded:
+        raise TypeError(
+            "collectives on numpy arrays need a group without slices and parts"
+        )
+    packing = Packing.of(jax.ShapeDtypeStruct(shape, dtype), wire_dtype)
+    return coded_sum(packing, its, Request()), packing.wires

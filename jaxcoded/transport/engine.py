@@ -38,7 +38,10 @@ except ImportError as error:  # not built, or built for another MPI or Python
 logger = logging.getLogger("jaxcoded")
 
 _DONE, _FAILED, _DESYNCHRONIZED = 1, 2, 3
-_DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
+_DTYPES = {
+    np.dtype(name): 1 + i
+    for i, name in enumerate(["float16", "bfloat16", "float32", "float64"])
+}
 _BYTES = 0
 # How much longer a rank waits for its children than they do for theirs.
 _GIVE_UP_SECONDS = 0.5
@@ -250,9 +253,9 @@ class Engine(Transport):
         )
 
     def check_sum(self, dtype: np.dtype) -> None:
-        if dtype.name not in _DTYPES:
+        if dtype not in _DTYPES:
             raise TypeError(
-                f"the engine sums {', '.join(_DTYPES)}, not {dtype}: cast it"
+                f"the engine sums {', '.join(map(str, _DTYPES))}, not {dtype}: cast it"
             )
 
     def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -457,7 +460,7 @@ def _report(overdue: tuple[int, str]) -> None:
 
 
 def _vector(array: np.ndarray) -> tuple[int, int, int]:
-    code = _DTYPES.get(array.dtype.name, _BYTES)
+    code = _DTYPES.get(array.dtype, _BYTES)
     return code, array.size if code else array.nbytes, array.ctypes.data
 
 

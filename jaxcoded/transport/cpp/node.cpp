@@ -73,7 +73,7 @@ void Node::submit(Call call) {
   telemetry_.started(next_, now, up_.call.skipped);
   for (Child& child : children_) child.stalled = false;
   if (words_.size() >= most_words) words_.clear();
-  words_[up_.call.fingerprint] = up_.call.words;
+  words_.try_emplace(up_.call.fingerprint, up_.call.words);
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
