@@ -60,26 +60,35 @@ Decoder::Decoder(CodeTensor tensor) : code_(std::make_shared<const GradientCode>
 
 std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& order,
                                                 const std::vector<bool>& possible) {
-  std::size_t least = enough_;
-  if (!pinned()) {
+  const std::pair key{order, least(possible)};
+  if (const auto before = found_.find(key); before != found_.end()) return before->second;
+  if (found_.size() >= most_known) found_.clear();
+  return found_[key] = first_that_suffice(order, key.second);
+}
+
+// So many messages are worth asking the code, if these may come.
+std::size_t Decoder::least(const std::vector<bool>& possible) {
+  if (pinned()) return enough_;
+  if (possible != possible_ || !least_) {
     Heard all(code(), true);
     for (std::size_t row = 0; row < possible.size(); ++row) {
       if (possible[row]) all.add(row);
     }
-    least = std::min(least, all.count);
+    possible_ = possible;
+    least_ = std::min(enough_, all.count);
   }
-  if (order == lacking_ && least >= least_ && least_) return nullptr;
+  return least_;
+}
+
+std::shared_ptr<const Decoding> Decoder::first_that_suffice(const std::vector<std::size_t>& order,
+                                                            std::size_t least) {
   const auto first = [&](std::size_t count) -> std::shared_ptr<const Decoding> {
     Heard heard(code(), !pinned());
     for (std::size_t i = 0; i < count; ++i) heard.add(order[i]);
     return heard.may_suffice(least) ? known(known_, heard.set, pinned()) : nullptr;
   };
   auto found = first(order.size());
-  if (!found) {
-    lacking_ = order;
-    least_ = least;
-    return nullptr;
-  }
+  if (!found) return nullptr;
   // What suffices does so with more.
   std::size_t too_few = 0, suffice = order.size();
   while (too_few < suffice) {

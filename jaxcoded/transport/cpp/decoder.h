@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "gradient_code.h"
@@ -52,6 +53,9 @@ class Decoder {
   using Known = std::map<std::vector<bool>, std::shared_ptr<const Decoding>>;
 
   class Heard;
+  std::size_t least(const std::vector<bool>& possible);
+  std::shared_ptr<const Decoding> first_that_suffice(const std::vector<std::size_t>& order,
+                                                     std::size_t least);
   const std::shared_ptr<const Decoding>& known(Known& all, const std::vector<bool>& set, bool approximate);
 
   std::shared_ptr<const GradientCode> code_;  // copies have it in common
@@ -59,8 +63,10 @@ class Decoder {
   std::optional<Parity> parity_;
   Known known_, approximations_;
   std::size_t questions_ = 0;
-  // Which did not suffice when they were asked for last. A node asks again whenever it looks.
-  std::vector<std::size_t> lacking_;
+  // What was found before, by the messages in their order and how many are worth asking the code.
+  // A node asks again whenever it looks.
+  std::map<std::pair<std::vector<std::size_t>, std::size_t>, std::shared_ptr<const Decoding>> found_;
+  std::vector<bool> possible_;  // when `least_` was counted
   std::size_t least_ = 0;
 };
 
