@@ -15,10 +15,11 @@ namespace jaxcoded {
 
 namespace ffi = xla::ffi;
 
-// The operands and results of a call. The vectors are in the request.
+// The operands and results of a call.
 struct XlaCall {
   ffi::AnyBuffer order, next;
   std::optional<ffi::AnyBuffer> skipped = {}, erased = {};
+  std::vector<ffi::AnyBuffer> vectors = {};  // the operands that the request is about
   Request request = {};
 };
 
@@ -37,29 +38,38 @@ inline Segment segment_of(ffi::AnyBuffer buffer) {
   }
 }
 
-// What all ranks know of the numbers in the vectors: runs, four numbers each, see `Apart`; and the
-// number of examples, two numbers or none, see `Examples`.
-inline void append_knowledge(ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
-                             Request& request) {
-  for (std::size_t i = 0; i + 4 <= apart.size(); i += 4) {
-    request.apart.push_back({static_cast<std::size_t>(apart[i]),
-                             static_cast<std::uint64_t>(apart[i + 1]),
-                             static_cast<std::uint64_t>(apart[i + 2]),
-                             static_cast<int>(apart[i + 3])});
+// What every call of a collective says. Its vectors are the last operands.
+inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
+                               std::string_view words, std::int64_t fingerprint,
+                               std::int64_t skips, std::int64_t erases,
+                               ffi::Span<const std::int64_t> apart) {
+  std::size_t i = 0;
+  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(i++); };
+  XlaCall call{.order = operand(), .next = next};
+  if (skips) call.skipped = operand();
+  if (erases) call.erased = operand();
+  while (i < args.size()) call.vectors.push_back(operand());
+  call.request.words = words;
+  call.request.fingerprint = static_cast<std::uint64_t>(fingerprint);
+  // runs of numbers, four for each
+  for (std::size_t at = 0; at + 4 <= apart.size(); at += 4) {
+    call.request.apart.push_back({static_cast<std::size_t>(apart[at]),
+                                  static_cast<std::uint64_t>(apart[at + 1]),
+                                  static_cast<std::uint64_t>(apart[at + 2]),
+                                  static_cast<int>(apart[at + 3])});
   }
-  if (examples.size() == 2) request.examples = {examples[0], examples[1]};
+  return call;
 }
 
-// Vectors that hold so many parts, one after the other.
-inline void append_parts(const std::vector<ffi::AnyBuffer>& vectors, std::uint64_t parts,
-                         Request& request) {
+// The message: vectors that hold so many parts, one after the other.
+inline void append_parts(XlaCall& call, std::uint64_t parts) {
   for (std::uint64_t part = 0; part < parts; ++part) {
-    for (const ffi::AnyBuffer& vector : vectors) {
+    for (const ffi::AnyBuffer& vector : call.vectors) {
       Segment segment = segment_of(vector);
       segment.count /= parts;
-      request.message.push_back(segment);
-      request.own.push_back(static_cast<const std::byte*>(vector.untyped_data()) +
-                            part * segment.bytes());
+      call.request.message.push_back(segment);
+      call.request.own.push_back(static_cast<const std::byte*>(vector.untyped_data()) +
+                                 part * segment.bytes());
     }
   }
 }
@@ -70,27 +80,19 @@ inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
                           std::int64_t skips, std::int64_t erases,
                           ffi::Span<const std::int64_t> apart,
                           ffi::Span<const double> examples) {
-  std::size_t next = 0;
-  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
   const auto result = [&](std::size_t i) { return **results.get<ffi::AnyBuffer>(i); };
-  XlaCall call{.order = operand(), .next = result(0)};
+  XlaCall call = collective_call(args, result(0), words, fingerprint, skips, erases, apart);
+  append_parts(call, static_cast<std::uint64_t>(parts));
   Request& request = call.request;
-  request.words = words;
-  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
   request.up = up != 0;
   request.down = down != 0;
   request.begun = begun != 0;
-  append_knowledge(apart, examples, request);
-  if (skips) call.skipped = operand();
-  if (erases) call.erased = operand();
-  std::vector<ffi::AnyBuffer> vectors;
+  if (examples.size() == 2) request.examples = {examples[0], examples[1]};
   for (std::size_t i = 1; i < results.size(); ++i) {
-    vectors.push_back(operand());
     const ffi::AnyBuffer out = result(i);
     request.total.push_back(segment_of(out));
     request.out.push_back(static_cast<std::byte*>(out.untyped_data()));
   }
-  append_parts(vectors, static_cast<std::uint64_t>(parts), request);
   return call;
 }
 
@@ -99,48 +101,35 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
                          std::string_view words, std::int64_t fingerprint, std::int64_t parts,
                          std::int64_t number, std::int64_t slices, std::int64_t skips,
                          ffi::Span<const std::int64_t> apart) {
-  std::size_t next = 0;
-  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
-  XlaCall call{.order = operand(), .next = **results.get<ffi::AnyBuffer>(0)};
+  XlaCall call = collective_call(args, **results.get<ffi::AnyBuffer>(0), words, fingerprint, skips,
+                                 0, apart);
+  append_parts(call, 1);
   Request& request = call.request;
-  request.words = words;
-  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
   request.begun = number != 0;
-  append_knowledge(apart, {}, request);
-  if (skips) call.skipped = operand();
-  std::vector<ffi::AnyBuffer> vectors;
-  while (next < args.size()) vectors.push_back(operand());
-  append_parts(vectors, 1, request);
-  for (std::int64_t part = 0; part < parts; ++part) {
-    for (const ffi::AnyBuffer& vector : vectors) request.total.push_back(segment_of(vector));
+  // so many parts like this one make the message, and so many slices the result
+  const std::vector<Segment> one = request.message;
+  for (std::int64_t part = 1; part < parts; ++part) {
+    request.message.insert(request.message.end(), one.begin(), one.end());
   }
-  request.message.swap(request.total);
-  for (Segment& segment : request.total) segment.count *= static_cast<std::uint64_t>(slices);
+  for (Segment segment : one) {
+    segment.count *= static_cast<std::uint64_t>(slices);
+    request.total.push_back(segment);
+  }
   return call;
 }
 
 // A round that begins, and whose result is called for later.
-inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer order_after,
-                          std::string_view words, std::int64_t fingerprint, std::int64_t parts,
-                          std::int64_t slices, std::int64_t skips, std::int64_t erases,
+inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view words,
+                          std::int64_t fingerprint, std::int64_t parts, std::int64_t slices,
+                          std::int64_t skips, std::int64_t erases,
                           ffi::Span<const std::int64_t> apart) {
-  std::size_t next = 0;
-  const auto operand = [&] { return *args.get<ffi::AnyBuffer>(next++); };
-  XlaCall call{.order = operand(), .next = order_after};
-  Request& request = call.request;
-  request.words = words;
-  request.fingerprint = static_cast<std::uint64_t>(fingerprint);
-  append_knowledge(apart, {}, request);
-  if (skips) call.skipped = operand();
-  if (erases) call.erased = operand();
-  std::vector<ffi::AnyBuffer> vectors;
-  while (next < args.size()) vectors.push_back(operand());
-  append_parts(vectors, static_cast<std::uint64_t>(parts), request);
-  for (const ffi::AnyBuffer& vector : vectors) {
+  XlaCall call = collective_call(args, next, words, fingerprint, skips, erases, apart);
+  append_parts(call, static_cast<std::uint64_t>(parts));
+  for (const ffi::AnyBuffer& vector : call.vectors) {
     Segment segment = segment_of(vector);
     segment.count =
         segment.count / static_cast<std::uint64_t>(parts) * static_cast<std::uint64_t>(slices);
-    request.total.push_back(segment);
+    call.request.total.push_back(segment);
   }
   return call;
 }
