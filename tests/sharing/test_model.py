@@ -1,0 +1,94 @@
+"""The rules of work sharing keep every sum exact and every round alive, and none is idle."""
+
+import pytest
+from explore import Wrong, after, explore, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model import Model, Rules
+
+ALL = frozenset({0, 1})
+ONE, TWO = (ALL,), (ALL, ALL)  # blocks, held by both of two ranks
+OWNERS = pytest.mark.parametrize(
+    "engine_owns", [True, False], ids=["engine", "program"]
+)
+
+
+@OWNERS
+@pytest.mark.parametrize(
+    "holders, faults",
+    [
+        (ONE, {"stops": 1}),
+        (ONE, {"deaths": 1}),
+        (ONE, {"suspicions": 1}),
+        (TWO, {"recalls": 1}),
+        (TWO, {"recalls": 0, "deaths": 1}),
+        ((ALL, frozenset({0})), {"recalls": 0, "stops": 1}),
+    ],
+)
+def test_every_schedule(holders, faults, engine_owns):
+    states = explore(Model(holders, 2, engine_owns=engine_owns), **faults)
+    assert states > 100
+
+
+@pytest.mark.parametrize(
+    "rule, holders, faults, engine_owns",
+    [
+        ("count_grants", TWO, {}, True),
+        ("generations", ONE, {"suspicions": 1}, True),
+        ("versions", TWO, {"recalls": 0, "deaths": 1}, True),
+        ("keep_added", TWO, {}, True),
+        ("drop_running", TWO, {}, True),
+        ("stay", TWO, {"recalls": 0, "deaths": 1}, True),
+        ("out", ONE, {"recalls": 0, "suspicions": 1}, False),
+        ("hold", TWO, {"recalls": 0, "deaths": 1}, False),
+    ],
+)
+def test_without_a_rule_some_schedule_is_wrong(rule, holders, faults, engine_owns):
+    rules = Rules(**{rule: False})
+    with pytest.raises(Wrong):
+        explore(Model(holders, 2, rules=rules, engine_owns=engine_owns), **faults)
+
+
+def test_who_is_chosen_dies_before_its_vector_is_fetched():
+    """Everybody is done; what the dead rank had is computed once more by the other."""
+    model = Model(TWO, 2)
+    granted = ["parent grants 0 to 0", "0 hears", "parent grants 1 to 1", "1 hears"]
+    computed = ["0 computes", "0 has", "1 computes", "1 has", *["parent hears"] * 4]
+    asked = ["parent asks 0", "parent asks 1", "1 dies", "parent gives up 1"]
+    state = after(model, granted + computed + asked, recalls=0, deaths=1)
+    assert state.free == {1}
+    explore(model, state)
+
+
+def test_a_silent_rank_wakes_up_and_its_old_vector_arrives():
+    """It holds both blocks, of which the other one has computed one again by then."""
+    model = Model(TWO, 2)
+    both = ["parent grants 0 to 1", "parent grants 1 to 1", "1 hears", "1 hears"]
+    computed = ["1 computes", "1 has", "1 computes", "1 has", *["parent hears 1"] * 4]
+    asked = ["parent asks 1", "1 hears", "1 stops", "parent gives up 1"]
+    again = ["parent grants 0 to 0", "0 hears", "0 computes", "0 has", "1 wakes up"]
+    state = after(model, both + computed + asked + again, recalls=0, stops=1)
+    assert any(message[0] == "piece" for message in state.up[1])
+    explore(model, state)
+
+
+def test_a_grant_is_on_its_way_while_its_rank_is_done():
+    model = Model(TWO, 2)
+    first = ["parent grants 0 to 1", "1 hears", "1 computes", "1 has"]
+    state = after(model, [*first, "parent grants 1 to 1", "parent hears 1"], recalls=1)
+    explore(model, state)
+
+
+@OWNERS
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(2, 5), replicas=st.integers(1, 3))
+def test_random_schedules(engine_owns, seed, ranks, replicas):
+    blocks = ranks * 2
+    holders = tuple(
+        frozenset(
+            {b % ranks} | {(b + 1 + i + b // ranks) % ranks for i in range(replicas)}
+        )
+        for b in range(blocks)
+    )
+    model = Model(holders, ranks, pieces=2, engine_owns=engine_owns)
+    run(model, seed, recalls=4 * blocks, stops=3, deaths=2, suspicions=3)
