@@ -421,9 +421,8 @@ class Model:
                                 after, r, ("grant", account.generation, block)
                             ),
                         )
-            if r in state.stopped or r in state.dead:
-                if account.blocks:
-                    yield f"parent gives up {r}", self.dropped(state, r)
+            if (r in state.stopped or r in state.dead) and account.blocks:
+                yield f"parent gives up {r}", self.dropped(state, r)
         if state.recalls and not state.free and idle:
             for r, account in enumerate(state.accounts):
                 if account.added == len(account.blocks) or account.recalled:
