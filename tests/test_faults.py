@@ -245,6 +245,12 @@ def test_an_uncaught_error_of_the_root_ends_the_job(tmp_path):
     assert "but rank 0 failed: RuntimeError: injected into rank 0" in job.stderr
 
 
+def test_a_root_that_exits_with_an_error_says_so(tmp_path):
+    job = run(tmp_path, 5, "leaving.py", "exit-1", "0")
+    assert job.status not in (0, 124)
+    assert "but rank 0 failed: SystemExit: 1" in job.stderr
+
+
 # Leaving.
 
 

@@ -36,9 +36,13 @@ def engine_ends_the_job() -> None:
         _tell_mpi4py(0)
 
 
-def uncaught() -> BaseException | None:
-    """What ends this process, if that is an exception; ``SystemExit`` is none."""
-    return getattr(sys, "last_value", None)
+def failure() -> str:
+    """Why this process ends, in words; empty if it ends as it should. What `sys.exit` was told
+    is known under ``python -m mpi4py`` alone."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is not None:
+        return in_words(error)
+    return f"SystemExit: {_status}" if _status else ""
 
 
 def in_words(error: BaseException) -> str:

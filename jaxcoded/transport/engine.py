@@ -489,7 +489,5 @@ def _stop() -> None:
     if os.getpid() != _process:
         return  # a fork, in which nothing of the engine runs
     patience = max((group._patience for group in _open.values()), default=0.0)
-    error = ending.uncaught()
-    failure = "" if error is None else ending.in_words(error)
-    if _engine.stop(_EXIT_SECONDS + patience, failure, ending.status()):
+    if _engine.stop(_EXIT_SECONDS + patience, ending.failure(), ending.status()):
         ending.engine_ends_the_job()

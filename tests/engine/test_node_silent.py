@@ -221,3 +221,22 @@ def test_a_root_that_has_failed_says_why():
     for ends in world.ends[1:]:
         assert ends[2].outcome == FAILED
         assert ends[2].error.endswith("but rank 0 failed: ValueError: no such file")
+
+
+def test_a_root_that_has_failed_with_a_call_in_flight_says_why():
+    """Also where it is another rank's leaving that ends the call."""
+    world = world_of(make_plan(4, stragglers=0), "wait")
+    world.idle |= {1, 2, 3}
+    world.open = 2
+    world.settle()
+    world.nodes[0].leave("ValueError: no such file")
+    world.settle()
+    assert 2 not in world.ends[0]  # the others may still call
+    world.leave(1)
+    world.idle.clear()
+    world.settle()
+    for rank in (0, 2, 3):
+        assert world.ends[rank][2].outcome == FAILED
+        assert world.ends[rank][2].error.endswith(
+            "but rank 1 closed the group, and rank 0 failed: ValueError: no such file"
+        )

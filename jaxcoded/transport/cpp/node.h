@@ -292,6 +292,7 @@ class Node {
   void check_offers();
   void retire();
   std::vector<bool> may_offer(std::uint32_t piece) const;
+  std::string who_left() const;
   void refuse(Round round, const std::string& text);
   void refuse_called(Rank rank, const Listener& listener);
   void complain(Round round, const std::string& text);

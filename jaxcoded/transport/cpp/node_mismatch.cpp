@@ -73,7 +73,7 @@ void Node::check_offers() {
   if (!decoder_.checked() && decoder_.decode(rows, possible)) return;
   if (!root() && up_.call.erased.empty()) return retire();
   const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
-                           up_.call.words + ", but " + listed(closed_) + " closed the group";
+                           up_.call.words + ", but " + who_left();
   if (root()) {
     decide_error(text);
   } else {  // in other rounds it may offer
@@ -100,6 +100,15 @@ void Node::retire() {
   message.header.flags = relays;
   message.append(closed_.data(), closed_.size() * sizeof(Rank));
   wire_.send(family_.ancestors.front(), message);
+}
+
+// Ranks of which nothing comes any more; what this one knows of itself, in its own words.
+std::string Node::who_left() const {
+  if (failure_.empty()) return listed(closed_) + " closed the group";
+  const std::string failed = "rank " + std::to_string(family_.rank) + " failed: " + failure_;
+  std::vector<Rank> others = closed_;
+  std::erase(others, family_.rank);
+  return others.empty() ? failed : listed(others) + " closed the group, and " + failed;
 }
 
 // A call that can never be answered, since the root has left the group, for a reason that it alone
