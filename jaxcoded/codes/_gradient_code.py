@@ -234,7 +234,9 @@ class GradientCode:
         grow, 1 at best.
 
         Over all answered sets with at most ``stragglers`` missing, or 256 sampled ones
-        where there are more.
+        where there are more. Of a code with several parts these are sets of children with
+        all their parts; it is no bound for sets with some parts of a child, see
+        ``docs/codes.md``.
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)

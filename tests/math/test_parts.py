@@ -47,6 +47,34 @@ def test_every_set_of_parts_of_partial_stragglers(n, s):
             assert not decodable
 
 
+def amplifications(code):
+    """κ of every set of first parts that is decodable."""
+    magnitude = np.abs(code.B).sum(axis=2)
+    for counts in itertools.product(range(code.parts + 1), repeat=code.n):
+        answered = np.arange(code.parts) < np.array(counts)[:, None]
+        if code.decodable(answered):
+            yield (np.abs(code.decode(answered).coefficients) @ magnitude).max()
+
+
+def test_amplification_of_sets_of_parts():
+    """It is no bound for them: docs/codes.md."""
+    assert max(amplifications(codes.progressive(4, 2))) == 1
+
+    for n, coded in [
+        (4, codes.fractional_repetition(4, 1)),
+        (3, codes.cyclic_repetition(3, 1)),
+    ]:
+        partial = codes.partial_stragglers(n, 1, slowdown=3)
+        assert max(amplifications(partial)) == pytest.approx(coded.amplification)
+        assert partial.amplification <= coded.amplification
+
+    adaptive = codes.adaptive(4, 2, seed=2)
+    found = np.array(list(amplifications(adaptive))) / adaptive.amplification
+    assert len(found) > 1000
+    assert (found > 1).sum() < 0.02 * len(found)
+    assert found.max() > 1000
+
+
 @pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 2), (5, 1)])
 def test_every_set_of_parts_of_progressive(n, s):
     """Each partition from somebody."""
