@@ -32,7 +32,8 @@ def use_after_close(index: int) -> GroupClosed:
 
 class GroupMismatch(CodedError):
     """Ranks called different things in the same round, or made a group with different
-    arguments."""
+    arguments. With the engine it is raised in that round, or in the next one if that is
+    decided already."""
 
 
 class DeadlineExceeded(CodedError):

@@ -42,6 +42,14 @@ class CodedSum(NamedTuple):
         residual: how far it is from the exact one, float32 or float64, where that is
             asked for.
         token: int32, for the next call, where the calls are ordered by one.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     out = jaxcoded.coded_allreduce(jnp.arange(3.0), group, residual=True)
+        >>> out.total.tolist(), float(out.residual), out.token
+        ([0.0, 1.0, 2.0], 0.0, None)
     """
 
     total: Any
@@ -193,7 +201,7 @@ def coded_allreduce(
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: what is found during the round, on every rank. Its
             text contains ``GroupMismatch`` (ranks called different things in this
-            round), ``TooManyErasures`` (the plan cannot do without the erased ranks) or
+            round or, with the engine, in the one before), ``TooManyErasures`` (the plan cannot do without the erased ranks) or
             ``GroupClosed`` (the call was compiled before the group was closed), and
             their messages.
 

@@ -35,6 +35,18 @@ class ValueAndGrad(NamedTuple):
         grads: like the parameters.
         residual: of the sum, where that is asked for; see `coded_allreduce`.
         token: for the next call, where the calls are ordered by one.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> def losses(w, x):
+        ...     return (w - x) ** 2
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     indices, weights = group.assignment(4)
+        ...     f = jaxcoded.coded_value_and_grad(losses, group, mean=True, residual=True)
+        ...     out = f(1.0, jnp.arange(4.0)[indices], weights)
+        >>> float(out.value), float(out.grads), float(out.residual), out.token
+        (1.5, -1.0, 0.0, None)
     """
 
     value: Any

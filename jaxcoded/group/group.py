@@ -135,6 +135,13 @@ class CodedGroup:
                 every rank, as is
             RuntimeError: ``work`` failed on a rank.
             TypeError, GroupMismatch: as for the constructor.
+
+        Example:
+            >>> from mpi4py import MPI
+            >>> import jaxcoded
+            >>> with jaxcoded.CodedGroup.auto(MPI.COMM_SELF, payload=4e6, work=0.5) as group:
+            ...     group.planned
+            'one rank: nothing to plan'
         """
 
         def check(size: int) -> Plan:
