@@ -92,21 +92,6 @@ class TreeRound(primitive.Specification):
         return group.plan.result_length(group.rank, length) if up else length
 
     def carry(
-        self, vectors: Sequence[jax.Array], extras: Extras
-    ) -> Sequence[jax.Array]:
-        return self._carry(vectors, extras, None)[0]
-
-    def carry_token(
-        self,
-        vectors: Sequence[jax.Array],
-        extras: Extras,
-        token: jax.Array,
-    ) -> tuple[Sequence[jax.Array], jax.Array]:
-        out, next_token = self._carry(vectors, extras, token)
-        assert next_token is not None
-        return out, next_token
-
-    def _carry(
         self,
         vectors: Sequence[jax.Array],
         extras: Extras,

@@ -112,9 +112,13 @@ class _Baseline(primitive.Specification):
         return self.communicator.comm
 
     def carry(
-        self, vectors: Sequence[jax.Array], extras: primitive.Extras
-    ) -> Sequence[jax.Array]:
-        return [self.sum(vector) for vector in vectors]
+        self,
+        vectors: Sequence[jax.Array],
+        extras: primitive.Extras,
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], None]:
+        assert token is None
+        return [self.sum(vector) for vector in vectors], None
 
     @abc.abstractmethod
     def sum(self, vector: jax.Array) -> jax.Array:

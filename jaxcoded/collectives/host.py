@@ -17,7 +17,7 @@ import numpy as np
 from jaxcoded.collectives.allreduce import coded_sum
 from jaxcoded.collectives.request import Request, checked_erasures
 from jaxcoded.group.group import CodedGroup, check_open
-from jaxcoded.transport.engine_primitive import Collective
+from jaxcoded.transport.base import Collective
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.primitive import Extras
 

@@ -78,7 +78,7 @@ class _Start(TreeRound):
             return [ShapedArray((), np.uint32)]
         return super().results(vectors)
 
-    def _carry(
+    def carry(
         self,
         vectors: Sequence[jax.Array],
         extras: Extras,
@@ -86,7 +86,7 @@ class _Start(TreeRound):
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         transport = find(self.index).transport
         if not transport.most_started:
-            return super()._carry(vectors, extras, token)
+            return super().carry(vectors, extras, token)
         number, token = transport.start(
             self.collective, converted(vectors, self.wires), extras, token
         )

@@ -179,16 +179,12 @@ class Engine(Transport):
             [*jax.tree.leaves(extras), *moved],
             [ShapedArray(shape, v.dtype) for shape, v in zip(shapes, moved)],
             token,
-            collective,
+            engine_primitive.stacked(collective, vectors, plan.encoded),
             group=self._index,
-            up=int(collective.up),
-            down=int(collective.down),
             parts=1 if last_part or not collective.up else plan.parts_above[rank],
             begun=int(last_part),
             skips=int(extras.skip is not None),
             erases=int(extras.erasures is not None),
-            apart=engine_primitive.stacked(collective.apart, vectors, plan.encoded),
-            examples=collective.examples or (),
         )
         return [
             jnp.moveaxis(o, 0, -1) if v is not vector else o
@@ -215,7 +211,6 @@ class Engine(Transport):
             number=number,
             slices=self._plan.slices_above[self._rank],
             skips=len(skips),
-            apart=engine_primitive.flat(collective.apart),
         )[1]
 
     def start(
@@ -237,7 +232,6 @@ class Engine(Transport):
             slices=plan.slices_above[rank],
             skips=int(extras.skip is not None),
             erases=int(extras.erasures is not None),
-            apart=engine_primitive.flat(collective.apart),
         )
         return number, token
 

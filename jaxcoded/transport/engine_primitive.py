@@ -39,28 +39,29 @@ def fingerprint(words: str) -> int:
     return int.from_bytes(digest[:8], signed=True)
 
 
-def flat(apart: Sequence[Apart]) -> tuple[int, ...]:
-    """Runs as the engine takes them, four numbers for each."""
-    return tuple(number for each in apart for number in each)
-
-
 def stacked(
-    apart: Sequence[Apart], vectors: Sequence[jax.Array], encoded: bool
-) -> tuple[int, ...]:
-    """`flat`, in vectors ``(..., length)`` that are stacked: one after the other, or, `encoded`, behind
-    their own axis."""
-    out = []
-    for vector, first, count, kind in apart:
-        *batch, length = vectors[vector].shape
-        number = math.prod(batch)
-        if encoded:
-            out.append(Apart(vector, first * number, count * number, kind))
-        else:
-            out += [
-                Apart(vector, first + each * length, count, kind)
-                for each in range(number)
-            ]
-    return flat(out)
+    collective: Collective, vectors: Sequence[jax.Array], encoded: bool
+) -> Collective:
+    """The collective on vectors ``(..., length)`` that the engine gets one after the other,
+    or, `encoded`, behind their own axis."""
+    number = math.prod(collective.batch)
+    if encoded:
+        return _behind(collective, number)
+    apart = tuple(
+        Apart(vector, first + each * vectors[vector].shape[-1], count, kind)
+        for vector, first, count, kind in collective.apart
+        for each in range(number)
+    )
+    return dataclasses.replace(collective, apart=apart)
+
+
+def _behind(collective: Collective, number: int) -> Collective:
+    """The collective on so many vectors behind their own axis."""
+    apart = tuple(
+        Apart(vector, first * number, count * number, kind)
+        for vector, first, count, kind in collective.apart
+    )
+    return dataclasses.replace(collective, apart=apart)
 
 
 call_p = Primitive("coded_engine_call")
@@ -74,9 +75,10 @@ def call(
     results: Sequence[ShapedArray],
     token: jax.Array | None,
     collective: Collective | None = None,
-    **attributes: int | tuple[int, ...] | tuple[float, ...],
+    **attributes: int,
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Call the engine, in the order of the rounds or of the token."""
+    """Call the engine, in the order of the rounds or of the token. It gets the attributes
+    and those of the collective."""
     tokens = [] if token is None else [token]
     out = call_p.bind(
         *tokens,
@@ -99,10 +101,21 @@ def _abstract_eval(
     return list(results), {primitive.ORDER}
 
 
-def _attribute(name: str, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return np.array(value, np.float64 if name == "examples" else np.int64)
-    return np.int64(value)
+def _attributes(collective: Collective, target: str) -> dict[str, Any]:
+    """What the engine is told of a collective."""
+    apart = [number for each in collective.apart for number in each]
+    attributes = {
+        "words": collective.signature,
+        "fingerprint": np.int64(fingerprint(collective.signature)),
+        "apart": np.array(apart, np.int64),
+    }
+    if target == "jaxcoded_round":  # the others begin a sum for all ranks
+        attributes |= {
+            "up": np.int64(collective.up),
+            "down": np.int64(collective.down),
+            "examples": np.array(collective.examples or (), np.float64),
+        }
+    return attributes
 
 
 def _lowering(
@@ -115,10 +128,9 @@ def _lowering(
     attributes: Any,
 ) -> Any:
     one_device.check(ctx)
-    values = {name: _attribute(name, value) for name, value in attributes}
+    values = {name: np.int64(value) for name, value in attributes}
     if collective is not None:
-        values["words"] = collective.signature
-        values["fingerprint"] = np.int64(fingerprint(collective.signature))
+        values |= _attributes(collective, target)
 
     def lower(ctx: Any, *operands: Any) -> Any:
         """With what gives the order in front of the operands and the results."""
@@ -171,10 +183,7 @@ def _batch(
     size = next(
         operand.shape[axis] for operand, axis in zip(operands, axes) if axis is not None
     )
-    values = dict(attributes)
-    runs = np.reshape(values["apart"], (-1, 4)) * [1, size, size, 1]
-    values["apart"] = tuple(runs.astype(int).reshape(-1).tolist())
-    skips = values["skips"]
+    skips = dict(attributes)["skips"]
     vectors = [
         jnp.moveaxis(batching.bdim_at_front(vector, axis, size), 0, 1)
         for vector, axis in zip(operands[skips:], axes[skips:])
@@ -185,8 +194,10 @@ def _batch(
         target=target,
         results=results,
         tokened=tokened,
-        collective=dataclasses.replace(collective, batch=(size, *collective.batch)),
-        attributes=tuple(values.items()),
+        collective=dataclasses.replace(
+            _behind(collective, size), batch=(size, *collective.batch)
+        ),
+        attributes=attributes,
     )
     return out, []
 

@@ -103,29 +103,23 @@ class Specification(abc.ABC):
 
     @abc.abstractmethod
     def carry(
-        self, vectors: Sequence[jax.Array], extras: Extras
-    ) -> Sequence[jax.Array]:
+        self,
+        vectors: Sequence[jax.Array],
+        extras: Extras,
+        token: jax.Array | None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         """Trace the communication of one round.
 
         Args:
             vectors: arrays ``(..., length)``; leading axes are batch axes, made by
                 ``vmap``.
             extras: what goes with them.
+            token: int32 that orders the round; otherwise the effect does.
 
         Returns:
             One array for each vector, ``(..., self.result_length(length))`` of the same
-            dtype.
+            dtype; and the next token.
         """
-
-    def carry_token(
-        self,
-        vectors: Sequence[jax.Array],
-        extras: Extras,
-        token: jax.Array,
-    ) -> tuple[Sequence[jax.Array], jax.Array]:
-        """`carry` where an int32 number gives the order. Returns the number for the
-        next round, too."""
-        raise NotImplementedError(f"{self} takes no token")
 
     def result_length(self, length: int) -> int:
         """The length of the result's last axis."""
@@ -169,8 +163,7 @@ def run(
         vectors: arrays of any number of axes ≥ 1. There may be none: the round takes
             place all the same, since other ranks may have some.
         extras: what goes with them.
-        token: what orders the round in place of the effect; see
-            `Specification.carry_token`.
+        token: what orders the round in place of the effect, if that can be.
 
     Returns:
         One array for each vector, and the next token.
@@ -223,10 +216,8 @@ def _carry(
     if transposed:
         return vectors
     its = jax.tree.unflatten(extras, rest[: extras.num_leaves])
-    if tokened:
-        out, token = spec.carry_token(vectors, its, rest[-1])
-        return [*out, token]
-    return spec.carry(vectors, its)
+    out, token = spec.carry(vectors, its, rest[-1] if tokened else None)
+    return out if token is None else [*out, token]
 
 
 mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
