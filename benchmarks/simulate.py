@@ -4,7 +4,7 @@
 
 Real jobs on this machine, and the same jobs simulated: equal plans, equal delays (a
 straggler model draws the same numbers in both), and a network whose latency is that of messages
-to and fro and whose bandwidth is that of a copy in memory or of the cable: nothing is fitted to
+there and back and whose bandwidth is that of a copy in memory or of the cable: nothing is fitted to
 rounds. Computation is a sleep. Some jobs run on one host, where computing takes the time; some on
 several hosts (network namespaces) whose cables take the time. Compares the median time of a round,
 from result to result at the root, with no barrier in between; the first and the last number of

@@ -60,7 +60,7 @@ def never_drop(primitive: Any) -> None:
 
 
 def effects_barrier() -> None:
-    """``jax.effects_barrier`` that lets go of what has failed, which is logged as a
+    """``jax.effects_barrier`` that forgets what has failed, which is logged as a
     warning."""
     for token in (
         *_runtime_tokens.current_tokens.values(),

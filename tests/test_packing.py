@@ -187,5 +187,5 @@ def test_many_small_leaves_without_the_engine():
     vector = jnp.arange(100.0)
     starts, sizes = [0, 7, 60], [7, 1, 40]
     expected = [vector[a : a + n] for a, n in zip(starts, sizes)]
-    assert_same(jax.jit(lambda v: slicing.runs(v, starts, sizes))(vector), expected)
-    assert_same(slicing._slices(vector, starts=starts, sizes=sizes), expected)
+    assert_same(jax.jit(lambda v: slicing.slices(v, starts, sizes))(vector), expected)
+    assert_same(slicing._by_xla(vector, starts=starts, sizes=sizes), expected)

@@ -135,7 +135,7 @@ def coded_allreduce_start(
 
         The engine keeps what was started and not done: up to 64 rounds of a group, each
         with a copy of its vectors. For one more it waits for the end of the oldest, and
-        lets go of its result.
+        drops its result.
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
@@ -200,7 +200,7 @@ def coded_allreduce_done(
     Args:
         handle: of `coded_allreduce_start`, once.
         after: pytree of arrays that are computed before this waits. XLA starts what is
-            ready, in no order that can be relied upon, and this occupies one of its
+            ready, in no order that can be relied on, and this occupies one of its
             threads: name here what the communication is to hide behind.
         token: what the last call returned, if a token orders the calls.
 

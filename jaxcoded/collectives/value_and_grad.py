@@ -376,7 +376,7 @@ def _checked_count(
     off = jnp.abs(count - number)
     near = off <= allowed * number
     if plan.padding_multiple > 1:
-        # numbers of other slices lie upon it in the messages, and leave their rounding
+        # numbers of other slices are added to it in the messages, and leave their rounding
         def beside_others() -> jax.Array:
             leaves = [x for x in jax.tree.leaves(reduced) if x.size]
             largest = [jnp.max(jnp.abs(x)).astype(count.dtype) for x in leaves]

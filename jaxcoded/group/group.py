@@ -52,7 +52,7 @@ class CodedGroup:
             1.
         root_computes: whether the root holds data.
         transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
-            which every rank must turn up; or ``"auto"``, the engine where all ranks
+            which every rank takes part in every round; or ``"auto"``, the engine where all ranks
             have it, and otherwise mpi4jax with a warning.
         seed: of random codes.
         speeds: relative speed of each rank; see `make_plan`.
@@ -281,8 +281,8 @@ class CodedGroup:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        if refused := list(filter(None, self._comm.allgather(cuda_aware.refusal()))):
-            raise ValueError(refused[0])
+        if reasons := list(filter(None, self._comm.allgather(cuda_aware.why_not()))):
+            raise ValueError(reasons[0])
         options = self._with_debug(options, "mpi4jax", explicit)
         return Mpi4jax(self.index, self._comm, self.plan), options
 
@@ -316,7 +316,7 @@ class CodedGroup:
                     f"got {transport!r}"
                 )
             plan = planner(self._comm.size)
-        except Exception as error:  # noqa: BLE001  # the others wait for a word
+        except Exception as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
         outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
         words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())

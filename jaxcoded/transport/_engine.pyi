@@ -63,7 +63,7 @@ part_handler: Any
 start_handler: Any
 done_handler: Any
 lag_handler: Any
-runs_handler: Any
+slices_handler: Any
 cuda_round_handler: Any
 cuda_part_handler: Any
 cuda_lag_handler: Any

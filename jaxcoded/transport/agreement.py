@@ -99,7 +99,7 @@ def on_all(
     failure: Exception | None = None
     try:
         outcome = [step()]
-    except Exception as error:  # noqa: BLE001  # the others wait for a word
+    except Exception as error:  # noqa: BLE001  # the others wait for an answer
         failure = error
     all_ = comm.allgather((outcome, failure and f"{type(failure).__name__}: {failure}"))
     said = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(all_) if words]

@@ -17,7 +17,7 @@ _BRIDGE = "mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu"
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
-def refusal() -> str:
+def why_not() -> str:
     """Why device pointers must not be handed to MPI here although that was asked for, in
     words; empty if they may, or will not be."""
     asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in _ON

@@ -346,7 +346,7 @@ class Engine(Transport):
         return {name: self._ask(name) for name in names}
 
     def status(self) -> str:
-        """Where this rank stands, for whoever looks for the cause of a hang."""
+        """Where this rank stands, to find the cause of a hang."""
         return self._ask("status")
 
     def _ask(self, name: str, *args: Any) -> Any:

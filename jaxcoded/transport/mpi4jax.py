@@ -1,6 +1,6 @@
 """The tree on stock mpi4jax: blocking messages between static ranks.
 
-Every rank must turn up in every round, and a parent hears all its children before it
+Every rank takes part in every round, and a parent waits for all its children before it
 goes on. So this transport does not outrun stragglers; it is the readable reference, the
 oracle of the tests, and what runs where no compiler is at hand.
 """

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.transport.slicing import runs
+from jaxcoded.transport.slicing import slices
 
 _MOST_WORDS = 300  # characters of a packing's description
 _MAX_INDEX = 2**31 - 1
@@ -223,7 +223,7 @@ def _runs(
     if len(small) < _MANY or not isinstance(vector, jax.core.Tracer):
         small = []
     out: list[Any] = [None] * len(sizes)
-    copied = runs(vector, [starts[i] for i in small], [sizes[i] for i in small])
+    copied = slices(vector, [starts[i] for i in small], [sizes[i] for i in small])
     for i, run in zip(small, copied):
         out[i] = run
     for i, (start, size) in enumerate(zip(starts, sizes)):

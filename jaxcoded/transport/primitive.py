@@ -48,8 +48,8 @@ ORDER = _Order()
 
 
 def effects_barrier() -> None:
-    """Wait for the rounds in flight that are ordered by the effect, and let go of those
-    that have failed.
+    """Wait for the rounds in flight that are ordered by the effect, and forget those that
+    have failed.
 
     JAX runs a compiled step while Python goes on. If a round of it fails then, JAX hands
     the error to every later call that has rounds, without running it, on groups of all

@@ -1,4 +1,4 @@
-"""Runs of a vector, all copied out at once.
+"""Slices of a vector, all copied out at once.
 
 XLA makes a kernel of every slice, which takes longer to compile than thousands of small
 leaves are worth. On the CPU one call of the engine copies them all.
@@ -22,36 +22,36 @@ except ImportError:  # then XLA makes its kernels
     _engine = None  # type: ignore[assignment]
 
 
-def runs(
+def slices(
     vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
     """``[vector[start : start + size], …]``.
 
     Args:
         vector: ``(length,)``.
-        starts: of each run.
-        sizes: ≥ 1, of each run.
+        starts: of each slice.
+        sizes: ≥ 1, of each slice.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxcoded.transport.slicing import runs
-        >>> [run.tolist() for run in runs(jnp.arange(5), [0, 3], [2, 1])]
+        >>> from jaxcoded.transport.slicing import slices
+        >>> [each.tolist() for each in slices(jnp.arange(5), [0, 3], [2, 1])]
         [[0, 1], [3]]
     """
-    return runs_p.bind(vector, starts=tuple(starts), sizes=tuple(sizes))
+    return slices_p.bind(vector, starts=tuple(starts), sizes=tuple(sizes))
 
 
-runs_p = Primitive("coded_runs")
-runs_p.multiple_results = True
-runs_p.def_impl(functools.partial(xla.apply_primitive, runs_p))
+slices_p = Primitive("coded_slices")
+slices_p.multiple_results = True
+slices_p.def_impl(functools.partial(xla.apply_primitive, slices_p))
 
 
-@runs_p.def_abstract_eval
+@slices_p.def_abstract_eval
 def _abstract_eval(vector: Any, *, starts: Any, sizes: Any) -> list[ShapedArray]:
     return [ShapedArray((size,), vector.dtype) for size in sizes]
 
 
-def _slices(vector: jax.Array, *, starts: Any, sizes: Any) -> list[jax.Array]:
+def _by_xla(vector: jax.Array, *, starts: Any, sizes: Any) -> list[jax.Array]:
     """On the last axis."""
     return [
         jax.lax.slice_in_dim(vector, start, start + size, axis=-1)
@@ -59,18 +59,18 @@ def _slices(vector: jax.Array, *, starts: Any, sizes: Any) -> list[jax.Array]:
     ]
 
 
-mlir.register_lowering(runs_p, mlir.lower_fun(_slices, multiple_results=True))
+mlir.register_lowering(slices_p, mlir.lower_fun(_by_xla, multiple_results=True))
 
 
 def _lowering(ctx: Any, vector: Any, *, starts: Any, sizes: Any) -> Any:
     del sizes  # those of the results
-    lower = ffi_lowering("jaxcoded_runs")
+    lower = ffi_lowering("jaxcoded_slices")
     return lower(ctx, vector, starts=np.array(starts, np.int64))
 
 
 if _engine is not None:
-    register_ffi_target("jaxcoded_runs", _engine.runs_handler, platform="cpu")
-    mlir.register_lowering(runs_p, _lowering, platform="cpu")
+    register_ffi_target("jaxcoded_slices", _engine.slices_handler, platform="cpu")
+    mlir.register_lowering(slices_p, _lowering, platform="cpu")
 
 
 def _transpose(cotangents: Any, vector: Any, *, starts: Any, sizes: Any) -> Any:
@@ -81,13 +81,13 @@ def _transpose(cotangents: Any, vector: Any, *, starts: Any, sizes: Any) -> Any:
     return [total]
 
 
-ad.deflinear2(runs_p, _transpose)
+ad.deflinear2(slices_p, _transpose)
 
 
 def _batch(operands: Any, axes: Any, *, starts: Any, sizes: Any) -> Any:
     (vector,), (axis,) = operands, axes
     vector = jnp.moveaxis(vector, axis, 0)
-    return _slices(vector, starts=starts, sizes=sizes), [0] * len(sizes)
+    return _by_xla(vector, starts=starts, sizes=sizes), [0] * len(sizes)
 
 
-batching.primitive_batchers[runs_p] = _batch
+batching.primitive_batchers[slices_p] = _batch

@@ -1,5 +1,5 @@
 """Ranks that are frozen or dead, below and above: nobody waits for them twice, and nobody
-for ever without a word."""
+for ever without being told."""
 
 import random
 

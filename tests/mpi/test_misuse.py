@@ -527,7 +527,7 @@ def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monke
     monkeypatch.setattr(cuda_aware, "supported", lambda: True)
     jaxcoded.CodedGroup(comm, stragglers=0, transport=transport).close()
     monkeypatch.undo()
-    assert cuda_aware.refusal() == ""
+    assert cuda_aware.why_not() == ""
 
 
 class Library:

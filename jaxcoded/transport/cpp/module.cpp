@@ -580,7 +580,7 @@ NB_MODULE(_engine, module) {
   };
   handler("round_handler", round_handler);
   handler("part_handler", part_handler);
-  handler("runs_handler", runs_handler);
+  handler("slices_handler", slices_handler);
   handler("start_handler", start_handler);
   handler("done_handler", done_handler);
   handler("lag_handler", lag_handler);

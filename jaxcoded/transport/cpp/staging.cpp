@@ -23,7 +23,7 @@ using cuda::Current;
 using cuda::driver;
 
 // Copied at a time: long enough for the bus, and a small part of what is long.
-constexpr std::uint64_t chunk_bytes = 2 << 20;
+constexpr std::uint64_t stretch_bytes = 2 << 20;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
 constexpr std::size_t alignment = 64;
 
@@ -85,15 +85,16 @@ struct Batch {
   Buffer memory;
   std::vector<std::byte*> at;        // by vector
   std::vector<std::uint64_t> bytes;
-  std::vector<std::size_t> first;    // chunk of each vector
-  std::size_t chunks = 0;
-  std::atomic<std::size_t> arrived{0};  // chunks; they come in order
+  std::vector<std::size_t> first;    // stretch of each vector
+  std::size_t stretches = 0;
+  std::atomic<std::size_t> arrived{0};  // stretches; they come in order
 
   std::uint64_t ready(std::size_t vector) const {
     const std::size_t here = arrived.load(std::memory_order_acquire);
-    return here <= first[vector] ? 0 : std::min(bytes[vector], (here - first[vector]) * chunk_bytes);
+    if (here <= first[vector]) return 0;
+    return std::min(bytes[vector], (here - first[vector]) * stretch_bytes);
   }
-  bool complete() const { return arrived.load(std::memory_order_acquire) == chunks; }
+  bool complete() const { return arrived.load(std::memory_order_acquire) == stretches; }
 };
 
 // Memory that a stream may still use, until the event.
@@ -211,7 +212,7 @@ class Mark {
 };
 
 // Runs on a thread of the driver, which allows no call of its own there.
-void chunk_arrived(void* batch) {
+void stretch_arrived(void* batch) {
   static_cast<Batch*>(batch)->arrived.fetch_add(1, std::memory_order_release);
   Engine::instance().ring();
 }
@@ -254,7 +255,7 @@ class DeviceFlight : public Feed {
       }
       std::uint64_t all = 0;
       for (std::size_t i = 0; i < call.request.own.size(); ++i) all += call.request.message[i].bytes();
-      if (all <= chunk_bytes) {
+      if (all <= stretch_bytes) {
         next_ = make_batch(call);
         for (std::size_t i = 0; i < next_->at.size(); ++i) {
           if (!next_->bytes[i]) continue;
@@ -263,7 +264,7 @@ class DeviceFlight : public Feed {
         }
       }
       Mark(*lane_, stream_).wait();
-      if (next_) next_->arrived = next_->chunks;
+      if (next_) next_->arrived = next_->stretches;
       if (call.skipped) {
         std::int32_t skipped = 0;
         std::memcpy(&skipped, scratch_.data(), sizeof skipped);
@@ -286,12 +287,12 @@ class DeviceFlight : public Feed {
         Mark mark(*lane_, stream_);
         mark.hold(lane_->copies);
         for (std::size_t i = 0; i < next_->at.size(); ++i) {
-          for (std::uint64_t start = 0; start < next_->bytes[i]; start += chunk_bytes) {
+          for (std::uint64_t start = 0; start < next_->bytes[i]; start += stretch_bytes) {
             driver().copy_to_host(next_->at[i] + start, address_of(call.request.own[i]) + start,
-                                  std::min(chunk_bytes, next_->bytes[i] - start), lane_->copies);
+                                  std::min(stretch_bytes, next_->bytes[i] - start), lane_->copies);
             mark.record(lane_->copies);
             mark.hold(lane_->news);
-            driver().call_in_stream(lane_->news, chunk_arrived, next_.get());
+            driver().call_in_stream(lane_->news, stretch_arrived, next_.get());
           }
         }
       });
@@ -345,7 +346,7 @@ class DeviceFlight : public Feed {
     if (vector >= outs_.size()) return;
     Out& it = outs_[vector];
     const std::uint64_t here = offset + bytes;
-    if (here - it.copied < chunk_bytes && here < it.bytes) return;
+    if (here - it.copied < stretch_bytes && here < it.bytes) return;
     attempt([&] {
       const Current current(lane_->context);
       copy_back(it, here);
@@ -462,8 +463,8 @@ class DeviceFlight : public Feed {
     std::uint64_t all = 0;
     for (std::size_t i = 0; i < call.request.own.size(); ++i) {
       batch->bytes.push_back(call.request.message[i].bytes());
-      batch->first.push_back(batch->chunks);
-      batch->chunks += (batch->bytes[i] + chunk_bytes - 1) / chunk_bytes;
+      batch->first.push_back(batch->stretches);
+      batch->stretches += (batch->bytes[i] + stretch_bytes - 1) / stretch_bytes;
       all += aligned(batch->bytes[i]);
     }
     batch->memory = Depot::instance().take(*lane_, all);

@@ -53,15 +53,15 @@ ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
   });
 }
 
-ffi::Error runs_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
+ffi::Error slices_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
                      ffi::Span<const std::int64_t> starts) {
   const std::size_t item = ffi::ByteWidth(vector.element_type());
   for (std::size_t i = 0; i < results.size(); ++i) {
-    const ffi::AnyBuffer run = **results.get<ffi::AnyBuffer>(i);
-    std::memcpy(run.untyped_data(),
+    const ffi::AnyBuffer slice = **results.get<ffi::AnyBuffer>(i);
+    std::memcpy(slice.untyped_data(),
                 static_cast<const std::byte*>(vector.untyped_data()) +
                     static_cast<std::size_t>(starts[i]) * item,
-                run.size_bytes());
+                slice.size_bytes());
   }
   return ffi::Error::Success();
 }
@@ -115,7 +115,7 @@ ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
 
 XLA_FFI_DEFINE_HANDLER(round_handler_impl, round_impl, bind_round(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(part_handler_impl, part_impl, bind_part(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER(runs_handler_impl, runs_impl,
+XLA_FFI_DEFINE_HANDLER(slices_handler_impl, slices_impl,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()
                            .RemainingRets()
@@ -141,7 +141,7 @@ XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl, bind_lag(ffi::Ffi::Bind()));
 
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame) { return part_handler_impl(frame); }
-XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame) { return runs_handler_impl(frame); }
+XLA_FFI_Error* slices_handler(XLA_FFI_CallFrame* frame) { return slices_handler_impl(frame); }
 XLA_FFI_Error* start_handler(XLA_FFI_CallFrame* frame) { return start_handler_impl(frame); }
 XLA_FFI_Error* done_handler(XLA_FFI_CallFrame* frame) { return done_handler_impl(frame); }
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame) { return lag_handler_impl(frame); }

@@ -13,8 +13,8 @@ XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame);
 // order, int32 `skipped` if `skips`, and the vectors of one part. Result: the order.
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame);
 
-// Operand: a vector. Results: the runs of it that begin at the attribute `starts`.
-XLA_FFI_Error* runs_handler(XLA_FFI_CallFrame* frame);
+// Operand: a vector. Results: the slices of it that begin at the attribute `starts`.
+XLA_FFI_Error* slices_handler(XLA_FFI_CallFrame* frame);
 
 // A round without its result. Operands: those of a round. Results: the order, and the number by
 // which the result is called for.
