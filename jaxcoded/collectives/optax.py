@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcoded.collectives import allreduce
+from jaxcoded.collectives import allreduce, reduced
 from jaxcoded.group.group import CodedGroup, check_open
 
 
@@ -45,7 +45,8 @@ def coded_allreduce(
 
     Returns:
         A ``GradientTransformationExtraArgs``; ``update`` raises what
-        `jaxcoded.coded_allreduce` does.
+        `jaxcoded.coded_allreduce` does, and ``ValueError`` for the very gradient that
+        `coded_value_and_grad` has returned in the same ``jit``, or outside.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded, optax
@@ -72,6 +73,9 @@ def coded_allreduce(
         **extra_args: Any,
     ) -> tuple[optax.Updates, CodedAllreduceState]:
         del params, extra_args
+        check_open(group)
+        with group.failing("optax.coded_allreduce"):
+            reduced.check(updates, group.index)
         total = allreduce.coded_allreduce(
             updates,
             group,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded.collectives import reduced
 from jaxcoded.collectives.allreduce import CodedSum, begin, summed
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_open
@@ -108,7 +109,8 @@ def coded_value_and_grad(
         axis ``length`` as in ``group.assignment``, and ``weights`` are the `Weights`
         that came with it, for the same batch size on all ranks. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
-        `jaxcoded.optax.coded_allreduce` behind it.
+        `jaxcoded.optax.coded_allreduce` behind it: where it gets the very ``grads``, in the
+        same ``jit``, that is an error; otherwise they are wrong.
 
         It raises ``TypeError`` for weights that are not `Weights`, and for losses or leaves
         of ``params`` that are not floating point (partition the model), ``ValueError``
@@ -204,16 +206,17 @@ def coded_value_and_grad(
         out = summed(local, group, request)
         if not isinstance(out, CodedSum):
             out = CodedSum(out)
-        reduced = out.total
-        loss, grads = reduced["loss"], reduced["grads"]
+        total = out.total
+        loss, grads = total["loss"], total["grads"]
         if mean:
-            count = reduced["count"]
+            count = total["count"]
             if group.approximate:  # of nothing that came the mean is 0, as the sum
                 count = jnp.where(count == 0, 1, count)
             else:
                 assert examples is not None
-                count = _checked_count(count, examples, reduced, group.plan)
+                count = _checked_count(count, examples, total, group.plan)
             loss, grads = divided((loss, grads), count)
+        reduced.note(grads, group.index)
         value = (loss, aux) if has_aux else loss
         if out.residual is None and out.token is None:
             return value, grads

@@ -157,6 +157,33 @@ def test_init_does_not_communicate(group):
         assert state == jaxcoded.optax.CodedAllreduceState(None)
 
 
+@once
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("around", [jax.jit, lambda f: f])
+def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
+    """Found where it is handed on as it is, before any rank begins a round for it."""
+    indices, weights = group.assignment(10)
+    loss_and_grad = jaxcoded.coded_value_and_grad(
+        lambda w, x: (w["a"] - x) ** 2 + w["b"], group, mean=mean
+    )
+    tx = optax.chain(jaxcoded.optax.coded_allreduce(group), optax.sgd(1.0))
+    batch = jnp.arange(10.0)[indices]
+    w = {"a": jnp.float32(1.0), "b": jnp.float32(0.0)}
+
+    def step(w, batch, prepare):
+        _, grads = loss_and_grad(w, batch, weights)
+        return tx.update(prepare(grads), tx.init(w))[0]
+
+    with pytest.raises(
+        ValueError, match=r"updates\['a'\] is a gradient that coded_value"
+    ):
+        around(lambda w, x: step(w, x, lambda grads: grads))(w, batch)
+    wait_for_all(group.comm)
+    # another gradient, even of this one, is the caller's own affair
+    local = around(lambda w, x: step(w, x, lambda g: jax.tree.map(jnp.negative, g)))
+    jax.block_until_ready(local(w, batch))
+
+
 def erased_contribution(group, seed):
     """This rank's contribution to ``Σ_j j`` over the examples: nonsense where it is left out."""
     erasures = random_erasures(group.plan, np.random.default_rng(seed))

@@ -1,0 +1,40 @@
+"""Which arrays are reduced already, so that they are not handed to one more reduction."""
+
+import functools
+import weakref
+from typing import Any
+
+import jax
+
+# By the `id` of an array, or of what stands for it while JAX traces: that very object, and its
+# group. What is computed from it is another one.
+_known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+def note(tree: Any, group: int) -> None:
+    """These leaves are reduced over the group with this index."""
+    for leaf in jax.tree.leaves(tree):
+        _known[id(leaf)] = (
+            weakref.ref(leaf, functools.partial(_forget, id(leaf))),
+            group,
+        )
+
+
+def _forget(key: int, _: Any) -> None:
+    _known.pop(key, None)
+
+
+def check(tree: Any, group: int) -> None:
+    """Raise if a leaf is known to be reduced over the group with this index.
+
+    Raises:
+        ValueError: the message names the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        found = _known.get(id(leaf))
+        if found is not None and found[0]() is leaf and found[1] == group:
+            raise ValueError(
+                f"updates{jax.tree_util.keystr(path)} is a gradient that coded_value_and_grad "
+                "has reduced: a second reduction would make it wrong. Leave "
+                "jaxcoded.optax.coded_allreduce out of the chain"
+            )
