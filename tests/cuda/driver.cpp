@@ -1,7 +1,7 @@
 // A stand-in for NVIDIA's driver, as far as the engine uses it.
 //
 // The memory of its GPU cannot be touched by the host: it is mapped twice, once without any access
-// where the caller sees it, and once for the streams. Each stream is a thread that dawdles. What a
+// where the caller sees it, and once for the streams. Each stream is a slow thread. What a
 // real driver would answer with a wrong sum once in a while is noted here as misuse, every time.
 #include <sys/mman.h>
 #include <sys/syscall.h>
