@@ -18,7 +18,8 @@ Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
       wire_(wire),
       pool_(limits.history_bytes),
       telemetry_(limits.telemetry_rounds, family_.children.size()),
-      columns_(family_.children) {
+      columns_(family_.children),
+      upstream_(family_.ancestors) {
   for (Rank child : family_.children) {
     children_.push_back({.rank = child, .column = children_.size(), .heard = wire.now()});
     paces_[child].rank = child;
@@ -67,9 +68,8 @@ void Node::submit(Call call) {
   up_ = {.call = std::move(call), .started = now, .in_time = newest_ < next_, .waiting_since = now};
   outcome_ = Outcome::pending;
   error_.clear();
-  stuck_since_ = now;
   // Ranks below may wait for the result already, which this one is not to put off with every call.
-  if (!awaited_below()) asked_at_ = now;
+  awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
   telemetry_.started(next_, now, up_.call.skipped);
   for (Child& child : children_) child.stalled = false;
   if (words_.size() >= most_words) words_.clear();
@@ -238,23 +238,19 @@ void Node::garbled(Rank from, const std::string& which) {
 
 void Node::understand(Rank from, const Message& message) {
   const Header& head = message.header;
+  const double now = wire_.now();
   Child* child = child_of(from);
   auto listener = listeners_.find(from);
   if (child) {
     child->done = std::max(child->done, head.done);
     child->asked = 0;
-    if (telemetry_.on()) child->heard = wire_.now();
+    child->heard = now;
   }
-  asked_ranks_.erase(from);  // it answers
+  upstream_.heard(from, now);
   if (listener != listeners_.end()) listener->second.noted = false;
-  if (!root() && from == family_.ancestors[upstream_]) asked_at_ = wire_.now();
-  if (!root() && from == family_.ancestors.front()) {
-    unanswered_ = refusing_ = false;
-    upstream_ = 0;
-    if (up_.held_back) {
-      up_.held_back = false;
-      offer();
-    }
+  if (up_.held_back && from == upstream_.parent()) {
+    up_.held_back = false;
+    offer();
   }
   switch (head.kind) {
     case Kind::offer:
@@ -325,7 +321,7 @@ void Node::understand(Rank from, const Message& message) {
 
 void Node::lost(Rank rank) {
   dead_.insert(rank);
-  asked_ranks_.insert(rank);  // and it will not answer
+  upstream_.lost(rank);
   say_bye();
 }
 
@@ -352,7 +348,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
       if (source->second.from == from) {  // a piece may be faster than the word of an error
         announced_.erase(source);
         asked_pieces_.clear();
-        want(height(from));
+        want(from);
       }
       return;
     }
@@ -360,7 +356,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     const Piece& it = entry->layout[piece];
     std::memcpy(entry->at[it.segment] + it.offset, data.data(), data.size());
     entry->here[piece] = true;
-    asked_at_ = stuck_since_ = wire_.now();
+    upstream_.moved(wire_.now());
   } else if (recovery_) {
     const auto progress = recovery_->arrived(from, object.round, piece, data, wire_.now());
     if (progress == Recovery::Progress::gone) ask_next_state();
@@ -430,9 +426,9 @@ std::string Node::status() const {
                     number(up_.incoming.size()) + " pieces, offered " +
                     (up_.offering ? number(up_.offered) : "nothing") +
                     (up_.held_back ? ", held back" : "") +
-                    (unanswered_ ? ", unanswered" : "") + ", asks rank " +
-                    (root() ? "nobody" : number(family_.ancestors[upstream_])) + " up to " +
-                    number(wanted_);
+                    (upstream_.unanswered() ? ", unanswered" : "") + ", asks rank " +
+                    (root() ? "nobody" : number(upstream_.source())) + " up to " +
+                    number(upstream_.wanted());
   for (const auto& [round, news] : announced_) {
     out += "; rank " + number(news.from) + " has " + number(news.ready) + " of " + number(round);
   }

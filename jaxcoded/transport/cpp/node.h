@@ -26,6 +26,7 @@
 #include "pool.h"
 #include "snapshots.h"
 #include "telemetry.h"
+#include "upstream.h"
 #include "way_up.h"
 #include "wire.h"
 
@@ -244,7 +245,6 @@ class Node {
   void ask_children();
   bool only_silent_lack() const;
   std::string too_late(double seconds) const;
-  bool forsaken() const;
   void watch_above();
   void fails_alone();
   void decide_alone(const std::string& text);
@@ -269,7 +269,7 @@ class Node {
   std::size_t height(Rank ancestor) const;
   bool awaited_below() const;
   void ask();
-  void want(std::size_t ancestor);
+  void want(Rank rank);
   void on_want(Rank rank, Listener& listener, const Header& head);
   void on_gone(Rank from, Round round, Round oldest);
   void lose_frontier();
@@ -343,8 +343,6 @@ class Node {
   std::uint64_t offers_seen_ = 0;
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
-  double forsaken_seconds_ = 0;  // in which nobody above answered
-  double watched_at_ = 0;
   std::string pending_error_;  // at the root: what the next undecided round fails with
   Round complained_ = 0;       // the newest round that ranks complained of
 
@@ -352,19 +350,10 @@ class Node {
   History history_;
   Round frontier_ = 1;
   Round newest_ = 0;         // the newest round known to be decided
-  Round wanted_ = 0;         // the newest round asked for
-  Round asked_for_ = 0;      // the frontier when something was asked for last
+  Upstream upstream_;
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
-  std::size_t upstream_ = 0;  // the ancestor that answers
-  bool unanswered_ = false;   // the parent was offered something and has said nothing since
-  bool refusing_ = false;     // it was told of a call after the end and has said nothing since
-  double asked_at_ = 0;       // or answered, or something came
-  double stuck_since_ = 0;
-  std::set<Rank> asked_ranks_;  // that have said nothing since
-  std::set<Rank> gone_from_;    // that no longer have the result at the frontier
-  Round oldest_ = 0;            // the first that those have
   std::set<Rank> dead_;
   // The rounds that failed here without the root, and of which it has said nothing since.
   Round alone_ = 0, last_alone_ = 0;

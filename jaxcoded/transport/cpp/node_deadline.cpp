@@ -9,8 +9,6 @@
 namespace jaxcoded {
 namespace {
 
-// A process may be stopped itself, and is not to take that time for the silence of others.
-constexpr double longest_step = 0.25;
 // A median of fewer rounds says nothing.
 constexpr std::size_t fewest_rounds = 5;
 
@@ -122,24 +120,15 @@ bool Node::only_silent_lack() const {
 
 // --- Nobody above ---
 
-// Whether all above were asked, and do not answer.
-bool Node::forsaken() const {
-  return !root() && calling() && next_ == frontier_ &&
-         std::ranges::all_of(family_.ancestors,
-                             [&](Rank rank) { return asked_ranks_.contains(rank); });
-}
-
 // Without the root no round is decided. All ranks that hear of none who is in touch with it find
 // out by themselves, and tell those below.
 void Node::watch_above() {
   const double now = wire_.now();
-  const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
-  if (!forsaken()) {
+  const auto silent = upstream_.forsaken(!root() && calling() && next_ == frontier_, now);
+  if (!silent) {
     up_.forsaken = false;
-    forsaken_seconds_ = 0;
     return;
   }
-  forsaken_seconds_ += step;
   const Rank top = family_.ancestors.back();
   if (dead_.contains(top)) {
     return decide_alone("CodedError: round " + std::to_string(next_) +
@@ -147,7 +136,7 @@ void Node::watch_above() {
                         ", is dead");
   }
   const double seconds = deadline(1);
-  up_.forsaken = now - up_.started >= seconds && forsaken_seconds_ >= limits_.silent_seconds;
+  up_.forsaken = now - up_.started >= seconds && *silent >= limits_.silent_seconds;
   if (up_.forsaken && limits_.on_deadline != OnDeadline::wait) {
     decide_alone(too_late(seconds) + lacking());
   }

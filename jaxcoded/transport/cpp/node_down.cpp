@@ -30,10 +30,10 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
   if (entry.complete()) {
     frontier_ = entry.round + 1;
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
-    gone_from_.clear();
+    upstream_.advanced();
     asked_pieces_.clear();
   }
-  asked_at_ = stuck_since_ = wire_.now();
+  upstream_.moved(wire_.now());
   tell_all();
   hand_over(entry);
 }
@@ -254,64 +254,47 @@ void Node::ask() {
   if (root() || said_bye_) return;
   const bool mine = calling() && next_ == frontier_;
   const bool decided = newest_ >= frontier_;
-  // An offer asks for its result too; but not where it could not be made, or a stand-in answers.
-  const bool orphan = mine && upstream_ > 0;
-  if ((wanted_ < frontier_ && decided) ||
-      (orphan && asked_for_ < frontier_ &&
-       !asked_ranks_.contains(family_.ancestors[upstream_]))) {
-    want(upstream_);
+  if ((decided && upstream_.wanted() < frontier_) ||
+      (mine && upstream_.stand_in_unasked(frontier_))) {
+    want(upstream_.source());
   }
   if (!mine && !awaited_below()) return;
-  if (wire_.now() - asked_at_ < patience(stuck_since_)) return;
+  if (wire_.now() - upstream_.silent_since() < patience(upstream_.stuck_since())) return;
   // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word
   // when it is asked. Who has not answered is not asked again.
   const auto source = announced_.find(frontier_);
   const bool announced = source != announced_.end();
-  const Rank silent = announced ? source->second.from : family_.ancestors[upstream_];
-  if (!asked_ranks_.contains(silent) && !gone_from_.contains(silent)) return want(height(silent));
+  const Rank silent = announced ? source->second.from : upstream_.source();
+  if (upstream_.may_ask(silent)) return want(silent);
   if (announced) {
     announced_.erase(source);
     asked_pieces_.clear();
   }
-  for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
-    const Rank rank = family_.ancestors[a];
-    if (asked_ranks_.contains(rank) || gone_from_.contains(rank) || (a == 0 && unanswered_)) continue;
-    return want(a);
-  }
+  if (const auto next = upstream_.next()) return want(*next);
   // All have been asked. If it is gone where an answer came from, silence elsewhere is no hope.
-  if (!gone_from_.empty()) lose_frontier();
+  if (upstream_.gone_somewhere()) lose_frontier();
 }
 
-void Node::want(std::size_t ancestor) {
+void Node::want(Rank rank) {
   const bool mine = calling() && next_ == frontier_;
-  upstream_ = ancestor;
-  const Rank rank = family_.ancestors[ancestor];
   Message message{header(Kind::want, frontier_)};
-  message.header.last = mine && ancestor == 0 ? frontier_ : frontier_ + rounds_ahead - 1;
+  const bool one = mine && rank == upstream_.parent();
+  message.header.last = one ? frontier_ : frontier_ + rounds_ahead - 1;
   if (mine || awaited_below()) message.header.flags = calls;
   wire_.send(rank, message);
-  wanted_ = message.header.last;
-  asked_ranks_.insert(rank);
-  asked_for_ = frontier_;
-  asked_at_ = wire_.now();
+  upstream_.asked(rank, frontier_, message.header.last, wire_.now());
 }
 
 void Node::on_gone(Rank from, Round round, Round oldest) {
   if (round != frontier_) return;
-  gone_from_.insert(from);
-  oldest_ = std::max({oldest, oldest_, frontier_ + 1});
-  for (std::size_t a = 0; a < family_.ancestors.size(); ++a) {
-    const Rank rank = family_.ancestors[a];
-    if (!gone_from_.contains(rank) && !asked_ranks_.contains(rank) && (a || !unanswered_)) {
-      return want(a);
-    }
-  }
-  if (gone_from_.size() == family_.ancestors.size()) lose_frontier();
+  upstream_.gone(from, std::max(oldest, frontier_ + 1));
+  if (const auto next = upstream_.next()) return want(*next);
+  if (upstream_.gone_everywhere()) lose_frontier();
 }
 
 // The result at the frontier can be had nowhere. Go on relaying from a later round.
 void Node::lose_frontier() {
-  skip_to(oldest_);
+  skip_to(upstream_.oldest());
   desynchronize();
 }
 
@@ -323,9 +306,8 @@ void Node::skip_to(Round round) {
   history_.clear();
   frontier_ = round;
   announced_.erase(announced_.begin(), announced_.lower_bound(round));
-  gone_from_.clear();
+  upstream_.restart();
   asked_pieces_.clear();
-  wanted_ = asked_for_ = oldest_ = 0;
 }
 
 // This rank's calls fail from now on, until it has fetched a snapshot.
@@ -416,7 +398,7 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   listener.last = head.last;
   listener.told = 0;
   if (head.flags & calls) {
-    if (!calling() && !awaited_below()) stuck_since_ = wire_.now();
+    if (!calling() && !awaited_below()) upstream_.waits(wire_.now());
     listener.called = head.round;
   }
   if (root() && leaving_) refuse_called(rank, listener);

@@ -116,7 +116,7 @@ std::string Node::who_left() const {
 void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
     // Where the parent says nothing, whoever waits asks further up, and the root finds out.
-    if (std::exchange(refusing_, true)) return;
+    if (!upstream_.refuses()) return;
     Message message{header(Kind::complaint, round)};
     message.header.flags = closed;
     message.append(text.data(), text.size());

@@ -50,7 +50,7 @@ void Node::on_paces(Rank from, const Message& message) {
 }
 
 void Node::tell_paces() {
-  if (!telemetry_.on() || root() || unanswered_) return;
+  if (!telemetry_.on() || root() || upstream_.unanswered()) return;
   told_paces_ = wire_.now();
   const std::vector<Pace> all = paces();
   constexpr std::size_t most = 1024;  // in a message

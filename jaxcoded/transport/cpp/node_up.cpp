@@ -279,7 +279,7 @@ void Node::offer() {
   if (!empty && ready == up_.offered) return;
   if (!up_.offering) {
     // A parent that has not answered to an earlier round's offer gets no second one.
-    if (unanswered_) {
+    if (upstream_.unanswered()) {
       up_.held_back = true;
       return;
     }
@@ -301,9 +301,8 @@ void Node::offer() {
   }
   wire_.send(parent, message);
   up_.offered = ready;
-  unanswered_ |= !up_.offering;
+  upstream_.offered(next_, up_.offering);
   up_.offering = true;
-  wanted_ = next_;  // which replaces what was asked for before
 }
 
 // A child whose pieces do not come while others' could be used instead.

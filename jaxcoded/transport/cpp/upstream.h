@@ -1,0 +1,127 @@
+// The ranks above: which of them this one asks for results, and who has not answered.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "message.h"
+
+namespace jaxcoded {
+
+// The parent is asked first, and again as soon as it sends something. Who does not answer is not
+// asked twice, so that nothing piles up in front of a rank that is frozen or dead.
+class Upstream {
+ public:
+  explicit Upstream(const std::vector<Rank>& above) : above_(above) {}
+
+  // A rank has sent something.
+  void heard(Rank rank, double now) {
+    asked_.erase(rank);
+    if (above_.empty()) return;
+    if (rank == source()) heard_at_ = now;
+    if (rank == parent()) {
+      unanswered_ = refusing_ = false;
+      source_ = 0;
+    }
+  }
+  // It is dead, and will not answer.
+  void lost(Rank rank) { asked_.insert(rank); }
+  // Something of the result came, or this rank calls: whoever is asked gets all of its time.
+  void moved(double now) { heard_at_ = stuck_since_ = now; }
+  // A result is waited for from now on, although whoever is asked may have had some of its time.
+  void waits(double now) { stuck_since_ = now; }
+
+  Rank parent() const { return above_.front(); }
+  // Who is relied on.
+  Rank source() const { return above_[source_]; }
+  // For how long it has said nothing, and nothing has come.
+  double silent_since() const { return heard_at_; }
+  double stuck_since() const { return stuck_since_; }
+
+  // The parent was told that this rank has something of a round, or more of it. That asks for the
+  // result, and takes the place of what was asked for before.
+  void offered(Round round, bool more) {
+    unanswered_ |= !more;
+    wanted_ = round;
+  }
+  // Whether the parent was offered something and has said nothing since.
+  bool unanswered() const { return unanswered_; }
+  // Whether the parent is to be told of a call after the end: once until it says something.
+  bool refuses() { return !std::exchange(refusing_, true); }
+
+  // A rank was asked for the results from the frontier up to that of `last`.
+  void asked(Rank rank, Round frontier, Round last, double now) {
+    source_ = static_cast<std::size_t>(std::ranges::find(above_, rank) - above_.begin());
+    asked_.insert(rank);
+    asked_for_ = frontier;
+    wanted_ = last;
+    heard_at_ = now;
+  }
+  Round wanted() const { return wanted_; }  // the newest round asked for
+  // Whether a rank other than the parent was asked for nothing yet that this rank calls, and may
+  // be. An offer asks for its result too, but it is made to the parent alone.
+  bool stand_in_unasked(Round frontier) const {
+    return source_ > 0 && asked_for_ < frontier && !asked_.contains(source());
+  }
+  // It may be asked: it has answered what it was asked before, and it may have the result.
+  bool may_ask(Rank rank) const { return !asked_.contains(rank) && !gone_from_.contains(rank); }
+  // The nearest one that may be asked, where the parent has not been offered something in vain.
+  std::optional<Rank> next() const {
+    for (const Rank rank : above_) {
+      if (may_ask(rank) && !(unanswered_ && rank == parent())) return rank;
+    }
+    return std::nullopt;
+  }
+
+  // A rank no longer has the result at the frontier, but those from `oldest` on.
+  void gone(Rank rank, Round oldest) {
+    gone_from_.insert(rank);
+    oldest_ = std::max(oldest, oldest_);
+  }
+  bool gone_somewhere() const { return !gone_from_.empty(); }
+  bool gone_everywhere() const { return gone_from_.size() == above_.size(); }
+  Round oldest() const { return oldest_; }  // the first that those have
+  // The result at the frontier is here: the next one may be anywhere.
+  void advanced() { gone_from_.clear(); }
+  // This rank goes on at another round.
+  void restart() {
+    gone_from_.clear();
+    wanted_ = asked_for_ = oldest_ = 0;
+  }
+
+  // For how many seconds all above were asked and none has answered, while this rank waits; none
+  // if it does not, or one has. To be called often.
+  std::optional<double> forsaken(bool waits, double now) {
+    const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
+    const auto silent = [&](Rank rank) { return asked_.contains(rank); };
+    if (!waits || !std::ranges::all_of(above_, silent)) {
+      forsaken_seconds_ = 0;
+      return std::nullopt;
+    }
+    return forsaken_seconds_ += step;
+  }
+
+ private:
+  // A process may be stopped itself, and is not to take that time for the silence of others.
+  static constexpr double longest_step = 0.25;
+
+  const std::vector<Rank>& above_;  // the parent first, the root last
+  std::size_t source_ = 0;          // in it
+  double heard_at_ = 0;             // of the source, or when it was asked, or something came
+  double stuck_since_ = 0;
+  std::set<Rank> asked_;  // that have said nothing since, and the dead
+  bool unanswered_ = false, refusing_ = false;
+  Round wanted_ = 0;
+  Round asked_for_ = 0;  // the frontier when something was asked for last
+
+  std::set<Rank> gone_from_;
+  Round oldest_ = 0;
+
+  double forsaken_seconds_ = 0;
+  double watched_at_ = 0;
+};
+
+}  // namespace jaxcoded
