@@ -71,7 +71,6 @@ void Node::submit(Call call) {
   // Ranks below may wait for the result already, which this one is not to put off with every call.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
   telemetry_.started(next_, now, up_.call.skipped);
-  for (Child& child : children_) child.stalled = false;
   if (words_.size() >= most_words) words_.clear();
   words_.try_emplace(up_.call.fingerprint, up_.call.words);
 
@@ -173,7 +172,7 @@ void Node::finish(Outcome outcome, std::string error) {
   error_ = std::move(error);
   up_.sum = {};
   up_.own_copy = {};
-  for (Child& child : children_) child.slots.clear();
+  for (Child& child : children_) child.offer.slots.clear();
   if (outcome == Outcome::desynchronized) return;
   const double now = wire_.now();
   telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome));
@@ -272,10 +271,7 @@ void Node::understand(Rank from, const Message& message) {
       }
       break;
     case Kind::bye:
-      if (child && (head.flags & ended)) {
-        child->withdrawn = true;
-        child->slots.clear();
-      }
+      if (child && (head.flags & ended)) child->offer.withdraw();
       if (child && !child->left) {
         const auto ranks = message.values<Rank>(0, message.body.size() / sizeof(Rank));
         std::vector<Rank>& known = head.flags & relays ? closed_ : absent_;
@@ -328,17 +324,16 @@ void Node::lost(Rank rank) {
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
   if (object.what == Object::What::message) {
     Child* child = child_of(from);
-    if (!child || !calling() || object.round != next_ || child->round != next_) return;
-    const auto slot = child->slots.find(piece);
-    if (slot == child->slots.end() || slot->second.here) return;
+    if (!child || !calling() || object.round != next_ || child->offer.round != next_) return;
+    const auto slot = child->offer.slots.find(piece);
+    if (slot == child->offer.slots.end() || slot->second.here) return;
     if (data.empty()) {
-      child->withdrawn = true;
-      child->slots.clear();
+      child->offer.withdraw();
       return check_offers();
     }
     std::memcpy(slot->second.buffer.data(), data.data(), data.size());
     slot->second.here = true;
-    child->stalled = false;
+    up_.stalled.erase(from);
   } else if (object.what == Object::What::result) {
     if (object.round != frontier_) return;
     const auto source = announced_.find(frontier_);
@@ -434,9 +429,10 @@ std::string Node::status() const {
   }
   for (const Child& child : children_) {
     const Listener& listener = listeners_.at(child.rank);
-    out += "; child " + number(child.rank) + " offers " + number(child.ready) + " of round " +
-           number(child.round) + (child.withdrawn ? " (withdrawn)" : "") +
-           (child.stalled ? " (stalled)" : "") + (child.left ? " (left)" : "") + ", lacks " +
+    const Offer& offer = child.offer;
+    out += "; child " + number(child.rank) + " offers " + number(offer.ready) + " of round " +
+           number(offer.round) + (offer.withdrawn ? " (withdrawn)" : "") +
+           (stalled(child) ? " (stalled)" : "") + (child.left ? " (left)" : "") + ", lacks " +
            number(child.done) + ", wants " + number(listener.first) + " to " + number(listener.last);
   }
   return out;

@@ -23,6 +23,7 @@
 #include "history.h"
 #include "median.h"
 #include "message.h"
+#include "offer.h"
 #include "pool.h"
 #include "snapshots.h"
 #include "telemetry.h"
@@ -157,24 +158,9 @@ class Node {
     double heard;  // of it last
     double asked = 0;  // when it was asked whether it is there, and has said nothing since; or 0
     Round asked_round = 0;
-    Round round = 0;  // of its latest offer
-    std::uint64_t fingerprint = 0;
-    std::uint32_t ready = 0;
-    std::uint32_t exact = 0;  // pieces of these
-    std::uint64_t order = 0;  // of that offer among all
-    double seen = 0;          // when the first offer of that round came
+    Offer offer = {};         // the latest
     Round overdue_round = 0;  // in which it waits after its deadline,
     std::string overdue = {};  // and for whom
-    bool withdrawn = false;
-    bool stalled = false;
-    bool skips = false;  // has nothing to contribute
-    std::vector<std::uint64_t> addresses = {};
-    std::vector<std::byte> body = {};  // the message itself, if it came along
-    struct Slot {
-      Buffer buffer;
-      bool here = false;
-    };
-    std::map<std::uint32_t, Slot> slots = {};  // pieces asked for
     Round done = 1;
     bool retired = false;  // makes no more offers
     bool left = false;     // nor does anybody below it need anything
@@ -208,7 +194,9 @@ class Node {
   // The way up.
   void on_offer(Child& child, const Message& message);
   Child& child_of_row(std::size_t row) { return children_[row / decoder_.parts()]; }
+  bool stalled(const Child& child) const { return up_.stalled.contains(child.rank); }
   bool usable(std::size_t row, std::uint32_t piece) const;
+  bool skips(const Child& child) const { return child.offer.round == next_ && child.offer.skips; }
   const std::vector<std::size_t>& rows_in_order();
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
   bool pinned() const { return decoder_.pinned() || up_.approximating || decoder_.checked(); }
@@ -288,7 +276,6 @@ class Node {
   std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
                     std::uint64_t others) const;
   void check_offer(Child& child);
-  bool can_be_read(const Child& child) const;
   void check_offers();
   void retire();
   std::vector<bool> may_offer(std::uint32_t piece) const;

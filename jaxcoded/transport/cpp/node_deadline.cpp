@@ -29,7 +29,7 @@ double Node::deadline(double share) const {
 double Node::began() const {
   double first = up_.started;
   for (const Child& child : children_) {
-    if (child.round == next_) first = std::min(first, child.seen);
+    if (child.offer.round == next_) first = std::min(first, child.offer.seen);
   }
   return first;
 }
@@ -81,7 +81,7 @@ bool Node::lacks(std::size_t child) const {
   for (std::size_t row = child * decoder_.parts(); row < (child + 1) * decoder_.parts(); ++row) {
     if (!usable(row, up_.decoded.pieces)) return true;
   }
-  return children_[child].stalled;
+  return stalled(children_[child]);
 }
 
 // It was there neither in an earlier round, before whose deadline it was asked, nor since.
@@ -170,7 +170,7 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   }
   std::vector<bool> answered(decoder_.rows());
   for (std::size_t row = 0; row < answered.size(); ++row) {
-    answered[row] = usable(row, piece) && !child_of_row(row).stalled;
+    answered[row] = usable(row, piece) && !stalled(child_of_row(row));
   }
   return decoder_.approximate(answered);
 }
@@ -190,7 +190,7 @@ std::string Node::lacking() const {
     if (up_.call.leaves_out(i)) continue;
     if (!lacks(i)) {
       here.push_back(child.rank);
-    } else if (child.round == next_ && child.skips) {
+    } else if (skips(child)) {
       silent.push_back(child.rank);
     } else {
       missing.push_back(child.rank);

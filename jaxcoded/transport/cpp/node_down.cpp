@@ -377,7 +377,7 @@ void Node::tell_all() {
   const Round newest = history_.last() - (history_.find(history_.last())->ready == 0);
   for (const Child& child : children_) {
     Listener& listener = listeners_[child.rank];
-    if (child.left || listener.noted || listener.last >= newest || child.round >= newest ||
+    if (child.left || listener.noted || listener.last >= newest || child.offer.round >= newest ||
         listener.noted_round >= newest) {
       continue;
     }

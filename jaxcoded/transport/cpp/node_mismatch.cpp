@@ -29,35 +29,27 @@ std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
 }
 
 void Node::check_offer(Child& child) {
-  if (child.withdrawn || child.round == 0) return;
-  std::uint64_t expected = child.fingerprint;
+  Offer& offer = child.offer;
+  if (offer.withdrawn || offer.round == 0) return;
+  std::uint64_t expected = offer.fingerprint;
   Rank other = family_.rank;
-  if (calling() && child.round == next_) {
+  if (calling() && offer.round == next_) {
     expected = up_.call.fingerprint;
-  } else if (const Entry* entry = history_.find(child.round); entry && !entry->failed) {
+  } else if (const Entry* entry = history_.find(offer.round); entry && !entry->failed) {
     expected = entry->fingerprint;
     if (!root()) other = family_.ancestors.back();
   }
-  if (expected != child.fingerprint) {
-    child.withdrawn = true;
-    complain(child.round, clash(child.rank, child.fingerprint, child.round, other, expected));
-  } else if (calling() && child.round == next_ && !can_be_read(child)) {
-    child.withdrawn = true;
-    garbled(child.rank, "an offer of " + std::to_string(child.ready) + " pieces");
-  } else if (leaving_ && child.round >= next_ && !calling()) {
-    child.withdrawn = true;
-    refuse(child.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
-                            words_of(child.fingerprint));
+  if (expected != offer.fingerprint) {
+    offer.withdrawn = true;
+    complain(offer.round, clash(child.rank, offer.fingerprint, offer.round, other, expected));
+  } else if (calling() && offer.round == next_ && !offer.fits(up_.of_child())) {
+    offer.withdrawn = true;
+    garbled(child.rank, "an offer of " + std::to_string(offer.ready) + " pieces");
+  } else if (leaving_ && offer.round >= next_ && !calling()) {
+    offer.withdrawn = true;
+    refuse(offer.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
+                            words_of(offer.fingerprint));
   }
-}
-
-// Whether what a child says of its message, for the call in progress, fits what is to be read of it.
-bool Node::can_be_read(const Child& child) const {
-  const Layout& layout = up_.of_child();
-  if (child.ready == 0) return true;
-  if (child.ready > layout.size()) return false;
-  return child.body.empty() ? child.addresses.size() == layout.segments().size()
-                            : child.body.size() >= layout.bytes();
 }
 
 void Node::check_offers() {

@@ -38,8 +38,8 @@ std::optional<std::vector<bool>> Node::all_heard() const {
   for (std::size_t row = 0; row < out.size(); ++row) {
     const Child& child = children_[row / parts];
     if (up_.call.leaves_out(row / parts)) continue;
-    if (child.round == next_ && child.skips) continue;
-    if (!usable(row, up_.decoded.pieces) || child.exact < all) return std::nullopt;
+    if (skips(child)) continue;
+    if (!usable(row, up_.decoded.pieces) || child.offer.exact < all) return std::nullopt;
     out[row] = true;
   }
   return out;
@@ -51,9 +51,8 @@ bool Node::all_may_come() const {
   for (std::size_t row = 0; row < possible.size(); ++row) {
     const std::size_t number = row / decoder_.parts();
     const Child& child = children_[number];
-    const bool silent = child.round == next_ && child.skips;
     const bool erased = up_.call.leaves_out(number);
-    if (!possible[row] && !silent && !erased) return false;
+    if (!possible[row] && !skips(child) && !erased) return false;
   }
   return true;
 }

@@ -34,7 +34,7 @@ std::vector<Pace> Node::paces() const {
   for (const auto& [rank, pace] : paces_) {
     out.push_back(pace);
     for (const Child& child : children_) {
-      if (child.rank != rank || !last || child.round >= last->round) continue;
+      if (child.rank != rank || !last || child.offer.round >= last->round) continue;
       out.back().silent = std::max(last->ended - child.heard, 0.0);
     }
   }

@@ -9,39 +9,31 @@ namespace jaxcoded {
 
 void Node::on_offer(Child& child, const Message& message) {
   const Header& head = message.header;
-  if (head.round == child.round && head.ready == 0) child.skips = true;
-  if (head.round < child.round || (head.round == child.round && head.ready < child.ready)) return;
-  std::vector<std::uint64_t> addresses;
-  if (!(head.flags & inlined)) addresses = message.values<std::uint64_t>(0, head.segments);
-  if (head.round > child.round) {
-    child.order = ++offers_seen_;
-    child.seen = wire_.now();
-    telemetry_.arrived(child.column, child.round + 1, head.round, child.seen);
-    child.ready = child.exact = 0;
-    child.withdrawn = child.stalled = false;
-    child.skips = head.ready == 0;
-    child.slots.clear();
-    child.round = head.round;
-    child.fingerprint = head.fingerprint;
+  if (head.round < child.offer.round) return;
+  if (head.round == child.offer.round) {
+    if (!child.offer.grow(message)) return;
+  } else {
+    Offer offer{.round = head.round,
+                .fingerprint = head.fingerprint,
+                .order = ++offers_seen_,
+                .seen = wire_.now()};
+    offer.grow(message);
+    telemetry_.arrived(child.column, child.offer.round + 1, offer.round, offer.seen);
+    child.offer = std::move(offer);
+    up_.stalled.erase(child.rank);
     Listener& listener = listeners_[child.rank];
     listener.first = listener.last = head.round;
     listener.told = 0;
   }
-  if (!(head.flags & approximate)) child.exact = head.ready;
-  child.ready = head.ready;
-  child.addresses = std::move(addresses);
-  child.body.clear();
-  if (head.flags & inlined) child.body = message.body;
   check_offer(child);
 }
 
 bool Node::usable(std::size_t row, std::uint32_t piece) const {
   const std::size_t number = row / decoder_.parts();
-  const Child& child = children_[number];
-  return child.round == next_ && !child.withdrawn &&
-         (up_.approximating ? child.ready : child.exact) > up_.piece_of_row(row, piece) &&
-         child.fingerprint == up_.call.fingerprint &&
-         !up_.call.leaves_out(number);
+  const Offer& offer = children_[number].offer;
+  return offer.round == next_ && !offer.withdrawn &&
+         (up_.approximating ? offer.ready : offer.exact) > up_.piece_of_row(row, piece) &&
+         offer.fingerprint == up_.call.fingerprint && !up_.call.leaves_out(number);
 }
 
 // First parts before others, and of each the children in the order in which they came.
@@ -50,7 +42,7 @@ const std::vector<std::size_t>& Node::rows_in_order() {
   rows_.resize(decoder_.rows());
   std::iota(rows_.begin(), rows_.end(), 0);
   std::ranges::sort(rows_, {}, [&](std::size_t row) {
-    return std::pair(row % decoder_.parts(), child_of_row(row).order);
+    return std::pair(row % decoder_.parts(), child_of_row(row).offer.order);
   });
   rows_sorted_ = offers_seen_;
   return rows_;
@@ -66,7 +58,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
     return there ? up_.decoding : nullptr;
   }
   if (up_.decoding && std::ranges::all_of(up_.decoding->rows, [&](std::size_t row) {
-        return usable(row, piece) && !child_of_row(row).stalled;
+        return usable(row, piece) && !stalled(child_of_row(row));
       })) {
     return up_.decoding;
   }
@@ -76,7 +68,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
     if (up_.approximating || (with_stalled && !waits)) break;
     std::vector<std::size_t> here;
     for (std::size_t row : rows_in_order()) {
-      if (usable(row, piece) && (with_stalled || !child_of_row(row).stalled)) here.push_back(row);
+      if (usable(row, piece) && (with_stalled || !stalled(child_of_row(row)))) here.push_back(row);
     }
     if (auto found = decoder_.decode(here, possible)) return up_.decoding = found;
   }
@@ -90,8 +82,8 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
 // The child's pieces do not come: the others' are used if they suffice, and it is the last to be
 // asked otherwise, so that all are tried in turn.
 void Node::stall(Child& child) {
-  child.stalled = true;
-  child.order = ++offers_seen_;
+  up_.stalled.insert(child.rank);
+  child.offer.order = ++offers_seen_;
 }
 
 // Forget what is summed: it is of messages that no longer come. Nobody has been told of it yet. What
@@ -108,23 +100,24 @@ void Node::start_again_without(const std::vector<std::size_t>& rows) {
 // withdrawn its offer.
 const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   static const std::byte nothing[1] = {};
-  Child& child = child_of_row(row);
+  const Rank child = child_of_row(row).rank;
+  Offer& offer = child_of_row(row).offer;
   const Layout& layout = up_.of_child();
   const std::uint32_t first = up_.piece_of_row(row, piece);
   const Piece& it = layout[first];
   if (it.bytes == 0) return nothing;
-  if (!child.body.empty()) return child.body.data() + layout.start(it.segment) + it.offset;
-  const std::uint32_t ahead = wire_.direct(child.rank) ? 1 : pieces_ahead;
-  for (std::uint32_t p = first; p < std::min(child.ready, first + ahead); ++p) {
+  if (!offer.body.empty()) return offer.body.data() + layout.start(it.segment) + it.offset;
+  const std::uint32_t ahead = wire_.direct(child) ? 1 : pieces_ahead;
+  for (std::uint32_t p = first; p < std::min(offer.ready, first + ahead); ++p) {
     const Piece& wanted = layout[p];
     // a part that may not be needed
     if (p != first && decoder_.parts() > 1 && wanted.segment != it.segment) break;
-    const auto [slot, added] = child.slots.try_emplace(p);
+    const auto [slot, added] = offer.slots.try_emplace(p);
     if (!added) continue;
     slot->second.buffer = pool_.take(wanted.bytes);
     fetched_bytes_ += wanted.bytes;
-    switch (wire_.fetch(child.rank, {Object::What::message, next_}, p,
-                        child.addresses[wanted.segment] + wanted.offset,
+    switch (wire_.fetch(child, {Object::What::message, next_}, p,
+                        offer.addresses[wanted.segment] + wanted.offset,
                         slot->second.buffer.data(), wanted.bytes)) {
       case Wire::Fetch::done:
         slot->second.here = true;
@@ -132,12 +125,11 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
       case Wire::Fetch::pending:
         break;
       case Wire::Fetch::gone:
-        child.withdrawn = true;
-        child.slots.clear();
+        offer.withdraw();
         return nullptr;
     }
   }
-  const Child::Slot& slot = child.slots[first];
+  const Offer::Slot& slot = offer.slots[first];
   return slot.here ? slot.buffer.data() : nullptr;
 }
 
@@ -200,7 +192,7 @@ bool Node::gather() {
     }
     if (inputs.size() < rows.size()) {
       if (std::ranges::any_of(rows,
-                              [&](std::size_t row) { return child_of_row(row).withdrawn; })) {
+                              [&](std::size_t row) { return child_of_row(row).offer.withdrawn; })) {
         if (pinned()) start_again_without(rows);
         check_offers();
         if (!calling()) return false;
@@ -245,7 +237,7 @@ void Node::skip_piece() {
   const Piece& piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) up_.decoded.elements[piece.segment] += piece.count;
   for (std::size_t row = 0; row < decoder_.rows(); ++row) {
-    child_of_row(row).slots.erase(up_.piece_of_row(row, up_.decoded.pieces));
+    child_of_row(row).offer.slots.erase(up_.piece_of_row(row, up_.decoded.pieces));
   }
   ++up_.decoded.pieces;
 }
@@ -316,8 +308,9 @@ void Node::watch_for_stalls() {
   if (pinned()) {
     std::vector<std::size_t> late;
     for (std::size_t row : up_.decoding->rows) {
-      const auto slot = child_of_row(row).slots.find(up_.piece_of_row(row, up_.decoded.pieces));
-      const bool asked = slot != child_of_row(row).slots.end();
+      const auto& slots = child_of_row(row).offer.slots;
+      const auto slot = slots.find(up_.piece_of_row(row, up_.decoded.pieces));
+      const bool asked = slot != slots.end();
       if (asked ? !slot->second.here : !usable(row, up_.decoded.pieces)) late.push_back(row);
     }
     std::vector<std::size_t> others;
@@ -331,8 +324,8 @@ void Node::watch_for_stalls() {
   }
   for (std::size_t row : up_.decoding->rows) {
     Child& child = child_of_row(row);
-    const auto slot = child.slots.find(up_.piece_of_row(row, up_.decoded.pieces));
-    if (slot != child.slots.end() && !slot->second.here) stall(child);
+    const auto slot = child.offer.slots.find(up_.piece_of_row(row, up_.decoded.pieces));
+    if (slot != child.offer.slots.end() && !slot->second.here) stall(child);
   }
 }
 

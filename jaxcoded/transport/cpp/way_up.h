@@ -3,10 +3,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "call.h"
 #include "decoder.h"
+#include "message.h"
 #include "pool.h"
 
 namespace jaxcoded {
@@ -38,6 +40,7 @@ struct WayUp {
   std::shared_ptr<const Decoding> decoding = {};
   std::vector<std::size_t> brought = {};  // rows that are fetched to be checked
   double waiting_since = 0;               // for a piece
+  std::set<Rank> stalled = {};            // children whose pieces do not come
 
   // What the parent knows of it.
   bool offering = false;      // an offer was made,

@@ -1,0 +1,61 @@
+// What a child offers of its message in a round: made anew for each.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "message.h"
+#include "pool.h"
+
+namespace jaxcoded {
+
+struct Offer {
+  Round round = 0;  // 0: it has offered nothing yet
+  std::uint64_t fingerprint = 0;
+  std::uint64_t order = 0;  // among all offers
+  double seen = 0;          // when the first word of it came
+
+  std::uint32_t ready = 0;  // pieces
+  std::uint32_t exact = 0;  // of these
+  bool skips = false;       // the child has nothing to contribute
+  bool withdrawn = false;
+  std::vector<std::uint64_t> addresses = {};
+  std::vector<std::byte> body = {};  // the message itself, if it came along
+  struct Slot {
+    Buffer buffer;
+    bool here = false;
+  };
+  std::map<std::uint32_t, Slot> slots = {};  // pieces asked for
+
+  // The child says how much can be had now. False if it has said more already.
+  bool grow(const Message& message) {
+    const Header& head = message.header;
+    if (head.ready == 0) skips = true;
+    if (head.ready < ready) return false;
+    if (head.flags & inlined) {
+      addresses.clear();
+      body = message.body;
+    } else {
+      addresses = message.values<std::uint64_t>(0, head.segments);
+      body.clear();
+    }
+    if (!(head.flags & approximate)) exact = head.ready;
+    ready = head.ready;
+    return true;
+  }
+  // Nothing more can be had.
+  void withdraw() {
+    withdrawn = true;
+    slots.clear();
+  }
+  // Whether what the child says of its message fits what is to be read of it.
+  bool fits(const Layout& layout) const {
+    if (ready == 0) return true;
+    if (ready > layout.size()) return false;
+    return body.empty() ? addresses.size() == layout.segments().size()
+                        : body.size() >= layout.bytes();
+  }
+};
+
+}  // namespace jaxcoded
