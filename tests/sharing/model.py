@@ -9,14 +9,14 @@ It can take back what a rank has not added yet (*recall*), and all that a silent
 The rules, which `Rules` switches off one by one so that tests can show what each is for:
 
 Rank, per round: a generation, a queue of blocks, the block that its program computes, the vector.
-1. A grant of this generation goes to the queue; its number in the generation is acknowledged.
+1. What is granted goes to the queue.
 2. The program takes blocks from the queue and adds them when they are computed.
 3. A recalled block that is queued or being computed is returned, and not added when it is done. One
    that is added stays.
 4. A drop begins a new generation: nothing is queued, nothing is in the vector, and what is being
    computed is not added.
-5. After each of these the parent is told: generation, grants that came, blocks added, blocks
-   returned. What was said in an older generation counts for nothing, here and there.
+5. After each of these the parent is told: generation, blocks added, blocks returned. What was said
+   in an older generation counts for nothing.
 6. A piece of the vector is given out if generation and number of added blocks are those asked for.
 7. The rank leaves the round when it hears that it is over, and not before.
 
@@ -24,7 +24,8 @@ Parent, per round: for each rank its generation and the blocks granted in it; th
 pieces of the sum that are formed.
 8. A free block is granted to a rank that holds it and has acknowledged its generation.
 9. What is returned is free. A silent rank is dropped: all that it was granted is free.
-10. A rank is *sealed* when every grant is acknowledged and every block in its ledger added.
+10. A rank is *sealed* when every block in its ledger is added. That it has nothing to do is not
+    enough: a grant may be on its way.
 11. A piece is formed when nothing is free and every rank with blocks in its ledger is sealed, from
     their pieces, each as it was when its rank had just these blocks. Pieces that were formed before
     a rank was dropped stay: each is a whole sum by itself.
@@ -55,7 +56,7 @@ class Rules:
     """Which of the rules hold.
 
     Attributes:
-        count_grants: a rank is sealed only when it has acknowledged every grant (10).
+        count_added: a rank is not sealed just because it has nothing to do (10).
         generations: what was said or held before a drop counts for nothing (5, 6).
         versions: pieces are used only as of the blocks in the ledger (6, 11).
         keep_added: a recalled block that is added is not returned (3).
@@ -65,7 +66,7 @@ class Rules:
         hold: programs go on until the computation ends (13).
     """
 
-    count_grants: bool = True
+    count_added: bool = True
     generations: bool = True
     versions: bool = True
     keep_added: bool = True
@@ -79,7 +80,6 @@ class Rank(NamedTuple):
     """What a rank knows of the round."""
 
     generation: int = 0
-    grants: int = 0  # of this generation that came
     queue: tuple[Block, ...] = ()
     computes: Block | None = None
     unwanted: bool = False  # what it computes is not to be added
@@ -94,8 +94,6 @@ class Account(NamedTuple):
 
     generation: int = 0
     known: int = 0  # generation that the rank has acknowledged
-    sent: int = 0  # grants of this generation,
-    came: int = 0  # of which so many are acknowledged
     blocks: frozenset[Block] = frozenset()  # granted and not returned
     added: int = 0  # so many of them
     recalled: frozenset[Block] = frozenset()
@@ -285,11 +283,9 @@ class Model:
                 else rank.vector,
             )
             return self.tells(state, r, rank)
-        if generation != rank.generation:
-            return state
         if kind == "grant":
             (block,) = rest
-            rank = rank._replace(grants=rank.grants + 1, queue=(*rank.queue, block))
+            rank = rank._replace(queue=(*rank.queue, block))
             return self.tells(state, r, rank)
         if kind == "recall":
             (block,) = rest
@@ -302,6 +298,8 @@ class Model:
             return self.tells(state, r, rank, returned=block)
         assert kind == "fetch"
         version, piece = rest
+        if generation != rank.generation and self.rules.generations:
+            return state
         if not self.engine_owns and not rank.handed_over:
             again = message  # it is answered when the vector is there
             return state._replace(down=replaced(state.down, r, (*state.down[r], again)))
@@ -332,7 +330,6 @@ class Model:
             (
                 "status",
                 rank.generation,
-                rank.grants,
                 len(rank.vector),
                 returned,
                 kept,
@@ -362,15 +359,14 @@ class Model:
             row = replaced(state.fetched[r], piece, its)
             asked = frozenset(a for a in state.asked if a[:2] != (r, piece))
             return state._replace(fetched=replaced(state.fetched, r, row), asked=asked)
-        came, added, returned, kept, idle = rest
-        if not self.rules.count_grants and idle:
-            came, added = account.sent, len(account.blocks)
+        added, returned, kept, idle = rest
+        if not self.rules.count_added and idle:
+            added = len(account.blocks)
         free, blocks, recalled = state.free, account.blocks, account.recalled
         if returned in blocks:
             blocks, free = blocks - {returned}, free | {returned}
         account = account._replace(
             known=account.generation,
-            came=max(came, account.came),
             added=added,
             blocks=blocks,
             recalled=recalled - {returned, kept},
@@ -378,7 +374,7 @@ class Model:
         return state._replace(accounts=replaced(state.accounts, r, account), free=free)
 
     def sealed(self, account: Account) -> bool:
-        return account.came == account.sent and account.added == len(account.blocks)
+        return account.added == len(account.blocks)
 
     def dropped(self, state: State, r: int) -> State:
         account = state.accounts[r]
@@ -400,17 +396,12 @@ class Model:
         idle = False
         for r, account in enumerate(state.accounts):
             here = account.known == account.generation and not account.out
-            unfinished = account.sent > account.came or account.added < len(
-                account.blocks
-            )
-            idle |= here and not unfinished
+            idle |= here and self.sealed(account)
             few = len(account.blocks) - account.added < 2
             if here and few and not state.ending:
                 for block in sorted(state.free):
                     if r in self.holders[block]:
-                        granted = account._replace(
-                            sent=account.sent + 1, blocks=account.blocks | {block}
-                        )
+                        granted = account._replace(blocks=account.blocks | {block})
                         after = state._replace(
                             accounts=replaced(state.accounts, r, granted),
                             free=state.free - {block},

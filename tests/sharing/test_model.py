@@ -33,7 +33,7 @@ def test_every_schedule(holders, faults, engine_owns):
 @pytest.mark.parametrize(
     "rule, holders, faults, engine_owns",
     [
-        ("count_grants", TWO, {}, True),
+        ("count_added", TWO, {}, True),
         ("generations", ONE, {"suspicions": 1}, True),
         ("versions", TWO, {"recalls": 0, "deaths": 1}, True),
         ("keep_added", TWO, {}, True),

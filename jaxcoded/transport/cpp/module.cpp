@@ -358,6 +358,9 @@ class LoneNode {
 };
 
 }  // namespace
+
+void add_sharing(nb::module_& module);
+
 }  // namespace jaxcoded
 
 NB_MODULE(_engine, module) {
@@ -574,6 +577,8 @@ NB_MODULE(_engine, module) {
       .def("left", [](LoneNode& self) { return self.node().left(); })
       .def("give_up", [](LoneNode& self) { self.node().give_up(); })
       .def("absent", [](LoneNode& self) { return self.node().absent(); });
+
+  add_sharing(module);
 
   const auto handler = [&](const char* name, XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
     module.attr(name) = nb::capsule(reinterpret_cast<void*>(function), "xla._CUSTOM_CALL_TARGET");

@@ -1,0 +1,257 @@
+#include "ledger.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "median.h"
+
+namespace jaxcoded {
+namespace {
+
+// A member asks for more while it computes its last block, so that the answer is there in time.
+constexpr std::size_t ahead = 1;
+// A block that takes longer than is usual will take as much longer, and half as long again.
+constexpr double further = 0.5;
+// What is being computed is only computed anew if that ends so much sooner, as a share of a block.
+constexpr double worth = 0.1;
+constexpr std::uint32_t most_doublings = 6;  // of the patience with a member
+constexpr double never = std::numeric_limits<double>::infinity();
+
+}  // namespace
+
+Ledger::Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
+               double patience_seconds)
+    : holders_(std::move(holders)), patience_seconds_(patience_seconds), members_(members) {}
+
+void Ledger::begin(const std::vector<bool>& present, const std::vector<double>& seconds,
+                   double now) {
+  orders_.clear();
+  free_.clear();
+  for (Block block = 0; block < holders_.size(); ++block) free_.insert(block);
+  for (std::size_t m = 0; m < members_.size(); ++m) {
+    const bool lost = members_[m].state == Member::State::lost;
+    members_[m] = {.state = lost ? Member::State::lost : Member::State::absent,
+                   .seconds = seconds[m]};
+    if (present[m]) arrived(m, now);
+  }
+}
+
+// It gets what is its own and still free.
+void Ledger::arrived(std::size_t m, double now) {
+  if (members_[m].state != Member::State::absent) return;
+  members_[m].state = Member::State::here;
+  std::vector<Block> own;
+  for (const Block block : free_) {
+    if (holders_[block].front() == m) own.push_back(block);
+  }
+  if (!own.empty()) grant(m, own, now);
+}
+
+void Ledger::heard(std::size_t m, const Progress& progress, double now) {
+  Member& member = members_[m];
+  if (progress.generation != member.generation || member.state == Member::State::lost ||
+      member.state == Member::State::absent) {
+    return;
+  }
+  if (member.state == Member::State::given_up) {  // and empty
+    member.state = Member::State::here;
+    member.since = now;
+  }
+  if (progress.added > member.added) {
+    const double block = (now - member.since) / (progress.added - member.added);
+    member.seconds = member.measured ? (member.seconds + block) / 2 : block;
+    member.measured = true;
+    member.added = progress.added;
+    member.since = now;
+  }
+  for (; member.answered < progress.answered && !member.recalls.empty(); ++member.answered) {
+    const Recall recall = member.recalls.front();
+    member.recalls.pop_front();
+    Member& beneficiary = members_[recall.beneficiary];
+    if (beneficiary.promised) --beneficiary.promised;
+    if (std::ranges::find(progress.returned, recall.block) == progress.returned.end()) continue;
+    if (!member.blocks.empty() && member.blocks[member.added] == recall.block) member.since = now;
+    std::erase(member.blocks, recall.block);
+    free_.insert(recall.block);
+    if (beneficiary.here()) grant(recall.beneficiary, {recall.block}, now);
+  }
+}
+
+void Ledger::give_up(std::size_t m, double now) {
+  Member& member = members_[m];
+  if (!member.here()) return;
+  release(member);
+  member = {.state = Member::State::given_up,
+            .generation = member.generation + 1,
+            .times_given_up = member.times_given_up + 1,
+            .since = now,
+            .seconds = member.seconds};
+  order(m, Order::Kind::drop, {});
+}
+
+void Ledger::lost(std::size_t m) {
+  release(members_[m]);
+  members_[m] = {.state = Member::State::lost};
+}
+
+// What it was to compute is for others.
+void Ledger::release(Member& member) {
+  free_.insert(member.blocks.begin(), member.blocks.end());
+  for (const Recall& recall : member.recalls) {
+    Member& beneficiary = members_[recall.beneficiary];
+    if (beneficiary.promised) --beneficiary.promised;
+  }
+}
+
+std::vector<Order> Ledger::orders(double now) {
+  for (std::size_t m = 0; m < members_.size(); ++m) {
+    if (now >= patience_ends(members_[m])) give_up(m, now);
+  }
+  std::vector<std::size_t> idlest;  // members that have nothing left but what they compute
+  for (std::size_t m = 0; m < members_.size(); ++m) {
+    const Member& member = members_[m];
+    if (member.here() && member.left() + member.promised <= ahead) idlest.push_back(m);
+  }
+  // Those that were given up least come first: whoever takes over should not be lost again.
+  std::ranges::sort(idlest, {}, [&](std::size_t m) {
+    return std::pair(members_[m].times_given_up, done_in(members_[m], now));
+  });
+  for (const std::size_t m : idlest) {
+    if (!grant_free(m, now)) recall_for(m, now);
+  }
+  return std::exchange(orders_, {});
+}
+
+double Ledger::wakes_at(double now) const {
+  double out = never, block = never;
+  bool idle = false, busy = false;
+  for (const Member& member : members_) {
+    out = std::min(out, patience_ends(member));
+    if (!member.here()) continue;
+    idle |= !member.left();
+    busy |= member.left() > 0;
+    block = std::min(block, seconds(member));
+  }
+  // How much longer a block takes shows only with time.
+  if (idle && busy) out = std::min(out, now + block / 4);
+  return out;
+}
+
+bool Ledger::settled() const {
+  return free_.empty() && std::ranges::all_of(members_, [](const Member& member) {
+           return !member.left();
+         });
+}
+
+Ledger::Version Ledger::version(std::size_t m) const {
+  return {members_[m].generation, static_cast<std::uint32_t>(members_[m].blocks.size())};
+}
+
+std::vector<Block> Ledger::orphans() const {
+  std::vector<Block> out;
+  for (const Block block : free_) {
+    if (std::ranges::none_of(holders_[block],
+                             [&](std::size_t m) { return members_[m].here(); })) {
+      out.push_back(block);
+    }
+  }
+  return out;
+}
+
+// When it is given up, unless it answers before.
+double Ledger::patience_ends(const Member& member) const {
+  if (member.recalls.empty()) return never;
+  const std::uint32_t doublings = std::min(member.times_given_up, most_doublings);
+  return member.recalls.front().since + patience_seconds_ * (1u << doublings);
+}
+
+// For one block.
+double Ledger::seconds(const Member& member) const {
+  if (member.seconds > 0) return member.seconds;
+  std::vector<double> known;
+  for (const Member& other : members_) {
+    if (other.seconds > 0) known.push_back(other.seconds);
+  }
+  return median(std::move(known));
+}
+
+double Ledger::for_present_block(const Member& member, double now) const {
+  const double usual = seconds(member), elapsed = now - member.since;
+  return elapsed < usual ? usual - elapsed : further * elapsed;
+}
+
+double Ledger::done_in(const Member& member, double now) const {
+  if (!member.left()) return 0;
+  const double next = std::max(seconds(member), now - member.since);
+  return for_present_block(member, now) + static_cast<double>(member.left() - 1) * next;
+}
+
+bool Ledger::holds(std::size_t m, Block block) const {
+  return std::ranges::find(holders_[block], m) != holders_[block].end();
+}
+
+bool Ledger::recalled(const Member& member, Block block) const {
+  return std::ranges::any_of(member.recalls,
+                             [&](const Recall& recall) { return recall.block == block; });
+}
+
+void Ledger::order(std::size_t m, Order::Kind kind, std::vector<Block> blocks) {
+  orders_.push_back({m, kind, std::move(blocks), members_[m].generation});
+}
+
+void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) {
+  Member& member = members_[m];
+  if (!member.left()) member.since = now;
+  for (const Block block : blocks) {
+    free_.erase(block);
+    member.blocks.push_back(block);
+  }
+  order(m, Order::Kind::grant, blocks);
+}
+
+bool Ledger::grant_free(std::size_t m, double now) {
+  for (const Block block : free_) {
+    if (!holds(m, block)) continue;
+    grant(m, {block}, now);
+    return true;
+  }
+  return false;
+}
+
+// Take back a block for a member from whoever would be done last, if that ends sooner.
+bool Ledger::recall_for(std::size_t m, double now) {
+  const Member& member = members_[m];
+  const double mine = done_in(member, now) + seconds(member);
+  const bool idle = !member.left();
+  double latest = mine;
+  std::size_t from = m;
+  Block which = 0;
+  for (std::size_t v = 0; v < members_.size(); ++v) {
+    const Member& other = members_[v];
+    if (v == m || !other.here() || other.left() <= other.recalls.size()) continue;
+    const double its = done_in(other, now);
+    // What it computes already is its last, and taken back only for who has nothing to do.
+    const bool last = other.left() == 1;
+    if (its <= latest || (last && (!idle || its <= mine * (1 + worth)))) continue;
+    for (std::size_t i = other.blocks.size(); i-- > other.added;) {
+      const Block block = other.blocks[i];
+      if ((i == other.added && !last) || !holds(m, block) || recalled(other, block)) continue;
+      latest = its;
+      from = v;
+      which = block;
+      break;
+    }
+  }
+  if (from == m) return false;
+  recall(from, which, m, now);
+  return true;
+}
+
+void Ledger::recall(std::size_t from, Block block, std::size_t beneficiary, double now) {
+  members_[from].recalls.push_back({block, beneficiary, now});
+  ++members_[beneficiary].promised;
+  order(from, Order::Kind::recall, {block});
+}
+
+}  // namespace jaxcoded

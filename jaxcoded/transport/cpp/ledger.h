@@ -1,0 +1,103 @@
+// Who computes which blocks of a round whose work is shared, as the parent has it.
+//
+// Every block is granted to one member at a time: first to its owner, later to whoever has nothing
+// left to do and holds its data, after it was taken back from whoever would be done last. So each is
+// in the sum once, whoever is late. The rules are in tests/sharing/model.py.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <set>
+#include <vector>
+
+#include "share.h"
+
+namespace jaxcoded {
+
+// What the parent tells a member.
+struct Order {
+  enum class Kind : std::uint8_t { grant, recall, drop };
+
+  std::size_t member;
+  Kind kind;
+  std::vector<Block> blocks = {};  // to grant or recall
+  std::uint32_t generation = 0;    // that begins with a drop
+};
+
+class Ledger {
+ public:
+  // `holders`: of each block, its owner first; members are numbered from 0. `patience_seconds`: a
+  // member that has not answered a recall for so long is given up, the first time.
+  Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
+         double patience_seconds);
+
+  // A round begins. `present`: members known to have left the round before; the others may take
+  // part once they arrive. `seconds`: of each member for a block, as far as it is known, or 0.
+  void begin(const std::vector<bool>& present, const std::vector<double>& seconds, double now);
+  void arrived(std::size_t member, double now);
+  void heard(std::size_t member, const Progress& progress, double now);
+  // Its vector cannot be had. If it is there after all, it begins anew.
+  void give_up(std::size_t member, double now);
+  // It takes no part any more.
+  void lost(std::size_t member);
+
+  // What to tell the members now.
+  std::vector<Order> orders(double now);
+  // When there may be orders although nothing was heard.
+  double wakes_at(double now) const;
+
+  // Whether the members' vectors hold every block.
+  bool settled() const;
+  // What a member's vector must be of: its generation and the number of its blocks.
+  struct Version {
+    std::uint32_t generation = 0;
+    std::uint32_t blocks = 0;
+    bool operator==(const Version&) const = default;
+  };
+  Version version(std::size_t member) const;
+  // Blocks that no member who takes part holds.
+  std::vector<Block> orphans() const;
+
+ private:
+  struct Recall {
+    Block block;
+    std::size_t beneficiary;  // gets it
+    double since;
+  };
+  struct Member {
+    enum class State : std::uint8_t { absent, here, given_up, lost } state = State::absent;
+    std::uint32_t generation = 0;
+    std::uint32_t added = 0, answered = 0;  // see `Progress`
+    std::vector<Block> blocks = {};  // granted and not returned, in order
+    std::deque<Recall> recalls = {};  // that are not answered
+    std::uint32_t promised = 0;      // blocks that are recalled for it
+    std::uint32_t times_given_up = 0;
+    double since = 0;     // it computes its present block
+    double seconds = 0;   // for a block; 0: not known
+    bool measured = false;  // in this round
+
+    bool here() const { return state == State::here; }
+    std::size_t left() const { return blocks.size() - added; }
+  };
+
+  double patience_ends(const Member& member) const;
+  double seconds(const Member& member) const;
+  double for_present_block(const Member& member, double now) const;
+  double done_in(const Member& member, double now) const;
+  bool holds(std::size_t member, Block block) const;
+  bool recalled(const Member& member, Block block) const;
+  void grant(std::size_t member, const std::vector<Block>& blocks, double now);
+  bool grant_free(std::size_t member, double now);
+  bool recall_for(std::size_t member, double now);
+  void recall(std::size_t from, Block block, std::size_t beneficiary, double now);
+  void release(Member& member);
+  void order(std::size_t member, Order::Kind kind, std::vector<Block> blocks);
+
+  std::vector<std::vector<std::size_t>> holders_;
+  double patience_seconds_;
+  std::vector<Member> members_;
+  std::set<Block> free_;
+  std::vector<Order> orders_;
+};
+
+}  // namespace jaxcoded

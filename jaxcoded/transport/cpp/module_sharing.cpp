@@ -1,0 +1,56 @@
+// Python's view of how work is shared, for tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "ledger.h"
+#include "share.h"
+
+namespace nb = nanobind;
+
+namespace jaxcoded {
+
+void add_sharing(nb::module_& module) {
+  nb::class_<Progress>(module, "Progress")
+      .def_ro("generation", &Progress::generation)
+      .def_ro("added", &Progress::added)
+      .def_ro("answered", &Progress::answered)
+      .def_ro("returned", &Progress::returned);
+  nb::class_<Share>(module, "Share")
+      .def(nb::init<>())
+      .def("grant", &Share::grant)
+      .def("recall", &Share::recall)
+      .def("drop", &Share::drop)
+      .def("take", &Share::take)
+      .def("done", &Share::done)
+      .def("progress", &Share::progress)
+      .def_prop_ro("computes", &Share::computes);
+  nb::class_<Order> order(module, "Order");
+  nb::enum_<Order::Kind>(order, "Kind")
+      .value("grant", Order::Kind::grant)
+      .value("recall", Order::Kind::recall)
+      .value("drop", Order::Kind::drop);
+  order.def_ro("member", &Order::member)
+      .def_ro("kind", &Order::kind)
+      .def_ro("generation", &Order::generation)
+      .def_ro("blocks", &Order::blocks);
+  nb::class_<Ledger>(module, "Ledger")
+      .def(nb::init<std::vector<std::vector<std::size_t>>, std::size_t, double>())
+      .def("begin", &Ledger::begin)
+      .def("arrived", &Ledger::arrived)
+      .def("heard", &Ledger::heard)
+      .def("give_up", &Ledger::give_up)
+      .def("lost", &Ledger::lost)
+      .def("orders", &Ledger::orders)
+      .def("wakes_at", &Ledger::wakes_at)
+      .def_prop_ro("settled", &Ledger::settled)
+      .def("version",
+           [](const Ledger& self, std::size_t member) {
+             const Ledger::Version version = self.version(member);
+             return std::pair(version.generation, version.blocks);
+           })
+      .def_prop_ro("orphans", &Ledger::orphans);
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,118 @@
+"""The engine's ledger: each block once, whoever is late, and near the least time there is."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from world import World, spread
+
+WORKERS, BLOCKS = 12, 12
+BLOCK = 0.01  # seconds
+
+
+def steady():
+    return 1e-4
+
+
+def ideal(seconds):
+    """Of a step in which all blocks are computed by all members, none of which waits."""
+    return WORKERS * BLOCKS / sum(1 / s for s in seconds)
+
+
+def world(seconds, replicas=3, **options):
+    return World(
+        spread(WORKERS, BLOCKS, replicas), WORKERS, seconds, latency=steady, **options
+    )
+
+
+def test_nobody_is_late():
+    """Everybody computes its own blocks, and nobody is asked anything."""
+    its = world([BLOCK] * WORKERS)
+    step = its.run()
+    assert its.orders == {"grant": WORKERS, "recall": 0, "drop": 0}
+    assert its.computed == WORKERS * BLOCKS
+    messages = 2 + WORKERS  # granted, done, and each vector fetched
+    assert step == pytest.approx(BLOCK * BLOCKS + messages * steady())
+
+
+SLOW = {
+    "one": ([10.0] + [1.0] * 11, 1.1),
+    "two": ([10.0, 10.0] + [1.0] * 10, 1.12),
+    "half": ([10.0] * 6 + [1.0] * 6, 1.1),
+    "unequal": ([1 + 1.5 * i / 11 for i in range(12)], 1.15),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_near_the_least_time(name):
+    """In time that is counted: against the sum of work by the sum of speeds."""
+    factors, bound = SLOW[name]
+    seconds = [BLOCK * f for f in factors]
+    its = world(seconds, replicas=11)
+    for _ in range(3):
+        step = its.run()
+        assert ideal(seconds) <= step <= bound * ideal(seconds)
+    assert its.orders["drop"] == 0
+
+
+def test_who_stops_is_taken_over_and_comes_back():
+    its = world([BLOCK] * WORKERS)
+    step = its.run(faults=[(0.05, "stop", 3)])
+    assert its.orders["drop"] == 1
+    # its five blocks or so again, by the rest, and the patience
+    assert step <= BLOCK * (BLOCKS + 2) * 1.3
+    its.wake(3)
+    its.run()  # was not there at the start
+    its.run()
+    assert its.orders["drop"] == 0
+
+
+def test_who_dies_while_it_is_fetched_is_computed_anew():
+    its = world([BLOCK] * WORKERS)
+    whole = BLOCK * BLOCKS + 3.5 * steady()  # of the first member only
+    step = its.run(faults=[(whole, "die", 11)])
+    assert step > BLOCK * BLOCKS + BLOCK
+    assert its.computed == WORKERS * BLOCKS + BLOCKS
+
+
+def test_a_block_that_nobody_holds():
+    its = World([[0], [1, 0], [1]], 2, [BLOCK] * 2, latency=steady)
+    with pytest.raises(AssertionError, match="nothing more can happen"):
+        its.run(faults=[(0.005, "die", 1), (0.006, "found_dead", 1)])
+    assert its.ledger.orphans == [2]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    seed=st.integers(0, 2**32), members=st.integers(2, 7), replicas=st.integers(1, 3)
+)
+def test_random_schedules(seed, members, replicas):
+    """Members are slow, stopped, woken up, dead, or late to call; the parent never is."""
+    rng = random.Random(seed)
+    holders = spread(members, rng.randint(1, 6), replicas, extra=[0])
+    fastest = rng.choice([1e-4, 1e-3, 1e-2])
+
+    def takes(member, time):
+        return fastest * rng.choice([1, 1, 1, 2, 10])
+
+    its = World(
+        [list(dict.fromkeys(h)) for h in holders],
+        members,
+        takes,
+        latency=lambda: rng.expovariate(1 / rng.choice([1e-5, 1e-3])),
+        patience=rng.choice([1e-3, 2e-2]),
+    )
+    for _ in range(4):
+        faults = [
+            (rng.random() * 10 * fastest, rng.choice(["stop", "wake", "die"]), m)
+            for m in range(1, members)
+            if rng.random() < 0.4
+        ]
+        calls = [
+            rng.choice([0, 0, rng.random() * 20 * fastest]) for _ in range(members)
+        ]
+        its.run(calls=calls, faults=faults)
+        for member in [*its.stopped]:
+            if rng.random() < 0.5:
+                its.wake(member)

@@ -1,0 +1,232 @@
+"""A family that shares its work, in one process and in time that is counted, not waited for.
+
+The ledger of the parent and the shares of its members are the engine's own code. Processes, their
+programs and the links between them are played here.
+"""
+
+import heapq
+import itertools
+import math
+
+from jaxcoded.transport._engine import Ledger, Order, Share
+
+
+def spread(workers, blocks, replicas, extra=()):
+    """The holders of each block: its owner, and as many other workers, in turn; and ``extra``."""
+    return [
+        [owner]
+        + [
+            (owner + 1 + (b * replicas + i) % (workers - 1)) % workers
+            for i in range(min(replicas, workers - 1))
+        ]
+        + list(extra)
+        for owner in range(workers)
+        for b in range(blocks)
+    ]
+
+
+class World:
+    """One family.
+
+    Attributes:
+        seconds: that each member's program takes for a block, or a function of member and
+            time.
+        latency: seconds that a message takes, a function without arguments.
+        stopped, dead: processes.
+        calls: when each member's program begins, by round.
+        orders: how many of each kind were given in this round.
+        computed: blocks that were computed in this round, also in vain.
+    """
+
+    def __init__(self, holders, members, seconds, *, latency, patience=0.02):
+        self.holders = holders
+        self.members = members
+        self.seconds = seconds
+        self.latency = latency
+        self.ledger = Ledger(holders, members, patience)
+        self.clock = 0.0
+        self.stopped, self.dead = set(), set()
+        self.events = []
+        self.numbers = itertools.count()
+        self.round = 0
+        self.left = set(range(members))  # that have left the round before
+        self.known_seconds = [0.0] * members
+
+    # Time.
+
+    def at(self, time, action, *args, of=None, cancel=None):
+        """Do something later; ``of``: a process, which does it once it is there."""
+        heapq.heappush(
+            self.events,
+            (time, next(self.numbers), action, args, of, self.round, cancel),
+        )
+
+    def sends(self, link, of, action, *args):
+        """A message: links keep their order."""
+        time = max(self.clock + self.latency(), self.busy.get(link, 0.0))
+        self.busy[link] = time
+        self.at(time, action, *args, of=of)
+
+    def stop(self, member):
+        self.stopped.add(member)
+
+    def wake(self, member):
+        self.stopped.discard(member)
+        for event in self.held.pop(member, []):
+            heapq.heappush(self.events, (self.clock, *event[1:]))
+
+    def die(self, member):
+        self.dead.add(member)
+        self.stopped.discard(member)
+
+    def found_dead(self, member):
+        self.ledger.lost(member)
+        self._decide()
+
+    # A round.
+
+    def run(self, *, calls=None, faults=(), most=60.0):
+        """One round. Returns the seconds that it takes.
+
+        Args:
+            calls: when each member's program calls, in seconds from now; default: at once.
+            faults: ``(seconds from now, what, member)``: ``"stop"``, ``"wake"``, ``"die"``, or
+                ``"found_dead"`` by the parent.
+            most: seconds in which it must be over.
+        """
+        self.round += 1
+        self.shares = [Share() for _ in range(self.members)]
+        self.vectors = [[] for _ in range(self.members)]
+        self.called = set()
+        self.computes = [None] * self.members
+        self.busy, self.held = {}, {}
+        self.fetched = {}
+        self.over = False
+        self.orders = dict.fromkeys(("grant", "recall", "drop"), 0)
+        self.computed = 0
+        self.events = [e for e in self.events if e[5] == self.round]
+        began = self.clock
+        for seconds, what, member in faults:
+            self.at(began + seconds, getattr(self, what), member)
+        present = [m in self.left and m not in self.dead for m in range(self.members)]
+        self.ledger.begin(present, self.known_seconds, self.clock)
+        for m in range(self.members):
+            late = calls[m] if calls else 0.0
+            self.at(began + late, self._calls, m, of=m)
+            if not present[m]:  # it is heard of once it is there
+                self.at(began + late, self._arrives, m, of=m)
+        self._decide()
+        for number in itertools.count():
+            if self.over:
+                break
+            assert number < 100_000, f"nothing comes of what happens: {self.state()}"
+            assert self.events, f"nothing more can happen: {self.state()}"
+            event = heapq.heappop(self.events)
+            time, _, action, args, of, _round, cancel = event
+            self.clock = max(self.clock, time)
+            assert self.clock - began < most, f"the round does not end: {self.state()}"
+            if of in self.dead or (cancel and cancel()):
+                continue
+            if of in self.stopped:
+                self.held.setdefault(of, []).append(event)
+                continue
+            action(*args)
+        self.left = set(range(self.members)) - self.stopped - self.dead
+        return self.clock - began
+
+    def state(self):
+        return [
+            (self.ledger.version(m), self.vectors[m], m in self.called)
+            for m in range(self.members)
+        ]
+
+    # Members.
+
+    def _arrives(self, m):
+        self.sends(("up", m), None, self._arrived, m)
+
+    def _arrived(self, m):
+        self.ledger.arrived(m, self.clock)
+        self._decide()
+
+    def _calls(self, m):
+        self.called.add(m)
+        self._goes_on(m)
+
+    def _told(self, m, order):
+        share = self.shares[m]
+        if order.kind == Order.Kind.grant:
+            share.grant(order.blocks)
+        elif order.kind == Order.Kind.recall:
+            share.recall(order.blocks)
+        else:
+            share.drop(order.generation)
+            self.vectors[m] = []
+        self._tells(m)
+        self._goes_on(m)
+
+    def _goes_on(self, m):
+        if m in self.called and not self.shares[m].computes:
+            block = self.shares[m].take()
+            if block is not None:
+                self.computes[m] = block
+                time = self.seconds
+                took = time(m, self.clock) if callable(time) else time[m]
+                self.at(self.clock + took, self._computed, m, of=m)
+
+    def _computed(self, m):
+        self.computed += 1
+        if self.shares[m].done():
+            self.vectors[m].append(self.computes[m])
+        self._tells(m)
+        self._goes_on(m)
+
+    def _tells(self, m):
+        self.sends(("up", m), None, self._heard, m, self.shares[m].progress())
+
+    # The parent.
+
+    def _heard(self, m, progress):
+        self.ledger.heard(m, progress, self.clock)
+        self._decide()
+
+    def _decide(self):
+        for order in self.ledger.orders(self.clock):
+            self.orders[order.kind.name] += 1
+            self.sends(
+                ("down", order.member), order.member, self._told, order.member, order
+            )
+        wakes = self.ledger.wakes_at(self.clock)
+        self.wakes = wakes
+        if wakes < math.inf:
+            self.at(
+                max(wakes, self.clock + 1e-5),
+                self._decide,
+                cancel=lambda: self.wakes != wakes,
+            )
+        self._gather()
+
+    def _gather(self):
+        """Fetch from one member after the other what the sum is of."""
+        if self.over or not self.ledger.settled:
+            return
+        for m in range(self.members):
+            version = self.ledger.version(m)
+            if not version[1] or self.fetched.get(m, (None,))[0] == version:
+                continue
+            if m in self.dead:
+                self.found_dead(m)
+                return
+            held = (self.shares[m].progress().generation, len(self.vectors[m]))
+            assert held == version, (m, held, version)
+            self.fetched[m] = version, list(self.vectors[m])
+            self.at(self.clock + self.latency(), self._gather)
+            return
+        chosen = [
+            block
+            for m in range(self.members)
+            if self.ledger.version(m)[1]
+            for block in self.fetched[m][1]
+        ]
+        assert sorted(chosen) == list(range(len(self.holders))), sorted(chosen)
+        self.over = True
