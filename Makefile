@@ -15,7 +15,7 @@ mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
 mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-mpich test-asan test-tsan fuzz lint format doctest clean
+.PHONY: help setup demo check test test-all test-mpich smoke test-asan test-tsan fuzz lint format doctest clean
 
 help:
 	@echo 'make demo     run the main job (examples/digits.py on $(RANKS) ranks)'
@@ -23,6 +23,7 @@ help:
 	@echo 'make test     run the test suite, with its runs under mpirun'
 	@echo 'make test-all the same with more that says the same, and with benchmarks'
 	@echo 'make test-mpich  a part of the test suite on MPICH, in an environment of its own'
+	@echo 'make smoke    a little of everything with the oldest and the newest JAX'
 	@echo 'make test-asan   the tests of the engine under the sanitizers of addresses and behavior'
 	@echo 'make test-tsan   the same under the sanitizer of threads'
 	@echo 'make fuzz     random schedules of the engine for MINUTES=$(MINUTES)'
@@ -65,6 +66,10 @@ test-mpich:
 	cd build/mpich && JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider \
 	    --timeout=150 --timeout-method=thread $(mpich_tests)
 	cd build/mpich && $(python) -m pytest tests/test_faults.py -k '$(mpich_faults)' $(ARGS)
+
+smoke: setup
+	scripts/with_jax oldest
+	scripts/with_jax newest
 
 test-asan: setup
 	$(python) scripts/sanitize address $(ARGS)

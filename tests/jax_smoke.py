@@ -1,0 +1,126 @@
+"""A little of everything that touches JAX, for versions of JAX that the tests do not run with.
+
+`scripts/with_jax` starts it on two ranks: everything that is compiled, ordered, differentiated and
+batched, by both transports. Says at the end what it ran with.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from mpi4py import MPI
+
+import jaxcoded
+from jaxcoded import coded_allreduce
+
+comm = MPI.COMM_WORLD
+EXAMPLES = np.arange(6.0, dtype=np.float32)  # one number of the sum for each
+TOTAL = EXAMPLES.sum()
+
+
+def same(got, wanted):
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def sums(group, own):
+    """With an effect and with a token, in and out of jit, in a loop, batched."""
+    reduce = jax.jit(lambda x: coded_allreduce(x, group))
+    for form in (reduce, jax.vmap(reduce), lambda x: coded_allreduce(x, group)):
+        same(form(jnp.stack([own, 2 * own])), [TOTAL, 2 * TOTAL])
+
+    @jax.jit
+    def loop(x):
+        def add(token, k):
+            out = coded_allreduce(k * x, group, token=token)
+            return out.token, out.total
+
+        return jax.lax.scan(add, jnp.int32(0), jnp.arange(1.0, 4))[1]
+
+    same(loop(own), TOTAL * np.arange(1, 4))
+
+    @jax.jit
+    def unread(x):
+        coded_allreduce(x, group)
+        return x
+
+    before = group.rounds
+    jax.block_until_ready(unread(own))
+    jaxcoded.effects_barrier()
+    assert group.rounds == before + 1, "a round was dropped"
+
+
+def derivatives(group, own):
+    def square(x):
+        return coded_allreduce(x, group, transpose=True) ** 2
+
+    same(jax.jit(jax.grad(square))(own), 2 * TOTAL)
+    same(jax.jvp(square, (own,), (own,))[1], 2 * TOTAL**2)
+    before = group.rounds
+    kept = jax.checkpoint(lambda x: jnp.sin(coded_allreduce(x, group, transpose=True)))
+    same(jax.jit(jax.grad(kept))(own), np.cos(TOTAL))
+    jaxcoded.effects_barrier()
+    assert group.rounds == before + 1, "a round was run again"
+
+
+def training(group):
+    """Least squares, by `coded_value_and_grad` and by the link for optax."""
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+    indices, weights = group.assignment(len(x))
+    start = jnp.ones(3)
+
+    def losses(w, x):
+        return (x @ w - 1) ** 2
+
+    def mean(w):
+        return losses(w, x).mean()
+
+    loss, grad = jax.value_and_grad(mean)(start)
+    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+    for got, wanted in zip(step(start, x[indices], weights), (loss, grad), strict=True):
+        same(got, wanted)
+
+    def ours(w):
+        return weights @ losses(w, x[indices])
+
+    link = jaxcoded.optax.coded_allreduce(group, divisor=len(x), carry_token=True)
+    optimizer = optax.chain(link, optax.sgd(0.5))
+
+    @jax.jit
+    def update(w, state):
+        return optimizer.update(jax.grad(ours)(w), state, w)[0]
+
+    same(update(start, optimizer.init(start)), -0.5 * grad)
+
+
+def refused(group, own):
+    """Errors come through, and a later round goes well."""
+    reduce = jax.jit(lambda x, gone: coded_allreduce(x, group, erasures=gone))
+    everybody = np.ones(comm.size, bool)
+    try:
+        jax.block_until_ready(reduce(own, everybody))
+    except jax.errors.JaxRuntimeError as error:
+        assert "TooManyErasures" in str(error), error
+    else:
+        sys.exit("too many erasures were not refused")
+    same(reduce(own, ~everybody), TOTAL)
+
+
+def main():
+    if sys.argv[1:]:  # the version that this should be
+        assert jax.__version__ == sys.argv[1], jax.__version__
+    for transport in ("engine", "mpi4jax"):
+        with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+            indices, weights = group.assignment(len(EXAMPLES))
+            own = weights @ EXAMPLES[indices]
+            sums(group, own)
+            derivatives(group, own)
+            training(group)
+            if comm.size > 1:
+                refused(group, own)
+    if comm.rank == 0:
+        print(f"JAX {jax.__version__} and Python {sys.version.split()[0]}: passed")
+
+
+main()
