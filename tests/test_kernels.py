@@ -43,6 +43,7 @@ def assert_close(actual, expected_and_size, terms):
 sizes = st.integers(1, 4)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(sizes, sizes, sizes, st.integers(1, 9), st.sampled_from(DTYPES), st.integers(0, 99))  # fmt: skip
 def test_against_einsum(n, k, m, q, dtype, seed):

@@ -43,32 +43,53 @@ SUMS = (
     "test_schemes.py::test_exact",
     "test_schemes.py::test_approximate",
 )
-# What rounds are to JAX, and what is summed in parts, knows nothing of the other transport.
-OF_ROUNDS = (
-    "test_gradients.py::test_checkpoint",
-    "test_schemes.py::test_training_step",
+# Programs of the other transport call Python, and every rank compiles them for itself. So on 4 ranks
+# without what rounds are to JAX, or what is summed in parts, which knows nothing of the transport, and
+# with fewer cases of what has more.
+COSTLY = (
+    "test_gradients.py::test_checkpoint[mpi4jax-",
+    "test_schemes.py::test_training_step[mpi4jax-",
+    "test_sizes.py::test_more_elements_than_mpi_counts[7-",
+    "test_sizes.py::test_more_elements_than_mpi_counts[30-",
+    "test_training.py::test_fifty_steps[mpi4jax-coded_value_and_grad_step",
+    "test_training.py::test_fifty_steps[mpi4jax-chain_step-float32",
 )
+# On 13 ranks without codes that are to a tree what `single_parity_check` and `polynomial` are.
+ALIKE = tuple(
+    f"test_schemes.py::test_exact[engine-{code}"
+    for code in ("gaussian_mds", "linear", "reed_solomon")
+)
+# On 7 ranks, where 2, 4 and 13 say it.
+ON_OTHER_TREES = ("test_baselines.py", "test_collectives.py")
+STEPS = "test_schemes.py::test_training_step"
 MORE_SUMS = ("test_collectives.py", *SUMS[-3:])
 # Of them on the other transport, whose layers are the same code: every set of ranks left out.
-SUMS_OF_MPI4JAX = "engine or test_every_tolerated_mask or test_too_many or test_exact"
+SUMS_OF_MPI4JAX = (
+    "engine or test_too_many or (test_every_tolerated_mask and not slices)"
+)
+
+
+def without(*names):
+    return [f"--deselect=tests/mpi/{name}" for name in names]
 
 
 def chosen(ranks, exhaustive):
     """Arguments of pytest: what is run on so many ranks."""
     if ranks == 4:
-        places = ["tests/mpi"]
-        if not exhaustive:
-            places += [f"--deselect=tests/mpi/{name}[mpi4jax-" for name in OF_ROUNDS]
-        return places
+        return ["tests/mpi", *([] if exhaustive else without(*COSTLY))]
     if ranks == 13:
         if exhaustive:
             return [f"tests/mpi/{name}" for name in MORE_SUMS]
-        return [f"tests/mpi/{name}" for name in SUMS] + ["-k", SUMS_OF_MPI4JAX]
+        sums = [f"tests/mpi/{name}" for name in SUMS]
+        return [*sums, "-k", SUMS_OF_MPI4JAX, *without(*ALIKE)]
     if ranks == 2 and not exhaustive:
         return [f"tests/mpi/{name}" for name in NO_REDUNDANCY]
     places = ["tests/mpi", *(f"--ignore=tests/mpi/{name}" for name in ON_ANY_TREE)]
     if ranks == 7:  # the other transport is tried on the other trees
         places += ["-k", "not mpi4jax"]
+        if not exhaustive:
+            places += [f"--ignore=tests/mpi/{name}" for name in ON_OTHER_TREES]
+            places += without(STEPS)
     return places
 
 

@@ -166,6 +166,7 @@ def there_and_back(tree):
     return unpack(vectors, packing)
 
 
+@pytest.mark.slow
 def test_many_small_leaves():
     tree = many_leaves(200)
     assert_same(jax.jit(there_and_back)(tree), tree)

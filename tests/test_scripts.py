@@ -15,7 +15,8 @@ from launch import LIMIT, ROOT, mpirun, slowness
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+# on 4 ranks also in tests/test_faults.py, as the first run
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_readme_example_finds_the_weights(ranks, tmp_path):
     (example,) = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
@@ -28,9 +29,10 @@ def test_readme_example_finds_the_weights(ranks, tmp_path):
     np.testing.assert_allclose(found, [np.arange(5.0)] * ranks, atol=0.05)
 
 
-def test_demo(tmp_path):
+@pytest.mark.parametrize("ranks", [7, pytest.param(13, marks=pytest.mark.exhaustive)])
+def test_demo(ranks, tmp_path):
     job = mpirun(
-        13,
+        ranks,
         *("-m", "mpi4py", "examples/digits.py"),
         *("--steps", "12", "--work", "1e-4", "--out", str(tmp_path)),
     )

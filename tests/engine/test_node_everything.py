@@ -42,6 +42,7 @@ def mixed_script(plan, rng):
     return script
 
 
+@pytest.mark.slow
 @many
 @given(st.integers(0, 2**32 - 1))
 def test_everything_at_once(seed):

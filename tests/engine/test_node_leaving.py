@@ -50,6 +50,7 @@ def settle_and_leave(world, rounds):
         world.settle()
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_all_leave(seed):
@@ -203,6 +204,7 @@ def test_nobody_waits_for_a_dead_leaf(early):
     assert not world.nodes[0].left()
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_nobody_waits_for_ever(seed):

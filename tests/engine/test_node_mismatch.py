@@ -80,6 +80,7 @@ def assert_told(world, odd, round):
     return at
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_in_time(seed):
@@ -166,6 +167,7 @@ def test_one_rank_is_a_round_ahead(odd):
             assert failed.keys() == set(range(4, 13))
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_a_refusal_beside_a_mismatch(seed):

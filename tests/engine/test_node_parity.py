@@ -80,6 +80,7 @@ def test_sums_that_fit_are_the_same(seed):
     world.assert_done()
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_nobody_is_left_behind(seed):

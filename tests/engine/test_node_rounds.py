@@ -47,6 +47,7 @@ def test_every_sum_is_exact(seed):
     assert len(world.results) == rounds
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_stragglers_hold_up_nobody(seed):
@@ -99,6 +100,7 @@ def test_a_stop_at_any_moment(hosts, slices):
     assert len(cut) > 2  # some were stopped between their first piece and their last
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_stops_and_goes(seed):

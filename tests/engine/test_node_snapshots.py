@@ -26,6 +26,7 @@ def thirteen(rounds, **more):
     return World(plan, script, random.Random(0), limits=limits, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [1, 4])
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 33, 1000])

@@ -364,6 +364,7 @@ def test_the_bound_of_expanders_for_all_stragglers(n, d):
     assert max(ratios) > 0.9  # a smaller bound would not hold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "d", "s"), [(60, 6, 10), (101, 4, 30), (256, 8, 32)])
 def test_the_bound_of_large_expanders(n, d, s):
     code = codes.expander(n, s, d, decoding="one_step")

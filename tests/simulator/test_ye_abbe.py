@@ -77,6 +77,7 @@ def test_optima(rate, shift, best, expected):
     assert round(times[best], 3) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "m", "expected"), ENTRIES)
 def test_simulated(d, m, expected):
     """Within 1 % by Monte Carlo."""
