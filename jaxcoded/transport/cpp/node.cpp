@@ -246,7 +246,7 @@ void Node::understand(Rank from, const Message& message) {
     child->heard = now;
   }
   upstream_.heard(from, now);
-  if (listener != listeners_.end()) listener->second.noted = false;
+  if (listener != listeners_.end()) listener->second.heard();
   if (up_.held_back && from == upstream_.parent()) {
     up_.held_back = false;
     offer();
@@ -279,7 +279,7 @@ void Node::understand(Rank from, const Message& message) {
         if (!child->retired && !(head.flags & relays)) closed_.push_back(from);
         child->retired = true;
         child->left = !(head.flags & relays);
-        if (child->left) listeners_[from].last = 0;
+        if (child->left) listeners_[from].want_nothing();
         say_bye();
       }
       check_offers();

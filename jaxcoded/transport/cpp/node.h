@@ -21,6 +21,7 @@
 #include "call.h"
 #include "decoder.h"
 #include "history.h"
+#include "listener.h"
 #include "median.h"
 #include "message.h"
 #include "offer.h"
@@ -164,16 +165,6 @@ class Node {
     Round done = 1;
     bool retired = false;  // makes no more offers
     bool left = false;     // nor does anybody below it need anything
-  };
-  // A rank below, and the results that it wants.
-  struct Listener {
-    Round first = 1, last = 0;
-    std::uint32_t told = 0;  // pieces of `first`
-    Round called = 0;        // a round it waits for in a call
-    bool noted = false;  // and has said nothing since
-    Round noted_round = 0;
-    bool wants_state = false;
-    std::set<std::uint64_t> introduced = {};  // fingerprints whose words it knows
   };
   // A result that a rank above has.
   struct Announcement {

@@ -138,9 +138,7 @@ Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bo
   entry.error = error;
   entry.alone = alone;
   entry.remains = std::exchange(entry.ready, 0);
-  for (auto& [rank, listener] : listeners_) {
-    if (listener.first == entry.round) listener.told = 0;
-  }
+  for (auto& [rank, listener] : listeners_) listener.changed(entry.round);
   return entry;
 }
 
@@ -332,7 +330,7 @@ void Node::tell(Rank rank, Listener& listener) {
       if (listener.first >= oldest) return;
       Message message{header(Kind::gone, listener.first)};
       message.header.last = oldest;
-      listener.last = 0;
+      listener.want_nothing();
       return wire_.send(rank, message);
     }
     const bool small = !entry->failed && entry->layout.bytes() <= wire_.inline_bytes(rank);
@@ -363,8 +361,7 @@ void Node::tell(Rank rank, Listener& listener) {
       listener.told = entry->ready;
       return;
     }
-    ++listener.first;
-    listener.told = 0;
+    listener.next();
   }
 }
 
@@ -376,14 +373,8 @@ void Node::tell_all() {
   if (history_.empty()) return;
   const Round newest = history_.last() - (history_.find(history_.last())->ready == 0);
   for (const Child& child : children_) {
-    Listener& listener = listeners_[child.rank];
-    if (child.left || listener.noted || listener.last >= newest || child.offer.round >= newest ||
-        listener.noted_round >= newest) {
-      continue;
-    }
-    listener.noted = true;
-    listener.noted_round = newest;
-    note(child.rank, newest);
+    if (child.left || child.offer.round >= newest) continue;
+    if (listeners_[child.rank].note(newest)) note(child.rank, newest);
   }
 }
 
@@ -394,9 +385,7 @@ void Node::note(Rank rank, Round newest) {
 }
 
 void Node::on_want(Rank rank, Listener& listener, const Header& head) {
-  listener.first = head.round;
-  listener.last = head.last;
-  listener.told = 0;
+  listener.want(head.round, head.last);
   if (head.flags & calls) {
     if (!calling() && !awaited_below()) upstream_.waits(wire_.now());
     listener.called = head.round;

@@ -21,9 +21,7 @@ void Node::on_offer(Child& child, const Message& message) {
     telemetry_.arrived(child.column, child.offer.round + 1, offer.round, offer.seen);
     child.offer = std::move(offer);
     up_.stalled.erase(child.rank);
-    Listener& listener = listeners_[child.rank];
-    listener.first = listener.last = head.round;
-    listener.told = 0;
+    listeners_[child.rank].want(head.round, head.round);
   }
   check_offer(child);
 }
