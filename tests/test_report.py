@@ -38,8 +38,8 @@ def seen(plan=PLAN, **changes):
         "children": [1, 2, 3],
         "arrived": arrived.ravel(),
         "used": arrived.ravel() <= np.repeat(begun + 0.9, 3),
-        "paced": [0, 1, 2, 3],
-        "pace": [0.1, 0.9, 0.9, 0.7],
+        "told": [0, 1, 2, 3],
+        "step_times": [0.1, 0.9, 0.9, 0.7],
         "silent": [0.0] * 4,
         "peers": [1, 2, 3],
         "link_bytes": [6000, 6000, 4000],
@@ -103,34 +103,34 @@ def test_savings():
 def test_savings_with_a_dead_child():
     for silent, pace in ((0.0, 0.7), (4.0, 0.7), (0.0, NAN)):
         saved = analysis.savings(
-            missing(3, silent=[0, 0, 0, silent], pace=[0.1, 0.9, 0.9, pace])
+            missing(3, silent=[0, 0, 0, silent], step_times=[0.1, 0.9, 0.9, pace])
         )
         assert saved.stuck == 3
         assert np.isinf(saved.uncoded).tolist() == [False, True, True, True, True]
         assert saved.avoided == pytest.approx(0.0)
     # nothing was ever heard of it
-    assert analysis.savings(missing(1, pace=[0.1, 0.9, 0.9, NAN])).stuck == 2
+    assert analysis.savings(missing(1, step_times=[0.1, 0.9, 0.9, NAN])).stuck == 2
 
 
 def test_savings_with_a_child_that_is_always_late():
     """It lives, says how long it takes, and takes all results from the history."""
     saved = analysis.savings(
-        missing(1, pace=[0.1, 0.9, 0.9, 3.0], silent=[0, 0, 0, 0.2])
+        missing(1, step_times=[0.1, 0.9, 0.9, 3.0], silent=[0, 0, 0, 0.2])
     )
     np.testing.assert_allclose(saved.uncoded, 3.0)
     assert saved.avoided == pytest.approx(5 * 2.1)
     assert saved.inferred.all()
     # of its first round no step time is known, but that it said something 2 s before the end
     saved = analysis.savings(
-        missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0])
+        missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0])
     )
     np.testing.assert_allclose(saved.uncoded, 2.0)
     saved = analysis.savings(
-        missing(1, pace=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 3.0])
+        missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 3.0])
     )
     assert saved.stuck == 2
     # which need not be since its first round
-    later = missing(3, pace=[0.1, 0.9, 0.9, 3.0])
+    later = missing(3, step_times=[0.1, 0.9, 0.9, 3.0])
     assert analysis.savings(later).stuck is None
 
 
@@ -191,7 +191,7 @@ def test_work_of_ranks_further_down():
     """They are known by their step time, or not at all; a child that has children waits for
     them, and its own work is what it says."""
     plan = jaxcoded.make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1])
-    tree = seen(plan, paced=[0, 1, 4], pace=[0.1, 0.3, 0.5], silent=[0.0] * 3)
+    tree = seen(plan, told=[0, 1, 4], step_times=[0.1, 0.3, 0.5], silent=[0.0] * 3)
     took = analysis.work([tree])
     assert took.source == ("file", *["messages"] * 3, "step time", "others", "others")
     np.testing.assert_allclose(took.seconds[:, 1], 0.3)
@@ -284,7 +284,7 @@ def kept(rows):
 FILES = {
     "usual": [seen()],
     "dead": [missing(3)],
-    "never": [missing(1, pace=[0.1, 0.9, 0.9, NAN])],
+    "never": [missing(1, step_times=[0.1, 0.9, 0.9, NAN])],
     "leaf": [of_child(3)],
     "all": [of_child(3), of_child(1), seen()],
     "no-rounds": [kept(0)],
@@ -292,7 +292,7 @@ FILES = {
     "two-rounds": [kept(2)],
     "failed": [seen(outcome=[2] * ROUNDS, decided=[NAN] * ROUNDS)],
     "approximate": [missing(3, approximate=[False, False, *[True] * 4])],
-    "unmeasured": [seen(paced=[], pace=[], silent=[])],
+    "unmeasured": [seen(told=[], step_times=[], silent=[])],
     "no-links": [seen(peers=[], link_bytes=[], link_seconds=[])],
     "alone": [
         dataclasses.replace(
@@ -300,7 +300,7 @@ FILES = {
             plan=jaxcoded.make_plan(1).to_json(),
             **{
                 name: np.zeros(1) + value
-                for name, value in (("loads", 1), ("pace", 0.1), ("silent", 0))
+                for name, value in (("loads", 1), ("step_times", 0.1), ("silent", 0))
             },
             parents=np.array([-1]),
         )

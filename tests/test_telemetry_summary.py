@@ -28,8 +28,8 @@ def seen(**changes):
         "children": [1, 2, 3],
         "arrived": [0.5, 0.1, 0.2, 1.1, 1.5, 1.2, 2.1, 2.5, 2.9, 2.9, 2.9, NAN],
         "used": [True, True, False] * 4,
-        "paced": [0, 1, 2, 3],
-        "pace": [0.05, 0.1, 0.1, 0.4],
+        "told": [0, 1, 2, 3],
+        "step_times": [0.05, 0.1, 0.1, 0.4],
         "silent": [0.0, 0.0, 0.0, 0.7],
         "peers": [1, 2],
         "link_bytes": [4_000_000, 1000],
@@ -60,22 +60,22 @@ def test_speeds():
     np.testing.assert_allclose(speeds, [1.0, 1.0, 1.0, 0.25])  # alive 0.7 s before
     long = seen(silent=[0.0, 0.0, 0.0, 1.6]).speeds
     np.testing.assert_allclose(long, [1.0, 1.0, 1.0, 1 / 16])
-    alone = seen(pace=[0.05, 0.1, 0.1, NAN]).speeds  # nothing else is known of it
+    alone = seen(step_times=[0.05, 0.1, 0.1, NAN]).speeds  # nothing else is known of it
     np.testing.assert_allclose(alone, [1.0, 1.0, 1.0, 1 / 7])
-    unknown = seen(pace=[0.05, 0.1, 0.2, NAN], silent=[0.0] * 4)
+    unknown = seen(step_times=[0.05, 0.1, 0.2, NAN], silent=[0.0] * 4)
     np.testing.assert_allclose(unknown.speeds, [0.75, 1.0, 0.5, 0.75])
     assert seen(silent=[0, 0, 0, 1e9]).speeds[3] == SLOWEST
-    nothing = seen(pace=[NAN] * 4, silent=[0.0] * 4)
+    nothing = seen(step_times=[NAN] * 4, silent=[0.0] * 4)
     assert nothing.speeds.tolist() == [1.0] * 4
 
 
 def test_only_who_is_measured_is_slow():
     """A root without data, and ranks that were never heard of, count as the median."""
-    most_slow = seen(pace=[0.01, 0.1, 0.4, NAN], silent=[0.0] * 4)
+    most_slow = seen(step_times=[0.01, 0.1, 0.4, NAN], silent=[0.0] * 4)
     np.testing.assert_allclose(most_slow.speeds, [0.625, 1.0, 0.25, 0.625])
     most_slow = dataclasses.replace(most_slow, loads=np.array([0, 0.5, 0.25, 0.5]))
     np.testing.assert_allclose(most_slow.speeds, [0.5625, 1.0, 0.125, 0.5625])
-    columns = {"pace": [0.01, 0.1, 0.1, 0.4, NAN], "silent": [0.0] * 5}
+    columns = {"step_times": [0.01, 0.1, 0.1, 0.4, NAN], "silent": [0.0] * 5}
     slow = dataclasses.replace(
         seen(),
         loads=np.array([0, 0.5, 0.5, 0.5, 0.5]),
@@ -96,16 +96,24 @@ def test_ranks_that_take_turns_are_not_slow():
         return [line for line in it.summary().splitlines() if "is slow" in line]
 
     turns = [0.0, 0.0176, 0.0391, 0.0646]  # rounds of 17.6, 21.5 and 25.5 ms
-    assert slow(turns, pace=[0.0021, 0.0038, 0.0113, 0.0048], silent=[0.0] * 4) == []
-    assert slow(turns, pace=[0.001, 0.004, 0.005, 0.004], silent=[0, 0, 0, 0.064]) == []
-    (line,) = slow(turns, pace=[0.001, 0.004, 0.02, 0.004], silent=[0.0] * 4)
+    assert (
+        slow(turns, step_times=[0.0021, 0.0038, 0.0113, 0.0048], silent=[0.0] * 4) == []
+    )
+    assert (
+        slow(turns, step_times=[0.001, 0.004, 0.005, 0.004], silent=[0, 0, 0, 0.064])
+        == []
+    )
+    (line,) = slow(turns, step_times=[0.001, 0.004, 0.02, 0.004], silent=[0.0] * 4)
     assert line == (
         "rank 2 is slow: it takes 5 times as long for its data as the median rank, 20 ms "
         "a round"
     )
     # on cores of their own, twice is enough
     even = [0.0, 0.02, 0.04, 0.06]
-    assert len(slow(even, pace=[0.001, 0.004, 0.0113, 0.0048], silent=[0.0] * 4)) == 1
+    assert (
+        len(slow(even, step_times=[0.001, 0.004, 0.0113, 0.0048], silent=[0.0] * 4))
+        == 1
+    )
 
 
 def test_summary():

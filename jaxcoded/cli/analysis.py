@@ -473,7 +473,7 @@ def _told(seen: Telemetry) -> np.ndarray:
     since their first round, for how long they have said nothing: float64 ``(N,)``, NaN
     for who has told nothing."""
     silent = np.where(seen.silent > 0, seen.silent, np.nan)
-    return np.where(np.isnan(seen.pace), silent, seen.pace)
+    return np.where(np.isnan(seen.step_times), silent, seen.step_times)
 
 
 def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
@@ -523,7 +523,7 @@ def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
     begun, end = _begun(seen), float(seen.ended[-1])
     a_round = _median(_over(seen) - begun)
     # its silence is no measure of itself
-    usual = float("nan") if np.isnan(seen.pace[seen.children[column]]) else usual
+    usual = float("nan") if np.isnan(seen.step_times[seen.children[column]]) else usual
     patience = TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
     alive = end - _heard(seen, column) <= patience
     if alive and (missing.all() or usual > _SLOW * a_round):

@@ -73,8 +73,8 @@ class Telemetry:
         peers: int64 ``(L,)``, ranks.
         link_bytes: int64 ``(L,)``, bytes that came from each since the group was made.
         link_seconds: float64 ``(L,)``, seconds for which vectors were on their way.
-        pace: float64 ``(N,)``, median seconds of work of each rank's latest rounds, as
-            far as this rank was told: of itself and those below it, a second late at
+        step_times: float64 ``(N,)``, median seconds of work of each rank's latest rounds,
+            as far as this rank was told: of itself and those below it, a second late at
             most in each layer.
         silent: float64 ``(N,)``, seconds for which a rank had not been heard of when the
             newest round ended; 0 for ranks in time.
@@ -108,7 +108,7 @@ class Telemetry:
     peers: np.ndarray
     link_bytes: np.ndarray
     link_seconds: np.ndarray
-    pace: np.ndarray
+    step_times: np.ndarray
     silent: np.ndarray
 
     @classmethod
@@ -127,10 +127,10 @@ class Telemetry:
 
         outcome = column("outcome", np.int64)
         grid = len(outcome), len(columns["children"])
-        pace = np.full(len(parents), np.nan)
+        step_times = np.full(len(parents), np.nan)
         silent = np.zeros(len(parents))
-        pace[columns["paced"]] = columns["pace"]
-        silent[columns["paced"]] = columns["silent"]
+        step_times[columns["told"]] = columns["step_times"]
+        silent[columns["told"]] = columns["silent"]
         return cls(
             rank=rank,
             plan=plan,
@@ -151,7 +151,7 @@ class Telemetry:
             peers=column("peers", np.int64),
             link_bytes=column("link_bytes", np.int64),
             link_seconds=column("link_seconds", np.float64),
-            pace=pace,
+            step_times=step_times,
             silent=silent,
         )
 
@@ -185,8 +185,8 @@ class Telemetry:
     @property
     def _seconds(self) -> np.ndarray:
         """Of each rank a round, without waiting for others."""
-        told = np.isnan(self.pace) | (self.silent > TOLD)
-        return np.fmax(self.pace, np.where(told, self.silent, 0.0))
+        told = np.isnan(self.step_times) | (self.silent > TOLD)
+        return np.fmax(self.step_times, np.where(told, self.silent, 0.0))
 
     @property
     def measured(self) -> np.ndarray:

@@ -52,7 +52,7 @@ class Limits:
     deadline_rounds: float
     deadline_share: float
     telemetry_rounds: int
-    pace_seconds: float
+    step_times_seconds: float
 
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
 _Vector: TypeAlias = tuple[int, int, int]
@@ -92,7 +92,7 @@ def discard(index: int) -> None: ...
 def run(
     index: int,
     fingerprint: int,
-    words: str,
+    signature: str,
     up: bool,
     down: bool,
     skipped: bool,
@@ -105,7 +105,7 @@ def device_run(
     index: int,
     stream: int,
     fingerprint: int,
-    words: str,
+    signature: str,
     up: bool,
     down: bool,
     begun: bool,
@@ -119,7 +119,7 @@ def device_extend(
     index: int,
     stream: int,
     fingerprint: int,
-    words: str,
+    signature: str,
     begun: bool,
     skipped: int,
     own: list[_Vector],

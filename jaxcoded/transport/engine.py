@@ -182,7 +182,7 @@ class Engine(Transport):
             engine_primitive.stacked(collective, vectors, plan.encoded),
             group=self._index,
             parts=1 if last_part or not collective.up else plan.parts_above[rank],
-            begun=int(last_part),
+            last_part=int(last_part),
             skips=int(extras.skip is not None),
             erases=int(extras.erasures is not None),
         )

@@ -33,9 +33,9 @@ def register(engine: Any) -> None:
         register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
 
 
-def fingerprint(words: str) -> int:
+def fingerprint(signature: str) -> int:
     """What ranks compare in place of a signature: a signed number of 64 bits."""
-    digest = hashlib.sha256(words.encode()).digest()
+    digest = hashlib.sha256(signature.encode()).digest()
     return int.from_bytes(digest[:8], signed=True)
 
 
@@ -105,7 +105,7 @@ def _attributes(collective: Collective, target: str) -> dict[str, Any]:
     """What the engine is told of a collective."""
     apart = [number for each in collective.apart for number in each]
     attributes = {
-        "words": collective.signature,
+        "signature": collective.signature,
         "fingerprint": np.int64(fingerprint(collective.signature)),
         "apart": np.array(apart, np.int64),
     }

@@ -53,12 +53,12 @@ class Xla:
         self._pointer.restype = ctypes.c_void_p
         self._pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
-    def __call__(self, name, stream, operands, results, *, words="", **attributes):
+    def __call__(self, name, stream, operands, results, *, signature="", **attributes):
         """The error, or an empty text. Operands and results are `buffer`s or `TOKEN`."""
         handler = getattr(_engine, f"cuda_{name}_handler")
         address = self._pointer(handler, b"xla._CUSTOM_CALL_TARGET")
         if name != "lag":
-            attributes |= {"words": 0, "apart": 0}
+            attributes |= {"signature": 0, "apart": 0}
         if name == "round":
             attributes["examples"] = 0
         names = sorted(attributes)
@@ -71,7 +71,7 @@ class Xla:
             len(names),
             (ctypes.c_char_p * len(names))(*(each.encode() for each in names)),
             (ctypes.c_int64 * len(names))(*(attributes[each] for each in names)),
-            words.encode(),
+            signature.encode(),
             text,
             ctypes.c_size_t(len(text)),
         )

@@ -47,14 +47,14 @@ struct Buffers {
 
 }  // namespace
 
-// The attribute `words` is a string, `apart` and `examples` are arrays, here without elements, and
-// the others are numbers. In the order of their names.
+// The attribute `signature` is a string, `apart` and `examples` are arrays, here without elements,
+// and the others are numbers. In the order of their names.
 extern "C" __attribute__((visibility("default"))) int call_handler(
     XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), void* on, int operands, const int* operand_dtypes,
     void* const* operand_data, const std::int64_t* operand_lengths, int results,
     const int* result_dtypes, void* const* result_data, const std::int64_t* result_lengths,
-    int attributes, const char* const* names, std::int64_t* values, const char* words, char* text,
-    std::size_t text_bytes) {
+    int attributes, const char* const* names, std::int64_t* values, const char* signature,
+    char* text, std::size_t text_bytes) {
   XLA_FFI_Api api;
   std::memset(&api, 0, sizeof api);
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
@@ -78,14 +78,14 @@ extern "C" __attribute__((visibility("default"))) int call_handler(
   std::vector<XLA_FFI_ByteSpan*> named(count);
   std::vector<XLA_FFI_Scalar> scalars(count);
   std::vector<void*> attrs(count);
-  XLA_FFI_ByteSpan said{words, std::strlen(words)};
+  XLA_FFI_ByteSpan said{signature, std::strlen(signature)};
   XLA_FFI_Array apart{XLA_FFI_DataType_S64, 0, nullptr}, examples{XLA_FFI_DataType_F64, 0, nullptr};
   for (std::size_t i = 0; i < count; ++i) {
     spans[i] = {names[i], std::strlen(names[i])};
     named[i] = &spans[i];
     scalars[i] = {XLA_FFI_DataType_S64, &values[i]};
     attrs[i] = &scalars[i];
-    if (std::string(names[i]) == "words") {
+    if (std::string(names[i]) == "signature") {
       types[i] = XLA_FFI_AttrType_STRING;
       attrs[i] = &said;
     } else if (std::string(names[i]) == "apart" || std::string(names[i]) == "examples") {

@@ -22,7 +22,7 @@ from jaxcoded.transport import _engine, engine
 MESSAGE, RESULT, STATE = range(3)
 PENDING, DONE, FAILED, DESYNCHRONIZED = range(4)
 # as `Kind` in message.h
-OFFER, WANT, WANT_STATE, COMPLAINT, BYE, RESULTS, NOTE, GONE, STATES, WORDS = range(10)
+OFFER, WANT, WANT_STATE, ALERT, BYE, RESULTS, NOTE, GONE, STATES, SIGNATURE = range(10)
 INLINED, FAILURE = 1, 2
 NEWS = 2  # see `World.sweep`
 HEADER = struct.Struct("<BBxxIIxxxxQQQQQ")
@@ -84,7 +84,7 @@ class Call:
     examples: tuple[float, float] = (0.0, 0.0)
 
     @property
-    def words(self):
+    def signature(self):
         return f"{self.kind} {self.seed} of {list(self.segments)}"
 
     @property
@@ -460,7 +460,7 @@ class World:
         erased = missing[list(plan.coded_children(rank))].tolist()
         node.submit(
             call.fingerprint,
-            call.words,
+            call.signature,
             call.refusal,
             call.kind != "broadcast",
             call.kind != "reduce",
@@ -532,7 +532,7 @@ class World:
             OFFER,
             RESULTS,
             NOTE,
-            WORDS,
+            SIGNATURE,
         ):
             self.echoes.append((link, message))
 

@@ -11,8 +11,8 @@ from independent import bounded
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
 from simulation import (
+    ALERT,
     BYE,
-    COMPLAINT,
     DONE,
     FAILED,
     FAILURE,
@@ -184,7 +184,7 @@ def test_messages_that_are_cut_anywhere(seed):
         # vectors and texts may be cut where nobody can see it
         if rng.random() > share or head.flags & (INLINED | FAILURE):
             return message
-        if head.kind in (COMPLAINT, BYE) or head.kind > STATES:
+        if head.kind in (ALERT, BYE) or head.kind > STATES:
             return message
         return message[: rng.randint(HEADER.size, len(message))]
 

@@ -56,7 +56,7 @@ def assert_told(world, odd, round):
         The round in which all failed.
     """
     last = world.open
-    words = world.deviations[odd, round].words
+    signature = world.deviations[odd, round].signature
     ranks = range(world.plan.size)
     for rank in ranks:
         assert set(world.ends[rank]) == set(range(1, last + 1)), world.describe(rank)
@@ -76,7 +76,7 @@ def assert_told(world, odd, round):
                 r"rank \d+: round \d+, .*; rank \d+: round \d+, .*",
                 end.error,
             )
-            assert f"rank {odd}: round {round}, {words}" in end.error
+            assert f"rank {odd}: round {round}, {signature}" in end.error
     return at
 
 

@@ -888,7 +888,7 @@ def own_page():
 
 def test_others_cannot_harm_a_page(comm, group):
     """It cannot be cut, which would kill all that have mapped it, and others write to its
-    bell alone."""
+    wake-ups alone."""
     page = own_page()
     seals = fcntl.fcntl(page, fcntl.F_GET_SEALS)
     assert seals & fcntl.F_SEAL_SHRINK

@@ -82,7 +82,7 @@ def device_round(
     erased=None,
     apart=False,
     seconds=0.0,
-    words=CALL,
+    signature=CALL,
 ):
     """One round on vectors that the stream computes for so many seconds: the results.
 
@@ -108,7 +108,7 @@ def device_round(
         flag = gpu.array(stream, np.int32(skipped))
     if erased is not None:
         mask = gpu.array(stream, np.asarray(erased, bool))
-    name = NAME + (words != CALL)
+    name = NAME + (signature != CALL)
     message = [vector(v, p, parts) for p in range(parts) for v in operands]
     total = [vector(v) for v in outs]
     address = 0 if flag is None else flag.address
@@ -116,7 +116,15 @@ def device_round(
     for part in range(ahead):
         here = message[part * len(operands) : (part + 1) * len(operands)]
         words_of_error = _engine.device_extend(
-            group.index, stream, name, words, part > 0, address, here, message, total
+            group.index,
+            stream,
+            name,
+            signature,
+            part > 0,
+            address,
+            here,
+            message,
+            total,
         )
         assert words_of_error == ""
     try:
@@ -124,7 +132,7 @@ def device_round(
             group.index,
             stream,
             name,
-            words,
+            signature,
             up,
             down,
             ahead > 0,
@@ -362,7 +370,7 @@ def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
             gpu.no_context()
             own = vectors_of(group, tree)
             results[group] = [
-                device_round(gpu, stream, group, own, words=CALL) for _ in range(4)
+                device_round(gpu, stream, group, own, signature=CALL) for _ in range(4)
             ]
 
         streams = [stream, gpu.renew()]
@@ -409,7 +417,7 @@ def arrays_on(gpu, stream, *values):
 
 
 def attributes(group, **others):
-    names = {"up": 1, "down": 1, "parts": 1, "begun": 0, "skips": 0, "erases": 0}
+    names = {"up": 1, "down": 1, "parts": 1, "last_part": 0, "skips": 0, "erases": 0}
     return {"group": group.index, "fingerprint": NAME, **names, **others}
 
 
@@ -432,7 +440,7 @@ def test_round_handler(comm, gpu, stream, group, order):
             stream,
             [first, *extras, *vectors[:2]],
             [last, *vectors[2:]],
-            words=CALL,
+            signature=CALL,
             **attributes(group, skips=1, erases=1),
         )
         assert text == ""
@@ -455,7 +463,7 @@ def test_part_handler(comm, gpu, stream):
                     stream,
                     [number, flag.buffer(), part.buffer()],
                     [number],
-                    words=CALL,
+                    signature=CALL,
                     group=group.index,
                     fingerprint=NAME,
                     parts=len(parts),
@@ -469,8 +477,8 @@ def test_part_handler(comm, gpu, stream):
                 stream,
                 [number, parts[-1].buffer()],
                 [number, out.buffer()],
-                words=CALL,
-                **attributes(group, begun=int(len(parts) > 1)),
+                signature=CALL,
+                **attributes(group, last_part=int(len(parts) > 1)),
             )
             assert text == ""
             check(comm, group, [out.read()], tree)
@@ -493,7 +501,7 @@ def test_lag_handler_and_use_after_close(comm, gpu, stream):
             stream,
             [order, vector_],
             [order, vector_],
-            words=CALL,
+            signature=CALL,
             **attributes(group),
         )
         assert "use after close" in text
@@ -594,7 +602,7 @@ def test_calls_that_do_not_fit(comm, gpu, stream):
     with jaxcoded.CodedGroup(comm, stragglers=0) as group:
         tree = gradients(CHUNK)
         own = vectors_of(group, tree)
-        words = "another call" if RANK == SIZE - 1 else CALL
+        signature = "another call" if RANK == SIZE - 1 else CALL
         with pytest.raises(errors.CodedError, match="called different things"):
-            device_round(gpu, stream, group, own, words=words)
+            device_round(gpu, stream, group, own, signature=signature)
         check(comm, group, device_round(gpu, stream, group, own), tree)

@@ -30,7 +30,7 @@ struct Examples {
 
 struct Call {
   std::uint64_t fingerprint = 0;  // equal on ranks that call the same
-  std::string words;              // what is called
+  std::string signature;          // what is called
   std::string refusal;            // why the round must fail, known to every rank; or empty
   bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
   bool down = true;               // every rank gets the result; otherwise the root alone

@@ -14,10 +14,10 @@ namespace {
 
 // After the last news a thread looks again and again for this long before it sleeps.
 constexpr double spin_seconds = 20e-6;
-// Without a bell (peers on other hosts), naps between looks grow from the one to the other.
+// Without wake-ups (peers on other hosts), naps between looks grow from the one to the other.
 constexpr double shortest_nap = 20e-6;
 constexpr double longest_nap = 1e-3;
-// With bells nothing comes unheard: this is for timers only. The longer nothing has come, the less
+// With wake-ups nothing comes unheard: this is for timers only. The longer nothing came, the less
 // often they are looked at.
 constexpr double shortest_timer = 10e-3;
 constexpr double longest_timer = 0.1;
@@ -125,7 +125,7 @@ void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::uniqu
   member.wire = std::move(wire);
   member.node = std::move(node);
   members_.emplace(index, std::move(member));
-  page_->bell.ring();
+  page_->wake_up.send();
 }
 
 void Engine::discard(std::uint64_t index) {
@@ -162,17 +162,17 @@ void Engine::note_failure(std::uint64_t index, const std::string& words) {
 
 Call Engine::call_of(Member& its, Request& request) {
   Call call;
-  call.words = std::move(request.words);
+  call.signature = std::move(request.signature);
   call.fingerprint = request.fingerprint;
   if (!request.erased.empty()) {
-    call.words += ", erasures of ranks [";
+    call.signature += ", erasures of ranks [";
     for (std::size_t rank = 0; rank < request.erased.size(); ++rank) {
       if (!request.erased[rank]) continue;
-      if (call.words.back() != '[') call.words += ", ";
-      call.words += std::to_string(rank);
+      if (call.signature.back() != '[') call.signature += ", ";
+      call.signature += std::to_string(rank);
     }
-    call.words += "]";
-    call.fingerprint = mixed(call.fingerprint, call.words);
+    call.signature += "]";
+    call.fingerprint = mixed(call.fingerprint, call.signature);
     const Erasures::Verdict& verdict = its.erasures.judge(request.erased);
     for (Rank child : its.children) {
       call.erased.push_back(verdict.missing[static_cast<std::size_t>(child)]);
@@ -183,7 +183,7 @@ Call Engine::call_of(Member& its, Request& request) {
     call.refusal = "TooManyErasures: the root is the one rank that cannot skip a round";
   }
   if (!its.failure.empty()) {
-    call.words += its.failure;
+    call.signature += its.failure;
     call.fingerprint = mixed(call.fingerprint, its.failure);
     its.failure.clear();
   }
@@ -311,7 +311,7 @@ std::string Engine::extend(std::uint64_t index, Request request) {
     }
   }
   work(its);
-  page_->bell.ring();  // the progress thread goes on
+  page_->wake_up.send();  // the progress thread goes on
   return {};
 }
 
@@ -344,7 +344,7 @@ Started Engine::start(std::uint64_t index, Request request) {
   enqueue(*its, flight);
   its->started.push_back(flight);
   fly(*its);
-  page_->bell.ring();  // the progress thread goes on
+  page_->wake_up.send();  // the progress thread goes on
   return {flight->number, {}};
 }
 
@@ -404,7 +404,7 @@ bool Engine::poll() {
   return news;
 }
 
-// Whether something may happen without a ring of the bell.
+// Whether something may happen without a wake-up.
 bool Engine::hears_nothing() const {
   return std::ranges::any_of(members_, [](const auto& it) {
     const MpiWire& wire = *it.second.wire;
@@ -425,26 +425,26 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
 // Do the engine's work on this thread until `done`, or until the engine stops. Whether it is done.
 bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()>& done,
                    double until) {
-  Bell& bell = page_->bell;
+  WakeUp& wake_up = page_->wake_up;
   // What `done` looks at stays until this thread has given back the lock.
   const Inside inside(inside_);
   while (!done()) {
     if (stopping_ || now() >= until) return false;
     if (driving_) {  // another thread is at work; tell it that there is more
-      bell.ring();
+      wake_up.send();
       ++waiting_;
       changed_.wait_for(lock, std::chrono::milliseconds(10));
       --waiting_;
       continue;
     }
     driving_ = true;
-    bell.begin_driving();
-    std::uint32_t seen = bell.rings();
+    wake_up.begin_driving();
+    std::uint32_t seen = wake_up.sent();
     double last_news = now();
     bool news = false;
     nap_ = shortest_nap;
     while (true) {
-      seen = bell.rings();
+      seen = wake_up.sent();
       news = poll();
       if (done() || stopping_ || now() >= until) break;
       if (news) {
@@ -458,24 +458,24 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()
       const double longest = std::min(longest_sleep(true, quiet), until - now());
       const bool silent = hears_nothing();
       lock.unlock();
-      // Where every peer rings, there is nothing to look at before one does.
+      // Where every peer sends wake-ups, there is nothing to look at before one does.
       do {
         if (quiet >= spin_seconds) {
-          bell.sleep(Bell::driver, seen, longest);
+          wake_up.sleep(WakeUp::driver, seen, longest);
           nap_ = std::min(nap_ * 1.5, longest_nap);
           break;
         }
         sched_yield();
         quiet = now() - last_news;
-      } while (!silent && bell.rings() == seen);
+      } while (!silent && wake_up.sent() == seen);
       lock.lock();
     }
     for (int i = 0; i < 4 && news; ++i) {
-      seen = bell.rings();
+      seen = wake_up.sent();
       news = poll();
     }
     driving_ = false;
-    bell.end_driving(seen, news || longest_sleep(false, 0) < idle_seconds);
+    wake_up.end_driving(seen, news || longest_sleep(false, 0) < idle_seconds);
     if (waiting_) changed_.notify_all();
   }
   return true;
@@ -483,13 +483,13 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()
 
 void Engine::progress() {
   std::unique_lock lock(mutex_);
-  Bell& bell = page_->bell;
+  WakeUp& wake_up = page_->wake_up;
   while (!finalizing_) {
     if (now() >= answers_at_) {
       end_of_job_.answer();
       answers_at_ = now() + answer_seconds;
     }
-    const std::uint32_t seen = bell.rings();
+    const std::uint32_t seen = wake_up.sent();
     double sleep = idle_seconds;
     if (!driving_) {
       if (poll()) {
@@ -501,7 +501,7 @@ void Engine::progress() {
       sleep = longest_sleep(false, 0);
     }
     lock.unlock();
-    bell.sleep(Bell::progress, seen, sleep);
+    wake_up.sleep(WakeUp::progress, seen, sleep);
     lock.lock();
   }
 }
@@ -535,7 +535,7 @@ void Engine::abandon(std::uint64_t index, const std::string& failure) {
   its.abandoned = true;
   its.started.clear();
   leave(its, failure);
-  page_->bell.ring();
+  page_->wake_up.send();
 }
 
 std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
@@ -587,7 +587,7 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
   overdue_.close();
   // Handlers that still wait are told, and let go of their groups.
   while (inside_) {
-    page_->bell.ring();
+    page_->wake_up.send();
     ++waiting_;
     changed_.wait_for(lock, std::chrono::milliseconds(10));
     --waiting_;
@@ -604,7 +604,7 @@ void Engine::finalize() {
     const std::scoped_lock lock(mutex_);
     finalizing_ = true;
   }
-  page_->bell.ring();
+  page_->wake_up.send();
   thread_.join();
   end_of_job_.end();
 }

@@ -74,7 +74,7 @@ struct Member {
 // What a collective's call brings along.
 struct Request {
   std::uint64_t fingerprint = 0;
-  std::string words = {};
+  std::string signature = {};
   bool up = true, down = true, skipped = false;
   std::vector<Segment> message = {}, total = {};
   std::vector<const std::byte*> own = {};
@@ -129,7 +129,7 @@ class Engine {
   std::string extend(std::uint64_t index, Request request);
   void note_failure(std::uint64_t index, const std::string& words);
   // A feed has news. Any thread.
-  void ring() { page_->bell.ring(); }
+  void wake_up() { page_->wake_up.send(); }
 
   // Call `use` with the group's member, under the lock.
   template <class Use>

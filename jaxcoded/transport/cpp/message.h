@@ -19,7 +19,7 @@ enum class Kind : std::uint8_t {
   offer,       // `ready` pieces of my message of `round` can be had; tell me its result
   want,        // tell me the results of rounds `round` … `last`
   want_state,  // tell me your newest snapshot
-  complaint,   // the calls of some ranks do not fit; the body says which
+  alert,       // what is wrong, in words: the calls of some ranks do not fit
   bye,         // I have left, and all below me; the body: ranks that were given up
   // Down the tree.
   result,  // `ready` pieces of the result of `round` can be had
@@ -27,9 +27,9 @@ enum class Kind : std::uint8_t {
   gone,    // I no longer have the result of `round`
   state,   // my snapshot of `round` can be had; round 0: I have none
   // Others.
-  words,  // the call with this fingerprint, in words
+  signature,  // the call with this fingerprint, in words
   pull,   // send me piece `ready` of an object in a message with tag `last` (wires only)
-  paces,  // up: how fast I and those below me are, a `Pace` each
+  step_times,  // up: how fast I and those below me are, a `StepTime` each
   ask,    // down: are you there?
   here,   // up: I am
 };
@@ -39,9 +39,9 @@ enum Flag : std::uint8_t {
   failed = 2,   // the round's result is an error; the body is its text
   relays = 4,   // of bye: no more offers, but ranks below still need me
   calls = 16,   // of want: the sender waits for the round in a call
-  closed = 8,   // of a complaint: it only counts if the root has closed the group
+  closed = 8,   // of an alert: it only counts if the root has closed the group
   approximate = 32,  // of an offer: the pieces that were not offered before are not exact
-  overdue = 64,      // of a complaint: whom the sender waits for after its deadline
+  overdue = 64,      // of an alert: whom the sender waits for after its deadline
   continued = 128,   // the body goes on in the sender's next message (wires only)
   ended = 16,         // of bye: what I have offered can be had no more
   alone = 32,         // of a result: the round failed since the root does not answer

@@ -116,11 +116,12 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   engine.open(index, std::move(wire), std::move(node), std::move(member));
 }
 
-std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint, std::string words,
-                                 bool up, bool down, bool skipped, std::vector<bool> erased,
+std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
+                                 std::string signature, bool up, bool down, bool skipped,
+                                 std::vector<bool> erased,
                                  const std::vector<Vector>& own, const std::vector<Vector>& out) {
   Request request{.fingerprint = fingerprint,
-                  .words = std::move(words),
+                  .signature = std::move(signature),
                   .up = up,
                   .down = down,
                   .skipped = skipped,
@@ -136,7 +137,7 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
 // What a group remembers of its rounds: columns of numbers, by name.
 nb::dict telemetry(std::uint64_t index) {
   std::vector<RoundRecord> records;
-  std::vector<Pace> paces;
+  std::vector<StepTime> step_times;
   std::map<Rank, Link> links;
   std::vector<Rank> children;
   std::vector<double> arrived;
@@ -153,7 +154,7 @@ nb::dict telemetry(std::uint64_t index) {
           used.push_back(known.was_used(record.round, child));
         }
       }
-      paces = its.node->paces();
+      step_times = its.node->step_times();
       links = its.wire->links();
       return 0;
     });
@@ -176,9 +177,9 @@ nb::dict telemetry(std::uint64_t index) {
   column("children", children, [](Rank it) { return it; });
   column("arrived", arrived, [](double it) { return it; });
   column("used", used, [](bool it) { return it; });
-  column("paced", paces, [](const Pace& it) { return it.rank; });
-  column("pace", paces, [](const Pace& it) { return it.work; });
-  column("silent", paces, [](const Pace& it) { return it.silent; });
+  column("told", step_times, [](const StepTime& it) { return it.rank; });
+  column("step_times", step_times, [](const StepTime& it) { return it.work; });
+  column("silent", step_times, [](const StepTime& it) { return it.silent; });
   column("peers", links, [](const auto& it) { return it.first; });
   column("link_bytes", links, [](const auto& it) { return it.second.bytes; });
   column("link_seconds", links, [](const auto& it) { return it.second.seconds; });
@@ -230,12 +231,12 @@ State state_of(std::span<const std::byte> data) {
 
 // A call whose vectors lie on a GPU, as the handlers for XLA make it.
 DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
-                       std::string words, bool begun, std::uint64_t skipped,
+                       std::string signature, bool begun, std::uint64_t skipped,
                        const std::vector<Vector>& own) {
   return {.stream = reinterpret_cast<cuda::Stream>(stream),
           .group = index,
           .request = {.fingerprint = fingerprint,
-                      .words = std::move(words),
+                      .signature = std::move(signature),
                       .message = segments_of(own),
                       .own = pointers_of<const std::byte>(own),
                       .begun = begun},
@@ -243,12 +244,13 @@ DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t 
 }
 
 std::tuple<int, std::string> device_run(std::uint64_t index, std::uint64_t stream,
-                                        std::uint64_t fingerprint, std::string words, bool up,
+                                        std::uint64_t fingerprint, std::string signature, bool up,
                                         bool down, bool begun, std::uint64_t skipped,
                                         std::uint64_t erased, std::size_t ranks,
                                         const std::vector<Vector>& own,
                                         const std::vector<Vector>& out) {
-  DeviceCall call = device_call(index, stream, fingerprint, std::move(words), begun, skipped, own);
+  DeviceCall call =
+      device_call(index, stream, fingerprint, std::move(signature), begun, skipped, own);
   call.erased = reinterpret_cast<const void*>(erased);
   call.ranks = ranks;
   call.request.up = up;
@@ -260,10 +262,11 @@ std::tuple<int, std::string> device_run(std::uint64_t index, std::uint64_t strea
 }
 
 std::string device_extend(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
-                          std::string words, bool begun, std::uint64_t skipped,
+                          std::string signature, bool begun, std::uint64_t skipped,
                           const std::vector<Vector>& own, const std::vector<Vector>& message,
                           const std::vector<Vector>& total) {
-  DeviceCall call = device_call(index, stream, fingerprint, std::move(words), begun, skipped, own);
+  DeviceCall call =
+      device_call(index, stream, fingerprint, std::move(signature), begun, skipped, own);
   call.request.message = segments_of(message);
   call.request.total = segments_of(total);
   return extend_on_device(std::move(call));
@@ -318,15 +321,15 @@ class LoneNode {
       : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
 
   // `known` of the vectors are there; the others follow, and the call is then to be completed.
-  void submit(std::uint64_t fingerprint, std::string words, std::string refusal, bool up, bool down,
-              bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
+  void submit(std::uint64_t fingerprint, std::string signature, std::string refusal, bool up,
+              bool down, bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
               const std::vector<Vector>& out, std::size_t known,
               const std::vector<ApartTuple>& apart, std::pair<double, double> examples) {
     const bool complete = known == own.size();
     auto there = pointers_of<const std::byte>(own);
     there.resize(known);
     node_.submit({.fingerprint = fingerprint,
-                  .words = std::move(words),
+                  .signature = std::move(signature),
                   .refusal = std::move(refusal),
                   .up = up,
                   .down = down,
@@ -440,7 +443,7 @@ NB_MODULE(_engine, module) {
       .def_rw("deadline_rounds", &Limits::deadline_rounds)
       .def_rw("deadline_share", &Limits::deadline_share)
       .def_rw("telemetry_rounds", &Limits::telemetry_rounds)
-      .def_rw("pace_seconds", &Limits::pace_seconds);
+      .def_rw("step_times_seconds", &Limits::step_times_seconds);
 
   module.attr("Closed") =
       nb::steal(PyErr_NewException("jaxcoded.transport._engine.Closed", PyExc_RuntimeError, nullptr));
@@ -539,7 +542,7 @@ NB_MODULE(_engine, module) {
 
   nb::class_<LoneNode>(module, "LoneNode")
       .def(nb::init<Family, Decoder, Limits, nb::object>())
-      .def("submit", &LoneNode::submit, nb::arg("fingerprint"), nb::arg("words"),
+      .def("submit", &LoneNode::submit, nb::arg("fingerprint"), nb::arg("signature"),
            nb::arg("refusal"), nb::arg("up"), nb::arg("down"), nb::arg("skipped"),
            nb::arg("erased"), nb::arg("own"), nb::arg("out"), nb::arg("known"),
            nb::arg("apart") = nb::list(), nb::arg("examples") = nb::make_tuple(0.0, 0.0))

@@ -95,7 +95,7 @@ void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
   int sent = 0;
   if (MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent) outgoing_.pop_back();
   if (const auto peer = peers_.find(to); peer != peers_.end() && peer->second.page) {
-    peer->second.page->bell().ring();
+    peer->second.page->wake_up().send();
   }
 }
 
@@ -242,7 +242,7 @@ bool MpiWire::poll(Node& node) {
   for (std::size_t i = 0; i < inboxes_.size(); ++i) {
     if (inboxes_[i] == MPI_REQUEST_NULL) receive(i);  // it had an error
   }
-  // An inbox holds one message. All that was sent before the last ring must be seen now.
+  // An inbox holds one message. All that was sent before the last wake-up must be seen now.
   for (int i = 0; i < most_at_once && open_inboxes(node); ++i) news = true;
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
     int sent = 0;

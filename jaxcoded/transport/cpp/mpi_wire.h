@@ -46,7 +46,7 @@ class MpiWire : public Wire {
 
   // Hand what has come to the node. Whether anything has.
   bool poll(Node& node);
-  // Whether something may come without a ring of the bell.
+  // Whether something may come without a wake-up.
   bool silent_peers() const { return silent_peers_; }
   bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
   // Whether all that was said has left.

@@ -22,7 +22,7 @@ Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
       upstream_(family_.ancestors) {
   for (Rank child : family_.children) {
     children_.push_back({.rank = child, .column = children_.size(), .heard = wire.now()});
-    paces_[child].rank = child;
+    step_times_[child].rank = child;
   }
   for (Rank below : family_.descendants) listeners_[below];
 }
@@ -71,8 +71,8 @@ void Node::submit(Call call) {
   // Ranks below may wait for the result already, which this one is not to put off with every call.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
   telemetry_.started(next_, now, up_.call.skipped);
-  if (words_.size() >= most_words) words_.clear();
-  words_.try_emplace(up_.call.fingerprint, up_.call.words);
+  if (signatures_.size() >= most_signatures) signatures_.clear();
+  signatures_.try_emplace(up_.call.fingerprint, up_.call.signature);
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
@@ -177,7 +177,7 @@ void Node::finish(Outcome outcome, std::string error) {
   const double now = wire_.now();
   telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome));
   if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);
-  if (now - told_paces_ > limits_.pace_seconds) tell_paces();
+  if (now - told_step_times_ > limits_.step_times_seconds) tell_step_times();
   if (!up_.overdue) {  // deadlines must not grow with the rounds that miss them
     durations_.add(now - up_.started);
     if (outcome == Outcome::done) waited(now - began());
@@ -230,7 +230,7 @@ void Node::deliver(Rank from, const Message& message) {
 }
 
 void Node::garbled(Rank from, const std::string& which) {
-  complain(std::max(newest_, next_), "CodedError: rank " + std::to_string(family_.rank) +
+  alert(std::max(newest_, next_), "CodedError: rank " + std::to_string(family_.rank) +
                                          " cannot read a message of rank " + std::to_string(from) +
                                          ", " + which + ": do all ranks run the same jaxcoded?");
 }
@@ -261,13 +261,13 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::want_state:
       if (listener != listeners_.end()) listener->second.wants_state = true;
       break;
-    case Kind::complaint:
+    case Kind::alert:
       if (head.flags & Flag::overdue) {
         if (child) on_overdue(*child, message);
       } else if (head.flags & closed) {
         refuse(head.round, std::string(message.text()));
       } else {
-        complain(head.round, std::string(message.text()));
+        alert(head.round, std::string(message.text()));
       }
       break;
     case Kind::bye:
@@ -297,12 +297,12 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::state:
       on_state(from, message);
       break;
-    case Kind::words:
-      if (words_.size() >= most_words) words_.clear();
-      words_[head.fingerprint] = message.text();
+    case Kind::signature:
+      if (signatures_.size() >= most_signatures) signatures_.clear();
+      signatures_[head.fingerprint] = message.text();
       break;
-    case Kind::paces:
-      on_paces(from, message);
+    case Kind::step_times:
+      on_step_times(from, message);
       break;
     case Kind::ask:
       wire_.send(from, {header(Kind::here, 0)});

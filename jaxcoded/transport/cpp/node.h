@@ -65,7 +65,7 @@ struct Limits {
   double deadline_rounds = 0;                // or so many times the median of such rounds; 0: none
   double deadline_share = 1;                 // of this rank: those below it come earlier
   std::uint64_t telemetry_rounds = 1024;     // that are remembered
-  double pace_seconds = 1;                   // between messages of how fast ranks are
+  double step_times_seconds = 1;             // between messages of how fast ranks are
 };
 
 class Node {
@@ -145,7 +145,7 @@ class Node {
   // The ranks that its children stand for, in that order.
   const std::vector<Rank>& columns() const { return columns_; }
   // Of this rank and those below, where it is known.
-  std::vector<Pace> paces() const;
+  std::vector<StepTime> step_times() const;
   std::uint64_t history_bytes() const { return history_.bytes(); }
   std::uint64_t memory_bytes() const {
     return pool_.used() + pool_.kept() + snapshot_.bytes() + state().bytes();
@@ -233,8 +233,8 @@ class Node {
   // Telemetry.
   void sum_complete();
   double own_work() const;
-  void on_paces(Rank from, const Message& message);
-  void tell_paces();
+  void on_step_times(Rank from, const Message& message);
+  void tell_step_times();
 
   // The way down.
   void place(Entry& entry);
@@ -263,7 +263,7 @@ class Node {
 
   // Calls that do not fit.
   void introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint);
-  std::string words_of(std::uint64_t fingerprint) const;
+  std::string signature_of(std::uint64_t fingerprint) const;
   std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
                     std::uint64_t others) const;
   void check_offer(Child& child);
@@ -273,7 +273,7 @@ class Node {
   std::string who_left() const;
   void refuse(Round round, const std::string& text);
   void refuse_called(Rank rank, const Listener& listener);
-  void complain(Round round, const std::string& text);
+  void alert(Round round, const std::string& text);
   void decide_error(const std::string& text, bool alone = false);
 
   // Snapshots.
@@ -295,7 +295,7 @@ class Node {
   // Pieces that are asked for at a time of one rank where it takes time. With more, those of one
   // child crowd out its brothers' in the port of their parent, and layers take turns.
   static constexpr std::uint32_t pieces_ahead = 2;
-  static constexpr std::size_t most_words = 1024;  // of other ranks' calls
+  static constexpr std::size_t most_signatures = 1024;  // of other ranks' calls
 
   Family family_;
   Decoder decoder_;
@@ -313,8 +313,8 @@ class Node {
   Telemetry telemetry_;
   std::function<void(const RoundRecord&)> hook_;
   std::vector<Rank> columns_;
-  std::map<Rank, Pace> paces_;  // of ranks below
-  double told_paces_ = 0;
+  std::map<Rank, StepTime> step_times_;  // of ranks below
+  double told_step_times_ = 0;
 
   // Those below.
   std::vector<Child> children_;
@@ -322,7 +322,7 @@ class Node {
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
   std::string pending_error_;  // at the root: what the next undecided round fails with
-  Round complained_ = 0;       // the newest round that ranks complained of
+  Round alerted_ = 0;          // the newest round that an alert was about
 
   // The way down.
   History history_;
@@ -338,7 +338,7 @@ class Node {
   bool desynchronized_ = false;
 
   std::array<Round, 3> first_valid_{};  // objects that others may fetch
-  std::map<std::uint64_t, std::string> words_;
+  std::map<std::uint64_t, std::string> signatures_;
   std::set<std::uint64_t> introduced_;  // to the parent
 
   Snapshot snapshot_;

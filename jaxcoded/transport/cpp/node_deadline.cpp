@@ -42,7 +42,7 @@ bool Node::waits_for_children() const {
 // a rule: a program may sum a gradient, which waits for who computes it, and then a single number.
 void Node::waited(double seconds) {
   if (limits_.deadline_rounds <= 0 || !up_.in_time || !up_.call.sums()) return;
-  if (waits_.size() >= most_words && !waits_.contains(up_.call.fingerprint)) waits_.clear();
+  if (waits_.size() >= most_signatures && !waits_.contains(up_.call.fingerprint)) waits_.clear();
   waits_[up_.call.fingerprint].add(seconds);
 }
 
@@ -58,7 +58,7 @@ void Node::miss_the_deadline() {
   if (!root()) {
     if (up_.told_overdue) return;
     up_.told_overdue = true;
-    Message message{header(Kind::complaint, next_)};
+    Message message{header(Kind::alert, next_)};
     message.header.flags = Flag::overdue;
     message.append(words.data(), words.size());
     wire_.send(family_.ancestors.front(), message);

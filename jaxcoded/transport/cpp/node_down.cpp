@@ -218,7 +218,7 @@ void Node::hand_over(const Entry& entry) {
     if (!entry.complete()) return;  // this rank still has to fetch the rest of it
     const std::string text = clash(family_.rank, up_.call.fingerprint, entry.round,
                                    family_.ancestors.back(), entry.fingerprint);
-    complain(entry.round, text);
+    alert(entry.round, text);
     if (calling()) finish(Outcome::failed, text);
     return;
   }

@@ -7,25 +7,25 @@
 namespace jaxcoded {
 
 void Node::introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint) {
-  if (known.size() >= most_words) known.clear();
-  if (!words_.contains(fingerprint) || !known.insert(fingerprint).second) return;
-  Message message{header(Kind::words, 0)};
+  if (known.size() >= most_signatures) known.clear();
+  if (!signatures_.contains(fingerprint) || !known.insert(fingerprint).second) return;
+  Message message{header(Kind::signature, 0)};
   message.header.fingerprint = fingerprint;
-  message.append(words_[fingerprint].data(), words_[fingerprint].size());
+  message.append(signatures_[fingerprint].data(), signatures_[fingerprint].size());
   wire_.send(to, message);
 }
 
-std::string Node::words_of(std::uint64_t fingerprint) const {
-  const auto found = words_.find(fingerprint);
-  return found == words_.end() ? "something else" : found->second;
+std::string Node::signature_of(std::uint64_t fingerprint) const {
+  const auto found = signatures_.find(fingerprint);
+  return found == signatures_.end() ? "something else" : found->second;
 }
 
 std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
                         std::uint64_t others) const {
   return "GroupMismatch: ranks called different things in the same round; rank " +
-         std::to_string(one) + ": round " + std::to_string(round) + ", " + words_of(its) +
+         std::to_string(one) + ": round " + std::to_string(round) + ", " + signature_of(its) +
          "; rank " + std::to_string(other) + ": round " + std::to_string(round) + ", " +
-         words_of(others);
+         signature_of(others);
 }
 
 void Node::check_offer(Child& child) {
@@ -41,14 +41,14 @@ void Node::check_offer(Child& child) {
   }
   if (expected != offer.fingerprint) {
     offer.withdrawn = true;
-    complain(offer.round, clash(child.rank, offer.fingerprint, offer.round, other, expected));
+    alert(offer.round, clash(child.rank, offer.fingerprint, offer.round, other, expected));
   } else if (calling() && offer.round == next_ && !offer.fits(up_.of_child())) {
     offer.withdrawn = true;
     garbled(child.rank, "an offer of " + std::to_string(offer.ready) + " pieces");
   } else if (leaving_ && offer.round >= next_ && !calling()) {
     offer.withdrawn = true;
     refuse(offer.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
-                            words_of(offer.fingerprint));
+                            signature_of(offer.fingerprint));
   }
 }
 
@@ -65,11 +65,11 @@ void Node::check_offers() {
   if (!decoder_.checked() && decoder_.decode(rows, possible)) return;
   if (!root() && up_.call.erased.empty()) return retire();
   const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
-                           up_.call.words + ", but " + who_left();
+                           up_.call.signature + ", but " + who_left();
   if (root()) {
     decide_error(text);
   } else {  // in other rounds it may offer
-    complain(next_, text);
+    alert(next_, text);
   }
 }
 
@@ -109,7 +109,7 @@ void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
     // Where the parent says nothing, whoever waits asks further up, and the root finds out.
     if (!upstream_.refuses()) return;
-    Message message{header(Kind::complaint, round)};
+    Message message{header(Kind::alert, round)};
     message.header.flags = closed;
     message.append(text.data(), text.size());
     return wire_.send(family_.ancestors.front(), message);
@@ -132,14 +132,14 @@ void Node::refuse_called(Rank rank, const Listener& listener) {
 }
 
 // Let the root fail this round, or its next one, on every rank.
-void Node::complain(Round round, const std::string& text) {
+void Node::alert(Round round, const std::string& text) {
   if (!root()) {
-    Message message{header(Kind::complaint, round)};
+    Message message{header(Kind::alert, round)};
     message.append(text.data(), text.size());
     return wire_.send(family_.ancestors.front(), message);
   }
-  if (round <= complained_) return;  // several ranks notice the same
-  complained_ = round;
+  if (round <= alerted_) return;  // several ranks notice the same
+  alerted_ = round;
   pending_error_ = text;
   const Entry* entry = history_.find(next_);
   // pieces of this very round may lack that rank for ever

@@ -110,7 +110,7 @@ bool Node::counted() {
   if (!(std::abs(count - number) > allowed * (number + others))) return true;
   char counts[96];
   std::snprintf(counts, sizeof counts, "%.9g examples were counted, not %.9g", count, number);
-  decide_error("InconsistentMessages: round " + std::to_string(next_) + ", " + up_.call.words +
+  decide_error("InconsistentMessages: round " + std::to_string(next_) + ", " + up_.call.signature +
                ": " + counts + miscounted);
   return false;
 }
@@ -123,7 +123,7 @@ bool Node::consistent() {
   for (const std::size_t child : wrong->children) ranks.push_back(children_[child].rank);
   const bool one = ranks.size() == 1;
   std::string text = "InconsistentMessages: round " + std::to_string(next_) + ", " +
-                     up_.call.words + ": what " + listed(ranks) + (one ? " has" : " have") +
+                     up_.call.signature + ": what " + listed(ranks) + (one ? " has" : " have") +
                      " sent to rank " + std::to_string(family_.rank);
   if (!wrong->finite) {
     fail(text + " has NaN or infinities");

@@ -7,7 +7,7 @@
 namespace jaxcoded {
 namespace {
 
-constexpr Round latest = 31;  // rounds that a pace is of
+constexpr Round latest = 31;  // rounds that a step time is of
 
 }  // namespace
 
@@ -28,11 +28,11 @@ double Node::own_work() const {
   return median(std::move(works));
 }
 
-std::vector<Pace> Node::paces() const {
-  std::vector<Pace> out{{.rank = family_.rank, .work = own_work()}};
+std::vector<StepTime> Node::step_times() const {
+  std::vector<StepTime> out{{.rank = family_.rank, .work = own_work()}};
   const RoundRecord* last = next_ > 1 ? telemetry_.find(next_ - 1) : nullptr;
-  for (const auto& [rank, pace] : paces_) {
-    out.push_back(pace);
+  for (const auto& [rank, step_time] : step_times_) {
+    out.push_back(step_time);
     for (const Child& child : children_) {
       if (child.rank != rank || !last || child.offer.round >= last->round) continue;
       out.back().silent = std::max(last->ended - child.heard, 0.0);
@@ -41,22 +41,23 @@ std::vector<Pace> Node::paces() const {
   return out;
 }
 
-void Node::on_paces(Rank from, const Message& message) {
+void Node::on_step_times(Rank from, const Message& message) {
   if (!child_of(from)) return;
-  for (const Pace& pace : message.values<Pace>(0, message.body.size() / sizeof(Pace))) {
-    const auto rank = static_cast<Rank>(pace.rank);
-    if (listeners_.contains(rank)) paces_[rank] = pace;
+  const std::size_t count = message.body.size() / sizeof(StepTime);
+  for (const StepTime& told : message.values<StepTime>(0, count)) {
+    const auto rank = static_cast<Rank>(told.rank);
+    if (listeners_.contains(rank)) step_times_[rank] = told;
   }
 }
 
-void Node::tell_paces() {
+void Node::tell_step_times() {
   if (!telemetry_.on() || root() || upstream_.unanswered()) return;
-  told_paces_ = wire_.now();
-  const std::vector<Pace> all = paces();
+  told_step_times_ = wire_.now();
+  const std::vector<StepTime> all = step_times();
   constexpr std::size_t most = 1024;  // in a message
   for (std::size_t first = 0; first < all.size(); first += most) {
-    Message message{header(Kind::paces, 0)};
-    message.append(all.data() + first, std::min(most, all.size() - first) * sizeof(Pace));
+    Message message{header(Kind::step_times, 0)};
+    message.append(all.data() + first, std::min(most, all.size() - first) * sizeof(StepTime));
     wire_.send(family_.ancestors.front(), message);
   }
 }

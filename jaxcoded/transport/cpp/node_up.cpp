@@ -144,7 +144,7 @@ bool Node::own_ready(std::uint32_t piece) const {
 // This rank cannot contribute, and every rank is to hear why.
 void Node::fail(const std::string& text) {
   if (root()) return decide_error(text);
-  complain(next_, text);
+  alert(next_, text);
   up_.call.skipped = true;  // the result, or the error, comes as to any other
 }
 

@@ -63,8 +63,8 @@ struct Descriptor {
 
 }  // namespace
 
-void Bell::ring() {
-  rings_.fetch_add(1);
+void WakeUp::send() {
+  sent_.fetch_add(1);
   const std::uint32_t state = state_.load();
   if (state & driver) {
     wake(driver);
@@ -73,9 +73,9 @@ void Bell::ring() {
   }
 }
 
-void Bell::wake(Sleeper who) { futex(rings_, FUTEX_WAKE_BITSET, 1, nullptr, who); }
+void WakeUp::wake(Sleeper who) { futex(sent_, FUTEX_WAKE_BITSET, 1, nullptr, who); }
 
-void Bell::sleep(Sleeper who, std::uint32_t seen, double seconds) {
+void WakeUp::sleep(Sleeper who, std::uint32_t seen, double seconds) {
   timespec until;
   clock_gettime(CLOCK_MONOTONIC, &until);
   const auto nanoseconds =
@@ -83,14 +83,14 @@ void Bell::sleep(Sleeper who, std::uint32_t seen, double seconds) {
   until.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000);
   until.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000);
   state_.fetch_or(who);
-  // Does not sleep if there was a ring; a ring from now on sees the sleeper.
-  futex(rings_, FUTEX_WAIT_BITSET, seen, &until, who);
+  // Does not sleep if one was sent; who sends one from now on sees the sleeper.
+  futex(sent_, FUTEX_WAIT_BITSET, seen, &until, who);
   state_.fetch_and(~static_cast<std::uint32_t>(who));
 }
 
-void Bell::end_driving(std::uint32_t seen, bool wake_it) {
+void WakeUp::end_driving(std::uint32_t seen, bool wake_it) {
   state_.fetch_and(~driving);
-  if (wake_it || rings_.load() != seen) wake(progress);
+  if (wake_it || sent_.load() != seen) wake(progress);
 }
 
 OwnPage::OwnPage() {

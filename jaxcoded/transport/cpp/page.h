@@ -1,5 +1,5 @@
-// Memory that processes of one host share: a bell to wake each other, and words that say which of
-// a rank's objects may still be fetched.
+// Memory that processes of one host share: wake-ups, and words that say which of a rank's objects
+// may still be fetched.
 #pragma once
 
 #include <array>
@@ -12,27 +12,27 @@
 
 namespace jaxcoded {
 
-// Who sleeps on a process's bell.
+// The wake-ups that a process is sent.
 //
 // Either the thread that waits for its call *drives*, that is, does the engine's work itself, or
-// the progress thread does. Whoever is at work may sleep here; whoever rings wakes just that one.
-class Bell {
+// the progress thread does. Whoever is at work may sleep here; a wake-up wakes just that one.
+class WakeUp {
  public:
   enum Sleeper : std::uint32_t { driver = 1, progress = 2 };
 
-  std::uint32_t rings() const { return rings_.load(); }
-  void ring();
-  // Until a ring after `seen`, or so many seconds.
+  std::uint32_t sent() const { return sent_.load(); }  // so many
+  void send();
+  // Until there are more than `seen`, or so many seconds.
   void sleep(Sleeper who, std::uint32_t seen, double seconds);
   void begin_driving() { state_.fetch_or(driving); }
-  // The progress thread takes over; it is woken if `wake` or if there was a ring after `seen`.
+  // The progress thread takes over; it is woken if `wake` or if there are more than `seen`.
   void end_driving(std::uint32_t seen, bool wake);
 
  private:
   static constexpr std::uint32_t driving = 4;
   void wake(Sleeper who);
 
-  std::atomic<std::uint32_t> rings_{0};
+  std::atomic<std::uint32_t> sent_{0};
   std::atomic<std::uint32_t> state_{0};  // sleepers, and whether a thread drives
 };
 
@@ -43,13 +43,13 @@ struct Validity {
   std::array<std::atomic<std::uint64_t>, 3> first_valid{};
 };
 
-// The memory that a process shares. Others write to the bell alone: what they only read lies on
+// The memory that a process shares. Others write to its wake-ups alone: what they only read lies on
 // other pages, which they map for reading.
 struct Page {
   static constexpr std::size_t most_groups = 100;
   static constexpr std::size_t writable = 64 << 10;  // whole pages, however large they are here
 
-  alignas(64) Bell bell;
+  alignas(64) WakeUp wake_up;
   alignas(64) std::array<std::byte, writable - 64> unused;
   std::uint64_t magic;
   std::array<Validity, most_groups> validity;
@@ -99,7 +99,7 @@ class PeerPage {
   static std::unique_ptr<PeerPage> open(const Card& card);
   ~PeerPage();
 
-  Bell& bell() const { return page_->bell; }
+  WakeUp& wake_up() const { return page_->wake_up; }
   // Whether its memory can be read.
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).

@@ -214,7 +214,7 @@ class Mark {
 // Runs on a thread of the driver, which allows no call of its own there.
 void stretch_arrived(void* batch) {
   static_cast<Batch*>(batch)->arrived.fetch_add(1, std::memory_order_release);
-  Engine::instance().ring();
+  Engine::instance().wake_up();
 }
 
 std::uint64_t aligned(std::uint64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }

@@ -2,8 +2,8 @@
 // sums.
 //
 // A call begins when the stream has reached it. This rank's vectors then come to the host in
-// stretches, on a stream of the engine's own; a host function behind each of them rings the engine's
-// bell, and what is here is offered at once. The result goes back on the caller's stream, stretch by
+// stretches, on a stream of the engine's own; a host function behind each of them wakes the engine,
+// and what is here is offered at once. The result goes back on the caller's stream, stretch by
 // stretch as it comes. So copies in both directions, sums and messages overlap.
 #pragma once
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "message.h"
-#include "pace.h"
+#include "step_time.h"
 
 namespace jaxcoded {
 

@@ -24,12 +24,12 @@ void read(XlaCall& call) {
 }
 
 ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
-                      std::string_view words, std::int64_t fingerprint, std::int64_t up,
-                      std::int64_t down, std::int64_t parts, std::int64_t begun,
+                      std::string_view signature, std::int64_t fingerprint, std::int64_t up,
+                      std::int64_t down, std::int64_t parts, std::int64_t last_part,
                       std::int64_t skips, std::int64_t erases, ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples) {
-  XlaCall call = round_call(args, results, words, fingerprint, up, down, parts, begun, skips,
-                            erases, apart, examples);
+  XlaCall call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
+                            skips, erases, apart, examples);
   pass_on(call);
   read(call);
   return guarded([&] {
@@ -39,11 +39,11 @@ ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::
 }
 
 ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
-                     std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                     std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                      std::int64_t number, std::int64_t slices, std::int64_t skips,
                      ffi::Span<const std::int64_t> apart) {
   XlaCall call =
-      part_call(args, results, words, fingerprint, parts, number, slices, skips, apart);
+      part_call(args, results, signature, fingerprint, parts, number, slices, skips, apart);
   pass_on(call);
   read(call);
   return guarded([&] {
@@ -68,11 +68,11 @@ ffi::Error slices_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
 
 ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
                       ffi::ResultBufferR0<ffi::U32> number, std::int64_t group,
-                      std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                      std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                       std::int64_t slices, std::int64_t skips, std::int64_t erases,
                       ffi::Span<const std::int64_t> apart) {
   XlaCall call =
-      start_call(args, *order, words, fingerprint, parts, slices, skips, erases, apart);
+      start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart);
   pass_on(call);
   read(call);
   return guarded([&] {
@@ -126,7 +126,7 @@ XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl,
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::BufferR0<ffi::U32>>()
                            .Attr<std::int64_t>("group")
-                           .Attr<std::string_view>("words")
+                           .Attr<std::string_view>("signature")
                            .Attr<std::int64_t>("fingerprint")
                            .Attr<std::int64_t>("parts")
                            .Attr<std::int64_t>("slices")

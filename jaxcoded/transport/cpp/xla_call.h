@@ -40,7 +40,7 @@ inline Segment segment_of(ffi::AnyBuffer buffer) {
 
 // What every call of a collective says. Its vectors are the last operands.
 inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
-                               std::string_view words, std::int64_t fingerprint,
+                               std::string_view signature, std::int64_t fingerprint,
                                std::int64_t skips, std::int64_t erases,
                                ffi::Span<const std::int64_t> apart) {
   std::size_t i = 0;
@@ -49,7 +49,7 @@ inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
   if (skips) call.skipped = operand();
   if (erases) call.erased = operand();
   while (i < args.size()) call.vectors.push_back(operand());
-  call.request.words = words;
+  call.request.signature = signature;
   call.request.fingerprint = static_cast<std::uint64_t>(fingerprint);
   // runs of numbers, four for each
   for (std::size_t at = 0; at + 4 <= apart.size(); at += 4) {
@@ -75,18 +75,18 @@ inline void append_parts(XlaCall& call, std::uint64_t parts) {
 }
 
 inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
-                          std::string_view words, std::int64_t fingerprint, std::int64_t up,
-                          std::int64_t down, std::int64_t parts, std::int64_t begun,
+                          std::string_view signature, std::int64_t fingerprint, std::int64_t up,
+                          std::int64_t down, std::int64_t parts, std::int64_t last_part,
                           std::int64_t skips, std::int64_t erases,
                           ffi::Span<const std::int64_t> apart,
                           ffi::Span<const double> examples) {
   const auto result = [&](std::size_t i) { return **results.get<ffi::AnyBuffer>(i); };
-  XlaCall call = collective_call(args, result(0), words, fingerprint, skips, erases, apart);
+  XlaCall call = collective_call(args, result(0), signature, fingerprint, skips, erases, apart);
   append_parts(call, static_cast<std::uint64_t>(parts));
   Request& request = call.request;
   request.up = up != 0;
   request.down = down != 0;
-  request.begun = begun != 0;
+  request.begun = last_part != 0;
   if (examples.size() == 2) request.examples = {examples[0], examples[1]};
   for (std::size_t i = 1; i < results.size(); ++i) {
     const ffi::AnyBuffer out = result(i);
@@ -98,11 +98,11 @@ inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
 
 // One part of the vectors of a round, ahead of the round itself.
 inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
-                         std::string_view words, std::int64_t fingerprint, std::int64_t parts,
+                         std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                          std::int64_t number, std::int64_t slices, std::int64_t skips,
                          ffi::Span<const std::int64_t> apart) {
-  XlaCall call = collective_call(args, **results.get<ffi::AnyBuffer>(0), words, fingerprint, skips,
-                                 0, apart);
+  XlaCall call = collective_call(args, **results.get<ffi::AnyBuffer>(0), signature, fingerprint,
+                                 skips, 0, apart);
   append_parts(call, 1);
   Request& request = call.request;
   request.begun = number != 0;
@@ -119,11 +119,11 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
 }
 
 // A round that begins, and whose result is called for later.
-inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view words,
+inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                           std::int64_t fingerprint, std::int64_t parts, std::int64_t slices,
                           std::int64_t skips, std::int64_t erases,
                           ffi::Span<const std::int64_t> apart) {
-  XlaCall call = collective_call(args, next, words, fingerprint, skips, erases, apart);
+  XlaCall call = collective_call(args, next, signature, fingerprint, skips, erases, apart);
   append_parts(call, static_cast<std::uint64_t>(parts));
   for (const ffi::AnyBuffer& vector : call.vectors) {
     Segment segment = segment_of(vector);
@@ -178,12 +178,12 @@ auto bind_round(Binding binding) {
       .RemainingArgs()
       .RemainingRets()
       .template Attr<std::int64_t>("group")
-      .template Attr<std::string_view>("words")
+      .template Attr<std::string_view>("signature")
       .template Attr<std::int64_t>("fingerprint")
       .template Attr<std::int64_t>("up")
       .template Attr<std::int64_t>("down")
       .template Attr<std::int64_t>("parts")
-      .template Attr<std::int64_t>("begun")
+      .template Attr<std::int64_t>("last_part")
       .template Attr<std::int64_t>("skips")
       .template Attr<std::int64_t>("erases")
       .template Attr<ffi::Span<const std::int64_t>>("apart")
@@ -196,7 +196,7 @@ auto bind_part(Binding binding) {
       .RemainingArgs()
       .RemainingRets()
       .template Attr<std::int64_t>("group")
-      .template Attr<std::string_view>("words")
+      .template Attr<std::string_view>("signature")
       .template Attr<std::int64_t>("fingerprint")
       .template Attr<std::int64_t>("parts")
       .template Attr<std::int64_t>("number")

@@ -50,12 +50,13 @@ ffi::Error guarded_on_device(Action action) {
 }
 
 ffi::Error round_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets results,
-                      std::int64_t group, std::string_view words, std::int64_t fingerprint,
-                      std::int64_t up, std::int64_t down, std::int64_t parts, std::int64_t begun,
-                      std::int64_t skips, std::int64_t erases, ffi::Span<const std::int64_t> apart,
+                      std::int64_t group, std::string_view signature, std::int64_t fingerprint,
+                      std::int64_t up, std::int64_t down, std::int64_t parts,
+                      std::int64_t last_part, std::int64_t skips, std::int64_t erases,
+                      ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples) {
-  XlaCall call = round_call(args, results, words, fingerprint, up, down, parts, begun, skips,
-                            erases, apart, examples);
+  XlaCall call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
+                            skips, erases, apart, examples);
   return guarded_on_device([&] {
     const Result result = run_on_device(device_call(call, stream, group));
     if (result.outcome == Outcome::done) pass_on(call, stream);
@@ -64,12 +65,12 @@ ffi::Error round_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Remaini
 }
 
 ffi::Error part_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets results,
-                     std::int64_t group, std::string_view words, std::int64_t fingerprint,
+                     std::int64_t group, std::string_view signature, std::int64_t fingerprint,
                      std::int64_t parts, std::int64_t number, std::int64_t slices,
                      std::int64_t skips,
                      ffi::Span<const std::int64_t> apart) {
   XlaCall call =
-      part_call(args, results, words, fingerprint, parts, number, slices, skips, apart);
+      part_call(args, results, signature, fingerprint, parts, number, slices, skips, apart);
   return guarded_on_device([&] {
     const std::string error = extend_on_device(device_call(call, stream, group));
     if (!error.empty()) return failed_precondition(error);

@@ -10,7 +10,7 @@ namespace jaxcoded {
 constexpr double never = std::numeric_limits<double>::quiet_NaN();
 
 // How fast a rank is, as far as is known here.
-struct Pace {
+struct StepTime {
   std::int64_t rank = 0;
   double work = never;  // median seconds from one call to the next, of rounds it took part in
   double silent = 0;    // seconds for which it has not been heard of while rounds went on
