@@ -37,3 +37,14 @@ def positive(name: str, value: Any) -> float:
     if not is_positive(value):
         raise ValueError(f"{name} must be a number > 0, got {value!r}")
     return float(value)
+
+
+def not_negative(name: str, value: Any) -> float:
+    """``value`` as a float.
+
+    Raises:
+        ValueError: it is not a number ≥ 0. The message has the name.
+    """
+    if not (is_number(value) and value >= 0):
+        raise ValueError(f"{name} must be a number ≥ 0, got {value!r}")
+    return float(value)

@@ -1,6 +1,7 @@
 """What is asked of a coded sum, besides what it is of."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -81,9 +82,10 @@ def _checked_divisor(divisor: Any) -> str:
         raise ValueError(
             f"divisor is one number, got an array of shape {np.shape(divisor)}"
         )
-    if not divisor > 0:
+    if not 0 < divisor < math.inf:
         raise ValueError(
-            f"divisor is the number to divide by, so it must be > 0, got {divisor!r}"
+            "divisor is the number to divide by, so it must be > 0 and finite, "
+            f"got {divisor!r}"
         )
     return f", divided by {float(divisor)}"
 

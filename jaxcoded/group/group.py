@@ -15,7 +15,12 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import Desynchronized, GroupMismatch, use_after_close
+from jaxcoded.errors import (
+    Desynchronized,
+    GroupClosed,
+    GroupMismatch,
+    use_after_close,
+)
 from jaxcoded.group import snapshots
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights
@@ -478,7 +483,7 @@ class CodedGroup:
         Args:
             like: pytree of arrays or ``jax.ShapeDtypeStruct``: only structure, shapes
                 and dtypes count.
-            timeout: seconds to wait for an answer.
+            timeout: seconds to wait for an answer, ≥ 0.
 
         Returns:
             The state, a pytree of arrays.
@@ -490,6 +495,7 @@ class CodedGroup:
         """
         check_open(self)
         primitive.effects_barrier()
+        timeout = _require.not_negative("timeout", timeout)
         round_, data = self.transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
@@ -604,26 +610,30 @@ class CodedGroup:
                 not come by then are named in a warning.
 
         Raises:
+            ValueError: ``timeout`` is not a number ≥ 0; the group stays open.
             GroupMismatch: other ranks called a collective instead. With the mpi4jax
                 transport raised on all; with the engine on those that wait for more
                 ranks than their code can do without.
         """
-        if not self.closed:
-            absent = []
-            try:
-                primitive.effects_barrier()
-                absent = self.transport.close(timeout)
-            finally:
-                del _groups[self.index]
-            if absent:
-                warnings.warn(
-                    f"rank {self.rank} closed the group without ranks {absent} and "
-                    f"those below them: they are dead, or were not there after {timeout} s",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            else:
-                self._comm.Free()
+        timeout = _require.not_negative("timeout", timeout)
+        if self.closed:
+            return
+        primitive.effects_barrier()
+        try:
+            absent = self.transport.close(timeout)
+        except GroupClosed:
+            return  # another thread has closed it meanwhile
+        finally:
+            _groups.pop(self.index, None)
+        if absent:
+            warnings.warn(
+                f"rank {self.rank} closed the group without ranks {absent} and "
+                f"those below them: they are dead, or were not there after {timeout} s",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            self._comm.Free()
 
     @contextlib.contextmanager
     def failing(self, call: str) -> Iterator[None]:

@@ -317,7 +317,9 @@ def report(
         record = RoundSeen(*values)
         try:
             callback(record._replace(failed=record.failed != _DONE))
-        except Exception:
+        except (
+            BaseException
+        ):  # also what would end this thread, and with it the reports
             logger.exception("the function given to on_round raised")
 
     follow(following, seen, "jaxcoded rounds")

@@ -252,7 +252,7 @@ def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
         dtype = np.dtype(wire_dtype)
     except TypeError:
         dtype = None
-    if dtype is None or dtype.name not in _WIRE_DTYPES:
+    if dtype is None or dtype.name not in _WIRE_DTYPES or not dtype.isnative:
         raise ValueError(
             f"wire_dtype must be {' or '.join(_WIRE_DTYPES)}, or None to send arrays as "
             f"they are, got {wire_dtype!r}"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import warnings
 from importlib.metadata import distributions
 
@@ -331,7 +332,7 @@ def test_bcast_of_what_mpi_cannot_send(group, leaf):
 
 
 @once
-@pytest.mark.parametrize("mean", [0, -1, -0.5, np.float32(0), float("nan")])
+@pytest.mark.parametrize("mean", [0, -1, -0.5, np.float32(0), float("nan"), np.inf])
 def test_mean_must_be_positive(group, mean):
     with pytest.raises(
         ValueError, match="divisor is the number to divide by, so it must be > 0"
@@ -488,6 +489,40 @@ def test_use_after_close(comm, group, transport):
         with pytest.raises(JaxRuntimeError, match=message):
             compiled(own)
         assert_sum(later, coded_allreduce(own, later), VECTOR)
+
+
+def test_a_wrong_timeout_leaves_the_group_open(comm, group, transport):
+    own = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    for wrong in ("5", None, float("nan"), -1, True):
+        with pytest.raises(ValueError, match=f"timeout must be a number ≥ 0.*{wrong}"):
+            own.close(timeout=wrong)
+        with pytest.raises(ValueError, match=f"timeout must be a number ≥ 0.*{wrong}"):
+            own.resync({}, timeout=wrong)
+    assert not own.closed
+    assert_sum(own, coded_allreduce(contribution(own, VECTOR), own), VECTOR)
+    own.close()
+
+
+@engine_only
+def test_threads_that_close_one_group(comm, group):
+    """One of them closes it, and the other one waits for that."""
+    own = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport="engine")
+    together, errors = threading.Barrier(2), []
+
+    def close():
+        together.wait()
+        try:
+            own.close()
+        except BaseException as error:  # noqa: BLE001  # whatever it is
+            errors.append(error)
+
+    threads = [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert own.closed
+    assert not errors
 
 
 def test_error_inside_with_closes(comm, group, transport):

@@ -64,7 +64,7 @@ def stream(comm, gpu):
 
 def vector(array, part=0, parts=1):
     size = array.size // parts
-    code = _DTYPES.get(array.dtype.name, _BYTES)
+    code = _DTYPES.get(array.dtype, _BYTES)
     nbytes = array.nbytes // parts
     return (code, size if code else nbytes, array.address + part * nbytes)
 

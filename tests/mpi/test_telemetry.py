@@ -282,6 +282,8 @@ def test_hook(comm, fresh):
         fresh.lag()
         if it.number == 2:
             raise ValueError("not of interest")
+        if it.number == 3:
+            raise SystemExit
 
     fresh.on_round(look)
     for _ in range(5):

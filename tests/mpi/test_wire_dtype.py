@@ -281,7 +281,14 @@ def test_float16_overflows(group):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["int8", "float64", "float32", "float8_e5m2", "nonsense", 16, np.complex64]
+    "wrong",
+    [
+        *("int8", "float64", "float32", ">f2"),
+        "float8_e5m2",
+        "nonsense",
+        16,
+        np.complex64,
+    ],
 )
 def test_wrong_dtypes(group, wrong):
     message = (

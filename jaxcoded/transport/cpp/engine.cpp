@@ -68,6 +68,11 @@ void copy(const std::vector<std::byte*>& to, const std::vector<const std::byte*>
   }
 }
 
+Closed use_after_close(std::uint64_t index) {
+  return {"GroupClosed: use after close: group " + std::to_string(index) +
+          " was closed; make a new CodedGroup, and compile with it what used the old one"};
+}
+
 void fail(Flight& flight, const char* why) {
   flight.outcome = Outcome::failed;
   flight.error = why;
@@ -148,10 +153,7 @@ void Engine::enter(MPI_Comm comm, Rank root, double silent_seconds) {
 Member& Engine::member(std::uint64_t index) {
   if (ending_) throw Closed{process_ends};
   const auto found = members_.find(index);
-  if (found == members_.end() || found->second.abandoned) {
-    throw Closed{"GroupClosed: use after close: group " + std::to_string(index) +
-                 " was closed; make a new CodedGroup, and compile with it what used the old one"};
-  }
+  if (found == members_.end() || found->second.abandoned) throw use_after_close(index);
   return found->second;
 }
 
@@ -380,7 +382,10 @@ Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vect
 bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  return drive(lock, [&] { return done(its); }, now() + seconds);
+  const Inside here(its.inside);
+  const bool ended = drive(lock, [&] { return its.closing || done(its); }, now() + seconds);
+  if (its.closing) throw use_after_close(index);
+  return ended;
 }
 
 // Let every node see its messages and do what it can. Whether there was anything.
@@ -542,6 +547,12 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   const double until = now() + seconds;
+  if (its.closing) {
+    drive(lock, [&] { return !members_.contains(index); }, 1e300);
+    throw use_after_close(index);
+  }
+  its.closing = true;
+  wait_until_nobody_is_in(lock, its.inside);
   drive(lock, [&] { return its.queue.empty(); }, until);
   its.node->leave({});
   if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();
@@ -559,6 +570,16 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
 
 void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {
   if (its.root) end_of_job_.give_up(its.comm, absent);
+}
+
+// Threads that are told to go, by what they wait for.
+void Engine::wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside) {
+  while (inside) {
+    page_->wake_up.send();
+    ++waiting_;
+    changed_.wait_for(lock, std::chrono::milliseconds(10));
+    --waiting_;
+  }
 }
 
 bool Engine::stop(double seconds, const std::string& failure, int status) {
@@ -586,12 +607,7 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
   stopping_ = true;
   overdue_.close();
   // Handlers that still wait are told, and let go of their groups.
-  while (inside_) {
-    page_->wake_up.send();
-    ++waiting_;
-    changed_.wait_for(lock, std::chrono::milliseconds(10));
-    --waiting_;
-  }
+  wait_until_nobody_is_in(lock, inside_);
   members_.clear();
   return end_of_job_.left_any();
 }

@@ -60,6 +60,8 @@ struct Member {
   std::deque<std::shared_ptr<Flight>> started;
   std::uint32_t numbers = 0;  // given to started calls
   bool running = false;       // a thread is in `run`
+  bool closing = false;       // or in `close`,
+  int inside = 0;             // and so many in `wait`
 
   // Whether the last call of the queue is open.
   bool begun() const { return !queue.empty() && queue.back()->open; }
@@ -137,7 +139,8 @@ class Engine {
     std::unique_lock lock(mutex_);
     return use(member(index));
   }
-  // Do the engine's work until `done(member)`, or so many seconds. Whether it is done.
+  // Do the engine's work until `done(member)`, or so many seconds. Whether it is done. Raises
+  // `Closed` if the group is closed meanwhile.
   bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
 
   // The group goes on under another index, with another code. Not while it has a call.
@@ -152,7 +155,7 @@ class Engine {
   // those below.
   void abandon(std::uint64_t index, const std::string& failure);
   // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
-  // The ranks below that had not left by then.
+  // The ranks below that had not left by then. Raises `Closed` once another thread has closed it.
   std::vector<Rank> close(std::uint64_t index, double seconds);
   // Leave all groups, after a failure or not, and fail what waits. Nothing works afterwards, but
   // whether this process is there is answered until `MPI_Finalize`. Ranks below that have not left
@@ -178,6 +181,7 @@ class Engine {
   void leave(Member& member, const std::string& failure);
   void give_up(const Member& member, const std::vector<Rank>& absent);
   void finalize();
+  void wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside);
 
   OwnPage page_;
   FairMutex mutex_;
