@@ -294,6 +294,7 @@ FILES = {
     "approximate": [missing(3, approximate=[False, False, *[True] * 4])],
     "unmeasured": [seen(told=[], step_times=[], silent=[])],
     "no-links": [seen(peers=[], link_bytes=[], link_seconds=[])],
+    "without the root": [of_child(1)],
     "alone": [
         dataclasses.replace(
             of_child(0),
@@ -331,6 +332,9 @@ def test_command(name, tmp_path, capsys):
         assert "a round took 1 s; replayed with the same plan 900 ms (-10.0%)" in said
         names = "arrivals-0", "savings-0", "stragglers", "plans"
         assert {path.stem for path in out.glob("*.png")} == set(names)
+    if name == "without the root":
+        assert "other plans would have done takes the file of rank 0" in said
+        assert not (out / "plans.png").exists()
     if name == "dead":
         assert "from round 3 on an uncoded sum would not have ended" in said
         assert re.search(r"star, s = 0 .* does not end in round 3\n", said)

@@ -86,6 +86,12 @@ def run(args: argparse.Namespace) -> None:
         model = stragglers.named(args.model)
     else:
         model = stragglers.Trace(args.trace)
+        columns = model.table.shape[1]
+        if columns != args.ranks:
+            raise ValueError(
+                f"{args.trace} has {columns} columns, and --ranks is {args.ranks}: it must "
+                "have one for each rank"
+            )
     receiving = _require.positive("--gigabits", args.gigabits)
     sending = receiving
     if args.send_gigabits is not None:

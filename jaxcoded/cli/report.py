@@ -58,8 +58,13 @@ def run(args: argparse.Namespace) -> None:
     if not np.isnan(late).all():
         pictures.append(args.out / "stragglers.png")
         _draw_stragglers(pictures[-1], files[0], late)
-    plans = analysis.compare(files)
-    if plans:
+    root = Plan.from_json(files[0].plan).root
+    plans = analysis.compare(files) if files[0].rank == root else []
+    if files[0].rank != root:
+        print(
+            f"how other plans would have done takes the file of rank {root}, the root"
+        )
+    elif plans:
         measured = analysis.step_seconds(files[0])
         off = analysis.disagreement(measured, plans[0].seconds)
         print(_replay_in_words(measured, plans[0].seconds, off))

@@ -345,6 +345,9 @@ def test_json_and_a_trace(capsys, tmp_path):
     assert main([*USUAL, "--model", "killed(round=2)", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["ranking"][-1]["step"] is None
+    np.savetxt(trace, np.ones((50, 6)), delimiter=",")
+    assert main([*USUAL, "--trace", str(trace)]) == 2
+    assert "trace.csv has 6 columns, and --ranks is 7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ constexpr double finalize_seconds = 5;
 constexpr double answer_seconds = 0.2;
 
 constexpr const char* two_threads =
-    "two threads called collectives of one group at the same time";
+    "two threads called collectives of one group at the same time: let one thread call them, or "
+    "make a group for each thread";
 constexpr const char* broken_off =
     "a collective of the group was called between the parts of another one's message";
 constexpr const char* process_ends = "GroupClosed: the process ends";

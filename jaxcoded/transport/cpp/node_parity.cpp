@@ -14,7 +14,8 @@ constexpr const char* causes =
     "group.assignment(batch size) gave this very rank. Likely causes: the gradient of a plain shard "
     "of the batch, or of a mean over the rank's own examples; other weights, or those of another "
     "rank or batch size; parameters or batches that are not the same on all ranks; a loss that is "
-    "not a sum over examples, as with batch normalisation; dropout or augmentation that belongs to "
+    "not a sum over examples, as with batch normalisation; what was summed over the ranks before, as "
+    "by coded_value_and_grad; dropout or augmentation that belongs to "
     "the rank and not to the example";
 
 constexpr const char* miscounted =
