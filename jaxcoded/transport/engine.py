@@ -461,8 +461,11 @@ def _vector(array: np.ndarray) -> tuple[int, int, int]:
 def _error(outcome: int, text: str) -> Exception:
     if outcome == _DESYNCHRONIZED:
         return errors.Desynchronized(text)
-    kind, _, words = text.partition(": ")
-    return getattr(errors, kind, errors.CodedError)(words or text)
+    name, _, words = text.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.CodedError):
+        return kind(words)
+    return errors.CodedError(text)
 
 
 @functools.cache
