@@ -317,9 +317,8 @@ def report(
         record = RoundSeen(*values)
         try:
             callback(record._replace(failed=record.failed != _DONE))
-        except (
-            BaseException
-        ):  # also what would end this thread, and with it the reports
+        # Also what would end this thread, and with it the reports.
+        except BaseException:
             logger.exception("the function given to on_round raised")
 
     follow(following, seen, "jaxcoded rounds")

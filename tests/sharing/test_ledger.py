@@ -83,6 +83,13 @@ def test_a_block_that_nobody_holds():
     assert its.ledger.orphans == [2]
 
 
+def test_a_block_that_takes_long_everywhere_is_done_at_last():
+    """Whoever has nothing to do takes it over, but not again and again."""
+    its = World([[0, 1, 2]], 3, [1.0] * 3, latency=steady, patience=1e-3)
+    assert its.run() < 3
+    assert 1 < its.computed + its.orders["recall"] < 30
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     seed=st.integers(0, 2**32), members=st.integers(2, 7), replicas=st.integers(1, 3)

@@ -76,6 +76,8 @@ def test_a_grant_is_on_its_way_while_its_rank_is_done():
     model = Model(TWO, 2)
     first = ["parent grants 0 to 1", "1 hears", "1 computes", "1 has"]
     state = after(model, [*first, "parent grants 1 to 1", "parent hears 1"], recalls=1)
+    assert state.down[1]
+    assert not model.sealed(state.accounts[1])
     explore(model, state)
 
 

@@ -33,7 +33,6 @@ class World:
             time.
         latency: seconds that a message takes, a function without arguments.
         stopped, dead: processes.
-        calls: when each member's program begins, by round.
         orders: how many of each kind were given in this round.
         computed: blocks that were computed in this round, also in vain.
     """
@@ -50,7 +49,6 @@ class World:
         self.numbers = itertools.count()
         self.round = 0
         self.left = set(range(members))  # that have left the round before
-        self.known_seconds = [0.0] * members
 
     # Time.
 
@@ -109,7 +107,8 @@ class World:
         for seconds, what, member in faults:
             self.at(began + seconds, getattr(self, what), member)
         present = [m in self.left and m not in self.dead for m in range(self.members)]
-        self.ledger.begin(present, self.known_seconds, self.clock)
+        unknown = [0.0] * self.members  # how long blocks take
+        self.ledger.begin(present, unknown, self.clock)
         for m in range(self.members):
             late = calls[m] if calls else 0.0
             self.at(began + late, self._calls, m, of=m)

@@ -1,6 +1,7 @@
 #include "ledger.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -28,6 +29,7 @@ void Ledger::begin(const std::vector<bool>& present, const std::vector<double>& 
                    double now) {
   orders_.clear();
   free_.clear();
+  times_taken_.assign(holders_.size(), 0);
   for (Block block = 0; block < holders_.size(); ++block) free_.insert(block);
   for (std::size_t m = 0; m < members_.size(); ++m) {
     const bool lost = members_[m].state == Member::State::lost;
@@ -134,7 +136,7 @@ double Ledger::wakes_at(double now) const {
     block = std::min(block, seconds(member));
   }
   // How much longer a block takes shows only with time.
-  if (idle && busy) out = std::min(out, now + block / 4);
+  if (idle && busy) out = std::min(out, now + (block > 0 ? block : patience_seconds_) / 4);
   return out;
 }
 
@@ -219,6 +221,13 @@ bool Ledger::grant_free(std::size_t m, double now) {
   return false;
 }
 
+// How much longer a block that is being computed must take to be computed anew by a member who needs
+// so long. It doubles each time, so that a block which takes long everywhere is done at last.
+double Ledger::worth_taking(Block block, const Member& member, double mine) const {
+  const double least = seconds(member) > 0 ? mine * (1 + worth) : patience_seconds_;
+  return std::ldexp(least, static_cast<int>(times_taken_[block]));
+}
+
 // Take back a block for a member from whoever would be done last, if that ends sooner.
 bool Ledger::recall_for(std::size_t m, double now) {
   const Member& member = members_[m];
@@ -233,7 +242,8 @@ bool Ledger::recall_for(std::size_t m, double now) {
     const double its = done_in(other, now);
     // What it computes already is its last, and taken back only for who has nothing to do.
     const bool last = other.left() == 1;
-    if (its <= latest || (last && (!idle || its <= mine * (1 + worth)))) continue;
+    if (its <= latest) continue;
+    if (last && (!idle || its <= worth_taking(other.blocks.back(), member, mine))) continue;
     for (std::size_t i = other.blocks.size(); i-- > other.added;) {
       const Block block = other.blocks[i];
       if ((i == other.added && !last) || !holds(m, block) || recalled(other, block)) continue;
@@ -249,6 +259,7 @@ bool Ledger::recall_for(std::size_t m, double now) {
 }
 
 void Ledger::recall(std::size_t from, Block block, std::size_t beneficiary, double now) {
+  if (members_[from].left() == 1) ++times_taken_[block];
   members_[from].recalls.push_back({block, beneficiary, now});
   ++members_[beneficiary].promised;
   order(from, Order::Kind::recall, {block});

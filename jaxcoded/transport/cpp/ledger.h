@@ -84,6 +84,7 @@ class Ledger {
   double seconds(const Member& member) const;
   double for_present_block(const Member& member, double now) const;
   double done_in(const Member& member, double now) const;
+  double worth_taking(Block block, const Member& member, double mine) const;
   bool holds(std::size_t member, Block block) const;
   bool recalled(const Member& member, Block block) const;
   void grant(std::size_t member, const std::vector<Block>& blocks, double now);
@@ -97,6 +98,7 @@ class Ledger {
   double patience_seconds_;
   std::vector<Member> members_;
   std::set<Block> free_;
+  std::vector<std::uint32_t> times_taken_;  // back while it was computed, each block
   std::vector<Order> orders_;
 };
 
