@@ -77,4 +77,7 @@ def adaptive(
                 ).reshape(end - before, d, L)
         return B.transpose(1, 0, 2, 3).reshape(n * parts, n, L)
 
-    return least_amplified(draw, n, s, m, "adaptive", seed, parts=parts)
+    promises = tuple((missing, end, 0) for missing, end in enumerate(ends[:-1]))
+    return least_amplified(
+        draw, n, s, m, "adaptive", seed, parts=parts, promises=promises
+    )

@@ -13,6 +13,8 @@ _EXACT = 1e-6
 _RANK = 1e-11
 # Numbers as near to whole ones as this are taken for them, if that is exact.
 _WHOLE = 1e-9
+# How often to look for less damping.
+_HALVINGS = 40
 
 
 class Block:
@@ -31,6 +33,8 @@ class Block:
     def __init__(self, M: np.ndarray, m: int) -> None:
         self.M = M
         self.target = np.tile(np.eye(m), (1, M.shape[1] // m))
+        self.magnitude = np.abs(M).reshape(len(M), -1, m).sum(axis=2)
+        self.weight = float(np.linalg.norm(self.magnitude, axis=0).max())
 
     @functools.cached_property
     def solution(self) -> tuple[np.ndarray, np.ndarray]:
@@ -66,14 +70,48 @@ class Block:
         error = np.abs(np.tensordot(A, self.M, 1) - self.target).max(axis=(1, 2))
         return A, error <= _EXACT
 
-    def best(self, missing: np.ndarray) -> np.ndarray:
-        """Bool ``(r,)`` of missing rows to ``A`` ``(m, r)`` with the least residual."""
+    def amplification(self, A: np.ndarray) -> float:
+        """``max_{u,j} Σ_i |A[u,i]| · Σ_v |M[i,j,v]|`` of ``A`` ``(m, r)``."""
+        return float((np.abs(A) @ self.magnitude).max())
+
+    def bound(self, A: np.ndarray) -> np.ndarray:
+        """``A`` ``(..., m, r)`` to what its amplification is at most (Cauchy-Schwarz).
+
+        Of solutions of least norm it never grows with the rows that are there, which the
+        amplification itself may do.
+        """
+        return self.weight * np.linalg.norm(A, axis=-1).max(axis=-1)
+
+    def best(self, missing: np.ndarray, limit: float) -> np.ndarray:
+        """Bool ``(r,)`` of missing rows to ``A`` ``(m, r)`` with the least residual, or
+        with one near it where that amplifies by more than the limit."""
         (A,), (exact,) = self.solve(missing[None])
         if not exact:
-            A = np.zeros_like(A)
-            if not missing.all():
-                heard = self.M[~missing]
-                A[:, ~missing] = np.linalg.lstsq(heard.T, self.target.T)[0].T
+            A = self._damped(missing, 0.0)
+        if self.amplification(A) <= limit:
+            return A
+        # surely enough: each ‖A[u]‖ is at most ‖T[u]‖ / 2δ
+        damping = self.weight * np.linalg.norm(self.target, axis=1).max() / (2 * limit)
+        A = self._damped(missing, damping)
+        for _ in range(_HALVINGS):
+            damping /= 2
+            less = self._damped(missing, damping)
+            if self.amplification(less) > limit:
+                break
+            A = less
+        return A
+
+    def _damped(self, missing: np.ndarray, damping: float) -> np.ndarray:
+        """The ``A`` ``(m, r)``, zero at missing rows, with the least ``‖A·M − T‖² +
+        δ²‖A‖²``."""
+        A = np.zeros((len(self.target), len(self.M)))
+        equations, target = self.M[~missing].T, self.target.T
+        if damping:
+            heard = equations.shape[1]
+            equations = np.concatenate([equations, damping * np.eye(heard)])
+            target = np.concatenate([target, np.zeros((heard, len(A)))])
+        if equations.size:
+            A[:, ~missing] = np.linalg.lstsq(equations, target)[0].T
         return A
 
 

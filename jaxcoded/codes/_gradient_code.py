@@ -16,6 +16,22 @@ from jaxcoded.codes import _blocks
 # Answered sets beyond this number are sampled instead of enumerated.
 MAX_SETS = 256
 DECODINGS = ("exact", "least_squares", "one_step")
+# Roundings must not tell whether a set that is as good as the worst one suffices.
+_ROUNDING = 1e-3
+
+
+class Promise(NamedTuple):
+    """Messages of ``n`` children that suffice, whichever children are late.
+
+    Attributes:
+        late: this many children may be late.
+        parts: the first so many parts of all others are needed.
+        first: the first so many parts of the late ones are needed.
+    """
+
+    late: int
+    parts: int
+    first: int = 0
 
 
 class Decoding(NamedTuple):
@@ -66,12 +82,18 @@ class GradientCode:
         decoding: ``"exact"``; ``"least_squares"``, the best approximation; or
             ``"one_step"``, the same coefficient for all messages that came, such that
             the coefficients of the partitions are 1 on average.
+        promises: of a code with parts, what suffices besides all parts of any ``n−s``
+            children: triples ``(late, parts, first)``, the first ``parts`` parts of all
+            children but any ``late``, and the first ``first`` parts of those. Checked as
+            ``stragglers`` is, and what `amplification` is taken over.
 
     Raises:
         ValueError: ``B`` has a wrong shape or entries that are not finite, ``sizes``
-            are not ``k`` numbers ≥ 0 with a sum above 0, some pattern of ``stragglers`` missing children cannot be decoded, ``stragglers=None``
-            and there are too many patterns to try or the code is not exact, or
-            ``"one_step"`` with slices or with a ``B`` that sums to 0 or less.
+            are not ``k`` numbers ≥ 0 with a sum above 0, some pattern of ``stragglers``
+            missing children or of a promise cannot be decoded, a promise is not ``0 ≤
+            late ≤ n`` and ``0 ≤ first ≤ parts ≤ P``, ``stragglers=None`` and there are
+            too many patterns to try or the code is not exact, or ``"one_step"`` with
+            slices or with a ``B`` that sums to 0 or less.
 
     Equality and hash are by value (everything but the name).
 
@@ -93,6 +115,7 @@ class GradientCode:
     parts: int = 1
     sizes: tuple[Fraction, ...] = ()
     decoding: str = "exact"
+    promises: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if np.iscomplexobj(self.B):
@@ -132,16 +155,25 @@ class GradientCode:
                 "one-step decoding is for one slice and a B with a positive sum, got "
                 f"m = {self.m} and the sum {B.sum():.3g}; take least_squares"
             )
+        promises = tuple((late, some, first) for late, some, first in self.promises)
+        for late, some, first in promises:
+            if not (0 <= late <= self.n and 0 <= first <= some <= parts):
+                raise ValueError(
+                    f"a promise is (late, parts, first) with 0 ≤ late ≤ {self.n} and "
+                    f"0 ≤ first ≤ parts ≤ {parts}, got {(late, some, first)}"
+                )
+        object.__setattr__(self, "promises", promises)
         if self.stragglers is None:
             if self.approximate:
                 raise ValueError("an approximate code needs stragglers=")
             object.__setattr__(self, "stragglers", self._largest_tolerance())
-            return
         stragglers = _require.integer("stragglers", self.stragglers, 0, self.n - 1)
         object.__setattr__(self, "stragglers", stragglers)
         if not self.approximate and not self._answers[1].all():
+            also = f", or not from what it promises, {list(promises)}"
             raise ValueError(
-                f"this B cannot be decoded from every {self.n - self.stragglers} of its {self.n} children"
+                f"this B cannot be decoded from every {self.n - self.stragglers} of its "
+                f"{self.n} children{also * bool(promises)}"
             )
 
     @property
@@ -184,7 +216,8 @@ class GradientCode:
         )
 
     def decodable(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
-        """Whether the exact sum can be rebuilt from these children.
+        """Whether the exact sum can be rebuilt from these children, in numbers without
+        rounding.
 
         Args:
             answered: bool ``(n,)``; or the indices of the children that answered; or
@@ -201,11 +234,16 @@ class GradientCode:
         """Whether a parent goes on with these children: they are decodable or, in an
         approximate code, at least ``n−s`` of them are there with all their parts.
 
+        In an exact code with several parts, a set that the code does not promise to decode
+        must do so with an amplification that is surely at most ``κ``: by the bound ``‖A‖ ·
+        ‖B‖``, which only falls when more comes.
+
         Args:
             answered: as for `decodable`.
         """
         if not self.approximate:
-            return self.decodable(answered)
+            missing = self._missing_replicas(~self._answered(answered))
+            return self._exact(missing) is not None
         complete = self._answered(answered).reshape(self.n, self.parts).all(axis=1)
         return int(complete.sum()) >= self.n - self.stragglers
 
@@ -213,9 +251,13 @@ class GradientCode:
         """The coefficients that rebuild the sum from these children.
 
         Of equal rows of ``B`` (replicas, as in fractional repetition) the first that
-        answered is used and the others get 0. Where the set is decodable the solution
+        answered is used and the others get 0. Where the set is `sufficient` the solution
         of least norm is returned; otherwise the least-squares one, with its residual.
         One-step decoding has its own rule.
+
+        No coefficients of an exact code with several parts amplify by more than its ``κ``:
+        a sufficient set that would is decoded from the messages of a promise alone, and
+        least squares make the sum of ``‖A·B − I‖²`` and a multiple of ``‖A‖²`` small.
 
         Args:
             answered: as for `decodable`.
@@ -233,10 +275,8 @@ class GradientCode:
         """``κ = max_F max_{u,j} Σ_i |A[u,i]| · Σ_v |B[i,j,v]|``: how much rounding can
         grow, 1 at best.
 
-        Over all answered sets with at most ``stragglers`` missing, or 256 sampled ones
-        where there are more. Of a code with several parts these are sets of children with
-        all their parts; it is no bound for sets with some parts of a child, see
-        ``docs/codes.md``.
+        Over all answered sets with at most ``stragglers`` missing, and those of the
+        `promises`; or 256 sampled ones where there are more.
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)
@@ -249,6 +289,15 @@ class GradientCode:
             )
         magnitude = np.abs(self._rows).reshape(-1, self.k, self.m).sum(axis=2)
         return float(np.tensordot(np.abs(self._answers[0]), magnitude, 1).max())
+
+    @functools.cached_property
+    def amplification_limit(self) -> float:
+        """What bounds the amplification of any set that suffices; infinite in codes that do
+        not have several parts, where ``κ`` is over all sets that a parent waits for, and
+        in approximate ones."""
+        if self.parts == 1 or self.approximate:
+            return math.inf
+        return (1 + _ROUNDING) * self.amplification
 
     @functools.cached_property
     def parity_checks(self) -> np.ndarray:
@@ -287,12 +336,12 @@ class GradientCode:
 
     @functools.cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray]:
-        """`_solve` for the straggler patterns that the code must answer."""
-        return self._solve(self._missing_replicas(self._rows_of(self._hardest())))
+        """Of `_solve`, for the sets that the code must answer."""
+        return self._solve(self._missing_replicas(self._hardest()))[:2]
 
     @property
     def _value(self) -> tuple[Any, ...]:
-        fields = (self.stragglers, self.parts, self.sizes, self.decoding)
+        fields = (self.stragglers, self.parts, self.sizes, self.decoding, self.promises)
         return *fields, self.B.shape, self.B.tobytes()
 
     def __eq__(self, other: object) -> bool:
@@ -355,11 +404,12 @@ class GradientCode:
         """The different blocks of ``M``, and the classes of each of their copies."""
         return _blocks.blocks(self._rows.reshape(-1, self.k, self.m))
 
-    def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Bool ``(sets, classes)`` of missing classes to ``A`` ``(sets, m, classes)``
-        and bool ``(sets,)``: exact."""
+    def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bool ``(sets, classes)`` of missing classes to ``A`` ``(sets, m, classes)``,
+        bool ``(sets,)``: exact, and float64 ``(sets,)``: what bounds the amplification."""
         A = np.zeros((len(missing), self.m, missing.shape[1]))
         exact = np.full(len(missing), self.support.any(axis=0).all())
+        bounds = np.zeros(len(missing))
         for block, rows in self._blocks:
             patterns = missing[:, rows].reshape(-1, rows.shape[1])
             first, which = _blocks.alike(patterns)
@@ -367,7 +417,45 @@ class GradientCode:
             each, decoded = block.solve(patterns[first])
             A[:, :, rows] = each[which].swapaxes(1, 2)
             exact &= decoded[which].all(axis=1)
-        return A, exact
+            bounds = np.maximum(bounds, block.bound(each)[which].max(axis=1))
+        return A, exact, bounds
+
+    def _exact(self, missing: np.ndarray) -> np.ndarray | None:
+        """Bool ``(classes,)`` of missing classes to ``A`` ``(m, classes)`` that gives the
+        exact sum within the code's amplification, if they suffice."""
+        (A,), (exact,), (bound,) = self._solve(missing[None])
+        if not exact:
+            return None
+        if bound <= self.amplification_limit:
+            return A
+        enough = self._promised(missing)
+        if enough is None:
+            return None
+        return A if (enough != missing).all() else self._solve(~enough[None])[0][0]
+
+    def _promised(self, missing: np.ndarray) -> np.ndarray | None:
+        """Bool ``(classes,)``: classes with all that a promise asks for, as the first
+        children have it, if none of them is missing."""
+        heard = ~missing[self._replicas[1]].reshape(self.n, self.parts)
+        came = np.logical_and.accumulate(heard, axis=1).sum(axis=1)
+        for late, parts, first in self._all_promises:
+            others = np.flatnonzero(came >= parts)[: self.n - late]
+            if len(others) == self.n - late and came.min() >= first:
+                needed = np.full(self.n, first)
+                needed[others] = parts
+                return ~self._missing_replicas(self._beyond(needed))
+        return None
+
+    @property
+    def _all_promises(self) -> tuple[Promise, ...]:
+        whole = Promise(self.stragglers, self.parts)
+        return (*map(Promise._make, self.promises), whole)
+
+    def _beyond(self, parts: np.ndarray) -> np.ndarray:
+        """Int ``(..., n)`` to bool ``(..., rows)``: the parts of each child after its first
+        so many."""
+        out = np.arange(self.parts) >= parts[..., None]
+        return out.reshape(*parts.shape[:-1], len(self.B))
 
     def _decode_uncached(self, answered: bytes) -> Decoding:
         mask = np.frombuffer(answered, bool)
@@ -384,11 +472,14 @@ class GradientCode:
     def _best(self, mask: np.ndarray) -> np.ndarray:
         """The exact coefficients, or those with the least residual."""
         missing = self._missing_replicas(~mask)
-        (reduced,), (exact,) = self._solve(missing[None])
-        if not exact:
+        reduced = self._exact(missing)
+        if reduced is None:
+            reduced = np.zeros((self.m, len(missing)))
             for block, copies in self._blocks:
                 for rows in copies:
-                    reduced[:, rows] = block.best(missing[rows])
+                    reduced[:, rows] = block.best(
+                        missing[rows], self.amplification_limit
+                    )
         coefficients = np.zeros((self.m, len(self.B)))
         answered = np.flatnonzero(mask)
         heard, first = np.unique(self._replicas[1][answered], return_index=True)
@@ -442,16 +533,27 @@ class GradientCode:
     def _missing_children(self) -> np.ndarray:
         """Bool ``(sets, n)``: the straggler patterns that the code must answer, sampled
         beyond 256."""
-        return self._patterns(np.arange(self.n), MAX_SETS)
+        return self._patterns(np.arange(self.n), self.stragglers, MAX_SETS)
 
     def _hardest(self) -> np.ndarray:
-        """Bool ``(sets, n)``: straggler patterns of which one is as hard as any other
-        pattern, sampled beyond 256.
+        """Bool ``(sets, rows)``: messages that are missing where the code must answer, in
+        sets of which one is as hard as any other, sampled beyond 256."""
+        promises = sorted(set(self._all_promises))
+        out, most = [], MAX_SETS
+        for left, (late, parts, first) in zip(range(len(promises), 0, -1), promises):
+            missing = self._hardest_patterns(late, max(1, most // left))
+            most -= len(missing)
+            out.append(self._beyond(np.where(missing, first, parts)))
+        return np.concatenate(out)
+
+    def _hardest_patterns(self, late: int, most: int) -> np.ndarray:
+        """Bool ``(sets, n)``: patterns of at most so many children of which one is as hard
+        as any other pattern.
 
         Blocks decode one by one, so those of one block of each kind will do.
         """
-        if self._count(self.n) <= MAX_SETS:
-            return self._missing_children()
+        if _count(self.n, late) <= most:
+            return self._patterns(np.arange(self.n), late, most)
         holds = np.zeros((self.n, len(self._replicas[0])), bool)
         holds[np.arange(len(self.B)) // self.parts, self._replicas[1]] = True
         kinds = {}
@@ -460,21 +562,17 @@ class GradientCode:
                 children = np.flatnonzero(holds[:, rows].any(axis=1))
                 which = holds[np.ix_(children, rows)].tobytes()
                 kinds[kind, len(children), which] = children
-        most = max(1, MAX_SETS // max(1, len(kinds)))
+        each = max(1, most // max(1, len(kinds)))
         return np.concatenate(
-            [self._patterns(children, most) for children in kinds.values()]
+            [self._patterns(children, late, each) for children in kinds.values()]
             or [np.zeros((1, self.n), bool)]
         )
 
-    def _count(self, children: int) -> int:
-        """How many patterns of at most ``stragglers`` of so many children there are."""
-        return sum(math.comb(children, e) for e in range(self.stragglers + 1))
-
-    def _patterns(self, children: np.ndarray, most: int) -> np.ndarray:
-        """Bool ``(sets, n)``: at most ``stragglers`` of these are missing; as many as
-        that are in ``most`` samples where there are more patterns."""
-        s = min(self.stragglers, len(children))
-        if self._count(len(children)) <= most:
+    def _patterns(self, children: np.ndarray, late: int, most: int) -> np.ndarray:
+        """Bool ``(sets, n)``: at most ``late`` of these; as many as that in ``most``
+        samples where there are more patterns."""
+        s = min(late, len(children))
+        if _count(len(children), late) <= most:
             sets = (
                 E for e in range(s + 1) for E in itertools.combinations(children, e)
             )
@@ -500,6 +598,11 @@ class GradientCode:
                     )
                 return s - 1
         return self.n - 1
+
+
+def _count(children: int, late: int) -> int:
+    """How many patterns of at most ``late`` of so many children there are."""
+    return sum(math.comb(children, e) for e in range(late + 1))
 
 
 def _masks(n: int, sets: Iterable[Sequence[int]]) -> np.ndarray:

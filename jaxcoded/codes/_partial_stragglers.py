@@ -31,7 +31,8 @@ def partial_stragglers(
 
     Returns:
         A `GradientCode` with two parts, ``B`` of shape ``(2n, 2n, 1)`` and
-        ``stragglers = 0``.
+        ``stragglers = 0``. Its amplification is over sets without late
+        second parts, too.
 
     Raises:
         ValueError: ``α ≤ 1``, ``s`` is out of range, or as `cyclic_repetition`.
@@ -43,6 +44,8 @@ def partial_stragglers(
         Fraction(5, 9)
         >>> code.decodable([[True, True], [True, False], [True, True]])
         True
+        >>> round(code.amplification, 2), code.promises
+        (3.03, ((1, 2, 1),))
     """
     n = _require.integer("n", n, 1)
     s = _require.integer("late", late, 0, n - 1)
@@ -61,5 +64,10 @@ def partial_stragglers(
     B[:, 1, n:] = coded.B[:, :, 0]
     sizes = [Fraction(s + 1) / (alpha - 1)] * n + [Fraction(1)] * n
     return GradientCode(
-        B.reshape(2 * n, 2 * n), 0, "partial_stragglers", parts=2, sizes=tuple(sizes)
+        B.reshape(2 * n, 2 * n),
+        0,
+        "partial_stragglers",
+        parts=2,
+        sizes=tuple(sizes),
+        promises=((s, 2, 1),),
     )

@@ -89,6 +89,7 @@ def least_amplified(
     seed: int,
     *,
     parts: int = 1,
+    promises: tuple[tuple[int, int, int], ...] = (),
 ) -> GradientCode:
     """The code with the smallest amplification of at most 64 draws of ``B``.
 
@@ -103,7 +104,7 @@ def least_amplified(
     best: GradientCode | None = None
     for _ in range(draws(n, stragglers, parts)):
         try:
-            code = GradientCode(draw(rng), stragglers, name, parts)
+            code = GradientCode(draw(rng), stragglers, name, parts, promises=promises)
         except (ValueError, np.linalg.LinAlgError):
             continue  # so close to singular that it cannot be decoded
         if best is None or code.amplification < best.amplification:

@@ -1,5 +1,6 @@
 """What `cpp/module.cpp` offers."""
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -20,7 +21,13 @@ class Decoder:
     def __init__(self) -> None: ...  # a leaf's
     @overload
     def __init__(
-        self, B: np.ndarray, parts: int, stragglers: int, decoding: str
+        self,
+        B: np.ndarray,
+        parts: int,
+        stragglers: int,
+        decoding: str,
+        promises: Sequence[tuple[int, int, int]],
+        limit: float,
     ) -> None: ...
     def decode(self, order: list[int], possible: list[bool]) -> list[float]: ...
     def approximate(self, answered: list[bool]) -> list[float]: ...

@@ -436,7 +436,14 @@ def _decoder(plan: Plan, rank: int, debug: bool = False) -> Any:
 
 
 def _decoder_of(code: GradientCode) -> Any:
-    return _engine.Decoder(code.B, code.parts, code.stragglers, code.decoding)
+    return _engine.Decoder(
+        code.B,
+        code.parts,
+        code.stragglers,
+        code.decoding,
+        code.promises,
+        code.amplification_limit,
+    )
 
 
 def _erasures(plan: Plan) -> Any:

@@ -802,7 +802,7 @@ def too_many(plan, rng, *, for_good=False):
     def suffices():
         answered = [child not in missing for child in children]
         heard = {c for c, here in zip(code.classes, answered) if here}
-        return (for_good or len(heard) >= enough) and code.decodable(answered)
+        return (for_good or len(heard) >= enough) and code.sufficient(answered)
 
     while suffices():
         missing.append(rng.choice([c for c in children if c not in missing]))

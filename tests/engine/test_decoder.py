@@ -1,6 +1,7 @@
 """The engine's own decoder against the one in NumPy, `GradientCode`."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -74,8 +75,7 @@ def known():
     return [(code, decoder_of(code)) for code in out]
 
 
-def decoder_of(code):
-    return _engine.Decoder(code.B, code.parts, code.stragglers, code.decoding)
+decoder_of = engine._decoder_of
 
 
 @functools.cache
@@ -164,6 +164,54 @@ def test_the_first_messages_that_suffice(seed):
         scale = max(1, np.abs(expected).max())
         actual = np.array(actual).reshape(expected.shape)
         assert np.abs(actual - expected).max() <= growth(code) * scale, code
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        codes.adaptive(4, 2, seed=2),
+        codes.adaptive(4, 2, seed=1),
+        codes.adaptive(3, 2),
+        codes.adaptive(4, 1, 2),
+        codes.adaptive(4, 1, 3),
+        codes.partial_stragglers(5, 2, slowdown=3),
+        codes.progressive(4, 2),
+    ],
+)
+def test_every_set_of_first_parts_is_to_both_what_it_is_to_the_other(code):
+    """Also those that are decodable and would amplify too much."""
+    refused = 0
+    decoder = decoder_of(code)
+    for counts in itertools.product(range(code.parts + 1), repeat=code.n):
+        mask = np.arange(code.parts) < np.array(counts)[:, None]
+        order, came = np.flatnonzero(mask).tolist(), mask.ravel().tolist()
+        found = decoder_of(code).decode(order, came)
+        sufficient = code.sufficient(mask)
+        assert bool(found) == sufficient, counts
+        refused += code.decodable(mask) and not sufficient
+        expected = code.decode(mask).coefficients
+        scale = max(1, np.abs(expected).max())
+        actual = np.array(decoder.approximate(came)).reshape(expected.shape)
+        assert np.abs(actual - expected).max() <= 1e-9 * scale, counts
+    assert (refused > 0) == (code.name == "adaptive")
+
+
+def test_what_would_lose_all_digits_waits_for_the_next_message():
+    """These sets would have 22,000 and 8 times the amplification of the code."""
+    code = codes.adaptive(4, 2, seed=2)
+    for counts in ([0, 6, 1, 5], [5, 5, 1, 1]):
+        mask = np.arange(6) < np.array(counts)[:, None]
+        order = np.flatnonzero(mask).tolist()
+        assert code.decodable(mask)
+        assert decoder_of(code).decode(order, [True] * 24) == []
+        lacking = [row for row in range(24) if row not in order]
+        found = decoder_of(code).decode(order + lacking, [True] * 24)
+        A = np.array(found).reshape(6, 24)
+        grown = (np.abs(A) @ np.abs(code.B).sum(axis=2)).max()
+        assert grown <= 1.001 * code.amplification
+        np.testing.assert_allclose(
+            np.tensordot(A, code.B, 1), target(code), rtol=0, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("text", ILL_CONDITIONED)

@@ -166,8 +166,8 @@ def drawn(monkeypatch):
     made = []
     original = _redraw.GradientCode
 
-    def spy(*args):
-        made.append(original(*args))
+    def spy(*args, **rest):
+        made.append(original(*args, **rest))
         return made[-1]
 
     monkeypatch.setattr(_redraw, "GradientCode", spy)

@@ -14,10 +14,17 @@ namespace {
 constexpr double exact_within = 1e-5;
 // Numbers as near to whole ones as this are taken for them, if that is exact.
 constexpr double whole_within = 1e-9;
+// How often to look for less damping.
+constexpr int halvings = 40;
+
+double length(const std::vector<double>& vector) {
+  return std::sqrt(std::inner_product(vector.begin(), vector.end(), vector.begin(), 0.0));
+}
 
 }  // namespace
 
 GradientCode::GradientCode(CodeTensor tensor) : tensor_(std::move(tensor)), held_(tensor_.rows) {
+  tensor_.promises.push_back({tensor_.stragglers, tensor_.parts, 0});
   const std::size_t width = tensor_.partitions * tensor_.slices;
   std::map<std::vector<double>, std::size_t> known;
   for (std::size_t row = 0; row < tensor_.rows; ++row) {
@@ -77,14 +84,19 @@ GradientCode::Block GradientCode::block(std::vector<std::size_t> classes,
   Block out;
   out.equations = Matrix(partitions.size() * m, classes.size());
   out.target = Matrix(partitions.size() * m, m);
+  out.magnitudes = Matrix(partitions.size(), classes.size());
   for (std::size_t p = 0; p < partitions.size(); ++p) {
+    std::vector<double> magnitudes(classes.size());
     for (std::size_t v = 0; v < m; ++v) {
       double* equation = out.equations[p * m + v];
       for (std::size_t c = 0; c < classes.size(); ++c) {
         equation[c] = tensor_.row(first_[classes[c]])[partitions[p] * m + v] / units_[classes[c]];
+        magnitudes[c] += std::abs(equation[c]);
       }
       out.target[p * m + v][v] = 1;
     }
+    std::ranges::copy(magnitudes, out.magnitudes[p]);
+    out.weight = std::max(out.weight, length(magnitudes));
   }
   for (std::size_t its : classes) out.units.push_back(units_[its]);
   out.classes = std::move(classes);
@@ -94,12 +106,47 @@ GradientCode::Block GradientCode::block(std::vector<std::size_t> classes,
   return out;
 }
 
+// Those of the block's classes that were not heard.
+std::vector<std::size_t> GradientCode::Block::missing(const std::vector<bool>& heard) const {
+  std::vector<std::size_t> out;
+  for (std::size_t c = 0; c < classes.size(); ++c) {
+    if (!heard[classes[c]]) out.push_back(c);
+  }
+  return out;
+}
+
+// A solution where those of all classes are.
+void GradientCode::Block::put(const Matrix& solution, Matrix& all) const {
+  for (std::size_t c = 0; c < classes.size(); ++c) {
+    std::copy_n(solution[c], solution.columns, all[classes[c]]);
+  }
+}
+
 bool GradientCode::Block::solves(const Matrix& solution) const {
   const Matrix found = equations * solution;
   for (std::size_t i = 0; i < found.values.size(); ++i) {
     if (!(std::abs(found.values[i] - target.values[i]) <= exact_within)) return false;
   }
   return true;
+}
+
+double GradientCode::Block::amplification(const Matrix& solution) const {
+  Matrix absolute = solution;
+  for (double& value : absolute.values) value = std::abs(value);
+  const Matrix grown = magnitudes * absolute;
+  return grown.values.empty() ? 0 : std::ranges::max(grown.values);
+}
+
+// Of what the solution amplifies (Cauchy-Schwarz). Of solutions of least norm it never grows with the
+// messages that are there, which the amplification itself may do.
+double GradientCode::Block::bound(const Matrix& solution) const {
+  double most = 0;
+  for (std::size_t u = 0; u < solution.columns; ++u) {
+    std::vector<double> slice(solution.rows);
+    for (std::size_t c = 0; c < solution.rows; ++c) slice[c] = solution[c][u];
+    most = std::max(most, length(slice));
+  }
+  return weight * most;
 }
 
 // So that repetition codes decode by 0 and 1 exactly.
@@ -132,9 +179,35 @@ Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const
   return solves(solution) ? solution : Matrix();
 }
 
-Matrix GradientCode::Block::best(const std::vector<std::size_t>& heard) const {
-  const Matrix solution =
-      Factored(equations.transposed().taken(heard).transposed()).solve(target);
+// With the least residual, or one near it where that amplifies by more than the limit.
+Matrix GradientCode::Block::best(const std::vector<std::size_t>& missing, double limit) const {
+  Matrix solution = exact(missing);
+  if (solution.values.empty()) solution = damped(missing, 0);
+  if (amplification(solution) <= limit) return solution;
+  // surely enough: each slice of the solution is at most as long as the target's over 2δ
+  const auto ones = static_cast<double>(target.rows / target.columns);
+  double damping = weight * std::sqrt(ones) / (2 * limit);
+  solution = damped(missing, damping);
+  for (int i = 0; i < halvings; ++i) {
+    Matrix less = damped(missing, damping /= 2);
+    if (amplification(less) > limit) break;
+    solution = std::move(less);
+  }
+  return solution;
+}
+
+// The x, zero at missing classes, with the least ‖equations·x − target‖² + δ²‖x‖².
+Matrix GradientCode::Block::damped(const std::vector<std::size_t>& missing, double damping) const {
+  std::vector<std::size_t> heard(classes.size());
+  std::iota(heard.begin(), heard.end(), 0);
+  for (std::size_t c : missing) std::erase(heard, c);
+  const Matrix system = equations.transposed().taken(heard).transposed();
+  Matrix both(system.rows + (damping > 0 ? heard.size() : 0), heard.size());
+  std::ranges::copy(system.values, both.values.begin());
+  for (std::size_t row = system.rows; row < both.rows; ++row) both[row][row - system.rows] = damping;
+  Matrix wanted(both.rows, target.columns);
+  std::ranges::copy(target.values, wanted.values.begin());
+  const Matrix solution = Factored(std::move(both)).solve(std::move(wanted));
   Matrix out(classes.size(), target.columns);
   for (std::size_t i = 0; i < heard.size(); ++i) {
     std::copy_n(solution[i], solution.columns, out[heard[i]]);
@@ -143,7 +216,69 @@ Matrix GradientCode::Block::best(const std::vector<std::size_t>& heard) const {
 }
 
 Matrix GradientCode::exact(const std::vector<bool>& answered) const {
-  return complete_ ? coefficients(answered, false) : Matrix();
+  const std::vector<bool> heard = heard_classes(answered);
+  std::optional<Solution> found = solved(heard);
+  if (found && found->bound > tensor_.limit) {
+    const auto enough = promised(heard);
+    if (enough != heard) found = enough ? solved(*enough) : std::nullopt;
+  }
+  return found ? by_row(found->coefficients, answered) : Matrix();
+}
+
+std::vector<bool> GradientCode::heard_classes(const std::vector<bool>& answered) const {
+  std::vector<bool> heard(first_.size());
+  for (std::size_t row = 0; row < tensor_.rows; ++row) {
+    if (answered[row]) heard[classes_[row]] = true;
+  }
+  return heard;
+}
+
+std::optional<GradientCode::Solution> GradientCode::solved(const std::vector<bool>& heard) const {
+  if (!complete_) return {};
+  Solution out{.coefficients = Matrix(first_.size(), tensor_.slices), .bound = 0};
+  for (const Block& block : blocks_) {
+    const Matrix solution = block.exact(block.missing(heard));
+    if (solution.values.empty()) return {};
+    out.bound = std::max(out.bound, block.bound(solution));
+    block.put(solution, out.coefficients);
+  }
+  return out;
+}
+
+// The classes with all that a promise asks for, as the first children have it, if these hold one.
+std::optional<std::vector<bool>> GradientCode::promised(const std::vector<bool>& heard) const {
+  const std::size_t parts = tensor_.parts, children = tensor_.children();
+  std::vector<std::size_t> came(children);  // first parts of each
+  for (std::size_t child = 0; child < children; ++child) {
+    std::size_t& count = came[child];
+    while (count < parts && heard[classes_[child * parts + count]]) ++count;
+  }
+  for (const auto& promise : tensor_.promises) {
+    std::size_t others = children - promise.late;
+    std::vector<bool> needed(heard.size());
+    const bool holds = std::ranges::min(came) >= promise.first;
+    for (std::size_t child = 0; child < children; ++child) {
+      const bool other = others && came[child] >= promise.parts;
+      others -= other;
+      for (std::size_t part = 0; part < (other ? promise.parts : promise.first); ++part) {
+        needed[classes_[child * parts + part]] = true;
+      }
+    }
+    if (holds && !others) return needed;
+  }
+  return {};
+}
+
+Matrix GradientCode::by_row(const Matrix& coefficients, const std::vector<bool>& answered) const {
+  Matrix out(tensor_.slices, tensor_.rows);
+  std::vector<bool> done(first_.size());
+  for (std::size_t row = 0; row < tensor_.rows; ++row) {
+    const std::size_t its = classes_[row];
+    if (!answered[row] || done[its]) continue;
+    done[its] = true;
+    for (std::size_t u = 0; u < tensor_.slices; ++u) out[u][row] = coefficients[its][u] / units_[its];
+  }
+  return out;
 }
 
 bool GradientCode::sufficient(const std::vector<bool>& answered) const {
@@ -158,7 +293,7 @@ bool GradientCode::sufficient(const std::vector<bool>& answered) const {
 }
 
 Matrix GradientCode::best(const std::vector<bool>& answered) const {
-  if (tensor_.decoding != CodeTensor::Decoding::one_step) return coefficients(answered, true);
+  if (tensor_.decoding != CodeTensor::Decoding::one_step) return least_squares(answered);
   // the same for all that came, such that those of the partitions are 1 on average
   const double sum = std::accumulate(tensor_.values.begin(), tensor_.values.end(), 0.0);
   const auto came = static_cast<double>(std::ranges::count(answered, true));
@@ -171,29 +306,14 @@ Matrix GradientCode::best(const std::vector<bool>& answered) const {
   return out;
 }
 
-Matrix GradientCode::coefficients(const std::vector<bool>& answered, bool approximate) const {
-  std::vector<std::size_t> used(first_.size(), tensor_.rows);  // row of each class, if any
-  for (std::size_t row = tensor_.rows; row-- > 0;) {
-    if (answered[row]) used[classes_[row]] = row;
-  }
-  Matrix out(tensor_.slices, tensor_.rows);
+Matrix GradientCode::least_squares(const std::vector<bool>& answered) const {
+  if (Matrix found = exact(answered); found.rows) return found;
+  const std::vector<bool> heard = heard_classes(answered);
+  Matrix out(first_.size(), tensor_.slices);
   for (const Block& block : blocks_) {
-    std::vector<std::size_t> heard, missing;
-    for (std::size_t c = 0; c < block.classes.size(); ++c) {
-      (used[block.classes[c]] < tensor_.rows ? heard : missing).push_back(c);
-    }
-    Matrix solution = block.exact(missing);
-    if (solution.values.empty()) {
-      if (!approximate) return {};
-      solution = block.best(heard);
-    }
-    for (std::size_t c : heard) {
-      for (std::size_t u = 0; u < tensor_.slices; ++u) {
-        out[u][used[block.classes[c]]] = solution[c][u] / units_[block.classes[c]];
-      }
-    }
+    block.put(block.best(block.missing(heard), tensor_.limit), out);
   }
-  return out;
+  return by_row(out, answered);
 }
 
 }  // namespace jaxcoded

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
+#include <optional>
 #include <vector>
 
 #include "least_squares.h"
@@ -20,6 +22,14 @@ struct CodeTensor {
   std::size_t parts = 1;
   std::size_t stragglers = 0;  // children
   Decoding decoding = Decoding::exact;
+  // What suffices: the first `parts` parts of all children but any `late`, and the first `first` of
+  // those.
+  struct Promise {
+    std::size_t late, parts, first;
+  };
+  std::vector<Promise> promises = {};  // besides all parts of all children but `stragglers`
+  // What bounds the amplification of any set of messages that suffices.
+  double limit = std::numeric_limits<double>::infinity();
 
   const double* row(std::size_t row) const { return values.data() + row * partitions * slices; }
   std::size_t children() const { return rows / parts; }
@@ -36,8 +46,8 @@ class GradientCode {
   // The partitions in each row.
   const std::vector<std::vector<std::size_t>>& held() const { return held_; }
 
-  // Coefficients (slices × rows) with which the messages give the exact sum; without any values if
-  // they do not. Of a class the first that came is used.
+  // Coefficients (slices × rows) with which the messages give the exact sum, amplified within the
+  // limit; without any values if they do not. Of a class the first that came is used.
   Matrix exact(const std::vector<bool>& answered) const;
   // Whether a parent goes on with them.
   bool sufficient(const std::vector<bool>& answered) const;
@@ -56,13 +66,29 @@ class GradientCode {
     Matrix everything;  // A₀ᵀ: classes × slices
     Matrix surplus;     // Nᵀ: classes × surplus
 
+    Matrix magnitudes;  // partitions × classes
+    double weight = 0;  // of a solution, for its bound
+
+    std::vector<std::size_t> missing(const std::vector<bool>& heard) const;
+    void put(const Matrix& solution, Matrix& all) const;
     bool solves(const Matrix& solution) const;
+    double amplification(const Matrix& solution) const;
+    double bound(const Matrix& solution) const;
     Matrix in_whole_numbers(Matrix solution) const;
     Matrix exact(const std::vector<std::size_t>& missing) const;
-    Matrix best(const std::vector<std::size_t>& heard) const;
+    Matrix best(const std::vector<std::size_t>& missing, double limit) const;
+    Matrix damped(const std::vector<std::size_t>& missing, double damping) const;
+  };
+  struct Solution {
+    Matrix coefficients;  // classes × slices
+    double bound = 0;     // of what they amplify
   };
 
-  Matrix coefficients(const std::vector<bool>& answered, bool approximate) const;
+  std::vector<bool> heard_classes(const std::vector<bool>& answered) const;
+  std::optional<Solution> solved(const std::vector<bool>& heard) const;
+  std::optional<std::vector<bool>> promised(const std::vector<bool>& heard) const;
+  Matrix least_squares(const std::vector<bool>& answered) const;
+  Matrix by_row(const Matrix& coefficients, const std::vector<bool>& answered) const;
   void find_blocks();
   Block block(std::vector<std::size_t> classes, const std::vector<std::size_t>& partitions) const;
 

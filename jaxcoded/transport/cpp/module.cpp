@@ -47,12 +47,16 @@ std::vector<Apart> apart_of(const std::vector<ApartTuple>& runs) {
   return out;
 }
 
+using PromiseTuple = std::tuple<std::size_t, std::size_t, std::size_t>;
+
 // What `jaxcoded.GradientCode` says of a code.
 Decoder decoder_of(const nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>& B,
-                   std::size_t parts, std::size_t stragglers, const std::string& decoding) {
+                   std::size_t parts, std::size_t stragglers, const std::string& decoding,
+                   const std::vector<PromiseTuple>& promises, double limit) {
   CodeTensor out{.rows = B.shape(0), .partitions = B.shape(1), .slices = B.shape(2),
                  .values = {B.data(), B.data() + B.size()}, .parts = parts,
-                 .stragglers = stragglers};
+                 .stragglers = stragglers, .limit = limit};
+  for (const auto& [late, some, first] : promises) out.promises.push_back({late, some, first});
   if (decoding == "least_squares") {
     out.decoding = CodeTensor::Decoding::least_squares;
   } else if (decoding == "one_step") {
@@ -394,8 +398,9 @@ NB_MODULE(_engine, module) {
       .def(nb::init<>())
       .def("__init__", [](Decoder* self, const nb::ndarray<const double, nb::ndim<3>, nb::c_contig,
                                                            nb::device::cpu>& B,
-                          std::size_t parts, std::size_t stragglers, const std::string& decoding) {
-        new (self) Decoder(decoder_of(B, parts, stragglers, decoding));
+                          std::size_t parts, std::size_t stragglers, const std::string& decoding,
+                          const std::vector<PromiseTuple>& promises, double limit) {
+        new (self) Decoder(decoder_of(B, parts, stragglers, decoding, promises, limit));
       })
       .def("decode", [](Decoder& self, const std::vector<std::size_t>& order,
                         const std::vector<bool>& possible) {
