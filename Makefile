@@ -3,6 +3,8 @@
 PYTHON ?=
 MPI ?= openmpi
 export PYTHON MPI
+# Every rank of every job imports the same: compiled once, unless the environment forbids it.
+unexport PYTHONDONTWRITEBYTECODE
 
 python := .venv/bin/python
 RANKS ?= 13

@@ -3,7 +3,9 @@
 This is JAX's persistent compilation cache in a folder of the session, and ranks, which come to the
 same program at the same time, take turns: the first one compiles, the others wait for it. What is
 of one process only, such as the address of a communicator, is a part of the program, and JAX does
-not store programs with callbacks: nobody gets such a program from another process.
+not store programs with callbacks: nobody gets such a program from another process. The turn ends
+with the compilation, stored or not: a rank that went on with it to a collective would wait there
+for those that wait for their turn.
 """
 
 import fcntl
@@ -16,8 +18,10 @@ import time
 
 PLACE = "JAXCODED_COMPILED"  # environment variable of the folder, for processes of the session
 PATIENCE = 10  # seconds to wait for the compilation of another process
+COMPILED = "/jax/core/compile/backend_compile_duration"  # what JAX says at its end
 
 _own = None
+_turn = threading.local()  # the file that this thread has locked while it compiles
 
 
 def share():
@@ -33,6 +37,7 @@ def share():
 
     if not _take_turns():
         return
+    jax.monitoring.register_event_duration_secs_listener(_listen)
     jax.config.update("jax_compilation_cache_dir", os.environ[PLACE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -56,31 +61,42 @@ def _take_turns():
     return True
 
 
+def _listen(event, duration, **_):
+    if event == COMPILED:
+        _pass_on()
+
+
+def _pass_on():
+    """End this thread's turn."""
+    if (lock := getattr(_turn, "lock", None)) is not None:
+        _turn.lock = None
+        os.close(lock)
+
+
 class _InTurns:
     """In place of JAX's own. Nobody reads a part of a file, and after `get` has found nothing, the
-    others wait until this thread has `put` or compiles something else."""
+    others wait until this thread has compiled."""
 
     def __init__(self, path, **_):
         self._path = pathlib.Path(path)  # JAX compares it
         self._path.mkdir(parents=True, exist_ok=True)
-        self._turn = threading.local()
 
     def get(self, key):
-        self._pass_on()
+        _pass_on()
         program = self._path / key
         if not program.exists():
-            self._turn.lock = os.open(f"{program}.lock", os.O_CREAT | os.O_RDWR)
+            _turn.lock = os.open(f"{program}.lock", os.O_CREAT | os.O_RDWR)
             self._wait()
         if not program.exists():
             return None
-        self._pass_on()
+        _pass_on()
         return program.read_bytes()
 
     def put(self, key, value):
         with tempfile.NamedTemporaryFile(dir=self._path, delete=False) as file:
             file.write(value)
         os.rename(file.name, self._path / key)
-        self._pass_on()
+        _pass_on()
 
     def clear(self):
         pass
@@ -89,11 +105,6 @@ class _InTurns:
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             try:
-                return fcntl.flock(self._turn.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(_turn.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(2e-3)
-
-    def _pass_on(self):
-        if (lock := getattr(self._turn, "lock", None)) is not None:
-            self._turn.lock = None
-            os.close(lock)

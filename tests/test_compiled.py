@@ -59,3 +59,24 @@ def test_nobody_waits_for_a_program_that_is_not_stored(programs):
     assert programs.get("b") is None
     thread.join(5)
     assert out == [None]
+
+
+def test_a_turn_ends_with_the_compilation():
+    """Of a program that JAX does not store: with a callback."""
+    turns = []
+
+    def listen(event, duration, **_):
+        if event == compiled.COMPILED:
+            turns.append(getattr(compiled._turn, "lock", None))
+
+    doubled = jax.jit(
+        lambda x: jax.pure_callback(
+            lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct((29,), "float32"), x
+        )
+    )
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        doubled(np.ones(29, np.float32)).block_until_ready()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert turns and not any(turns)

@@ -456,8 +456,10 @@ class World:
             known = len(out) * self.rng.randrange(1, len(own) // len(out))
         running = self.running[rank] = Running(round, call, own, out, known)
         running.message = [(DTYPES[str(v.dtype)], len(v)) for v in own]
-        missing = plan.missing([rank in call.erased for rank in range(plan.size)])
-        erased = missing[list(plan.coded_children(rank))].tolist()
+        erased = []
+        if call.erased:
+            missing = plan.missing([rank in call.erased for rank in range(plan.size)])
+            erased = missing[list(plan.coded_children(rank))].tolist()
         node.submit(
             call.fingerprint,
             call.signature,
@@ -465,7 +467,7 @@ class World:
             call.kind != "broadcast",
             call.kind != "reduce",
             (rank, round) in self.skips,
-            erased if call.erased else [],
+            erased,
             vectors(own),
             vectors(out),
             known,
