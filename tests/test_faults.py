@@ -159,9 +159,11 @@ def test_stopped_processes_hold_nobody_up(tmp_path):
     assert not any(report["close_warnings"] for report in job.reports.values())
 
 
-@pytest.mark.parametrize("tokens", ["yes", "no"])
-def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens):
-    job = run(tmp_path, 7, "training.py", tokens, *"51212", limit=LIMIT)
+@pytest.mark.parametrize(
+    ("tokens", "late"), [("yes", "51212"), ("no", "51"), more("no", "51212")]
+)
+def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, late):
+    job = run(tmp_path, 7, "training.py", tokens, *late, limit=LIMIT)
     succeed(job, 7)
     for rank in (1, 5):
         assert job.reports[rank]["resynced"]

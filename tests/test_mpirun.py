@@ -62,6 +62,12 @@ ALIKE = tuple(
 # On 7 ranks, where 2, 4 and 13 say it.
 ON_OTHER_TREES = ("test_baselines.py", "test_collectives.py")
 STEPS = "test_schemes.py::test_training_step"
+AS_ON_4 = (
+    "test_debug.py::test_a_fit_without_error_passes",
+    "test_debug.py::test_small_gradients_are_compared",
+    "test_value_and_grad.py::test_exact",
+    "test_value_and_grad.py::test_slices",
+)
 MORE_SUMS = ("test_collectives.py", *SUMS[-3:])
 # Of them on the other transport, whose layers are the same code: every set of ranks left out.
 SUMS_OF_MPI4JAX = (
@@ -89,7 +95,7 @@ def chosen(ranks, exhaustive):
         places += ["-k", "not mpi4jax"]
         if not exhaustive:
             places += [f"--ignore=tests/mpi/{name}" for name in ON_OTHER_TREES]
-            places += without(STEPS)
+            places += without(STEPS, *AS_ON_4)
     return places
 
 

@@ -12,6 +12,8 @@ mpi4jax_only = once
 engine_only = pytest.mark.parametrize("transport", ["engine"], indirect=True)
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+# Costs much, and says on one rank nothing that it does not say on several.
+not_alone = pytest.mark.exhaustive if SIZE == 1 else lambda test: test
 slices = pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
 # The groups of these tests lose one child of every parent.
 redundant = pytest.mark.skipif(SIZE < 4, reason="no redundancy")

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import mpi4jax_only
+from marks import mpi4jax_only, not_alone
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
 
 import jaxcoded
@@ -44,6 +44,7 @@ def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
         np.testing.assert_array_equal(each(mine, comm), expected)
 
 
+@not_alone
 @pytest.mark.parametrize(
     ("wire_dtype", "count", "jitted"),
     [(None, 2000, False), ("bfloat16", 1000, False), (None, 1000, True)],

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import SIZE, engine_only, redundant, several, slices
+from marks import SIZE, engine_only, not_alone, redundant, several, slices
 from mpi4py import MPI
 from reference import (
     assert_same_bits,
@@ -545,6 +545,7 @@ def assert_said(comm, texts, who, words):
         assert any(name in text for name in named for text in each), everybody
 
 
+@not_alone
 @who
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("function", REFUSED)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import once
+from marks import not_alone, once
 from reference import random_erasures
 from together import wait_for_all
 
@@ -108,6 +108,7 @@ def reference(dtype):
     return jax.device_get(params)
 
 
+@not_alone
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("make_step", [coded_value_and_grad_step, chain_step])
 def test_fifty_steps(group, comm, make_step, dtype):
