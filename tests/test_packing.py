@@ -50,7 +50,7 @@ def test_there_and_back(spec):
     vectors, packing = pack(tree)
     assert packing == Packing.of(tree)
     assert [(v.dtype, v.shape) for v in vectors] == [
-        (dtype, (length,)) for dtype, length in packing.vectors.items()
+        (kind.dtype, (length,)) for kind, length in packing.vectors.items()
     ]
     elements = {}  # of each dtype, in the order of the leaves
     for leaf in jax.tree.leaves(tree):
@@ -59,6 +59,36 @@ def test_there_and_back(spec):
     assert [v.astype(float).tolist() for v in vectors] == expected
     assert_same(unpack(vectors, packing), tree)
     assert_same(unpack([jnp.append(v, 99) for v in vectors], packing), tree)  # padding
+
+
+@settings(deadline=None, max_examples=25)
+@given(trees, st.integers(2, 6))
+@example([("float32", ()), ("float32", (3, 4)), ("float32", ())], 3)
+def test_numbers_have_slices_to_themselves(spec, multiple):
+    """The first slice of their vector holds them, and the others zeros."""
+    tree = filled(spec)
+    vectors, packing = pack(tree, multiple=multiple)
+    assert packing == Packing.of(tree, multiple=multiple) != Packing.of(tree)
+    assert [v.size for v in vectors] == list(packing.vectors.values())
+    leaves = jax.tree.leaves(tree)
+    numbers = {leaf.dtype.name for leaf in leaves if not leaf.shape}
+    assert {kind.dtype.name for kind in packing.vectors if kind.alone} == numbers
+    for kind, vector in zip(packing.vectors, vectors):
+        mine = [
+            leaf.reshape(-1)
+            for leaf in leaves
+            if leaf.dtype == kind.dtype and (not leaf.shape) == kind.alone
+        ]
+        held = np.asarray(vector)
+        if kind.alone:
+            first, *others = held.reshape(multiple, -1)
+            assert not np.any(others)
+            held = first
+        np.testing.assert_array_equal(held, np.concatenate(mine))
+    assert_same(unpack(vectors, packing), tree)
+    for vector, first, length, kind in packing.apart():
+        assert (length, kind) == (1, 0) and list(packing.vectors)[vector].alone
+        assert first < vectors[vector].size // multiple
 
 
 def test_places_beyond_int32(monkeypatch):

@@ -304,7 +304,7 @@ def _encoded(
     local, _ = jax.eval_shape(
         partial, behind, jax.tree.map(lambda leaf: leaf[0], batches), held[0]
     )
-    packing = Packing.of(local, wire_dtype)
+    packing = Packing.of(local, wire_dtype, multiple)
     message = tuple(
         jnp.zeros(
             (parts, -(-length // multiple) * multiple // slices),
@@ -325,7 +325,7 @@ def _encoded(
                 jax.vmap(
                     lambda row, v=vector: encode_vector(v[None], row[None], multiple)
                 )(coefficients[0])
-                for vector in pack(local, wire_dtype=wire_dtype)[0]
+                for vector in pack(local, wire_dtype=wire_dtype, multiple=multiple)[0]
             ]
             return tuple(map(jnp.add, message, added)), aux
 

@@ -189,7 +189,7 @@ def encode(
         raise ValueError(
             f"the number of slices m = {m} does not divide multiple = {multiple}"
         )
-    vectors, packing = _pack_stacked(partials, wire_dtype)
+    vectors, packing = _pack_stacked(partials, wire_dtype, multiple)
     return Encoded(
         tuple(
             jax.vmap(lambda row, v=vector: encode_vector(v, row, multiple))(rows)
@@ -261,11 +261,11 @@ def _rows(vector: jax.Array, parts: int) -> jax.Array:
 
 
 def _pack_stacked(
-    partials: Any, wire_dtype: Any
+    partials: Any, wire_dtype: Any, multiple: int
 ) -> tuple[tuple[jax.Array, ...], Packing]:
     """`pack` of each of the stacked trees: vectors ``(k, q)``, and the packing of one
     tree."""
-    packed = functools.partial(pack, wire_dtype=wire_dtype)
+    packed = functools.partial(pack, wire_dtype=wire_dtype, multiple=multiple)
     packing = packed(jax.tree.map(lambda leaf: leaf[0], partials))[1]
     return jax.vmap(lambda tree: packed(tree)[0])(partials), packing
 

@@ -43,10 +43,13 @@ class Kind(NamedTuple):
     Attributes:
         dtype: theirs, and the vector's.
         wire: in which the vector travels.
+        alone: they are numbers, in a vector with so many zeros that each slice of it but
+            the first is zero.
     """
 
     dtype: np.dtype
     wire: np.dtype
+    alone: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +64,19 @@ class Packing:
         shapes, dtypes: of the leaves.
         wire_dtype: in which float32 leaves travel. Not those of no axes, such as a
             loss or a count, whose digits count and whose bytes do not.
+        multiple: into so many slices vectors can be cut. Codes with slices add up number
+            ``j`` of all of them, and an approximate sum does not separate them. So with more
+            than one the leaves of no axes are alone: a loss is large beside gradients.
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
     wire_dtype: np.dtype | None = None
+    multiple: int = 1
 
     @classmethod
-    def of(cls, tree: Any, wire_dtype: Any = None) -> "Packing":
+    def of(cls, tree: Any, wire_dtype: Any = None, multiple: int = 1) -> "Packing":
         """The packing of a pytree of arrays or ``jax.ShapeDtypeStruct``.
 
         Raises:
@@ -81,6 +88,7 @@ class Packing:
             tuple(leaf.shape for leaf in leaves),
             tuple(np.dtype(leaf.dtype) for leaf in leaves),
             checked_wire_dtype(wire_dtype),
+            multiple,
         )
 
     @property
@@ -88,7 +96,11 @@ class Packing:
         """Of the leaves."""
         wire = self.wire_dtype
         return tuple(
-            Kind(dtype, wire if wire and shape and dtype == np.float32 else dtype)
+            Kind(
+                dtype,
+                wire if wire and shape and dtype == np.float32 else dtype,
+                self.multiple > 1 and not shape,
+            )
             for shape, dtype in zip(self.shapes, self.dtypes)
         )
 
@@ -117,7 +129,8 @@ class Packing:
         length."""
         lengths: dict[Kind, int] = {}
         for shape, kind in zip(self.shapes, self.kinds):
-            lengths[kind] = lengths.get(kind, 0) + math.prod(shape)
+            count = self.multiple if kind.alone else math.prod(shape)
+            lengths[kind] = lengths.get(kind, 0) + count
         return {kind: length for kind, length in lengths.items() if length}
 
     def apart(self, keys: Sequence[str] = ()) -> tuple[Apart, ...]:
@@ -149,7 +162,11 @@ class Packing:
 
 
 def pack(
-    tree: Any, *, floats_only: bool = True, wire_dtype: Any = None
+    tree: Any,
+    *,
+    floats_only: bool = True,
+    wire_dtype: Any = None,
+    multiple: int = 1,
 ) -> tuple[tuple[jax.Array, ...], Packing]:
     """Fuse the leaves of a pytree into one vector per dtype, or `Kind` of it.
 
@@ -157,7 +174,7 @@ def pack(
         tree: pytree of arrays and Python numbers. Empty leaves take part with no
             element.
         floats_only: refuse leaves that are not floating point.
-        wire_dtype: see `Packing`. The vectors themselves are in the dtypes of the
+        wire_dtype, multiple: see `Packing`. The vectors themselves are in the dtypes of the
             leaves.
 
     Returns:
@@ -175,17 +192,22 @@ def pack(
         >>> vectors, packing = pack({"a": jnp.ones((2, 2)), "b": jnp.zeros(3)})
         >>> [v.shape for v in vectors], jnp.shape(unpack(vectors, packing)["a"])
         ([(7,)], (2, 2))
+        >>> vectors, _ = pack({"a": jnp.ones(3), "b": jnp.array(5.0)}, multiple=2)
+        >>> [v.tolist() for v in vectors]
+        [[1.0, 1.0, 1.0], [5.0, 0.0]]
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [_array(leaf, _place(path), floats_only) for path, leaf in paths]
-    packing = Packing.of(jax.tree.unflatten(structure, leaves), wire_dtype)
+    packing = Packing.of(jax.tree.unflatten(structure, leaves), wire_dtype, multiple)
     vectors = []
-    for kind in packing.vectors:
+    for kind, length in packing.vectors.items():
         flat = [
             leaf.reshape(-1)
             for leaf, its in zip(leaves, packing.kinds)
             if its == kind and leaf.size
         ]
+        if kind.alone:
+            flat.append(jnp.zeros(length - len(flat), kind.dtype))
         vectors.append(flat[0] if len(flat) == 1 else jnp.concatenate(flat))
     return tuple(vectors), packing
 

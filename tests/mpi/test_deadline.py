@@ -131,6 +131,39 @@ def test_approximate(comm, code):
 
 
 @several
+@pytest.mark.parametrize("code", ["auto", "adaptive"])
+def test_an_approximate_loss_does_not_get_into_gradients(comm, code):
+    """A loss of 10,000 beside gradients of 1, in a code with slices."""
+    slices = 2 if code == "auto" else 1
+    with opened(comm, SECONDS, "approximate", code=code, slices=slices) as group:
+        late = too_late(group)
+        indices, weights = group.assignment(60)
+        batch = jnp.ones(60)[indices]
+        step = jax.jit(
+            jaxcoded.coded_value_and_grad(
+                lambda w, x: jnp.stack([w @ jnp.ones(7) + 1e4] * len(x)),
+                group,
+                mean=False,
+                residual=True,
+            )
+        )
+        w = jnp.zeros(7)
+        jax.block_until_ready(step(w, batch, weights))
+        wait_for_all(comm)
+        value, grad, residual, _ = step(w, batch, weights)
+        rounding = 1e-6 * group.plan.amplification
+        np.testing.assert_allclose(value, 60e4, rtol=rounding)
+        np.testing.assert_allclose(grad, np.full(7, 60.0), rtol=rounding)
+        wait_for_all(comm)
+        if RANK in late:
+            time.sleep(LATE)
+        _, grad, residual, _ = step(w, batch, weights)
+        assert float(residual) > 0.1
+        assert np.abs(np.asarray(grad) - 60).max() < 60 * 7
+        wait_for_all(comm)
+
+
+@several
 def test_approximate_training_counts_what_came(comm):
     """With ``mean`` the loss is that of the examples whose gradients came."""
     with opened(comm, SECONDS, "approximate") as group:
