@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.collectives import reduced
+from jaxcoded.collectives import reduced, shared
 from jaxcoded.collectives.allreduce import CodedSum, begin, summed
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_open
@@ -139,6 +139,24 @@ def coded_value_and_grad(
                 "leave mean out, and divide by it"
             )
 
+    def result(out: CodedSum, aux: Any, examples: tuple[float, float] | None) -> Any:
+        """What the user gets of the sum."""
+        total = out.total
+        loss, grads = total["loss"], total["grads"]
+        if mean:
+            count = total["count"]
+            if group.approximate:  # of nothing that came the mean is 0, as the sum
+                count = jnp.where(count == 0, 1, count)
+            else:
+                assert examples is not None
+                count = _checked_count(count, examples, total, group.plan)
+            loss, grads = divided((loss, grads), count)
+        reduced.note(grads, group.index)
+        value = (loss, aux) if has_aux else loss
+        if out.residual is None and out.token is None:
+            return value, grads
+        return ValueAndGrad(value, grads, out.residual, out.token)
+
     def value_and_grad(
         params: Any,
         batch: Any,
@@ -152,8 +170,11 @@ def coded_value_and_grad(
             batch = jax.tree.map(jnp.asarray, batch)
             coding, about = _checked_weights(weights, group, own_weights)
             _check_shapes(batch, coding, group)
+            shares = group.plan.placement is not None
+            if shares:
+                _check_shared(group.plan, erasures, own_weights)
             behind = None
-            if group.transport.can_lag:
+            if group.transport.can_lag and not shares:
                 lag, token = group.transport.lag(token)
                 behind = (lag > 0).astype(jnp.int32)
             request = Request(
@@ -169,6 +190,20 @@ def coded_value_and_grad(
             partial = functools.partial(
                 _weighted, per_example_loss, has_aux, counted, params
             )
+            examples = None
+            if shares:
+                assert isinstance(weights, Weights)
+                compute = functools.partial(partial, None)
+                if counted:
+                    local = shared.like(batch, group, compute)[0]
+                    examples = _examples(local, weights, group.plan)
+                request = dataclasses.replace(
+                    request, token=token, examples=examples
+                ).checked(group)
+                return result(
+                    *shared.summed(compute, batch, weights.batch_size, group, request),
+                    examples,
+                )
             parts = group.plan.parts_above[group.rank]
             ahead = group.transport.takes_parts and erasures is None and parts > 1
             if group.plan.encoded:
@@ -195,7 +230,6 @@ def coded_value_and_grad(
                 )
             else:
                 local, aux = partial(behind, batch, coding)
-            examples = None
             if counted and not group.approximate:
                 assert isinstance(weights, Weights)  # one's own are not counted
                 examples = _examples(local, weights, group.plan)
@@ -206,21 +240,7 @@ def coded_value_and_grad(
         out = summed(local, group, request)
         if not isinstance(out, CodedSum):
             out = CodedSum(out)
-        total = out.total
-        loss, grads = total["loss"], total["grads"]
-        if mean:
-            count = total["count"]
-            if group.approximate:  # of nothing that came the mean is 0, as the sum
-                count = jnp.where(count == 0, 1, count)
-            else:
-                assert examples is not None
-                count = _checked_count(count, examples, total, group.plan)
-            loss, grads = divided((loss, grads), count)
-        reduced.note(grads, group.index)
-        value = (loss, aux) if has_aux else loss
-        if out.residual is None and out.token is None:
-            return value, grads
-        return ValueAndGrad(value, grads, out.residual, out.token)
+        return result(out, aux, examples)
 
     return value_and_grad
 
@@ -431,6 +451,19 @@ def _checked_weights(
         )
     weights.check(group.plan, group.rank)
     return jnp.asarray(weights), f", for a batch of {weights.batch_size}"
+
+
+def _check_shared(plan: Plan, erasures: Any, own_weights: bool) -> None:
+    """Raise for what cannot be meant where work is shared."""
+    for name, given in (
+        ("erasures", erasures is not None),
+        ("own_weights", own_weights),
+    ):
+        if given:
+            raise ValueError(
+                f"{name} cannot be given in a group with code={plan.code!r}: who computes "
+                "what is settled during the round, and the sum is of the whole batch"
+            )
 
 
 def _kind(weights: Any) -> str:

@@ -55,7 +55,7 @@ class CodedGroup:
         code: kind of gradient code, or one for each layer or parent; see `make_plan`.
         slices: ``m``, messages shrink by this in every layer; see `make_plan`. Default
             1.
-        root_computes: whether the root holds data.
+        root_computes: whether the root holds data; see `make_plan`.
         transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
             which every rank takes part in every round; or ``"auto"``, the engine where all ranks
             have it, and otherwise mpi4jax with a warning.
@@ -88,7 +88,7 @@ class CodedGroup:
         fanout: int | None = None,
         code: str | Mapping[int, str] | Sequence[str] = "auto",
         slices: int = 1,
-        root_computes: bool = False,
+        root_computes: bool | None = None,
         seed: int = 0,
         speeds: Sequence[float] | None = None,
         transport: str = "auto",
@@ -264,6 +264,10 @@ class CodedGroup:
         a call asked for ``debug``, and not the environment."""
         reason = "" if transport == "mpi4jax" else engine.missing()
         reasons = self._comm.allgather(reason)
+        if self.plan.placement is not None and (
+            why := self._why_not_shared(transport, options, reasons)
+        ):
+            raise ValueError(f"code={self.plan.code!r} {why}")
         if transport != "mpi4jax" and not any(reasons):
             options = self._with_debug(options, "engine", explicit)
             return engine.Engine(self.index, self._comm, self.plan, options), options
@@ -290,6 +294,22 @@ class CodedGroup:
             raise ValueError(reasons[0])
         options = self._with_debug(options, "mpi4jax", explicit)
         return Mpi4jax(self.index, self._comm, self.plan), options
+
+    def _why_not_shared(
+        self, transport: str, options: Options, reasons: list[str]
+    ) -> str:
+        """Why this group cannot share work, in words; empty if it can."""
+        if transport == "mpi4jax" or any(reasons):
+            said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
+            return f"needs the engine: {said}"
+        if options.on_deadline == "approximate":
+            return (
+                "computes all of the batch whoever is late: "
+                'on_deadline must be "wait" or "raise"'
+            )
+        if "gpu" in self._comm.allgather(jax.default_backend()):
+            return "shares work on CPUs only so far: take a code on GPUs"
+        return ""
 
     def _with_debug(self, options: Options, transport: str, explicit: bool) -> Options:
         """The options with ``debug`` as this group can have it, if it was asked for."""

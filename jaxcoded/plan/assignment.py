@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
+from jaxcoded.plan.placement import Placement
 
 
 def loads(plan: Plan, batch_size: int) -> np.ndarray:
@@ -31,6 +32,11 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
         >>> loads(jaxcoded.make_plan(13, fanout=3), 30).tolist()
         [0, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]
     """
+    if plan.placement is not None:
+        _require.integer("batch_size", batch_size, 1)
+        sizes = np.diff(plan.placement.examples(batch_size))
+        owned = (plan.placement.owned(rank) for rank in range(plan.size))
+        return np.array([sizes[list(blocks)].sum() for blocks in owned], np.int64)
     assigned = np.zeros(plan.size, np.int64)
     own = np.zeros(plan.size, np.int64)
     assigned[plan.root] = _require.integer("batch_size", batch_size, 1)
@@ -71,6 +77,12 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
     """
     rank = _require.integer("rank", rank, 0, plan.size - 1)
     indices = np.arange(_require.integer("batch_size", batch_size, 1))
+    if plan.placement is not None:
+        starts = plan.placement.examples(batch_size)
+        owned = plan.placement.owned(rank)
+        own = [indices[starts[block] : starts[block + 1]] for block in owned]
+        mine = np.concatenate([indices[:0], *own])
+        return mine, np.ones((len(mine), 1, 1))
     coefficients = np.ones((batch_size, 1, 1))
     path = [rank]
     while path[-1] != plan.root:
@@ -108,7 +120,9 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
 
     Returns:
         indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.
-        weights: float64. Without slices and parts ``(length,)``: the weight of each
+        weights: float64. Where the work is shared, ``(blocks · size,)``: 1 for the
+            examples of the rank's own blocks, which come first, and 0 for those that it
+            holds for others. Without slices and parts ``(length,)``: the weight of each
             example in the local loss. Otherwise ``(chunks, length // chunks, P · M)``:
             the coefficients of the ``M`` slices of each example's gradient in the
             ``P`` parts of the message, equal within a chunk but for padding. The number
@@ -125,6 +139,8 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
         >>> indices.tolist(), weights.tolist()
         ([0, 1, 2, 3], [1.0, 1.0, 1.0, 1.0])
     """
+    if plan.placement is not None:
+        return _blocks(plan.placement, rank, batch_size)
     indices, coefficients = shares(plan, rank, batch_size)
     ranks = [rank] if plan.speeds else range(plan.size)
     if plan.encoded:
@@ -142,6 +158,25 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
         weights[chunk, : len(positions)] = coefficients[positions]
     weights = weights.reshape(chunks, chunk_size, -1)
     return read.reshape(-1), weights if plan.encoded else weights.reshape(-1)
+
+
+def _blocks(
+    placed: Placement, rank: int, batch_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks that a rank holds, its own first, padded to one size. Weights are 1 in its
+    own: what it adds to a sum in which nobody shares anything."""
+    starts = placed.examples(_require.integer("batch_size", batch_size, 1))
+    held, owned = placed.held(rank), placed.owned(rank)
+    size = int(np.diff(starts).max())
+    if not held:
+        return np.zeros(1, np.int64), np.zeros(1)
+    first = starts[list(held)][:, None]
+    there = np.arange(size) < np.diff(starts)[list(held)][:, None]
+    indices = np.where(
+        there, first + np.arange(size), np.minimum(first, batch_size - 1)
+    )
+    weights = there * (np.arange(len(held)) < len(owned))[:, None]
+    return indices.reshape(-1), weights.reshape(-1).astype(float)
 
 
 def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.ndarray]:

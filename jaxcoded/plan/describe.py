@@ -8,6 +8,7 @@ from jaxcoded._format import table
 
 if TYPE_CHECKING:
     from jaxcoded.plan import Plan
+    from jaxcoded.plan.placement import Placement
 
 HEADER = [
     "layer",
@@ -28,6 +29,8 @@ def describe(plan: "Plan") -> str:
     """See `Plan.describe`."""
     if plan.size == 1:
         return "1 rank: it computes the whole batch, uncoded"
+    if plan.placement is not None:
+        return _shared(plan, plan.placement)
     workers, depth = plan.size - 1, plan.tree.depth
     with_data = "with" if plan.root_computes else "without"
     uncoded = Fraction(1, workers + plan.root_computes)
@@ -47,6 +50,32 @@ def describe(plan: "Plan") -> str:
     ]
     rows = [HEADER, *(_layer(plan, layer) for layer in range(depth + 1))]
     return "\n".join([*lines, *table(rows), *_exceptions(plan), LEGEND])
+
+
+def _shared(plan: "Plan", placed: "Placement") -> str:
+    """Of a plan whose work is shared."""
+    n, blocks = len(placed.ranks), placed.blocks
+    each = Fraction(1, n)
+    with_data = "with" if plan.root_computes else "without"
+    return "\n".join(
+        [
+            (
+                f"{plan.size} ranks: root {plan.root} ({with_data} data) and "
+                f"{plan.size - 1} worker{_s(plan.size - 1)}, which share the work: any "
+                f"{placed.replicas} ranks but the root may be missing"
+            ),
+            (
+                f"a rank computes {_fraction(each)} of the batch, in {blocks} "
+                f"block{_s(blocks)}, where nobody is late; whoever is done computes blocks "
+                "of others"
+            ),
+            (
+                f"a rank holds the data of {_fraction((1 + placed.replicas) * each)} of the batch: "
+                f"each block lies on its owner and {placed.replicas} other"
+                f"{_s(placed.replicas)}"
+            ),
+        ]
+    )
 
 
 def _layer(plan: "Plan", layer: int) -> list[str]:

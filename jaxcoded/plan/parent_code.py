@@ -12,6 +12,7 @@ import numpy as np
 from jaxcoded import codes
 from jaxcoded.codes import GradientCode
 from jaxcoded.codes._named import parsed
+from jaxcoded.plan.placement import is_shared
 
 AUTO = "auto"
 
@@ -102,6 +103,9 @@ def coding_of(
             which ones would.
     """
     n = len(capacities)
+    if is_shared(kind):
+        code = dataclasses.replace(codes.uncoded(n), name="shared", sizes=capacities)
+        return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
     plain = kind == AUTO or not parsed(kind)[1]
     if stragglers == 0 and slices == 1 and plain:
         code = dataclasses.replace(codes.uncoded(n), sizes=capacities)

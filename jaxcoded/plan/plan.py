@@ -17,6 +17,7 @@ from jaxcoded.codes import GradientCode
 from jaxcoded.codes._named import needed, parsed
 from jaxcoded.plan.describe import describe
 from jaxcoded.plan.parent_code import AUTO, Coding, coding_of
+from jaxcoded.plan.placement import Placement, is_shared, placement
 from jaxcoded.plan.tree import NO_PARENT, Tree, balanced_parents, default_fanout
 
 
@@ -37,7 +38,7 @@ class Plan:
         slices: ``m`` asked for at every parent.
         code: the code asked for at every parent, ``"auto"`` or one of
             `codes.named`; or a tuple of such texts, one for each rank. Those of leaves
-            are not used.
+            are not used. Or ``"shared(…)"``, see `make_plan`.
         root_computes: whether the root holds data.
         seed: of random codes.
         speeds: relative speed of each rank, the fastest 1; empty where all are equal.
@@ -78,6 +79,8 @@ class Plan:
             raise TypeError(
                 f"root_computes must be True or False, got {self.root_computes!r}"
             )
+        if is_shared(self.code):
+            self._check_shared(tree)
         most = max(map(len, tree.children))
         needed = _needed(self.code, self.stragglers, self.slices)
         if tree.size > 1 and needed > most:
@@ -89,6 +92,43 @@ class Plan:
             )
         # builds every code now, so that an impossible one is an error here
         self.codings  # noqa: B018
+
+    def _check_shared(self, tree: Tree) -> None:
+        """Raise where work cannot be shared."""
+        text = self.code
+        if tree.depth > 1:
+            raise ValueError(
+                f"code={text!r} needs all workers right below the root, but this tree has "
+                f"{tree.depth} layers below it: leave out fanout and parents, or take a code"
+            )
+        if self.slices > 1:
+            raise ValueError(
+                f"code={text!r} has no slices, got slices={self.slices}: leave it out"
+            )
+        if len(self.speeds):
+            raise ValueError(
+                f"code={text!r} finds out by itself how fast ranks are: leave speeds out"
+            )
+        placed = self.placement
+        assert placed is not None
+        # 1 is what it is where nobody says anything
+        if self.stragglers > max(placed.replicas, 1):
+            raise ValueError(
+                f"code={text!r} goes on without any {placed.replicas} ranks, not "
+                f"{self.stragglers}: give replicas={self.stragglers}, or leave stragglers "
+                "out"
+            )
+        object.__setattr__(self, "stragglers", placed.replicas)
+
+    @functools.cached_property
+    def placement(self) -> Placement | None:
+        """Where the blocks of the batch lie if their work is shared, otherwise ``None``."""
+        if not isinstance(self.code, str) or not is_shared(self.code):
+            return None
+        idle = self.root if not self.root_computes and self.size > 1 else None
+        return placement(
+            self.code, tuple(rank for rank in range(self.size) if rank != idle)
+        )
 
     # The tree.
 
@@ -124,6 +164,8 @@ class Plan:
     def code_parameters(self, rank: int) -> tuple[int, int]:
         """``s`` and ``m`` of a parent's code: what was asked for, or what its number of
         children allows."""
+        if is_shared(self.code):
+            return 0, 1  # its sums are those of all ranks
         children = len(self.tree.children[rank])
         slices = min(self.slices, children)
         lost = children - _needed(self.code_of(rank), 0, slices)
@@ -435,7 +477,7 @@ def make_plan(
     stragglers: int = 1,
     slices: int = 1,
     code: str | Mapping[int, str] | Sequence[str] = AUTO,
-    root_computes: bool = False,
+    root_computes: bool | None = None,
     seed: int = 0,
     speeds: Sequence[float | Fraction] | None = None,
     parents: Sequence[int] | None = None,
@@ -459,9 +501,12 @@ def make_plan(
             `codes.named`, for every parent. Or one for each layer of parents, the
             root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
             parent with a tolerance of 0 and one slice is uncoded if the text of its
-            code has no arguments.
-        root_computes: whether rank 0 holds data too. No other rank can
-            replace its work.
+            code has no arguments. ``"shared(replicas=2, blocks=12)"`` is no code: every
+            rank owns so many blocks of the batch, and so many others hold each of them
+            and compute it if the owner is late (``docs/sharing.md``); then ``stragglers``
+            and ``fanout`` are left out.
+        root_computes: whether rank 0 holds data too. With a code no other rank can
+            replace its work. Default: only where the work is shared.
         seed: of random codes; equal seeds give equal plans.
         speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
             the fastest. Every rank's load is in proportion, but no rank is assigned more
@@ -483,6 +528,11 @@ def make_plan(
         4 ranks: root 0 (without data) and 3 workers in 1 layer; any 1 of...
     """
     size = _require.integer("size", size, 1)
+    shared = is_shared(code)
+    if root_computes is None:
+        root_computes = shared
+    if shared and fanout is None and parents is None:
+        fanout = max(size - 1, 1)
     if parents is not None:
         if fanout is not None:
             raise ValueError("give fanout or parents, not both")
@@ -548,7 +598,7 @@ def _code_of_ranks(
 def _checked_code(code: str | Sequence[str], tree: Tree) -> str | tuple[str, ...]:
     texts = [code] if isinstance(code, str) else list(code)
     for text in texts:
-        if text != AUTO:
+        if text != AUTO and not (text is code and is_shared(text)):
             parsed(text)
     if isinstance(code, str):
         return code
@@ -598,6 +648,8 @@ def _needed(
             "code must be a text, a mapping of ranks to texts, or one text for each "
             f"layer, got {code!r}"
         )
+    if is_shared(code):
+        return 1
     texts = (
         [code]
         if isinstance(code, str)

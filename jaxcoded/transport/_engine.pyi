@@ -71,6 +71,7 @@ start_handler: Any
 done_handler: Any
 lag_handler: Any
 slices_handler: Any
+take_handler: Any
 cuda_round_handler: Any
 cuda_part_handler: Any
 cuda_lag_handler: Any
@@ -93,6 +94,7 @@ def open(
     limits: Limits,
     erasures: Erasures,
     reports: bool,
+    holders: Sequence[Sequence[int]],
 ) -> None: ...
 def enter(comm: int, root: int, silent_seconds: float) -> None: ...
 def discard(index: int) -> None: ...

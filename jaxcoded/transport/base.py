@@ -50,6 +50,8 @@ class Transport(abc.ABC):
     takes_tokens = False
     # Whether the parts of a message can go ahead of the others.
     takes_parts = False
+    # Whether ranks can take over what others would compute too late.
+    shares_work = False
     # How many rounds can be started before the first is finished. None: a started round
     # would not go on while its rank computes.
     most_started = 0
@@ -98,6 +100,46 @@ class Transport(abc.ABC):
 
         Returns:
             The next token.
+        """
+        raise NotImplementedError
+
+    def take(
+        self,
+        collective: Collective,
+        vectors: Sequence[jax.Array],
+        token: jax.Array | None = None,
+        *,
+        first: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Trace asking for the next block of a round whose work is shared. Waits until
+        there is one, or the round is over.
+
+        Args:
+            collective: of the round.
+            vectors: this rank's ``(length,)``, with all that it was given before.
+            token: as for `carry`.
+            first: whether it is the round's first.
+
+        Returns:
+            int32 ``(2,)``: the block, -1 at the end; and not 0 where the vectors are to
+            be zeros before the block is added. And the next token.
+        """
+        raise NotImplementedError
+
+    def collect(
+        self,
+        collective: Collective,
+        results: Sequence[Any],
+        token: jax.Array | None = None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        """Trace the end of a round after whose last block `take` was called.
+
+        Args:
+            collective, token: as for `take`.
+            results: like the vectors, as ``ShapedArray``.
+
+        Returns:
+            The sums, and the next token.
         """
         raise NotImplementedError
 

@@ -95,6 +95,7 @@ class Engine(Transport):
     can_lag = True
     takes_tokens = True
     takes_parts = True
+    shares_work = True
 
     def __init__(
         self,
@@ -139,6 +140,7 @@ class Engine(Transport):
                     limits,
                     _erasures(plan),
                     waits.action == "wait",
+                    plan.placement.holders if plan.placement else [],
                 ),
                 undo=lambda _: _engine.discard(index),
             )
@@ -212,6 +214,44 @@ class Engine(Transport):
             slices=self._plan.slices_above[self._rank],
             skips=len(skips),
         )[1]
+
+    def take(
+        self,
+        collective: Collective,
+        vectors: Sequence[jax.Array],
+        token: jax.Array | None = None,
+        *,
+        first: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        (work,), token = engine_primitive.call(
+            "jaxcoded_take",
+            vectors,
+            [ShapedArray((2,), np.int32)],
+            token,
+            collective,
+            group=self._index,
+            first=int(first),
+        )
+        return work, token
+
+    def collect(
+        self,
+        collective: Collective,
+        results: Sequence[ShapedArray],
+        token: jax.Array | None = None,
+    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        return engine_primitive.call(
+            "jaxcoded_round",
+            [],
+            results,
+            token,
+            collective,
+            group=self._index,
+            parts=1,
+            last_part=1,
+            skips=0,
+            erases=0,
+        )
 
     def start(
         self,

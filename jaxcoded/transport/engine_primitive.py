@@ -28,7 +28,7 @@ def register(engine: Any) -> None:
         for name in ("round", "part", "lag"):
             handler = getattr(engine, f"{prefix}{name}_handler")
             register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
-    for name in ("start", "done"):
+    for name in ("start", "done", "take"):
         handler = getattr(engine, f"{name}_handler")
         register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
 
@@ -109,11 +109,12 @@ def _attributes(collective: Collective, target: str) -> dict[str, Any]:
         "fingerprint": np.int64(fingerprint(collective.signature)),
         "apart": np.array(apart, np.int64),
     }
+    if target in ("jaxcoded_round", "jaxcoded_take"):
+        attributes["examples"] = np.array(collective.examples or (), np.float64)
     if target == "jaxcoded_round":  # the others begin a sum for all ranks
         attributes |= {
             "up": np.int64(collective.up),
             "down": np.int64(collective.down),
-            "examples": np.array(collective.examples or (), np.float64),
         }
     return attributes
 
@@ -141,6 +142,7 @@ def _lowering(
             i + extras: i
             for i, out in enumerate(ctx.avals_out[1:], 1)
             if target == "jaxcoded_round"
+            and extras >= 0  # not of a sum whose operands others bring
             and (ctx.avals_in[i + extras].shape, ctx.avals_in[i + extras].dtype)
             == (out.shape, out.dtype)
         }
@@ -176,6 +178,10 @@ def _batch(
     if target == "jaxcoded_done":
         raise NotImplementedError(
             "coded_allreduce_done cannot be batched by vmap: a handle is of one round"
+        )
+    if target == "jaxcoded_take":
+        raise NotImplementedError(
+            "shared work cannot be batched by vmap: there is one of it in a round"
         )
     if tokened:
         raise NotImplementedError("a call with a token cannot be batched by vmap")

@@ -107,8 +107,7 @@ class World:
         for seconds, what, member in faults:
             self.at(began + seconds, getattr(self, what), member)
         present = [m in self.left and m not in self.dead for m in range(self.members)]
-        unknown = [0.0] * self.members  # how long blocks take
-        self.ledger.begin(present, unknown, self.clock)
+        self.ledger.begin(present, self.clock)
         for m in range(self.members):
             late = calls[m] if calls else 0.0
             self.at(began + late, self._calls, m, of=m)
@@ -160,14 +159,16 @@ class World:
             share.recall(order.blocks)
         else:
             share.drop(order.generation)
-            self.vectors[m] = []
         self._tells(m)
         self._goes_on(m)
 
     def _goes_on(self, m):
         if m in self.called and not self.shares[m].computes:
+            fresh = self.shares[m].fresh
             block = self.shares[m].take()
             if block is not None:
+                if fresh:
+                    self.vectors[m] = []
                 self.computes[m] = block
                 time = self.seconds
                 took = time(m, self.clock) if callable(time) else time[m]
@@ -175,8 +176,8 @@ class World:
 
     def _computed(self, m):
         self.computed += 1
-        if self.shares[m].done():
-            self.vectors[m].append(self.computes[m])
+        self.vectors[m].append(self.computes[m])
+        self.shares[m].done()
         self._tells(m)
         self._goes_on(m)
 
@@ -216,8 +217,14 @@ class World:
             if m in self.dead:
                 self.found_dead(m)
                 return
-            held = (self.shares[m].progress().generation, len(self.vectors[m]))
-            assert held == version, (m, held, version)
+            if m in self.stopped:
+                self.ledger.give_up(m, self.clock)
+                self._decide()
+                return
+            # its vector can be had while its program waits for blocks
+            assert self.shares[m].sealed, m
+            assert self.shares[m].version == version, m
+            assert version[1] == len(self.vectors[m]), m
             self.fetched[m] = version, list(self.vectors[m])
             self.at(self.clock + self.latency(), self._gather)
             return

@@ -210,7 +210,9 @@ Call Engine::call_of(Member& its, Request& request) {
 
 // The last call of the queue, in place of one whose last parts never came.
 void Engine::enqueue(Member& its, std::shared_ptr<Flight> flight) {
-  if (its.begun()) {
+  if (its.begun() && its.queue.back()->shared) {
+    leave_share(its);
+  } else if (its.begun()) {
     const std::shared_ptr<Flight> before = std::move(its.queue.back());
     its.queue.pop_back();
     if (before->submitted) {
@@ -219,6 +221,14 @@ void Engine::enqueue(Member& its, std::shared_ptr<Flight> flight) {
     }
   }
   its.queue.push_back(std::move(flight));
+}
+
+// The program comes for no more blocks. Others do the rest, and the round ends without it.
+void Engine::leave_share(Member& its) {
+  Flight& flight = *its.queue.back();
+  flight.open = false;
+  if (flight.submitted) return its.node->leave_share();
+  flight.call.skipped = flight.call.complete = true;
 }
 
 // Carry out the calls of the queue as far as can be done now. Whether one began or ended.
@@ -285,6 +295,43 @@ Result Engine::run(std::uint64_t index, Request request) {
   }
   if (flight->outcome == Outcome::pending) return {Outcome::failed, process_ends};
   return {flight->outcome, std::move(flight->error)};
+}
+
+Taken Engine::take(std::uint64_t index, Request request) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  if (its.running) return {.error = two_threads};
+  if (request.begun && !(its.begun() && its.queue.back()->shared)) return {.error = broken_off};
+  const std::vector<const std::byte*> own = std::move(request.own);
+  if (!request.begun) {
+    request.own.clear();
+    auto opened = std::make_shared<Flight>();
+    opened->call = call_of(its, request);
+    opened->call.shared = true;
+    opened->call.complete = false;
+    opened->open = opened->shared = true;
+    enqueue(its, std::move(opened));
+  }
+  const std::shared_ptr<Flight> flight = its.queue.back();
+  Node& node = *its.node;
+  bool lent = false;
+  std::optional<Work> taken;
+  const auto done = [&] {
+    if (taken) return true;
+    if (!flight->submitted) return false;  // rounds that were started before are not over
+    if (!std::exchange(lent, true)) node.come_for_block(own);
+    taken = node.take_block();
+    return taken || node.no_more_blocks();
+  };
+  work(its);
+  its.running = true;
+  const bool ended = drive(lock, done, 1e300);
+  if (const auto still = members_.find(index); still != members_.end()) {
+    still->second.running = false;
+  }
+  if (!ended) return {.error = process_ends};
+  page_->wake_up.send();  // the progress thread goes on
+  return {.work = taken};
 }
 
 std::string Engine::extend(std::uint64_t index, Request request) {
@@ -554,6 +601,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   }
   its.closing = true;
   wait_until_nobody_is_in(lock, its.inside);
+  if (its.begun() && its.queue.back()->shared) leave_share(its);
   drive(lock, [&] { return its.queue.empty(); }, until);
   its.node->leave({});
   if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();

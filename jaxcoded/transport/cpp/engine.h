@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -30,6 +31,7 @@ struct Flight {
   Call call;                 // until the node has it
   bool submitted = false;    // the node has it
   bool open = false;         // more parts of its vectors follow
+  bool shared = false;       // or blocks, until the round is over
   Outcome outcome = Outcome::pending;
   std::string error;
   std::vector<Segment> total;      // of a started one's result,
@@ -88,6 +90,12 @@ struct Request {
   std::shared_ptr<Feed> feed = {};  // what brings and takes the vectors, if they are not here
 };
 
+// What a program that shares its work gets: a block, or none, as the round is over.
+struct Taken {
+  std::optional<Work> work = {};
+  std::string error = {};
+};
+
 struct Result {
   Outcome outcome;
   std::string error;
@@ -129,6 +137,9 @@ class Engine {
   // `message` and `total` are those of the round. What a feed brings is not copied. In words, why
   // not; empty otherwise.
   std::string extend(std::uint64_t index, Request request);
+  // The next block to compute in a round that `run` will follow, with `begun`. What was given before
+  // is computed, and `own`, this rank's vectors, are there until this returns. Blocks.
+  Taken take(std::uint64_t index, Request request);
   void note_failure(std::uint64_t index, const std::string& words);
   // A feed has news. Any thread.
   void wake_up() { page_->wake_up.send(); }
@@ -176,6 +187,7 @@ class Engine {
   void progress();
   Call call_of(Member& member, Request& request);
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
+  void leave_share(Member& member);
   bool fly(Member& member);
   void work(Member& member);
   void leave(Member& member, const std::string& failure);

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "median.h"
+#include "message.h"
 
 namespace jaxcoded {
 namespace {
@@ -25,8 +27,7 @@ Ledger::Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t member
                double patience_seconds)
     : holders_(std::move(holders)), patience_seconds_(patience_seconds), members_(members) {}
 
-void Ledger::begin(const std::vector<bool>& present, const std::vector<double>& seconds,
-                   double now) {
+void Ledger::begin(const std::vector<bool>& present, double now) {
   orders_.clear();
   free_.clear();
   times_taken_.assign(holders_.size(), 0);
@@ -34,7 +35,7 @@ void Ledger::begin(const std::vector<bool>& present, const std::vector<double>& 
   for (std::size_t m = 0; m < members_.size(); ++m) {
     const bool lost = members_[m].state == Member::State::lost;
     members_[m] = {.state = lost ? Member::State::lost : Member::State::absent,
-                   .seconds = seconds[m]};
+                   .seconds = members_[m].seconds};
     if (present[m]) arrived(m, now);
   }
 }
@@ -52,10 +53,13 @@ void Ledger::arrived(std::size_t m, double now) {
 
 void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   Member& member = members_[m];
-  if (progress.generation != member.generation || member.state == Member::State::lost ||
-      member.state == Member::State::absent) {
+  if (progress.generation != member.generation || !member.takes_part()) return;
+  if (progress.out) {
+    release(member);
+    member = {.state = Member::State::out, .seconds = member.seconds};
     return;
   }
+  if (progress.added > member.blocks.size()) throw Damaged();  // more than it was granted
   if (member.state == Member::State::given_up) {  // and empty
     member.state = Member::State::here;
     member.since = now;
@@ -72,8 +76,11 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     member.recalls.pop_front();
     Member& beneficiary = members_[recall.beneficiary];
     if (beneficiary.promised) --beneficiary.promised;
-    if (std::ranges::find(progress.returned, recall.block) == progress.returned.end()) continue;
-    if (!member.blocks.empty() && member.blocks[member.added] == recall.block) member.since = now;
+    if (std::ranges::find(progress.returned, recall.block) == progress.returned.end()) {
+      member.kept.insert(recall.block);
+      continue;
+    }
+    if (member.left() && member.blocks[member.added] == recall.block) member.since = now;
     std::erase(member.blocks, recall.block);
     free_.insert(recall.block);
     if (beneficiary.here()) grant(recall.beneficiary, {recall.block}, now);
@@ -93,6 +100,7 @@ void Ledger::give_up(std::size_t m, double now) {
 }
 
 void Ledger::lost(std::size_t m) {
+  if (members_[m].state == Member::State::lost) return;
   release(members_[m]);
   members_[m] = {.state = Member::State::lost};
 }
@@ -108,19 +116,23 @@ void Ledger::release(Member& member) {
 
 std::vector<Order> Ledger::orders(double now) {
   for (std::size_t m = 0; m < members_.size(); ++m) {
-    if (now >= patience_ends(members_[m])) give_up(m, now);
+    if (now >= patience_ends(members_[m]) && replaceable(m)) give_up(m, now);
   }
-  std::vector<std::size_t> idlest;  // members that have nothing left but what they compute
-  for (std::size_t m = 0; m < members_.size(); ++m) {
-    const Member& member = members_[m];
-    if (member.here() && member.left() + member.promised <= ahead) idlest.push_back(m);
-  }
-  // Those that were given up least come first: whoever takes over should not be lost again.
-  std::ranges::sort(idlest, {}, [&](std::size_t m) {
-    return std::pair(members_[m].times_given_up, done_in(members_[m], now));
-  });
-  for (const std::size_t m : idlest) {
-    if (!grant_free(m, now)) recall_for(m, now);
+  bool again = true;
+  while (std::exchange(again, false)) {
+    std::vector<std::size_t> idlest;  // members that have nothing left but what they compute
+    for (std::size_t m = 0; m < members_.size(); ++m) {
+      const Member& member = members_[m];
+      if (member.here() && member.left() + member.promised <= ahead) idlest.push_back(m);
+    }
+    // Those that were given up least come first: whoever takes over should not be lost again.
+    std::ranges::sort(idlest, {}, [&](std::size_t m) {
+      return std::pair(members_[m].times_given_up, done_in(members_[m], now));
+    });
+    for (const std::size_t m : idlest) {
+      if (!members_[m].here() || grant_free(m, now)) continue;
+      again |= take_back_for(m, now) == Found::given_up;
+    }
   }
   return std::exchange(orders_, {});
 }
@@ -129,7 +141,7 @@ double Ledger::wakes_at(double now) const {
   double out = never, block = never;
   bool idle = false, busy = false;
   for (const Member& member : members_) {
-    out = std::min(out, patience_ends(member));
+    if (const double ends = patience_ends(member); ends > now) out = std::min(out, ends);
     if (!member.here()) continue;
     idle |= !member.left();
     busy |= member.left() > 0;
@@ -146,15 +158,23 @@ bool Ledger::settled() const {
          });
 }
 
-Ledger::Version Ledger::version(std::size_t m) const {
+Version Ledger::version(std::size_t m) const {
   return {members_[m].generation, static_cast<std::uint32_t>(members_[m].blocks.size())};
+}
+
+bool Ledger::replaceable(std::size_t m) const {
+  return std::ranges::all_of(members_[m].blocks, [&](Block block) {
+    return std::ranges::any_of(holders_[block],
+                               [&](std::size_t other) { return other != m && members_[other].here(); });
+  });
 }
 
 std::vector<Block> Ledger::orphans() const {
   std::vector<Block> out;
   for (const Block block : free_) {
-    if (std::ranges::none_of(holders_[block],
-                             [&](std::size_t m) { return members_[m].here(); })) {
+    if (std::ranges::none_of(holders_[block], [&](std::size_t m) {
+          return members_[m].takes_part() || members_[m].state == Member::State::absent;
+        })) {
       out.push_back(block);
     }
   }
@@ -221,20 +241,28 @@ bool Ledger::grant_free(std::size_t m, double now) {
   return false;
 }
 
-// How much longer a block that is being computed must take to be computed anew by a member who needs
-// so long. It doubles each time, so that a block which takes long everywhere is done at last.
-double Ledger::worth_taking(Block block, const Member& member, double mine) const {
-  const double least = seconds(member) > 0 ? mine * (1 + worth) : patience_seconds_;
-  return std::ldexp(least, static_cast<int>(times_taken_[block]));
+// How much longer the block that a member computes, its last, must take to be computed anew by one
+// who needs so long. It doubles each time, so that a block which takes long everywhere is done at
+// last.
+double Ledger::worth_taking(std::size_t from, const Member& member, double mine) const {
+  const Member& other = members_[from];
+  double least = seconds(member) > 0 ? mine * (1 + worth) : patience_seconds_;
+  if (other.added) {  // what is in its vector goes, too: all who have nothing to do take part
+    if (!replaceable(from)) return never;
+    const auto idle = std::ranges::count_if(
+        members_, [](const Member& each) { return each.here() && !each.left(); });
+    least *= std::ceil((other.added + 1.0) / static_cast<double>(idle));
+  }
+  return std::ldexp(least, static_cast<int>(times_taken_[other.blocks.back()]));
 }
 
 // Take back a block for a member from whoever would be done last, if that ends sooner.
-bool Ledger::recall_for(std::size_t m, double now) {
+Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   const Member& member = members_[m];
   const double mine = done_in(member, now) + seconds(member);
   const bool idle = !member.left();
   double latest = mine;
-  std::size_t from = m;
+  std::optional<std::size_t> from;
   Block which = 0;
   for (std::size_t v = 0; v < members_.size(); ++v) {
     const Member& other = members_[v];
@@ -243,19 +271,26 @@ bool Ledger::recall_for(std::size_t m, double now) {
     // What it computes already is its last, and taken back only for who has nothing to do.
     const bool last = other.left() == 1;
     if (its <= latest) continue;
-    if (last && (!idle || its <= worth_taking(other.blocks.back(), member, mine))) continue;
+    if (last && !(idle && its > worth_taking(v, member, mine))) continue;
     for (std::size_t i = other.blocks.size(); i-- > other.added;) {
       const Block block = other.blocks[i];
       if ((i == other.added && !last) || !holds(m, block) || recalled(other, block)) continue;
+      if (other.kept.contains(block) && !(last && other.added)) continue;
       latest = its;
       from = v;
       which = block;
       break;
     }
   }
-  if (from == m) return false;
-  recall(from, which, m, now);
-  return true;
+  if (!from) return Found::nothing;
+  const Member& other = members_[*from];
+  if (other.left() > 1 || !other.added) {
+    recall(*from, which, m, now);
+    return Found::recalled;
+  }
+  ++times_taken_[which];
+  give_up(*from, now);
+  return Found::given_up;
 }
 
 void Ledger::recall(std::size_t from, Block block, std::size_t beneficiary, double now) {

@@ -32,8 +32,8 @@ class Ledger {
          double patience_seconds);
 
   // A round begins. `present`: members known to have left the round before; the others may take
-  // part once they arrive. `seconds`: of each member for a block, as far as it is known, or 0.
-  void begin(const std::vector<bool>& present, const std::vector<double>& seconds, double now);
+  // part once they arrive.
+  void begin(const std::vector<bool>& present, double now);
   void arrived(std::size_t member, double now);
   void heard(std::size_t member, const Progress& progress, double now);
   // Its vector cannot be had. If it is there after all, it begins anew.
@@ -48,14 +48,14 @@ class Ledger {
 
   // Whether the members' vectors hold every block.
   bool settled() const;
-  // What a member's vector must be of: its generation and the number of its blocks.
-  struct Version {
-    std::uint32_t generation = 0;
-    std::uint32_t blocks = 0;
-    bool operator==(const Version&) const = default;
-  };
+  // Blocks that a member has not computed yet.
+  std::size_t left(std::size_t member) const { return members_[member].left(); }
+  bool takes_part(std::size_t member) const { return members_[member].takes_part(); }
+  // What a member's vector must be of.
   Version version(std::size_t member) const;
-  // Blocks that no member who takes part holds.
+  // Whether others can compute what it has.
+  bool replaceable(std::size_t member) const;
+  // Blocks that nobody holds who takes part, or may.
   std::vector<Block> orphans() const;
 
  private:
@@ -65,11 +65,12 @@ class Ledger {
     double since;
   };
   struct Member {
-    enum class State : std::uint8_t { absent, here, given_up, lost } state = State::absent;
+    enum class State : std::uint8_t { absent, here, given_up, out, lost } state = State::absent;
     std::uint32_t generation = 0;
     std::uint32_t added = 0, answered = 0;  // see `Progress`
     std::vector<Block> blocks = {};  // granted and not returned, in order
     std::deque<Recall> recalls = {};  // that are not answered
+    std::set<Block> kept = {};        // blocks that were recalled in vain
     std::uint32_t promised = 0;      // blocks that are recalled for it
     std::uint32_t times_given_up = 0;
     double since = 0;     // it computes its present block
@@ -77,6 +78,7 @@ class Ledger {
     bool measured = false;  // in this round
 
     bool here() const { return state == State::here; }
+    bool takes_part() const { return here() || state == State::given_up; }
     std::size_t left() const { return blocks.size() - added; }
   };
 
@@ -84,12 +86,13 @@ class Ledger {
   double seconds(const Member& member) const;
   double for_present_block(const Member& member, double now) const;
   double done_in(const Member& member, double now) const;
-  double worth_taking(Block block, const Member& member, double mine) const;
+  double worth_taking(std::size_t from, const Member& member, double mine) const;
   bool holds(std::size_t member, Block block) const;
   bool recalled(const Member& member, Block block) const;
   void grant(std::size_t member, const std::vector<Block>& blocks, double now);
   bool grant_free(std::size_t member, double now);
-  bool recall_for(std::size_t member, double now);
+  enum class Found : std::uint8_t { nothing, recalled, given_up };
+  Found take_back_for(std::size_t member, double now);
   void recall(std::size_t from, Block block, std::size_t beneficiary, double now);
   void release(Member& member);
   void order(std::size_t member, Order::Kind kind, std::vector<Block> blocks);

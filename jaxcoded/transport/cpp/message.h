@@ -32,6 +32,7 @@ enum class Kind : std::uint8_t {
   step_times,  // up: how fast I and those below me are, a `StepTime` each
   ask,    // down: are you there?
   here,   // up: I am
+  order,  // down: what to compute of `round`, an `Order`
 };
 
 enum Flag : std::uint8_t {
@@ -39,6 +40,7 @@ enum Flag : std::uint8_t {
   failed = 2,   // the round's result is an error; the body is its text
   relays = 4,   // of bye: no more offers, but ranks below still need me
   calls = 16,   // of want: the sender waits for the round in a call
+  shares = 16,  // of an offer: the body begins with the sender's `Progress`
   closed = 8,   // of an alert: it only counts if the root has closed the group
   approximate = 32,  // of an offer: the pieces that were not offered before are not exact
   overdue = 64,      // of an alert: whom the sender waits for after its deadline
@@ -101,6 +103,7 @@ struct Message {
 struct Object {
   enum class What : std::uint8_t { message, result, state } what;
   Round round;  // of a state: its number, counted by the rank that has it
+  std::uint64_t version = 0;  // of a message whose work is shared
 
   bool operator==(const Object&) const = default;
   auto operator<=>(const Object&) const = default;

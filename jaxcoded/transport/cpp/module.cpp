@@ -101,7 +101,8 @@ std::vector<Card> cards_of(const std::vector<CardTuple>& cards) {
 void let_read(const std::vector<CardTuple>& cards) { Engine::instance().let_read(cards_of(cards)); }
 
 void open(std::uint64_t index, int comm, std::uint64_t session, const std::vector<CardTuple>& cards,
-          Family family, Decoder decoder, Limits limits, Erasures erasures, bool reports) {
+          Family family, Decoder decoder, Limits limits, Erasures erasures, bool reports,
+          const std::vector<std::vector<Rank>>& holders) {
   const std::vector<Card> all = cards_of(cards);
   std::vector<Rank> peers = family.ancestors;
   peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());
@@ -117,6 +118,7 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   const WithoutGil released;
   auto wire = std::make_unique<MpiWire>(member.comm, session, peers, all, engine.validity(slot));
   auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
+  if (!holders.empty()) node->share_blocks(holders);
   engine.open(index, std::move(wire), std::move(node), std::move(member));
 }
 
@@ -286,7 +288,7 @@ std::span<const std::byte> span_of(const nb::bytes& data) {
   return {reinterpret_cast<const std::byte*>(data.c_str()), data.size()};
 }
 
-// `wire` has the methods send(to, message), fetch(from, what, round, piece) -> bytes of the piece,
+// `wire` has the methods send(to, message), fetch(from, what, round, piece, version) -> bytes of the piece,
 // None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
 // withdraw(what, first_valid).
 class PythonWire : public Wire {
@@ -298,7 +300,7 @@ class PythonWire : public Wire {
   }
   Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t, std::byte* to,
               std::size_t bytes) override {
-    nb::object data = wire_.attr("fetch")(from, static_cast<int>(object.what), object.round, piece);
+    nb::object data = wire_.attr("fetch")(from, static_cast<int>(object.what), object.round, piece, object.version);
     if (data.is_none()) return Fetch::gone;
     if (nb::isinstance<nb::bool_>(data)) return Fetch::pending;
     const auto here = nb::cast<nb::bytes>(data);
@@ -350,11 +352,30 @@ class LoneNode {
   void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
   void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
   void deliver(Rank from, nb::bytes message) { node_.deliver(from, Message::from(span_of(message))); }
-  void arrived(Rank from, int what, Round round, std::uint32_t piece, nb::bytes data) {
-    node_.arrived(from, {static_cast<Object::What>(what), round}, piece, span_of(data));
+  // A call whose work is shared.
+  void share(std::uint64_t fingerprint, std::string signature, const std::vector<Vector>& total) {
+    Call call;
+    call.fingerprint = fingerprint;
+    call.signature = std::move(signature);
+    call.message = call.total = segments_of(total);
+    call.complete = false;
+    call.shared = true;
+    node_.submit(std::move(call));
   }
-  nb::object read(int what, Round round, std::uint32_t piece) const {
-    const auto data = node_.read({static_cast<Object::What>(what), round}, piece);
+  void come_for_block(const std::vector<Vector>& own) {
+    node_.come_for_block(pointers_of<const std::byte>(own));
+  }
+  std::optional<std::pair<Block, bool>> take_block() {
+    const auto work = node_.take_block();
+    if (!work) return {};
+    return std::pair(work->block, work->fresh);
+  }
+  void arrived(Rank from, int what, Round round, std::uint32_t piece, nb::bytes data,
+               std::uint64_t version) {
+    node_.arrived(from, {static_cast<Object::What>(what), round, version}, piece, span_of(data));
+  }
+  nb::object read(int what, Round round, std::uint32_t piece, std::uint64_t version) const {
+    const auto data = node_.read({static_cast<Object::What>(what), round, version}, piece);
     return data ? nb::object(bytes_of(*data)) : nb::none();
   }
   Node& node() { return node_; }
@@ -556,8 +577,18 @@ NB_MODULE(_engine, module) {
       .def("deliver", &LoneNode::deliver)
       .def("lost", [](LoneNode& self, Rank rank) { self.node().lost(rank); })
       .def("overdue", [](LoneNode& self) { return self.node().overdue(); })
-      .def("arrived", &LoneNode::arrived)
-      .def("read", &LoneNode::read)
+      .def("share_blocks", [](LoneNode& self, const std::vector<std::vector<Rank>>& holders) {
+        self.node().share_blocks(holders);
+      })
+      .def("share", &LoneNode::share)
+      .def("come_for_block", &LoneNode::come_for_block)
+      .def("take_block", &LoneNode::take_block)
+      .def("no_more_blocks", [](LoneNode& self) { return self.node().no_more_blocks(); })
+      .def("leave_share", [](LoneNode& self) { self.node().leave_share(); })
+      .def("arrived", &LoneNode::arrived, nb::arg("from"), nb::arg("what"), nb::arg("round"),
+           nb::arg("piece"), nb::arg("data"), nb::arg("version") = 0)
+      .def("read", &LoneNode::read, nb::arg("what"), nb::arg("round"), nb::arg("piece"),
+           nb::arg("version") = 0)
       .def("advance", [](LoneNode& self) { return self.node().advance(); })
       .def("outcome", [](LoneNode& self) { return static_cast<int>(self.node().outcome()); })
       .def("error", [](LoneNode& self) { return self.node().error(); })
@@ -593,6 +624,7 @@ NB_MODULE(_engine, module) {
   };
   handler("round_handler", round_handler);
   handler("part_handler", part_handler);
+  handler("take_handler", take_handler);
   handler("slices_handler", slices_handler);
   handler("start_handler", start_handler);
   handler("done_handler", done_handler);

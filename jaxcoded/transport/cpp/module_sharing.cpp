@@ -10,22 +10,34 @@
 namespace nb = nanobind;
 
 namespace jaxcoded {
+namespace {
+
+std::pair<std::uint32_t, std::uint32_t> pair_of(const Version& version) {
+  return {version.generation, version.blocks};
+}
+
+}  // namespace
 
 void add_sharing(nb::module_& module) {
   nb::class_<Progress>(module, "Progress")
       .def_ro("generation", &Progress::generation)
       .def_ro("added", &Progress::added)
       .def_ro("answered", &Progress::answered)
+      .def_ro("out", &Progress::out)
       .def_ro("returned", &Progress::returned);
   nb::class_<Share>(module, "Share")
       .def(nb::init<>())
       .def("grant", &Share::grant)
       .def("recall", &Share::recall)
       .def("drop", &Share::drop)
+      .def("leave", &Share::leave)
       .def("take", &Share::take)
       .def("done", &Share::done)
       .def("progress", &Share::progress)
-      .def_prop_ro("computes", &Share::computes);
+      .def_prop_ro("computes", &Share::computes)
+      .def_prop_ro("fresh", &Share::fresh)
+      .def_prop_ro("sealed", &Share::sealed)
+      .def_prop_ro("version", [](const Share& self) { return pair_of(self.version()); });
   nb::class_<Order> order(module, "Order");
   nb::enum_<Order::Kind>(order, "Kind")
       .value("grant", Order::Kind::grant)
@@ -45,11 +57,9 @@ void add_sharing(nb::module_& module) {
       .def("orders", &Ledger::orders)
       .def("wakes_at", &Ledger::wakes_at)
       .def_prop_ro("settled", &Ledger::settled)
-      .def("version",
-           [](const Ledger& self, std::size_t member) {
-             const Ledger::Version version = self.version(member);
-             return std::pair(version.generation, version.blocks);
-           })
+      .def("version", [](const Ledger& self, std::size_t member) {
+        return pair_of(self.version(member));
+      })
       .def_prop_ro("orphans", &Ledger::orphans);
 }
 

@@ -29,7 +29,7 @@ bool reports_death([[maybe_unused]] int error) {
 
 // What a piece in a message begins with.
 struct Stamp {
-  std::uint64_t session, round, piece, what;
+  std::uint64_t session, round, version, piece, what;
 };
 
 }  // namespace
@@ -131,7 +131,7 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
   next_tag_ = next_tag_ == tag::last_vector ? tag::first_vector : next_tag_ + 1;
   receive(fetches_.emplace_back(MPI_REQUEST_NULL, from, next_tag_, object, piece,
                                 std::vector<std::byte>(sizeof(Stamp) + bytes)));
-  Message pull{{.kind = Kind::pull, .round = object.round}};
+  Message pull{{.kind = Kind::pull, .round = object.round, .fingerprint = object.version}};
   pull.header.flags = static_cast<std::uint8_t>(object.what);
   pull.header.ready = piece;
   pull.header.last = static_cast<Round>(next_tag_);
@@ -143,10 +143,10 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
 void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
   if (pull.last < tag::first_vector || pull.last > tag::last_vector) throw Damaged();
   const auto what = static_cast<Object::What>(pull.flags);
-  const Stamp stamp{session_, pull.round, pull.ready, pull.flags};
+  const Stamp stamp{session_, pull.round, pull.fingerprint, pull.ready, pull.flags};
   std::vector<std::byte> bytes(sizeof stamp);
   std::memcpy(bytes.data(), &stamp, sizeof stamp);
-  if (const auto data = node.read({what, pull.round}, pull.ready)) {
+  if (const auto data = node.read({what, pull.round, pull.fingerprint}, pull.ready)) {
     bytes.resize(sizeof stamp + data->size());
     if (!data->empty()) std::memcpy(bytes.data() + sizeof stamp, data->data(), data->size());
   }
@@ -259,7 +259,7 @@ bool MpiWire::poll(Node& node) {
     }
     int bytes = 0;
     if (!lost) MPI_Get_count(&status, MPI_BYTE, &bytes);
-    const Stamp expected{session_, it->object.round, it->piece,
+    const Stamp expected{session_, it->object.round, it->object.version, it->piece,
                          static_cast<std::uint64_t>(it->object.what)};
     const bool stamped = static_cast<std::size_t>(bytes) >= sizeof(Stamp);
     if (stamped && std::memcmp(it->bytes.data(), &expected, sizeof expected) != 0) {

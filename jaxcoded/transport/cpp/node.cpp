@@ -65,7 +65,10 @@ std::string Node::listed(const std::vector<Rank>& ranks) {
 
 void Node::submit(Call call) {
   const double now = wire_.now();
-  up_ = {.call = std::move(call), .started = now, .in_time = newest_ < next_, .waiting_since = now};
+  up_ = WayUp();
+  up_.call = std::move(call);
+  up_.started = up_.waiting_since = now;
+  up_.in_time = newest_ < next_;
   outcome_ = Outcome::pending;
   error_.clear();
   // Ranks below may wait for the result already, which this one is not to put off with every call.
@@ -100,7 +103,7 @@ void Node::submit(Call call) {
       decided(entry, entry.layout.size());
       if (!calling()) return;
     }
-  } else if (up_.call.sums()) {
+  } else if (up_.call.sums() && !up_.call.shared) {
     if (children_.empty()) {
       up_.sum_at.clear();
       for (const std::byte* own : up_.call.own) up_.sum_at.push_back(const_cast<std::byte*>(own));
@@ -114,6 +117,7 @@ void Node::submit(Call call) {
     }
   }
   check_offers();
+  if (up_.call.shared) deals() ? begin_sharing() : tell_share();
 }
 
 // What lies where the sum will be, if that may be formed more than once.
@@ -141,6 +145,7 @@ void Node::complete(std::vector<std::byte*> out) {
   if (!calling()) return;
   up_.call.out = std::move(out);
   up_.call.complete = true;
+  // with no place for the result, it is only waited for
   if (const Entry* entry = history_.find(next_)) hand_over(*entry);
 }
 
@@ -249,7 +254,7 @@ void Node::understand(Rank from, const Message& message) {
   if (listener != listeners_.end()) listener->second.heard();
   if (up_.held_back && from == upstream_.parent()) {
     up_.held_back = false;
-    offer();
+    up_.call.shared ? tell_share() : offer();
   }
   switch (head.kind) {
     case Kind::offer:
@@ -309,6 +314,9 @@ void Node::understand(Rank from, const Message& message) {
       break;
     case Kind::here:
       break;
+    case Kind::order:
+      if (!root() && from == upstream_.parent()) on_order(message);
+      break;
     case Kind::pull:
       break;  // the wire answers it
   }
@@ -327,6 +335,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     if (!child || !calling() || object.round != next_ || child->offer.round != next_) return;
     const auto slot = child->offer.slots.find(piece);
     if (slot == child->offer.slots.end() || slot->second.here) return;
+    if (object.version != version_of(child->offer)) return;  // it was asked for before
     if (data.empty()) {
       child->offer.withdraw();
       return check_offers();
@@ -362,6 +371,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
 
 void Node::leave(const std::string& failure) {
   if (std::exchange(leaving_, true)) return;
+  leave_share();
   failure_ = failure;
   closed_.push_back(family_.rank);
   if (!std::ranges::all_of(children_, &Child::left)) retire();
@@ -442,6 +452,7 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
   if (object.what == Object::What::message) {
     const bool offered = calling() && object.round == next_ && up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;
+    if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;
     const Piece& it = up_.outgoing[piece];
     return std::span<const std::byte>{up_.sum_at[it.segment] + it.offset, it.bytes};
   }

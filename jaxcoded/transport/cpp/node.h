@@ -21,6 +21,7 @@
 #include "call.h"
 #include "decoder.h"
 #include "history.h"
+#include "ledger.h"
 #include "listener.h"
 #include "median.h"
 #include "message.h"
@@ -33,6 +34,12 @@
 #include "wire.h"
 
 namespace jaxcoded {
+
+// A block to compute. `fresh`: nothing that was computed before is to be in the vector.
+struct Work {
+  Block block;
+  bool fresh;
+};
 
 enum class Outcome { pending, done, failed, desynchronized };
 
@@ -78,6 +85,19 @@ class Node {
   void extend(const std::vector<const std::byte*>& own);
   // No more of them, and where the result goes.
   void complete(std::vector<std::byte*> out);
+
+  // Where the work of a round is shared: at the root, which ranks hold each block, its owner first.
+  void share_blocks(const std::vector<std::vector<Rank>>& holders);
+  // The program has computed its block, if it had one, and waits for the next; its vectors as they
+  // are, which are there until it has one.
+  void come_for_block(const std::vector<const std::byte*>& own);
+  // It, if there is one.
+  std::optional<Work> take_block();
+  // Whether there will be none any more in this call.
+  bool no_more_blocks() const { return !calling() || newest_ >= next_; }
+  // The program comes for no more. Others compute what it has, and the round ends without it.
+  void leave_share();
+
   // What came of a call that was not complete is not to be used. Another one takes its place, in
   // the same round.
   void break_off(Call call);
@@ -202,6 +222,26 @@ class Node {
   void offer();
   void fail(const std::string& text);
   void watch_for_stalls();
+  bool as_a_whole() const { return pinned() || up_.call.shared; }
+  void append_vectors(Message& message, bool inline_them) const;
+  bool adds_own() const;
+  std::uint64_t version_of(const Offer& offer) const {
+    return up_.call.shared ? offer.progress.version().number() : 0;
+  }
+
+  // Shared work.
+  void stop_lending();
+  void tell_share();
+  void on_order(const Message& message);
+  void follow_order(const Order& order);
+  void hear_share(std::size_t child);
+  void begin_sharing();
+  bool deals() const;
+  bool deal();
+  std::shared_ptr<const Decoding> choose_sealed(std::uint32_t piece);
+  void watch_members();
+  double shares_at() const;
+  std::string lacking_blocks() const;
 
   // Looking for mistakes.
   std::optional<std::vector<bool>> all_heard() const;
@@ -214,6 +254,7 @@ class Node {
 
   // Deadlines.
   double deadline(double share) const;
+  double overdue_at() const;
   double began() const;
   bool waits_for_children() const;
   void waited(double seconds);
@@ -321,6 +362,7 @@ class Node {
   std::uint64_t offers_seen_ = 0;
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
+  std::optional<Ledger> ledger_;  // at the root, where work is shared
   std::string pending_error_;  // at the root: what the next undecided round fails with
   Round alerted_ = 0;          // the newest round that an alert was about
 

@@ -46,7 +46,10 @@ void Node::waited(double seconds) {
   waits_[up_.call.fingerprint].add(seconds);
 }
 
-double Node::wakes_at() const {
+double Node::wakes_at() const { return std::min(overdue_at(), shares_at()); }
+
+// When the call in progress has waited for the children for long enough.
+double Node::overdue_at() const {
   const bool waits = calling() && waits_for_children() && !up_.overdue;
   return waits ? began() + deadline(limits_.deadline_share) : std::numeric_limits<double>::infinity();
 }
@@ -182,6 +185,7 @@ std::string Node::lacking() const {
            (family_.ancestors.size() == 1 ? ", which does not answer" : ", which do not answer");
   }
   if (!calling() || !up_.call.up || up_.call.skipped || children_.empty()) return {};
+  if (deals()) return lacking_blocks();
   if (up_.decoding || up_.all_decoded()) return {};
   std::vector<Rank> missing, here, silent;
   std::string theirs;

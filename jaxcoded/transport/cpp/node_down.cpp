@@ -111,7 +111,9 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
               .alone = news.alone,
               .layout = Layout(news.segments, limits_.piece_bytes)};
   const bool mine = calling() && next_ == frontier_;
-  const bool in_place = mine && up_.call.complete && listeners_.empty() && up_.call.down &&
+  // its program comes for it at once
+  if (mine && up_.call.shared && !up_.call.complete && listeners_.empty()) return nullptr;
+  const bool in_place = mine && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
                         !news.failed && news.fingerprint == up_.call.fingerprint &&
                         news.segments == up_.call.total;
   // Without anybody below, results are kept for this rank alone: the first it needs, not the last.
@@ -226,7 +228,7 @@ void Node::hand_over(const Entry& entry) {
     for (; up_.given < entry.ready; ++up_.given) {
       const Piece& it = entry.layout[up_.given];
       if (!it.bytes) continue;
-      if (entry.buffer) {
+      if (entry.buffer && !up_.call.out.empty()) {
         std::memcpy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes);
       }
       if (up_.call.feed) up_.call.feed->given(it.segment, it.offset, it.bytes);

@@ -55,6 +55,7 @@ void Node::check_offer(Child& child) {
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
   if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // nobody is waited for
+  if (up_.call.shared) return;  // others do what those gone for good would have done
   // With too many children gone for good, waiting would never end.
   if (closed_.empty() || (decoder_.checked() && all_may_come())) return;
   const std::vector<bool> possible = may_offer(up_.decoded.pieces);

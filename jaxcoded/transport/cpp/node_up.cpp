@@ -24,6 +24,7 @@ void Node::on_offer(Child& child, const Message& message) {
     listeners_[child.rank].want(head.round, head.round);
   }
   check_offer(child);
+  if (head.flags & shares) hear_share(static_cast<std::size_t>(&child - children_.data()));
 }
 
 bool Node::usable(std::size_t row, std::uint32_t piece) const {
@@ -49,6 +50,7 @@ const std::vector<std::size_t>& Node::rows_in_order() {
 // The messages to decode a piece from: those in use as long as they come, otherwise the first that
 // sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
+  if (up_.call.shared) return choose_sealed(piece);
   if (decoder_.checked()) return choose_checked();
   if (up_.decoding && pinned()) {
     const bool there = std::ranges::all_of(up_.decoding->rows,
@@ -114,7 +116,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
     if (!added) continue;
     slot->second.buffer = pool_.take(wanted.bytes);
     fetched_bytes_ += wanted.bytes;
-    switch (wire_.fetch(child, {Object::What::message, next_}, p,
+    switch (wire_.fetch(child, {Object::What::message, next_, version_of(offer)}, p,
                         offer.addresses[wanted.segment] + wanted.offset,
                         slot->second.buffer.data(), wanted.bytes)) {
       case Wire::Fetch::done:
@@ -134,6 +136,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
 // Whether this rank's own vectors are here as far as that piece of `up_.incoming`.
 bool Node::own_ready(std::uint32_t piece) const {
   const Piece& it = up_.incoming[piece];
+  if (up_.call.shared) return up_.lent || !ledger_->version(0).blocks;
   if (up_.call.skipped || !it.count) return true;
   if (it.segment >= up_.call.own.size()) return false;
   if (!up_.call.feed) return true;
@@ -149,6 +152,7 @@ void Node::fail(const std::string& text) {
 }
 
 bool Node::gather() {
+  if (calling() && up_.call.shared && (!root() || up_.all_decoded())) return false;
   if (calling() && up_.call.feed && !up_.call.skipped) {
     if (const std::string why = up_.call.feed->failure(); !why.empty()) {
       fail("CodedError: rank " + std::to_string(family_.rank) + ": " + why);
@@ -165,7 +169,9 @@ bool Node::gather() {
     return false;
   }
   ask_children();
-  up_.overdue = up_.overdue || wire_.now() >= wakes_at() || only_silent_lack();
+  up_.overdue = up_.overdue || wire_.now() >= overdue_at() || only_silent_lack();
+  if (deals() && !deal() && !up_.overdue) return false;
+  if (!calling()) return false;
   std::uint64_t bytes = 0;
   while (up_.decoded.pieces < up_.incoming.size()) {
     // What is decided is not needed any more, and may lie where this rank's own vector was.
@@ -178,8 +184,8 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(up_.decoded.pieces) ? choose(up_.decoded.pieces) : nullptr;
     if (!decoding) {
-      if (bytes && !pinned()) announce_sum();
-      if (up_.overdue && own_ready(up_.decoded.pieces)) miss_the_deadline();
+      if (bytes && !as_a_whole()) announce_sum();
+      if (up_.overdue && (up_.call.shared || own_ready(up_.decoded.pieces))) miss_the_deadline();
       return false;
     }
     const std::vector<std::size_t>& rows = decoder_.checked() ? up_.brought : decoding->rows;
@@ -193,11 +199,12 @@ bool Node::gather() {
                               [&](std::size_t row) { return child_of_row(row).offer.withdrawn; })) {
         if (pinned()) start_again_without(rows);
         check_offers();
+        if (up_.call.shared) deal();
         if (!calling()) return false;
         continue;
       }
       // Those above go on with what is summed while the rest is on its way.
-      if (bytes && !pinned()) announce_sum();
+      if (bytes && !as_a_whole()) announce_sum();
       return false;
     }
     bytes += up_.incoming[up_.decoded.pieces].bytes;
@@ -209,11 +216,16 @@ bool Node::gather() {
     up_.waiting_since = wire_.now();
     if (!all && bytes < limits_.announced_bytes) continue;
     // What may be formed again is announced as a whole.
-    if (all || !pinned()) announce_sum();
+    if (all || !as_a_whole()) announce_sum();
     return calling() && !all;
   }
   announce_sum();
   return false;
+}
+
+// Whether this rank's own vectors are a part of the sum.
+bool Node::adds_own() const {
+  return up_.call.shared ? ledger_->version(0).blocks > 0 : !up_.call.skipped;
 }
 
 void Node::decode(const Decoding& decoding, std::span<const std::byte* const> inputs) {
@@ -224,7 +236,7 @@ void Node::decode(const Decoding& decoding, std::span<const std::byte* const> in
     for (std::size_t u = 0; u < decoder_.slices(); ++u) {
       const std::uint64_t offset = u * part.bytes() + piece.offset;
       combine(part.dtype, up_.sum_at[piece.segment] + offset,
-              up_.call.skipped ? nullptr : up_.call.own[piece.segment] + offset, inputs,
+              adds_own() ? up_.call.own[piece.segment] + offset : nullptr, inputs,
               decoding.coefficients[u], piece.count);
     }
   }
@@ -279,24 +291,29 @@ void Node::offer() {
   message.header.fingerprint = up_.call.fingerprint;
   message.header.ready = ready;
   if (up_.approximating) message.header.flags = approximate;
-  if (small) {
-    message.header.flags |= inlined;
-    message.body.resize(std::max<std::uint64_t>(up_.outgoing.bytes(), 1));
-    for (std::size_t s = 0; s < up_.sum_at.size(); ++s) {
-      const std::uint64_t size = up_.call.message[s].bytes();
-      if (size) std::memcpy(message.body.data() + up_.outgoing.start(s), up_.sum_at[s], size);
-    }
-  } else if (!empty) {
-    append_addresses(message, up_.sum_at);
-  }
+  if (!empty) append_vectors(message, small);
   wire_.send(parent, message);
   up_.offered = ready;
   upstream_.offered(next_, up_.offering);
   up_.offering = true;
 }
 
+// This rank's message itself, or where it is.
+void Node::append_vectors(Message& message, bool inline_them) const {
+  if (!inline_them) return append_addresses(message, up_.sum_at);
+  message.header.flags |= inlined;
+  const std::size_t start = message.body.size();
+  message.body.resize(start + std::max<std::uint64_t>(up_.outgoing.bytes(), 1));
+  for (std::size_t s = 0; s < up_.sum_at.size(); ++s) {
+    const std::uint64_t size = up_.call.message[s].bytes();
+    std::byte* to = message.body.data() + start + up_.outgoing.start(s);
+    if (size) std::memcpy(to, up_.sum_at[s], size);
+  }
+}
+
 // A child whose pieces do not come while others' could be used instead.
 void Node::watch_for_stalls() {
+  if (up_.call.shared) return watch_members();
   if (!calling() || !up_.decoding || up_.all_decoded()) return;
   if (decoder_.checked()) return;  // nobody's message will do instead
   const double now = wire_.now();

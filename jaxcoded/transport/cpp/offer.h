@@ -7,6 +7,7 @@
 
 #include "message.h"
 #include "pool.h"
+#include "share.h"
 
 namespace jaxcoded {
 
@@ -20,6 +21,7 @@ struct Offer {
   std::uint32_t exact = 0;  // of these
   bool skips = false;       // the child has nothing to contribute
   bool withdrawn = false;
+  Progress progress = {};  // where the work is shared
   std::vector<std::uint64_t> addresses = {};
   std::vector<std::byte> body = {};  // the message itself, if it came along
   struct Slot {
@@ -31,13 +33,25 @@ struct Offer {
   // The child says how much can be had now. False if it has said more already.
   bool grow(const Message& message) {
     const Header& head = message.header;
-    if (head.ready == 0) skips = true;
+    std::size_t start = 0;
+    if (head.flags & shares) {
+      Progress its = Progress::from(message, start);
+      if (its.before(progress)) return false;
+      if (its.version() != progress.version()) {
+        withdrawn = false;
+        slots.clear();
+      }
+      if (progress.before(its)) ready = 0;  // less may be there than before
+      progress = std::move(its);
+    } else if (head.ready == 0) {
+      skips = true;
+    }
     if (head.ready < ready) return false;
     if (head.flags & inlined) {
       addresses.clear();
-      body = message.body;
+      body.assign(message.body.begin() + static_cast<std::ptrdiff_t>(start), message.body.end());
     } else {
-      addresses = message.values<std::uint64_t>(0, head.segments);
+      addresses = message.values<std::uint64_t>(start, head.segments);
       body.clear();
     }
     if (!(head.flags & approximate)) exact = head.ready;

@@ -7,12 +7,25 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
+
+#include "message.h"
 
 namespace jaxcoded {
 
 using Block = std::uint32_t;  // of the global batch, from 0
+
+// What a rank's vector is of.
+struct Version {
+  std::uint32_t generation = 0;
+  std::uint32_t blocks = 0;
+
+  bool operator==(const Version&) const = default;
+  auto operator<=>(const Version&) const = default;
+  std::uint64_t number() const { return std::uint64_t{generation} << 32 | blocks; }
+};
 
 // What a rank tells its parent of its blocks. Counts are those of a generation: of what the parent
 // has ordered since it last gave the rank up.
@@ -20,14 +33,38 @@ struct Progress {
   std::uint32_t generation = 0;
   std::uint32_t added = 0;     // blocks in the rank's vector
   std::uint32_t answered = 0;  // blocks that were recalled, returned or not
+  bool out = false;            // the rank takes no part in the round any more
   std::vector<Block> returned = {};  // of these, since it was said last
+
+  Version version() const { return {generation, added}; }
+  // Whether it was said before the other one.
+  bool before(const Progress& other) const {
+    return std::tie(generation, added, answered, out) <
+           std::tie(other.generation, other.added, other.answered, other.out);
+  }
+
+  void append_to(Message& message) const {
+    const std::uint32_t head[] = {generation, added, answered, out,
+                                  static_cast<std::uint32_t>(returned.size()), 0};
+    message.append(head, sizeof head);
+    message.append(returned.data(), returned.size() * sizeof(Block));
+  }
+  // What stands at the beginning of a message's body; `end`: where that ends.
+  static Progress from(const Message& message, std::size_t& end) {
+    const auto head = message.values<std::uint32_t>(0, 6);
+    auto returned = message.values<Block>(6 * sizeof head[0], head[4]);
+    end = (6 + returned.size()) * sizeof head[0];
+    return {head[0], head[1], head[2], head[3] != 0, std::move(returned)};
+  }
 };
 
-// Orders come in the order in which they were given, so none is of an older generation.
+// Orders come in the order in which they were given, so none is of an older generation. The vector
+// is the program's, which adds to it and can only empty it: a block that is being computed is
+// returned only where the vector is empty otherwise.
 class Share {
  public:
   void grant(const std::vector<Block>& blocks) {
-    queue_.insert(queue_.end(), blocks.begin(), blocks.end());
+    if (!progress_.out) queue_.insert(queue_.end(), blocks.begin(), blocks.end());
   }
 
   void recall(const std::vector<Block>& blocks) {
@@ -35,37 +72,48 @@ class Share {
       ++progress_.answered;
       if (const auto found = std::ranges::find(queue_, block); found != queue_.end()) {
         queue_.erase(found);
-      } else if (computes_ == block && wanted_) {
-        wanted_ = false;
+      } else if (computes_ == block && wanted_ && !progress_.added) {
+        wanted_ = false;  // nothing that is wanted is in the vector
       } else {
-        continue;  // it is in the vector
+        continue;
       }
       progress_.returned.push_back(block);
     }
   }
 
-  // All that was granted is for others to compute. The vector is empty again.
+  // All that was granted is for others to compute. The vector is to be empty again.
   void drop(std::uint32_t generation) {
-    progress_ = {.generation = generation};
+    progress_ = {.generation = generation, .out = progress_.out};
     queue_.clear();
     wanted_ = false;
+    fresh_ = true;
   }
 
-  // The next block to compute, if there is one.
+  // The same, and this rank is to get no more.
+  void leave() {
+    drop(progress_.generation);
+    progress_.out = true;
+  }
+
+  // The next block to compute, if there is one; `fresh` is to be asked before.
   std::optional<Block> take() {
     if (queue_.empty()) return {};
     computes_ = queue_.front();
     queue_.pop_front();
     wanted_ = true;
+    fresh_ = false;
     return computes_;
   }
 
-  // The block that was taken last is computed. Whether to add it to the vector.
-  bool done() {
-    const bool wanted = computes_ && wanted_;
+  // The block that was taken last is computed, and added to the vector.
+  void done() {
+    if (!computes_) return;
     computes_.reset();
-    progress_.added += wanted;
-    return wanted;
+    if (wanted_) {
+      ++progress_.added;
+    } else {
+      fresh_ = true;  // it is the only one in the vector
+    }
   }
 
   // What to tell the parent now.
@@ -76,11 +124,17 @@ class Share {
   }
 
   bool computes() const { return computes_.has_value(); }
+  // Whether the vector is to be emptied before anything is added to it.
+  bool fresh() const { return fresh_; }
+  // Whether the vector may be used as it is. Of how many blocks it is, and since when.
+  bool sealed() const { return !progress_.out && queue_.empty() && !computes(); }
+  Version version() const { return {progress_.generation, progress_.added}; }
 
  private:
   std::deque<Block> queue_;
   std::optional<Block> computes_;
   bool wanted_ = false;  // it was neither recalled nor dropped
+  bool fresh_ = false;
   Progress progress_;
 };
 

@@ -10,6 +10,7 @@
 #include "decoder.h"
 #include "message.h"
 #include "pool.h"
+#include "share.h"
 
 namespace jaxcoded {
 
@@ -41,6 +42,11 @@ struct WayUp {
   std::vector<std::size_t> brought = {};  // rows that are fetched to be checked
   double waiting_since = 0;               // for a piece
   std::set<Rank> stalled = {};            // children whose pieces do not come
+
+  // What is computed of it, where the work is shared.
+  Share share = {};
+  bool lent = false;        // `call.own` is there as long as the program waits
+  std::uint64_t orders = 0;  // so many were given, or heard
 
   // What the parent knows of it.
   bool offering = false;      // an offer was made,

@@ -53,6 +53,23 @@ ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
   });
 }
 
+// The block, and whether nothing that was computed before is to be in the vectors.
+ffi::Error take_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
+                     ffi::ResultBuffer<ffi::S32> work, std::int64_t group,
+                     std::string_view signature, std::int64_t fingerprint, std::int64_t first,
+                     ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples) {
+  XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples);
+  pass_on(call);
+  return guarded([&] {
+    const Taken taken =
+        Engine::instance().take(static_cast<std::uint64_t>(group), std::move(call.request));
+    if (!taken.error.empty()) return failed_precondition(taken.error);
+    work->typed_data()[0] = taken.work ? static_cast<std::int32_t>(taken.work->block) : -1;
+    work->typed_data()[1] = taken.work && taken.work->fresh;
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error slices_impl(ffi::AnyBuffer vector, ffi::RemainingRets results,
                      ffi::Span<const std::int64_t> starts) {
   const std::size_t item = ffi::ByteWidth(vector.element_type());
@@ -115,6 +132,17 @@ ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
 
 XLA_FFI_DEFINE_HANDLER(round_handler_impl, round_impl, bind_round(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(part_handler_impl, part_impl, bind_part(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(take_handler_impl, take_impl,
+                       ffi::Ffi::Bind()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::Buffer<ffi::S32>>()
+                           .Attr<std::int64_t>("group")
+                           .Attr<std::string_view>("signature")
+                           .Attr<std::int64_t>("fingerprint")
+                           .Attr<std::int64_t>("first")
+                           .Attr<ffi::Span<const std::int64_t>>("apart")
+                           .Attr<ffi::Span<const double>>("examples"));
 XLA_FFI_DEFINE_HANDLER(slices_handler_impl, slices_impl,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()
@@ -141,6 +169,7 @@ XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl, bind_lag(ffi::Ffi::Bind()));
 
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame) { return part_handler_impl(frame); }
+XLA_FFI_Error* take_handler(XLA_FFI_CallFrame* frame) { return take_handler_impl(frame); }
 XLA_FFI_Error* slices_handler(XLA_FFI_CallFrame* frame) { return slices_handler_impl(frame); }
 XLA_FFI_Error* start_handler(XLA_FFI_CallFrame* frame) { return start_handler_impl(frame); }
 XLA_FFI_Error* done_handler(XLA_FFI_CallFrame* frame) { return done_handler_impl(frame); }

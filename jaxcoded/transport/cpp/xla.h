@@ -13,6 +13,11 @@ XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame);
 // order, int32 `skipped` if `skips`, and the vectors of one part. Result: the order.
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame);
 
+// The next block of a round whose work is shared, and the last part of which follows. Operands: the
+// order, and the vectors, of what was given before. Results: the order, and int32 (2,): the block, or
+// -1 where there is no more, and whether the vectors are to be zeros before it is added.
+XLA_FFI_Error* take_handler(XLA_FFI_CallFrame* frame);
+
 // Operand: a vector. Results: the slices of it that begin at the attribute `starts`.
 XLA_FFI_Error* slices_handler(XLA_FFI_CallFrame* frame);
 

@@ -1,0 +1,145 @@
+"""The sum of what blocks of the batch give, each computed by whoever has time for it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+
+from jaxcoded.collectives.allreduce import CodedSum, coded_sum
+from jaxcoded.collectives.request import Request
+from jaxcoded.group.group import CodedGroup
+from jaxcoded.plan.placement import Placement
+from jaxcoded.transport.kernels import accumulator
+from jaxcoded.transport.packing import Packing
+
+
+def like(batch: Any, group: CodedGroup, compute: Callable[..., Any]) -> Any:
+    """What ``compute(block, weights)`` gives for a block: ``jax.ShapeDtypeStruct``s.
+
+    Args:
+        batch: pytree of this rank's examples, as `coded_value_and_grad` takes it.
+        group: whose work is shared.
+        compute: a function of the examples of a block, ``(size, …)``, and their weights,
+            float32 ``(size,)``.
+    """
+    blocks, size = _shape(batch, _placement(group), group.rank)
+    block = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (size, *leaf.shape[1:]), jnp.result_type(leaf)
+        ),
+        batch,
+    )
+    return jax.eval_shape(compute, block, jax.ShapeDtypeStruct((size,), jnp.float32))
+
+
+def summed(
+    compute: Callable[[Any, jax.Array], tuple[Any, Any]],
+    batch: Any,
+    batch_size: int,
+    group: CodedGroup,
+    request: Request,
+) -> tuple[CodedSum, Any]:
+    """The sum of ``compute`` over all blocks of the batch, in one round.
+
+    The engine says which blocks this rank computes. They are added to vectors that others
+    fetch while this rank waits for its next block; so the vectors are the leaves
+    themselves, and nothing is copied.
+
+    Args:
+        compute: a function of a block's examples and their weights, 0 for padding. Its
+            sum, and auxiliary data.
+        batch: pytree of the examples that this rank holds, block by block.
+        batch_size: of the global batch.
+        group: whose work is shared.
+        request: what is asked for, checked.
+
+    Returns:
+        The sum, on every rank the same; and the auxiliary data, stacked over the blocks
+        that this rank holds, zeros for those that it has not computed.
+    """
+    placement, transport = _placement(group), group.transport
+    blocks, size = _shape(batch, placement, group.rank)
+    batches = jax.tree.map(
+        lambda leaf: leaf.reshape(blocks, size, *leaf.shape[1:]), batch
+    )
+    sizes = np.diff(placement.examples(batch_size))
+    where = np.zeros(len(sizes), np.int32)
+    held = list(placement.held(group.rank))
+    where[held] = np.arange(len(held))
+    local, aux = like(batch, group, compute)
+    packing = Packing.of(local, request.wire_dtype)
+    collective = coded_sum(packing, group, request)
+    kinds = [kind for kind, n in zip(packing.kinds, _counts(packing)) if n]
+
+    def flat(tree: Any) -> list[jax.Array]:
+        """The leaves that have elements, in the dtypes in which they are summed."""
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+        return [leaf.reshape(-1).astype(accumulator(leaf.dtype)) for leaf in leaves]
+
+    def take(
+        sums: Sequence[jax.Array], token: jax.Array | None, first: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        vectors = [s.astype(kind.wire) for s, kind in zip(sums, kinds)]
+        return transport.take(collective, vectors, token, first=first)
+
+    def there_are_more(state: Any) -> jax.Array:
+        return state[0][0] >= 0
+
+    def one_more(state: Any) -> Any:
+        (block, fresh), sums, auxes, token = state
+        at = jnp.asarray(where)[block]
+        examples = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), batches
+        )
+        weights = (jnp.arange(size) < jnp.asarray(sizes)[block]).astype(jnp.float32)
+        sums = jax.lax.cond(
+            fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
+        )
+        local, aux = compute(examples, weights)
+        sums = [s + x for s, x in zip(sums, flat(local))]
+        auxes = jax.tree.map(lambda all, one: all.at[at].set(one), auxes, aux)
+        work, token = take(sums, token)
+        return work, sums, auxes, token
+
+    sums = [
+        jnp.zeros(n, accumulator(dtype))
+        for dtype, n in zip(packing.dtypes, _counts(packing))
+        if n
+    ]
+    auxes = jax.tree.map(lambda leaf: jnp.zeros((blocks, *leaf.shape), leaf.dtype), aux)
+    token = request.token
+    work, token = take(sums, token, first=True)
+    _, _, auxes, token = jax.lax.while_loop(
+        there_are_more, one_more, (work, sums, auxes, token)
+    )
+    results = [ShapedArray(s.shape, kind.wire) for s, kind in zip(sums, kinds)]
+    out, token = transport.collect(collective, results, token)
+    whole = iter(out)
+    leaves = [
+        next(whole).astype(dtype).reshape(shape) if n else jnp.zeros(shape, dtype)
+        for n, dtype, shape in zip(_counts(packing), packing.dtypes, packing.shapes)
+    ]
+    residual = jnp.zeros((), jnp.float32) if request.residual else None
+    total = jax.tree.unflatten(packing.structure, leaves)
+    return CodedSum(total, residual, token), auxes
+
+
+def _placement(group: CodedGroup) -> Placement:
+    assert group.plan.placement is not None
+    return group.plan.placement
+
+
+def _shape(batch: Any, placement: Placement, rank: int) -> tuple[int, int]:
+    """How many blocks a rank holds, and their examples with padding."""
+    blocks = max(len(placement.held(rank)), 1)
+    leaves = jax.tree.leaves(batch)
+    length = leaves[0].shape[0] if leaves else blocks
+    return blocks, length // blocks
+
+
+def _counts(packing: Packing) -> list[int]:
+    return [math.prod(shape) for shape in packing.shapes]

@@ -1,0 +1,107 @@
+"""Which ranks hold the data of which blocks of the batch."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jaxcoded import _parse, _require
+
+NAME = "shared"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The blocks of a batch, and who holds them.
+
+    Every rank that computes owns as many blocks, which it computes itself where nobody is
+    late. Their data lie on ``replicas`` other ranks too, in turn, so that the blocks of one
+    rank lie on as many others as possible.
+
+    Attributes:
+        ranks: those that compute, in order.
+        replicas: other ranks that hold each block.
+        blocks: of each rank.
+
+    Example:
+        >>> from jaxcoded.plan.placement import Placement
+        >>> placement = Placement((0, 1, 2), replicas=1, blocks=2)
+        >>> placement.holders
+        ((0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1))
+        >>> placement.held(1), placement.examples(10).tolist()
+        ((2, 3, 0, 5), [0, 1, 3, 5, 6, 8, 10])
+    """
+
+    ranks: tuple[int, ...]
+    replicas: int
+    blocks: int
+
+    @functools.cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold each block, its owner first."""
+        n = len(self.ranks)
+        return tuple(
+            tuple(
+                self.ranks[each]
+                for each in (
+                    owner,
+                    *(
+                        (owner + 1 + (block * self.replicas + i) % (n - 1)) % n
+                        for i in range(self.replicas)
+                    ),
+                )
+            )
+            for owner in range(n)
+            for block in range(self.blocks)
+        )
+
+    def owned(self, rank: int) -> tuple[int, ...]:
+        """The blocks that a rank computes where nobody is late."""
+        return tuple(b for b, ranks in enumerate(self.holders) if ranks[0] == rank)
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The blocks whose data a rank holds, its own first."""
+        own = self.owned(rank)
+        others = (b for b, ranks in enumerate(self.holders) if rank in ranks[1:])
+        return (*own, *others)
+
+    def examples(self, batch_size: int) -> np.ndarray:
+        """Where each block begins in a batch, and the end: int64 ``(blocks + 1,)``. Sizes
+        differ by 1 at most."""
+        number = len(self.holders)
+        return np.arange(number + 1) * batch_size // number
+
+
+def is_shared(text: object) -> bool:
+    """Whether this is the text of shared work, rather than of a code."""
+    return isinstance(text, str) and text.partition("(")[0].strip() == NAME
+
+
+def placement(text: str, ranks: tuple[int, ...]) -> Placement:
+    """What a text such as ``"shared(replicas=2, blocks=12)"`` asks for.
+
+    Args:
+        text: ``replicas`` is 2 if it is left out, or the number of other ranks where there
+            are fewer; ``blocks``, of each rank, 12.
+        ranks: those that compute.
+
+    Raises:
+        ValueError: the message names the value and the remedy.
+    """
+    given = _parse.parsed("code", text, (NAME,))[1]
+    unknown = given.keys() - {"replicas", "blocks"}
+    if unknown:
+        raise ValueError(
+            f"code={text!r}: {NAME} has no argument {min(unknown)!r}; it has replicas, "
+            "the number of other ranks that hold each block of the batch, and blocks, "
+            "the number of blocks of each rank"
+        )
+    others = len(ranks) - 1
+    replicas = _require.integer("replicas", given.get("replicas", min(2, others)), 0)
+    blocks = _require.integer("blocks", given.get("blocks", 12), 1)
+    if replicas > others and others:
+        raise ValueError(
+            f"code={text!r}: there are only {others} other ranks that compute to hold a "
+            f"rank's blocks: give replicas={others} or less"
+        )
+    return Placement(ranks, min(replicas, others), blocks)

@@ -1,0 +1,237 @@
+// A round whose work is shared: blocks of the batch go to whoever has time for them.
+//
+// The root's ledger says who computes what. A rank's vector is its program's, and lent while the
+// program waits for its next block: the root takes the vectors of all once they hold every block
+// once, and only then a program is told that the round is over.
+#include "node.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace jaxcoded {
+
+void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
+  std::vector<std::vector<std::size_t>> members;
+  for (const auto& ranks : holders) {
+    auto& of_block = members.emplace_back();
+    for (const Rank rank : ranks) {
+      const auto child = std::ranges::find(children_, rank, &Child::rank);
+      // the first member is this rank itself
+      of_block.push_back(rank == family_.rank ? 0 : static_cast<std::size_t>(child - children_.begin()) + 1);
+    }
+  }
+  ledger_.emplace(std::move(members), children_.size() + 1, limits_.orphan_seconds);
+}
+
+// --- The program and its blocks ---
+
+void Node::come_for_block(const std::vector<const std::byte*>& own) {
+  if (!calling()) return;
+  up_.share.done();
+  up_.call.own = own;
+  up_.lent = true;
+  if (!root()) {
+    up_.sum_at.clear();
+    for (const std::byte* vector : own) up_.sum_at.push_back(const_cast<std::byte*>(vector));
+  }
+  tell_share();
+}
+
+std::optional<Work> Node::take_block() {
+  if (no_more_blocks()) {
+    stop_lending();
+    return std::nullopt;
+  }
+  const bool fresh = up_.share.fresh();
+  const auto block = up_.share.take();
+  if (!block) return std::nullopt;
+  stop_lending();
+  return Work{*block, fresh};
+}
+
+void Node::stop_lending() {
+  up_.lent = false;
+  up_.call.own.clear();
+  up_.offered = 0;
+}
+
+void Node::leave_share() {
+  if (!calling() || !up_.call.shared || up_.call.complete) return;
+  stop_lending();
+  up_.share.leave();
+  tell_share();
+  complete({});
+}
+
+// --- What ranks say of it ---
+
+// What can be said of this rank's share, and its vectors where they are all that it will have.
+void Node::tell_share() {
+  if (newest_ >= next_) return;
+  if (root()) {
+    if (ledger_) ledger_->heard(0, up_.share.progress(), wire_.now());
+    return;
+  }
+  const Rank parent = family_.ancestors.front();
+  if (!up_.offering) {
+    if (upstream_.unanswered()) {
+      up_.held_back = true;
+      return;
+    }
+    introduce(parent, introduced_, up_.call.fingerprint);
+  }
+  const bool ready = up_.lent && up_.share.sealed() && up_.share.version().blocks;
+  Message message{header(Kind::offer, next_)};
+  message.header.fingerprint = up_.call.fingerprint;
+  message.header.flags = shares;
+  message.header.ready = ready ? up_.outgoing.size() : 0;
+  up_.share.progress().append_to(message);
+  if (ready) append_vectors(message, up_.outgoing.bytes() <= wire_.inline_bytes(parent));
+  wire_.send(parent, message);
+  up_.offered = message.header.ready;
+  upstream_.offered(next_, up_.offering);
+  up_.offering = true;
+}
+
+void Node::on_order(const Message& message) {
+  const Header& head = message.header;
+  // What is not of this call is old: who gives orders has heard of a call before.
+  if (!calling() || !up_.call.shared || head.round != next_ || head.last <= up_.orders) return;
+  up_.orders = head.last;
+  follow_order({.member = 0,
+                .kind = static_cast<Order::Kind>(head.ready),
+                .blocks = message.values<Block>(0, message.body.size() / sizeof(Block)),
+                .generation = head.segments});
+}
+
+void Node::follow_order(const Order& order) {
+  switch (order.kind) {
+    case Order::Kind::grant:
+      up_.share.grant(order.blocks);
+      return;  // how much of it is computed says that it was heard
+    case Order::Kind::recall:
+      up_.share.recall(order.blocks);
+      break;
+    case Order::Kind::drop:
+      up_.share.drop(order.generation);
+      break;
+    default:
+      throw Damaged();
+  }
+  tell_share();
+}
+
+// --- The root ---
+
+// A child has something to say, or is there at last.
+void Node::hear_share(std::size_t child) {
+  const Offer& offer = children_[child].offer;
+  if (!deals() || offer.round != next_ || offer.fingerprint != up_.call.fingerprint) return;
+  ledger_->arrived(child + 1, wire_.now());
+  ledger_->heard(child + 1, offer.progress, wire_.now());
+}
+
+void Node::begin_sharing() {
+  const double now = wire_.now();
+  std::vector<bool> present(children_.size() + 1);
+  present[0] = true;
+  ledger_->begin(present, now);
+  for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
+  if (up_.call.skipped) leave_share();
+}
+
+// Whether this rank says who computes what in its call.
+bool Node::deals() const { return root() && ledger_ && calling() && up_.call.shared; }
+
+// Let everybody have something to compute. Whether all is computed.
+bool Node::deal() {
+  const double now = wire_.now();
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const Child& child = children_[i];
+    const bool mine = child.offer.round == next_;
+    if (dead_.contains(child.rank) || (child.retired && !(mine && !child.offer.withdrawn))) {
+      ledger_->lost(i + 1);
+    } else if (mine && child.offer.withdrawn) {
+      ledger_->give_up(i + 1, now);
+    }
+  }
+  for (auto orders = ledger_->orders(now); !orders.empty(); orders = ledger_->orders(now)) {
+    for (const Order& order : orders) {
+      if (order.member == 0) {
+        follow_order(order);
+        continue;
+      }
+      Message message{header(Kind::order, next_)};
+      message.header.ready = static_cast<std::uint32_t>(order.kind);
+      message.header.segments = order.generation;
+      message.header.last = ++up_.orders;
+      message.append(order.blocks.data(), order.blocks.size() * sizeof(Block));
+      wire_.send(children_[order.member - 1].rank, message);
+    }
+  }
+  if (const std::vector<Block> orphans = ledger_->orphans(); !orphans.empty()) {
+    decide_error("CodedError: round " + std::to_string(next_) + ": nobody who is left holds the " +
+                 std::to_string(orphans.size()) + " blocks from " + std::to_string(orphans.front()) +
+                 " on: give each to more ranks with replicas=");
+    return false;
+  }
+  return ledger_->settled();
+}
+
+// The vectors that hold the blocks, once they can be had.
+std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
+  if (!ledger_->settled()) return nullptr;
+  auto out = std::make_shared<Decoding>();
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const Version version = ledger_->version(i + 1);
+    if (!version.blocks) continue;
+    if (!usable(i, piece) || children_[i].offer.progress.version() != version) return nullptr;
+    out->rows.push_back(i);
+  }
+  out->coefficients.assign(decoder_.slices(), std::vector<double>(out->rows.size(), 1.0));
+  return up_.decoding = out;
+}
+
+// Whose vectors should be here, but do not come, although they are asked whether they are there.
+void Node::watch_members() {
+  if (!deals() || up_.all_decoded() || !ledger_->settled()) return;
+  const double now = wire_.now();
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    Child& child = children_[i];
+    if (!ledger_->version(i + 1).blocks) continue;
+    const double quiet = now - std::max(child.heard, up_.waiting_since);
+    if (quiet < limits_.orphan_seconds) continue;
+    if (!child.asked) {
+      child.asked = now;
+      wire_.send(child.rank, {header(Kind::ask, 0)});
+    } else if (now - child.asked >= limits_.silent_seconds && ledger_->replaceable(i + 1)) {
+      ledger_->give_up(i + 1, now);
+    }
+  }
+}
+
+double Node::shares_at() const {
+  if (!deals() || up_.all_decoded()) return std::numeric_limits<double>::infinity();
+  const double now = wire_.now();
+  // whose vector does not come is asked
+  return ledger_->settled() ? now + limits_.orphan_seconds : ledger_->wakes_at(now);
+}
+
+std::string Node::lacking_blocks() const {
+  std::vector<Rank> busy;
+  std::size_t blocks = ledger_->left(0);
+  if (blocks) busy.push_back(family_.rank);
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const std::size_t left = ledger_->left(i + 1);
+    const bool lacks = left || (ledger_->version(i + 1).blocks && !usable(i, up_.decoded.pieces));
+    if (lacks) busy.push_back(children_[i].rank);
+    blocks += left;
+  }
+  if (busy.empty()) return {};
+  return "rank " + std::to_string(family_.rank) + " waits for " + listed(busy) + ", which " +
+         (busy.size() == 1 ? "has " : "have ") + std::to_string(blocks) +
+         (blocks == 1 ? " block" : " blocks") + " to compute";
+}
+
+}  // namespace jaxcoded
