@@ -26,7 +26,7 @@ def like(batch: Any, group: CodedGroup, compute: Callable[..., Any]) -> Any:
         compute: a function of the examples of a block, ``(size, …)``, and their weights,
             float32 ``(size,)``.
     """
-    blocks, size = _shape(batch, _placement(group), group.rank)
+    _, size = _shape(batch, _placement(group), group.rank)
     block = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (size, *leaf.shape[1:]), jnp.result_type(leaf)

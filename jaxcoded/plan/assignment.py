@@ -80,8 +80,8 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
     if plan.placement is not None:
         starts = plan.placement.examples(batch_size)
         owned = plan.placement.owned(rank)
-        own = [indices[starts[block] : starts[block + 1]] for block in owned]
-        mine = np.concatenate([indices[:0], *own])
+        blocks = [indices[starts[block] : starts[block + 1]] for block in owned]
+        mine = np.concatenate([indices[:0], *blocks])
         return mine, np.ones((len(mine), 1, 1))
     coefficients = np.ones((batch_size, 1, 1))
     path = [rank]

@@ -227,8 +227,8 @@ class Wire:
     def send(self, to, message):
         self.world.sent(self.rank, to, message)
 
-    def fetch(self, source, what, round, piece):
-        return self.world.fetch(self.rank, source, what, round, piece)
+    def fetch(self, source, what, round, piece, version):
+        return self.world.fetch(self.rank, source, what, round, piece, version)
 
     def withdraw(self, what, first_valid):
         self.valid[what] = first_valid
@@ -303,7 +303,7 @@ class World:
         self.dead = set()  # processes that have ended
         self.queues = {}
         self.most_waiting = collections.Counter()
-        self.requests = []  # (asker, source, what, round, piece)
+        self.requests = []  # (asker, source, what, round, piece, version)
         self.answers = []  # the same and the data
         self.running = [None] * plan.size
         self.ends = [{} for _ in range(plan.size)]
@@ -373,15 +373,15 @@ class World:
             size, at, number = struct.unpack_from("<3Q", head.body)
             self.addresses[source, STATE, number] = [(0, size)], [at]
 
-    def fetch(self, asker, source, what, round, piece):
+    def fetch(self, asker, source, what, round, piece, version):
         self.fetched.append((asker, source, what, round, piece))
         direct = self.wires[asker].direct(source)
         if not direct or (self.unreadable and self.rng.random() < self.unreadable):
-            self.requests.append((asker, source, what, round, piece))
+            self.requests.append((asker, source, what, round, piece, version))
             return False
         if source in self.dead or self.wires[source].valid[what] > round:
             return None
-        data = self.nodes[source].read(what, round, piece)
+        data = self.nodes[source].read(what, round, piece, version)
         assert data is not None, (
             f"rank {source} changed {what, round} before it withdrew it"
         )
@@ -392,8 +392,8 @@ class World:
         return data
 
     def answer(self, request):
-        _asker, source, what, round, piece = request
-        data = self.nodes[source].read(what, round, piece)
+        _asker, source, what, round, piece, version = request
+        data = self.nodes[source].read(what, round, piece, version)
         if data is not None:
             self.check_piece(source, what, round, piece, data)
         self.answers.append((*request, data or b""))
@@ -539,8 +539,8 @@ class World:
             self.echoes.append((link, message))
 
     def arrive(self, answer):
-        asker, source, what, round, piece, data = answer
-        self.nodes[asker].arrived(source, what, round, piece, data)
+        asker, source, what, round, piece, version, data = answer
+        self.nodes[asker].arrived(source, what, round, piece, data, version)
         self.check_end(asker)
 
     def advance(self, rank):
