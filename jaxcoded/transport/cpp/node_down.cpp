@@ -252,7 +252,9 @@ bool Node::awaited_below() const {
 // Ask above for the results that are decided, and elsewhere for one that does not come.
 void Node::ask() {
   if (root() || said_bye_) return;
-  const bool mine = calling() && next_ == frontier_;
+  // what has come of shared work waits for its program
+  const bool there = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
+  const bool mine = calling() && next_ == frontier_ && !there;
   const bool decided = newest_ >= frontier_;
   if ((decided && upstream_.wanted() < frontier_) ||
       (mine && upstream_.stand_in_unasked(frontier_))) {

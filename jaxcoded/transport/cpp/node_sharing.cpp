@@ -58,6 +58,7 @@ void Node::stop_lending() {
 
 void Node::leave_share() {
   if (!calling() || !up_.call.shared || up_.call.complete) return;
+  withdraw(Object::What::message, next_ + 1);  // its vectors may be fetched this very moment
   stop_lending();
   up_.share.leave();
   tell_share();

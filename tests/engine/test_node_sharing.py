@@ -1,0 +1,300 @@
+"""Nodes that share the work of a round: each block in the sum once, whoever is late."""
+
+import dataclasses
+import random
+import struct
+
+import numpy as np
+import simulation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import DTYPES, EXAMPLES, PENDING, Call, Header, Running, vectors
+
+from jaxcoded import make_plan
+
+SHARES = 16  # as `Flag` in message.h
+
+
+@dataclasses.dataclass
+class Sharing(Running):
+    """A call in progress whose work is shared; ``own`` are the vectors that are lent."""
+
+    sums: list = dataclasses.field(default_factory=list)  # float64
+    work: tuple | None = None  # the block that is being computed, and whether to begin anew
+    over: bool = False
+    left: bool = False
+    taken: list = dataclasses.field(default_factory=list)
+
+
+class World(simulation.World):
+    """Ranks of which some rounds share the work.
+
+    Attributes:
+        shared: those rounds.
+        computed: by round, how many blocks were computed.
+    """
+
+    def __init__(self, plan, script, rng, *, shared, **options):
+        super().__init__(plan, script, rng, **options)
+        self.shared = shared
+        self.computed = {}
+        self.starts = plan.placement.examples(EXAMPLES)
+        self.nodes[plan.root].share_blocks(plan.placement.holders)
+
+    def sent(self, source, to, message):
+        head = Header(message)
+        if head.flags & SHARES and head.kind == simulation.OFFER:
+            if to not in self.dead:
+                self.queues[source, to].append(message)
+            start = 24 + 4 * struct.unpack_from("<I", head.body, 16)[0]
+            if head.segments:
+                at = struct.unpack_from(f"<{head.segments}Q", head.body, start)
+                kept = self.running[source].message, at
+                self.addresses[source, simulation.MESSAGE, head.round] = kept
+            return
+        super().sent(source, to, message)
+
+    def _check_message(self, source, round, piece, data):
+        if round not in self.shared:
+            super()._check_message(source, round, piece, data)
+
+    def submit(self, rank):
+        node = self.nodes[rank]
+        round = node.next_round()
+        if round not in self.shared:
+            super().submit(rank)
+            return
+        call = self.call_of(rank, round)
+        out, own = (
+            [np.full(n, np.nan, np.dtype(dtype)) for dtype, n in call.segments]
+            for _ in range(2)
+        )
+        self.running[rank] = running = Sharing(round, call, own, out, len(own))
+        running.message = [(DTYPES[dtype], n) for dtype, n in call.segments]
+        running.sums = [np.zeros(n) for _, n in call.segments]
+        node.share(call.fingerprint, call.signature, vectors(out))
+        self._comes(rank)
+        self.check_end(rank)
+
+    def _comes(self, rank):
+        running = self.running[rank]
+        for vector, wide in zip(running.own, running.sums):
+            vector[:] = wide
+        self.nodes[rank].come_for_block(vectors(running.own))
+
+    def may_extend(self, rank):
+        running = self.running[rank]
+        if not isinstance(running, Sharing):
+            return super().may_extend(rank)
+        if rank in self.frozen or rank in self.idle or running.over:
+            return False
+        if running.work is None:
+            running.work = self.nodes[rank].take_block()
+            if running.work is not None:
+                for vector in running.own:  # it is not lent any more
+                    vector[:] = np.nan
+        return running.work is not None or self.nodes[rank].no_more_blocks()
+
+    def extend(self, rank):
+        running = self.running[rank]
+        if not isinstance(running, Sharing):
+            super().extend(rank)
+            return
+        if running.work is None:
+            running.over = True
+            self.nodes[rank].complete(vectors(running.out))
+            self.check_end(rank)
+            return
+        block, fresh = running.work
+        running.work = None
+        assert rank in self.plan.placement.holders[block]
+        self.computed[running.round] = self.computed.get(running.round, 0) + 1
+        first, last = self.starts[block : block + 2]
+        for wide, gradients in zip(running.sums, running.call.gradients):
+            wide[:] = (0 if fresh else wide) + gradients[first:last].astype(float).sum(0)
+        self._comes(rank)
+
+    def leave_share(self, rank):
+        """An exception ends the program between two blocks."""
+        self.running[rank].left = True
+        self.running[rank].over = True
+        self.nodes[rank].leave_share()
+        self.check_end(rank)
+
+    def _check_result(self, rank, running):
+        if not getattr(running, "left", False):
+            super()._check_result(rank, running)
+
+    def kill(self, rank, *, known):
+        self.dead.add(rank)
+        self.running[rank] = None
+        for link, queue in self.queues.items():
+            if link[1] == rank:
+                queue.clear()
+            elif link[0] == rank and self.rng.random() < 0.5:
+                queue.clear()  # what was on its way is lost
+        if known:
+            for other, line in enumerate(self.ancestors):
+                if other not in self.dead and (rank in line or not line):
+                    self.nodes[other].lost(rank)
+
+
+def world(rng, *, size=None, rounds=4, **options):
+    """A family of any size, in which some rounds share the work."""
+    size = size or rng.randint(2, 6)
+    root_computes = size == 2 or rng.random() < 0.7
+    others = size - 1 - (not root_computes)
+    replicas = rng.randint(1, min(3, others)) if others else 0
+    code = f"shared(replicas={replicas}, blocks={rng.randint(1, 4)})"
+    plan = make_plan(size, code=code, root_computes=root_computes)
+    script = [
+        Call(
+            tuple(
+                (rng.choice(["float32", "float64"]), rng.choice([1, 3, 20]))
+                for _ in range(rng.randint(1, 3))
+            ),
+            seed,
+        )
+        for seed in range(rounds)
+    ]
+    shared = {r for r in range(1, rounds + 1) if rng.random() < 0.8}
+    limits = {"piece_bytes": rng.choice([16, 64, 1 << 18]), "telemetry_rounds": 4}
+    options = {
+        "hosts": [rng.randint(0, 1) for _ in range(size)],
+        "inline": rng.choice([(0,), (0, 10**6), (10**6,)]),
+        "twice": rng.choice([0, 0.1]),
+        "again": rng.choice([0, 0.1]),
+        "unreadable": rng.choice([0, 0.3]),
+        "limits": limits,
+    } | options
+    return World(plan, script, rng, shared=shared, **options)
+
+
+def some(rng, ranks, most):
+    return set(rng.sample(sorted(ranks), rng.randint(0, most)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32))
+def test_every_block_once(seed):
+    """Ranks are stopped and wake up, and programs stay away, at any moment."""
+    rng = random.Random(seed)
+    its = world(rng)
+    workers = set(range(its.plan.size)) - {its.plan.root}
+    for _ in range(rng.randint(1, 6)):
+        its.frozen = some(rng, workers, len(workers))
+        its.idle = some(rng, range(its.plan.size), its.plan.size - 1)
+        pace = [rng.choice([0.1, 1]) for _ in range(its.plan.size)]
+        for _ in range(rng.randint(1, 150)):
+            its.step(pace)
+    its.frozen, its.idle = set(), set()
+    its.settle()
+    its.assert_done()
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_whoever_is_stopped_for_good(seed):
+    """As many as others hold the blocks of, from any moment on; then they come back."""
+    rng = random.Random(seed)
+    its = world(rng)
+    its.shared = set(range(1, len(its.script) + 1))
+    workers = set(range(its.plan.size)) - {its.plan.root}
+    for _ in range(rng.randint(0, 200)):
+        its.step()
+    most = min(its.plan.placement.replicas, len(workers))
+    its.frozen = some(rng, workers, most)
+    its.settle()
+    its.assert_done(set(range(its.plan.size)) - its.frozen)
+    its.frozen = set()
+    its.settle()
+    its.assert_done()
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_whoever_dies(seed):
+    """As many as others hold the blocks of, one after the other, whether that is heard of or
+    not."""
+    rng = random.Random(seed)
+    its = world(rng)
+    its.shared = set(range(1, len(its.script) + 1))
+    known = rng.random() < 0.5
+    workers = set(range(its.plan.size)) - {its.plan.root}
+    killed = rng.sample(
+        sorted(workers), rng.randint(0, min(its.plan.placement.replicas, len(workers)))
+    )
+    for rank in killed:
+        for _ in range(rng.randint(0, 120)):
+            its.step()
+        its.kill(rank, known=known)
+    its.settle()
+    its.assert_done(set(range(its.plan.size)) - set(killed))
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_whoever_raises_between_two_blocks(seed):
+    """Others compute its blocks, and it goes on in the next round."""
+    rng = random.Random(seed)
+    its = world(rng)
+    raises = 0
+    for _ in range(rng.randint(1, 300)):
+        its.step()
+        rank = rng.randrange(its.plan.size)
+        running = its.running[rank]
+        may = isinstance(running, Sharing) and not running.over
+        left = {
+            r for r, each in enumerate(its.running) if getattr(each, "left", False)
+        }
+        if may and len(left | {rank}) <= its.plan.placement.replicas:
+            if rng.random() < 0.05 and rank != its.plan.root:
+                its.leave_share(rank)
+                raises += 1
+    its.settle()
+    its.assert_done()
+
+
+def test_nobody_is_late():
+    """Every rank computes its own blocks, and nobody any other."""
+    plan = make_plan(4, code="shared(replicas=2, blocks=3)")
+    script = [Call((("float32", 5),), seed) for seed in range(3)]
+    its = World(plan, script, random.Random(0), shared={1, 2, 3})
+    its.settle()
+    its.assert_done()
+    assert its.computed == {1: 12, 2: 12, 3: 12}
+
+
+def test_blocks_that_nobody_holds():
+    """An error in words on all who are left."""
+    plan = make_plan(4, code="shared(replicas=1, blocks=2)", root_computes=False)
+    its = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
+    for rank in (1, 2):
+        its.kill(rank, known=True)
+    its.settle()
+    for rank in (0, 3):
+        end = its.ends[rank][1]
+        assert "nobody who is left holds" in end.error, end
+    assert its.nodes[0].outcome() != PENDING
+
+
+def test_deadline():
+    """It says who has how much to compute. A rank that nobody can stand in for is late."""
+    plan = make_plan(3, code="shared(replicas=0, blocks=2)")
+    action = simulation._engine.OnDeadline
+    limits = {"on_deadline": getattr(action, "raise"), "deadline_seconds": 1.0}
+    script = [Call((("float32", 5),), seed) for seed in range(2)]
+    its = World(plan, script, random.Random(0), shared={1, 2}, limits=limits)
+    its.open = 1
+    its.settle()
+    its.assert_done()
+    its.open = 2
+    for rank in range(3):
+        its.submit(rank)
+    its.idle = {1}
+    its.settle()
+    its.idle = set()
+    its.settle()
+    for rank in range(3):
+        error = its.ends[rank][2].error
+        assert "rank 0 waits for rank 1, which has 2 blocks to compute" in error
