@@ -311,6 +311,7 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
     check_open(group)
     with group.failing(request.name):
         request = request.checked(group)
+        _check_plain(group, request)
         last = request.last_part
         vectors, packing = _message(x, group, request)
         spec = TreeRound(
@@ -323,6 +324,15 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
         if request.residual:
             vectors = (*vectors, _probe(group, vectors, -1 if last else None))
     return Prepared(spec, vectors, packing, request)
+
+
+def _check_plain(group: CodedGroup, request: Request) -> None:
+    """Raise for what cannot be meant of a plain sum where work is shared."""
+    if group.plan.placement is not None and request.residual:
+        raise ValueError(
+            f"residual cannot be asked for in a group with code={group.plan.code!r}: its "
+            "sums are exact"
+        )
 
 
 def carried(

@@ -22,6 +22,7 @@ from jaxcoded.errors import (
     use_after_close,
 )
 from jaxcoded.group import snapshots
+from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan, make_plan
@@ -417,6 +418,52 @@ class CodedGroup:
         return indices, Weights(
             values, int(batch_size), self.plan.fingerprint, self.rank
         )
+
+    def blocks(self, batch_size: int) -> Blocks:
+        """The blocks of a batch that this rank computes, for programs that add up
+        gradients over microbatches; in a group whose work is shared (``code="shared(…)"``).
+
+        Whoever is done gets blocks of whoever is late. Once all are computed the loop ends,
+        on all ranks, and the next collective sums what they have added up:
+
+            with group.blocks(batch_size) as blocks:
+                for block in blocks:
+                    total = add(total, gradient(params, load(block.indices)))
+            total = jaxcoded.coded_allreduce(total, group, divisor=batch_size)
+
+        A rank that gets no block contributes zeros like the others' sums. An exception in
+        the loop, or leaving it early, is an error that the others hear of with their next
+        call; they compute this rank's blocks. Where a rank dies after the loop and before
+        its sum is fetched, the round is an error on all: repeat the step. It waits for what JAX
+        has in flight before it asks for the next block, so that ranks are known to be as
+        fast as they are; `Block.done` says for what to wait instead.
+
+        Args:
+            batch_size: the number of examples in the global batch, the same on all ranks.
+
+        Raises:
+            ValueError: ``batch_size < 1``, or the group does not share its work.
+
+        Example:
+            >>> import numpy as np, jaxcoded
+            >>> from mpi4py import MPI
+            >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, code="shared(blocks=2)") as group:
+            ...     total = np.zeros(1)
+            ...     with group.blocks(5) as blocks:
+            ...         for block in blocks:
+            ...             total += block.indices.sum()
+            ...     jaxcoded.host.coded_allreduce(total, group)
+            array([10.])
+        """
+        check_open(self)
+        with self.failing("blocks"):
+            batch_size = _require.integer("batch_size", batch_size, 1)
+            if self.plan.placement is None:
+                raise ValueError(
+                    f"this group has a code ({self.plan.code!r}), and does not share its "
+                    'work: make it with code="shared(replicas=2)", or take its assignment'
+                )
+        return Blocks(self.transport, self.plan.placement, self.rank, batch_size)
 
     @overload
     def lag(self, *, token: None = None) -> int | jax.Array: ...

@@ -221,6 +221,23 @@ class Transport(abc.ABC):
             'rounds on numpy arrays need a group with transport="engine"'
         )
 
+    def take_block(self, words: str, *, first: bool) -> int | None:
+        """The next block of a round whose vectors follow in the next one; ``None`` once
+        all are computed, and `end_of_blocks` is to be called.
+
+        Args:
+            words: what all ranks must agree on.
+            first: whether it is the round's first.
+        """
+        raise NotImplementedError('shared work needs a group with transport="engine"')
+
+    def end_of_blocks(self) -> None:
+        """End such a round."""
+        raise NotImplementedError('shared work needs a group with transport="engine"')
+
+    def leave_blocks(self) -> None:
+        """Take no more of them: others compute what this rank had."""
+
     @abc.abstractmethod
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         """The root's array on every rank, in a round of its own."""

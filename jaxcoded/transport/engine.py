@@ -351,6 +351,18 @@ class Engine(Transport):
         if outcome != _DONE:
             raise _error(outcome, text)
 
+    def take_block(self, words: str, *, first: bool) -> int | None:
+        number = engine_primitive.fingerprint(words) % 2**64
+        return self._ask("take", number, words, first)
+
+    def end_of_blocks(self) -> None:
+        outcome, text = self._ask("end_of_blocks")
+        if outcome != _DONE:
+            raise _error(outcome, text)
+
+    def leave_blocks(self) -> None:
+        self._ask("leave_share")
+
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         out = np.empty_like(array)
         self.host_round(Collective(words, up=False), [array], [out])

@@ -20,7 +20,9 @@ class Sharing(Running):
     """A call in progress whose work is shared; ``own`` are the vectors that are lent."""
 
     sums: list = dataclasses.field(default_factory=list)  # float64
-    work: tuple | None = None  # the block that is being computed, and whether to begin anew
+    work: tuple | None = (
+        None  # the block that is being computed, and whether to begin anew
+    )
     over: bool = False
     left: bool = False
     taken: list = dataclasses.field(default_factory=list)
@@ -111,7 +113,9 @@ class World(simulation.World):
         self.computed[running.round] = self.computed.get(running.round, 0) + 1
         first, last = self.starts[block : block + 2]
         for wide, gradients in zip(running.sums, running.call.gradients):
-            wide[:] = (0 if fresh else wide) + gradients[first:last].astype(float).sum(0)
+            wide[:] = (0 if fresh else wide) + gradients[first:last].astype(float).sum(
+                0
+            )
         self._comes(rank)
 
     def leave_share(self, rank):
@@ -238,19 +242,15 @@ def test_whoever_raises_between_two_blocks(seed):
     """Others compute its blocks, and it goes on in the next round."""
     rng = random.Random(seed)
     its = world(rng)
-    raises = 0
     for _ in range(rng.randint(1, 300)):
         its.step()
         rank = rng.randrange(its.plan.size)
         running = its.running[rank]
         may = isinstance(running, Sharing) and not running.over
-        left = {
-            r for r, each in enumerate(its.running) if getattr(each, "left", False)
-        }
-        if may and len(left | {rank}) <= its.plan.placement.replicas:
-            if rng.random() < 0.05 and rank != its.plan.root:
-                its.leave_share(rank)
-                raises += 1
+        left = {r for r, each in enumerate(its.running) if getattr(each, "left", False)}
+        few = len(left | {rank}) <= its.plan.placement.replicas
+        if may and few and rank != its.plan.root and rng.random() < 0.05:
+            its.leave_share(rank)
     its.settle()
     its.assert_done()
 

@@ -48,6 +48,9 @@ struct Call {
   Feed* feed = nullptr;               // what brings `own` and takes `out`; null if both are here.
                                       // All of `own` is, unless the call goes both up and down
 
+  // Whether the vectors are there while the program waits for a block; otherwise they follow in a
+  // round of their own.
+  bool lends() const { return shared && !message.empty(); }
   // Whether this rank has something to add to a sum.
   bool sums() const { return up && !skipped && refusal.empty(); }
   bool leaves_out(std::size_t child) const { return !erased.empty() && erased[child]; }

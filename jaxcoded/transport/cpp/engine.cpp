@@ -297,6 +297,14 @@ Result Engine::run(std::uint64_t index, Request request) {
   return {flight->outcome, std::move(flight->error)};
 }
 
+void Engine::leave_share(std::uint64_t index) {
+  std::unique_lock lock(mutex_);
+  Member& its = member(index);
+  if (its.begun() && its.queue.back()->shared) leave_share(its);
+  work(its);
+  page_->wake_up.send();
+}
+
 Taken Engine::take(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);

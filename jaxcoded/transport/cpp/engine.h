@@ -140,6 +140,8 @@ class Engine {
   // The next block to compute in a round that `run` will follow, with `begun`. What was given before
   // is computed, and `own`, this rank's vectors, are there until this returns. Blocks.
   Taken take(std::uint64_t index, Request request);
+  // The program comes for no more blocks of such a round.
+  void leave_share(std::uint64_t index);
   void note_failure(std::uint64_t index, const std::string& words);
   // A feed has news. Any thread.
   void wake_up() { page_->wake_up.send(); }

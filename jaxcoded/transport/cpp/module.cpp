@@ -140,6 +140,22 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
   return {static_cast<int>(result.outcome), result.error};
 }
 
+// The next block of a round whose vectors follow in another one; nothing at its end.
+std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::string signature,
+                          bool first) {
+  Request request{.fingerprint = fingerprint, .signature = std::move(signature), .begun = !first};
+  const Taken taken = Engine::instance().take(index, std::move(request));
+  if (!taken.error.empty()) throw Closed{taken.error};
+  if (!taken.work) return {};
+  return taken.work->block;
+}
+
+// The end of such a round.
+std::tuple<int, std::string> end_of_blocks(std::uint64_t index) {
+  const Result result = Engine::instance().run(index, {.begun = true});
+  return {static_cast<int>(result.outcome), result.error};
+}
+
 // What a group remembers of its rounds: columns of numbers, by name.
 nb::dict telemetry(std::uint64_t index) {
   std::vector<RoundRecord> records;
@@ -496,6 +512,10 @@ NB_MODULE(_engine, module) {
   }, Release());
   module.def("discard", [](std::uint64_t index) { Engine::instance().discard(index); }, Release());
   module.def("run", &run, Release());
+  module.def("take", &take, Release());
+  module.def("end_of_blocks", &end_of_blocks, Release());
+  module.def("leave_share", [](std::uint64_t index) { Engine::instance().leave_share(index); },
+             Release());
   module.def("load_cuda", &cuda::load, Release());
   module.def("device_run", &device_run, Release());
   module.def("device_extend", &device_extend, Release());

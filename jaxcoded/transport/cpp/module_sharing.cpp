@@ -26,7 +26,7 @@ void add_sharing(nb::module_& module) {
       .def_ro("out", &Progress::out)
       .def_ro("returned", &Progress::returned);
   nb::class_<Share>(module, "Share")
-      .def(nb::init<>())
+      .def(nb::init<bool>(), nb::arg("empties") = true)
       .def("grant", &Share::grant)
       .def("recall", &Share::recall)
       .def("drop", &Share::drop)

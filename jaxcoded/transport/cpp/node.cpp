@@ -69,6 +69,7 @@ void Node::submit(Call call) {
   up_.call = std::move(call);
   up_.started = up_.waiting_since = now;
   up_.in_time = newest_ < next_;
+  up_.share = Share(up_.call.lends());
   outcome_ = Outcome::pending;
   error_.clear();
   // Ranks below may wait for the result already, which this one is not to put off with every call.
@@ -88,6 +89,13 @@ void Node::submit(Call call) {
   if (root()) {
     const std::string& reason = pending_error_.empty() ? up_.call.refusal : pending_error_;
     if (!reason.empty()) return decide_error(std::string(reason));
+    if (sums_blocks()) {
+      if (!up_.call.up || up_.call.shared) {
+        return decide_error("GroupMismatch: after group.blocks the sum of what was computed is to "
+                            "come, with coded_allreduce; ranks called " + up_.call.signature);
+      }
+      leave_out_the_others();
+    }
     Entry& entry = history_.add(
         {.round = next_,
          .fingerprint = up_.call.fingerprint,
@@ -327,6 +335,7 @@ void Node::lost(Rank rank) {
   dead_.insert(rank);
   upstream_.lost(rank);
   say_bye();
+  check_offers();
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {

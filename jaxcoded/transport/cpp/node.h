@@ -238,6 +238,9 @@ class Node {
   void begin_sharing();
   bool deals() const;
   bool deal();
+  bool sums_blocks() const { return dealt_ != 0 && dealt_ + 1 == next_; }
+  void leave_out_the_others();
+  std::shared_ptr<const Decoding> choose_dealt(std::uint32_t piece) const;
   std::shared_ptr<const Decoding> choose_sealed(std::uint32_t piece);
   void watch_members();
   double shares_at() const;
@@ -363,6 +366,7 @@ class Node {
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
   std::optional<Ledger> ledger_;  // at the root, where work is shared
+  Round dealt_ = 0;  // the round whose blocks are in vectors that the next round sums
   std::string pending_error_;  // at the root: what the next undecided round fails with
   Round alerted_ = 0;          // the newest round that an alert was about
 

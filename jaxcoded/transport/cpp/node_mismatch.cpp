@@ -56,6 +56,16 @@ void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
   if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // nobody is waited for
   if (up_.call.shared) return;  // others do what those gone for good would have done
+  if (sums_blocks()) {
+    for (std::size_t i = 0; i < children_.size(); ++i) {
+      const Child& child = children_[i];
+      if (up_.call.leaves_out(i) || usable(i, up_.decoded.pieces)) continue;
+      if (!child.retired && !dead_.contains(child.rank)) continue;
+      return decide_error("CodedError: rank " + std::to_string(child.rank) +
+                          " has left with what it had computed of the batch: repeat the step");
+    }
+    return;
+  }
   // With too many children gone for good, waiting would never end.
   if (closed_.empty() || (decoder_.checked() && all_may_come())) return;
   const std::vector<bool> possible = may_offer(up_.decoded.pieces);

@@ -143,7 +143,9 @@ void Node::begin_sharing() {
 }
 
 // Whether this rank says who computes what in its call.
-bool Node::deals() const { return root() && ledger_ && calling() && up_.call.shared; }
+bool Node::deals() const {
+  return root() && ledger_ && calling() && up_.call.shared && !up_.all_decoded();
+}
 
 // Let everybody have something to compute. Whether all is computed.
 bool Node::deal() {
@@ -194,9 +196,32 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   return up_.decoding = out;
 }
 
+// --- The sum of what was computed in the round before, which only then is handed over ---
+
+// Those whose vectors hold nothing, or what others have computed too.
+void Node::leave_out_the_others() {
+  up_.call.erased.resize(children_.size());
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    up_.call.erased[i] = !ledger_->version(i + 1).blocks;
+  }
+}
+
+std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) const {
+  auto out = std::make_shared<Decoding>();
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (up_.call.leaves_out(i)) continue;
+    if (!usable(i, piece)) return nullptr;
+    out->rows.push_back(i);
+  }
+  out->coefficients.assign(decoder_.slices(), std::vector<double>(out->rows.size(), 1.0));
+  return out;
+}
+
+// --- Who does not answer ---
+
 // Whose vectors should be here, but do not come, although they are asked whether they are there.
 void Node::watch_members() {
-  if (!deals() || up_.all_decoded() || !ledger_->settled()) return;
+  if (!deals() || !ledger_->settled()) return;
   const double now = wire_.now();
   for (std::size_t i = 0; i < children_.size(); ++i) {
     Child& child = children_[i];
@@ -213,7 +238,7 @@ void Node::watch_members() {
 }
 
 double Node::shares_at() const {
-  if (!deals() || up_.all_decoded()) return std::numeric_limits<double>::infinity();
+  if (!deals()) return std::numeric_limits<double>::infinity();
   const double now = wire_.now();
   // whose vector does not come is asked
   return ledger_->settled() ? now + limits_.orphan_seconds : ledger_->wakes_at(now);

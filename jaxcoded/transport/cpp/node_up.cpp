@@ -51,6 +51,7 @@ const std::vector<std::size_t>& Node::rows_in_order() {
 // sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (up_.call.shared) return choose_sealed(piece);
+  if (sums_blocks()) return up_.decoding = choose_dealt(piece);
   if (decoder_.checked()) return choose_checked();
   if (up_.decoding && pinned()) {
     const bool there = std::ranges::all_of(up_.decoding->rows,
@@ -225,7 +226,8 @@ bool Node::gather() {
 
 // Whether this rank's own vectors are a part of the sum.
 bool Node::adds_own() const {
-  return up_.call.shared ? ledger_->version(0).blocks > 0 : !up_.call.skipped;
+  if (up_.call.shared || sums_blocks()) return ledger_->version(0).blocks > 0;
+  return !up_.call.skipped;
 }
 
 void Node::decode(const Decoding& decoding, std::span<const std::byte* const> inputs) {
@@ -255,6 +257,7 @@ void Node::skip_piece() {
 void Node::announce_sum() {
   if (up_.all_decoded() && !up_.complete) sum_complete();
   if (!root()) return offer();
+  if (up_.call.shared && !up_.call.lends()) dealt_ = next_;
   Entry& entry = *history_.find(next_);
   if (up_.call.down) {
     decided(entry, up_.summed(entry.layout, entry.ready));

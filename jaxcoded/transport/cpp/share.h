@@ -63,6 +63,9 @@ struct Progress {
 // returned only where the vector is empty otherwise.
 class Share {
  public:
+  // `empties`: whether the program can empty the vector.
+  explicit Share(bool empties = true) : empties_(empties) {}
+
   void grant(const std::vector<Block>& blocks) {
     if (!progress_.out) queue_.insert(queue_.end(), blocks.begin(), blocks.end());
   }
@@ -72,7 +75,7 @@ class Share {
       ++progress_.answered;
       if (const auto found = std::ranges::find(queue_, block); found != queue_.end()) {
         queue_.erase(found);
-      } else if (computes_ == block && wanted_ && !progress_.added) {
+      } else if (computes_ == block && wanted_ && empties_ && !progress_.added) {
         wanted_ = false;  // nothing that is wanted is in the vector
       } else {
         continue;
@@ -83,7 +86,7 @@ class Share {
 
   // All that was granted is for others to compute. The vector is to be empty again.
   void drop(std::uint32_t generation) {
-    progress_ = {.generation = generation, .out = progress_.out};
+    progress_ = {.generation = generation, .out = progress_.out || !empties_};
     queue_.clear();
     wanted_ = false;
     fresh_ = true;
@@ -131,6 +134,7 @@ class Share {
   Version version() const { return {progress_.generation, progress_.added}; }
 
  private:
+  bool empties_;
   std::deque<Block> queue_;
   std::optional<Block> computes_;
   bool wanted_ = false;  // it was neither recalled nor dropped

@@ -44,7 +44,7 @@ struct WayUp {
   std::set<Rank> stalled = {};            // children whose pieces do not come
 
   // What is computed of it, where the work is shared.
-  Share share = {};
+  Share share = Share();
   bool lent = false;        // `call.own` is there as long as the program waits
   std::uint64_t orders = 0;  // so many were given, or heard
 

@@ -1,0 +1,101 @@
+"""Blocks of the batch for programs that compute them one after the other."""
+
+import dataclasses
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jaxcoded.errors import CodedError
+from jaxcoded.plan.placement import Placement
+from jaxcoded.transport import primitive
+from jaxcoded.transport.base import Transport
+
+
+@dataclasses.dataclass
+class Block:
+    """A part of the batch for this rank to compute.
+
+    Attributes:
+        number: among all blocks, from 0.
+        indices: int64 ``(examples,)``, into the global batch. There may be none where the
+            batch has fewer examples than blocks.
+    """
+
+    number: int
+    indices: np.ndarray
+    _result: Any = None
+
+    def done(self, result: Any) -> None:
+        """What is to be there before this rank counts as done with the block: a pytree of
+        arrays, such as the sum so far. Without it, all that JAX has in flight."""
+        self._result = result
+
+
+class Blocks:
+    """See `CodedGroup.blocks`."""
+
+    def __init__(
+        self, transport: Transport, placement: Placement, rank: int, batch_size: int
+    ) -> None:
+        self._transport, self._placement = transport, placement
+        self._rank = rank
+        self._starts = placement.examples(batch_size)
+        self._words = f"the blocks of a batch of {batch_size}"
+        self._entered = self._over = False
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise CodedError(
+                "these blocks were computed before: call group.blocks again for each batch"
+            )
+        self._entered = True
+        return self
+
+    def __iter__(self) -> Iterator[Block]:
+        if not self._entered or self._over:
+            raise CodedError(
+                "blocks are for one loop within their with statement: "
+                "with group.blocks(batch_size) as blocks: for block in blocks: …"
+            )
+        primitive.effects_barrier()  # rounds that are in flight come before
+        number = self._transport.take_block(self._words, first=True)
+        while number is not None:
+            first, last = self._starts[number : number + 2]
+            block = Block(number, np.arange(first, last))
+            yield block
+            _wait_for(block)
+            number = self._transport.take_block(self._words, first=False)
+        self._over = True
+        self._transport.end_of_blocks()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._over:
+            return
+        self._over = True
+        why = "leaving them early" if kind is None else f"a {kind.__name__}"
+        self._transport.leave_blocks()
+        self._transport.note_failure(f" after {why} in group.blocks")
+        if error is None:
+            raise CodedError(
+                "the loop over group.blocks was left before its end: what this rank has added "
+                "up is not to be used, and others compute its blocks. Let the loop run to its "
+                "end; it ends once the whole batch is computed"
+            )
+
+
+def _wait_for(block: Block) -> None:
+    """Until the block is computed: JAX returns before."""
+    if block._result is not None:
+        jax.block_until_ready(block._result)
+        return
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            array.block_until_ready()
