@@ -36,6 +36,8 @@ def why_not(plan: Plan, deadline: Deadline, transport: str) -> str:
         return "needs the engine"
     if deadline.action == "approximate":
         return 'waits for all ranks, so that on_deadline="approximate" means nothing'
+    if plan.placement is not None:
+        return ""  # examples are counted
     if plan.size > 1 and not plan.checked:
         return (
             f"has nothing to compare: {_unseen(plan)}; take more stragglers or another "
@@ -46,6 +48,8 @@ def why_not(plan: Plan, deadline: Deadline, transport: str) -> str:
 
 def gaps(plan: Plan) -> str:
     """The mistakes that a group cannot see, in words; empty if there are none."""
+    if plan.placement is not None:
+        return ""
     unseen = _unseen(plan)
     return unseen and f"debug does not see all mistakes: {unseen}"
 

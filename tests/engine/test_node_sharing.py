@@ -8,17 +8,31 @@ import numpy as np
 import simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import DTYPES, EXAMPLES, PENDING, Call, Header, Running, vectors
+from simulation import DONE, DTYPES, EXAMPLES, PENDING, Call, Header, Running, vectors
 
 from jaxcoded import make_plan
 
-SHARES = 16  # as `Flag` in message.h
+SHARES, HERE = 16, 13  # as `Flag` and `Kind` in message.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Call):
+    """Of what each rank has computed in the round before."""
+
+    computed: dict = dataclasses.field(default_factory=dict, hash=False, compare=False)
+
+    def own(self, plan, rank):
+        return [
+            wide.astype(gradients.dtype)
+            for wide, gradients in zip(self.computed[rank], self.gradients)
+        ]
 
 
 @dataclasses.dataclass
 class Sharing(Running):
     """A call in progress whose work is shared; ``own`` are the vectors that are lent."""
 
+    of: Sum | None = None  # the round in which the vectors follow
     sums: list = dataclasses.field(default_factory=list)  # float64
     work: tuple | None = (
         None  # the block that is being computed, and whether to begin anew
@@ -40,11 +54,14 @@ class World(simulation.World):
         super().__init__(plan, script, rng, **options)
         self.shared = shared
         self.computed = {}
+        self.said = set()  # ranks that have said that they are there
         self.starts = plan.placement.examples(EXAMPLES)
         self.nodes[plan.root].share_blocks(plan.placement.holders)
 
     def sent(self, source, to, message):
         head = Header(message)
+        if head.kind == HERE:
+            self.said.add(source)
         if head.flags & SHARES and head.kind == simulation.OFFER:
             if to not in self.dead:
                 self.queues[source, to].append(message)
@@ -57,7 +74,8 @@ class World(simulation.World):
         super().sent(source, to, message)
 
     def _check_message(self, source, round, piece, data):
-        if round not in self.shared:
+        summed = round > 1 and not self.script[round - 2].segments
+        if not (round in self.shared or summed):
             super()._check_message(source, round, piece, data)
 
     def submit(self, rank):
@@ -72,8 +90,13 @@ class World(simulation.World):
             for _ in range(2)
         )
         self.running[rank] = running = Sharing(round, call, own, out, len(own))
+        if not call.segments:  # the vectors follow in the next round
+            call = running.of = self.script[round]
         running.message = [(DTYPES[dtype], n) for dtype, n in call.segments]
         running.sums = [np.zeros(n) for _, n in call.segments]
+        if running.of:
+            call.computed[rank] = running.sums
+            call = running.call
         node.share(call.fingerprint, call.signature, vectors(out))
         self._comes(rank)
         self.check_end(rank)
@@ -112,7 +135,9 @@ class World(simulation.World):
         assert rank in self.plan.placement.holders[block]
         self.computed[running.round] = self.computed.get(running.round, 0) + 1
         first, last = self.starts[block : block + 2]
-        for wide, gradients in zip(running.sums, running.call.gradients):
+        assert not (fresh and running.of)
+        of = running.of or running.call
+        for wide, gradients in zip(running.sums, of.gradients):
             wide[:] = (0 if fresh else wide) + gradients[first:last].astype(float).sum(
                 0
             )
@@ -126,7 +151,9 @@ class World(simulation.World):
         self.check_end(rank)
 
     def _check_result(self, rank, running):
-        if not getattr(running, "left", False):
+        before = self.ends[rank].get(running.round - 1)
+        after_failure = isinstance(running.call, Sum) and before.outcome != DONE
+        if not (getattr(running, "left", False) or after_failure):
             super()._check_result(rank, running)
 
     def kill(self, rank, *, known):
@@ -143,9 +170,10 @@ class World(simulation.World):
                     self.nodes[other].lost(rank)
 
 
-def world(rng, *, size=None, rounds=4, **options):
+def world(rng, *, size=None, rounds=4, handed_over=None, **options):
     """A family of any size, in which some rounds share the work."""
     size = size or rng.randint(2, 6)
+    handed_over = rng.random() < 0.4 if handed_over is None else handed_over
     root_computes = size == 2 or rng.random() < 0.7
     others = size - 1 - (not root_computes)
     replicas = rng.randint(1, min(3, others)) if others else 0
@@ -162,6 +190,12 @@ def world(rng, *, size=None, rounds=4, **options):
         for seed in range(rounds)
     ]
     shared = {r for r in range(1, rounds + 1) if rng.random() < 0.8}
+    if handed_over:  # blocks and their sum take turns
+        shared = set(range(1, rounds, 2))
+        script = [
+            Call((), 0) if round in shared else Sum(script[round - 1].segments, round)
+            for round in range(1, rounds + 1)
+        ]
     limits = {"piece_bytes": rng.choice([16, 64, 1 << 18]), "telemetry_rounds": 4}
     options = {
         "hosts": [rng.randint(0, 1) for _ in range(size)],
@@ -201,7 +235,7 @@ def test_every_block_once(seed):
 def test_whoever_is_stopped_for_good(seed):
     """As many as others hold the blocks of, from any moment on; then they come back."""
     rng = random.Random(seed)
-    its = world(rng)
+    its = world(rng, handed_over=False)
     its.shared = set(range(1, len(its.script) + 1))
     workers = set(range(its.plan.size)) - {its.plan.root}
     for _ in range(rng.randint(0, 200)):
@@ -221,7 +255,7 @@ def test_whoever_dies(seed):
     """As many as others hold the blocks of, one after the other, whether that is heard of or
     not."""
     rng = random.Random(seed)
-    its = world(rng)
+    its = world(rng, handed_over=False)
     its.shared = set(range(1, len(its.script) + 1))
     known = rng.random() < 0.5
     workers = set(range(its.plan.size)) - {its.plan.root}
@@ -252,7 +286,57 @@ def test_whoever_raises_between_two_blocks(seed):
         if may and few and rank != its.plan.root and rng.random() < 0.05:
             its.leave_share(rank)
     its.settle()
+    failed = {
+        round
+        for ends in its.ends
+        for round, end in ends.items()
+        if "nobody who is left holds" in end.error
+    }
+    # whoever was given up for being late and cannot begin anew is one more that is missing
+    for round in failed:
+        assert not its.script[round - 1].segments
+        assert len({end[round].error for end in its.ends if round in end}) == 1
+    if not failed:
+        its.assert_done()
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**32))
+def test_whoever_is_stopped_while_blocks_are_computed(seed):
+    """Programs own the vectors: those of whoever is given up are not summed, and not waited for."""
+    rng = random.Random(seed)
+    its = world(rng, size=rng.randint(3, 6), rounds=2, handed_over=True)
+    workers = set(range(its.plan.size)) - {its.plan.root}
+    its.open = 1
+    for _ in range(rng.randint(0, 200)):
+        its.step()
+    most = min(its.plan.placement.replicas, len(workers))
+    its.frozen = some(rng, workers, most)
+    # whoever has said that it is there when all was computed is waited for: only it has its sums
+    chosen = its.frozen & its.said
+    its.settle()
+    there = set(range(its.plan.size)) - its.frozen
+    its.open = 2
+    its.settle()
+    if not chosen:
+        its.assert_done(there)
+    its.frozen = set()
+    its.settle()
     its.assert_done()
+
+
+def test_what_follows_blocks_is_their_sum():
+    plan = make_plan(3, code="shared(replicas=1, blocks=2)")
+    other = Call((("float32", 5),), 1, kind="broadcast")
+    its = World(plan, [Call((), 0), other], random.Random(0), shared={1})
+    its.script[1] = Sum(other.segments, 1)
+    its.open = 1
+    its.settle()
+    its.script[1] = other
+    its.open = 2
+    its.settle()
+    for rank in range(3):
+        assert "after group.blocks the sum" in its.ends[rank][2].error
 
 
 def test_nobody_is_late():

@@ -318,9 +318,10 @@ void Node::understand(Rank from, const Message& message) {
       on_step_times(from, message);
       break;
     case Kind::ask:
-      wire_.send(from, {header(Kind::here, 0)});
+      wire_.send(from, {header(Kind::here, head.round)});
       break;
     case Kind::here:
+      if (child) child->there = head.round;
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);

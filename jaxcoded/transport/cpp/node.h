@@ -179,6 +179,7 @@ class Node {
     double heard;  // of it last
     double asked = 0;  // when it was asked whether it is there, and has said nothing since; or 0
     Round asked_round = 0;
+    Round there = 0;  // the round in which it has answered
     Offer offer = {};         // the latest
     Round overdue_round = 0;  // in which it waits after its deadline,
     std::string overdue = {};  // and for whom
@@ -242,6 +243,7 @@ class Node {
   void leave_out_the_others();
   std::shared_ptr<const Decoding> choose_dealt(std::uint32_t piece) const;
   std::shared_ptr<const Decoding> choose_sealed(std::uint32_t piece);
+  bool is_there(Child& child);
   void watch_members();
   double shares_at() const;
   std::string lacking_blocks() const;
@@ -266,6 +268,7 @@ class Node {
   bool lacks(std::size_t child) const;
   bool silent(const Child& child) const;
   void ask_children();
+  void ask_whether_it_is_there(Child& child);
   bool only_silent_lack() const;
   std::string too_late(double seconds) const;
   void watch_above();

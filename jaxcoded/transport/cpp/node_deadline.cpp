@@ -103,10 +103,14 @@ void Node::ask_children() {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     Child& child = children_[i];
     if (child.asked != 0 || child.asked_round == next_ || child.retired || !lacks(i)) continue;
-    child.asked = now;
-    child.asked_round = next_;
-    wire_.send(child.rank, {header(Kind::ask, 0)});
+    ask_whether_it_is_there(child);
   }
+}
+
+void Node::ask_whether_it_is_there(Child& child) {
+  child.asked = wire_.now();
+  child.asked_round = next_;
+  wire_.send(child.rank, {header(Kind::ask, next_)});
 }
 
 // Whether nobody who lacks would come before the deadline.

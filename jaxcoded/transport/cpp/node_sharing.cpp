@@ -182,16 +182,27 @@ bool Node::deal() {
   return ledger_->settled();
 }
 
+// Whether a child was there when all was computed: where its vector follows later, nobody can stand
+// in for it then.
+bool Node::is_there(Child& child) {
+  if (child.there == next_) return true;
+  if (child.asked_round != next_) ask_whether_it_is_there(child);
+  return false;
+}
+
 // The vectors that hold the blocks, once they can be had.
 std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   if (!ledger_->settled()) return nullptr;
+  bool there = true;
   auto out = std::make_shared<Decoding>();
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Version version = ledger_->version(i + 1);
     if (!version.blocks) continue;
     if (!usable(i, piece) || children_[i].offer.progress.version() != version) return nullptr;
+    there &= up_.call.lends() || is_there(children_[i]);
     out->rows.push_back(i);
   }
+  if (!there) return nullptr;
   out->coefficients.assign(decoder_.slices(), std::vector<double>(out->rows.size(), 1.0));
   return up_.decoding = out;
 }
@@ -229,8 +240,7 @@ void Node::watch_members() {
     const double quiet = now - std::max(child.heard, up_.waiting_since);
     if (quiet < limits_.orphan_seconds) continue;
     if (!child.asked) {
-      child.asked = now;
-      wire_.send(child.rank, {header(Kind::ask, 0)});
+      ask_whether_it_is_there(child);
     } else if (now - child.asked >= limits_.silent_seconds && ledger_->replaceable(i + 1)) {
       ledger_->give_up(i + 1, now);
     }

@@ -39,8 +39,8 @@ struct Progress {
   Version version() const { return {generation, added}; }
   // Whether it was said before the other one.
   bool before(const Progress& other) const {
-    return std::tie(generation, added, answered, out) <
-           std::tie(other.generation, other.added, other.answered, other.out);
+    return std::tie(generation, out, added, answered) <
+           std::tie(other.generation, other.out, other.added, other.answered);
   }
 
   void append_to(Message& message) const {
