@@ -70,9 +70,10 @@ def summed(
     where = np.zeros(len(sizes), np.int32)
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
-    local, aux = like(batch, group, compute)
-    packing = Packing.of(local, request.wire_dtype)
-    collective = coded_sum(packing, group, request)
+    with group.failing(request.name):
+        local, aux = like(batch, group, compute)
+        packing = Packing.of(local, request.wire_dtype)
+        collective = coded_sum(packing, group, request)
     kinds = [kind for kind, n in zip(packing.kinds, _counts(packing)) if n]
 
     def flat(tree: Any) -> list[jax.Array]:

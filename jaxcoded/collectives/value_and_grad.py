@@ -200,10 +200,12 @@ def coded_value_and_grad(
                 request = dataclasses.replace(
                     request, token=token, examples=examples
                 ).checked(group)
-                return result(
-                    *shared.summed(compute, batch, weights.batch_size, group, request),
-                    examples,
-                )
+        if shares:  # a round that fails is not this rank's mistake
+            return result(
+                *shared.summed(compute, batch, weights.batch_size, group, request),
+                examples,
+            )
+        with group.failing(_NAME):
             parts = group.plan.parts_above[group.rank]
             ahead = group.transport.takes_parts and erasures is None and parts > 1
             if group.plan.encoded:
