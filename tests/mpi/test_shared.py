@@ -1,0 +1,418 @@
+"""Shared work: whoever computes which block, every sum is that of the whole batch, and the same bits
+on every rank."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from marks import SIZE, engine_only, several
+from mpi4py import MPI
+from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
+from together import finish, wait_for_all
+
+import jaxcoded
+from jaxcoded import coded_allreduce, coded_allreduce_done, coded_allreduce_start
+
+pytestmark = engine_only
+
+RANK = MPI.COMM_WORLD.rank
+CODE = "shared(blocks=3)"
+WIDTH = 5
+VECTOR = per_example(WIDTH)
+
+
+@pytest.fixture(scope="module")
+def work(comm, transport):
+    """A group that shares its work, each block on up to three ranks."""
+    with jaxcoded.CodedGroup(comm, code=CODE, transport=transport) as group:
+        yield group
+
+
+class Naps:
+    """What this rank sleeps for in every block that it computes, in seconds."""
+
+    def __init__(self):
+        self.next = lambda: 0.0
+
+    def __call__(self, y):
+        time.sleep(self.next())
+        return y
+
+
+naps = Naps()
+
+
+def loss(params, batch):
+    """Squared error of a linear model, computed at leisure."""
+    y = batch["y"]
+    y = jax.pure_callback(naps, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+    return (batch["x"] @ params["w"] + params["b"] - y) ** 2 / 2
+
+
+def by_hand(params, batch):
+    """The sum of losses and its gradient, and the sizes of what was added: float64."""
+    params, batch = jax.tree.map(lambda leaf: np.asarray(leaf, float), (params, batch))
+    off = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    each = off[:, None] * batch["x"]
+    sums = (off**2).sum() / 2, {"w": each.sum(0), "b": off.sum()}
+    sizes = (off**2).sum() / 2, {"w": abs(each).sum(0), "b": abs(off).sum()}
+    return sums, sizes
+
+
+def problem(batch_size, seed=0, dtype="float64"):
+    random = np.random.default_rng(seed)
+    params = {"w": random.normal(size=WIDTH), "b": random.normal()}
+    x = random.normal(size=(batch_size, WIDTH))
+    batch = {"x": x, "y": random.normal(size=batch_size)}
+    return jax.tree.map(lambda leaf: np.asarray(leaf, dtype), (params, batch))
+
+
+def held(batch, indices):
+    """This rank's examples, with which nobody else's sum could be right."""
+    return jax.tree.map(lambda leaf: leaf[indices], batch)
+
+
+def assert_right(comm, actual, params, batch, rounding=1e-13, divisor=1):
+    """``(loss, gradient)`` is the sum of the whole batch, and the same bits everywhere."""
+    expected, sizes = by_hand(params, batch)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e, size in zip(*map(jax.tree.leaves, (actual, expected, sizes))):
+        error = abs(np.asarray(a, float) * divisor - e)
+        assert np.all(error <= rounding * size), (a * divisor, e, error / size)
+    assert_same_bits(comm, actual)
+
+
+def stepped(group, **options):
+    return jax.jit(jaxcoded.coded_value_and_grad(loss, group, **options))
+
+
+# Sums.
+
+
+@pytest.mark.parametrize("batch_size, mean", [(1, False), (2, True), (37, True)])
+def test_exact(comm, work, batch_size, mean):
+    """Also of fewer examples than blocks, and of blocks that are not of one size."""
+    params, batch = problem(batch_size)
+    indices, weights = work.assignment(batch_size)
+    step = stepped(work, mean=mean, residual=True)
+    out = step(params, held(batch, indices), weights)
+    divisor = batch_size if mean else 1
+    assert_right(comm, (out.value, out.grads), params, batch, divisor=divisor)
+    assert out.residual == 0
+    assert out.token is None
+
+
+@pytest.mark.parametrize(
+    "dtype, wire, rounding",
+    [
+        ("float32", None, 64 * 2.0**-24),
+        # rounded once by each rank, and once by the root
+        ("float32", "bfloat16", 2.02 * 2.0**-8),
+        # in which losses and blocks are computed, too
+        ("bfloat16", None, 8 * 2.0**-8),
+    ],
+    ids=["single", "narrow wire", "narrow"],
+)
+def test_dtypes(comm, work, dtype, wire, rounding):
+    params, batch = problem(31, dtype=jnp.dtype(dtype))
+    indices, weights = work.assignment(31)
+    total, grads = stepped(work, wire_dtype=wire)(params, held(batch, indices), weights)
+    assert total.dtype == jnp.float32
+    for name, grad in grads.items():
+        assert grad.dtype == params[name].dtype
+    assert_right(comm, (total, grads), params, batch, rounding)
+
+
+def test_aux_is_of_the_blocks_that_a_rank_has_computed(comm, work):
+    """And somebody has computed each."""
+
+    def with_aux(params, batch):
+        return loss(params, batch), {"y": batch["y"], "one": 1}
+
+    params, batch = problem(29)
+    indices, weights = work.assignment(29)
+    step = jax.jit(jaxcoded.coded_value_and_grad(with_aux, work, has_aux=True))
+    (total, aux), grads = step(params, held(batch, indices), weights)
+    assert_right(comm, (total, grads), params, batch)
+    blocks = work.plan.placement.held(comm.rank)
+    computed = aux["one"] == 1
+    assert computed.shape == (len(blocks),)
+    y = batch["y"][indices].reshape(len(blocks), -1)
+    np.testing.assert_array_equal(aux["y"], computed[:, None] * y)
+    mine = {block for block, here in zip(blocks, computed) if here}
+    everybody = set().union(*comm.allgather(mine))
+    assert everybody == set(range(3 * comm.size))
+
+
+@several
+def test_a_root_that_does_not_compute(comm, transport):
+    with jaxcoded.CodedGroup(
+        comm, code=CODE, root_computes=False, transport=transport
+    ) as group:
+        params, batch = problem(17)
+        indices, weights = group.assignment(17)
+        assert weights.any() == (comm.rank != 0)
+        step = stepped(group, mean=True)
+        for _ in range(2):
+            actual = step(params, held(batch, indices), weights)
+            assert_right(comm, actual, params, batch, divisor=17)
+
+
+def test_a_plain_sum_of_what_is_a_rank_s_own(comm, work):
+    """It takes every rank, as nobody does another's part."""
+    total = jax.jit(lambda v: coded_allreduce(v, work))(contribution(work, VECTOR))
+    assert_sum(work, total, VECTOR)
+    assert_same_bits(comm, total)
+
+
+# Rounds that follow each other.
+
+
+@pytest.mark.parametrize("form", ["effect", "token"])
+def test_rounds_of_all_kinds_in_one_program(comm, work, form):
+    """Shared, plain and started ones in a ``scan``; the last one is finished after a shared one."""
+    params, batch = problem(BATCH)
+    indices, weights = work.assignment(BATCH)
+    step = jaxcoded.coded_value_and_grad(loss, work, mean=True)
+    local = held(batch, indices)
+    own = contribution(work, VECTOR)
+
+    def one(state, factor):
+        params, token = state
+        if token is None:
+            handle = coded_allreduce_start(factor * own, work)
+            value, grads = step(params, local, weights)
+            plain = coded_allreduce(2 * factor * own, work)
+            started = coded_allreduce_done(handle)
+        else:
+            handle, token = coded_allreduce_start(factor * own, work, token=token)
+            value, grads, _, token = step(params, local, weights, token=token)
+            plain, _, token = coded_allreduce(2 * factor * own, work, token=token)
+            started, _, token = coded_allreduce_done(handle, token=token)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return (params, token), (value, started, plain)
+
+    factors = np.arange(1.0, 4)
+    token = jnp.int32(0) if form == "token" else None
+    (trained, _), (values, started, plain) = finish(
+        jax.jit(lambda *args: jax.lax.scan(one, *args))((params, token), factors)
+    )
+    for number, factor in enumerate(factors):
+        (total, grads), _ = by_hand(params, batch)
+        np.testing.assert_allclose(values[number], total / BATCH, rtol=1e-12)
+        assert_sum(work, started[number], VECTOR, factor)
+        assert_sum(work, plain[number], VECTOR, 2 * factor)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g / BATCH, params, grads)
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12), trained, params
+    )
+    assert_same_bits(comm, (trained, values, started, plain))
+
+
+# Ranks that are slow, or late.
+
+SLOWEST = 0.06  # seconds for a block
+
+
+def randomly(number):
+    random = np.random.default_rng([number, RANK])
+    return lambda: random.choice([0, 0, 0.002, SLOWEST], p=[0.4, 0.2, 0.3, 0.1])
+
+
+def one_far_slower(number):
+    """Another one in every round."""
+    slow = RANK == (SIZE - 1 - number) % SIZE
+    return lambda: SLOWEST if slow else 0.0
+
+
+def all_but_one(number):
+    slow = RANK != number % SIZE
+    return lambda: SLOWEST / 3 if slow else 0.0
+
+
+def one_block_far_slower(number):
+    """Of the last rank: the third that it computes, with others in its vector."""
+    blocks = iter([0.0, 0.0, 4 * SLOWEST])
+    return lambda: next(blocks, 0.0) if RANK == SIZE - 1 else 0.0
+
+
+@pytest.fixture(scope="module")
+def steps(work):
+    """Rounds of a batch of 23, whose computation naps."""
+    indices, weights = work.assignment(23)
+    step = stepped(work, mean=True)
+    return lambda params, batch: finish(step(params, held(batch, indices), weights))
+
+
+@pytest.fixture
+def asleep():
+    yield naps
+    naps.next = lambda: 0.0
+
+
+@several
+@pytest.mark.parametrize(
+    "slowness", [randomly, one_far_slower, all_but_one, one_block_far_slower]
+)
+def test_slow_ranks(comm, work, steps, asleep, slowness):
+    actual = []
+    for number in range(4):
+        asleep.next = slowness(number)
+        params, batch = problem(23, seed=number)
+        actual.append((steps(params, batch), params, batch))
+    for out, params, batch in actual:
+        assert_right(comm, out, params, batch, divisor=23)
+
+
+@several
+@pytest.mark.parametrize("late", [SIZE - 1, 0])
+def test_a_rank_that_comes_late(comm, work, steps, late):
+    """By more than the others take for all; the next round is everybody's again."""
+    wait_for_all(comm)
+    actual = []
+    for number in range(3):
+        if RANK == late and number == 1:
+            time.sleep(0.4)
+        params, batch = problem(23, seed=number)
+        actual.append((steps(params, batch), params, batch))
+    for out, params, batch in actual:
+        assert_right(comm, out, params, batch, divisor=23)
+
+
+@pytest.mark.skipif(SIZE < 3, reason="the others hold what the late one owns")
+def test_a_rank_that_does_not_come_before_the_others_are_done(comm, work, steps):
+    """They do its blocks; it hears of the sum, and computes nothing."""
+    late, params_and_batch = SIZE - 1, problem(23)
+    wait_for_all(comm)
+    if late == RANK:
+        comm.recv(source=0, tag=77)
+    out = steps(*params_and_batch)
+    if RANK == 0:
+        comm.send(None, dest=late, tag=77)
+    assert_right(comm, out, *params_and_batch, divisor=23)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"own_weights": True}, "own_weights cannot be given in a group with code="),
+        ({}, "erasures cannot be given in a group with code='shared"),
+    ],
+)
+def test_what_cannot_be_meant(work, options, words):
+    params, batch = problem(12)
+    indices, weights = work.assignment(12)
+    step = jaxcoded.coded_value_and_grad(loss, work, **options)
+    arguments = {} if options else {"erasures": np.zeros(SIZE, bool)}
+    given = np.asarray(weights) if options else weights
+    with pytest.raises(ValueError, match=re.escape(words)):
+        step(params, held(batch, indices), given, **arguments)
+
+
+def test_vmap(work):
+    params, batch = problem(12)
+    indices, weights = work.assignment(12)
+    step = jaxcoded.coded_value_and_grad(loss, work)
+    ensemble = jax.vmap(step, in_axes=(0, None, None))
+    members = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), params)
+    with pytest.raises(NotImplementedError, match="shared work cannot be batched"):
+        jax.jit(ensemble)(members, held(batch, indices), weights)
+
+
+@pytest.mark.skipif(SIZE < 4, reason="a tree of two layers")
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"fanout": 2}, "needs all workers right below the root"),
+        ({"slices": 2}, "has no slices, got slices=2"),
+        ({"speeds": np.arange(1, SIZE + 1)}, "how fast ranks are: leave speeds out"),
+        ({"stragglers": 3}, "give replicas=3, or leave stragglers out"),
+        (
+            {"options": jaxcoded.Options(on_deadline="approximate")},
+            'on_deadline must be "wait" or "raise"',
+        ),
+        ({"transport": "mpi4jax"}, 'needs the engine: transport="mpi4jax" was asked'),
+    ],
+    ids=["fanout", "slices", "speeds", "stragglers", "deadline", "transport"],
+)
+def test_groups_that_cannot_be(comm, transport, options, words):
+    arguments = {"transport": transport} | options
+    with pytest.raises(ValueError, match=re.escape(words)):
+        jaxcoded.CodedGroup(comm, code=CODE, **arguments)
+
+
+@several
+def test_weights_of_another_placement(comm, work, transport):
+    _, batch = problem(12)
+    code = "shared(blocks=2)"
+    with jaxcoded.CodedGroup(comm, code=code, transport=transport) as other:
+        indices, weights = other.assignment(12)
+    step = jaxcoded.coded_value_and_grad(loss, work)
+    with pytest.raises(ValueError, match="another group's plan"):
+        step(problem(12)[0], held(batch, indices), weights)
+
+
+# Ranks that call different things.
+
+
+@pytest.fixture(scope="module")
+def calls(work):
+    """A shared round of a batch, and a plain one."""
+    indices, weights = work.assignment(BATCH)
+    params, batch = problem(BATCH)
+    step, own = stepped(work), contribution(work, VECTOR)
+    add = jax.jit(lambda v: coded_allreduce(v, work))
+    local = held(batch, indices)
+    finish(add(own))  # of mistakes before these tests it tells
+    return lambda: finish(step(params, local, weights)), lambda: finish(add(own))
+
+
+def assert_mismatch(call):
+    with pytest.raises(JaxRuntimeError) as error:
+        finish(call())
+    words = "GroupMismatch: ranks called different things in the same round; "
+    assert words in str(error.value), str(error.value)
+    assert "after a" not in str(error.value)
+
+
+@several
+@pytest.mark.parametrize("odd", [SIZE - 1, 0])
+@pytest.mark.parametrize("odd_shares", [True, False], ids=["one", "all but one"])
+def test_one_shares_and_the_others_do_not(comm, work, calls, odd, odd_shares):
+    """An error on all ranks, and the group goes on."""
+    shared, plain = calls
+    wait_for_all(comm)
+    assert_mismatch(shared if (odd == RANK) == odd_shares else plain)
+    assert_sum(work, plain(), VECTOR)
+    assert_right(comm, shared(), *problem(BATCH))
+
+
+@several
+def test_a_mismatch_outside_jit(comm, work, calls):
+    """Nobody's next call is one after a mistake."""
+    indices, weights = work.assignment(BATCH)
+    params, batch = problem(BATCH)
+    step = jaxcoded.coded_value_and_grad(loss, work)
+    wait_for_all(comm)
+    assert_mismatch(
+        calls[1] if RANK == 0 else lambda: step(params, held(batch, indices), weights)
+    )
+    assert_sum(work, calls[1](), VECTOR)
+
+
+@several
+def test_batches_of_different_sizes(comm, work, calls):
+    odd = RANK == SIZE - 1
+    indices, weights = work.assignment(BATCH - odd)
+    params, batch = problem(BATCH - odd)
+    step = stepped(work)
+    wait_for_all(comm)
+    assert_mismatch(lambda: step(params, held(batch, indices), weights))
+    assert_right(comm, calls[0](), *problem(BATCH))
