@@ -1,23 +1,32 @@
 """A model of work sharing in one family: which messages, in whatever order, keep the sum exact.
 
 The batch is cut into *blocks*. In a round each block is granted to one rank that holds its data,
-and that rank adds its gradient to a vector of its own. The parent keeps a *ledger* of who was
-granted what, and takes the ranks' vectors, piece by piece, once they hold every block exactly once.
-It can take back what a rank has not added yet (*recall*), and all that a silent rank was granted
-(*condemn*).
+and that rank's program adds its gradient to a vector of its own. The parent keeps a *ledger* of who
+was granted what, and takes the ranks' vectors, piece by piece, once they hold every block exactly
+once. It can take back what a rank has not added yet (*recall*), and all that a silent rank was
+granted (*drop*).
+
+The vectors are *lent*: they are the programs', and others may have them only while their programs
+wait for the next block. A program adds to its vector, or empties it; nothing can be taken out of it.
 
 The rules, which `Rules` switches off one by one so that tests can show what each is for:
 
-Rank, per round: a generation, a queue of blocks, the block that its program computes, the vector.
+Rank, per round: a generation, a queue of blocks, the block that its program computes, the vector
+and how many blocks of this generation are in it.
 1. What is granted goes to the queue.
-2. The program takes blocks from the queue and adds them when they are computed.
-3. A recalled block that is queued or being computed is returned, and not added when it is done. One
-   that is added stays.
-4. A drop begins a new generation: nothing is queued, nothing is in the vector, and what is being
-   computed is not added.
+2. The program takes blocks from the queue and adds each when it is computed, whatever has become of
+   it by then. Then it comes for the next, and waits while there is none.
+3. A recalled block that is queued is returned. One that is being computed is returned only if the
+   vector is empty otherwise, which is then to be emptied: it counts for nothing that the program
+   adds it. Others stay.
+4. A drop begins a new generation: nothing is queued, what is being computed does not count, and the
+   vector is to be emptied.
+4'. Whatever is to be emptied is empty before anything else is added to it.
 5. After each of these the parent is told: generation, blocks added, blocks returned. What was said
    in an older generation counts for nothing.
-6. A piece of the vector is given out if generation and number of added blocks are those asked for.
+6. A piece of the vector is given out if generation and number of added blocks are those asked for,
+   and only while the program waits: nothing is queued and nothing is being computed. Otherwise it is
+   refused, and the parent may ask again.
 7. The rank leaves the round when it hears that it is over, and not before.
 
 Parent, per round: for each rank its generation and the blocks granted in it; the free blocks; the
@@ -31,16 +40,19 @@ pieces of the sum that are formed.
     a rank was dropped stay: each is a whole sum by itself.
 12. The round is over when every piece is formed.
 
-Where programs own the vectors (``engine_owns=False``, blocks on the host) an engine can neither
-empty one nor give it out while its program goes on. Then:
-4'. Who is dropped is out for the round: nothing is granted to it any more.
+Where programs do not wait, but hand their vectors over at the end (``lends=False``, blocks on the
+host), an engine cannot have one emptied either, but what was recalled or dropped while it was
+computed is not added. Then:
+3''. A recalled block that is queued or being computed is returned.
+4''. Who is dropped is out for the round: nothing is granted to it any more.
 13. When nothing is free and every rank with blocks in its ledger is sealed, the parent ends the
     round's computation. It grants nothing after that, and a program leaves its loop only then.
-6'. A piece is given out once the program has handed over its vector, after its loop.
-9'. A rank that is dropped after the end of the computation fails the round, on all ranks.
+6''. A piece is given out once the program has handed over its vector, after its loop.
+9''. A rank that is dropped after the end of the computation fails the round, on all ranks.
 
 Ranks are processes: they stop and wake up, or die, at any moment, and what they have sent may still
-arrive. Messages of one rank to another keep their order. The root is one of the ranks, and its
+arrive. Messages of one rank to another keep their order; but a vector may be read before what was
+said to its rank earlier is heard, or after what was said later. The root is one of the ranks, and its
 process neither stops nor dies. Whether the parent finds a rank silent rightly is up to chance.
 """
 
@@ -60,9 +72,12 @@ class Rules:
         generations: what was said or held before a drop counts for nothing (5, 6).
         versions: pieces are used only as of the blocks in the ledger (6, 11).
         keep_added: a recalled block that is added is not returned (3).
-        drop_running: nor is one added that was recalled while it was computed (3, 4).
+        keep_running: nor is one that is computed while others are in the vector (3).
+        drop_running: nor does one count that was taken back while it was computed (3, 4).
+        empty: what is in the vector of one that was dropped goes (4').
+        wait: vectors are lent only while programs wait (6).
         stay: ranks leave only when every piece is formed (7, 12).
-        out: a rank whose vector cannot be emptied is granted nothing after a drop (4').
+        out: a rank whose vector cannot be emptied is granted nothing after a drop (4'').
         hold: programs go on until the computation ends (13).
     """
 
@@ -70,7 +85,10 @@ class Rules:
     generations: bool = True
     versions: bool = True
     keep_added: bool = True
+    keep_running: bool = True
     drop_running: bool = True
+    empty: bool = True
+    wait: bool = True
     stay: bool = True
     out: bool = True
     hold: bool = True
@@ -82,8 +100,10 @@ class Rank(NamedTuple):
     generation: int = 0
     queue: tuple[Block, ...] = ()
     computes: Block | None = None
-    unwanted: bool = False  # what it computes is not to be added
+    unwanted: bool = False  # what it computes does not count
     vector: tuple[Block, ...] = ()  # what was added, in order
+    added: int = 0  # so many blocks count
+    stale: bool = False  # the vector is to be emptied
     left: bool = False
     ends: bool = False  # it has heard that nothing more is to be computed,
     handed_over: bool = False  # and its program that owns the vector has handed it over
@@ -114,6 +134,7 @@ class State(NamedTuple):
     free: frozenset[Block]
     fetched: tuple[tuple[Piece | None, ...], ...]  # by rank and piece
     asked: frozenset[tuple[int, int, int, int]]  # rank, piece, generation, version
+    reads: frozenset[tuple[int, int, int, int]]  # of these, on their way
     formed: tuple[tuple[Block, ...] | None, ...]  # what each piece of the sum is of
     down: tuple[tuple[tuple, ...], ...]  # messages on their way, by rank
     up: tuple[tuple[tuple, ...], ...]
@@ -126,6 +147,7 @@ class State(NamedTuple):
         0,
     )  # stops, deaths and wrong suspicions to come
 
+    misread: bool = False  # a vector was given out that was being added to
     ending: bool = False  # the parent has ended the computation
     failed: bool = False
 
@@ -146,14 +168,15 @@ class Model:
         holders: the ranks that hold each block's data; rank 0 is the root.
         ranks: how many there are.
         pieces: of every vector.
-        engine_owns: the vectors; or the ranks' programs do.
+        lends: whether programs lend their vectors while they wait; or hand them over in
+            the end.
     """
 
     holders: tuple[frozenset[int], ...]
     ranks: int
     pieces: int = 1
     rules: Rules = Rules()
-    engine_owns: bool = True
+    lends: bool = True
 
     def start(
         self, recalls: int = 1, stops: int = 0, deaths: int = 0, suspicions: int = 0
@@ -165,6 +188,7 @@ class Model:
             free=frozenset(range(len(self.holders))),
             fetched=((None,) * self.pieces,) * n,
             asked=frozenset(),
+            reads=frozenset(),
             formed=(None,) * self.pieces,
             down=((),) * n,
             up=((),) * n,
@@ -190,6 +214,9 @@ class Model:
             rank = state.ranks[r]
             if rank.left:
                 continue
+            for read in sorted(state.reads):
+                if read[0] == r and (self.lends or rank.handed_over):
+                    yield f"{r} is asked {read[1:]}", self.read(state, read)
             if rank.computes is not None:
                 yield f"{r} has computed {rank.computes}", self.computed(state, r)
             elif self._leaves_loop(rank):
@@ -200,6 +227,8 @@ class Model:
                 )
             elif rank.queue and not rank.handed_over:
                 taken = rank._replace(computes=rank.queue[0], queue=rank.queue[1:])
+                if rank.stale:
+                    taken = taken._replace(vector=(), stale=False)
                 yield (
                     f"{r} computes {rank.queue[0]}",
                     state._replace(ranks=replaced(state.ranks, r, taken)),
@@ -208,7 +237,7 @@ class Model:
             yield from self.decisions(state)
 
     def _leaves_loop(self, rank: Rank) -> bool:
-        if self.engine_owns or rank.handed_over:
+        if self.lends or rank.handed_over:
             return False
         return rank.ends or bool(not self.rules.hold and not rank.queue and rank.vector)
 
@@ -268,50 +297,66 @@ class Model:
             return state._replace(
                 ranks=replaced(state.ranks, r, rank._replace(ends=True))
             )
-        if kind == "drop" and not self.engine_owns and self.rules.out:
+        if kind == "drop" and not self.lends and self.rules.out:
             out = rank._replace(
                 generation=generation, queue=(), unwanted=rank.computes is not None
             )
             return self.tells(state, r, out._replace(ends=True))
         if kind == "drop":
-            rank = Rank(
-                generation,
-                computes=rank.computes,
+            rank = rank._replace(
+                generation=generation,
+                queue=(),
                 unwanted=rank.computes is not None and self.rules.drop_running,
-                vector=()
-                if self.rules.generations and self.engine_owns
-                else rank.vector,
+                added=0,
+                stale=self.lends and self.rules.empty,
             )
             return self.tells(state, r, rank)
         if kind == "grant":
             (block,) = rest
             rank = rank._replace(queue=(*rank.queue, block))
             return self.tells(state, r, rank)
-        if kind == "recall":
-            (block,) = rest
-            if block in rank.queue:
-                rank = rank._replace(queue=tuple(b for b in rank.queue if b != block))
-            elif rank.computes == block and not rank.unwanted:
-                rank = rank._replace(unwanted=self.rules.drop_running)
-            elif self.rules.keep_added or block not in rank.vector:
-                return self.tells(state, r, rank, kept=block)
-            return self.tells(state, r, rank, returned=block)
-        assert kind == "fetch"
-        version, piece = rest
-        if generation != rank.generation and self.rules.generations:
-            return state
-        if not self.engine_owns and not rank.handed_over:
-            again = message  # it is answered when the vector is there
-            return state._replace(down=replaced(state.down, r, (*state.down[r], again)))
-        if self.rules.versions and len(rank.vector) != version:
-            return state
-        its = Piece(generation, len(rank.vector), rank.vector)
+        assert kind == "recall"
+        (block,) = rest
+        if block in rank.queue:
+            rank = rank._replace(queue=tuple(b for b in rank.queue if b != block))
+        elif self.returns_running(rank, block):
+            rank = rank._replace(unwanted=self.rules.drop_running)
+        elif self.rules.keep_added or block not in rank.vector:
+            return self.tells(state, r, rank, kept=block)
+        return self.tells(state, r, rank, returned=block)
+
+    def read(self, state: State, read: tuple[int, int, int, int]) -> State:
+        r, piece, generation, version = read
+        rank = state.ranks[r]
+        state = state._replace(reads=state.reads - {read})
+        waits = rank.computes is None and not rank.queue
+        fits = generation == rank.generation or not self.rules.generations
+        fits &= version == rank.added or not self.rules.versions
+        if not (fits and (waits or not self.rules.wait)):
+            return self.sends_up(state, r, ("refused", generation, version, piece))
+        its = Piece(generation, rank.added, rank.vector)
+        if self.lends and rank.computes is not None:
+            state = state._replace(misread=True)
         return self.sends_up(state, r, ("piece", generation, piece, its))
+
+    def returns_running(self, rank: Rank, block: Block) -> bool:
+        if rank.computes != block or rank.unwanted:
+            return False
+        return not (self.lends and rank.added and self.rules.keep_running)
 
     def computed(self, state: State, r: int) -> State:
         rank = state.ranks[r]
-        vector = rank.vector if rank.unwanted else (*rank.vector, rank.computes)
-        rank = rank._replace(computes=None, unwanted=False, vector=vector)
+        if rank.unwanted and not self.lends:
+            vector = rank.vector
+        else:
+            vector = (*rank.vector, rank.computes)
+        rank = rank._replace(
+            computes=None,
+            unwanted=False,
+            vector=vector,
+            added=rank.added + (not rank.unwanted),
+            stale=rank.stale or (rank.unwanted and self.lends and self.rules.empty),
+        )
         return self.tells(state, r, rank)
 
     def tells(
@@ -330,7 +375,7 @@ class Model:
             (
                 "status",
                 rank.generation,
-                len(rank.vector),
+                rank.added,
                 returned,
                 kept,
                 idle,
@@ -359,6 +404,10 @@ class Model:
             row = replaced(state.fetched[r], piece, its)
             asked = frozenset(a for a in state.asked if a[:2] != (r, piece))
             return state._replace(fetched=replaced(state.fetched, r, row), asked=asked)
+        if kind == "refused":
+            version, piece = rest
+            asked = state.asked - {(r, piece, generation, version)}
+            return state._replace(asked=asked)
         added, returned, kept, idle = rest
         if not self.rules.count_added and idle:
             added = len(account.blocks)
@@ -380,7 +429,7 @@ class Model:
         account = state.accounts[r]
         generation = account.generation + 1
         dropped = Account(generation, account.known)
-        if not self.engine_owns:
+        if not self.lends:
             dropped = dropped._replace(out=self.rules.out)
             state = state._replace(failed=state.ending)
         if not self.rules.generations:
@@ -436,7 +485,7 @@ class Model:
         chosen = [r for r, account in enumerate(state.accounts) if account.blocks]
         if state.free or not all(self.sealed(state.accounts[r]) for r in chosen):
             return
-        if not (self.engine_owns or state.ending):
+        if not (self.lends or state.ending):
             state = state._replace(ending=True)
             for r, account in enumerate(state.accounts):
                 if not account.out:
@@ -458,14 +507,11 @@ class Model:
                 wanted = account.generation, version
                 if its and (not self.rules.versions or its[:2] == wanted):
                     inputs.append(its.holds)
-                elif (r, piece, *wanted) not in state.asked:
-                    asked = state._replace(asked=state.asked | {(r, piece, *wanted)})
-                    yield (
-                        f"parent asks {r} for piece {piece}",
-                        self.sends_down(
-                            asked, r, ("fetch", account.generation, version, piece)
-                        ),
+                elif (read := (r, piece, *wanted)) not in state.asked:
+                    asked = state._replace(
+                        asked=state.asked | {read}, reads=state.reads | {read}
                     )
+                    yield f"parent asks {r} for piece {piece}", asked
             if len(inputs) == len(chosen):
                 holds = tuple(sorted(block for its in inputs for block in its))
                 after = state._replace(formed=replaced(state.formed, piece, holds))
@@ -476,7 +522,9 @@ class Model:
 
 
 def wrong(model: Model, state: State) -> str:
-    """What is wrong with the pieces that are formed; empty if nothing is."""
+    """What is wrong with what was given out or formed; empty if nothing is."""
+    if state.misread:
+        return "a vector was given out while its program added to it"
     batch = tuple(range(len(model.holders)))
     for piece, holds in enumerate(state.formed):
         if holds is not None and holds != batch:
