@@ -55,6 +55,7 @@ class World(simulation.World):
         self.shared = shared
         self.computed = {}
         self.said = set()  # ranks that have said that they are there
+        self.out = set()  # that take part in a round no more
         self.starts = plan.placement.examples(EXAMPLES)
         self.nodes[plan.root].share_blocks(plan.placement.holders)
 
@@ -65,6 +66,8 @@ class World(simulation.World):
         if head.flags & SHARES and head.kind == simulation.OFFER:
             if to not in self.dead:
                 self.queues[source, to].append(message)
+            if struct.unpack_from("<I", head.body, 12)[0]:
+                self.out.add(source)
             start = 24 + 4 * struct.unpack_from("<I", head.body, 16)[0]
             if head.segments:
                 at = struct.unpack_from(f"<{head.segments}Q", head.body, start)
@@ -316,6 +319,12 @@ def test_whoever_is_stopped_while_blocks_are_computed(seed):
     chosen = its.frozen & its.said
     its.settle()
     there = set(range(its.plan.size)) - its.frozen
+    if (
+        its.out
+    ):  # given up for being late, and cannot begin anew: one more that is missing
+        gone = its.frozen | its.out
+        if any(set(holders) <= gone for holders in its.plan.placement.holders):
+            return
     its.open = 2
     its.settle()
     if not chosen:

@@ -89,12 +89,9 @@ void Node::submit(Call call) {
   if (root()) {
     const std::string& reason = pending_error_.empty() ? up_.call.refusal : pending_error_;
     if (!reason.empty()) return decide_error(std::string(reason));
-    if (sums_blocks()) {
-      if (!up_.call.up || up_.call.shared) {
-        return decide_error("GroupMismatch: after group.blocks the sum of what was computed is to "
-                            "come, with coded_allreduce; ranks called " + up_.call.signature);
-      }
-      leave_out_the_others();
+    if (follows_blocks()) {
+      if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
+      if (dealt_all_) leave_out_the_others();
     }
     Entry& entry = history_.add(
         {.round = next_,

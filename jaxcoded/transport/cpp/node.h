@@ -239,7 +239,11 @@ class Node {
   void begin_sharing();
   bool deals() const;
   bool deal();
-  bool sums_blocks() const { return dealt_ != 0 && dealt_ + 1 == next_; }
+  bool follows_blocks() const { return dealt_ != 0 && dealt_ + 1 == next_; }
+  // Whether the call in progress is the sum of what was computed in the round before.
+  bool sums_blocks() const { return follows_blocks() && dealt_all_ && !up_.call.shared; }
+  void dealt(bool all) { dealt_ = next_, dealt_all_ = all; }
+  std::string why_not_after_blocks() const;
   void leave_out_the_others();
   std::shared_ptr<const Decoding> choose_dealt(std::uint32_t piece) const;
   std::shared_ptr<const Decoding> choose_sealed(std::uint32_t piece);
@@ -369,7 +373,8 @@ class Node {
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
   std::optional<Ledger> ledger_;  // at the root, where work is shared
-  Round dealt_ = 0;  // the round whose blocks are in vectors that the next round sums
+  Round dealt_ = 0;  // the latest round whose blocks are in vectors that the next round sums,
+  bool dealt_all_ = false;  // and whether they are all
   std::string pending_error_;  // at the root: what the next undecided round fails with
   Round alerted_ = 0;          // the newest round that an alert was about
 

@@ -160,6 +160,7 @@ void Node::alert(Round round, const std::string& text) {
 void Node::decide_error(const std::string& text, bool alone) {
   const std::string error = text;  // `text` may be `pending_error_`
   pending_error_.clear();
+  if (root() && calling() && up_.call.shared && !up_.call.lends()) dealt(false);
   const bool begun = !history_.empty() && history_.last() == next_;
   Entry& entry = begun ? fail_newest(up_.call.fingerprint, error, alone)
                        : history_.add({.round = next_,

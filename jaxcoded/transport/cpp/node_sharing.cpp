@@ -209,6 +209,16 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
 
 // --- The sum of what was computed in the round before, which only then is handed over ---
 
+// Why this call cannot follow the blocks of the round before; empty if it can.
+std::string Node::why_not_after_blocks() const {
+  const Call& call = up_.call;
+  if (dealt_all_ ? call.up && !call.shared : !call.up || call.shared) return {};
+  return std::string("GroupMismatch: after group.blocks ") +
+         (dealt_all_ ? "the sum of what was computed is to come, with coded_allreduce"
+                     : "failed there is nothing to sum: repeat the step, with group.blocks") +
+         "; ranks called " + call.signature;
+}
+
 // Those whose vectors hold nothing, or what others have computed too.
 void Node::leave_out_the_others() {
   up_.call.erased.resize(children_.size());

@@ -257,7 +257,7 @@ void Node::skip_piece() {
 void Node::announce_sum() {
   if (up_.all_decoded() && !up_.complete) sum_complete();
   if (!root()) return offer();
-  if (up_.call.shared && !up_.call.lends()) dealt_ = next_;
+  if (up_.call.shared && !up_.call.lends()) dealt(true);
   Entry& entry = *history_.find(next_);
   if (up_.call.down) {
     decided(entry, up_.summed(entry.layout, entry.ready));

@@ -1,0 +1,151 @@
+"""Blocks on the host: a loop over what this rank computes, and then the sum."""
+
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcoded
+from jaxcoded.errors import CodedError, GroupMismatch
+
+BATCH, D = 45, 20
+GRADIENTS = np.random.default_rng(3).standard_normal((BATCH, D))
+TOTAL = GRADIENTS.sum(0)
+
+
+@pytest.fixture(scope="module")
+def group(comm):
+    with jaxcoded.CodedGroup(comm, code="shared(blocks=3)", transport="engine") as its:
+        yield its
+
+
+def added_up(group, nap=0.0):
+    """What this rank computes of the batch, and the blocks that it is of."""
+    total, numbers = np.zeros(D), []
+    with group.blocks(BATCH) as blocks:
+        for block in blocks:
+            time.sleep(nap)
+            total += GRADIENTS[block.indices].sum(0)
+            numbers.append(block.number)
+    return total, numbers
+
+
+def same_on_all(comm, array):
+    assert len(set(comm.allgather(np.asarray(array).tobytes()))) == 1
+
+
+def test_every_block_once(comm, group):
+    """Some ranks are late in some blocks; the sum is the whole batch's each time."""
+    rng = random.Random(comm.rank)
+    for step in range(6):
+        nap = rng.choice([0, 0, 0.02])
+        own, numbers = added_up(group, nap)
+        total = jaxcoded.host.coded_allreduce(own, group)
+        np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
+        same_on_all(comm, total)
+        computed = comm.allgather(numbers)
+        if not step:  # everybody holds what it has computed
+            for rank, its in enumerate(computed):
+                held = group.plan.placement.held(rank)
+                assert set(its) <= set(held), (rank, its, held)
+
+
+def test_under_jit(comm, group):
+    """With a donated sum, a mean, and a compiled step at its end."""
+    gradients = jnp.asarray(GRADIENTS, jnp.float32)
+
+    @jax.jit
+    def finish(total):
+        return jaxcoded.coded_allreduce(total, group, divisor=BATCH)
+
+    def add(total, indices):
+        return total + gradients[indices].sum(0)
+
+    add = jax.jit(add, donate_argnums=0)
+    for _ in range(3):
+        total = jnp.zeros(D, jnp.float32)
+        with group.blocks(BATCH) as blocks:
+            for block in blocks:
+                total = add(total, block.indices)
+                block.done(total)
+        mean = finish(total)
+        np.testing.assert_allclose(mean, TOTAL / BATCH, rtol=1e-4, atol=1e-5)
+        same_on_all(comm, mean)
+
+
+def test_beside_other_rounds(comm, group):
+    for _ in range(2):
+        plain = jaxcoded.host.coded_allreduce(np.ones(3), group)
+        np.testing.assert_array_equal(plain, comm.size)
+        own, _ = added_up(group)
+        total = jaxcoded.host.coded_allreduce(own, group)
+        np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
+
+
+def test_fewer_examples_than_blocks(comm, group):
+    seen = np.zeros(2)
+    with group.blocks(2) as blocks:
+        for block in blocks:
+            assert block.indices.dtype == np.int64
+            seen[block.indices] += 1
+    np.testing.assert_array_equal(jaxcoded.host.coded_allreduce(seen, group), 1)
+
+
+def test_leaving_the_loop_early(comm):
+    """An error here; the others' step ends, and they hear of it with the next call."""
+    if comm.size < 3:
+        pytest.skip("nobody else holds the blocks")
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=2)") as group:
+        leaves = comm.rank == comm.size - 1
+        if leaves:
+            with (
+                pytest.raises(CodedError, match="left before its end"),
+                group.blocks(BATCH) as blocks,
+            ):
+                for _ in blocks:
+                    break
+            own = np.zeros(D)
+        else:
+            own, _ = added_up(group)
+        try:
+            total = jaxcoded.host.coded_allreduce(own, group)
+        except GroupMismatch as error:
+            assert "leaving them early in group.blocks" in str(error)
+        else:  # it was decided before the rank that had left called it
+            np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
+            with pytest.raises(GroupMismatch, match="leaving them early"):
+                jaxcoded.host.coded_allreduce(own, group)
+
+
+def test_an_exception_in_the_loop(comm):
+    """It is the one that comes out."""
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=0)") as group:
+        with pytest.raises(ZeroDivisionError), group.blocks(BATCH) as blocks:
+            for _ in blocks:
+                raise ZeroDivisionError
+        with pytest.raises(CodedError):
+            jaxcoded.host.coded_allreduce(np.zeros(D), group)
+
+
+def test_what_comes_between(comm, group):
+    """After the blocks their sum is to come."""
+    added_up(group)
+    with pytest.raises((CodedError, jax.errors.JaxRuntimeError), match="group.blocks"):
+        jax.block_until_ready(jaxcoded.tree_bcast(jnp.zeros(2), group))
+    jaxcoded.effects_barrier()
+
+
+def test_mistakes(comm, group):
+    with pytest.raises(ValueError, match="batch_size"):
+        group.blocks(0)
+    with (
+        jaxcoded.CodedGroup(comm, stragglers=0) as coded,
+        pytest.raises(ValueError, match="does not share its work"),
+    ):
+        coded.blocks(4)
+    blocks = group.blocks(4)
+    with pytest.raises(CodedError, match="within their with statement"):
+        next(iter(blocks))
