@@ -192,15 +192,16 @@ def coded_value_and_grad(
             )
             examples = None
             if shares:
-                assert isinstance(weights, Weights)
                 compute = functools.partial(partial, None)
                 if counted:
+                    assert isinstance(weights, Weights)
                     local = shared.like(batch, group, compute)[0]
                     examples = _examples(local, weights, group.plan)
                 request = dataclasses.replace(
                     request, token=token, examples=examples
                 ).checked(group)
         if shares:  # a round that fails is not this rank's mistake
+            assert isinstance(weights, Weights)
             return result(
                 *shared.summed(compute, batch, weights.batch_size, group, request),
                 examples,

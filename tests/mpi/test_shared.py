@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 from marks import SIZE, engine_only, several
 from mpi4py import MPI
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
-from together import finish, wait_for_all
+from together import SLOWNESS, finish, wait_for_all
 
 import jaxcoded
 from jaxcoded import coded_allreduce, coded_allreduce_done, coded_allreduce_start
@@ -375,8 +375,10 @@ def calls(work):
 
 
 def assert_mismatch(call):
+    naps.next = lambda: 0.1 * SLOWNESS  # all call before some have computed everything
     with pytest.raises(JaxRuntimeError) as error:
         finish(call())
+    naps.next = lambda: 0.0
     words = "GroupMismatch: ranks called different things in the same round; "
     assert words in str(error.value), str(error.value)
     assert "after a" not in str(error.value)
