@@ -24,6 +24,8 @@ class Scheme:
         survives: whether it goes on when one rank has died.
         exact: whether its sums are those over all examples.
         without: what carries it if that is not the engine: ``"ring"`` or ``"mpi4jax"``.
+        in_jit: whether gradients are computed by a compiled program also where they need
+            not be.
     """
 
     label: str
@@ -34,6 +36,7 @@ class Scheme:
     survives: bool = True
     exact: bool = True
     without: str = ""
+    in_jit: bool = False
 
     def plan(self, size):
         """For so many ranks, the root without data among them."""
@@ -43,6 +46,7 @@ class Scheme:
             code=self.code,
             stragglers=self.stragglers,
             slices=self.slices,
+            root_computes=False,
         )
 
 
@@ -84,7 +88,10 @@ def opened(scheme, comm, patience=PATIENCE):
     group = jaxcoded.CodedGroup.from_plan(
         comm, scheme.plan(comm.size), transport="engine"
     )
-    yield (Encoded if group.plan.encoded else Coded)(group)
+    if group.plan.encoded or scheme.in_jit:
+        yield Compiled(group)
+    else:
+        yield (Shared if group.plan.placement else Coded)(group)
     # not after an error: then the others may be anywhere
     with warnings.catch_warnings():
         if patience < PATIENCE:  # ranks are known to be dead
@@ -156,9 +163,29 @@ class Coded:
         return jaxcoded.host.coded_allreduce(local, self.group, out=local, skip=late)
 
 
-class Encoded:
-    """Codes with slices or parts: `jaxcoded.coded_value_and_grad` of a loss whose
-    gradient is computed by numpy, chunk by chunk, as that of the others."""
+class Shared:
+    """Shared work, on numpy arrays: block by block."""
+
+    def __init__(self, group):
+        self.group, self.plan = group, group.plan
+
+    def prepare(self, problem):
+        self._problem = problem
+
+    def __call__(self, theta, pace):
+        problem = self._problem
+        local = np.zeros(problem.features, np.float32)
+        with self.group.blocks(problem.examples) as blocks:
+            for block in blocks:
+                rows = block.indices
+                weights = np.ones(len(rows), np.float32)
+                local += worked(problem, theta, rows, weights, pace)
+        return jaxcoded.host.coded_allreduce(local, self.group, out=local)
+
+
+class Compiled:
+    """Codes with slices or parts, and shared work in jit: `jaxcoded.coded_value_and_grad`
+    of a loss whose gradient is computed by numpy, chunk by chunk, as that of the others."""
 
     def __init__(self, group):
         self.group, self.plan = group, group.plan

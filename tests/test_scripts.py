@@ -129,6 +129,27 @@ def test_stragglers_benchmark(tmp_path):
     assert 0 < rows["4,000 B, memory while nobody is late"]
 
 
+def test_sharing_benchmark(tmp_path):
+    mpirun(
+        5,
+        *("-m", "mpi4py", "benchmarks/sharing.py", "--smoke"),
+        *("--work", "8", "--blocks", "2", "--models", "fixed", "--jit"),
+        *("--out", str(tmp_path)),
+    )
+    told = json.loads((tmp_path / "sharing-8ms-fixed.json").read_text())
+    # three workers of speed 1 and one of 1/10
+    ideal = 4 * 0.008 / 3.1
+    np.testing.assert_allclose(told["ideal_seconds"], [ideal] * 3)
+    assert told["schemes"].keys() == {
+        *("uncoded", "fractional repetition", "cyclic repetition"),
+        *("shared, data on 3 others", "shared, data on 3 others, in jit"),
+    }
+    for line in told["schemes"].values():
+        seconds = np.array(line["seconds"])
+        assert len(seconds) == 3
+        assert line["median_of_ideal"] == pytest.approx(np.median(seconds) / ideal)
+
+
 def test_telemetry_benchmark(tmp_path):
     script = ("-m", "mpi4py", "benchmarks/telemetry.py", "--smoke", "--out")
     mpirun(4, *script, str(tmp_path))

@@ -1,0 +1,247 @@
+"""What does a step take when work is shared, when it is coded, and when it is neither?
+
+    scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/sharing.py
+
+Rank 0 is the root and has no data, all others are workers. Work is slept: in every step a
+model draws how slow each worker is, and a block takes whoever computes it its share of the
+worker's step. All schemes get the same draws and take turns, some steps at a time. Nothing
+keeps ranks together between the steps of a turn; the time of a step is from sum to sum at
+the root. It is compared with the *ideal*: all work of that very step, divided among the
+workers such that all are done at once. Prints a table for each model and stores it.
+
+With ``--job`` the blocks are the microbatches of a real job, as a file has them (columns
+job, step, rank, microbatch, seconds), on as many workers as the job had ranks.
+"""
+
+import argparse
+import contextlib
+import csv
+import gzip
+import json
+import os
+import pathlib
+import time
+
+import numpy as np
+from mpi4py import MPI
+from schemes import Scheme, opened
+from tqdm import tqdm
+from training_ranks import Unpaced
+
+from jaxcoded.simulator import stragglers
+
+comm = MPI.COMM_WORLD
+WORKERS = comm.size - 1
+FEATURES = 1024  # float32: 4 KB
+TURN = 10  # steps
+
+
+def models(steps):
+    """How many times longer than usual each worker takes, by name."""
+    nobody = 1 + 0.03 * np.random.default_rng(0).standard_normal((steps, WORKERS))
+    return {
+        "nobody": stragglers.Measured(nobody),
+        "exponential": stragglers.Exponential(work=0.5),
+        "pareto": stragglers.Pareto(shape=1.5, scale=0.2),
+        "fixed": stragglers.FixedSlow(factor=10),
+        # not two with equal data in fractional repetition
+        "two": stragglers.FixedSlow((-1, -3), factor=10),
+        "bursty": stragglers.Bursty(begin=0.02, end=0.2, factor=5),
+        "speeds": stragglers.Measured(np.linspace(1, 2.5, WORKERS)[None]),
+    }
+
+
+def schemes(blocks):
+    """By label."""
+    shared = [
+        Scheme(
+            f"shared, data on {replicas} others{', in jit' if in_jit else ''}",
+            code=f"shared(replicas={replicas}, blocks={blocks})",
+            in_jit=in_jit,
+        )
+        for in_jit in (False, True)
+        for replicas in (WORKERS - 1, min(3, WORKERS - 1))
+    ]
+    others = [
+        Scheme("uncoded", stragglers=0),
+        Scheme("fractional repetition", code="fractional_repetition"),
+        Scheme("cyclic repetition", code="cyclic_repetition"),
+    ]
+    return {scheme.label: scheme for scheme in others + shared}
+
+
+class Slept:
+    """A batch whose gradients take their time: one example for each block.
+
+    The gradient of example ``k`` is 1 at ``k`` and 0 elsewhere, so a sum says what is
+    missing in it, or twice.
+
+    Attributes:
+        work: float64 ``(steps, examples)``, seconds of a worker that is as fast as usual.
+        slowness: float64 ``(steps, workers)``, what multiplies them.
+    """
+
+    features = FEATURES
+
+    def __init__(self, work, slowness):
+        self.work, self.slowness = work, slowness
+        self.examples = work.shape[1]
+        self.exact = np.zeros(FEATURES)
+        self.exact[: self.examples] = 1
+
+    def begin(self, step):
+        """A step begins."""
+        self._seconds = self.work[step] * self.slowness[step, max(comm.rank - 1, 0)]
+
+    def gradient(self, theta, rows, weights):
+        time.sleep(self._seconds[rows].sum())
+        return np.bincount(rows, weights, self.features)
+
+    def ideal(self):
+        """Seconds of every step, float64 ``(steps,)``."""
+        return self.work.sum(axis=1) / (1 / self.slowness).sum(axis=1)
+
+
+def drawn(model, steps, blocks, work):
+    """A batch under a model: ``work`` seconds for each worker, in so many blocks."""
+    slowness = [
+        delays.factor for _, delays in zip(range(steps), model.rounds(WORKERS, seed=1))
+    ]
+    return Slept(np.full((steps, WORKERS * blocks), work / blocks), np.array(slowness))
+
+
+def replayed(path, job, steps, work):
+    """The steps of a job, such that a worker works so many seconds on average. What a
+    microbatch takes is its own work times how slow its rank is in all steps together."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["job"] == job]
+    if not rows:
+        raise SystemExit(f"{path} has no job {job!r}")
+    where = np.array(
+        [[int(row[name]) for name in ("step", "rank", "microbatch")] for row in rows]
+    )
+    steps_of, ranks_of, blocks_of = (
+        np.unique(column, return_inverse=True)[1] for column in where.T
+    )
+    seconds = np.zeros((steps_of.max() + 1, ranks_of.max() + 1, blocks_of.max() + 1))
+    seconds[steps_of, ranks_of, blocks_of] = [float(row["seconds"]) for row in rows]
+    if seconds.shape[1] != WORKERS:
+        raise SystemExit(
+            f"job {job!r} had {seconds.shape[1]} ranks: start {seconds.shape[1] + 1}"
+        )
+    seconds = seconds[:steps] * (work / seconds.sum(axis=2).mean())
+    slowness = seconds.mean(axis=(0, 2)) / seconds.mean()
+    work_of = (seconds / slowness[:, None]).reshape(len(seconds), -1)
+    return Slept(work_of, np.tile(slowness, (len(seconds), 1)))
+
+
+def meet():
+    """All ranks; whoever waits takes no core."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.001)
+
+
+def turn(collective, problem, steps):
+    """Seconds of each of these steps but the first, from sum to sum."""
+    meet()
+    ends, theta = [], np.zeros(FEATURES, np.float32)
+    for step in steps:
+        problem.begin(step)
+        total = collective(theta, Unpaced())
+        ends.append(time.perf_counter())
+        np.testing.assert_allclose(total, problem.exact, atol=1e-3)
+    return np.diff(ends)
+
+
+def measured(problem, collectives, name):
+    """Seconds of every step but the first, by scheme."""
+    count = len(problem.work)
+    seconds = {label: [] for label in collectives}
+    for collective in collectives.values():
+        collective.prepare(problem)
+        turn(collective, problem, [0])  # what is compiled is compiled
+    starts = range(0, count - 1, TURN)
+    for first in tqdm(starts, desc=name, disable=comm.rank != 0, leave=False):
+        steps = range(first, min(first + TURN + 1, count))
+        for label, collective in collectives.items():
+            seconds[label].extend(turn(collective, problem, steps))
+    return {label: np.array(each) for label, each in seconds.items()}
+
+
+def report(name, seconds, ideal, args, path):
+    """Print a table, and store it with what it is of."""
+    lines = {
+        label: {
+            "median_of_ideal": np.median(each / ideal),
+            "median_of_uncoded": np.median(each / seconds["uncoded"]),
+            "mean_of_ideal": each.sum() / ideal.sum(),
+            "mean_seconds": each.mean(),
+            "seconds": each.tolist(),
+        }
+        for label, each in seconds.items()
+    }
+    print(f"\n{name}: {len(ideal)} steps, ideal {1e3 * ideal.mean():.1f} ms on average")
+    print(f"{'median':38}{'÷ ideal':>10}{'÷ uncoded':>11}{'mean ÷ ideal':>14}{'ms':>8}")
+    for label, line in lines.items():
+        print(
+            f"{label:38}{line['median_of_ideal']:10.2f}{line['median_of_uncoded']:11.2f}"
+            f"{line['mean_of_ideal']:14.2f}{1e3 * line['mean_seconds']:8.1f}",
+            flush=True,
+        )
+    told = {
+        "model": name,
+        "workers": WORKERS,
+        "blocks": args.blocks,
+        "work_ms": args.work,
+        "ideal_seconds": ideal.tolist(),
+        "schemes": lines,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(told, indent=1) + "\n")
+    print(f"wrote {os.fspath(path)}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--work", type=float, default=120, help="ms of a worker's step")
+    parser.add_argument("--blocks", type=int, default=12, help="of a worker")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--models", nargs="+", choices=list(models(1)))
+    parser.add_argument("--jit", action="store_true", help="inside of jit, too")
+    parser.add_argument("--job", help="in the file, instead of models")
+    parser.add_argument("--trace", type=pathlib.Path, help="the file, .csv.gz")
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    args = parser.parse_args()
+    if WORKERS < 2:
+        parser.error("start 3 ranks or more")
+    if (args.job is None) != (args.trace is None):
+        parser.error("--job and --trace go together")
+    if args.smoke:
+        args.work, args.steps = min(args.work, 12), min(args.steps, 3)
+    work, steps = args.work * 1e-3, args.steps + 1  # the first one is not counted
+    if args.job:
+        problems = {args.job: replayed(args.trace, args.job, steps, work)}
+        args.blocks = problems[args.job].examples // WORKERS
+    else:
+        known = models(steps)
+        problems = {
+            name: drawn(known[name], steps, args.blocks, work)
+            for name in args.models or known
+        }
+    with contextlib.ExitStack() as stack:
+        collectives = {
+            label: stack.enter_context(opened(scheme, comm))
+            for label, scheme in schemes(args.blocks).items()
+            if args.jit or not scheme.in_jit
+        }
+        for name, problem in problems.items():
+            seconds = measured(problem, collectives, name)
+            if comm.rank == 0:
+                path = args.out / f"sharing-{args.work:g}ms-{name}.json"
+                report(name, seconds, problem.ideal()[1:], args, path)
+
+
+if __name__ == "__main__":
+    main()
