@@ -123,7 +123,10 @@ def test_leaving_the_loop_early(comm):
 def test_an_exception_in_the_loop(comm):
     """It comes out, or that of a rank that came earlier."""
     with jaxcoded.CodedGroup(comm, code="shared(replicas=0)") as group:
-        with pytest.raises((ZeroDivisionError, CodedError)), group.blocks(BATCH) as blocks:
+        with (
+            pytest.raises((ZeroDivisionError, CodedError)),
+            group.blocks(BATCH) as blocks,
+        ):
             for _ in blocks:
                 raise ZeroDivisionError
         with pytest.raises(CodedError):
