@@ -58,9 +58,12 @@ def run(args: argparse.Namespace) -> None:
     if not np.isnan(late).all():
         pictures.append(args.out / "stragglers.png")
         _draw_stragglers(pictures[-1], files[0], late)
-    root = Plan.from_json(files[0].plan).root
-    plans = analysis.compare(files) if files[0].rank == root else []
-    if files[0].rank != root:
+    plan = Plan.from_json(files[0].plan)
+    root, shared = plan.root, plan.placement is not None
+    plans = analysis.compare(files) if files[0].rank == root and not shared else []
+    if shared:
+        print("rounds whose work is shared are not replayed with other plans")
+    elif files[0].rank != root:
         print(
             f"how other plans would have done takes the file of rank {root}, the root"
         )

@@ -67,12 +67,19 @@ class Layout:
         """That of a plan. Where what is decodable does not depend on numbers or copies
         alone, any ``n − s`` children are taken to suffice.
 
+        Raises:
+            ValueError: the plan's work is shared.
+
         Example:
             >>> import jaxcoded
             >>> from jaxcoded.simulator import Layout
             >>> Layout.of(jaxcoded.make_plan(13, fanout=3)).needs.tolist()[:4]
             [2, 2, 2, 2]
         """
+        if plan.placement is not None:
+            raise ValueError(
+                f"code={plan.code!r}: shared work is not simulated; take a plan with a code"
+            )
         order: list[int] = [plan.root]
         needs, copies = [], []
         for rank in order:  # grows while it is walked

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from independent import bounded, paper_parents, solvable
 
 from jaxcoded import Plan, make_plan
+from jaxcoded.plan.assignment import assignment, loads
 from jaxcoded.plan.tree import regular_size
 
 # Computation loads of (n, L)-regular trees for s = 1, 2, …
@@ -438,7 +439,7 @@ def test_description_of_a_root_with_data_and_of_one_rank():
         (
             13,
             {"code": "raptor"},
-            "code must be 'auto' or one of uncoded, .*; got 'raptor'",
+            "code must be 'auto', 'shared' or one of uncoded, .*; got 'raptor'",
         ),
         (13, {"code": ["auto"]}, "code has 1 entries for 2 layers of parents"),
         (
@@ -507,3 +508,46 @@ def test_misuse_of_root_computes():
 def test_text_that_is_no_plan(text, message):
     with pytest.raises(ValueError, match=message):
         Plan.from_json(text)
+
+
+def test_shared_work():
+    """Every block on its owner and as many others as are asked for, and as evenly as can be."""
+    plan = make_plan(5, code="shared(replicas=2, blocks=6)")
+    placed = plan.placement
+    assert (plan.root_computes, plan.tree.depth, plan.load) == (True, 1, Fraction(1, 5))
+    assert plan == Plan.from_json(plan.to_json())
+    for block, ranks in enumerate(placed.holders):
+        assert ranks[0] == block // 6
+        assert len(set(ranks)) == 3
+    for rank in range(5):
+        held = placed.held(rank)
+        assert len(held) == len(set(held)) == 18
+        assert held[:6] == placed.owned(rank) == tuple(range(6 * rank, 6 * rank + 6))
+        others = {placed.holders[b][i] for b in held[:6] for i in (1, 2)}
+        assert others == set(range(5)) - {rank}
+    for batch_size in (1, 29, 30, 31, 1000):
+        indices, weights = zip(
+            *(assignment(plan, rank, batch_size) for rank in range(5))
+        )
+        counted = np.zeros(batch_size)
+        for its, theirs in zip(indices, weights):
+            np.add.at(counted, its, theirs)
+        np.testing.assert_array_equal(counted, 1)
+        assert loads(plan, batch_size).sum() == batch_size
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"code": "shared(replicas=9)"}, "there are only 4 other ranks"),
+        ({"code": "shared(blocks=0)"}, "blocks must be an integer ≥ 1, got 0"),
+        ({"code": "shared(size=3)"}, "shared has no argument 'size'"),
+        ({"code": "shared", "fanout": 2}, "needs all workers right below the root"),
+        ({"code": "shared", "slices": 2}, "has no slices"),
+        ({"code": "shared", "speeds": [1, 1, 1, 1, 2]}, "leave speeds out"),
+        ({"code": "shared", "stragglers": 3}, "give replicas=3"),
+    ],
+)
+def test_what_cannot_be_shared(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        make_plan(5, **arguments)
