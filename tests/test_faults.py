@@ -260,6 +260,79 @@ def test_a_root_that_exits_with_an_error_says_so(tmp_path):
     assert "but rank 0 failed: SystemExit: 1" in job.stderr
 
 
+# Shared work. Gradients of 20,000 floats do not travel in one message.
+
+
+@pytest.mark.parametrize("arguments", [("200", "1", "3"), ("20000", "2")])
+def test_who_is_stopped_in_a_block_holds_nobody_up(tmp_path, arguments):
+    job = run(tmp_path, 4, "sharing.py", "stopped", *arguments)
+    succeed(job, 4)
+    assert job.of_all("steps") == 36
+    assert job.reports[0]["without"] >= 15
+    for rank in map(int, arguments[1:]):
+        assert job.reports[rank]["lag"] >= 10
+    assert not any(report["close_warnings"] for report in job.reports.values())
+
+
+@pytest.mark.parametrize("arguments", [("200", "1", "3"), ("20000", "2")])
+def test_others_compute_the_blocks_of_who_is_killed(
+    tmp_path, arguments, fault_tolerant
+):
+    victims = list(map(int, arguments[1:]))
+    # Once in a while MPI_Finalize of Open MPI 5.0 never ends where a rank has died.
+    job = run(
+        tmp_path,
+        4,
+        "sharing.py",
+        *("killed", *arguments),
+        limit=30,
+        options=fault_tolerant,
+        leavers=4 - len(victims),
+    )
+    assert set(job.reports) == set(range(4)) - set(victims)
+    job.of_all("digest")
+    assert job.of_all("steps") == 36
+    warnings = " ".join(job.reports[0]["close_warnings"])
+    assert f"without ranks {victims}" in warnings
+
+
+@pytest.mark.parametrize("victim", [3, more(0)])
+def test_an_exception_in_a_block_is_caught(tmp_path, victim):
+    """The step of that rank is lost to it alone."""
+    job = run(tmp_path, 4, "sharing.py", "continues", "200", str(victim))
+    assert job.status == 0, job.stderr[-8000:]
+    assert f"injected into rank {victim}" in job.stderr
+    assert job.of_all("steps") == 36
+    del job.reports[victim]
+    job.of_all("digest")
+
+
+@pytest.mark.parametrize("way", ["uncaught", "closes", "exits", "ends"])
+def test_a_rank_leaves_those_it_shares_work_with(tmp_path, way):
+    job = run(tmp_path, 4, "sharing.py", way, "200", "3", python=BARE)
+    assert (job.status not in (0, 124)) == (way == "uncaught"), job.stderr[-8000:]
+    assert ("injected into rank 3" in job.stderr) == (way in ("uncaught", "closes"))
+    assert (3 in job.reports) == (way in ("closes", "ends"))
+    job.reports.pop(3, None)
+    assert set(job.reports) == {0, 1, 2}
+    job.of_all("digest")
+    assert job.of_all("steps") == 36
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("closes", "rank 0 closed the group"), more("uncaught", "rank 0 failed: Jax")],
+)
+def test_a_root_leaves_those_it_shares_work_with(tmp_path, way, words):
+    """They end their step without it, and hear of it in the next."""
+    job = run(tmp_path, 4, "sharing.py", way, "200", "0", python=BARE)
+    assert job.status not in (0, 124)
+    assert words in job.stderr, job.stderr[-8000:]
+    done = np.fromfile(tmp_path / "board", np.int64)
+    assert f"{way} in a block of step {done[1]}\n" in job.stderr
+    assert done.tolist() == [done[1] - 1, done[1], done[1], done[1]]
+
+
 # Leaving.
 
 
