@@ -25,6 +25,7 @@ NO_REDUNDANCY = (
     "test_collectives.py",
     "test_devices.py",
     "test_erasures.py",
+    "test_shared.py",
     "test_value_and_grad.py::test_exact",
     "test_value_and_grad.py::test_aux_is_local",
     "test_value_and_grad.py::test_scan_over_batches",

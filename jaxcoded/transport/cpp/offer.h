@@ -37,11 +37,11 @@ struct Offer {
     if (head.flags & shares) {
       Progress its = Progress::from(message, start);
       if (its.before(progress)) return false;
-      if (its.version() != progress.version()) {
+      if (its.version() != progress.version()) slots.clear();
+      if (progress.before(its)) {  // less may be there than before, or more again
+        ready = 0;
         withdrawn = false;
-        slots.clear();
       }
-      if (progress.before(its)) ready = 0;  // less may be there than before
       progress = std::move(its);
     } else if (head.ready == 0) {
       skips = true;
