@@ -319,12 +319,11 @@ def test_whoever_is_stopped_while_blocks_are_computed(seed):
     chosen = its.frozen & its.said
     its.settle()
     there = set(range(its.plan.size)) - its.frozen
-    if (
-        its.out
-    ):  # given up for being late, and cannot begin anew: one more that is missing
-        gone = its.frozen | its.out
-        if any(set(holders) <= gone for holders in its.plan.placement.holders):
-            return
+    # who was given up for being late cannot begin anew, and is one more that is missing; the root
+    # does not say so
+    gone = its.frozen | its.out | {its.plan.root}
+    if any(set(holders) <= gone for holders in its.plan.placement.holders):
+        return
     its.open = 2
     its.settle()
     if not chosen:

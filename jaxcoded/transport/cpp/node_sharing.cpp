@@ -247,6 +247,7 @@ void Node::watch_members() {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     Child& child = children_[i];
     if (!ledger_->version(i + 1).blocks) continue;
+    if (up_.call.lends() ? child.offer.has(up_.decoded.pieces) : child.there == next_) continue;
     const double quiet = now - std::max(child.heard, up_.waiting_since);
     if (quiet < limits_.orphan_seconds) continue;
     if (!child.asked) {

@@ -58,6 +58,11 @@ struct Offer {
     ready = head.ready;
     return true;
   }
+  // Whether a piece is here.
+  bool has(std::uint32_t piece) const {
+    const auto slot = slots.find(piece);
+    return !body.empty() || (slot != slots.end() && slot->second.here);
+  }
   // Nothing more can be had.
   void withdraw() {
     withdrawn = true;
