@@ -401,6 +401,8 @@ def assert_one_differs(comm, work, calls, first, odd, usual, unusual):
 @several
 @pytest.mark.parametrize("odd", [SIZE - 1, 0])
 def test_one_shares_and_the_others_do_not(comm, work, calls, odd):
+    if odd == 0 and all(0 in ranks for ranks in work.plan.placement.holders):
+        pytest.skip("the root alone can compute the whole batch, before others call")
     first = calls[0 if odd == RANK else 1]
     assert_one_differs(comm, work, calls, first, odd, PLAIN, SHARED)
 
