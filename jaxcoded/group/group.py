@@ -23,6 +23,7 @@ from jaxcoded.errors import (
 )
 from jaxcoded.group import snapshots
 from jaxcoded.group.blocks import Blocks
+from jaxcoded.group.record import Path, Record
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan, make_plan
@@ -64,6 +65,11 @@ class CodedGroup:
         speeds: relative speed of each rank; see `make_plan`.
         options: how the group makes its rounds: deadlines, memory, telemetry, debugging;
             see `Options`.
+        record: where work is shared, a file that rank 0 writes: who has computed which
+            blocks of each round, in which order.
+        replay: a file written with ``record`` by a group of the same plan. Each round is
+            divided as it was then, in numbers of the same bits, and waits for whoever is
+            late; see ``docs/sharing.md``.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
@@ -94,6 +100,8 @@ class CodedGroup:
         speeds: Sequence[float] | None = None,
         transport: str = "auto",
         options: Options | None = None,
+        record: Path | None = None,
+        replay: Path | None = None,
     ) -> None:
         request: dict[str, Any] = {
             "stragglers": stragglers,
@@ -105,7 +113,12 @@ class CodedGroup:
             "speeds": speeds,
         }
         self._open(
-            comm, transport, options, request, lambda size: make_plan(size, **request)
+            comm,
+            transport,
+            options,
+            request,
+            lambda size: make_plan(size, **request),
+            record=Record(record, replay),
         )
 
     @classmethod
@@ -174,6 +187,8 @@ class CodedGroup:
         *,
         transport: str = "auto",
         options: Options | None = None,
+        record: Path | None = None,
+        replay: Path | None = None,
     ) -> "CodedGroup":
         """A group with a plan made before, such as one with an explicit tree.
         Collective.
@@ -181,7 +196,7 @@ class CodedGroup:
         Args:
             comm: as for the constructor.
             plan: for as many ranks as ``comm`` has.
-            transport, options: as for the constructor.
+            transport, options, record, replay: as for the constructor.
 
         Raises:
             ValueError: the plan is for another number of ranks.
@@ -209,7 +224,10 @@ class CodedGroup:
             return plan
 
         group = cls.__new__(cls)
-        group._open(comm, transport, options, {"plan": plan}, fitting)
+        group._open(
+            *(comm, transport, options, {"plan": plan}, fitting),
+            record=Record(record, replay),
+        )
         return group
 
     def _open(
@@ -220,6 +238,7 @@ class CodedGroup:
         request: dict[str, Any],
         planner: Callable[[int], Plan],
         chooser: Callable[[MPI.Intracomm], automatic.Choice] | None = None,
+        record: Record | None = None,
     ) -> None:
         check_communicator(comm)
         self._comm = comm.Dup()
@@ -232,9 +251,13 @@ class CodedGroup:
                     f"options must be jaxcoded.Options, got a {type(given).__name__}"
                 )
             wanted.check()
-            return planner(size)
+            plan = planner(size)
+            self._record.check(plan)
+            return plan
 
-        request = request | {
+        self._record = record or Record(None, None)
+        request = request | self._record.request
+        request |= {
             name: getattr(wanted, name)
             for name in ("piece_bytes", "deadline", "on_deadline", "debug")
         }
@@ -245,12 +268,15 @@ class CodedGroup:
                 self.plan, piece, self._planned = chooser(self._comm)
                 wanted = dataclasses.replace(wanted, piece_bytes=piece)
             self.index = next(_indices)
+            self._record.open(self._comm, self.plan)
             self.transport, self.options = self._agreed_transport(
                 transport, wanted, given.debug is not None
             )
         except Exception:
+            self._record.close()
             self._comm.Free()
             raise
+        self._record.follow(self.transport)
         self._rank = self._comm.rank
         self._snapshots = 0
         self._successor: CodedGroup | None = None
@@ -692,6 +718,7 @@ class CodedGroup:
             return  # another thread has closed it meanwhile
         finally:
             _groups.pop(self.index, None)
+        self._record.close()
         if absent:
             warnings.warn(
                 f"rank {self.rank} closed the group without ranks {absent} and "

@@ -12,6 +12,10 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.packing import Apart
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
+# A round whose work is shared: its number, the call in words, and the blocks that each rank has
+# computed, in order.
+Dealt = tuple[int, str, list[list[int]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -237,6 +241,16 @@ class Transport(abc.ABC):
 
     def leave_blocks(self) -> None:
         """Take no more of them: others compute what this rank had."""
+
+    def record(self) -> Callable[[], Dealt | None]:
+        """At the root, a function that waits for the next round whose work is shared, and
+        tells who has computed what; ``None`` after the last."""
+        raise NotImplementedError('shared work needs a group with transport="engine"')
+
+    def replay(self, rounds: Sequence[Dealt]) -> None:
+        """At the root: from now on work is divided as it was in these rounds. Others are
+        errors."""
+        raise NotImplementedError('shared work needs a group with transport="engine"')
 
     @abc.abstractmethod
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import ending, engine_primitive
 from jaxcoded.transport.agreement import on_all
-from jaxcoded.transport.base import Collective, Transport
+from jaxcoded.transport.base import Collective, Dealt, Transport
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
@@ -363,6 +363,33 @@ class Engine(Transport):
 
     def leave_blocks(self) -> None:
         self._ask("leave_share")
+
+    def record(self) -> Callable[[], Dealt | None]:
+        reports, members = self._ask("record"), self._members
+
+        def following() -> Dealt | None:
+            if (dealt := _engine.next_dealt(reports)) is None:
+                return None
+            number, call, division = dealt
+            of = dict(zip(members, division))
+            return number, call, [of.get(rank, []) for rank in range(self._plan.size)]
+
+        return following
+
+    def replay(self, rounds: Sequence[Dealt]) -> None:
+        members = self._members
+        self._ask(
+            "replay",
+            [
+                (number, call, [of[rank] for rank in members])
+                for number, call, of in rounds
+            ],
+        )
+
+    @property
+    def _members(self) -> list[int]:
+        """Of the family that shares its work, in the ledger's order."""
+        return [self._rank, *self._plan.coded_children(self._rank)]
 
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         out = np.empty_like(array)

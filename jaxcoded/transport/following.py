@@ -17,7 +17,7 @@ def follow(
     following: Callable[[], _Record | None],
     callback: Callable[[_Record], Any],
     name: str,
-) -> None:
+) -> threading.Thread:
     """Call ``callback`` on a thread of this name with each of what ``following`` waits
     for, until that is None. Rounds do not wait for it."""
 
@@ -28,6 +28,7 @@ def follow(
     thread = threading.Thread(target=run, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
+    return thread
 
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

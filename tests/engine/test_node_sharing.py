@@ -158,6 +158,25 @@ class World(simulation.World):
         after_failure = isinstance(running.call, Sum) and before.outcome != DONE
         if not (getattr(running, "left", False) or after_failure):
             super()._check_result(rank, running)
+            if rank == self.plan.root:
+                self._check_bits(running)
+
+    def _check_bits(self, running):
+        """The sum is that of the members' vectors, as the ledger has them, in order."""
+        lent = running.round in self.shared and running.call.segments
+        if not (lent or isinstance(running.call, Sum)):
+            return
+        division = self.nodes[self.plan.root].division()
+        for gradients, actual in zip(running.call.gradients, running.out):
+            total = None
+            for blocks in filter(None, division):
+                vector = np.zeros(actual.size)
+                for block in blocks:
+                    first, last = self.starts[block : block + 2]
+                    vector += gradients[first:last].astype(float).sum(0)
+                vector = vector.astype(actual.dtype)
+                total = vector if total is None else total + vector
+            assert total.tobytes() == actual.tobytes(), (running.round, division)
 
     def kill(self, rank, *, known):
         self.dead.add(rank)

@@ -1,11 +1,14 @@
 """The engine's ledger: each block once, whoever is late, and near the least time there is."""
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World, spread
+
+from jaxcoded.transport._engine import Ledger
 
 WORKERS, BLOCKS = 12, 12
 BLOCK = 0.01  # seconds
@@ -122,3 +125,63 @@ def test_random_schedules(seed, members, replicas):
         for member in [*its.stopped]:
             if rng.random() < 0.5:
                 its.wake(member)
+
+
+def randomly_slow(rng, fastest):
+    return lambda member, time: fastest * rng.choice([1, 1, 1, 2, 10])
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 2**32), members=st.integers(2, 7))
+def test_what_was_divided_once_is_divided_so_again(seed, members):
+    """Under another schedule, in which members stop for a while: the same blocks in each
+    vector, in the same order, and nothing is computed by anybody else."""
+    rng = random.Random(seed)
+    holders = [
+        list(dict.fromkeys(h)) for h in spread(members, rng.randint(1, 6), 2, [0])
+    ]
+
+    def its_world():
+        fastest = rng.choice([1e-4, 1e-3, 1e-2])
+        return fastest, World(
+            *(holders, members, randomly_slow(rng, fastest)),
+            latency=lambda: rng.expovariate(1 / rng.choice([1e-5, 1e-3])),
+            patience=rng.choice([1e-3, 2e-2]),
+        )
+
+    fastest, its = its_world()
+    faults = [
+        (rng.random() * 10 * fastest, rng.choice(["stop", "die"]), m)
+        for m in range(1, members)
+        if rng.random() < 0.3
+    ]
+    its.run(faults=faults)
+    division = its.ledger.division
+    assert sorted(itertools.chain(*division)) == [*range(len(holders))]
+    assert division == [
+        its.fetched[m][1] if blocks else [] for m, blocks in enumerate(division)
+    ]
+
+    fastest, again = its_world()
+    again.ledger = Ledger(division, 1e-3)
+    faults = []
+    for m in range(1, members):
+        if rng.random() < 0.5:
+            begins = rng.random() * 10 * fastest
+            wakes = begins + rng.random() * 20 * fastest
+            faults += [(begins, "stop", m), (wakes, "wake", m)]
+    again.run(calls=[rng.random() * 5 * fastest for _ in range(members)], faults=faults)
+    assert again.ledger.division == division
+    assert division == [
+        again.fetched[m][1] if blocks else [] for m, blocks in enumerate(division)
+    ]
+
+
+def test_what_only_the_dead_may_compute():
+    """Others hold it, but have not computed it then."""
+    ledger = Ledger([[1, 0], [2]], 0.02)
+    ledger.begin([True, True], 0.0)
+    assert [order.blocks for order in ledger.orders(0.0)] == [[1, 0], [2]]
+    ledger.lost(0)
+    assert not ledger.orders(1.0)
+    assert ledger.orphans == [0, 1]

@@ -27,6 +27,18 @@ Ledger::Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t member
                double patience_seconds)
     : holders_(std::move(holders)), patience_seconds_(patience_seconds), members_(members) {}
 
+Ledger::Ledger(const Division& division, double patience_seconds)
+    : patience_seconds_(patience_seconds), members_(division.size()) {
+  for (std::size_t m = 0; m < division.size(); ++m) {
+    for (std::size_t turn = 0; turn < division[m].size(); ++turn) {
+      const Block block = division[m][turn];
+      if (block >= holders_.size()) holders_.resize(block + 1), turn_.resize(block + 1);
+      holders_[block] = {m};
+      turn_[block] = turn;
+    }
+  }
+}
+
 void Ledger::begin(const std::vector<bool>& present, double now) {
   orders_.clear();
   free_.clear();
@@ -40,15 +52,10 @@ void Ledger::begin(const std::vector<bool>& present, double now) {
   }
 }
 
-// It gets what is its own and still free.
 void Ledger::arrived(std::size_t m, double now) {
   if (members_[m].state != Member::State::absent) return;
   members_[m].state = Member::State::here;
-  std::vector<Block> own;
-  for (const Block block : free_) {
-    if (holders_[block].front() == m) own.push_back(block);
-  }
-  if (!own.empty()) grant(m, own, now);
+  grant_own(m, now);
 }
 
 void Ledger::heard(std::size_t m, const Progress& progress, double now) {
@@ -158,6 +165,12 @@ bool Ledger::settled() const {
          });
 }
 
+Division Ledger::division() const {
+  Division out;
+  for (const Member& member : members_) out.push_back(member.blocks);
+  return out;
+}
+
 Version Ledger::version(std::size_t m) const {
   return {members_[m].generation, static_cast<std::uint32_t>(members_[m].blocks.size())};
 }
@@ -232,7 +245,20 @@ void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) 
   order(m, Order::Kind::grant, blocks);
 }
 
+// It gets what is its own and still free.
+bool Ledger::grant_own(std::size_t m, double now) {
+  std::vector<Block> own;
+  for (const Block block : free_) {
+    if (holders_[block].front() == m) own.push_back(block);
+  }
+  if (own.empty()) return false;
+  if (!turn_.empty()) std::ranges::sort(own, {}, [&](Block block) { return turn_[block]; });
+  grant(m, own, now);
+  return true;
+}
+
 bool Ledger::grant_free(std::size_t m, double now) {
+  if (!turn_.empty()) return grant_own(m, now);
   for (const Block block : free_) {
     if (!holds(m, block)) continue;
     grant(m, {block}, now);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "share.h"
@@ -24,12 +25,24 @@ struct Order {
   std::uint32_t generation = 0;    // that begins with a drop
 };
 
+// Which blocks each member computes, in this order.
+using Division = std::vector<std::vector<Block>>;
+
+// How the work of a round was divided.
+struct Dealt {
+  std::uint64_t round;
+  std::string call;  // in words
+  Division division;
+};
+
 class Ledger {
  public:
   // `holders`: of each block, its owner first; members are numbered from 0. `patience_seconds`: a
   // member that has not answered a recall for so long is given up, the first time.
   Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
          double patience_seconds);
+  // Everybody computes these blocks, in this order, and nobody anything else.
+  Ledger(const Division& division, double patience_seconds);
 
   // A round begins. `present`: members known to have left the round before; the others may take
   // part once they arrive.
@@ -53,6 +66,7 @@ class Ledger {
   bool takes_part(std::size_t member) const { return members_[member].takes_part(); }
   // What a member's vector must be of.
   Version version(std::size_t member) const;
+  Division division() const;
   // Whether others can compute what it has.
   bool replaceable(std::size_t member) const;
   // Blocks that nobody holds who takes part, or may.
@@ -90,6 +104,7 @@ class Ledger {
   bool holds(std::size_t member, Block block) const;
   bool recalled(const Member& member, Block block) const;
   void grant(std::size_t member, const std::vector<Block>& blocks, double now);
+  bool grant_own(std::size_t member, double now);
   bool grant_free(std::size_t member, double now);
   enum class Found : std::uint8_t { nothing, recalled, given_up };
   Found take_back_for(std::size_t member, double now);
@@ -98,6 +113,7 @@ class Ledger {
   void order(std::size_t member, Order::Kind kind, std::vector<Block> blocks);
 
   std::vector<std::vector<std::size_t>> holders_;
+  std::vector<std::size_t> turn_;  // of each block, among its owner's; empty: in any order
   double patience_seconds_;
   std::vector<Member> members_;
   std::set<Block> free_;

@@ -208,35 +208,63 @@ nb::dict telemetry(std::uint64_t index) {
   return out;
 }
 
-// The records of a group's rounds from now on, until it is closed or somebody else asks. In a
-// capsule: a thread may keep it until the end of the process, which nanobind takes for a leak.
-nb::capsule reports(std::uint64_t index) {
-  auto out = std::make_shared<Reports<RoundRecord>>();
+// Records of a group from now on, until it is closed or somebody else asks. `subscribe`: gives a node
+// the function to call with them. In a capsule: a thread may keep it until the end of the process,
+// which nanobind takes for a leak.
+template <class Record>
+nb::capsule reports_of(std::uint64_t index,
+                       void (Node::*subscribe)(std::function<void(const Record&)>)) {
+  auto out = std::make_shared<Reports<Record>>();
   // closed with the hook: at the end of the node, or where another one takes its place
-  const std::shared_ptr<Reports<RoundRecord>> open(out.get(), [out](Reports<RoundRecord>* it) { it->close(); });
+  const std::shared_ptr<Reports<Record>> open(out.get(), [out](Reports<Record>* it) { it->close(); });
   {
     const WithoutGil released;
     Engine::instance().with(index, [&](Member& its) {
-      its.node->on_round([open](const RoundRecord& it) { open->add(it); });
+      (its.node.get()->*subscribe)([open](const Record& it) { open->add(it); });
       return 0;
     });
   }
-  return nb::capsule(new std::shared_ptr<Reports<RoundRecord>>(std::move(out)), [](void* it) noexcept {
-    delete static_cast<std::shared_ptr<Reports<RoundRecord>>*>(it);
+  return nb::capsule(new std::shared_ptr<Reports<Record>>(std::move(out)), [](void* it) noexcept {
+    delete static_cast<std::shared_ptr<Reports<Record>>*>(it);
   });
 }
 
-// The fields of a record, or None after the last one.
+// The next one, or nothing after the last.
+template <class Record>
+std::optional<Record> next_of(nb::capsule reports) {
+  const auto from = *static_cast<std::shared_ptr<Reports<Record>>*>(reports.data());
+  const WithoutGil released;
+  return from->next();
+}
+
+nb::capsule reports(std::uint64_t index) { return reports_of(index, &Node::on_round); }
+
 nb::object next_report(nb::capsule reports) {
-  const auto from = *static_cast<std::shared_ptr<Reports<RoundRecord>>*>(reports.data());
-  std::optional<RoundRecord> it;
-  {
-    const WithoutGil released;
-    it = from->next();
-  }
+  const auto it = next_of<RoundRecord>(reports);
   if (!it) return nb::none();
   return nb::make_tuple(it->round, it->work, it->started, it->decided, it->ended, it->decider,
                         static_cast<int>(it->outcome), it->skipped, it->approximate);
+}
+
+// How the work of rounds is divided: round, call in words, blocks by member (the root is the first).
+using DealtTuple = std::tuple<Round, std::string, Division>;
+
+nb::capsule record(std::uint64_t index) { return reports_of(index, &Node::on_dealt); }
+
+std::optional<DealtTuple> next_dealt(nb::capsule reports) {
+  const auto it = next_of<Dealt>(reports);
+  if (!it) return {};
+  return DealtTuple{it->round, it->call, it->division};
+}
+
+void replay(std::uint64_t index, const std::vector<DealtTuple>& rounds) {
+  std::vector<Dealt> all;
+  for (const auto& [round, call, division] : rounds) all.push_back({round, call, division});
+  const WithoutGil released;
+  Engine::instance().with(index, [&](Member& its) {
+    its.node->replay(all);
+    return 0;
+  });
 }
 
 void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
@@ -554,6 +582,9 @@ NB_MODULE(_engine, module) {
   module.def("telemetry", &telemetry);
   module.def("reports", &reports);
   module.def("next_report", &next_report);
+  module.def("record", &record);
+  module.def("next_dealt", &next_dealt);
+  module.def("replay", &replay);
   // Blocks until a group's call waits after its deadline: the group and for whom it waits; None at
   // the end of the engine.
   module.def("next_overdue", [] { return Engine::instance().overdue().next(); }, Release());
@@ -600,6 +631,7 @@ NB_MODULE(_engine, module) {
       .def("share_blocks", [](LoneNode& self, const std::vector<std::vector<Rank>>& holders) {
         self.node().share_blocks(holders);
       })
+      .def("division", [](LoneNode& self) { return self.node().division(); })
       .def("share", &LoneNode::share)
       .def("come_for_block", &LoneNode::come_for_block)
       .def("take_block", &LoneNode::take_block)

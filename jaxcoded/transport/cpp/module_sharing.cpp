@@ -49,6 +49,7 @@ void add_sharing(nb::module_& module) {
       .def_ro("blocks", &Order::blocks);
   nb::class_<Ledger>(module, "Ledger")
       .def(nb::init<std::vector<std::vector<std::size_t>>, std::size_t, double>())
+      .def(nb::init<const Division&, double>())
       .def("begin", &Ledger::begin)
       .def("arrived", &Ledger::arrived)
       .def("heard", &Ledger::heard)
@@ -60,6 +61,7 @@ void add_sharing(nb::module_& module) {
       .def("version", [](const Ledger& self, std::size_t member) {
         return pair_of(self.version(member));
       })
+      .def_prop_ro("division", &Ledger::division)
       .def_prop_ro("orphans", &Ledger::orphans);
 }
 

@@ -93,6 +93,7 @@ void Node::submit(Call call) {
       if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
       if (dealt_all_) leave_out_the_others();
     }
+    if (const std::string why = why_not_as_before(); !why.empty()) return decide_error(why);
     Entry& entry = history_.add(
         {.round = next_,
          .fingerprint = up_.call.fingerprint,

@@ -88,6 +88,12 @@ class Node {
 
   // Where the work of a round is shared: at the root, which ranks hold each block, its owner first.
   void share_blocks(const std::vector<std::vector<Rank>>& holders);
+  // Who has computed what in the latest such round, as the root has it.
+  Division division() const { return ledger_ ? ledger_->division() : Division(); }
+  // Called at the root with each such round, once its work is done.
+  void on_dealt(std::function<void(const Dealt&)> hook) { dealt_hook_ = std::move(hook); }
+  // From now on it is divided as it was in these rounds.
+  void replay(const std::vector<Dealt>& rounds);
   // The program has computed its block, if it had one, and waits for the next; its vectors as they
   // are, which are there until it has one.
   void come_for_block(const std::vector<const std::byte*>& own);
@@ -236,6 +242,7 @@ class Node {
   void on_order(const Message& message);
   void follow_order(const Order& order);
   void hear_share(std::size_t child);
+  std::string why_not_as_before() const;
   void begin_sharing();
   bool deals() const;
   bool deal();
@@ -373,6 +380,8 @@ class Node {
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
   std::optional<Ledger> ledger_;  // at the root, where work is shared
+  std::function<void(const Dealt&)> dealt_hook_;
+  std::optional<std::map<Round, Dealt>> replayed_;  // by whose divisions the work is shared
   Round dealt_ = 0;  // the latest round whose blocks are in vectors that the next round sums,
   bool dealt_all_ = false;  // and whether they are all
   std::string pending_error_;  // at the root: what the next undecided round fails with

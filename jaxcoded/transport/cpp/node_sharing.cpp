@@ -24,6 +24,11 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
   ledger_.emplace(std::move(members), children_.size() + 1, limits_.orphan_seconds);
 }
 
+void Node::replay(const std::vector<Dealt>& rounds) {
+  replayed_.emplace();
+  for (const Dealt& dealt : rounds) replayed_->emplace(dealt.round, dealt);
+}
+
 // --- The program and its blocks ---
 
 void Node::come_for_block(const std::vector<const std::byte*>& own) {
@@ -133,10 +138,29 @@ void Node::hear_share(std::size_t child) {
   ledger_->heard(child + 1, offer.progress, wire_.now());
 }
 
+// Why the work of this call cannot be divided as it was before, where it is to be; or empty.
+std::string Node::why_not_as_before() const {
+  const Call& call = up_.call;
+  if (!replayed_ || !call.shared) return {};
+  const std::string round = "CodedError: round " + std::to_string(next_);
+  const auto found = replayed_->find(next_);
+  if (found != replayed_->end()) {
+    if (found->second.call == call.signature) return {};
+    return round + " is not the recorded one: ranks called " + call.signature +
+           ", the record has " + found->second.call + "; replay= needs the same program";
+  }
+  const Round last = replayed_->empty() ? 0 : replayed_->rbegin()->first;
+  return round + " cannot be replayed: the record " +
+         (next_ > last ? "ends with round " + std::to_string(last)
+                       : "does not have it (it failed then, or shared no work)") +
+         "; go on in a group without replay=";
+}
+
 void Node::begin_sharing() {
   const double now = wire_.now();
   std::vector<bool> present(children_.size() + 1);
   present[0] = true;
+  if (replayed_) ledger_.emplace(replayed_->at(next_).division, limits_.orphan_seconds);
   ledger_->begin(present, now);
   for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
   if (up_.call.skipped) leave_share();
@@ -174,9 +198,11 @@ bool Node::deal() {
     }
   }
   if (const std::vector<Block> orphans = ledger_->orphans(); !orphans.empty()) {
-    decide_error("CodedError: round " + std::to_string(next_) + ": nobody who is left holds the " +
-                 std::to_string(orphans.size()) + " blocks from " + std::to_string(orphans.front()) +
-                 " on: give each to more ranks with replicas=");
+    decide_error("CodedError: round " + std::to_string(next_) + ": nobody who is left " +
+                 (replayed_ ? "may compute" : "holds") + " the " + std::to_string(orphans.size()) +
+                 " blocks from " + std::to_string(orphans.front()) + " on: " +
+                 (replayed_ ? "replay= needs every rank that computed in the recorded round"
+                            : "give each to more ranks with replicas="));
     return false;
   }
   return ledger_->settled();
@@ -195,14 +221,18 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   if (!ledger_->settled()) return nullptr;
   bool there = true;
   auto out = std::make_shared<Decoding>();
+  std::vector<Version> versions{ledger_->version(0)};
   for (std::size_t i = 0; i < children_.size(); ++i) {
-    const Version version = ledger_->version(i + 1);
+    const Version version = versions.emplace_back(ledger_->version(i + 1));
     if (!version.blocks) continue;
     if (!usable(i, piece) || children_[i].offer.progress.version() != version) return nullptr;
     there &= up_.call.lends() || is_there(children_[i]);
     out->rows.push_back(i);
   }
   if (!there) return nullptr;
+  // The whole sum is of one division of the work, so that a record of it gives the same bits.
+  if (versions != up_.versions) up_.decoded = up_.exact;
+  up_.versions = std::move(versions);
   out->coefficients.assign(decoder_.slices(), std::vector<double>(out->rows.size(), 1.0));
   return up_.decoding = out;
 }

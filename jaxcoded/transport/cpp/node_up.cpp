@@ -258,6 +258,7 @@ void Node::announce_sum() {
   if (up_.all_decoded() && !up_.complete) sum_complete();
   if (!root()) return offer();
   if (up_.call.shared && !up_.call.lends()) dealt(true);
+  if (up_.call.shared && dealt_hook_) dealt_hook_({next_, up_.call.signature, ledger_->division()});
   Entry& entry = *history_.find(next_);
   if (up_.call.down) {
     decided(entry, up_.summed(entry.layout, entry.ready));

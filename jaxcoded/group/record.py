@@ -1,0 +1,189 @@
+"""The ledger of a run in a file: who computed which blocks of each round, in which order."""
+
+import itertools
+import json
+import logging
+import os
+import threading
+from typing import Any, BinaryIO
+
+from mpi4py import MPI
+
+from jaxcoded.plan import Plan
+from jaxcoded.transport.agreement import on_all
+from jaxcoded.transport.base import Dealt, Transport
+from jaxcoded.transport.following import follow
+
+logger = logging.getLogger("jaxcoded")
+
+FORMAT = "jaxcoded.record/1"
+Path = str | os.PathLike[str]
+
+
+class Record:
+    """What a group writes of its ledger, and what it follows of another run's. The root alone
+    reads and writes.
+
+    A file has a line of JSON for its plan, and one for each round whose work was shared:
+    its number, the call in words if it is another one than before, and the blocks of each
+    rank.
+
+    Args:
+        path: the file to write; ``None``: nothing is recorded.
+        replay: the file to follow; ``None``: work is shared as the round goes.
+
+    Attributes:
+        request: the arguments that were given, by name.
+    """
+
+    def __init__(self, path: Path | None, replay: Path | None) -> None:
+        self._path, self._replay = path, replay
+        given = {"record": path, "replay": replay}
+        self.request = {name: it for name, it in given.items() if it is not None}
+        self._rounds: list[Dealt] | None = None
+        self._writer: Writer | None = None
+        self._thread: threading.Thread | None = None
+
+    def check(self, plan: Plan) -> None:
+        """Raise unless a group of this plan can do as it is asked.
+
+        Raises:
+            TypeError, ValueError: the message names the value and the remedy.
+        """
+        for name, path in self.request.items():
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(f"{name} must be the path of a file, got {path!r}")
+            if plan.placement is None:
+                raise ValueError(
+                    f"{name}={str(path)!r} is for groups that share their work "
+                    f'(code="shared(replicas=2)"), not for code={plan.code!r}'
+                )
+        if self._path == self._replay and self.request:
+            raise ValueError(
+                f"record and replay are the same file, {str(self._path)!r}: "
+                "give another one to record"
+            )
+
+    def open(self, comm: MPI.Intracomm, plan: Plan) -> None:
+        """Read what is to be read, and begin the file. Collective.
+
+        Raises:
+            CodedError: the root cannot. On every rank.
+        """
+
+        def mine() -> None:
+            if comm.rank != plan.root:
+                return
+            if self._replay is not None:
+                self._rounds = read(self._replay, plan)
+            if self._path is not None:
+                self._writer = Writer(self._path, plan)
+
+        if self.request:
+            on_all(comm, mine, undo=lambda _: self.close())
+
+    def follow(self, transport: Transport) -> None:
+        """Let the rounds of this transport be those of the files."""
+        if self._rounds is not None:
+            transport.replay(self._rounds)
+        if self._writer is not None:
+            self._thread = follow(
+                transport.record(), self._writer.add, "jaxcoded record"
+            )
+
+    def close(self) -> None:
+        """Wait until all is written, once there are no more rounds."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Writer:
+    """Writes rounds to a file, one by one. Where that fails, as on a full disk, it says so
+    in the log and writes no more.
+
+    Raises:
+        OSError: there can be no such file.
+    """
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self._path = path
+        self._call: str | None = None
+        self._last = 0
+        self._failed = False
+        self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115
+        try:
+            self._write({"format": FORMAT, "plan": json.loads(plan.to_json())})
+        except OSError:
+            self.close()
+            raise
+
+    def add(self, dealt: Dealt) -> None:
+        if self._failed:
+            return
+        number, call, blocks = dealt
+        said = {} if call == self._call else {"call": call}
+        try:
+            self._write({"round": number} | said | {"blocks": blocks})
+        except OSError as error:
+            self._failed = True
+            logger.error(
+                "the record %s ends with round %d: %s; the job goes on without it",
+                *(self._path, self._last, error),
+            )
+        self._call, self._last = call, number
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        while data:
+            data = data[self._file.write(data) :]
+
+
+def read(path: Path, plan: Plan) -> list[Dealt]:
+    """The rounds of a record.
+
+    Args:
+        path: of the file.
+        plan: of the group that is to follow it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no record, or one of another plan.
+    """
+    with open(path, "rb") as file:
+        # the last line of a job that was killed may be cut off
+        head, *lines = file.read().split(b"\n")[:-1] or [b""]
+    fields = _parsed(head)
+    if fields.get("format") != FORMAT:
+        raise ValueError(f"{str(path)!r} is not a file written with record=")
+    if fields.get("plan") != json.loads(plan.to_json()):
+        raise ValueError(
+            f"{str(path)!r} is the record of another plan, {fields.get('plan')}; this "
+            f"group has {plan.to_json()}"
+        )
+    assert plan.placement is not None
+    blocks, call, out = len(plan.placement.holders), "", []
+    for number, line in enumerate(lines, start=2):
+        fields = _parsed(line)
+        call = fields.get("call", call)
+        division = fields.get("blocks", [])
+        if len(division) != plan.size or sorted(itertools.chain(*division)) != [
+            *range(blocks)
+        ]:
+            raise ValueError(
+                f"line {number} of {str(path)!r} is not of a record: {line[:80]!r}"
+            )
+        out.append((fields["round"], call, division))
+    return out
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}

@@ -1,0 +1,72 @@
+"""Files that say who has computed what."""
+
+import json
+import resource
+
+import pytest
+
+from jaxcoded import make_plan
+from jaxcoded.group.record import Writer, read
+
+PLAN = make_plan(2, code="shared(blocks=2)")
+ROUNDS = [
+    (1, "the blocks of a batch of 4", [[0, 3], [2, 1]]),
+    (3, "the blocks of a batch of 4", [[], [2, 3, 1, 0]]),
+    (4, "the blocks of a batch of 5", [[0, 1, 2], [3]]),
+]
+
+
+def written(path, rounds=ROUNDS):
+    writer = Writer(path, PLAN)
+    for dealt in rounds:
+        writer.add(dealt)
+    writer.close()
+    return path
+
+
+def test_what_is_written_is_read(tmp_path):
+    assert read(written(tmp_path / "record"), PLAN) == ROUNDS
+
+
+def test_a_job_that_was_killed(tmp_path):
+    """In the middle of a line, which is not believed."""
+    path = written(tmp_path / "record")
+    path.write_bytes(path.read_bytes()[:-3])
+    assert read(path, PLAN) == ROUNDS[:-1]
+
+
+def test_a_full_disk(tmp_path, caplog):
+    """It is said, once, and what was written before is good."""
+    path = written(tmp_path / "record", ROUNDS[:1])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        written(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (said,) = caplog.messages
+    assert "ends with round 1" in said
+    assert "the job goes on without it" in said
+    assert read(path, PLAN) == ROUNDS[:1]
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ({"round": 1, "blocks": [[0, 1], [2]]}, "line 2 .* is not of a record"),
+        ({"round": 1, "blocks": [[0, 1, 2, 3]]}, "line 2 .* is not of a record"),
+        ({"format": "another"}, "not a file written with record="),
+    ],
+)
+def test_files_that_are_no_record(tmp_path, line, words):
+    path = written(tmp_path / "record", [])
+    with open(path, "ab" if "round" in line else "wb") as file:
+        file.write(json.dumps(line).encode() + b"\n")
+    with pytest.raises(ValueError, match=words):
+        read(path, PLAN)
+
+
+def test_another_plan(tmp_path):
+    path = written(tmp_path / "record")
+    with pytest.raises(ValueError, match="record of another plan"):
+        read(path, make_plan(2, code="shared(blocks=3)"))
