@@ -2,18 +2,25 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py examples/digits.py
 
-Trains the same network on the same global batches, once with ``mpi4jax.allreduce``, every
-worker holding its own part of each batch, and once with `jaxcoded.coded_value_and_grad` on
-a tree in which any one child of every parent may be missing; each with one slow worker
-and with nobody slow. Prints a table and writes ``summary.json`` and ``loss.png``.
+Trains the same network on the same global batches in three ways:
 
-The network is small, and 13 ranks may share a few cores here. So that a worker has
-something to be slow in, its gradient takes a further time in proportion to its examples,
-in which it sleeps. With the code every worker has more examples: that is its price.
+- uncoded: ``mpi4jax.allreduce``, every worker with its own part of each batch;
+- coded: `jaxcoded.coded_value_and_grad` on a tree in which any one child of every parent may be
+  missing, for which workers compute some examples several times;
+- shared: the same call in a group with ``code="shared(…)"``, whose workers compute every example
+  once, and those of whoever is late when they are done with their own.
+
+Each with nobody slow and with one slow worker. Prints a table and writes ``summary.json`` and
+``loss.png``.
+
+The network is small, and 13 ranks may share a few cores here. So that a worker has something to
+be slow in, it sleeps for each example whose gradient it computes. A step takes these sleeps, and what
+the ranks really compute and send on these cores.
 """
 
 import argparse
 import json
+import os
 import pathlib
 import time
 
@@ -66,19 +73,19 @@ class Worker:
 
     Attributes:
         seconds: for each example.
-        gradients: so many it has computed.
+        examples: so many it has computed.
     """
 
     def __init__(self, seconds):
         self.seconds = seconds
-        self.gradients = 0
+        self.examples = 0
 
     def losses(self, params, batch):
         """Cross entropy of each example."""
         x, y = batch
 
         def work():
-            self.gradients += 1
+            self.examples += len(x)
             time.sleep(self.seconds * len(x))
             return np.float32(0)
 
@@ -106,19 +113,20 @@ def uncoded_gradient(losses):
     return gradient
 
 
-def train(name, gradient, worker, assignment, train_set, args):
-    """Run the steps and return parameters, losses, the times at which steps ended and
-    the number of gradients that this rank has computed."""
-    optimizer = optax.adam(args.learning_rate)
-    indices, weights = assignment
-
+def training_step(gradient, weights, optimizer, batch_size):
     @jax.jit
     def step(params, state, batch):
         loss, grads = gradient(params, batch, weights)
-        loss, grads = jax.tree.map(lambda v: v / args.batch, (loss, grads))
+        loss, grads = jax.tree.map(lambda v: v / batch_size, (loss, grads))
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
+    return step
+
+
+def train(name, step, optimizer, worker, indices, train_set, args):
+    """Run the steps and return parameters, losses, the times at which steps ended and
+    the number of examples that this rank has computed."""
     params = initial_parameters()
     state = optimizer.init(params)
     x, y = train_set
@@ -126,17 +134,17 @@ def train(name, gradient, worker, assignment, train_set, args):
     history, ends = [], []
     jax.block_until_ready(step(params, state, (x[indices], y[indices])))  # compile
     comm.Barrier()
-    worker.gradients = 0
+    worker.examples = 0
     start = time.perf_counter()
     for _ in tqdm(range(args.steps), desc=name, disable=comm.rank != 0):
         mine = batches.permutation(len(x))[: args.batch][indices]
         params, state, loss = step(params, state, (x[mine], y[mine]))
         history.append(float(loss))
         ends.append(time.perf_counter() - start)
-    return params, np.array(history), np.array(ends), worker.gradients
+    return params, np.array(history), np.array(ends), worker.examples
 
 
-def report(params, history, ends, gradients, test_set, slow):
+def report(params, history, ends, examples, test_set, slow):
     x, y = test_set
     durations = np.diff(ends, prepend=0)
     return {
@@ -144,10 +152,24 @@ def report(params, history, ends, gradients, test_set, slow):
         "step_seconds_p95": float(np.quantile(durations, 0.95)),
         "final_loss": float(history[-1]),
         "test_accuracy": float(np.mean(np.argmax(logits(params, x), axis=1) == y)),
-        "slow_worker_gradients": comm.bcast(gradients, slow),
+        "slow_worker_examples": comm.bcast(examples, slow),
         "between_ranks": comm.allreduce(
             largest_difference(params, comm.bcast(params)), op=MPI.MAX
         ),
+    }
+
+
+def work_alone(args, examples):
+    """Seconds for which the workers of a step sleep, if nobody waits for anything else."""
+    workers = comm.size - 1
+    whole = args.batch * args.work
+    return {
+        "uncoded_ideal": examples[0] * args.work,
+        "uncoded": examples[0] * args.work * args.slowdown,
+        "coded_ideal": examples[1] * args.work,
+        "coded": examples[1] * args.work,
+        "shared_ideal": whole / workers,
+        "shared": whole / (workers - 1 + 1 / args.slowdown),
     }
 
 
@@ -160,69 +182,94 @@ def largest_difference(one, other):
 
 
 def show(summary):
-    def milliseconds(value):
-        return f"{value * 1e3:.1f} ms"
-
-    lines = (
-        ("step, median", "step_seconds_median", milliseconds),
-        ("step, 95 %", "step_seconds_p95", milliseconds),
-        ("final loss", "final_loss", "{:.5f}".format),
-        ("test accuracy", "test_accuracy", "{:.1%}".format),
-        (
-            f"gradients of rank {summary['slow_rank']}",
-            "slow_worker_gradients",
-            f"{{}} of {summary['steps']}".format,
-        ),
-        ("parameters, ranks differ by", "between_ranks", "{:.1e}".format),
-    )
-    runs = [summary[name] for name in RUNS]
-    print(f"\n{'':28}{'mpi4jax.allreduce':>28}{'coded':>28}")
-    print(f"{'':28}" + f"{'one slow':>14}{'nobody slow':>14}" * 2)
-    for label, key, shown in lines:
-        print(f"{label:28}" + "".join(f"{shown(run[key]):>14}" for run in runs))
+    late = f"rank {summary['slow_rank']} slow"
+    computes = f"rank {summary['slow_rank']} computes"
     print(
-        f"\nWith one worker {summary['slowdown']:g} times slower a step of the uncoded "
-        f"run takes {summary['uncoded_over_coded']:.1f} times as long as one of the "
-        f"coded run,\nwhich takes {summary['coded_over_ideal']:.2f} times as long as "
-        "with nobody slow. With nobody slow the code costs "
-        f"{summary['price']:.1f} times the uncoded step:\n{summary['examples_coded']} "
-        f"examples for each worker in place of {summary['examples_uncoded']}."
+        f"\n{'':21}{'step':>8}{'work alone':>12}{'95 % below':>12}{'final loss':>12}"
+        f"{'accuracy':>10}{computes:>18}"
+    )
+    for scheme in SCHEMES:
+        for when, who in (("_ideal", "nobody slow"), ("", late)):
+            run = summary[scheme + when]
+            each = run["slow_worker_examples"] / summary["steps"]
+            step, work, p95 = (
+                f"{1e3 * run[name]:.0f} ms"
+                for name in ("step_seconds_median", "work_seconds", "step_seconds_p95")
+            )
+            print(
+                f"{scheme if when else '':9}{who:12}{step:>8}{work:>12}{p95:>12}"
+                f"{run['final_loss']:12.5f}{run['test_accuracy']:10.1%}"
+                f"{each:9.0f} examples"
+            )
+    print(
+        f"\nNobody slow: with the code a step takes {summary['price']:.1f} times as long as "
+        f"uncoded ({summary['examples_coded']} examples for each worker in place of "
+        f"{summary['examples_uncoded']}),\nand with shared work "
+        f"{summary['price_of_sharing']:.1f} times (every example is computed once)."
+        f"\nOne worker {summary['slowdown']:g} times slower: uncoded "
+        f"{summary['uncoded_over_ideal']:.1f} times as long as with nobody slow, coded "
+        f"{summary['coded_over_ideal']:.1f} times, shared "
+        f"{summary['shared_over_ideal']:.1f} times."
+        f"\n(Work alone: what a step sleeps. The rest is what {summary['ranks']} ranks compute "
+        f"and send on {os.cpu_count()} cores, and how the others wait:\nmpi4jax.allreduce keeps "
+        "a core busy, jaxcoded leaves it to others.)"
+        f"\nThe sums are the same: parameters differ by {summary['between_ranks']:.0e} "
+        f"between ranks, and by {summary['between_runs']:.0e} between these runs."
     )
 
 
-def draw(uncoded, coded, ideal, path):
-    """Loss against wall-clock time."""
+def draw(results, summary, path):
+    """Loss against wall-clock time, and what a step takes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (_, history, ends, _), label, style, colour in (
-        (uncoded, "mpi4jax.allreduce", "-", "tab:orange"),
-        (coded, "coded", "-", "tab:blue"),
-        (ideal, "coded, nobody slow", ":", "black"),
-    ):
-        axes.plot(ends, history, style, label=label, color=colour)
-    axes.set(
+    figure, (loss, steps) = plt.subplots(
+        1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained"
+    )
+    late = f"one worker {summary['slowdown']:g} × slower"
+    for x, (scheme, colour) in enumerate(SCHEMES.items()):
+        for when, style, shift, alpha in (
+            ("_ideal", ":", -0.2, 0.45),
+            ("", "-", 0.2, 1),
+        ):
+            _, history, ends, _ = results[scheme + when]
+            loss.plot(ends, history, style, color=colour)
+            run = summary[scheme + when]
+            took = 1e3 * run["step_seconds_median"]
+            bar = steps.bar(x + shift, took, 0.38, color=colour, alpha=alpha)
+            steps.bar_label(bar, fmt="%.0f", padding=2)
+            alone = 1e3 * run["work_seconds"]
+            steps.plot([x + shift - 0.19, x + shift + 0.19], [alone, alone], "k", lw=1)
+        loss.plot([], [], color=colour, label=f"{scheme}, {late}")
+    loss.plot([], [], ":", color="gray", label="the same with nobody slow")
+    loss.set(
         xlabel="wall-clock time [s]",
         ylabel="loss of the batch",
         yscale="log",
-        title=f"Digits, {comm.size} ranks, one of them slow",
+        title=f"The same training on {summary['ranks']} ranks",
     )
-    axes.legend()
-    axes.grid(alpha=0.3)
+    steps.bar(0, 0, color="gray", alpha=0.45, label="nobody slow")
+    steps.bar(0, 0, color="gray", label=late)
+    steps.plot([], [], "k", lw=1, label="work alone")
+    steps.set(ylabel="milliseconds", title="What a step takes")
+    steps.set_xticks(range(len(SCHEMES)), SCHEMES)
+    steps.margins(y=0.1)
+    for axes in (loss, steps):
+        axes.legend()
+    loss.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
-RUNS = ("uncoded", "uncoded_ideal", "coded", "coded_ideal")
+SCHEMES = {"uncoded": "tab:orange", "coded": "tab:blue", "shared": "tab:green"}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=300, help="global batch size")
-    parser.add_argument("--learning-rate", type=float, default=0.01)
+    parser.add_argument("--learning-rate", type=float, default=0.03)
     parser.add_argument(
         "--slow",
         type=int,
@@ -233,7 +280,7 @@ def main():
         "--slowdown", type=float, default=10, help="how many times slower it is"
     )
     parser.add_argument(
-        "--work", type=float, default=5e-4, help="seconds for an example's gradient"
+        "--work", type=float, default=3e-3, help="seconds for an example's gradient"
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/demo"))
     args = parser.parse_args()
@@ -243,37 +290,56 @@ def main():
     train_set, test_set = digits()
     if not 0 < args.batch <= len(train_set[0]):
         parser.error(f"--batch must be in 1 … {len(train_set[0])}")
-    with jaxcoded.CodedGroup(comm, stragglers=1, fanout=3) as group:
+    # a step may take long to compile where many ranks share a few cores
+    options = jaxcoded.Options(deadline=100.0)
+    with (
+        jaxcoded.CodedGroup(comm, stragglers=1, fanout=3, options=options) as coded,
+        jaxcoded.CodedGroup(
+            comm,
+            code="shared(blocks=5)",
+            root_computes=False,  # as in the other runs
+            options=options,
+        ) as shared,
+    ):
         plain = jaxcoded.make_plan(comm.size, stragglers=0, fanout=comm.size)
         own = jaxcoded.plan.assignment.assignment(plain, comm.rank, args.batch)
         examples = [
             comm.allreduce(int(np.count_nonzero(weights)), op=MPI.MAX)
-            for _, weights in (own, group.assignment(args.batch))
+            for _, weights in (own, coded.assignment(args.batch))
         ]
         if comm.rank == 0:
-            print(group.plan.describe())
+            print(f"coded: {coded.plan.describe()}\n\nshared: {shared.plan.describe()}")
             print(
-                f"\nrank {args.slow} is {args.slowdown:g} times slower: its gradient takes "
-                f"{args.work * args.slowdown * 1e3:g} ms for each example, others' "
-                f"{args.work * 1e3:g} ms\n"
+                f"\nAn example's gradient takes {args.work * 1e3:g} ms of sleep, and "
+                f"{args.work * args.slowdown * 1e3:g} ms on rank {args.slow} where it is slow. "
+                f"A batch has {args.batch} examples.\n"
             )
         results = {}
-        for name in RUNS:
-            slow = comm.rank == args.slow and not name.endswith("ideal")
-            worker = Worker(args.work * (args.slowdown if slow else 1))
-            if name.startswith("uncoded"):
+        for scheme in SCHEMES:
+            worker = Worker(args.work)
+            if scheme == "uncoded":
                 gradient, assigned = uncoded_gradient(worker.losses), own
             else:
+                group = coded if scheme == "coded" else shared
                 gradient = jaxcoded.coded_value_and_grad(worker.losses, group)
                 assigned = group.assignment(args.batch)
-            results[name] = train(
-                name.replace("_", ", "), gradient, worker, assigned, train_set, args
-            )
+            indices, weights = assigned
+            optimizer = optax.adam(args.learning_rate)
+            step = training_step(gradient, weights, optimizer, args.batch)
+            for when, who in (("_ideal", "nobody"), ("", f"rank {args.slow}")):
+                slow = comm.rank == args.slow and not when
+                worker.seconds = args.work * (args.slowdown if slow else 1)
+                results[scheme + when] = train(
+                    *(f"{scheme}, {who} slow", step, optimizer, worker, indices),
+                    *(train_set, args),
+                )
 
         reports = {
             name: report(*result, test_set, args.slow)
             for name, result in results.items()
         }
+        for name, seconds in work_alone(args, examples).items():
+            reports[name]["work_seconds"] = seconds
         step = {name: run["step_seconds_median"] for name, run in reports.items()}
         summary = {
             "ranks": comm.size,
@@ -285,25 +351,27 @@ def main():
             "examples_uncoded": examples[0],
             "examples_coded": examples[1],
             **reports,
+            **{
+                f"{name}_over_ideal": step[name] / step[f"{name}_ideal"]
+                for name in SCHEMES
+            },
             "uncoded_over_coded": step["uncoded"] / step["coded"],
-            "coded_over_ideal": step["coded"] / step["coded_ideal"],
+            "uncoded_over_shared": step["uncoded"] / step["shared"],
             "price": step["coded_ideal"] / step["uncoded_ideal"],
-            "between_runs": largest_difference(
-                results["uncoded"][0], results["coded"][0]
+            "price_of_sharing": step["shared_ideal"] / step["uncoded_ideal"],
+            "between_ranks": max(run["between_ranks"] for run in reports.values()),
+            "between_runs": max(
+                largest_difference(results["uncoded"][0], result[0])
+                for result in results.values()
             ),
-            "plan": json.loads(group.plan.to_json()),
+            "plan": json.loads(coded.plan.to_json()),
         }
         if comm.rank == 0:
             show(summary)
             args.out.mkdir(parents=True, exist_ok=True)
             path = args.out / "summary.json"
             path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-            draw(
-                results["uncoded"],
-                results["coded"],
-                results["coded_ideal"],
-                args.out / "loss.png",
-            )
+            draw(results, summary, args.out / "loss.png")
             print(f"\nwrote {path} and {args.out / 'loss.png'}")
 
 

@@ -39,11 +39,13 @@ def test_demo(ranks, tmp_path):
     job = mpirun(
         ranks,
         *("-m", "mpi4py", "examples/digits.py"),
-        *("--steps", "12", "--work", "1e-4", "--out", str(tmp_path)),
+        *("--steps", "12", "--work", "5e-4", "--out", str(tmp_path)),
     )
     summary = json.loads((tmp_path / "summary.json").read_text())
     runs = [
-        summary[name] for name in ("uncoded", "uncoded_ideal", "coded", "coded_ideal")
+        summary[scheme + when]
+        for scheme in ("uncoded", "coded", "shared")
+        for when in ("", "_ideal")
     ]
     for run in runs:
         # the same global batches, summed exactly every time
@@ -52,13 +54,20 @@ def test_demo(ranks, tmp_path):
         assert run["final_loss"] < 2.0  # an untrained network has log 10 = 2.3
         assert f"{run['final_loss']:.5f}" in job.stdout
     assert 0 < summary["between_runs"] < 1e-4
-    # without a code every gradient is waited for; the slow worker leaves out its own
-    assert runs[0]["slow_worker_gradients"] == 12
-    assert runs[2]["slow_worker_gradients"] < 12
+    # without a code every gradient is waited for; the slow worker leaves out its own, or others
+    # compute it
+    uncoded, coded, shared = (run["slow_worker_examples"] for run in runs[::2])
+    assert uncoded == 12 * summary["examples_uncoded"]
+    assert coded < 12 * summary["examples_coded"]
+    assert shared < uncoded
     for ratio, one, other in (
         ("uncoded_over_coded", 0, 2),
+        ("uncoded_over_shared", 0, 4),
+        ("uncoded_over_ideal", 0, 1),
         ("coded_over_ideal", 2, 3),
+        ("shared_over_ideal", 4, 5),
         ("price", 3, 1),
+        ("price_of_sharing", 5, 1),
     ):
         steps = [runs[i]["step_seconds_median"] for i in (one, other)]
         assert summary[ratio] == pytest.approx(steps[0] / steps[1])
