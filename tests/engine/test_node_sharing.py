@@ -5,14 +5,27 @@ import random
 import struct
 
 import numpy as np
+import pytest
 import simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import DONE, DTYPES, EXAMPLES, PENDING, Call, Header, Running, vectors
+from simulation import (
+    DONE,
+    DTYPES,
+    EXAMPLES,
+    FAILED,
+    HEADER,
+    OFFER,
+    PENDING,
+    Call,
+    Header,
+    Running,
+    vectors,
+)
 
 from jaxcoded import make_plan
 
-SHARES, HERE = 16, 13  # as `Flag` and `Kind` in message.h
+SHARES, HERE, ORDER = 16, 13, 14  # as `Flag` and `Kind` in message.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +76,7 @@ class World(simulation.World):
         head = Header(message)
         if head.kind == HERE:
             self.said.add(source)
-        if head.flags & SHARES and head.kind == simulation.OFFER:
+        if head.flags & SHARES and head.kind == OFFER:
             if to not in self.dead:
                 self.queues[source, to].append(message)
             if struct.unpack_from("<I", head.body, 12)[0]:
@@ -409,3 +422,134 @@ def test_deadline():
     for rank in range(3):
         error = its.ends[rank][2].error
         assert "rank 0 waits for rank 1, which has 2 blocks to compute" in error
+
+
+# --- Messages that cannot be what their sender meant ---
+
+# as `Progress` in share.h
+GENERATION, ADDED, ANSWERED, RETURNED = 0, 1, 2, 4
+
+
+class Garbling(World):
+    """A world in which ``garble`` sees every message before its receiver."""
+
+    def garble(self, link, message):
+        return message
+
+    def deliver(self, link):
+        queue = self.queues[link]
+        queue[0] = self.garble(link, queue[0])
+        super().deliver(link)
+
+
+def garbling(rng, **options):
+    its = world(rng, **options)
+    its.__class__ = Garbling
+    return its
+
+
+def progress(message):
+    return list(struct.unpack_from("<6I", message, HEADER.size))
+
+
+def telling(message, field, value):
+    said = progress(message)
+    said[field] = value
+    start = HEADER.size + 24
+    return message[: HEADER.size] + struct.pack("<6I", *said) + message[start:]
+
+
+def shares(message):
+    head = Header(message)
+    return head.kind == OFFER and head.flags & SHARES
+
+
+def assert_failed_once(its, words):
+    """A round fails with these words on all ranks, and the others do not."""
+    said = set()
+    for ends in its.ends:
+        ((round, end),) = [(r, e) for r, e in ends.items() if e.outcome == FAILED]
+        said.add((round, end.error))
+        assert [e.outcome for e in ends.values()].count(DONE) == len(its.script) - 1
+    ((_, text),) = said
+    assert words in text
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("field", [GENERATION, ADDED, ANSWERED])
+def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
+    """Before the root calls, and after it."""
+    plan = make_plan(3, code="shared(replicas=1, blocks=2)")
+    script = [Call((("float32", 5),), seed) for seed in range(3)]
+    its = Garbling(plan, script, random.Random(0), shared={1, 2, 3})
+    seen = []
+
+    def garble(link, message):
+        of = shares(message) and link == (1, 0) and Header(message).round == 2
+        if seen or not of or (its.running[0] is None) != before:
+            return message
+        seen.append(message)
+        return telling(message, field, 7)
+
+    its.open = 1
+    its.settle()
+    its.open = 3
+    its.garble = garble
+    if before:
+        its.idle = {0}
+        its.settle()
+        its.idle = set()
+    its.settle()
+    assert seen
+    words = "rank 0 cannot read a message of rank 1, what it says of its blocks"
+    assert_failed_once(its, words)
+
+
+def test_a_block_that_is_returned_and_computed():
+    plan = make_plan(3, code="shared(replicas=1, blocks=4)")
+    script = [Call((("float32", 5),), seed) for seed in range(3)]
+    its = Garbling(plan, script, random.Random(0), shared={1, 2, 3})
+    seen = []
+
+    def garble(_, message):
+        if seen or not (shares(message) and progress(message)[RETURNED]):
+            return message
+        seen.append(message)
+        return telling(message, ADDED, 4)
+
+    its.garble = garble
+    for rank in range(3):
+        its.submit(rank)
+    its.idle = {1}
+    its.settle()
+    its.idle = set()
+    its.settle()
+    assert seen
+    assert_failed_once(its, "what it says of its blocks")
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32))
+def test_shared_work_with_messages_that_are_cut_anywhere(seed):
+    """Every sum is right or an error, the same on all ranks."""
+    rng = random.Random(seed)
+    its = garbling(rng, handed_over=False)
+    share = rng.choice([0.01, 0.1])
+
+    def garble(_, message):
+        # vectors may be cut where nobody can see it
+        if rng.random() > share or message[1] & simulation.INLINED:
+            return message
+        if not (shares(message) or message[0] == ORDER):
+            return message
+        return message[: rng.randint(HEADER.size, len(message))]
+
+    its.garble = garble
+    for _ in range(rng.choice([0, 300])):
+        its.step()
+    its.garble = lambda link, message: message
+    its.settle()
+    for round in range(1, len(its.script) + 1):
+        ends = {ends[round] for ends in its.ends}
+        assert len(ends) == 1, ends
+        assert ends.pop().outcome in (DONE, FAILED)

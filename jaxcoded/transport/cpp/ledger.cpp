@@ -60,13 +60,17 @@ void Ledger::arrived(std::size_t m, double now) {
 
 void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   Member& member = members_[m];
-  if (progress.generation != member.generation || !member.takes_part()) return;
+  if (!member.takes_part()) return;
+  if (progress.generation > member.generation) throw Damaged();  // it has not begun
+  if (progress.generation < member.generation) return;
   if (progress.out) {
     release(member);
     member = {.state = Member::State::out, .seconds = member.seconds};
     return;
   }
-  if (progress.added > member.blocks.size()) throw Damaged();  // more than it was granted
+  const bool granted = progress.added <= member.blocks.size();
+  const bool recalled = progress.answered <= member.answered + member.recalls.size();
+  if (!granted || !recalled) throw Damaged();
   if (member.state == Member::State::given_up) {  // and empty
     member.state = Member::State::here;
     member.since = now;
@@ -88,7 +92,9 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
       continue;
     }
     if (member.left() && member.blocks[member.added] == recall.block) member.since = now;
-    std::erase(member.blocks, recall.block);
+    const auto returned = std::ranges::find(member.blocks, recall.block);
+    if (returned - member.blocks.begin() < member.added) throw Damaged();  // it is in its vector
+    member.blocks.erase(returned);
     free_.insert(recall.block);
     if (beneficiary.here()) grant(recall.beneficiary, {recall.block}, now);
   }

@@ -83,6 +83,12 @@ struct Message {
     if (count) std::memcpy(out.data(), body.data() + offset, count * sizeof(T));
     return out;
   }
+  // Of a body that is nothing else.
+  template <class T>
+  std::vector<T> all() const {
+    if (body.size() % sizeof(T)) throw Damaged();
+    return values<T>(0, body.size() / sizeof(T));
+  }
 
   static std::vector<std::byte> bytes(const Header& header, std::span<const std::byte> body) {
     std::vector<std::byte> out(sizeof header + body.size());

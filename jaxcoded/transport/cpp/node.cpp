@@ -284,7 +284,7 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::bye:
       if (child && (head.flags & ended)) child->offer.withdraw();
       if (child && !child->left) {
-        const auto ranks = message.values<Rank>(0, message.body.size() / sizeof(Rank));
+        const auto ranks = message.all<Rank>();
         std::vector<Rank>& known = head.flags & relays ? closed_ : absent_;
         known.insert(known.end(), ranks.begin(), ranks.end());
         if (!child->retired && !(head.flags & relays)) closed_.push_back(from);

@@ -107,7 +107,7 @@ void Node::on_order(const Message& message) {
   up_.orders = head.last;
   follow_order({.member = 0,
                 .kind = static_cast<Order::Kind>(head.ready),
-                .blocks = message.values<Block>(0, message.body.size() / sizeof(Block)),
+                .blocks = message.all<Block>(),
                 .generation = head.segments});
 }
 
@@ -135,7 +135,11 @@ void Node::hear_share(std::size_t child) {
   const Offer& offer = children_[child].offer;
   if (!deals() || offer.round != next_ || offer.fingerprint != up_.call.fingerprint) return;
   ledger_->arrived(child + 1, wire_.now());
-  ledger_->heard(child + 1, offer.progress, wire_.now());
+  try {
+    ledger_->heard(child + 1, offer.progress, wire_.now());
+  } catch (const Damaged&) {
+    garbled(children_[child].rank, "what it says of its blocks");
+  }
 }
 
 // Why the work of this call cannot be divided as it was before, where it is to be; or empty.

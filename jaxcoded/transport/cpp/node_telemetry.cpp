@@ -43,8 +43,7 @@ std::vector<StepTime> Node::step_times() const {
 
 void Node::on_step_times(Rank from, const Message& message) {
   if (!child_of(from)) return;
-  const std::size_t count = message.body.size() / sizeof(StepTime);
-  for (const StepTime& told : message.values<StepTime>(0, count)) {
+  for (const StepTime& told : message.all<StepTime>()) {
     const auto rank = static_cast<Rank>(told.rank);
     if (listeners_.contains(rank)) step_times_[rank] = told;
   }
