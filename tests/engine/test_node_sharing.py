@@ -528,6 +528,35 @@ def test_a_block_that_is_returned_and_computed():
     assert_failed_once(its, "what it says of its blocks")
 
 
+def test_what_is_decided_is_not_failed_by_what_is_said_later():
+    """The root's program is not back yet, and others are done."""
+    plan = make_plan(3, code="shared(replicas=1, blocks=2)")
+    script = [Call((("float32", 5),), seed) for seed in range(3)]
+    its = Garbling(plan, script, random.Random(0), shared={1, 2, 3})
+    seen = []
+
+    def garble(link, message):
+        if seen or not (shares(message) and Header(message).round == 3):
+            return message
+        assert its.running[0].round == 2
+        seen.append(message)
+        return message[:-8]
+
+    its.garble = garble
+    its.open = 1
+    its.settle()
+    its.open = 3
+    while not (its.nodes[0].no_more_blocks() and its.running[0]):
+        its.step()
+    its.idle = {0}
+    its.settle()
+    assert seen
+    its.idle = set()
+    its.settle()
+    assert_failed_once(its, "rank 0 cannot read a message of rank")
+    assert all(ends[2].outcome == DONE for ends in its.ends)
+
+
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_shared_work_with_messages_that_are_cut_anywhere(seed):

@@ -153,6 +153,7 @@ void Node::alert(Round round, const std::string& text) {
   alerted_ = round;
   pending_error_ = text;
   const Entry* entry = history_.find(next_);
+  if (entry && entry->complete()) return;  // others may have it, although this rank still calls it
   // pieces of this very round may lack that rank for ever
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
