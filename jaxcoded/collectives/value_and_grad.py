@@ -149,7 +149,7 @@ def coded_value_and_grad(
                 count = jnp.where(count == 0, 1, count)
             else:
                 assert examples is not None
-                count = _checked_count(count, examples, total, group.plan)
+                count = _checked_count(count, examples)
             loss, grads = divided((loss, grads), count)
         reduced.note(grads, group.index)
         value = (loss, aux) if has_aux else loss
@@ -389,9 +389,7 @@ def _examples(local: Any, weights: Weights, plan: Plan) -> tuple[float, float]:
     return float(weights.batch_size), max(_MISCOUNT, rounding)
 
 
-def _checked_count(
-    count: jax.Array, examples: tuple[float, float], reduced: Any, plan: Plan
-) -> jax.Array:
+def _checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
     """The number of examples if that is what was counted, to rounding; otherwise NaN.
 
     The engine makes an error of it, in the order of the rounds. Raised here, beside that
@@ -399,17 +397,7 @@ def _checked_count(
     of the next round.
     """
     number, allowed = examples
-    off = jnp.abs(count - number)
-    near = off <= allowed * number
-    if plan.padding_multiple > 1:
-        # numbers of other slices are added to it in the messages, and leave their rounding
-        def beside_others() -> jax.Array:
-            leaves = [x for x in jax.tree.leaves(reduced) if x.size]
-            largest = [jnp.max(jnp.abs(x)).astype(count.dtype) for x in leaves]
-            others = plan.padding_multiple * jnp.max(jnp.stack(largest))
-            return off <= allowed * (number + others)
-
-        near = jax.lax.cond(near, lambda: jnp.array(True), beside_others)
+    near = jnp.abs(count - number) <= allowed * number
     return jnp.where(near, jnp.asarray(number, count.dtype), jnp.nan)
 
 

@@ -38,10 +38,9 @@ class Blocks:
     """See `CodedGroup.blocks`."""
 
     def __init__(
-        self, transport: Transport, placement: Placement, rank: int, batch_size: int
+        self, transport: Transport, placement: Placement, batch_size: int
     ) -> None:
-        self._transport, self._placement = transport, placement
-        self._rank = rank
+        self._transport = transport
         self._starts = placement.examples(batch_size)
         self._words = f"the blocks of a batch of {batch_size}"
         self._entered = self._over = False

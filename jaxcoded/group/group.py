@@ -489,7 +489,7 @@ class CodedGroup:
                     f"this group has a code ({self.plan.code!r}), and does not share its "
                     'work: make it with code="shared(replicas=2)", or take its assignment'
                 )
-        return Blocks(self.transport, self.plan.placement, self.rank, batch_size)
+        return Blocks(self.transport, self.plan.placement, batch_size)
 
     @overload
     def lag(self, *, token: None = None) -> int | jax.Array: ...

@@ -54,8 +54,6 @@ class Transport(abc.ABC):
     takes_tokens = False
     # Whether the parts of a message can go ahead of the others.
     takes_parts = False
-    # Whether ranks can take over what others would compute too late.
-    shares_work = False
     # How many rounds can be started before the first is finished. None: a started round
     # would not go on while its rank computes.
     most_started = 0

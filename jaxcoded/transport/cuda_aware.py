@@ -13,6 +13,7 @@ import jax
 from mpi4py import MPI
 
 _ON = ("true", "1", "on")
+# mpi4jax's own library, which is linked to MPI; nothing of JAX's
 _BRIDGE = "mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu"
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 

@@ -95,7 +95,6 @@ class Engine(Transport):
     can_lag = True
     takes_tokens = True
     takes_parts = True
-    shares_work = True
 
     def __init__(
         self,

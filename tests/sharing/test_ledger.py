@@ -180,7 +180,9 @@ def test_what_was_divided_once_is_divided_so_again(seed, members):
 def test_what_only_the_dead_may_compute():
     """Others hold it, but have not computed it then."""
     ledger = Ledger([[1, 0], [2]], 0.02)
-    ledger.begin([True, True], 0.0)
+    ledger.begin()
+    for member in range(2):
+        ledger.arrived(member, 0.0)
     assert [order.blocks for order in ledger.orders(0.0)] == [[1, 0], [2]]
     ledger.lost(0)
     assert not ledger.orders(1.0)

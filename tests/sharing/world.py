@@ -106,12 +106,13 @@ class World:
         began = self.clock
         for seconds, what, member in faults:
             self.at(began + seconds, getattr(self, what), member)
-        present = [m in self.left and m not in self.dead for m in range(self.members)]
-        self.ledger.begin(present, self.clock)
+        self.ledger.begin()
         for m in range(self.members):
             late = calls[m] if calls else 0.0
             self.at(began + late, self._calls, m, of=m)
-            if not present[m]:  # it is heard of once it is there
+            if m in self.left and m not in self.dead:
+                self.ledger.arrived(m, self.clock)
+            else:  # it is heard of once it is there
                 self.at(began + late, self._arrives, m, of=m)
         self._decide()
         for number in itertools.count():

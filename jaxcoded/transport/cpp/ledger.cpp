@@ -39,16 +39,15 @@ Ledger::Ledger(const Division& division, double patience_seconds)
   }
 }
 
-void Ledger::begin(const std::vector<bool>& present, double now) {
+void Ledger::begin() {
   orders_.clear();
   free_.clear();
   times_taken_.assign(holders_.size(), 0);
   for (Block block = 0; block < holders_.size(); ++block) free_.insert(block);
-  for (std::size_t m = 0; m < members_.size(); ++m) {
-    const bool lost = members_[m].state == Member::State::lost;
-    members_[m] = {.state = lost ? Member::State::lost : Member::State::absent,
-                   .seconds = members_[m].seconds};
-    if (present[m]) arrived(m, now);
+  for (Member& member : members_) {
+    const bool lost = member.state == Member::State::lost;
+    member = {.state = lost ? Member::State::lost : Member::State::absent,
+              .seconds = member.seconds};
   }
 }
 

@@ -44,9 +44,8 @@ class Ledger {
   // Everybody computes these blocks, in this order, and nobody anything else.
   Ledger(const Division& division, double patience_seconds);
 
-  // A round begins. `present`: members known to have left the round before; the others may take
-  // part once they arrive.
-  void begin(const std::vector<bool>& present, double now);
+  // A round begins. Members may take part once they arrive.
+  void begin();
   void arrived(std::size_t member, double now);
   void heard(std::size_t member, const Progress& progress, double now);
   // Its vector cannot be had. If it is there after all, it begins anew.
@@ -63,7 +62,6 @@ class Ledger {
   bool settled() const;
   // Blocks that a member has not computed yet.
   std::size_t left(std::size_t member) const { return members_[member].left(); }
-  bool takes_part(std::size_t member) const { return members_[member].takes_part(); }
   // What a member's vector must be of.
   Version version(std::size_t member) const;
   Division division() const;

@@ -100,15 +100,9 @@ bool Node::counted() {
   const auto [number, allowed] = up_.call.examples;
   const Layout& incoming = up_.incoming;
   if (!number || !incoming[0].count) return true;
-  const Segment& slice = incoming.segments().front();
-  double count = 0, others = 0;
-  for (std::size_t u = 0; u < decoder_.slices(); ++u) {
-    double value = 0;
-    widen(slice.dtype, &value, up_.sum_at.front() + u * slice.bytes(), 1);
-    // what lies upon it in the messages leaves its rounding in it
-    (u ? others : count) += u ? std::abs(value) : value;
-  }
-  if (!(std::abs(count - number) > allowed * (number + others))) return true;
+  double count = 0;
+  widen(incoming.segments().front().dtype, &count, up_.sum_at.front(), 1);
+  if (!(std::abs(count - number) > allowed * number)) return true;
   char counts[96];
   std::snprintf(counts, sizeof counts, "%.9g examples were counted, not %.9g", count, number);
   decide_error("InconsistentMessages: round " + std::to_string(next_) + ", " + up_.call.signature +

@@ -107,8 +107,8 @@ void Node::on_order(const Message& message) {
   up_.orders = head.last;
   follow_order({.member = 0,
                 .kind = static_cast<Order::Kind>(head.ready),
-                .blocks = message.all<Block>(),
-                .generation = head.segments});
+                .blocks = message.values<Block>(0, head.segments),
+                .generation = static_cast<std::uint32_t>(head.fingerprint)});
 }
 
 void Node::follow_order(const Order& order) {
@@ -161,11 +161,9 @@ std::string Node::why_not_as_before() const {
 }
 
 void Node::begin_sharing() {
-  const double now = wire_.now();
-  std::vector<bool> present(children_.size() + 1);
-  present[0] = true;
   if (replayed_) ledger_.emplace(replayed_->at(next_).division, limits_.orphan_seconds);
-  ledger_->begin(present, now);
+  ledger_->begin();
+  ledger_->arrived(0, wire_.now());
   for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
   if (up_.call.skipped) leave_share();
 }
@@ -195,7 +193,8 @@ bool Node::deal() {
       }
       Message message{header(Kind::order, next_)};
       message.header.ready = static_cast<std::uint32_t>(order.kind);
-      message.header.segments = order.generation;
+      message.header.segments = static_cast<std::uint32_t>(order.blocks.size());
+      message.header.fingerprint = order.generation;
       message.header.last = ++up_.orders;
       message.append(order.blocks.data(), order.blocks.size() * sizeof(Block));
       wire_.send(children_[order.member - 1].rank, message);
