@@ -22,11 +22,14 @@ def group(comm):
         yield its
 
 
-def added_up(group, nap=0.0):
-    """What this rank computes of the batch, and the blocks that it is of."""
+def added_up(group, nap=0.0, first=lambda: None):
+    """What this rank computes of the batch, and the blocks that it is of; it calls ``first`` with
+    its first one."""
     total, numbers = np.zeros(D), []
     with group.blocks(BATCH) as blocks:
         for block in blocks:
+            if not numbers:
+                first()
             time.sleep(nap)
             total += GRADIENTS[block.indices].sum(0)
             numbers.append(block.number)
@@ -106,10 +109,11 @@ def test_leaving_the_loop_early(comm):
                 group.blocks(BATCH) as blocks,
             ):
                 for _ in blocks:
+                    comm.Barrier()  # all have some
                     break
             own = np.zeros(D)
         else:
-            own, _ = added_up(group)
+            own, _ = added_up(group, first=comm.Barrier)
         try:
             total = jaxcoded.host.coded_allreduce(own, group)
         except GroupMismatch as error:
