@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <set>
 
 #include "message.h"
+#include "signatures.h"
 
 namespace jaxcoded {
 
@@ -13,7 +13,7 @@ struct Listener {
   std::uint32_t told = 0;     // pieces of `first` that it knows of
   Round called = 0;           // a round it waits for in a call
   bool wants_state = false;
-  std::set<std::uint64_t> introduced = {};  // fingerprints whose calls it knows
+  Signatures::Known introduced = {};
 
   void want(Round from, Round to) {
     first = from;

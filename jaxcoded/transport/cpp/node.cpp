@@ -75,8 +75,7 @@ void Node::submit(Call call) {
   // Ranks below may wait for the result already, which this one is not to put off with every call.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
   telemetry_.started(next_, now, up_.call.skipped);
-  if (signatures_.size() >= most_signatures) signatures_.clear();
-  signatures_.try_emplace(up_.call.fingerprint, up_.call.signature);
+  signatures_.learn(up_.call.fingerprint, up_.call.signature);
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
@@ -87,8 +86,8 @@ void Node::submit(Call call) {
 
   up_.lay_out(decoder_, limits_.piece_bytes);
   if (root()) {
-    const std::string& reason = pending_error_.empty() ? up_.call.refusal : pending_error_;
-    if (!reason.empty()) return decide_error(std::string(reason));
+    const std::string& reason = alerts_.pending().empty() ? up_.call.refusal : alerts_.pending();
+    if (!reason.empty()) return decide_error(reason);
     if (follows_blocks()) {
       if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
       if (dealt_all_) leave_out_the_others();
@@ -282,17 +281,7 @@ void Node::understand(Rank from, const Message& message) {
       }
       break;
     case Kind::bye:
-      if (child && (head.flags & ended)) child->offer.withdraw();
-      if (child && !child->left) {
-        const auto ranks = message.all<Rank>();
-        std::vector<Rank>& known = head.flags & relays ? closed_ : absent_;
-        known.insert(known.end(), ranks.begin(), ranks.end());
-        if (!child->retired && !(head.flags & relays)) closed_.push_back(from);
-        child->retired = true;
-        child->left = !(head.flags & relays);
-        if (child->left) listeners_[from].want_nothing();
-        say_bye();
-      }
+      if (child) on_bye(*child, message);
       check_offers();
       break;
     case Kind::result:
@@ -309,8 +298,7 @@ void Node::understand(Rank from, const Message& message) {
       on_state(from, message);
       break;
     case Kind::signature:
-      if (signatures_.size() >= most_signatures) signatures_.clear();
-      signatures_[head.fingerprint] = message.text();
+      signatures_.learn(head.fingerprint, message.text());
       break;
     case Kind::step_times:
       on_step_times(from, message);
@@ -331,7 +319,7 @@ void Node::understand(Rank from, const Message& message) {
 }
 
 void Node::lost(Rank rank) {
-  dead_.insert(rank);
+  if (Child* child = child_of(rank)) child->dead = true;
   upstream_.lost(rank);
   say_bye();
   check_offers();
@@ -373,62 +361,6 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     const auto progress = recovery_->arrived(from, object.round, piece, data, wire_.now());
     if (progress == Recovery::Progress::gone) ask_next_state();
   }
-}
-
-// --- The end ---
-
-void Node::leave(const std::string& failure) {
-  if (std::exchange(leaving_, true)) return;
-  leave_share();
-  failure_ = failure;
-  closed_.push_back(family_.rank);
-  if (!std::ranges::all_of(children_, &Child::left)) retire();
-  for (Child& child : children_) check_offer(child);
-  for (const auto& [round, text] : std::exchange(refused_, {})) refuse(round, text);
-  if (root()) {
-    for (const auto& [rank, listener] : listeners_) refuse_called(rank, listener);
-  }
-  say_bye();
-}
-
-void Node::say_bye() {
-  if (!leaving_ || said_bye_) return;
-  // The dead need nothing; those below them may.
-  const bool leaves = family_.descendants.size() == children_.size();
-  for (Child& child : children_) {
-    if (!leaves || child.left || !dead_.contains(child.rank)) continue;
-    child.left = true;
-    absent_.push_back(child.rank);
-  }
-  if (!std::ranges::all_of(children_, &Child::left)) return;
-  said_bye_ = true;
-  if (root()) return;
-  Message message{header(Kind::bye, 0)};
-  message.append(absent_.data(), absent_.size() * sizeof(Rank));
-  wire_.send(family_.ancestors.front(), message);
-}
-
-void Node::give_up() {
-  for (Child& child : children_) {
-    if (child.left) continue;
-    child.left = true;
-    absent_.push_back(child.rank);
-  }
-  say_bye();
-}
-
-std::vector<Rank> Node::end() {
-  leave();
-  std::vector<Rank> out = absent_;
-  for (const Child& child : children_) {
-    if (!child.left) out.push_back(child.rank);
-  }
-  if (root() || !calling() || !up_.offering) return out;
-  Message message{header(Kind::bye, next_)};
-  // Those below may be on their way, served from above: whoever is there waits for them.
-  message.header.flags = said_bye_ ? ended : ended | relays;
-  wire_.send(family_.ancestors.front(), message);
-  return out;
 }
 
 std::string Node::status() const {

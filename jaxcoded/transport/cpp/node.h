@@ -18,8 +18,11 @@
 #include <string>
 #include <vector>
 
+#include "alerts.h"
 #include "call.h"
 #include "decoder.h"
+#include "departures.h"
+#include "failed_alone.h"
 #include "history.h"
 #include "ledger.h"
 #include "listener.h"
@@ -27,6 +30,7 @@
 #include "message.h"
 #include "offer.h"
 #include "pool.h"
+#include "signatures.h"
 #include "snapshots.h"
 #include "telemetry.h"
 #include "upstream.h"
@@ -147,13 +151,13 @@ class Node {
   // This rank makes no more calls, after a failure in words or, where they are empty, as it should.
   // `left`: nobody below needs it any more.
   void leave(const std::string& failure = {});
-  bool left() const { return said_bye_; }
+  bool left() const { return departures_.gone(); }
   // Leave without those below that still need it.
   void give_up();
   // The process ends, whatever is still needed of it. The ranks below that had not left.
   std::vector<Rank> end();
   // Ranks below that were given up, here or below.
-  const std::vector<Rank>& absent() const { return absent_; }
+  const std::vector<Rank>& absent() const { return departures_.absent(); }
 
   // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
   std::string waiting_for() const;
@@ -190,6 +194,7 @@ class Node {
     Round overdue_round = 0;  // in which it waits after its deadline,
     std::string overdue = {};  // and for whom
     Round done = 1;
+    bool dead = false;
     bool retired = false;  // makes no more offers
     bool left = false;     // nor does anybody below it need anything
   };
@@ -227,6 +232,8 @@ class Node {
   bool own_ready(std::uint32_t piece) const;
   void announce_sum();
   void offer();
+  bool begin_offer();
+  void send_offer(const Message& message);
   void fail(const std::string& text);
   void watch_for_stalls();
   bool as_a_whole() const { return pinned() || up_.call.shared; }
@@ -283,7 +290,6 @@ class Node {
   bool only_silent_lack() const;
   std::string too_late(double seconds) const;
   void watch_above();
-  void fails_alone();
   void decide_alone(const std::string& text);
   void on_overdue(Child& child, const Message& message);
   std::shared_ptr<const Decoding> approximation(std::uint32_t piece);
@@ -320,19 +326,23 @@ class Node {
   Entry& fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone);
 
   // Calls that do not fit.
-  void introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint);
-  std::string signature_of(std::uint64_t fingerprint) const;
+  void introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprint);
   std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
                     std::uint64_t others) const;
   void check_offer(Child& child);
   void check_offers();
-  void retire();
   std::vector<bool> may_offer(std::uint32_t piece) const;
+  void alert(Round round, const std::string& text);
+  void decide_error(std::string text, bool alone = false);
+
+  // The end.
+  void on_bye(Child& child, const Message& message);
+  void retire();
+  void give_up(Child& child);
+  void say_bye();
   std::string who_left() const;
   void refuse(Round round, const std::string& text);
   void refuse_called(Rank rank, const Listener& listener);
-  void alert(Round round, const std::string& text);
-  void decide_error(const std::string& text, bool alone = false);
 
   // Snapshots.
   void on_state(Rank from, const Message& message);
@@ -344,7 +354,6 @@ class Node {
   void keep_own();
   void withdraw(Object::What what, Round first_valid);
   double patience(double stuck_since) const;
-  void say_bye();
   Round done() const;
   Header header(Kind kind, Round round) const;
   static void append_addresses(Message& message, const std::vector<std::byte*>& segments);
@@ -353,7 +362,6 @@ class Node {
   // Pieces that are asked for at a time of one rank where it takes time. With more, those of one
   // child crowd out its brothers' in the port of their parent, and layers take turns.
   static constexpr std::uint32_t pieces_ahead = 2;
-  static constexpr std::size_t most_signatures = 1024;  // of other ranks' calls
 
   Family family_;
   Decoder decoder_;
@@ -384,8 +392,6 @@ class Node {
   std::optional<std::map<Round, Dealt>> replayed_;  // by whose divisions the work is shared
   Round dealt_ = 0;  // the latest round whose blocks are in vectors that the next round sums,
   bool dealt_all_ = false;  // and whether they are all
-  std::string pending_error_;  // at the root: what the next undecided round fails with
-  Round alerted_ = 0;          // the newest round that an alert was about
 
   // The way down.
   History history_;
@@ -395,22 +401,18 @@ class Node {
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
-  std::set<Rank> dead_;
-  // The rounds that failed here without the root, and of which it has said nothing since.
-  Round alone_ = 0, last_alone_ = 0;
+  FailedAlone failed_alone_;
   bool desynchronized_ = false;
 
   std::array<Round, 3> first_valid_{};  // objects that others may fetch
-  std::map<std::uint64_t, std::string> signatures_;
-  std::set<std::uint64_t> introduced_;  // to the parent
 
   Snapshot snapshot_;
   std::optional<Recovery> recovery_;
-  bool leaving_ = false, retired_ = false, said_bye_ = false;
-  std::string failure_;       // why this rank left, if it should not have
-  std::vector<Rank> closed_;  // ranks that have closed the group, here or below
-  std::map<Round, std::string> refused_;
-  std::vector<Rank> absent_;
+  Departures departures_;
+
+  // Calls that do not fit.
+  Signatures signatures_;
+  Alerts alerts_;  // at the root
   std::uint64_t fetched_bytes_ = 0;
 };
 

@@ -42,7 +42,7 @@ bool Node::waits_for_children() const {
 // a rule: a program may sum a gradient, which waits for who computes it, and then a single number.
 void Node::waited(double seconds) {
   if (limits_.deadline_rounds <= 0 || !up_.in_time || !up_.call.sums()) return;
-  if (waits_.size() >= most_signatures && !waits_.contains(up_.call.fingerprint)) waits_.clear();
+  if (waits_.size() >= Signatures::most && !waits_.contains(up_.call.fingerprint)) waits_.clear();
   waits_[up_.call.fingerprint].add(seconds);
 }
 
@@ -89,7 +89,7 @@ bool Node::lacks(std::size_t child) const {
 
 // It was there neither in an earlier round, before whose deadline it was asked, nor since.
 bool Node::silent(const Child& child) const {
-  if (dead_.contains(child.rank)) return true;
+  if (child.dead) return true;
   return child.asked != 0 && child.asked < began() &&
          wire_.now() - child.asked >= std::min(limits_.silent_seconds, deadline(limits_.deadline_share / 2));
 }
@@ -136,10 +136,9 @@ void Node::watch_above() {
     up_.forsaken = false;
     return;
   }
-  const Rank top = family_.ancestors.back();
-  if (dead_.contains(top)) {
+  if (upstream_.rootless()) {
     return decide_alone("CodedError: round " + std::to_string(next_) +
-                        " cannot be decided: the root, rank " + std::to_string(top) +
+                        " cannot be decided: the root, rank " + std::to_string(family_.ancestors.back()) +
                         ", is dead");
   }
   const double seconds = deadline(1);
@@ -149,16 +148,10 @@ void Node::watch_above() {
   }
 }
 
-// The round at the frontier fails here without the root.
-void Node::fails_alone() {
-  if (!alone_) alone_ = frontier_;
-  last_alone_ = frontier_;
-}
-
-// If the root decides this round after all, or has decided it, then others know more than this rank
-// and those below it, see `on_result`.
+// The round at the frontier fails here without the root. If that decides it after all, or has
+// decided it, then others know more than this rank and those below it, see `on_result`.
 void Node::decide_alone(const std::string& text) {
-  fails_alone();
+  failed_alone_.add(frontier_);
   decide_error(text, true);
 }
 

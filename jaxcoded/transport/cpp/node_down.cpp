@@ -41,11 +41,13 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
 void Node::on_result(Rank from, const Message& message) {
   const Header& head = message.header;
   const bool theirs = !(head.flags & alone);
-  if (alone_ && theirs && head.round == alone_ && (head.flags & failed)) {  // for all
-    alone_ = alone_ < last_alone_ ? alone_ + 1 : 0;
-    for (const Child& child : children_) wire_.send(child.rank, message);
-  } else if (alone_ && theirs && head.round >= alone_) {
-    desynchronize();  // others may have what failed here
+  if (theirs) {
+    const auto heard = failed_alone_.heard(head.round, (head.flags & failed) != 0);
+    if (heard == FailedAlone::Heard::confirmed) {  // for all
+      for (const Child& child : children_) wire_.send(child.rank, message);
+    } else if (heard == FailedAlone::Heard::contradicted) {
+      desynchronize();
+    }
   }
   if (head.round < frontier_) return;
   const auto known = announced_.find(head.round);
@@ -152,7 +154,7 @@ bool Node::follow() {
   Entry* entry = entry_at_frontier(news);
   if (!entry) return false;
   if (news.failed) {
-    if (news.alone) fails_alone();
+    if (news.alone) failed_alone_.add(frontier_);
     decided(*entry, entry->layout.size());
     return true;
   }
@@ -251,7 +253,7 @@ bool Node::awaited_below() const {
 
 // Ask above for the results that are decided, and elsewhere for one that does not come.
 void Node::ask() {
-  if (root() || said_bye_) return;
+  if (root() || left()) return;
   // what has come of shared work waits for its program
   const bool there = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
   const bool mine = calling() && next_ == frontier_ && !there;
@@ -317,7 +319,7 @@ void Node::desynchronize() {
   desynchronized_ = true;
   if (calling()) {
     finish(Outcome::desynchronized,
-           alone_ ? "round " + std::to_string(alone_) +
+           failed_alone_.first() ? "round " + std::to_string(failed_alone_.first()) +
                         " failed here since the root did not answer, but others may have its "
                         "result: call group.resync"
                   : "the results that this rank lacks are no longer kept anywhere: call "
@@ -394,7 +396,7 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
     if (!calling() && !awaited_below()) upstream_.waits(wire_.now());
     listener.called = head.round;
   }
-  if (root() && leaving_) refuse_called(rank, listener);
+  if (root() && departures_.leaving()) refuse_called(rank, listener);
   tell(rank, listener);
   // Whoever asks is to know that somebody is here, also if there is nothing yet.
   const bool answered = listener.first > head.round || listener.told || !listener.last;

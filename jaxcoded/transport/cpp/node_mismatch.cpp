@@ -6,26 +6,21 @@
 
 namespace jaxcoded {
 
-void Node::introduce(Rank to, std::set<std::uint64_t>& known, std::uint64_t fingerprint) {
-  if (known.size() >= most_signatures) known.clear();
-  if (!signatures_.contains(fingerprint) || !known.insert(fingerprint).second) return;
+void Node::introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprint) {
+  const std::string* words = signatures_.news(fingerprint, known);
+  if (!words) return;
   Message message{header(Kind::signature, 0)};
   message.header.fingerprint = fingerprint;
-  message.append(signatures_[fingerprint].data(), signatures_[fingerprint].size());
+  message.append(words->data(), words->size());
   wire_.send(to, message);
-}
-
-std::string Node::signature_of(std::uint64_t fingerprint) const {
-  const auto found = signatures_.find(fingerprint);
-  return found == signatures_.end() ? "something else" : found->second;
 }
 
 std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
                         std::uint64_t others) const {
   return "GroupMismatch: ranks called different things in the same round; rank " +
-         std::to_string(one) + ": round " + std::to_string(round) + ", " + signature_of(its) +
+         std::to_string(one) + ": round " + std::to_string(round) + ", " + signatures_.of(its) +
          "; rank " + std::to_string(other) + ": round " + std::to_string(round) + ", " +
-         signature_of(others);
+         signatures_.of(others);
 }
 
 void Node::check_offer(Child& child) {
@@ -45,10 +40,10 @@ void Node::check_offer(Child& child) {
   } else if (calling() && offer.round == next_ && !offer.fits(up_.of_child())) {
     offer.withdrawn = true;
     garbled(child.rank, "an offer of " + std::to_string(offer.ready) + " pieces");
-  } else if (leaving_ && offer.round >= next_ && !calling()) {
+  } else if (departures_.leaving() && offer.round >= next_ && !calling()) {
     offer.withdrawn = true;
     refuse(offer.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
-                            signature_of(offer.fingerprint));
+                            signatures_.of(offer.fingerprint));
   }
 }
 
@@ -60,14 +55,14 @@ void Node::check_offers() {
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const Child& child = children_[i];
       if (up_.call.leaves_out(i) || usable(i, up_.decoded.pieces)) continue;
-      if (!child.retired && !dead_.contains(child.rank)) continue;
+      if (!child.retired && !child.dead) continue;
       return decide_error("CodedError: rank " + std::to_string(child.rank) +
                           " has left with what it had computed of the batch: repeat the step");
     }
     return;
   }
   // With too many children gone for good, waiting would never end.
-  if (closed_.empty() || (decoder_.checked() && all_may_come())) return;
+  if (departures_.closed().empty() || (decoder_.checked() && all_may_come())) return;
   const std::vector<bool> possible = may_offer(up_.decoded.pieces);
   std::vector<std::size_t> rows;
   for (std::size_t row : rows_in_order()) {
@@ -95,53 +90,6 @@ std::vector<bool> Node::may_offer(std::uint32_t piece) const {
   return out;
 }
 
-// Tell the parent that there will be no more offers; why is in `closed_`.
-void Node::retire() {
-  if (retired_ || root()) return;
-  retired_ = true;
-  Message message{header(Kind::bye, 0)};
-  message.header.flags = relays;
-  message.append(closed_.data(), closed_.size() * sizeof(Rank));
-  wire_.send(family_.ancestors.front(), message);
-}
-
-// Ranks of which nothing comes any more; what this one knows of itself, in its own words.
-std::string Node::who_left() const {
-  if (failure_.empty()) return listed(closed_) + " closed the group";
-  const std::string failed = "rank " + std::to_string(family_.rank) + " failed: " + failure_;
-  std::vector<Rank> others = closed_;
-  std::erase(others, family_.rank);
-  return others.empty() ? failed : listed(others) + " closed the group, and " + failed;
-}
-
-// A call that can never be answered, since the root has left the group, for a reason that it alone
-// knows. If it has.
-void Node::refuse(Round round, const std::string& text) {
-  if (!root()) {
-    // Where the parent says nothing, whoever waits asks further up, and the root finds out.
-    if (!upstream_.refuses()) return;
-    Message message{header(Kind::alert, round)};
-    message.header.flags = closed;
-    message.append(text.data(), text.size());
-    return wire_.send(family_.ancestors.front(), message);
-  }
-  if (!leaving_) {  // not yet
-    refused_.emplace(round, text);
-  } else if (round >= next_ && !calling()) {
-    up_.call = {};
-    outcome_ = Outcome::pending;
-    decide_error(text + ", but rank " + std::to_string(family_.rank) +
-                 (failure_.empty() ? " closed the group" : " failed: " + failure_));
-  }
-}
-
-// A rank asks for the result of a round that it has called, but the root has left.
-void Node::refuse_called(Rank rank, const Listener& listener) {
-  if (listener.called < next_) return;
-  refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) +
-                              " or one below it called round " + std::to_string(listener.called));
-}
-
 // Let the root fail this round, or its next one, on every rank.
 void Node::alert(Round round, const std::string& text) {
   if (!root()) {
@@ -149,25 +97,22 @@ void Node::alert(Round round, const std::string& text) {
     message.append(text.data(), text.size());
     return wire_.send(family_.ancestors.front(), message);
   }
-  if (round <= alerted_) return;  // several ranks notice the same
-  alerted_ = round;
-  pending_error_ = text;
+  if (!alerts_.add(round, text)) return;
   const Entry* entry = history_.find(next_);
   if (entry && entry->complete()) return;  // others may have it, although this rank still calls it
   // pieces of this very round may lack that rank for ever
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
 
-void Node::decide_error(const std::string& text, bool alone) {
-  const std::string error = text;  // `text` may be `pending_error_`
-  pending_error_.clear();
+void Node::decide_error(std::string text, bool alone) {
+  alerts_.over();
   if (root() && calling() && up_.call.shared && !up_.call.lends()) dealt(false);
   const bool begun = !history_.empty() && history_.last() == next_;
-  Entry& entry = begun ? fail_newest(up_.call.fingerprint, error, alone)
+  Entry& entry = begun ? fail_newest(up_.call.fingerprint, text, alone)
                        : history_.add({.round = next_,
                                        .fingerprint = up_.call.fingerprint,
                                        .failed = true,
-                                       .error = error,
+                                       .error = std::move(text),
                                        .alone = alone});
   decided(entry, entry.layout.size());
 }

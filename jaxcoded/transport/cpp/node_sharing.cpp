@@ -80,13 +80,7 @@ void Node::tell_share() {
     return;
   }
   const Rank parent = family_.ancestors.front();
-  if (!up_.offering) {
-    if (upstream_.unanswered()) {
-      up_.held_back = true;
-      return;
-    }
-    introduce(parent, introduced_, up_.call.fingerprint);
-  }
+  if (!begin_offer()) return;
   const bool ready = up_.lent && up_.share.sealed() && up_.share.version().blocks;
   Message message{header(Kind::offer, next_)};
   message.header.fingerprint = up_.call.fingerprint;
@@ -94,10 +88,7 @@ void Node::tell_share() {
   message.header.ready = ready ? up_.outgoing.size() : 0;
   up_.share.progress().append_to(message);
   if (ready) append_vectors(message, up_.outgoing.bytes() <= wire_.inline_bytes(parent));
-  wire_.send(parent, message);
-  up_.offered = message.header.ready;
-  upstream_.offered(next_, up_.offering);
-  up_.offering = true;
+  send_offer(message);
 }
 
 void Node::on_order(const Message& message) {
@@ -179,7 +170,7 @@ bool Node::deal() {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
     const bool mine = child.offer.round == next_;
-    if (dead_.contains(child.rank) || (child.retired && !(mine && !child.offer.withdrawn))) {
+    if (child.dead || (child.retired && !(mine && !child.offer.withdrawn))) {
       ledger_->lost(i + 1);
     } else if (mine && child.offer.withdrawn) {
       ledger_->give_up(i + 1, now);

@@ -54,7 +54,7 @@ void Node::resume() {
   const Round round = state_round();
   recovery_.reset();
   desynchronized_ = false;
-  alone_ = 0;
+  failed_alone_.clear();
   outcome_ = Outcome::done;
   next_ = round;
   if (round != frontier_ && !history_.find(round)) skip_to(round);

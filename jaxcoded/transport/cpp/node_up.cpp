@@ -283,21 +283,29 @@ void Node::offer() {
     ready = up_.outgoing.first(parts * vectors);
   }
   if (!empty && ready == up_.offered) return;
-  if (!up_.offering) {
-    // A parent that has not answered to an earlier round's offer gets no second one.
-    if (upstream_.unanswered()) {
-      up_.held_back = true;
-      return;
-    }
-    introduce(parent, introduced_, up_.call.fingerprint);
-  }
+  if (!begin_offer()) return;
   Message message{header(Kind::offer, next_)};
   message.header.fingerprint = up_.call.fingerprint;
   message.header.ready = ready;
   if (up_.approximating) message.header.flags = approximate;
   if (!empty) append_vectors(message, small);
-  wire_.send(parent, message);
-  up_.offered = ready;
+  send_offer(message);
+}
+
+// Let the parent know what is called, if it may be told now. One that has not answered to an earlier
+// round's offer gets no second one.
+bool Node::begin_offer() {
+  if (up_.offering) return true;
+  up_.held_back = upstream_.unanswered();
+  if (!up_.held_back) {
+    introduce(upstream_.parent(), upstream_.introduced(), up_.call.fingerprint);
+  }
+  return !up_.held_back;
+}
+
+void Node::send_offer(const Message& message) {
+  wire_.send(upstream_.parent(), message);
+  up_.offered = message.header.ready;
   upstream_.offered(next_, up_.offering);
   up_.offering = true;
 }

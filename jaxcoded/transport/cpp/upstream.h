@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "message.h"
+#include "signatures.h"
 
 namespace jaxcoded {
 
@@ -28,13 +29,19 @@ class Upstream {
     }
   }
   // It is dead, and will not answer.
-  void lost(Rank rank) { asked_.insert(rank); }
+  void lost(Rank rank) {
+    asked_.insert(rank);
+    rootless_ |= !above_.empty() && rank == above_.back();
+  }
+  bool rootless() const { return rootless_; }
   // Something of the result came, or this rank calls: whoever is asked gets all of its time.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
   // A result is waited for from now on, although whoever is asked may have had some of its time.
   void waits(double now) { stuck_since_ = now; }
 
   Rank parent() const { return above_.front(); }
+  // The calls that it knows.
+  Signatures::Known& introduced() { return introduced_; }
   // Who is relied on.
   Rank source() const { return above_[source_]; }
   // For how long it has said nothing, and nothing has come.
@@ -113,6 +120,8 @@ class Upstream {
   double heard_at_ = 0;             // of the source, or when it was asked, or something came
   double stuck_since_ = 0;
   std::set<Rank> asked_;  // that have said nothing since, and the dead
+  bool rootless_ = false;
+  Signatures::Known introduced_;
   bool unanswered_ = false, refusing_ = false;
   Round wanted_ = 0;
   Round asked_for_ = 0;  // the frontier when something was asked for last

@@ -1,0 +1,48 @@
+// Who has left the group: this rank, and those below.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "message.h"
+
+namespace jaxcoded {
+
+class Departures {
+ public:
+  // This rank makes no more calls, after a failure in words or as it should. False if it has said
+  // so before.
+  bool leave(Rank self, const std::string& failure) {
+    if (std::exchange(leaving_, true)) return false;
+    failure_ = failure;
+    closed({self});
+    return true;
+  }
+  bool leaving() const { return leaving_; }
+  const std::string& failure() const { return failure_; }
+
+  // Ranks that make no more calls, here or below.
+  void closed(const std::vector<Rank>& ranks) { append(closed_, ranks); }
+  const std::vector<Rank>& closed() const { return closed_; }
+  // Ranks below that were given up, here or below.
+  void given_up(const std::vector<Rank>& ranks) { append(absent_, ranks); }
+  const std::vector<Rank>& absent() const { return absent_; }
+
+  // Whether the parent is to hear that there will be no more offers: once.
+  bool retire() { return !std::exchange(retired_, true); }
+  // It has heard that nobody needs anything here or below.
+  void said_bye() { gone_ = true; }
+  bool gone() const { return gone_; }
+
+ private:
+  static void append(std::vector<Rank>& all, const std::vector<Rank>& ranks) {
+    all.insert(all.end(), ranks.begin(), ranks.end());
+  }
+
+  bool leaving_ = false, retired_ = false, gone_ = false;
+  std::string failure_;  // why this rank left, if it should not have
+  std::vector<Rank> closed_, absent_;
+};
+
+}  // namespace jaxcoded

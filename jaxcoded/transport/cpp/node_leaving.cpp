@@ -1,0 +1,130 @@
+// A node at the end of its group: this rank leaves, or one below it has.
+#include "node.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace jaxcoded {
+
+void Node::leave(const std::string& failure) {
+  if (!departures_.leave(family_.rank, failure)) return;
+  leave_share();
+  if (!std::ranges::all_of(children_, &Child::left)) retire();
+  for (Child& child : children_) check_offer(child);
+  for (const auto& [round, text] : alerts_.left()) refuse(round, text);
+  if (root()) {
+    for (const auto& [rank, listener] : listeners_) refuse_called(rank, listener);
+  }
+  say_bye();
+}
+
+void Node::on_bye(Child& child, const Message& message) {
+  const std::uint8_t flags = message.header.flags;
+  if (flags & ended) child.offer.withdraw();
+  if (child.left) return;
+  const auto ranks = message.all<Rank>();
+  if (flags & relays) {
+    departures_.closed(ranks);
+  } else {
+    departures_.given_up(ranks);
+    if (!child.retired) departures_.closed({child.rank});
+    child.left = true;
+    listeners_[child.rank].want_nothing();
+  }
+  child.retired = true;
+  say_bye();
+}
+
+// Tell the parent that there will be no more offers, and who has closed the group.
+void Node::retire() {
+  if (root() || !departures_.retire()) return;
+  Message message{header(Kind::bye, 0)};
+  message.header.flags = relays;
+  const std::vector<Rank>& closed = departures_.closed();
+  message.append(closed.data(), closed.size() * sizeof(Rank));
+  wire_.send(family_.ancestors.front(), message);
+}
+
+void Node::give_up(Child& child) {
+  child.left = true;
+  departures_.given_up({child.rank});
+}
+
+void Node::say_bye() {
+  if (!departures_.leaving() || departures_.gone()) return;
+  // The dead need nothing; those below them may.
+  const bool leaves = family_.descendants.size() == children_.size();
+  for (Child& child : children_) {
+    if (leaves && !child.left && child.dead) give_up(child);
+  }
+  if (!std::ranges::all_of(children_, &Child::left)) return;
+  departures_.said_bye();
+  if (root()) return;
+  Message message{header(Kind::bye, 0)};
+  message.append(absent().data(), absent().size() * sizeof(Rank));
+  wire_.send(family_.ancestors.front(), message);
+}
+
+void Node::give_up() {
+  for (Child& child : children_) {
+    if (!child.left) give_up(child);
+  }
+  say_bye();
+}
+
+std::vector<Rank> Node::end() {
+  leave();
+  std::vector<Rank> out = absent();
+  for (const Child& child : children_) {
+    if (!child.left) out.push_back(child.rank);
+  }
+  if (root() || !calling() || !up_.offering) return out;
+  Message message{header(Kind::bye, next_)};
+  // Those below may be on their way, served from above: whoever is there waits for them.
+  message.header.flags = left() ? ended : ended | relays;
+  wire_.send(family_.ancestors.front(), message);
+  return out;
+}
+
+// --- Calls after the end ---
+
+// Ranks of which nothing comes any more; what this one knows of itself, in its own words.
+std::string Node::who_left() const {
+  std::vector<Rank> others = departures_.closed();
+  if (departures_.failure().empty()) return listed(others) + " closed the group";
+  const std::string failed =
+      "rank " + std::to_string(family_.rank) + " failed: " + departures_.failure();
+  std::erase(others, family_.rank);
+  return others.empty() ? failed : listed(others) + " closed the group, and " + failed;
+}
+
+// A call that can never be answered, since the root has left the group, for a reason that it alone
+// knows. If it has.
+void Node::refuse(Round round, const std::string& text) {
+  if (!root()) {
+    // Where the parent says nothing, whoever waits asks further up, and the root finds out.
+    if (!upstream_.refuses()) return;
+    Message message{header(Kind::alert, round)};
+    message.header.flags = closed;
+    message.append(text.data(), text.size());
+    return wire_.send(family_.ancestors.front(), message);
+  }
+  if (!departures_.leaving()) {  // not yet
+    alerts_.if_left(round, text);
+  } else if (round >= next_ && !calling()) {
+    up_.call = {};
+    outcome_ = Outcome::pending;
+    decide_error(text + ", but rank " + std::to_string(family_.rank) +
+                 (departures_.failure().empty() ? " closed the group"
+                                                : " failed: " + departures_.failure()));
+  }
+}
+
+// A rank asks for the result of a round that it has called, but the root has left.
+void Node::refuse_called(Rank rank, const Listener& listener) {
+  if (listener.called < next_) return;
+  refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) +
+                              " or one below it called round " + std::to_string(listener.called));
+}
+
+}  // namespace jaxcoded

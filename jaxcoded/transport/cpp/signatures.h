@@ -1,0 +1,38 @@
+// What ranks call, in words, by the fingerprints of their calls.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+
+namespace jaxcoded {
+
+class Signatures {
+ public:
+  static constexpr std::size_t most = 1024;  // that are kept
+  // Fingerprints whose calls another rank knows.
+  using Known = std::set<std::uint64_t>;
+
+  void learn(std::uint64_t fingerprint, std::string_view words) {
+    if (words_.size() >= most) words_.clear();
+    words_[fingerprint] = words;
+  }
+  std::string of(std::uint64_t fingerprint) const {
+    const auto found = words_.find(fingerprint);
+    return found == words_.end() ? "something else" : found->second;
+  }
+  // What a rank is to be told of a call; null if it knows, or this one does not. It knows then.
+  const std::string* news(std::uint64_t fingerprint, Known& known) const {
+    if (known.size() >= most) known.clear();
+    const auto found = words_.find(fingerprint);
+    const bool untold = found != words_.end() && known.insert(fingerprint).second;
+    return untold ? &found->second : nullptr;
+  }
+
+ private:
+  std::map<std::uint64_t, std::string> words_;
+};
+
+}  // namespace jaxcoded
