@@ -257,9 +257,14 @@ std::optional<DealtTuple> next_dealt(nb::capsule reports) {
   return DealtTuple{it->round, it->call, it->division};
 }
 
+std::vector<Dealt> dealt_in(const std::vector<DealtTuple>& rounds) {
+  std::vector<Dealt> out;
+  for (const auto& [round, call, division] : rounds) out.push_back({round, call, division});
+  return out;
+}
+
 void replay(std::uint64_t index, const std::vector<DealtTuple>& rounds) {
-  std::vector<Dealt> all;
-  for (const auto& [round, call, division] : rounds) all.push_back({round, call, division});
+  const std::vector<Dealt> all = dealt_in(rounds);
   const WithoutGil released;
   Engine::instance().with(index, [&](Member& its) {
     its.node->replay(all);
@@ -632,6 +637,9 @@ NB_MODULE(_engine, module) {
         self.node().share_blocks(holders);
       })
       .def("division", [](LoneNode& self) { return self.node().division(); })
+      .def("replay", [](LoneNode& self, const std::vector<DealtTuple>& rounds) {
+        self.node().replay(dealt_in(rounds));
+      })
       .def("share", &LoneNode::share)
       .def("come_for_block", &LoneNode::come_for_block)
       .def("take_block", &LoneNode::take_block)
