@@ -8,6 +8,7 @@ import numpy as np
 from jaxcoded import _require
 from jaxcoded.plan import Plan
 from jaxcoded.plan.parent_code import largest_coded_sets
+from jaxcoded.plan.placement import Placement
 from jaxcoded.plan.tree import balanced_parents
 
 
@@ -27,6 +28,8 @@ class Layout:
         messages: float64 ``(N,)``, the length of each rank's message as a part of the
             payload.
         ranks: int64 ``(N,)``, the number that each of them has in the job.
+        placement: who holds which blocks, by their numbers in the job, where the work is
+            shared; ``loads`` are then what each computes if nobody is late.
     """
 
     parents: np.ndarray
@@ -35,6 +38,7 @@ class Layout:
     copies: np.ndarray
     messages: np.ndarray
     ranks: np.ndarray
+    placement: Placement | None = None
 
     @property
     def size(self) -> int:
@@ -67,19 +71,12 @@ class Layout:
         """That of a plan. Where what is decodable does not depend on numbers or copies
         alone, any ``n − s`` children are taken to suffice.
 
-        Raises:
-            ValueError: the plan's work is shared.
-
         Example:
             >>> import jaxcoded
             >>> from jaxcoded.simulator import Layout
             >>> Layout.of(jaxcoded.make_plan(13, fanout=3)).needs.tolist()[:4]
             [2, 2, 2, 2]
         """
-        if plan.placement is not None:
-            raise ValueError(
-                f"code={plan.code!r}: shared work is not simulated; take a plan with a code"
-            )
         order: list[int] = [plan.root]
         needs, copies = [], []
         for rank in order:  # grows while it is walked
@@ -114,6 +111,7 @@ class Layout:
             copies=np.array(copies),
             messages=messages[ranks],
             ranks=ranks,
+            placement=plan.placement,
         )
 
     @classmethod

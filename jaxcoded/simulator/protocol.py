@@ -23,6 +23,7 @@ from jaxcoded import _require
 from jaxcoded.simulator.layout import Layout
 from jaxcoded.simulator.network import Network
 from jaxcoded.simulator.ring import Ring
+from jaxcoded.simulator.sharing import Sharing
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
 
 _PATIENCE = 0.1  # seconds, and 4 median rounds, until an orphan asks further up
@@ -121,16 +122,21 @@ def simulate(
     used = np.zeros(layout.size, np.int64)
     skipped = np.zeros(layout.size, np.int64)
     worked = work * layout.loads
+    sharing = None
+    if layout.placement is not None and work:
+        sharing = Sharing(layout, network, work)
     lasted: deque[float] = deque(maxlen=31)
     for number in range(rounds):
         drawn = next(delays)
         delay = Delays(*(column[numbers] for column in drawn))
-        called = free + delay.time(worked)
+        called = busy = free + delay.time(worked)
         frozen = np.where(delay.stopped, free + delay.seconds, frozen)
+        if sharing is not None:
+            called, busy = sharing.round(free, delay)
         up = job.up(called)
         if not np.isfinite(up.last[0]):
             break
-        used += up.used
+        used += up.used & (called > -np.inf)
         ends[number] = up.last[0] + network.call
         if fresh:
             free[:] = ends[number]
@@ -141,7 +147,7 @@ def simulate(
         behind = (free >= here) & np.isfinite(free)  # not dead
         skipped += behind
         replayed = free + payload / network.combine
-        free = np.where(behind, replayed, np.maximum(called, here)) + network.call
+        free = np.where(behind, replayed, np.maximum(busy, here)) + network.call
     total = np.zeros((2, layout.size), np.int64)
     total[:, numbers] = used, skipped
     return Outcome(ends, total[0], total[1])

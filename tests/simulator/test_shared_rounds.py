@@ -1,0 +1,182 @@
+"""Shared work in the simulator: exact properties of its rounds, and rounds worked out by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from independent import bounded
+
+import jaxcoded
+from jaxcoded.simulator import Layout, Network, simulate, stragglers
+from jaxcoded.simulator.sharing import Round, Sharing
+
+FREE = Network(latency=0.0, overhead=0.0, call=0.0, bandwidth=np.inf)
+BATCH = 1.2  # seconds for all of it
+
+
+def layout(ranks, replicas, blocks, *, root_computes=False):
+    code = f"shared(replicas={replicas}, blocks={blocks})"
+    plan = jaxcoded.make_plan(ranks, code=code, root_computes=root_computes)
+    return Layout.of(plan)
+
+
+def steps(shape, model=None, *, network=FREE, rounds=20, work=BATCH, payload=0.0):
+    """Seconds of each."""
+    return simulate(
+        shape,
+        network,
+        payload=payload,
+        work=work,
+        stragglers=model,
+        rounds=rounds,
+        seed=3,
+    ).seconds
+
+
+def ideals(model, ranks, rounds=20):
+    """Seconds of each step if all work were divided such that all are done at once."""
+    drawn = itertools.islice(stragglers.as_model(model).rounds(ranks, 3), rounds)
+    return np.array([BATCH / (1 / delays.factor[1:]).sum() for delays in drawn])
+
+
+@given(
+    ranks=st.integers(3, 9),
+    replicas=st.integers(0, 8),
+    blocks=st.integers(1, 6),
+    root_computes=st.booleans(),
+    latency=st.sampled_from([0.0, 1e-4, 0.02]),
+    seed=st.integers(0, 10**6),
+)
+@bounded
+def test_each_block_is_computed_once(
+    ranks, replicas, blocks, root_computes, latency, seed
+):
+    """Whoever is late, frozen or given up, by someone who holds it."""
+    rng = np.random.default_rng(seed)
+    workers = ranks - 1 + root_computes
+    replicas = min(replicas, workers - 1)
+    shape = layout(ranks, replicas, blocks, root_computes=root_computes)
+    factor = 1 + rng.pareto(1.0, ranks)
+    stopped = rng.random(ranks) < 0.2
+    delay = stragglers.Delays(factor, stopped * rng.exponential(0.5, ranks), stopped)
+    called = np.where(rng.random(ranks) < 0.3, rng.exponential(0.1, ranks), 0.0)
+    called[0] = 0.0
+    job = Sharing(shape, Network(latency=latency), BATCH)
+    played = Round(job, called, delay)
+    assert np.isfinite(played.play())
+    computed = [
+        (block, m) for m, it in enumerate(played.members) for block in it.blocks
+    ]
+    assert sorted(block for block, _ in computed) == list(range(workers * blocks))
+    holders = shape.placement.holders
+    assert all(shape.ranks[m] in holders[block] for block, m in computed)
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 3, 11])
+def test_nobody_is_late(replicas):
+    shape = layout(13, replicas, 12)
+    assert steps(shape) == pytest.approx(BATCH / 12)
+    everybody = layout(13, replicas, 12, root_computes=True)
+    assert steps(everybody) == pytest.approx(BATCH / 13)
+
+
+def test_by_hand():
+    """Workers 1 and 2 take 1 s for a block and worker 3 takes 3 s, as in docs/sharing.md: it
+    computes one of its three, and each of the others one more."""
+    model = stragglers.FixedSlow(ranks=(3,), factor=3)
+    assert steps(layout(4, 2, 3), model, work=9.0) == pytest.approx(4.0)
+    # nobody else has the data
+    assert steps(layout(4, 0, 3), model, work=9.0) == pytest.approx(9.0)
+
+
+def test_a_block_that_was_begun_is_waited_for():
+    """On the host its program cannot take it back."""
+    model = stragglers.FixedSlow(ranks=(3,), factor=20)
+    assert steps(layout(4, 2, 3), model, work=9.0) == pytest.approx(20.0)
+
+
+def test_messages_by_hand():
+    """Of 2 ms: of the call, the grant, the last block, that all is computed, and the sum."""
+    network = Network(latency=2e-3, overhead=0.0, call=1e-3, bandwidth=np.inf)
+    expected = BATCH / 12 + 5 * 2e-3 + 2e-3
+    assert steps(layout(13, 0, 12), network=network, rounds=1) == pytest.approx(
+        expected
+    )
+
+
+@pytest.mark.parametrize(
+    "model", ["exponential", "pareto", "bursty(begin=0.2)", "fixed"]
+)
+@pytest.mark.parametrize("payload", [0.0, 1e6])
+def test_without_replicas_it_is_uncoded(model, payload):
+    uncoded = steps(Layout.balanced(13, 12), model, payload=payload)
+    alone = steps(layout(13, 0, 12), model, payload=payload)
+    np.testing.assert_allclose(alone, uncoded, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "model", ["exponential", "pareto", "bursty(begin=0.2)", "fixed"]
+)
+@pytest.mark.parametrize("blocks", [1, 4, 12])
+def test_no_faster_than_all_work_divided_at_will(model, blocks):
+    ideal = ideals(model, 13)
+    for replicas in (0, 1, 3, 11):
+        seconds = steps(layout(13, replicas, blocks), model)
+        # a rank that was late is done with what it computed before
+        assert (np.cumsum(seconds) >= np.cumsum(ideal) * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("model", ["exponential", "pareto", "bursty(begin=0.2)"])
+def test_more_data_and_finer_blocks_help(model):
+    def mean(replicas, blocks):
+        return steps(layout(13, replicas, blocks), model, rounds=50).mean()
+
+    by_data = [mean(replicas, 12) for replicas in (0, 1, 3, 11)]
+    assert (np.diff(by_data) < 0.01 * by_data[-1]).all()
+    assert by_data[1] < 0.9 * by_data[0]
+    by_blocks = [mean(11, blocks) for blocks in (2, 6, 36)]
+    assert (np.diff(by_blocks) < 0.01 * by_blocks[-1]).all()
+    ideal = ideals(model, 13, 50).mean()
+    assert by_blocks[-1] == pytest.approx(ideal, rel=0.1)
+
+
+def test_killed():
+    """Its blocks are computed by others, as long as they have the data."""
+    model = stragglers.Killed(ranks=(4, 5), round=3)
+    assert np.isinf(steps(layout(13, 1, 12), model)[2:]).all()
+    seconds = steps(layout(13, 2, 12), model)
+    assert seconds[:2] == pytest.approx(BATCH / 12)
+    # 50 ms until they are given up
+    assert BATCH / 12 + 0.05 < seconds[2] < BATCH / 12 + 0.1
+    assert ((BATCH / 10 <= seconds[3:]) & (seconds[3:] < BATCH / 10 + 2 / 120)).all()
+    assert np.isinf(steps(layout(4, 2, 3), stragglers.Killed(ranks=(0,)))[9:]).all()
+
+
+def test_stopped_rank_catches_up():
+    model = stragglers.Stopped(ranks=(4,), round=3, seconds=0.5)
+    out = simulate(
+        layout(13, 2, 12), FREE, payload=0.0, work=BATCH, stragglers=model, rounds=20
+    )
+    assert out.seconds.max() < BATCH / 12 + 0.07
+    assert 2 <= out.skipped[4] <= 5 and out.skipped.sum() == out.skipped[4]
+    # in one it was given up, and in one all was computed when it came
+    assert out.used[4] + out.skipped[4] == 18
+    assert out.used[5] == 20
+
+
+def test_ranks_of_any_root():
+    plan = jaxcoded.make_plan(
+        4,
+        parents=(2, 2, -1, 2),
+        code="shared(replicas=2, blocks=3)",
+        root_computes=False,
+    )
+    model = stragglers.FixedSlow(ranks=(3,), factor=3)
+    assert steps(Layout.of(plan), model, work=9.0) == pytest.approx(4.0)
+
+
+def test_no_work():
+    shape = layout(5, 1, 3)
+    np.testing.assert_allclose(steps(shape, work=0.0), 0.0)
