@@ -40,7 +40,7 @@ class Record:
         self._path, self._replay = path, replay
         given = {"record": path, "replay": replay}
         self.request = {name: it for name, it in given.items() if it is not None}
-        self._rounds: list[Dealt] | None = None
+        self._rounds: list[Dealt] = []  # of the root
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
 
@@ -84,7 +84,7 @@ class Record:
 
     def follow(self, transport: Transport) -> None:
         """Let the rounds of this transport be those of the files."""
-        if self._rounds is not None:
+        if self._replay is not None:
             transport.replay(self._rounds)
         if self._writer is not None:
             self._thread = follow(

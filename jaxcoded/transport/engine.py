@@ -352,8 +352,8 @@ class Engine(Transport):
             raise _error(outcome, text)
 
     def take_block(self, words: str, *, first: bool) -> int | None:
-        number = engine_primitive.fingerprint(words) % 2**64
-        return self._ask("take", number, words, first)
+        number = engine_primitive.fingerprint(words) % 2**64 if first else 0
+        return self._ask("take", number, words if first else "", first)
 
     def end_of_blocks(self) -> None:
         outcome, text = self._ask("end_of_blocks")

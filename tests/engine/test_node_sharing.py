@@ -72,7 +72,8 @@ class World(simulation.World):
         self.said = set()  # ranks that have said that they are there
         self.out = set()  # that take part in a round no more
         self.starts = plan.placement.examples(EXAMPLES)
-        self.nodes[plan.root].share_blocks(plan.placement.holders)
+        for node in self.nodes:
+            node.share_blocks(plan.placement.holders)
 
     def sent(self, source, to, message):
         head = Header(message)
@@ -83,7 +84,7 @@ class World(simulation.World):
                 self.queues[source, to].append(message)
             if struct.unpack_from("<I", head.body, 12)[0]:
                 self.out.add(source)
-            start = 24 + 4 * struct.unpack_from("<I", head.body, 16)[0]
+            start = 32 + 4 * struct.unpack_from("<I", head.body, 16)[0]
             if head.segments:
                 at = struct.unpack_from(f"<{head.segments}Q", head.body, start)
                 kept = self.running[source].message, at

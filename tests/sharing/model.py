@@ -13,6 +13,9 @@ The rules, which `Rules` switches off one by one so that tests can show what eac
 
 Rank, per round: a generation, a queue of blocks, the block that its program computes, the vector
 and how many blocks of this generation are in it.
+0. A rank's own blocks are granted to it as the round begins: they are in its queue as it calls. Unless
+   it is to *ask*: then its queue is empty, and it says so. Who is told to *hold* before it calls is to
+   ask, and answers that.
 1. What is granted goes to the queue.
 2. The program takes blocks from the queue and adds each when it is computed, whatever has become of
    it by then. Then it comes for the next, and waits while there is none.
@@ -31,6 +34,9 @@ and how many blocks of this generation are in it.
 
 Parent, per round: for each rank its generation and the blocks granted in it; the free blocks; the
 pieces of the sum that are formed.
+0'. Who has not called is told to hold before others get its blocks. They are free once it answers
+    that it will ask, or is found silent. If it has begun with them all the same it is dropped. Who
+    asks although it need not have is granted its blocks once more.
 8. A free block is granted to a rank that holds it and has acknowledged its generation.
 9. What is returned is free. A silent rank is dropped: all that it was granted is free.
 10. A rank is *sealed* when every block in its ledger is added. That it has nothing to do is not
@@ -68,6 +74,7 @@ class Rules:
     """Which of the rules hold.
 
     Attributes:
+        refuse: who has begun with its own blocks when they were free is dropped (0').
         count_added: a rank is not sealed just because it has nothing to do (10).
         generations: what was said or held before a drop counts for nothing (5, 6).
         versions: pieces are used only as of the blocks in the ledger (6, 11).
@@ -81,6 +88,7 @@ class Rules:
         hold: programs go on until the computation ends (13).
     """
 
+    refuse: bool = True
     count_added: bool = True
     generations: bool = True
     versions: bool = True
@@ -107,6 +115,8 @@ class Rank(NamedTuple):
     left: bool = False
     ends: bool = False  # it has heard that nothing more is to be computed,
     handed_over: bool = False  # and its program that owns the vector has handed it over
+    called: bool = True
+    asks: bool = False  # before it begins with its own blocks
 
 
 class Account(NamedTuple):
@@ -118,6 +128,8 @@ class Account(NamedTuple):
     added: int = 0  # so many of them
     recalled: frozenset[Block] = frozenset()
     out: bool = False
+    called: bool = True
+    held: bool = False  # it was told to hold
 
 
 class Piece(NamedTuple):
@@ -165,7 +177,8 @@ class Model:
     """A family.
 
     Attributes:
-        holders: the ranks that hold each block's data; rank 0 is the root.
+        holders: the ranks that hold each block's data; rank 0 is the root. Block ``b`` is
+            rank ``b % ranks``'s own, if that holds it.
         ranks: how many there are.
         pieces: of every vector.
         lends: whether programs lend their vectors while they wait; or hand them over in
@@ -178,14 +191,45 @@ class Model:
     rules: Rules = Rules()
     lends: bool = True
 
+    def own(self, r: int) -> tuple[Block, ...]:
+        blocks = range(r, len(self.holders), self.ranks)
+        return tuple(b for b in blocks if r in self.holders[b])
+
     def start(
-        self, recalls: int = 1, stops: int = 0, deaths: int = 0, suspicions: int = 0
+        self,
+        recalls: int = 1,
+        stops: int = 0,
+        deaths: int = 0,
+        suspicions: int = 0,
+        expected: tuple[int, ...] | None = None,
+        asks: tuple[int, ...] = (),
     ) -> State:
+        """A round begins.
+
+        Args:
+            recalls, stops, deaths, suspicions: to come.
+            expected: ranks of which the parent takes it that they begin with their own
+                blocks; ``None``: all have called, and begun with none.
+            asks: ranks that know that they are to ask first.
+        """
         n = self.ranks
+        if expected is None:
+            ranks, accounts = (Rank(),) * n, (Account(),) * n
+        else:
+            ranks = tuple(Rank(called=False, asks=r in asks) for r in range(n))
+            accounts = tuple(
+                Account(
+                    known=-1,
+                    blocks=frozenset(self.own(r) if r in expected else ()),
+                    called=False,
+                )
+                for r in range(n)
+            )
+        granted = frozenset().union(*(account.blocks for account in accounts))
         return State(
-            ranks=(Rank(),) * n,
-            accounts=(Account(),) * n,
-            free=frozenset(range(len(self.holders))),
+            ranks=ranks,
+            accounts=accounts,
+            free=frozenset(range(len(self.holders))) - granted,
             fetched=((None,) * self.pieces,) * n,
             asked=frozenset(),
             reads=frozenset(),
@@ -213,6 +257,9 @@ class Model:
                 yield f"{r} hears {message}", self.told(told, r, message)
             rank = state.ranks[r]
             if rank.left:
+                continue
+            if not rank.called:
+                yield f"{r} calls", self.calls(state, r)
                 continue
             for read in sorted(state.reads):
                 if read[0] == r and (self.lends or rank.handed_over):
@@ -274,15 +321,23 @@ class Model:
                 and r not in state.stopped
                 and not state.over
                 and state.accounts[r].blocks
+                and (state.accounts[r].called or state.accounts[r].held)
             ):
                 yield (
                     f"parent gives up {r}, which is there",
-                    self.dropped(state, r)._replace(
+                    self.given_up(state, r)._replace(
                         faults=(stops, deaths, suspicions - 1)
                     ),
                 )
 
     # The rank.
+
+    def calls(self, state: State, r: int) -> State:
+        rank = state.ranks[r]._replace(called=True)
+        if not rank.asks:
+            rank = rank._replace(queue=self.own(r))
+        state = state._replace(ranks=replaced(state.ranks, r, rank))
+        return self.sends_up(state, r, ("calls", 0, not rank.asks))
 
     def told(self, state: State, r: int, message: tuple) -> State:
         rank = state.ranks[r]
@@ -293,6 +348,12 @@ class Model:
             )
         if rank.left:
             return state
+        if kind == "hold":
+            if rank.called:
+                return state
+            rank = rank._replace(asks=True)
+            state = state._replace(ranks=replaced(state.ranks, r, rank))
+            return self.sends_up(state, r, ("will ask", 0))
         if kind == "end":
             return state._replace(
                 ranks=replaced(state.ranks, r, rank._replace(ends=True))
@@ -397,6 +458,10 @@ class Model:
     def heard(self, state: State, r: int, message: tuple) -> State:
         account = state.accounts[r]
         kind, generation, *rest = message
+        if kind == "calls":
+            return self.called(state, r, begins=rest[0])
+        if kind == "will ask":
+            return state if account.called else self.freed(state, r)
         if generation != account.generation and self.rules.generations:
             return state
         if kind == "piece":
@@ -422,8 +487,30 @@ class Model:
         )
         return state._replace(accounts=replaced(state.accounts, r, account), free=free)
 
+    def called(self, state: State, r: int, *, begins: bool) -> State:
+        account = state.accounts[r]
+        called = account._replace(called=True, known=account.generation)
+        state = state._replace(accounts=replaced(state.accounts, r, called))
+        if begins and account.blocks != frozenset(self.own(r)) and self.rules.refuse:
+            return self.dropped(state, r)
+        if not begins:
+            for block in sorted(account.blocks):
+                state = self.sends_down(state, r, ("grant", account.generation, block))
+        return state
+
+    @staticmethod
+    def freed(state: State, r: int) -> State:
+        account = state.accounts[r]
+        free = state.free | account.blocks
+        account = account._replace(blocks=frozenset())
+        return state._replace(accounts=replaced(state.accounts, r, account), free=free)
+
     def sealed(self, account: Account) -> bool:
         return account.added == len(account.blocks)
+
+    def given_up(self, state: State, r: int) -> State:
+        called = state.accounts[r].called
+        return self.dropped(state, r) if called else self.freed(state, r)
 
     def dropped(self, state: State, r: int) -> State:
         account = state.accounts[r]
@@ -444,6 +531,10 @@ class Model:
         """All that the parent may do."""
         idle = False
         for r, account in enumerate(state.accounts):
+            if not account.called and account.blocks and not account.held:
+                told = account._replace(held=True)
+                after = state._replace(accounts=replaced(state.accounts, r, told))
+                yield f"parent holds {r}", self.sends_down(after, r, ("hold", 0))
             here = account.known == account.generation and not account.out
             idle |= here and self.sealed(account)
             few = len(account.blocks) - account.added < 2
@@ -461,11 +552,14 @@ class Model:
                                 after, r, ("grant", account.generation, block)
                             ),
                         )
-            if (r in state.stopped or r in state.dead) and account.blocks:
-                yield f"parent gives up {r}", self.dropped(state, r)
+            silent = r in state.stopped or r in state.dead
+            if silent and account.blocks and (account.called or account.held):
+                yield f"parent gives up {r}", self.given_up(state, r)
         if state.recalls and not state.free and idle:
             for r, account in enumerate(state.accounts):
                 if account.added == len(account.blocks) or account.recalled:
+                    continue
+                if not account.called:
                     continue
                 for block in sorted(account.blocks):
                     recalled = account._replace(recalled=account.recalled | {block})

@@ -1,5 +1,7 @@
 """The rules of work sharing keep every sum exact and every round alive, and none is idle."""
 
+import random
+
 import pytest
 from explore import Wrong, after, explore, run
 from hypothesis import given, settings
@@ -21,6 +23,12 @@ VECTORS = pytest.mark.parametrize("lends", [True, False], ids=["lent", "handed o
         (TWO, {"recalls": 1}),
         (TWO, {"recalls": 0, "deaths": 1}),
         ((ALL, frozenset({0})), {"recalls": 0, "stops": 1}),
+        (TWO, {"expected": (0, 1)}),
+        (ONE, {"expected": (0,), "suspicions": 1}),
+        (TWO, {"expected": (0, 1), "recalls": 0, "stops": 1}),
+        (TWO, {"expected": (0, 1), "asks": (1,), "recalls": 0, "deaths": 1}),
+        (TWO, {"expected": (0,), "asks": (1,), "recalls": 0, "suspicions": 1}),
+        (TWO, {"expected": (0,), "recalls": 0, "stops": 1}),
     ],
 )
 def test_every_schedule(holders, faults, lends):
@@ -31,6 +39,8 @@ def test_every_schedule(holders, faults, lends):
 @pytest.mark.parametrize(
     "rule, holders, faults, lends",
     [
+        ("refuse", TWO, {"expected": (0,), "recalls": 0}, True),
+        ("refuse", TWO, {"expected": (0, 1), "recalls": 0, "suspicions": 1}, False),
         ("count_added", TWO, {}, True),
         ("generations", ONE, {"suspicions": 1}, True),
         ("versions", TWO, {"recalls": 0, "deaths": 1}, True),
@@ -94,4 +104,16 @@ def test_random_schedules(lends, seed, ranks, replicas):
         for b in range(blocks)
     )
     model = Model(holders, ranks, pieces=2, lends=lends)
-    run(model, seed, recalls=4 * blocks, stops=3, deaths=2, suspicions=3)
+    rng = random.Random(seed)
+    expected = tuple(r for r in range(ranks) if rng.random() < 0.8)
+    asks = tuple(r for r in range(ranks) if rng.random() < 0.2)
+    run(
+        model,
+        seed,
+        recalls=4 * blocks,
+        stops=3,
+        deaths=2,
+        suspicions=3,
+        expected=rng.choice([None, expected]),
+        asks=asks,
+    )

@@ -32,23 +32,27 @@ class World:
         seconds: that each member's program takes for a block, or a function of member and
             time.
         latency: seconds that a message takes, a function without arguments.
+        empties: whether programs can empty their vectors.
         stopped, dead: processes.
         orders: how many of each kind were given in this round.
         computed: blocks that were computed in this round, also in vain.
     """
 
-    def __init__(self, holders, members, seconds, *, latency, patience=0.02):
+    def __init__(
+        self, holders, members, seconds, *, latency, patience=0.02, empties=True
+    ):
         self.holders = holders
         self.members = members
         self.seconds = seconds
         self.latency = latency
+        self.empties = empties
         self.ledger = Ledger(holders, members, patience)
         self.clock = 0.0
         self.stopped, self.dead = set(), set()
         self.events = []
         self.numbers = itertools.count()
         self.round = 0
-        self.left = set(range(members))  # that have left the round before
+        self.asks = [False] * members  # before they begin with their own blocks
 
     # Time.
 
@@ -83,37 +87,38 @@ class World:
 
     # A round.
 
-    def run(self, *, calls=None, faults=(), most=60.0):
+    def run(self, *, calls=None, claims=None, faults=(), most=60.0):
         """One round. Returns the seconds that it takes.
 
         Args:
             calls: when each member's program calls, in seconds from now; default: at once.
+            claims: whether each member then begins with its own blocks, unless it is to ask
+                first; default: they do.
             faults: ``(seconds from now, what, member)``: ``"stop"``, ``"wake"``, ``"die"``, or
                 ``"found_dead"`` by the parent.
             most: seconds in which it must be over.
         """
         self.round += 1
-        self.shares = [Share() for _ in range(self.members)]
+        self.shares = [None] * self.members
         self.vectors = [[] for _ in range(self.members)]
         self.called = set()
         self.computes = [None] * self.members
+        self.added_at = [self.clock] * self.members
         self.busy, self.held = {}, {}
         self.fetched = {}
         self.over = False
-        self.orders = dict.fromkeys(("grant", "recall", "drop"), 0)
+        self.orders = dict.fromkeys(("grant", "recall", "drop", "hold"), 0)
         self.computed = 0
         self.events = [e for e in self.events if e[5] == self.round]
         began = self.clock
         for seconds, what, member in faults:
             self.at(began + seconds, getattr(self, what), member)
-        self.ledger.begin()
+        self.ledger.begin(self.clock)
         for m in range(self.members):
             late = calls[m] if calls else 0.0
-            self.at(began + late, self._calls, m, of=m)
-            if m in self.left and m not in self.dead:
-                self.ledger.arrived(m, self.clock)
-            else:  # it is heard of once it is there
-                self.at(began + late, self._arrives, m, of=m)
+            own = [b for b, ranks in enumerate(self.holders) if ranks[0] == m]
+            claimed = own if claims is None or claims[m] else []
+            self.at(began + late, self._calls, m, claimed, of=m)
         self._decide()
         for number in itertools.count():
             if self.over:
@@ -130,7 +135,6 @@ class World:
                 self.held.setdefault(of, []).append(event)
                 continue
             action(*args)
-        self.left = set(range(self.members)) - self.stopped - self.dead
         return self.clock - began
 
     def state(self):
@@ -141,20 +145,23 @@ class World:
 
     # Members.
 
-    def _arrives(self, m):
-        self.sends(("up", m), None, self._arrived, m)
-
-    def _arrived(self, m):
-        self.ledger.arrived(m, self.clock)
-        self._decide()
-
-    def _calls(self, m):
+    def _calls(self, m, claimed):
+        self.shares[m] = Share(self.empties, claimed=[] if self.asks[m] else claimed)
         self.called.add(m)
+        self.added_at[m] = self.clock
+        self._tells(m)
         self._goes_on(m)
 
     def _told(self, m, order):
         share = self.shares[m]
+        if order.kind == Order.Kind.hold:
+            self.asks[m] = True
+            if m not in self.called:
+                self.sends(("up", m), None, self._will_ask, m)
+            return
+        assert m in self.called
         if order.kind == Order.Kind.grant:
+            self.asks[m] = False
             share.grant(order.blocks)
         elif order.kind == Order.Kind.recall:
             share.recall(order.blocks)
@@ -178,17 +185,26 @@ class World:
     def _computed(self, m):
         self.computed += 1
         self.vectors[m].append(self.computes[m])
-        self.shares[m].done()
-        self._tells(m)
+        self.added_at[m] = self.clock
+        if self.shares[m].done():
+            self._tells(m)
         self._goes_on(m)
 
+    def _progress(self, m):
+        return self.shares[m].progress(self.clock - self.added_at[m])
+
     def _tells(self, m):
-        self.sends(("up", m), None, self._heard, m, self.shares[m].progress())
+        self.sends(("up", m), None, self._heard, m, self._progress(m))
 
     # The parent.
 
     def _heard(self, m, progress):
+        self.ledger.arrived(m, progress.claims, self.clock)
         self.ledger.heard(m, progress, self.clock)
+        self._decide()
+
+    def _will_ask(self, m):
+        self.ledger.will_ask(m)
         self._decide()
 
     def _decide(self):

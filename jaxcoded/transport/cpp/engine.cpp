@@ -338,7 +338,8 @@ Taken Engine::take(std::uint64_t index, Request request) {
     still->second.running = false;
   }
   if (!ended) return {.error = process_ends};
-  page_->wake_up.send();  // the progress thread goes on
+  // The progress thread goes on where that is more than to wait for messages.
+  if (!request.begun || its.root || its.wire->unfinished()) page_->wake_up.send();
   return {.work = taken};
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -14,7 +15,7 @@ namespace {
 
 // A member asks for more while it computes its last block, so that the answer is there in time.
 constexpr std::size_t ahead = 1;
-// A block that takes longer than is usual will take as much longer, and half as long again.
+// What takes longer than is usual will take as much longer, and half as long again.
 constexpr double further = 0.5;
 // What is being computed is only computed anew if that ends so much sooner, as a share of a block.
 constexpr double worth = 0.1;
@@ -25,36 +26,73 @@ constexpr double never = std::numeric_limits<double>::infinity();
 
 Ledger::Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
                double patience_seconds)
-    : holders_(std::move(holders)), patience_seconds_(patience_seconds), members_(members) {}
+    : holders_(std::move(holders)),
+      own_(members),
+      places_(holders_.size()),
+      patience_seconds_(patience_seconds),
+      members_(members),
+      asks_(members) {
+  for (Block block = 0; block < holders_.size(); ++block) {
+    std::vector<Block>& its = own_[holders_[block].front()];
+    places_[block] = its.size();
+    its.push_back(block);
+  }
+}
 
 Ledger::Ledger(const Division& division, double patience_seconds)
-    : patience_seconds_(patience_seconds), members_(division.size()) {
+    : own_(division),
+      patience_seconds_(patience_seconds),
+      members_(division.size()),
+      asks_(division.size(), true),
+      divided_(true) {
   for (std::size_t m = 0; m < division.size(); ++m) {
-    for (std::size_t turn = 0; turn < division[m].size(); ++turn) {
-      const Block block = division[m][turn];
-      if (block >= holders_.size()) holders_.resize(block + 1), turn_.resize(block + 1);
+    for (const Block block : division[m]) {
+      if (block >= holders_.size()) holders_.resize(block + 1);
       holders_[block] = {m};
-      turn_[block] = turn;
     }
   }
 }
 
-void Ledger::begin() {
+void Ledger::begin(double now) {
   orders_.clear();
   free_.clear();
   times_taken_.assign(holders_.size(), 0);
-  for (Block block = 0; block < holders_.size(); ++block) free_.insert(block);
-  for (Member& member : members_) {
+  for (std::size_t m = 0; m < members_.size(); ++m) {
+    Member& member = members_[m];
     const bool lost = member.state == Member::State::lost;
     member = {.state = lost ? Member::State::lost : Member::State::absent,
               .seconds = member.seconds};
+    if (lost || asks_[m]) {
+      free_.insert(own_[m].begin(), own_[m].end());
+    } else {
+      member.state = Member::State::expected;
+      member.blocks = own_[m];
+      member.since = now;
+    }
   }
 }
 
-void Ledger::arrived(std::size_t m, double now) {
-  if (members_[m].state != Member::State::absent) return;
-  members_[m].state = Member::State::here;
-  grant_own(m, now);
+void Ledger::arrived(std::size_t m, bool claims, double now) {
+  Member& member = members_[m];
+  if (!member.expected() && member.state != Member::State::absent) return;
+  const bool expected = std::exchange(member.state, Member::State::here) != Member::State::absent;
+  member.held.reset();
+  member.since = now;
+  if (expected == claims) {
+    if (claims) return;
+    grant_own(m, now);
+  } else if (expected) {
+    grant(m, std::exchange(member.blocks, {}), now);
+  } else {
+    give_up(m, now);  // it did not hear in time that it was to ask
+  }
+}
+
+void Ledger::will_ask(std::size_t m) {
+  Member& member = members_[m];
+  if (!member.expected()) return;
+  release(member);
+  member = {.seconds = member.seconds};
 }
 
 void Ledger::heard(std::size_t m, const Progress& progress, double now) {
@@ -75,11 +113,14 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     member.since = now;
   }
   if (progress.added > member.added) {
-    const double block = (now - member.since) / (progress.added - member.added);
-    member.seconds = member.measured ? (member.seconds + block) / 2 : block;
-    member.measured = true;
+    const double ago = progress.seconds > 0 ? progress.seconds : 0;
+    const double block = (now - ago - member.since) / (progress.added - member.added);
+    if (block > 0) {  // it may have begun before this round did here
+      member.seconds = member.measured ? (member.seconds + block) / 2 : block;
+      member.measured = true;
+    }
     member.added = progress.added;
-    member.since = now;
+    member.since = std::max(member.since, now - ago);
   }
   for (; member.answered < progress.answered && !member.recalls.empty(); ++member.answered) {
     const Recall recall = member.recalls.front();
@@ -90,7 +131,10 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
       member.kept.insert(recall.block);
       continue;
     }
-    if (member.left() && member.blocks[member.added] == recall.block) member.since = now;
+    if (member.left() && member.blocks[member.added] == recall.block) {
+      ++times_taken_[recall.block];
+      member.since = now;
+    }
     const auto returned = std::ranges::find(member.blocks, recall.block);
     if (returned - member.blocks.begin() < member.added) throw Damaged();  // it is in its vector
     member.blocks.erase(returned);
@@ -107,7 +151,7 @@ void Ledger::give_up(std::size_t m, double now) {
             .generation = member.generation + 1,
             .times_given_up = member.times_given_up + 1,
             .since = now,
-            .seconds = member.seconds};
+            .seconds = std::max(member.seconds, member.left() ? now - member.since : 0)};
   order(m, Order::Kind::drop, {});
 }
 
@@ -128,7 +172,8 @@ void Ledger::release(Member& member) {
 
 std::vector<Order> Ledger::orders(double now) {
   for (std::size_t m = 0; m < members_.size(); ++m) {
-    if (now >= patience_ends(members_[m]) && replaceable(m)) give_up(m, now);
+    if (now < patience_ends(members_[m]) || !replaceable(m)) continue;
+    members_[m].expected() ? will_ask(m) : give_up(m, now);
   }
   bool again = true;
   while (std::exchange(again, false)) {
@@ -154,7 +199,7 @@ double Ledger::wakes_at(double now) const {
   bool idle = false, busy = false;
   for (const Member& member : members_) {
     if (const double ends = patience_ends(member); ends > now) out = std::min(out, ends);
-    if (!member.here()) continue;
+    if (!member.here() && !member.expected()) continue;
     idle |= !member.left();
     busy |= member.left() > 0;
     block = std::min(block, seconds(member));
@@ -191,7 +236,8 @@ std::vector<Block> Ledger::orphans() const {
   std::vector<Block> out;
   for (const Block block : free_) {
     if (std::ranges::none_of(holders_[block], [&](std::size_t m) {
-          return members_[m].takes_part() || members_[m].state == Member::State::absent;
+          return members_[m].takes_part() || members_[m].expected() ||
+                 members_[m].state == Member::State::absent;
         })) {
       out.push_back(block);
     }
@@ -201,6 +247,7 @@ std::vector<Block> Ledger::orphans() const {
 
 // When it is given up, unless it answers before.
 double Ledger::patience_ends(const Member& member) const {
+  if (member.held) return *member.held + patience_seconds_;
   if (member.recalls.empty()) return never;
   const std::uint32_t doublings = std::min(member.times_given_up, most_doublings);
   return member.recalls.front().since + patience_seconds_ * (1u << doublings);
@@ -216,15 +263,23 @@ double Ledger::seconds(const Member& member) const {
   return median(std::move(known));
 }
 
-double Ledger::for_present_block(const Member& member, double now) const {
-  const double usual = seconds(member), elapsed = now - member.since;
-  return elapsed < usual ? usual - elapsed : further * elapsed;
-}
-
+// Once it has called, it says so after some blocks: until then they go on as is usual.
 double Ledger::done_in(const Member& member, double now) const {
   if (!member.left()) return 0;
-  const double next = std::max(seconds(member), now - member.since);
-  return for_present_block(member, now) + static_cast<double>(member.left() - 1) * next;
+  const double usual = seconds(member), elapsed = now - member.since;
+  const auto left = static_cast<double>(member.left());
+  const auto untold = static_cast<double>(member.until_told());
+  if (elapsed < untold * usual) return left * usual - elapsed;
+  const double present = elapsed - (untold - 1) * usual;  // for one block
+  return further * present + (left - untold) * std::max(usual, elapsed / untold);
+}
+
+// Its blocks before this one are not worth a recall.
+std::size_t Ledger::begun(const Member& member, double now) const {
+  if (!member.here()) return 0;
+  const double usual = seconds(member), elapsed = now - member.since;
+  const bool as_usual = elapsed < static_cast<double>(member.until_told()) * usual;
+  return member.added + 1 + (as_usual ? static_cast<std::size_t>(elapsed / usual) : 0);
 }
 
 bool Ledger::holds(std::size_t m, Block block) const {
@@ -243,6 +298,7 @@ void Ledger::order(std::size_t m, Order::Kind kind, std::vector<Block> blocks) {
 void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) {
   Member& member = members_[m];
   if (!member.left()) member.since = now;
+  asks_[m] = false;
   for (const Block block : blocks) {
     free_.erase(block);
     member.blocks.push_back(block);
@@ -253,37 +309,53 @@ void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) 
 // It gets what is its own and still free.
 bool Ledger::grant_own(std::size_t m, double now) {
   std::vector<Block> own;
-  for (const Block block : free_) {
-    if (holders_[block].front() == m) own.push_back(block);
-  }
+  std::ranges::copy_if(own_[m], std::back_inserter(own),
+                       [&](Block block) { return free_.contains(block); });
   if (own.empty()) return false;
-  if (!turn_.empty()) std::ranges::sort(own, {}, [&](Block block) { return turn_[block]; });
   grant(m, own, now);
   return true;
 }
 
+// The one that its owner, if that arrives, would come to last.
 bool Ledger::grant_free(std::size_t m, double now) {
-  if (!turn_.empty()) return grant_own(m, now);
+  if (divided_) return grant_own(m, now);
+  std::optional<Block> last;
   for (const Block block : free_) {
     if (!holds(m, block)) continue;
-    grant(m, {block}, now);
-    return true;
+    if (!last || places_[block] > places_[*last]) last = block;
   }
-  return false;
+  if (last) grant(m, {*last}, now);
+  return last.has_value();
+}
+
+// When the others would be done with all that a member was granted.
+double Ledger::anew_in(std::size_t from, double now) const {
+  std::vector<std::pair<double, double>> others;  // when each is done with one more, and for one
+  for (std::size_t m = 0; m < members_.size(); ++m) {
+    const Member& member = members_[m];
+    if (m == from || !member.here()) continue;
+    others.emplace_back(done_in(member, now) + seconds(member), seconds(member));
+  }
+  double out = 0;
+  for (std::size_t i = 0; i < members_[from].blocks.size() && !others.empty(); ++i) {
+    auto& [done, block] = *std::ranges::min_element(others);
+    out = done;
+    done += block;
+  }
+  return out;
 }
 
 // How much longer the block that a member computes, its last, must take to be computed anew by one
-// who needs so long. It doubles each time, so that a block which takes long everywhere is done at
-// last.
-double Ledger::worth_taking(std::size_t from, const Member& member, double mine) const {
+// who would be done with it in `mine`. It doubles each time, so that a block which takes long
+// everywhere is done at last.
+double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   const Member& other = members_[from];
-  double least = seconds(member) > 0 ? mine * (1 + worth) : patience_seconds_;
-  if (other.added) {  // what is in its vector goes, too: all who have nothing to do take part
+  double least = mine;
+  if (other.added || other.kept.contains(other.blocks.back())) {  // what is in its vector goes, too
     if (!replaceable(from)) return never;
-    const auto idle = std::ranges::count_if(
-        members_, [](const Member& each) { return each.here() && !each.left(); });
-    least *= std::ceil((other.added + 1.0) / static_cast<double>(idle));
+    least = std::max(least, anew_in(from, now));
   }
+  least = least > 0 ? least * (1 + worth) : patience_seconds_;
   return std::ldexp(least, static_cast<int>(times_taken_[other.blocks.back()]));
 }
 
@@ -297,16 +369,17 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   Block which = 0;
   for (std::size_t v = 0; v < members_.size(); ++v) {
     const Member& other = members_[v];
-    if (v == m || !other.here() || other.left() <= other.recalls.size()) continue;
+    if (v == m || !(other.here() || other.expected()) || other.held) continue;
+    if (other.left() <= other.recalls.size()) continue;
     const double its = done_in(other, now);
     // What it computes already is its last, and taken back only for who has nothing to do.
-    const bool last = other.left() == 1;
+    const bool last = other.here() && other.left() == 1;
     if (its <= latest) continue;
-    if (last && !(idle && its > worth_taking(v, member, mine))) continue;
-    for (std::size_t i = other.blocks.size(); i-- > other.added;) {
+    if (last && !(idle && its > worth_taking(v, mine, now))) continue;
+    for (std::size_t i = other.blocks.size(); i-- > (last ? other.added : begun(other, now));) {
       const Block block = other.blocks[i];
-      if ((i == other.added && !last) || !holds(m, block) || recalled(other, block)) continue;
-      if (other.kept.contains(block) && !(last && other.added)) continue;
+      if (!holds(m, block)) continue;
+      if (recalled(other, block) || (other.kept.contains(block) && !last)) continue;
       latest = its;
       from = v;
       which = block;
@@ -314,8 +387,14 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
     }
   }
   if (!from) return Found::nothing;
-  const Member& other = members_[*from];
-  if (other.left() > 1 || !other.added) {
+  Member& other = members_[*from];
+  if (other.expected()) {  // it has not called yet, as far as is known here
+    other.held = now;
+    asks_[*from] = true;
+    order(*from, Order::Kind::hold, {});
+    return Found::recalled;
+  }
+  if (other.left() > 1 || !(other.added || other.kept.contains(which))) {
     recall(*from, which, m, now);
     return Found::recalled;
   }
@@ -325,7 +404,6 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
 }
 
 void Ledger::recall(std::size_t from, Block block, std::size_t beneficiary, double now) {
-  if (members_[from].left() == 1) ++times_taken_[block];
   members_[from].recalls.push_back({block, beneficiary, now});
   ++members_[beneficiary].promised;
   order(from, Order::Kind::recall, {block});

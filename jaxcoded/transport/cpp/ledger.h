@@ -1,12 +1,13 @@
 // Who computes which blocks of a round whose work is shared, as the parent has it.
 //
-// Every block is granted to one member at a time: first to its owner, later to whoever has nothing
-// left to do and holds its data, after it was taken back from whoever would be done last. So each is
-// in the sum once, whoever is late. The rules are in tests/sharing/model.py.
+// Every block is granted to one member at a time: first to its owner, which need not ask, later to
+// whoever has nothing left to do and holds its data, after it was taken back from whoever would be
+// done last. So each is in the sum once, whoever is late. The rules are in tests/sharing/model.py.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -17,7 +18,7 @@ namespace jaxcoded {
 
 // What the parent tells a member.
 struct Order {
-  enum class Kind : std::uint8_t { grant, recall, drop };
+  enum class Kind : std::uint8_t { grant, recall, drop, hold };
 
   std::size_t member;
   Kind kind;
@@ -44,9 +45,13 @@ class Ledger {
   // Everybody computes these blocks, in this order, and nobody anything else.
   Ledger(const Division& division, double patience_seconds);
 
-  // A round begins. Members may take part once they arrive.
-  void begin();
-  void arrived(std::size_t member, double now);
+  // A round begins. Members are expected to begin with their own blocks, but those that were told
+  // to hold and were granted nothing since: they ask first.
+  void begin(double now);
+  // It calls. `claims`: it has begun with its own blocks.
+  void arrived(std::size_t member, bool claims, double now);
+  // It will ask first, as it was told.
+  void will_ask(std::size_t member);
   void heard(std::size_t member, const Progress& progress, double now);
   // Its vector cannot be had. If it is there after all, it begins anew.
   void give_up(std::size_t member, double now);
@@ -77,7 +82,8 @@ class Ledger {
     double since;
   };
   struct Member {
-    enum class State : std::uint8_t { absent, here, given_up, out, lost } state = State::absent;
+    enum class State : std::uint8_t { absent, expected, here, given_up, out, lost };
+    State state = State::absent;
     std::uint32_t generation = 0;
     std::uint32_t added = 0, answered = 0;  // see `Progress`
     std::vector<Block> blocks = {};  // granted and not returned, in order
@@ -85,20 +91,29 @@ class Ledger {
     std::set<Block> kept = {};        // blocks that were recalled in vain
     std::uint32_t promised = 0;      // blocks that are recalled for it
     std::uint32_t times_given_up = 0;
-    double since = 0;     // it computes its present block
+    std::optional<double> held = {};  // it was told to hold and has not answered, since
+    double since = 0;     // it computes what it has not told yet
     double seconds = 0;   // for a block; 0: not known
     bool measured = false;  // in this round
 
+    bool expected() const { return state == State::expected; }
     bool here() const { return state == State::here; }
     bool takes_part() const { return here() || state == State::given_up; }
     std::size_t left() const { return blocks.size() - added; }
+    // Blocks until it says how many are left, as far as is known here.
+    std::size_t until_told() const {
+      std::size_t out = 1;
+      while (out < left() && !tells_with(left() - out)) ++out;
+      return out;
+    }
   };
 
   double patience_ends(const Member& member) const;
   double seconds(const Member& member) const;
-  double for_present_block(const Member& member, double now) const;
   double done_in(const Member& member, double now) const;
-  double worth_taking(std::size_t from, const Member& member, double mine) const;
+  std::size_t begun(const Member& member, double now) const;
+  double anew_in(std::size_t from, double now) const;
+  double worth_taking(std::size_t from, double mine, double now) const;
   bool holds(std::size_t member, Block block) const;
   bool recalled(const Member& member, Block block) const;
   void grant(std::size_t member, const std::vector<Block>& blocks, double now);
@@ -111,9 +126,12 @@ class Ledger {
   void order(std::size_t member, Order::Kind kind, std::vector<Block> blocks);
 
   std::vector<std::vector<std::size_t>> holders_;
-  std::vector<std::size_t> turn_;  // of each block, among its owner's; empty: in any order
+  Division own_;                     // blocks of each member
+  std::vector<std::size_t> places_;  // of each block among its owner's
   double patience_seconds_;
   std::vector<Member> members_;
+  std::vector<bool> asks_;  // each member, before it begins with its own blocks
+  bool divided_ = false;    // for good: nobody computes another one's blocks
   std::set<Block> free_;
   std::vector<std::uint32_t> times_taken_;  // back while it was computed, each block
   std::vector<Order> orders_;

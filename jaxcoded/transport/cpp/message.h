@@ -33,6 +33,7 @@ enum class Kind : std::uint8_t {
   ask,    // down: are you there?
   here,   // up: I am
   order,  // down: what to compute of `round`, an `Order`
+  will_ask,  // up: from `round` on I ask before I begin with my own blocks
 };
 
 enum Flag : std::uint8_t {

@@ -24,9 +24,11 @@ void add_sharing(nb::module_& module) {
       .def_ro("added", &Progress::added)
       .def_ro("answered", &Progress::answered)
       .def_ro("out", &Progress::out)
+      .def_ro("claims", &Progress::claims)
       .def_ro("returned", &Progress::returned);
   nb::class_<Share>(module, "Share")
-      .def(nb::init<bool>(), nb::arg("empties") = true)
+      .def(nb::init<bool, const std::vector<Block>&>(), nb::arg("empties") = true,
+           nb::arg("claimed") = std::vector<Block>())
       .def("grant", &Share::grant)
       .def("recall", &Share::recall)
       .def("drop", &Share::drop)
@@ -42,7 +44,8 @@ void add_sharing(nb::module_& module) {
   nb::enum_<Order::Kind>(order, "Kind")
       .value("grant", Order::Kind::grant)
       .value("recall", Order::Kind::recall)
-      .value("drop", Order::Kind::drop);
+      .value("drop", Order::Kind::drop)
+      .value("hold", Order::Kind::hold);
   order.def_ro("member", &Order::member)
       .def_ro("kind", &Order::kind)
       .def_ro("generation", &Order::generation)
@@ -51,7 +54,8 @@ void add_sharing(nb::module_& module) {
       .def(nb::init<std::vector<std::vector<std::size_t>>, std::size_t, double>())
       .def(nb::init<const Division&, double>())
       .def("begin", &Ledger::begin)
-      .def("arrived", &Ledger::arrived)
+      .def("arrived", &Ledger::arrived, nb::arg("member"), nb::arg("claims"), nb::arg("now"))
+      .def("will_ask", &Ledger::will_ask)
       .def("heard", &Ledger::heard)
       .def("give_up", &Ledger::give_up)
       .def("lost", &Ledger::lost)

@@ -69,7 +69,7 @@ void Node::submit(Call call) {
   up_.call = std::move(call);
   up_.started = up_.waiting_since = now;
   up_.in_time = newest_ < next_;
-  up_.share = Share(up_.call.lends());
+  if (up_.call.shared) begin_share();
   outcome_ = Outcome::pending;
   error_.clear();
   // Ranks below may wait for the result already, which this one is not to put off with every call.
@@ -311,6 +311,9 @@ void Node::understand(Rank from, const Message& message) {
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);
+      break;
+    case Kind::will_ask:
+      if (child) on_will_ask(static_cast<std::size_t>(child - children_.data()), head.round);
       break;
     case Kind::pull:
       break;  // the wire answers it

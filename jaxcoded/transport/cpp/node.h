@@ -90,7 +90,7 @@ class Node {
   // No more of them, and where the result goes.
   void complete(std::vector<std::byte*> out);
 
-  // Where the work of a round is shared: at the root, which ranks hold each block, its owner first.
+  // Where the work of a round is shared: which ranks hold each block, its owner first.
   void share_blocks(const std::vector<std::vector<Rank>>& holders);
   // Who has computed what in the latest such round, as the root has it.
   Division division() const { return ledger_ ? ledger_->division() : Division(); }
@@ -245,11 +245,14 @@ class Node {
 
   // Shared work.
   void stop_lending();
+  void begin_share();
+  Progress progress();
   void tell_share();
   void on_order(const Message& message);
   void follow_order(const Order& order);
   void hear_share(std::size_t child);
   std::string why_not_as_before() const;
+  void on_will_ask(std::size_t child, Round from);
   void begin_sharing();
   bool deals() const;
   bool deal();
@@ -390,6 +393,8 @@ class Node {
   std::optional<Ledger> ledger_;  // at the root, where work is shared
   std::function<void(const Dealt&)> dealt_hook_;
   std::optional<std::map<Round, Dealt>> replayed_;  // by whose divisions the work is shared
+  std::vector<Block> own_blocks_;
+  bool asks_first_ = false;  // before it begins with them
   Round dealt_ = 0;  // the latest round whose blocks are in vectors that the next round sums,
   bool dealt_all_ = false;  // and whether they are all
 

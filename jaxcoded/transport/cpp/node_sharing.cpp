@@ -12,6 +12,11 @@
 namespace jaxcoded {
 
 void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
+  own_blocks_.clear();
+  for (Block block = 0; block < holders.size(); ++block) {
+    if (holders[block].front() == family_.rank) own_blocks_.push_back(block);
+  }
+  if (!root()) return;
   std::vector<std::vector<std::size_t>> members;
   for (const auto& ranks : holders) {
     auto& of_block = members.emplace_back();
@@ -25,22 +30,32 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
 }
 
 void Node::replay(const std::vector<Dealt>& rounds) {
+  own_blocks_.clear();  // whose they are the root says
   replayed_.emplace();
   for (const Dealt& dealt : rounds) replayed_->emplace(dealt.round, dealt);
 }
 
 // --- The program and its blocks ---
 
+// With its own blocks, unless it is to ask first, or the round is over already.
+void Node::begin_share() {
+  const bool claims = up_.in_time && !asks_first_;
+  up_.share = Share(up_.call.lends(), claims ? own_blocks_ : std::vector<Block>());
+  up_.added_at = up_.started;
+  if (up_.call.skipped) up_.share.leave();
+}
+
 void Node::come_for_block(const std::vector<const std::byte*>& own) {
   if (!calling()) return;
-  up_.share.done();
+  const bool tells = up_.share.done() || root() || up_.share.sealed();
+  up_.added_at = wire_.now();
   up_.call.own = own;
   up_.lent = true;
   if (!root()) {
     up_.sum_at.clear();
     for (const std::byte* vector : own) up_.sum_at.push_back(const_cast<std::byte*>(vector));
   }
-  tell_share();
+  if (tells) tell_share();
 }
 
 std::optional<Work> Node::take_block() {
@@ -72,11 +87,13 @@ void Node::leave_share() {
 
 // --- What ranks say of it ---
 
+Progress Node::progress() { return up_.share.progress(wire_.now() - up_.added_at); }
+
 // What can be said of this rank's share, and its vectors where they are all that it will have.
 void Node::tell_share() {
   if (newest_ >= next_) return;
   if (root()) {
-    if (ledger_) ledger_->heard(0, up_.share.progress(), wire_.now());
+    if (ledger_) ledger_->heard(0, progress(), wire_.now());
     return;
   }
   const Rank parent = family_.ancestors.front();
@@ -86,13 +103,18 @@ void Node::tell_share() {
   message.header.fingerprint = up_.call.fingerprint;
   message.header.flags = shares;
   message.header.ready = ready ? up_.outgoing.size() : 0;
-  up_.share.progress().append_to(message);
+  progress().append_to(message);
   if (ready) append_vectors(message, up_.outgoing.bytes() <= wire_.inline_bytes(parent));
   send_offer(message);
 }
 
 void Node::on_order(const Message& message) {
   const Header& head = message.header;
+  if (static_cast<Order::Kind>(head.ready) == Order::Kind::hold) {
+    asks_first_ = true;
+    wire_.send(family_.ancestors.front(), Message{header(Kind::will_ask, next_ + calling())});
+    return;
+  }
   // What is not of this call is old: who gives orders has heard of a call before.
   if (!calling() || !up_.call.shared || head.round != next_ || head.last <= up_.orders) return;
   up_.orders = head.last;
@@ -105,6 +127,7 @@ void Node::on_order(const Message& message) {
 void Node::follow_order(const Order& order) {
   switch (order.kind) {
     case Order::Kind::grant:
+      asks_first_ = false;
       up_.share.grant(order.blocks);
       return;  // how much of it is computed says that it was heard
     case Order::Kind::recall:
@@ -125,7 +148,7 @@ void Node::follow_order(const Order& order) {
 void Node::hear_share(std::size_t child) {
   const Offer& offer = children_[child].offer;
   if (!deals() || offer.round != next_ || offer.fingerprint != up_.call.fingerprint) return;
-  ledger_->arrived(child + 1, wire_.now());
+  ledger_->arrived(child + 1, offer.progress.claims, wire_.now());
   try {
     ledger_->heard(child + 1, offer.progress, wire_.now());
   } catch (const Damaged&) {
@@ -151,12 +174,19 @@ std::string Node::why_not_as_before() const {
          "; go on in a group without replay=";
 }
 
+// A child asks first, from a round on.
+void Node::on_will_ask(std::size_t child, Round from) {
+  if (deals() && from <= next_) ledger_->will_ask(child + 1);
+}
+
 void Node::begin_sharing() {
+  const Progress own = progress();
+  const double now = wire_.now();
   if (replayed_) ledger_.emplace(replayed_->at(next_).division, limits_.orphan_seconds);
-  ledger_->begin();
-  ledger_->arrived(0, wire_.now());
+  ledger_->begin(now);
+  ledger_->arrived(0, own.claims, now);
+  ledger_->heard(0, own, now);
   for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
-  if (up_.call.skipped) leave_share();
 }
 
 // Whether this rank says who computes what in its call.

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <optional>
@@ -34,7 +36,9 @@ struct Progress {
   std::uint32_t added = 0;     // blocks in the rank's vector
   std::uint32_t answered = 0;  // blocks that were recalled, returned or not
   bool out = false;            // the rank takes no part in the round any more
-  std::vector<Block> returned = {};  // of these, since it was said last
+  bool claims = false;         // it began with its own blocks, without being granted them
+  float seconds = 0;           // since it added the last one
+  std::vector<Block> returned = {};  // of those recalled, since it was said last
 
   Version version() const { return {generation, added}; }
   // Whether it was said before the other one.
@@ -45,26 +49,36 @@ struct Progress {
 
   void append_to(Message& message) const {
     const std::uint32_t head[] = {generation, added, answered, out,
-                                  static_cast<std::uint32_t>(returned.size()), 0};
+                                  static_cast<std::uint32_t>(returned.size()), claims,
+                                  std::bit_cast<std::uint32_t>(seconds), 0};
     message.append(head, sizeof head);
     message.append(returned.data(), returned.size() * sizeof(Block));
   }
   // What stands at the beginning of a message's body; `end`: where that ends.
   static Progress from(const Message& message, std::size_t& end) {
-    const auto head = message.values<std::uint32_t>(0, 6);
-    auto returned = message.values<Block>(6 * sizeof head[0], head[4]);
-    end = (6 + returned.size()) * sizeof head[0];
-    return {head[0], head[1], head[2], head[3] != 0, std::move(returned)};
+    const auto head = message.values<std::uint32_t>(0, 8);
+    auto returned = message.values<Block>(8 * sizeof head[0], head[4]);
+    end = (8 + returned.size()) * sizeof head[0];
+    return {head[0],      head[1], head[2], head[3] != 0, head[5] != 0, std::bit_cast<float>(head[6]),
+            std::move(returned)};
   }
 };
+
+// Whether a rank with so many blocks left says so: the fewer, the sooner it matters to others. What it
+// says in between, in answer to an order, is true, too.
+constexpr bool tells_with(std::size_t left) { return std::has_single_bit(left + 1); }
 
 // Orders come in the order in which they were given, so none is of an older generation. The vector
 // is the program's, which adds to it and can only empty it: a block that is being computed is
 // returned only where the vector is empty otherwise.
 class Share {
  public:
-  // `empties`: whether the program can empty the vector.
-  explicit Share(bool empties = true) : empties_(empties) {}
+  // `empties`: whether the program can empty the vector. `claimed`: blocks to begin with, which are
+  // this rank's own.
+  explicit Share(bool empties = true, const std::vector<Block>& claimed = {})
+      : empties_(empties), queue_(claimed.begin(), claimed.end()) {
+    progress_.claims = !claimed.empty();
+  }
 
   void grant(const std::vector<Block>& blocks) {
     if (!progress_.out) queue_.insert(queue_.end(), blocks.begin(), blocks.end());
@@ -108,20 +122,23 @@ class Share {
     return computes_;
   }
 
-  // The block that was taken last is computed, and added to the vector.
-  void done() {
-    if (!computes_) return;
+  // The block that was taken last is computed, and added to the vector. Whether the parent is to be
+  // told.
+  bool done() {
+    if (!computes_) return false;
     computes_.reset();
     if (wanted_) {
       ++progress_.added;
     } else {
       fresh_ = true;  // it is the only one in the vector
     }
+    return tells_with(queue_.size());
   }
 
-  // What to tell the parent now.
-  Progress progress() {
+  // What to tell the parent so many seconds after the latest block was added.
+  Progress progress(double seconds) {
     Progress out = progress_;
+    out.seconds = static_cast<float>(seconds);
     progress_.returned.clear();
     return out;
   }
