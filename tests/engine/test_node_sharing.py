@@ -126,6 +126,9 @@ class World(simulation.World):
             vector[:] = wide
         self.nodes[rank].come_for_block(vectors(running.own))
 
+    def may_call(self, rank):
+        return rank not in self.dead and super().may_call(rank)
+
     def may_extend(self, rank):
         running = self.running[rank]
         if not isinstance(running, Sharing):
@@ -509,14 +512,14 @@ def garbling(rng, **options):
 
 
 def progress(message):
-    return list(struct.unpack_from("<6I", message, HEADER.size))
+    return list(struct.unpack_from("<8I", message, HEADER.size))
 
 
 def telling(message, field, value):
     said = progress(message)
     said[field] = value
-    start = HEADER.size + 24
-    return message[: HEADER.size] + struct.pack("<6I", *said) + message[start:]
+    start = HEADER.size + 32
+    return message[: HEADER.size] + struct.pack("<8I", *said) + message[start:]
 
 
 def shares(message):
@@ -546,7 +549,7 @@ def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
 
     def garble(link, message):
         of = shares(message) and link == (1, 0) and Header(message).round == 2
-        if seen or not of or (its.running[0] is None) != before:
+        if not of or (its.running[0] is None) != before or (seen and not before):
             return message
         seen.append(message)
         return telling(message, field, 7)
@@ -572,10 +575,11 @@ def test_a_block_that_is_returned_and_computed():
     seen = []
 
     def garble(_, message):
-        if seen or not (shares(message) and progress(message)[RETURNED]):
+        of = shares(message) and Header(message).round == 1
+        if not of or not progress(message)[RETURNED]:
             return message
         seen.append(message)
-        return telling(message, ADDED, 4)
+        return telling(message, ADDED, 5)
 
     its.garble = garble
     for rank in range(3):
