@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World, spread
 
-from jaxcoded.transport._engine import Ledger
+from jaxcoded.transport._engine import Ledger, Order, Share
 
 WORKERS, BLOCKS = 12, 12
 BLOCK = 0.01  # seconds
@@ -35,6 +35,7 @@ def test_nobody_is_late():
     step = its.run()
     assert its.orders == dict.fromkeys(its.orders, 0)
     assert its.computed == WORKERS * BLOCKS
+    assert its.told == WORKERS * 5  # as it calls, and with 7, 3, 1 and no blocks left
     messages = 1 + WORKERS  # done, and each vector fetched
     assert step == pytest.approx(BLOCK * BLOCKS + messages * steady())
 
@@ -56,6 +57,49 @@ def test_near_the_least_time(name):
     for _ in range(3):
         step = its.run()
         assert ideal(seconds) <= step <= bound * ideal(seconds)
+
+
+def test_who_has_not_called_is_told_to_hold():
+    """Others compute its blocks. Later it asks before it begins, and then it need not again."""
+    its = world([BLOCK] * WORKERS)
+    late = 2 * BLOCKS * BLOCK
+    step = its.run(calls=[0.0] * (WORKERS - 1) + [late])
+    assert its.orders["hold"] == 1 and its.orders["recall"] == its.orders["drop"] == 0
+    assert its.computed == WORKERS * BLOCKS
+    assert step < BLOCK * (BLOCKS + 5)  # the last replicas of three share 12 blocks
+    assert its.asks[WORKERS - 1]
+    its.run()
+    assert its.orders == {"grant": 1, "recall": 0, "drop": 0, "hold": 0}
+    its.run()
+    assert its.orders == dict.fromkeys(its.orders, 0)
+
+
+def test_who_begins_before_it_hears_that_it_should_not():
+    """It is dropped, and others compute what it has begun with."""
+    ledger = Ledger([[0, 1], [1, 0], [1, 0]], 2, 0.02)
+    first, second = Share(claimed=[0]), Share(claimed=[1, 2])
+    ledger.begin(0.0)
+    ledger.arrived(0, claims=True, now=0.0)
+    assert first.take() == 0 and first.done()
+    ledger.heard(0, first.progress(0.0), 0.1)
+    assert [order.kind for order in ledger.orders(0.1)] == [Order.Kind.hold]
+    (order,) = ledger.orders(0.2)  # no answer
+    assert (order.member, order.kind, order.blocks) == (0, Order.Kind.grant, [2])
+    ledger.arrived(1, claims=True, now=0.2)
+    (order,) = (o for o in ledger.orders(0.2) if o.member == 1)
+    assert (order.kind, order.generation) == (Order.Kind.drop, 1)
+    ledger.heard(1, second.progress(0.0), 0.2)  # said before it hears of that
+    assert ledger.version(1) == (1, 0)
+
+
+def test_a_block_that_cannot_be_taken_back_while_it_is_computed():
+    """Its rank is given up, as soon as others would be done with the block before."""
+    seconds = [BLOCK] * (WORKERS - 1) + [10 * BLOCK]
+    its = world(seconds, replicas=11, empties=False)
+    for _ in range(3):
+        step = its.run()
+        assert its.orders["drop"] == 1
+        assert step <= 1.12 * ideal(seconds)
 
 
 def test_who_stops_is_taken_over_and_comes_back():

@@ -36,6 +36,7 @@ class World:
         stopped, dead: processes.
         orders: how many of each kind were given in this round.
         computed: blocks that were computed in this round, also in vain.
+        told: how often members said how far they are.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class World:
         self.fetched = {}
         self.over = False
         self.orders = dict.fromkeys(("grant", "recall", "drop", "hold"), 0)
-        self.computed = 0
+        self.computed = self.told = 0
         self.events = [e for e in self.events if e[5] == self.round]
         began = self.clock
         for seconds, what, member in faults:
@@ -194,6 +195,7 @@ class World:
         return self.shares[m].progress(self.clock - self.added_at[m])
 
     def _tells(self, m):
+        self.told += 1
         self.sends(("up", m), None, self._heard, m, self._progress(m))
 
     # The parent.
