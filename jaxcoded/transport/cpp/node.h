@@ -96,7 +96,7 @@ class Node {
   Division division() const { return ledger_ ? ledger_->division() : Division(); }
   // Called at the root with each such round, once its work is done.
   void on_dealt(std::function<void(const Dealt&)> hook) { dealt_hook_ = std::move(hook); }
-  // From now on it is divided as it was in these rounds.
+  // From now on it is divided as it was in these rounds, which the root has. On every rank.
   void replay(const std::vector<Dealt>& rounds);
   // The program has computed its block, if it had one, and waits for the next; its vectors as they
   // are, which are there until it has one.
