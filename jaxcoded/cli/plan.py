@@ -1,7 +1,7 @@
 """Find the tree and code with which a step of a job is expected to be the fastest.
 
 The job is simulated with many trees and codes, and without a code: ring all-reduce and
-uncoded trees. docs/planning.md tells how, and what is not looked at.
+uncoded trees; and with shared work. docs/planning.md tells how, and what is not looked at.
 
     jaxcoded plan --ranks 13 --payload 4MB --compute 1.2 --model "pareto(shape=1.5)"
 """
@@ -25,6 +25,7 @@ _HEADER = (
 _LEGEND = (
     "s: children of each parent that may be late; m: messages are so many times shorter; piece: "
     "bytes in which they move; root: whether it computes too\n"
+    "shared: others compute a late rank's blocks; replicas: how many hold each\n"
     "step: mean of up to {} simulated steps; load: part of the batch that the busiest rank "
     "computes; κ: how much rounding may grow"
 )
@@ -71,6 +72,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--latency", type=float, default=50e-6, help="seconds; default 50e-6"
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        help="other ranks that may hold each rank's part of the batch, to share the work; 0: "
+        "no shared work; default all",
+    )
+    parser.add_argument(
+        "--reading",
+        metavar="SECONDS",
+        help="that a rank would take to read the data of the whole batch, of which it reads "
+        "in every step what it holds; default 0",
+    )
     parser.add_argument("--top", type=int, default=5, help="coded rows; default 5")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the draws and random codes; default 0"
@@ -96,6 +109,9 @@ def run(args: argparse.Namespace) -> None:
     sending = receiving
     if args.send_gigabits is not None:
         sending = _require.positive("--send-gigabits", args.send_gigabits)
+    reading = 0.0
+    if args.reading is not None:
+        reading = number_of_seconds("--reading", args.reading)
     with progress("planning") as tell:
         ranking = best_plans(
             args.ranks,
@@ -108,6 +124,8 @@ def run(args: argparse.Namespace) -> None:
             ),
             model,
             seed=args.seed,
+            replicas=args.replicas,
+            reading=reading,
             progress=tell,
         )
     show = _json if args.json else _table
@@ -115,13 +133,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
-    """The best of the coded ones, and of each uncoded one."""
+    """The best of the coded ones, and of each uncoded and shared one."""
     coded = [e for e in ranking.estimates if e.candidate.coded][:top]
     uncoded: dict[int, Estimate] = {}
     for estimate in ranking.estimates:
-        if not estimate.candidate.coded:
+        if estimate.candidate.plain:
             uncoded.setdefault(estimate.candidate.fanout, estimate)
-    shown = [*coded, *uncoded.values()]
+    shared = [e for e in ranking.estimates if e.candidate.shared]
+    shown = [*coded, *shared, *uncoded.values()]
     return [e for e in ranking.estimates if e in shown]
 
 
@@ -131,8 +150,12 @@ def _python(ranking: Ranking, seed: int) -> str:
     if not it.tree:
         return "jaxcoded.baselines.ring_allreduce(gradients, comm)"
     arguments = f"fanout={it.fanout}, stragglers={it.stragglers}"
+    if it.shared:
+        arguments = f'code="{it.code}"' + ", root_computes=False" * (
+            not it.root_computes
+        )
     arguments += f", slices={it.slices}" * (it.slices > 1)
-    arguments += ", root_computes=True" * it.root_computes
+    arguments += ", root_computes=True" * (it.root_computes and not it.shared)
     arguments += f", seed={seed}" * (seed > 0)
     if it.piece != PIECE:
         arguments += f", options=jaxcoded.Options(piece_bytes={it.piece})"
@@ -159,7 +182,7 @@ def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
         "→" if estimate is best else "",
         *(
             (str(it.fanout), str(it.stragglers), str(it.slices))
-            if it.tree
+            if it.tree and not it.shared
             else ("–",) * 3
         ),
         estimate.code if it.tree else "ring all-reduce",
@@ -214,15 +237,18 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
     low, high = estimate.usual
     times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}
     return {
-        "kind": "tree" if it.tree else "ring",
-        "fanout": it.fanout if it.tree else None,
+        "kind": "shared" if it.shared else "tree" if it.tree else "ring",
+        "fanout": it.fanout if it.tree and not it.shared else None,
         "stragglers": it.stragglers,
         "slices": it.slices,
+        "blocks": it.blocks or None,
+        "replicas": it.replicas if it.shared else None,
         "code": estimate.code,
         "piece": it.piece if it.tree else None,
         "root_computes": it.root_computes if it.tree else None,
         **{key: _finite(value) for key, value in times.items()},
         "load": estimate.load,
+        "held": estimate.held,
         "message": estimate.message,
         "amplification": estimate.amplification,
     }

@@ -129,11 +129,13 @@ class CodedGroup:
         payload: float,
         work: Callable[[float], Any] | float,
         seed: int = 0,
+        replicas: int | None = None,
+        reading: float = 0.0,
         transport: str = "auto",
         options: Options | None = None,
     ) -> "CodedGroup":
-        """A group with the tree, the code and the pieces with which a step is expected to
-        be the fastest, from a measurement of links and ranks that takes about two
+        """A group with the tree, the code and the pieces, or with shared work, with which a
+        step is expected to be the fastest, from a measurement of links and ranks that takes about two
         seconds, and the simulator (``docs/planning.md``). Collective.
 
         The group may be uncoded then. `planned` says why.
@@ -147,6 +149,11 @@ class CodedGroup:
                 usual rank would take for the whole batch on its own, as in ``jaxcoded
                 plan --compute``: then a loop measures how much ranks differ.
             seed: of random codes.
+            replicas: other ranks that may hold each rank's part of the batch, to share the
+                work (``docs/sharing.md``): 0 for a program that cannot, such as one with
+                plain sums only. Default all.
+            reading: seconds that a rank would take to read the data of the whole batch,
+                if it reads what it holds in every step.
             transport, options: as for the constructor, without ``piece_bytes``.
 
         Raises:
@@ -169,13 +176,28 @@ class CodedGroup:
 
         group = cls.__new__(cls)
         how = "a function" if callable(work) else work
+
+        def choose(own: MPI.Intracomm) -> automatic.Choice:
+            wanted = (options or Options()).complete()
+            missing = "" if transport == "mpi4jax" else engine.missing()
+            cannot = group._why_not_shared(transport, wanted, own.allgather(missing))
+            most = 0 if cannot else replicas
+            return automatic.choose(own, payload, work, seed, most, reading)
+
         group._open(
             comm,
             transport,
             options,
-            {"plan": "auto", "payload": payload, "work": how, "seed": seed},
+            {
+                "plan": "auto",
+                "payload": payload,
+                "work": how,
+                "seed": seed,
+                "replicas": replicas,
+                "reading": reading,
+            },
             check,
-            lambda own: automatic.choose(own, payload, work, seed),
+            choose,
         )
         return group
 

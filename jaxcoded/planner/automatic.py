@@ -68,6 +68,8 @@ def choose(
     payload: float,
     work: Callable[[float], Any] | float,
     seed: int,
+    replicas: int | None = None,
+    reading: float = 0.0,
 ) -> Choice:
     """Measure, and plan. Collective; rank 0 decides.
 
@@ -77,6 +79,7 @@ def choose(
         work: computes the gradient of a part of the batch; or the seconds that a usual
             rank would take for the whole batch.
         seed: of random codes.
+        replicas, reading: as in `best_plans`.
 
     Raises:
         RuntimeError: ``work`` failed on a rank. Raised on every rank.
@@ -101,6 +104,8 @@ def choose(
                     seen.network,
                     seen.stragglers,
                     seed=seed,
+                    replicas=replicas,
+                    reading=reading,
                     progress=lambda done: tell(0.4 + 0.6 * done),
                 )
                 best = ranking.best_tree.candidate
@@ -130,6 +135,11 @@ def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
         f"{spread[0]:.2f} … {spread[2]:.2f} times as much (5 … 95 %; at most "
         f"{spread[3]:.3g}) in {seen.rounds} turns"
     )
+    if best.candidate.shared:
+        words += (
+            ". Work is shared by coded_value_and_grad and by group.blocks; other sums wait "
+            "for all ranks (give replicas=0 where a program has only these)"
+        )
     if not ranking.best.candidate.tree:
         words += ". A ring would be faster than any group: jaxcoded.baselines"
     return words

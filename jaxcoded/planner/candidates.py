@@ -1,10 +1,11 @@
-"""The trees and codes that the planner compares."""
+"""The trees and codes that the planner compares, and shared work."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
 
 from jaxcoded.plan import Plan, make_plan
+from jaxcoded.plan.parent_code import AUTO
 from jaxcoded.plan.tree import regular_size
 from jaxcoded.simulator import Layout, Ring
 from jaxcoded.transport.options import PIECE
@@ -13,6 +14,10 @@ _PIECES = (64 << 10, PIECE, 1 << 20)
 _FANOUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLICES = (1, 2, 4)
+_REPLICAS = (1, 2, 3)  # and all others
+_MOST_SHARING = 64  # ranks, in jobs whose work may be shared
+_BLOCK = 5e-3  # seconds that a block takes at least
+_MOST_BLOCKS = 12  # of a rank
 _MOST_CHILDREN = 1024  # codes are matrices with a row for each child
 _MOST_DRAWN = (
     64  # children of codes that are drawn at random, which costs time and digits
@@ -29,6 +34,8 @@ class Candidate:
         slices: ``m``.
         piece: bytes in which messages move.
         root_computes: whether the root holds data.
+        blocks: of each rank, where the work is shared; otherwise 0.
+        replicas: other ranks that hold each of them.
     """
 
     fanout: int
@@ -36,6 +43,18 @@ class Candidate:
     slices: int = 1
     piece: int = PIECE
     root_computes: bool = False
+    blocks: int = 0
+    replicas: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks compute blocks of others."""
+        return self.blocks > 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether all ranks are waited for."""
+        return not self.coded and not self.shared
 
     @property
     def coded(self) -> bool:
@@ -47,10 +66,23 @@ class Candidate:
         """Whether a group can be made of it: not of the ring."""
         return self.fanout > 0
 
+    @property
+    def code(self) -> str:
+        """What a plan takes as its code."""
+        if not self.shared:
+            return AUTO
+        return f"shared(replicas={self.replicas}, blocks={self.blocks})"
+
+    def held(self, layout: Layout | Ring) -> float:
+        """The largest part of the batch whose data a rank holds; in its `layout`."""
+        return float(layout.loads.max()) * (1 + self.replicas)
+
     def layout(self, ranks: int) -> Layout | Ring:
         """What the simulator takes."""
         if not self.tree:
             return Ring(ranks)
+        if self.shared:
+            return Layout.of(self.plan(ranks))
         layout = Layout.balanced(ranks, self.fanout, self.stragglers, self.slices)
         if not self.root_computes:
             return layout
@@ -70,6 +102,7 @@ class Candidate:
             fanout=self.fanout,
             stragglers=self.stragglers,
             slices=self.slices,
+            code=self.code,
             root_computes=self.root_computes,
             seed=seed,
         )
@@ -113,6 +146,28 @@ def candidates(ranks: int) -> list[Candidate]:
         if s + m <= fanout and s <= fanout // 2:
             out.append(Candidate(fanout, s, m))
     return out
+
+
+def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
+    """Ways to share the work of so many ranks; without their `variants`. A block takes some
+    milliseconds, and a rank has two or more: none where a step is shorter than that.
+
+    Args:
+        ranks: in the job; none of more than 64.
+        work: seconds that one usual rank would take for the whole batch.
+        most: other ranks that may hold each block; default all.
+    """
+    blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
+    if blocks < 2 or not 3 <= ranks <= _MOST_SHARING:
+        return []
+    all_others = ranks - 2  # as the root may have no data
+    most = all_others if most is None else min(most, all_others)
+    replicas = {each for each in (*_REPLICAS, all_others) if each <= most}
+    if most > max(_REPLICAS):
+        replicas.add(most)
+    return [
+        Candidate(ranks - 1, blocks=blocks, replicas=each) for each in sorted(replicas)
+    ]
 
 
 def _smallest_fanout(ranks: int, depth: int) -> int:

@@ -10,15 +10,17 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
-from jaxcoded.planner.candidates import Candidate, candidates, exceeds
+from jaxcoded.planner.candidates import Candidate, candidates, exceeds, sharing
 from jaxcoded.simulator import Layout, Network, simulate
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
 
 _GAIN = 0.01  # less is no reason to code
+_MORE_DATA = 0.05  # gain that is worth holding data on more ranks
+_NEAR = 1.2  # times the best: shared work that may yet win
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
 _KEPT = 8  # coded candidates in the last rung
-_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2)  # seconds for each rung, about
+_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)  # seconds for each rung, about
 _MOST_LEFT_OUT = 20_000  # ranks; of more, codes that κ rules out are not compared
 
 
@@ -28,13 +30,14 @@ class Estimate:
 
     Attributes:
         candidate: of which.
-        seconds: of each simulated round, float64 ``(rounds,)``, for the same draws of
-            the stragglers in all estimates of a ranking.
+        seconds: of each simulated round, and of reading, float64 ``(rounds,)``, for the
+            same draws of the stragglers in all estimates of a ranking.
         load: the part of the batch that the busiest rank computes.
         message: bytes that a child of the root sends to it; in a ring, to its
             neighbour in a step.
         code: the kinds of codes in its plan.
         amplification: the plan's κ.
+        held: the largest part of the batch whose data a rank holds.
     """
 
     candidate: Candidate
@@ -43,6 +46,7 @@ class Estimate:
     message: float
     code: str
     amplification: float
+    held: float = 0.0
 
     @property
     def step(self) -> float:
@@ -66,6 +70,8 @@ class Estimate:
         it = self.candidate
         if not it.tree:
             return "ring all-reduce"
+        if it.shared:
+            return f"shared work, replicas = {it.replicas}, blocks = {it.blocks}"
         return f"fan-out {it.fanout}, s = {it.stragglers}, m = {it.slices}"
 
     def faster_than(self, other: "Estimate") -> bool:
@@ -120,23 +126,35 @@ class Ranking:
 
     @property
     def uncoded(self) -> Estimate:
-        """The fastest without a code, tree or ring."""
-        return next(e for e in self.estimates if not e.candidate.coded)
+        """The fastest that waits for all ranks, tree or ring."""
+        return next(e for e in self.estimates if e.candidate.plain)
 
     @property
     def best(self) -> Estimate:
-        """The fastest; uncoded unless a code is certain to be faster."""
+        """The fastest; uncoded unless a code or shared work is certain to be faster. Shared with
+        as few replicas as take up to 5 % longer."""
         return self._better_than(self.uncoded)
 
     @property
     def best_tree(self) -> Estimate:
         """The same among those that a group can be made of."""
         trees = (e for e in self.estimates if e.candidate.tree)
-        return self._better_than(next(e for e in trees if not e.candidate.coded))
+        return self._better_than(next(e for e in trees if e.candidate.plain))
 
     def _better_than(self, uncoded: Estimate) -> Estimate:
-        coded = (e for e in self.estimates if e.candidate.coded)
-        return next((e for e in coded if e.faster_than(uncoded)), uncoded)
+        others = (e for e in self.estimates if not e.candidate.plain)
+        best = next((e for e in others if e.faster_than(uncoded)), uncoded)
+        if not best.candidate.shared:
+            return best
+        shared = (e for e in self.estimates if e.candidate.shared)
+        return min(
+            (
+                e
+                for e in shared
+                if e.step <= (1 + _MORE_DATA) * best.step and e.faster_than(uncoded)
+            ),
+            key=lambda e: e.candidate.replicas,
+        )
 
     @property
     def verdict(self) -> str:
@@ -159,6 +177,8 @@ class Ranking:
     @property
     def _sentence(self) -> str:
         best, uncoded = self.best, self.uncoded
+        if best.candidate.shared:
+            return self._why_shared(best)
         if math.isinf(best.step):
             any_code = "a code" if self.left_out is None else "any other code"
             return f"do not code: a step would never end, with {any_code} or without"
@@ -172,13 +192,39 @@ class Ranking:
         coded = next((e for e in self.estimates if e.candidate.coded), None)
         if coded is None:
             return "do not code: no code fits"
-        if coded.step >= uncoded.step:
-            behind = f"takes {coded.step / uncoded.step:.3g} times as long"
-        else:
-            gain = 1 - coded.step / uncoded.step
-            doubt = "is not worth it" if gain <= _GAIN else "may be chance"
-            behind = f"is {gain:.1%} faster, which {doubt}"
-        return f"do not code: the best code, {coded.name}, {behind}"
+        shared = next((e for e in self.estimates if e.candidate.shared), None)
+        if shared is not None and shared.step < coded.step:
+            return f"do not code: {shared.name}, {_behind(shared, uncoded)}"
+        return f"do not code: the best code, {coded.name}, {_behind(coded, uncoded)}"
+
+    def _why_shared(self, best: Estimate) -> str:
+        """What it gains, and against what."""
+        gains = [
+            f"{other.step / best.step:.3g} times as fast as the best {what}, {other.name}"
+            if math.isfinite(other.step)
+            else f"with the best {what}, {other.name}, a step would never end"
+            for what, other in (
+                ("uncoded", self.uncoded),
+                ("code", next((e for e in self.estimates if e.candidate.coded), None)),
+            )
+            if other is not None
+        ]
+        said = f"A rank holds {best.held:.3g} of the batch"
+        replicas = best.candidate.replicas
+        more = [e.step for e in self.estimates if e.candidate.replicas > replicas]
+        if more:
+            gain = max(0.0, 1 - min(more) / best.step)
+            said += f"; more replicas would gain {gain:.1%}"
+        return f"share the work: {'; '.join(gains)}. {said}"
+
+
+def _behind(other: Estimate, uncoded: Estimate) -> str:
+    """Why something is not worth it."""
+    if other.step >= uncoded.step:
+        return f"takes {other.step / uncoded.step:.3g} times as long"
+    gain = 1 - other.step / uncoded.step
+    doubt = "is not worth it" if gain <= _GAIN else "may be chance"
+    return f"is {gain:.1%} faster, which {doubt}"
 
 
 def best_plans(
@@ -190,9 +236,12 @@ def best_plans(
     *,
     seed: int = 0,
     amplification: float = 1000.0,
+    replicas: int | None = None,
+    reading: float = 0.0,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Ranking:
-    """Find the tree, code and pieces with which a step is expected to be the fastest.
+    """Find the tree, code and pieces, or the way to share the work, with which a step is
+    expected to be the fastest.
 
     Candidates (`jaxcoded.planner.candidates`) run in the simulator on the same draws of the
     stragglers, few rounds at first and more for the best of them. ``docs/planning.md``
@@ -207,6 +256,10 @@ def best_plans(
         stragglers: a model, or the text that names one; default none.
         seed: of the draws, and of random codes; at least 0.
         amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
+        replicas: other ranks that may hold each rank's part of the batch, to share the
+            work; 0 where it cannot be shared (``docs/sharing.md``). Default all.
+        reading: seconds that a rank would take to read the data of the whole batch, of
+            which it reads in every step what it holds.
         progress: is told the part that is done.
 
     Raises:
@@ -216,9 +269,11 @@ def best_plans(
         >>> from jaxcoded.planner import search
         >>> from jaxcoded.simulator import stragglers
         >>> model = stragglers.named("fixed(factor=10)")
-        >>> ranking = search.best_plans(13, 4e6, 1.0, stragglers=model)
+        >>> ranking = search.best_plans(13, 4e6, 1.0, stragglers=model, replicas=0)
         >>> ranking.best.candidate.stragglers
         1
+        >>> search.best_plans(13, 4e6, 1.0, stragglers=model).best.candidate.shared
+        True
         >>> search.best_plans(13, 4e6, 1.0).best.candidate.stragglers  # no stragglers
         0
     """
@@ -228,6 +283,10 @@ def best_plans(
     seed = _require.integer("seed", seed, 0)
     if not amplification >= 1:
         raise ValueError(f"amplification must be at least 1, got {amplification!r}")
+    if replicas is not None:
+        replicas = _require.integer("replicas", replicas, 0)
+    if not 0 <= reading < math.inf:
+        raise ValueError(f"reading must be seconds ≥ 0, got {reading!r}")
     search = _Search(
         ranks,
         payload,
@@ -236,6 +295,8 @@ def best_plans(
         _Drawn(as_model(stragglers), ranks, seed),
         seed,
         amplification,
+        sharing(ranks, work, replicas),
+        float(reading),
         progress,
     )
     ranking = Ranking(ranks, payload, work, tuple(search.run()), amplification)
@@ -269,6 +330,8 @@ class _Search:
     stragglers: _Drawn
     seed: int
     amplification: float
+    sharing: list[Candidate]
+    reading: float
     progress: Callable[[float], None]
     done: float = 0.0
     amplified: list[Candidate] = dataclasses.field(default_factory=list)
@@ -292,14 +355,18 @@ class _Search:
             third, lambda c: (c.fanout, c.stragglers, c.slices, c.root_computes)
         )
         final.append(Candidate(0))
-        out = self._estimates(final, plans, most=1024)
+        shared = [v for base in self.sharing for v in base.variants(self.payload)]
+        fourth = self._rung(shared, _SHARES[5], least=6, most=64)
+        shared = _each(fourth, lambda c: c.replicas)
+        near = _NEAR * min([*second.values(), *third.values()])
+        final += [c for c in shared if c is shared[0] or fourth[c] < near]
+        fewest = 128 if shared else 48
+        out = self._estimates(final, plans, least=fewest, most=1024)
         # four times as many rounds for those that may yet be faster than the fastest
         least = (1 - _GAIN) * out[0].step
         doubt = [e for e in out[1:] if e.step - 2 * e.error < least][:6]
         if doubt and self.ranks <= 20_000:
-            again = [
-                e for e in out if e in doubt or e is out[0] or not e.candidate.coded
-            ]
+            again = [e for e in out if e in doubt or e is out[0] or e.candidate.plain]
             rounds = 4 * len(out[0].seconds)
             longer = self._estimates(
                 [e.candidate for e in again], plans, least=rounds, most=rounds
@@ -343,7 +410,7 @@ class _Search:
         final: list[Candidate],
         plans: dict[Candidate, Plan],
         *,
-        least: int = 48,
+        least: int,
         most: int,
     ) -> list[Estimate]:
         out = []
@@ -355,7 +422,7 @@ class _Search:
             kinds = (
                 dict.fromkeys(coding.code.name for coding in plan.codings if coding)
                 if plan
-                else ["uncoded"]
+                else [it.code if it.shared else "uncoded"]
             )
             out.append(
                 Estimate(
@@ -365,6 +432,7 @@ class _Search:
                     self.payload * float(length),
                     ", ".join(kinds),
                     plan.amplification if plan else 1.0,
+                    it.held(layout),
                 )
             )
         return sorted(out, key=lambda estimate: estimate.step)
@@ -417,23 +485,27 @@ class _Search:
         self, entering: list[Candidate], share: float, least: int, most: int
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
         """Seconds of as many rounds as such a share of a second has time for."""
-        cost = len(entering) * (1.5e-4 + 1e-7 * self.ranks)
+        cost = max(len(entering), 1) * (1.5e-4 + 1e-7 * self.ranks)
+        # a message at a time
+        events = sum(candidate.shared for candidate in entering) * self.ranks
+        cost += events * (5e-5 + 2e-6 * self.ranks)
         if self.ranks > 2000 and least < most:  # whose rounds differ less
             least = max(least * 2000 // self.ranks, least // 3)
         rounds = min(max(int(share / cost), least), most)
         start, self.done = self.done, self.done + share / sum(_SHARES)
         for number, candidate in enumerate(entering):
+            layout = candidate.layout(self.ranks)
             part = number / len(entering)
             self.progress(min(1.0, start + (self.done - start) * part))
             outcome = simulate(
-                candidate.layout(self.ranks),
+                layout,
                 dataclasses.replace(self.network, piece=candidate.piece),
                 payload=self.payload,
                 work=self.work,
                 stragglers=self.stragglers,
                 rounds=rounds,
             )
-            yield candidate, outcome.seconds
+            yield candidate, outcome.seconds + self.reading * candidate.held(layout)
 
 
 def _each(

@@ -14,7 +14,7 @@ import jaxcoded
 from jaxcoded import _parse
 from jaxcoded.cli.main import main
 from jaxcoded.planner import search
-from jaxcoded.planner.candidates import Candidate, candidates, exceeds
+from jaxcoded.planner.candidates import Candidate, candidates, exceeds, sharing
 from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 LIGHT = "exponential(work=0.1)"
@@ -121,7 +121,7 @@ def test_nobody_straggles(ranks, gigabits):
 
 def test_a_rank_that_never_ends():
     model = stragglers.named("killed(ranks=(5,), round=3)")
-    ranking = search.best_plans(13, 4e6, 1.0, stragglers=model)
+    ranking = search.best_plans(13, 4e6, 1.0, stragglers=model, replicas=0)
     assert ranking.best.candidate.stragglers >= 1
     assert math.isinf(ranking.uncoded.step)
     assert math.isinf(ranking.uncoded.error)
@@ -134,6 +134,48 @@ def test_no_plan_ends():
         ranking = search.best_plans(4, 1e4, 0.1, stragglers=model)
         assert ranking.best is ranking.uncoded
         assert ranking.verdict.startswith("do not code: a step would never end")
+
+
+def test_a_rank_that_never_ends_and_shares_its_work():
+    model = stragglers.named("killed(ranks=(5,), round=3)")
+    ranking = search.best_plans(13, 4e6, 1.0, stragglers=model)
+    assert ranking.best.candidate.shared
+    assert "uncoded, " in ranking.verdict
+    assert "a step would never end" in ranking.verdict
+
+
+def test_work_is_shared():
+    """Where somebody is late, blocks are not tiny, and others have the data; by as few as
+    suffice."""
+    model = stragglers.named("bursty(begin=0.02, end=0.2, factor=5)")
+    ranking = search.best_plans(13, 4e3, 1.5, stragglers=model)
+    it = ranking.best.candidate
+    assert it.shared and it.blocks == 12
+    assert ranking.best_tree is ranking.best
+    assert ranking.verdict.startswith("share the work: ")
+    assert ranking.best.held == pytest.approx((1 + it.replicas) * ranking.best.load)
+    shared = {e.candidate.replicas: e for e in ranking.estimates if e.candidate.shared}
+    assert set(shared) == {1, 2, 3, 11}
+    for replicas, other in shared.items():
+        if replicas > it.replicas:
+            assert other.step >= shared[it.replicas].step / 1.05
+    assert {c.replicas for c in sharing(13, 1.5, 2)} == {1, 2}
+    assert {c.replicas for c in sharing(13, 1.5, 5)} == {1, 2, 3, 5}
+    assert not sharing(13, 0.1) and not sharing(65, 60.0) and not sharing(13, 1.5, 0)
+
+
+def test_reading_costs_replicas():
+    """As much as what is held; if that costs more than late ranks do, nobody shares."""
+    model = stragglers.named("exponential(work=0.5)")
+    free = search.best_plans(7, 4e3, 0.7, stragglers=model)
+    dear = search.best_plans(7, 4e3, 0.7, stragglers=model, reading=2.0)
+    assert free.best.candidate.shared and not dear.best.candidate.shared
+    some = {e.candidate: e for e in free.estimates}
+    same = [(e, some[e.candidate]) for e in dear.estimates if e.candidate in some]
+    for more, less in same:
+        rounds = min(len(more.seconds), len(less.seconds))
+        read = more.seconds[:rounds] - less.seconds[:rounds]
+        assert read == pytest.approx(2.0 * more.held)
 
 
 def test_numbers_of_numpy():
@@ -233,7 +275,7 @@ def test_amplification_is_bounded():
 def test_a_faster_code_that_loses_digits():
     """With 11 workers there is no repetition."""
     ranking = search.best_plans(
-        12, 4e4, 1.2, stragglers="fixed(factor=10)", amplification=2.0
+        12, 4e4, 1.2, stragglers="fixed(factor=10)", amplification=2.0, replicas=0
     )
     left_out = ranking.left_out
     assert (left_out.candidate.fanout, left_out.candidate.stragglers) == (11, 1)
@@ -255,7 +297,7 @@ def test_a_faster_code_that_loses_digits():
 def test_only_codes_that_lose_digits_end(capsys):
     dead = f"killed(ranks={tuple(range(1, 9))}, round=3)"
     asked = ["plan", "--ranks", "24", "--payload", "1kB", "--compute", "2.4"]
-    assert main([*asked, "--model", dead, "--json"]) == 0
+    assert main([*asked, "--model", dead, "--replicas", "0", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["best"]["step"] is None
     assert said["left_out"] == {
@@ -273,7 +315,8 @@ def test_only_codes_that_lose_digits_end(capsys):
 def test_plans_are_those_of_the_seed(capsys):
     """The κ that was looked at is that of the group."""
     asked = ["plan", "--ranks", "38", "--payload", "1MB", "--compute", "3.8"]
-    assert main([*asked, "--model", "bursty(factor=8)", "--seed", "3", "--json"]) == 0
+    asked += ["--model", "bursty(factor=8)", "--replicas", "0"]
+    assert main([*asked, "--seed", "3", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     made = eval(said["python"], {"jaxcoded": _Recorded, "comm": None})
     made.pop("options", None)
@@ -293,6 +336,8 @@ def test_plans_are_those_of_the_seed(capsys):
         ({"payload": True}, "payload must be a number > 0, got True"),
         ({"seed": -1}, "seed must be an integer ≥ 0, got -1"),
         ({"stragglers": "slow"}, "model must be one of none, "),
+        ({"replicas": -1}, "replicas must be an integer ≥ 0, got -1"),
+        ({"reading": -1.0}, "reading must be seconds ≥ 0, got -1.0"),
         ({"amplification": 0.5}, "amplification must be at least 1, got 0.5"),
     ],
 )
@@ -307,7 +352,7 @@ USUAL = ["plan", "--ranks", "7", "--payload", "4MB", "--compute", "0.7"]
 
 
 def test_table(capsys):
-    assert main([*USUAL, "--model", FIXED, "--top", "2"]) == 0
+    assert main([*USUAL, "--model", FIXED, "--top", "2", "--replicas", "0"]) == 0
     out, err = capsys.readouterr()
     assert not err
     table, verdict = out.split("\n\n")
@@ -316,11 +361,26 @@ def test_table(capsys):
     assert rows[0].startswith("→  6        1  1  fractional_repetition")
     assert sum("ring all-reduce" in row for row in rows) == 1
     assert sum("_" in row for row in rows) == 2
+    assert not any(row.startswith("→  –") for row in rows)
     said, python = verdict.strip().splitlines()
     assert said.startswith("code: ")
     made = eval(python, {"jaxcoded": _Recorded, "comm": None})
     made.pop("options", None)
     assert jaxcoded.make_plan(7, **made).tolerance(0) == 1
+
+
+def test_shared_work_in_the_table(capsys):
+    asked = [*USUAL, "--model", FIXED]
+    assert main(asked) == 0
+    table, verdict = capsys.readouterr().out.split("\n\n")
+    assert "→  –        –  –  shared(replicas=" in table
+    said, python = verdict.strip().splitlines()
+    assert said.startswith("share the work: ")
+    made = eval(python, {"jaxcoded": _Recorded, "comm": None})
+    made.pop("options", None)
+    assert jaxcoded.make_plan(7, **made).placement is not None
+    assert main([*asked, "--reading", "10s", "--json"]) == 0
+    assert "shared" not in json.loads(capsys.readouterr().out)["best"]["kind"]
 
 
 class _Recorded:
@@ -341,8 +401,9 @@ def test_json_and_a_trace(capsys, tmp_path):
     assert said["left_out"] is None
     assert said["payload"] == 4e6
     assert said["best"] == next(e for e in said["ranking"] if e["code"] == "uncoded")
-    assert {e["kind"] for e in said["ranking"]} == {"tree", "ring"}
-    assert main([*USUAL, "--model", "killed(round=2)", "--json"]) == 0
+    assert {e["kind"] for e in said["ranking"]} == {"tree", "ring", "shared"}
+    killed = ["--model", "killed(round=2)", "--replicas", "0"]
+    assert main([*USUAL, *killed, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["ranking"][-1]["step"] is None
     np.savetxt(trace, np.ones((50, 6)), delimiter=",")

@@ -64,11 +64,27 @@ def test_nobody_straggles(comm, transport):
 def test_one_rank_is_slow(comm, transport):
     work = asleep(2.0 if RANK == SIZE - 1 else 0.05)
     with jaxcoded.CodedGroup.auto(
-        comm, payload=1e4, work=work, transport=transport
+        comm, payload=1e4, work=work, replicas=0, transport=transport
     ) as group:
         agreed(comm, group)
         assert group.plan.stragglers >= 1
         assert "code: " in group.planned
+
+
+@once
+@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+def test_one_rank_is_slow_and_shares_its_work(comm, transport):
+    """On CPUs, where the engine carries it; otherwise there is a code."""
+    work = asleep(2.0 if RANK == SIZE - 1 else 0.05)
+    with jaxcoded.CodedGroup.auto(
+        comm, payload=1e4, work=work, transport=transport
+    ) as group:
+        agreed(comm, group)
+        shares = transport == "engine"
+        assert (group.plan.placement is not None) == shares
+        assert group.plan.stragglers >= 1
+        assert ("share the work: " if shares else "code: ") in group.planned
+        assert ("group.blocks" in group.planned) == shares
 
 
 @once
@@ -135,7 +151,10 @@ def test_wrong_arguments(comm, transport, wrong, said):
 
 @once
 @several
-@pytest.mark.parametrize("odd", [{"payload": 2}, {"work": asleep(0)}, None])
+@pytest.mark.parametrize(
+    "odd",
+    [{"payload": 2}, {"work": asleep(0)}, {"replicas": 1}, {"reading": 1.0}, None],
+)
 def test_different_arguments(comm, transport, odd):
     mine = {"payload": 1, "work": 1}
     last = RANK == SIZE - 1
