@@ -236,6 +236,15 @@ def test_draws_that_cannot_be_decoded_in_float64_are_an_error(epsilon):
     assert len(calls) == 64
 
 
+def test_draws_go_on_until_one_can_be_decoded(monkeypatch):
+    """Where time is for fewer of them."""
+    monkeypatch.setattr(_redraw, "draws", lambda *_: 2)
+    given = [np.zeros((2, 2))] * 4 + [np.ones((2, 2))] * 10
+    code = _redraw.least_amplified(lambda _: given.pop(0), 2, 1, 1, "late", 0)
+    np.testing.assert_array_equal(code.B[..., 0], np.ones((2, 2)))
+    assert len(given) == 9
+
+
 # Misuse.
 
 
