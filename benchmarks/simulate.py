@@ -41,7 +41,8 @@ RATE, GOODPUT = "200mbit", 200e6 / 8 * 1448 / 1514
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring."""
+    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring; with ``code`` the
+    work is shared."""
 
     fanout: int
     s: int
@@ -49,9 +50,12 @@ class Setting:
     kilobytes: int
     work: float  # seconds for the whole batch by one rank
     m: int = 1
+    code: str = ""
 
     def __str__(self):
-        if self.fanout:
+        if self.code:
+            shape = self.code
+        elif self.fanout:
             shape = f"fan-out {self.fanout}, s = {self.s}"
         else:
             shape = "Allreduce"
@@ -63,6 +67,8 @@ class Setting:
         return f"{shape}, {self.model}, {size}"
 
     def plan(self, size):
+        if self.code:
+            return make_plan(size, code=self.code, root_computes=False)
         return make_plan(size, fanout=self.fanout, stragglers=self.s, slices=self.m)
 
     def layout(self, size):
@@ -82,6 +88,20 @@ SETTINGS = {
         Setting(3, 1, "fixed(factor=4)", 1000, 0.6),
         Setting(12, 2, "bursty(begin=0.05, end=0.2, factor=4)", 4, 0.6),
         Setting(0, 0, "exponential(work=0.5)", 4, 0.6),
+        *(
+            Setting(
+                12, 0, model, 4, work, code=f"shared(replicas={r}, blocks={blocks})"
+            )
+            for work, blocks in ((1.44, 12), (0.36, 6))
+            for model, r in (
+                ("none", 3),
+                ("exponential(work=0.5)", 3),
+                ("exponential(work=0.5)", 11),
+                ("pareto(shape=1.5, scale=0.2)", 3),
+                ("fixed(factor=10)", 3),
+                ("bursty(begin=0.02, end=0.2, factor=5)", 3),
+            )
+        ),
     ],
     (1, 7): [
         Setting(2, 1, "exponential(seconds=0.05)", 4, 0.1),
@@ -105,6 +125,7 @@ SMOKE = {
         Setting(3, 0, "none", 4, 0.06),
         Setting(3, 1, "fixed(factor=3)", 4, 0.06),
         Setting(0, 0, "none", 4, 0.06),
+        Setting(3, 0, "fixed", 4, 0.06, code="shared(replicas=1, blocks=4)"),
     ]
 }
 
@@ -132,10 +153,16 @@ def run_job(settings, rounds, out):
         else:
             own = np.ones(size, np.float32)
             load, expected, total = 1 / comm.size, comm.size, np.empty_like(own)
+        shares = Shares(group, size) if setting.code else None
         wait(comm.Ibarrier())
         start, ends = time.perf_counter(), []
         for _ in range(rounds):
             delay = next(delays).time(setting.work * load)[comm.rank]
+            if shares:
+                shares.compute(delay, out=total)
+                ends.append(time.perf_counter() - start)
+                np.testing.assert_allclose(total[[0, -1]], expected, rtol=1e-4)
+                continue
             late = group is not None and group.lag() > 0
             if not late:
                 time.sleep(delay)
@@ -151,6 +178,29 @@ def run_job(settings, rounds, out):
             group.close()
     if comm.rank == 0:
         pathlib.Path(out).write_text(json.dumps(stored))
+
+
+class Shares:
+    """A rank's part in rounds whose work is shared."""
+
+    def __init__(self, group, size, batch_size=10_000):
+        self.group, self.size, self.batch_size = group, size, batch_size
+        self.own = max(batch_size * float(group.plan.load_of(group.rank)), 1.0)
+
+    def compute(self, seconds, out):
+        """A round, in which this rank would take so long for its own part."""
+        import jaxcoded
+
+        own, overslept = np.zeros(self.size, np.float32), 0.0
+        with self.group.blocks(self.batch_size) as blocks:
+            for block in blocks:
+                part = len(block.indices) / self.own
+                # who works in several pieces is not to pay for the end of every sleep
+                until = time.perf_counter() + seconds * part - overslept
+                time.sleep(max(0.0, until - time.perf_counter()))
+                overslept = time.perf_counter() - until
+                own += block.indices.sum() / self.batch_size
+        jaxcoded.host.coded_allreduce(own, self.group, out=out)
 
 
 def latency(comm, times=100):
@@ -311,6 +361,7 @@ def draw(rows, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--only", default="", help="settings with this in their name")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -320,7 +371,11 @@ def main():
         return run_job([Setting(*s) for s in args.settings], args.rounds, args.job)
     from tqdm import tqdm
 
-    places = SMOKE if args.smoke else SETTINGS
+    places = {
+        where: some
+        for where, all_of_them in (SMOKE if args.smoke else SETTINGS).items()
+        if (some := [setting for setting in all_of_them if args.only in str(setting)])
+    }
     rounds = 12 if args.smoke else args.rounds
     with tqdm(total=sum(map(len, places.values())), desc="settings") as progress:
         rows = compare(places, rounds, 300, progress)

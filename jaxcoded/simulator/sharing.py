@@ -1,7 +1,7 @@
 """A round whose work is shared: who computes which blocks, and when all are computed.
 
-What is simulated is what ``docs/engine.md`` describes, on the host: the root's ledger grants every
-rank its own blocks, and whoever begins its last one gets a block that is free, or one that is
+What is simulated is what ``docs/engine.md`` describes, on the host: every rank begins with its own
+blocks, unless others have begun some of them, and whoever begins its last one gets a block that is free, or one that is
 recalled from whoever would be done last. There is an event for every message that may make the
 ledger decide something, and none for the others.
 
@@ -52,6 +52,8 @@ class Sharing:
         ]
         self.held: list[set[int]] = [set() for _ in at]
         self.owned: list[set[int]] = [set() for _ in at]
+        # of each block among those of its owner
+        self.place = [b % layout.placement.blocks for b in range(len(self.holders))]
         for block, ranks in enumerate(layout.placement.holders):
             self.owned[at[ranks[0]]].add(block)
             for rank in ranks:
@@ -146,7 +148,6 @@ class Round:
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = itertools.count()
         self.fastest = min(seconds)
-        self.idle, self.counted = 0, -math.inf  # how many have nothing to do, and when
         # the root decides nothing before
         self.opens = max(0.0, self.members[0].answers)
 
@@ -173,8 +174,11 @@ class Round:
     def arrived(self, now: float, m: int) -> None:
         self.members[m].here = True
         self.asks.add(m)
-        if own := self.free & self.job.owned[m]:
-            self.grant(m, sorted(own), now)
+        own = self.free & self.job.owned[m]
+        if own:
+            # it has begun without asking, unless others have begun some of them
+            begun = len(own) == len(self.job.owned[m])
+            self.grant(m, sorted(own), now, self.members[m].begins if begun else None)
 
     def heard(self, now: float, m: int) -> None:
         self.asks.add(m)
@@ -220,13 +224,17 @@ class Round:
             if not member.here or member.left(now) + member.promised > 1:
                 continue
             if block := self.free & self.job.held[m]:
-                self.grant(m, [min(block)], now)
+                # the one that its owner would come to last
+                self.grant(m, [max(block, key=self.job.place.__getitem__)], now)
             elif not self.take_back(m, now):
                 self.waits.add(m)
 
-    def grant(self, m: int, blocks: Iterable[int], now: float) -> None:
+    def grant(
+        self, m: int, blocks: Iterable[int], now: float, there: float | None = None
+    ) -> None:
+        """Give it blocks, which are there a message later or at a time."""
         member = self.members[m]
-        there = now + member.trip
+        there = now + member.trip if there is None else there
         if member.ends <= there:  # it has nothing to do
             member.first = len(member.blocks)
             member.begins = max(there, member.ready)
@@ -251,15 +259,15 @@ class Round:
             if not other.here or v == m or left <= len(other.recalled):
                 continue
             last = left == 1  # it computes it already
-            if last and not (idle and self.worth(v, member.seconds, now)):
+            if last and not (idle and self.worth(v, mine - now, now)):
                 continue
             for block in reversed(other.blocks[added if last else added + 1 :]):
                 if block not in held or block in other.recalled:
                     continue
-                if block in other.kept and not (last and added):
+                if block in other.kept and not last:
                     continue
-                self.taken[block] += last
-                if last and added:
+                if last and (added or block in other.kept):
+                    self.taken[block] += 1
                     self.give_up(v, now)
                     self.asks.add(m)
                 else:
@@ -267,20 +275,31 @@ class Round:
                 return True
         return False
 
-    def worth(self, v: int, seconds: float, now: float) -> bool:
+    def worth(self, v: int, mine: float, now: float) -> bool:
         """Whether what one computes, its last, is to be computed anew by another one, who
-        takes so long for a block."""
+        would be done with it in so many seconds."""
         other = self.members[v]
-        least = seconds * (1 + _WORTH) * 2.0 ** self.taken[other.blocks[-1]]
-        gain, added = other.ends - now, other.known(now)
-        if gain <= least or not added:
-            return gain > least
-        # what is in its vector goes, too: all who have nothing to do take part
-        if self.counted != now:
-            self.counted = now
-            self.idle = sum(it.here and not it.left(now) for it in self.members)
-        enough = least * math.ceil((added + 1) / max(self.idle, 1))
-        return gain > enough and self.replaceable(v)
+        block = other.blocks[-1]
+        times = (1 + _WORTH) * 2.0 ** self.taken[block]
+        gain = other.ends - now
+        if gain <= times * mine or not (other.known(now) or block in other.kept):
+            return gain > times * mine
+        # what is in its vector goes, too
+        return gain > times * self.anew(v, now) and self.replaceable(v)
+
+    def anew(self, v: int, now: float) -> float:
+        """In how many seconds the others would have computed all that one was granted."""
+        others = [
+            (max(now, each.ends) + each.seconds, each.seconds)
+            for m, each in enumerate(self.members)
+            if each.here and m != v
+        ]
+        heapq.heapify(others)
+        done = now
+        for _ in self.members[v].blocks if others else ():
+            done, seconds = others[0]
+            heapq.heapreplace(others, (done + seconds, seconds))
+        return done - now
 
     def recall(self, v: int, block: int, m: int, now: float) -> None:
         member = self.members[v]
