@@ -271,7 +271,7 @@ def test_every_block_once(seed):
             its.step(pace)
     its.frozen, its.idle = set(), set()
     its.settle()
-    assert_done_if_anybody_could(its)
+    its.assert_done()
 
 
 def assert_done_if_anybody_could(its):

@@ -92,6 +92,29 @@ def test_who_begins_before_it_hears_that_it_should_not():
     assert ledger.version(1) == (1, 0)
 
 
+def test_who_alone_can_compute_a_free_block_is_not_given_up():
+    """On the host nobody could compute it then, although nobody is dead."""
+    ledger = Ledger([[0, 1], [1, 2], [1, 2], [2, 1]], 3, 0.02)
+    ledger.begin(0.0)
+    for member in range(3):
+        ledger.arrived(member, claims=True, now=0.0)
+    ledger.give_up(0, 0.0)
+    waits = Share(claimed=[3])
+    assert waits.take() == 3 and waits.done()
+    ledger.heard(2, waits.progress(0.0), 0.01)
+    orders = ledger.orders(0.01)
+    assert [(o.member, o.kind) for o in orders] == [
+        (0, Order.Kind.drop),
+        (1, Order.Kind.recall),
+    ]
+    assert not ledger.orders(1.0)  # no answer
+    ledger.heard(0, Share().progress(0.0), 1.0)  # said before it heard of the drop
+    there = Share()
+    there.drop(1)
+    ledger.heard(0, there.progress(0.0), 1.0)
+    assert (1, Order.Kind.drop) in [(o.member, o.kind) for o in ledger.orders(1.0)]
+
+
 def test_a_block_that_cannot_be_taken_back_while_it_is_computed():
     """Its rank is given up, as soon as others would be done with the block before."""
     seconds = [BLOCK] * (WORKERS - 1) + [10 * BLOCK]

@@ -226,10 +226,12 @@ Version Ledger::version(std::size_t m) const {
 }
 
 bool Ledger::replaceable(std::size_t m) const {
-  return std::ranges::all_of(members_[m].blocks, [&](Block block) {
+  const auto by_others = [&](Block block) {
     return std::ranges::any_of(holders_[block],
                                [&](std::size_t other) { return other != m && members_[other].here(); });
-  });
+  };
+  return std::ranges::all_of(members_[m].blocks, by_others) &&
+         std::ranges::all_of(free_, [&](Block block) { return !holds(m, block) || by_others(block); });
 }
 
 std::vector<Block> Ledger::orphans() const {

@@ -70,7 +70,7 @@ class Ledger {
   // What a member's vector must be of.
   Version version(std::size_t member) const;
   Division division() const;
-  // Whether others can compute what it has.
+  // Whether others can compute what it has, and what is free for it.
   bool replaceable(std::size_t member) const;
   // Blocks that nobody holds who takes part, or may.
   std::vector<Block> orphans() const;
