@@ -9,6 +9,9 @@ keeps ranks together between the steps of a turn; the time of a step is from sum
 the root. It is compared with the *ideal*: all work of that very step, divided among the
 workers such that all are done at once. Prints a table for each model and stores it.
 
+With ``--stopped`` the last worker is stopped in the middle of a step, as by a host that hangs,
+until the others have had the time for eight more: what do these steps take?
+
 With ``--job`` the blocks are the microbatches of a real job, as a file has them (columns
 job, step, rank, microbatch, seconds), on as many workers as the job had ranks.
 """
@@ -20,6 +23,8 @@ import gzip
 import json
 import os
 import pathlib
+import signal
+import subprocess
 import time
 
 import numpy as np
@@ -79,9 +84,11 @@ class Slept:
     Attributes:
         work: float64 ``(steps, examples)``, seconds of a worker that is as fast as usual.
         slowness: float64 ``(steps, workers)``, what multiplies them.
+        stops: the step in the middle of which this process is stopped, and the seconds.
     """
 
     features = FEATURES
+    stops = None
 
     def __init__(self, work, slowness):
         self.work, self.slowness = work, slowness
@@ -93,8 +100,15 @@ class Slept:
         """A step begins."""
         self._seconds = self.work[step] * self.slowness[step, max(comm.rank - 1, 0)]
         self._overslept = 0.0
+        self._step, self._worked = step, 0
 
     def gradient(self, theta, rows, weights):
+        self._worked += len(rows)
+        half = self._worked > self.examples // WORKERS // 2
+        if self.stops and self._step == self.stops[0] and half:
+            _, seconds = self.stops
+            self.stops = None
+            stop_for(seconds)
         # who works in several pieces is not to pay for the end of every sleep
         until = time.perf_counter() + self._seconds[rows].sum() - self._overslept
         time.sleep(max(0.0, until - time.perf_counter()))
@@ -139,6 +153,13 @@ def replayed(path, job, steps, work):
     return Slept(work_of, np.tile(slowness, (len(seconds), 1)))
 
 
+def stop_for(seconds):
+    """Stop this process."""
+    command = f"sleep {seconds}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", command], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def meet():
     """All ranks; whoever waits takes no core."""
     request = comm.Ibarrier()
@@ -171,6 +192,33 @@ def measured(problem, collectives, name):
         for label, collective in collectives.items():
             seconds[label].extend(turn(collective, problem, steps))
     return {label: np.array(each) for label, each in seconds.items()}
+
+
+def without_one(collectives, args):
+    """What steps take of which the last worker is stopped in one: a table."""
+    stops_in, without = 8, 8
+    fair = WORKERS / (WORKERS - 1)  # what the others have to do then
+    steps = stops_in + without + 8
+    problem = drawn(models(steps)["nobody"], steps, args.blocks, args.work * 1e-3)
+    if comm.rank == 0:
+        print(f"\none worker is stopped, ms of a step: fair is {fair:.2f} × before")
+        print(f"{'':38}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
+    for label, collective in collectives.items():
+        if not collective.plan.placement:
+            continue  # all others wait for it, or do not care
+        collective.prepare(problem)
+        turn(collective, problem, [0])
+        if comm.rank == comm.size - 1:
+            problem.stops = stops_in, without * fair * args.work * 1e-3
+        seconds = turn(collective, problem, range(steps))  # without the first one
+        before = np.median(seconds[: stops_in - 1])
+        later = np.median(seconds[stops_in : stops_in + without - 2])
+        if comm.rank == 0:
+            print(
+                f"{label:38}{1e3 * before:8.1f}{1e3 * seconds[stops_in - 1]:11.1f}"
+                f"{1e3 * later:8.1f}{later / before:10.2f}",
+                flush=True,
+            )
 
 
 def report(name, seconds, ideal, args, path):
@@ -214,6 +262,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--models", nargs="+", choices=list(models(1)))
     parser.add_argument("--jit", action="store_true", help="inside of jit, too")
+    parser.add_argument("--stopped", action="store_true", help="a worker, for a while")
     parser.add_argument("--job", help="in the file, instead of models")
     parser.add_argument("--trace", type=pathlib.Path, help="the file, .csv.gz")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
@@ -240,6 +289,9 @@ def main():
             for label, scheme in schemes(args.blocks).items()
             if args.jit or not scheme.in_jit
         }
+        if args.stopped:
+            without_one(collectives, args)
+            problems = {}
         for name, problem in problems.items():
             seconds = measured(problem, collectives, name)
             if comm.rank == 0:
