@@ -43,7 +43,7 @@ class Blocks:
         self._transport = transport
         self._starts = placement.examples(batch_size)
         self._words = f"the blocks of a batch of {batch_size}"
-        self._entered = self._over = False
+        self._entered = self._begun = self._over = False
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -54,11 +54,14 @@ class Blocks:
         return self
 
     def __iter__(self) -> Iterator[Block]:
-        if not self._entered or self._over:
+        if not self._entered or self._begun or self._over:
             raise CodedError(
                 "blocks are for one loop within their with statement: "
                 "with group.blocks(batch_size) as blocks: for block in blocks: …"
             )
+        self._begun = (
+            True  # a second loop would be a round of its own, and its sum another one
+        )
         primitive.effects_barrier()  # rounds that are in flight come before
         number = self._transport.take_block(self._words, first=True)
         while number is not None:

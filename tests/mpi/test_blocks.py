@@ -137,6 +137,22 @@ def test_an_exception_in_the_loop(comm):
             jaxcoded.host.coded_allreduce(np.zeros(D), group)
 
 
+@pytest.mark.parametrize("loop", ["after a break", "side by side"])
+def test_two_loops(comm, loop):
+    """An error, on all ranks alike: it would be a round of its own, with other blocks."""
+    with (
+        jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group,
+        pytest.raises(CodedError, match="for one loop"),
+        group.blocks(BATCH) as blocks,
+    ):
+        if loop == "after a break":
+            for _ in blocks:
+                break
+            list(blocks)
+        else:
+            list(zip(blocks, blocks))
+
+
 def test_what_comes_between(comm, group):
     """After the blocks their sum is to come."""
     added_up(group)
