@@ -1,7 +1,7 @@
-"""Find the tree and code with which a step of a job is expected to be the fastest.
+"""Find out whether to share a job's work, to take a code and which one, or neither.
 
-The job is simulated with many trees and codes, and without a code: ring all-reduce and
-uncoded trees; and with shared work. docs/planning.md tells how, and what is not looked at.
+The job is simulated with shared work, with many trees and codes, and without a code: ring
+all-reduce and uncoded trees. docs/planning.md tells how, and what is not looked at.
 
     jaxcoded plan --ranks 13 --payload 4MB --compute 1.2 --model "pareto(shape=1.5)"
 """
@@ -25,7 +25,7 @@ _HEADER = (
 _LEGEND = (
     "s: children of each parent that may be late; m: messages are so many times shorter; piece: "
     "bytes in which they move; root: whether it computes too\n"
-    "shared: others compute a late rank's blocks; replicas: how many hold each\n"
+    "shared: others compute a late rank's blocks; replicas: how many others hold its data\n"
     "step: mean of up to {} simulated steps; load: part of the batch that the busiest rank "
     "computes; κ: how much rounding may grow"
 )
