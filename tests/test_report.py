@@ -283,6 +283,7 @@ def kept(rows):
 
 FILES = {
     "usual": [seen()],
+    "shared": [seen(jaxcoded.make_plan(4, code="shared(replicas=2)"))],
     "dead": [missing(3)],
     "never": [missing(1, step_times=[0.1, 0.9, 0.9, NAN])],
     "leaf": [of_child(3)],
@@ -332,6 +333,9 @@ def test_command(name, tmp_path, capsys):
         assert "a round took 1 s; replayed with the same plan 900 ms (-10.0%)" in said
         names = "arrivals-0", "savings-0", "stragglers", "plans"
         assert {path.stem for path in out.glob("*.png")} == set(names)
+    if name == "shared":
+        assert "what sharing the work saved" in said and "coding" not in said
+        assert {path.stem for path in out.glob("*.png")} == {"arrivals-0", "stragglers"}
     if name == "without the root":
         assert "other plans would have done takes the file of rank 0" in said
         assert not (out / "plans.png").exists()

@@ -44,13 +44,15 @@ def run(args: argparse.Namespace) -> None:
         # links do not matter here, and may be many
         print(*(it for it in lines if not it.startswith("from rank ")), sep="\n")
     pictures = []
+    plan = Plan.from_json(files[0].plan)
+    root, shared = plan.root, plan.placement is not None
     for seen in parents:
         if np.isnan(seen.lateness).all():
             continue
         pictures.append(args.out / f"arrivals-{seen.rank}.png")
         _draw_arrivals(pictures[-1], seen)
         saved = analysis.savings(seen, files)
-        if len(saved.rounds):
+        if len(saved.rounds) and not shared:  # a late child would have had more to do
             print(_savings_in_words(seen, saved))
             pictures.append(args.out / f"savings-{seen.rank}.png")
             _draw_savings(pictures[-1], seen, saved)
@@ -58,11 +60,12 @@ def run(args: argparse.Namespace) -> None:
     if not np.isnan(late).all():
         pictures.append(args.out / "stragglers.png")
         _draw_stragglers(pictures[-1], files[0], late)
-    plan = Plan.from_json(files[0].plan)
-    root, shared = plan.root, plan.placement is not None
     plans = analysis.compare(files) if files[0].rank == root and not shared else []
     if shared:
-        print("rounds whose work is shared are not replayed with other plans")
+        print(
+            "what sharing the work saved, and how long other plans would have taken, is not "
+            "in these files: jaxcoded plan simulates it"
+        )
     elif files[0].rank != root:
         print(
             f"how other plans would have done takes the file of rank {root}, the root"
