@@ -274,6 +274,7 @@ def _weighted(
             raise ValueError(
                 "per_example_loss must return one loss for each example, "
                 f"shape {weights.shape}, got {losses.shape}"
+                + ("" if losses.ndim else ": leave their mean or sum to jaxcoded")
             )
         if not jnp.issubdtype(losses.dtype, jnp.floating):
             raise TypeError(

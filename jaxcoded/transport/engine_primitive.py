@@ -211,10 +211,15 @@ def _batch(
 batching.primitive_batchers[call_p] = _batch
 
 
-def _transpose(*_: Any, **__: Any) -> Any:
+def _not_differentiated(*_: Any, target: str, **__: Any) -> Any:
+    if target == "jaxcoded_take":
+        raise NotImplementedError(
+            "shared work cannot be differentiated: coded_value_and_grad gives the gradient, "
+            "without jax.grad around it"
+        )
     raise NotImplementedError(
         "coded_allreduce_start cannot be differentiated: use coded_allreduce"
     )
 
 
-ad.primitive_transposes[call_p] = _transpose
+ad.primitive_jvps[call_p] = ad.primitive_transposes[call_p] = _not_differentiated

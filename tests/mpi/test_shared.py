@@ -325,6 +325,14 @@ def test_vmap(work):
         jax.jit(ensemble)(members, held(batch, indices), weights)
 
 
+def test_a_gradient_of_the_gradient(work):
+    params, batch = problem(12)
+    indices, weights = work.assignment(12)
+    step = jaxcoded.coded_value_and_grad(loss, work)
+    with pytest.raises(NotImplementedError, match="shared work cannot be differentiat"):
+        jax.grad(lambda p: step(p, held(batch, indices), weights)[0])(params)
+
+
 @pytest.mark.skipif(SIZE < 4, reason="a tree of two layers")
 @pytest.mark.parametrize(
     "options, words",

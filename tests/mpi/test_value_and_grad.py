@@ -314,7 +314,7 @@ def raises(message, loss, group, batch, weights, error=ValueError, **options):
     "wrong, shape",
     [
         (lambda losses: losses[:, None], r"\({0}, 1\)"),
-        (lambda losses: losses.sum(), r"\(\)"),
+        (lambda losses: losses.sum(), r"\(\): leave their mean or sum to jaxcoded"),
     ],
 )
 def test_losses_of_a_wrong_shape(group, wrong, shape):
