@@ -29,8 +29,12 @@ def parsed(
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
         raise ValueError(f"{wanted}; got {text!r}") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.func.id not in names or call.args:
+    if not isinstance(call.func, ast.Name) or call.func.id not in names:
         raise ValueError(f"{wanted}; got {text!r}")
+    if call.args:
+        raise ValueError(
+            f"{what}={text!r}: arguments need their names, as in {call.func.id}(name=value)"
+        )
     arguments: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg in arguments:

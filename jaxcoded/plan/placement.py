@@ -101,7 +101,7 @@ def placement(text: str, ranks: tuple[int, ...]) -> Placement:
     blocks = _require.integer("blocks", given.get("blocks", 12), 1)
     if replicas > others and others:
         raise ValueError(
-            f"code={text!r}: there are only {others} other ranks that compute to hold a "
-            f"rank's blocks: give replicas={others} or less"
+            f"code={text!r}: of the other ranks only {others} can hold a rank's blocks: give "
+            f"replicas={others} or less"
         )
     return Placement(ranks, min(replicas, others), blocks)

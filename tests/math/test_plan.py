@@ -539,7 +539,7 @@ def test_shared_work():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"code": "shared(replicas=9)"}, "there are only 4 other ranks"),
+        ({"code": "shared(replicas=9)"}, "of the other ranks only 4 can hold"),
         ({"code": "shared(blocks=0)"}, "blocks must be an integer ≥ 1, got 0"),
         ({"code": "shared(size=3)"}, "shared has no argument 'size'"),
         ({"code": "shared", "fanout": 2}, "needs all workers right below the root"),

@@ -138,7 +138,7 @@ def test_wrong_trace(tmp_path):
     ("text", "says"),
     [
         ("slow", "model must be one of none, exponential"),
-        ("pareto(1.5)", "model must be one of"),
+        ("pareto(1.5)", "arguments need their names"),
         ("pareto(form=1)", "pareto has shape, scale"),
         ("pareto(shape=0)", "shape must be above 0"),
         ("bursty(begin=2)", "must be probabilities"),

@@ -269,7 +269,8 @@ std::string Node::why_not_after_blocks() const {
   if (dealt_all_ ? call.up && !call.shared : !call.up || call.shared) return {};
   return std::string("GroupMismatch: after group.blocks ") +
          (dealt_all_ ? "the sum of what was computed is to come, with coded_allreduce"
-                     : "failed there is nothing to sum: repeat the step, with group.blocks") +
+                     : "failed, or before its loop ends, there is nothing to sum: let the loop "
+                       "end, or repeat the step") +
          "; ranks called " + call.signature;
 }
 
