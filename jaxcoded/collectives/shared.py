@@ -12,21 +12,25 @@ from jax.core import ShapedArray
 from jaxcoded.collectives.allreduce import CodedSum, coded_sum
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup
+from jaxcoded.group.weights import Weights
 from jaxcoded.plan.placement import Placement
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.packing import Packing
 
 
-def like(batch: Any, group: CodedGroup, compute: Callable[..., Any]) -> Any:
+def like(
+    batch: Any, weights: Weights, group: CodedGroup, compute: Callable[..., Any]
+) -> Any:
     """What ``compute(block, weights)`` gives for a block: ``jax.ShapeDtypeStruct``s.
 
     Args:
         batch: pytree of this rank's examples, as `coded_value_and_grad` takes it.
+        weights: what `CodedGroup.assignment` gives with them.
         group: whose work is shared.
         compute: a function of the examples of a block, ``(size, …)``, and their weights,
             float32 ``(size,)``.
     """
-    _, size = _shape(batch, _placement(group), group.rank)
+    _, size = _shape(weights, group)
     block = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (size, *leaf.shape[1:]), jnp.result_type(leaf)
@@ -39,7 +43,7 @@ def like(batch: Any, group: CodedGroup, compute: Callable[..., Any]) -> Any:
 def summed(
     compute: Callable[[Any, jax.Array], tuple[Any, Any]],
     batch: Any,
-    batch_size: int,
+    weights: Weights,
     group: CodedGroup,
     request: Request,
 ) -> tuple[CodedSum, Any]:
@@ -53,7 +57,7 @@ def summed(
         compute: a function of a block's examples and their weights, 0 for padding. Its
             sum, and auxiliary data.
         batch: pytree of the examples that this rank holds, block by block.
-        batch_size: of the global batch.
+        weights: what `CodedGroup.assignment` gives with them.
         group: whose work is shared.
         request: what is asked for, checked.
 
@@ -62,16 +66,16 @@ def summed(
         that this rank holds, zeros for those that it has not computed.
     """
     placement, transport = _placement(group), group.transport
-    blocks, size = _shape(batch, placement, group.rank)
+    blocks, size = _shape(weights, group)
     batches = jax.tree.map(
         lambda leaf: leaf.reshape(blocks, size, *leaf.shape[1:]), batch
     )
-    sizes = np.diff(placement.examples(batch_size))
+    sizes = np.diff(placement.examples(weights.batch_size))
     where = np.zeros(len(sizes), np.int32)
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
     with group.failing(request.name):
-        local, aux = like(batch, group, compute)
+        local, aux = like(batch, weights, group, compute)
         packing = Packing.of(local, request.wire_dtype)
         collective = coded_sum(packing, group, request)
     kinds = [kind for kind, n in zip(packing.kinds, _counts(packing)) if n]
@@ -96,11 +100,11 @@ def summed(
         examples = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), batches
         )
-        weights = (jnp.arange(size) < jnp.asarray(sizes)[block]).astype(jnp.float32)
+        ones = (jnp.arange(size) < jnp.asarray(sizes)[block]).astype(jnp.float32)
         sums = jax.lax.cond(
             fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
         )
-        local, aux = compute(examples, weights)
+        local, aux = compute(examples, ones)
         sums = [s + x for s, x in zip(sums, flat(local))]
         auxes = jax.tree.map(lambda all, one: all.at[at].set(one), auxes, aux)
         work, token = take(sums, token)
@@ -134,12 +138,10 @@ def _placement(group: CodedGroup) -> Placement:
     return group.plan.placement
 
 
-def _shape(batch: Any, placement: Placement, rank: int) -> tuple[int, int]:
+def _shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
     """How many blocks a rank holds, and their examples with padding."""
-    blocks = max(len(placement.held(rank)), 1)
-    leaves = jax.tree.leaves(batch)
-    length = leaves[0].shape[0] if leaves else blocks
-    return blocks, length // blocks
+    blocks = max(len(_placement(group).held(group.rank)), 1)
+    return blocks, len(weights) // blocks
 
 
 def _counts(packing: Packing) -> list[int]:

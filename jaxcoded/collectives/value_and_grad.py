@@ -195,7 +195,7 @@ def coded_value_and_grad(
                 compute = functools.partial(partial, None)
                 if counted:
                     assert isinstance(weights, Weights)
-                    local = shared.like(batch, group, compute)[0]
+                    local = shared.like(batch, weights, group, compute)[0]
                     examples = _examples(local, weights, group.plan)
                 request = dataclasses.replace(
                     request, token=token, examples=examples
@@ -203,7 +203,7 @@ def coded_value_and_grad(
         if shares:  # a round that fails is not this rank's mistake
             assert isinstance(weights, Weights)
             return result(
-                *shared.summed(compute, batch, weights.batch_size, group, request),
+                *shared.summed(compute, batch, weights, group, request),
                 examples,
             )
         with group.failing(_NAME):

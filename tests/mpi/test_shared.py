@@ -333,6 +333,17 @@ def test_a_gradient_of_the_gradient(work):
         jax.grad(lambda p: step(p, held(batch, indices), weights)[0])(params)
 
 
+def test_losses_of_no_batch(work):
+    """There must be one for each example all the same."""
+    _, weights = work.assignment(1000)
+    size = len(weights) // len(work.plan.placement.held(work.rank))
+    step = jaxcoded.coded_value_and_grad(lambda w, _: jnp.full(size, w), work)
+    assert finish(step(1.0, (), weights)) == (1000, 1000)
+    step = jaxcoded.coded_value_and_grad(lambda w, _: jnp.full(1, w), work)
+    with pytest.raises(ValueError, match="one loss for each example"):
+        step(1.0, (), weights)
+
+
 @pytest.mark.skipif(SIZE < 4, reason="a tree of two layers")
 @pytest.mark.parametrize(
     "options, words",
