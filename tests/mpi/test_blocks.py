@@ -79,13 +79,17 @@ def test_under_jit(comm, group):
         same_on_all(comm, mean)
 
 
-def test_beside_other_rounds(comm, group):
-    for _ in range(2):
+def test_beside_other_sums(comm):
+    """Before the first blocks. Later it could not be told which one is of the blocks."""
+    with jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group:
         plain = jaxcoded.host.coded_allreduce(np.ones(3), group)
         np.testing.assert_array_equal(plain, comm.size)
-        own, _ = added_up(group)
-        total = jaxcoded.host.coded_allreduce(own, group)
-        np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
+        for _ in range(2):
+            own, _ = added_up(group)
+            total = jaxcoded.host.coded_allreduce(own, group)
+            np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
+            with pytest.raises(GroupMismatch, match="all of it in one call"):
+                jaxcoded.host.coded_allreduce(np.ones(3), group)
 
 
 def test_fewer_examples_than_blocks(comm, group):
@@ -142,7 +146,8 @@ def test_two_loops(comm, loop):
     """An error, on all ranks alike: it would be a round of its own, with other blocks."""
     with (
         jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group,
-        pytest.raises(CodedError, match="for one loop"),
+        # or too many have left theirs already
+        pytest.raises(CodedError, match="for one loop|nobody who is left"),
         group.blocks(BATCH) as blocks,
     ):
         if loop == "after a break":

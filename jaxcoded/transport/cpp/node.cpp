@@ -88,10 +88,8 @@ void Node::submit(Call call) {
   if (root()) {
     const std::string& reason = alerts_.pending().empty() ? up_.call.refusal : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
-    if (follows_blocks()) {
-      if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
-      if (dealt_all_) leave_out_the_others();
-    }
+    if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
+    if (sums_blocks()) leave_out_the_others();
     if (const std::string why = why_not_as_before(); !why.empty()) return decide_error(why);
     Entry& entry = history_.add(
         {.round = next_,

@@ -263,15 +263,24 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
 
 // --- The sum of what was computed in the round before, which only then is handed over ---
 
-// Why this call cannot follow the blocks of the round before; empty if it can.
+// Why this call cannot come here, in a group whose program computes blocks; empty if it can.
 std::string Node::why_not_after_blocks() const {
   const Call& call = up_.call;
-  if (dealt_all_ ? call.up && !call.shared : !call.up || call.shared) return {};
-  return std::string("GroupMismatch: after group.blocks ") +
-         (dealt_all_ ? "the sum of what was computed is to come, with coded_allreduce"
-                     : "failed, or before its loop ends, there is nothing to sum: let the loop "
-                       "end, or repeat the step") +
-         "; ranks called " + call.signature;
+  const bool sums = call.up && !call.shared;
+  std::string why;
+  if (!follows_blocks()) {
+    if (!dealt_ || !sums) return {};
+    why = "only the sum right after group.blocks is of what was computed there: sum all of it in one "
+          "call, as coded_allreduce((gradients, loss), group), and anything else in a group of its own";
+  } else if (dealt_all_) {
+    if (sums) return {};
+    why = "after group.blocks the sum of what was computed is to come, with coded_allreduce";
+  } else {
+    if (!sums) return {};
+    why = "after group.blocks failed, or before its loop ends, there is nothing to sum: let the loop "
+          "end, or repeat the step";
+  }
+  return "GroupMismatch: " + why + "; ranks called " + call.signature;
 }
 
 // Those whose vectors hold nothing, or what others have computed too.
