@@ -494,10 +494,25 @@ FAULT = """\
 """
 
 
-def start(directory, line, victim=None, fault="", step=150, limit=40, **environment):
-    """Run README's program by a start line, with a fault at a rank and a step. Returns
-    the finished process, and the weights of the ranks that came to the end."""
+SHARED, CODED = 'code="shared(replicas=2)"', "stragglers=1"
+
+
+def start(
+    directory,
+    line,
+    victim=None,
+    fault="",
+    step=150,
+    limit=40,
+    group=SHARED,
+    **environment,
+):
+    """Run README's program by a start line, with a fault at a rank and a step; ``group``:
+    what makes it. Returns the finished process, and the weights of the ranks that came to
+    the end."""
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert program.count(SHARED) == 1
+    program = program.replace(SHARED, group)
     head, loop = "import os, pathlib, signal, time\n", "for _ in range(300):\n"
     assert loop in program
     program = head + program.replace(loop, "for step_number in range(300):\n")
@@ -547,7 +562,10 @@ def test_the_first_run(tmp_path):
 
 def test_the_first_run_finds_a_mistake(tmp_path):
     fault = "indices = indices[::-1]  # weights of others"
-    job, found = start(tmp_path, FIRST_RUN, 2, fault, step=1, JAXCODED_DEBUG="1")
+    # where work is shared, nothing is computed twice that could be compared
+    job, found = start(
+        tmp_path, FIRST_RUN, 2, fault, step=1, group=CODED, JAXCODED_DEBUG="1"
+    )
     assert job.returncode not in (0, 124), job.stderr
     assert "InconsistentMessages: round 2, " in job.stderr
     assert not found

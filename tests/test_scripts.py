@@ -200,7 +200,7 @@ def test_simulate_benchmark(tmp_path):
     )
     with (tmp_path / "simulate.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 3
+    assert len(rows) == 4
     for row in rows:
         # what is slept; how near the two are is measured, not tested
         assert float(row["seconds"]) > 0.015

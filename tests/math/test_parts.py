@@ -529,7 +529,8 @@ def test_codes_by_name():
         *("gaussian_mds", "adaptive", "single_parity_check", "random_generator")
     ]
     for wrong, message in [
-        ("bernoulli(3)", "code must be 'auto', 'shared' or one of"),
+        ("bernoulli(3)", r"arguments need their names, as in bernoulli\(name=value\)"),
+        ("nobody(3)", "code must be 'auto', 'shared' or one of"),
         ("bernoulli(weight=2)", "has no argument 'weight'; it has n, stragglers, load"),
         ("hamming(r=3)", "rank .* with its 3 children"),
         ("os.system('true')", "code must be"),
