@@ -135,8 +135,8 @@ class CodedGroup:
         options: Options | None = None,
     ) -> "CodedGroup":
         """A group with the tree, the code and the pieces, or with shared work, with which a
-        step is expected to be the fastest, from a measurement of links and ranks that takes about two
-        seconds, and the simulator (``docs/planning.md``). Collective.
+        step is expected to be the fastest, from a measurement of links and ranks and from the simulator, which take
+        some seconds (``docs/planning.md``). Collective.
 
         The group may be uncoded then. `planned` says why.
 
@@ -171,7 +171,8 @@ class CodedGroup:
         """
 
         def check(size: int) -> Plan:
-            automatic.check(payload, work, options and options.piece_bytes)
+            pieces = options and options.piece_bytes
+            automatic.check(payload, work, pieces, replicas, size)
             return make_plan(size, stragglers=0, seed=seed)  # to begin with
 
         group = cls.__new__(cls)
@@ -181,8 +182,7 @@ class CodedGroup:
             wanted = (options or Options()).complete()
             missing = "" if transport == "mpi4jax" else engine.missing()
             cannot = group._why_not_shared(transport, wanted, own.allgather(missing))
-            most = 0 if cannot else replicas
-            return automatic.choose(own, payload, work, seed, most, reading)
+            return automatic.choose(own, payload, work, seed, replicas, reading, cannot)
 
         group._open(
             comm,
@@ -357,7 +357,7 @@ class CodedGroup:
                 'on_deadline must be "wait" or "raise"'
             )
         if "gpu" in self._comm.allgather(jax.default_backend()):
-            return "shares work on CPUs only so far: take a code on GPUs"
+            return "runs on CPUs only so far: take a code on GPUs"
         return ""
 
     def _with_debug(self, options: Options, transport: str, explicit: bool) -> Options:

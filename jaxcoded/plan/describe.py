@@ -54,25 +54,33 @@ def describe(plan: "Plan") -> str:
 
 def _shared(plan: "Plan", placed: "Placement") -> str:
     """Of a plan whose work is shared."""
-    n, blocks = len(placed.ranks), placed.blocks
+    n, blocks, others = len(placed.ranks), placed.blocks, placed.replicas
+    missing = (
+        f"any {others} ranks" if others > 1 else "any rank" if others else "no rank"
+    )
+    helped = (
+        "whoever is done computes blocks of others"
+        if others
+        else "with replicas=0 nobody else has its data, and everybody waits for it"
+    )
     each = Fraction(1, n)
     with_data = "with" if plan.root_computes else "without"
     return "\n".join(
         [
             (
                 f"{plan.size} ranks: root {plan.root} ({with_data} data) and "
-                f"{plan.size - 1} worker{_s(plan.size - 1)}, which share the work: any "
-                f"{placed.replicas} ranks but the root may be missing"
+                f"{plan.size - 1} worker{_s(plan.size - 1)}, which share the work: "
+                f"{missing} {'but the root ' * (others > 0)}may be missing"
             ),
             (
                 f"a rank computes {_fraction(each)} of the batch, in {blocks} "
-                f"block{_s(blocks)}, where nobody is late; whoever is done computes blocks "
-                "of others"
+                f"block{_s(blocks)}, where nobody is late; {helped}"
             ),
             (
-                f"a rank holds the data of {_fraction((1 + placed.replicas) * each)} of the batch: "
-                f"each block lies on its owner and {placed.replicas} other"
-                f"{_s(placed.replicas)}"
+                f"a rank holds the data of {_fraction((1 + others) * each)} of the batch: "
+                f"each block lies on its owner"
+                + f" and {others} other{_s(others)}"
+                * (others > 0)
             ),
         ]
     )

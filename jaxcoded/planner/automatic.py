@@ -1,5 +1,6 @@
 """The plan of a group that plans itself."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -13,6 +14,7 @@ from jaxcoded import _format, _require
 from jaxcoded._progress import progress
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import Ranking, best_plans
+from jaxcoded.planner.candidates import checked_replicas
 from jaxcoded.planner.measurement import Measurement, measured
 from jaxcoded.transport.agreement import wait
 from jaxcoded.transport.options import PIECE
@@ -34,13 +36,15 @@ class Choice(NamedTuple):
     words: str
 
 
-def check(payload: Any, work: Any, piece_bytes: Any) -> None:
+def check(payload: Any, work: Any, piece_bytes: Any, replicas: Any, size: int) -> None:
     """Raise unless these are arguments of a group that plans itself.
 
     Args:
         payload: bytes.
         work: a function of the part of the batch, or seconds for the whole batch.
         piece_bytes: must be ``None``.
+        replicas: fewer than ranks, or ``None``; one rank has no use for it.
+        size: number of ranks.
 
     Raises:
         ValueError: the message names the value and the remedy.
@@ -61,6 +65,8 @@ def check(payload: Any, work: Any, piece_bytes: Any) -> None:
             "such a part of the batch, or the seconds that one rank would take for the "
             f"whole batch: got work={work!r}"
         )
+    if replicas is not None and size > 1:
+        checked_replicas(replicas, size)
 
 
 def choose(
@@ -70,6 +76,7 @@ def choose(
     seed: int,
     replicas: int | None = None,
     reading: float = 0.0,
+    not_shared: str = "",
 ) -> Choice:
     """Measure, and plan. Collective; rank 0 decides.
 
@@ -80,6 +87,7 @@ def choose(
             rank would take for the whole batch.
         seed: of random codes.
         replicas, reading: as in `best_plans`.
+        not_shared: why this group cannot share work, in words that follow "shared work".
 
     Raises:
         RuntimeError: ``work`` failed on a rank. Raised on every rank.
@@ -104,10 +112,12 @@ def choose(
                     seen.network,
                     seen.stragglers,
                     seed=seed,
-                    replicas=replicas,
+                    replicas=0 if not_shared else replicas,
                     reading=reading,
                     progress=lambda done: tell(0.4 + 0.6 * done),
                 )
+                if not_shared:
+                    ranking = dataclasses.replace(ranking, not_shared=not_shared)
                 best = ranking.best_tree.candidate
                 answer = {
                     "plan": best.plan(size, seed).to_json(),
@@ -126,10 +136,12 @@ def choose(
 
 def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
     best, network = ranking.best_tree, seen.network
+    trees = (e for e in ranking.estimates if e.candidate.tree)  # a ring is no group
+    of_groups = dataclasses.replace(ranking, estimates=tuple(trees))
     spread = np.percentile(seen.stragglers.factors, [5, 50, 95, 100])
     words = (
         f"{best.name}, pieces of {best.candidate.piece >> 10} KiB, expected step "
-        f"{_format.seconds(best.step, 'never')}. {ranking.verdict}. Measured: latency "
+        f"{_format.seconds(best.step, 'never')}. {of_groups.verdict}. Measured: latency "
         f"{_format.seconds(network.latency)}, {network.bandwidth * 8e-9:.3g} Gb/s, work "
         f"{_format.seconds(seconds)} for the whole batch; ranks took "
         f"{spread[0]:.2f} … {spread[2]:.2f} times as much (5 … 95 %; at most "

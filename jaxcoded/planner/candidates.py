@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from jaxcoded import _format, _require
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.plan.parent_code import AUTO
 from jaxcoded.plan.tree import regular_size
@@ -148,18 +149,48 @@ def candidates(ranks: int) -> list[Candidate]:
     return out
 
 
+def checked_replicas(replicas: int, ranks: int) -> int:
+    """Replicas that so many ranks can have.
+
+    Raises:
+        ValueError: there are not so many others.
+    """
+    replicas = _require.integer("replicas", replicas, 0)
+    if replicas >= ranks:
+        raise ValueError(
+            f"replicas={replicas}: of {ranks} ranks only {ranks - 1} others can hold a "
+            f"rank's part of the batch: give replicas={ranks - 1} or less"
+        )
+    return replicas
+
+
+def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
+    """Why there are no ways to share the work, in words that follow "shared work"; empty if
+    there are some. The arguments are those of `sharing`."""
+    if most == 0:
+        return "is left out by replicas=0"
+    if not 3 <= ranks <= _MOST_SHARING:
+        return f"is looked at for 3 to {_MOST_SHARING} ranks"
+    if (part := work / ranks) < 2 * _BLOCK:
+        return (
+            f"needs two blocks of {_format.seconds(_BLOCK)} or more for each rank, whose "
+            f"part of the batch takes {_format.seconds(part)}"
+        )
+    return ""
+
+
 def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
     """Ways to share the work of so many ranks; without their `variants`. A block takes some
-    milliseconds, and a rank has two or more: none where a step is shorter than that.
+    milliseconds, and a rank has two or more: none where `why_not_shared` says so.
 
     Args:
         ranks: in the job; none of more than 64.
         work: seconds that one usual rank would take for the whole batch.
         most: other ranks that may hold each block; default all.
     """
-    blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
-    if blocks < 2 or not 3 <= ranks <= _MOST_SHARING:
+    if why_not_shared(ranks, work, most):
         return []
+    blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
     all_others = ranks - 2  # as the root may have no data
     most = all_others if most is None else min(most, all_others)
     replicas = {each for each in (*_REPLICAS, all_others) if each <= most}

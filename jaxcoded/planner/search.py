@@ -10,7 +10,14 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
-from jaxcoded.planner.candidates import Candidate, candidates, exceeds, sharing
+from jaxcoded.planner.candidates import (
+    Candidate,
+    candidates,
+    checked_replicas,
+    exceeds,
+    sharing,
+    why_not_shared,
+)
 from jaxcoded.simulator import Layout, Network, simulate
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
@@ -115,6 +122,7 @@ class Ranking:
         estimates: of the best coded and uncoded candidates, the fastest first.
         amplification: the largest κ of a plan.
         left_out: the fastest of those whose κ is larger, if it is faster than `best`.
+        not_shared: why no candidate shares the work, in words that follow "shared work".
     """
 
     ranks: int
@@ -123,6 +131,7 @@ class Ranking:
     estimates: tuple[Estimate, ...]
     amplification: float = 1000.0
     left_out: LeftOut | None = None
+    not_shared: str = ""
 
     @property
     def uncoded(self) -> Estimate:
@@ -158,10 +167,17 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """A sentence, and a second one if rounding rules out a faster code."""
+        """What to do and why; if rounding rules out a faster code, which; and why the work is
+        not shared, if it is not."""
+        shared = self.best.candidate.shared
+        return self._sentence + self._too_rough + ("" if shared else self._why_not)
+
+    @property
+    def _too_rough(self) -> str:
+        """The faster code."""
         it = self.left_out
         if it is None:
-            return self._sentence
+            return ""
         gain = (
             f"{it.gain:.3g} times as fast"
             if math.isfinite(it.gain)
@@ -169,7 +185,7 @@ class Ranking:
         )
         there = f"; {it.ranks} ranks could have it" if it.ranks else ""
         return (
-            f"{self._sentence}. Left out, as κ is above {self.amplification:g}: fan-out "
+            f". Left out, as κ is above {self.amplification:g}: fan-out "
             f"{it.candidate.fanout}, s = {it.candidate.stragglers}, m = "
             f"{it.candidate.slices}, {gain}{there}"
         )
@@ -192,10 +208,17 @@ class Ranking:
         coded = next((e for e in self.estimates if e.candidate.coded), None)
         if coded is None:
             return "do not code: no code fits"
-        shared = next((e for e in self.estimates if e.candidate.shared), None)
-        if shared is not None and shared.step < coded.step:
-            return f"do not code: {shared.name}, {_behind(shared, uncoded)}"
         return f"do not code: the best code, {coded.name}, {_behind(coded, uncoded)}"
+
+    @property
+    def _why_not(self) -> str:
+        """Why the work is not shared."""
+        if self.not_shared:
+            return f". Not shared: shared work {self.not_shared}"
+        shared = next((e for e in self.estimates if e.candidate.shared), None)
+        if shared is None or math.isinf(self.best.step):
+            return ""
+        return f". Not shared: {shared.name}, {_behind(shared, self.best)}"
 
     def _why_shared(self, best: Estimate) -> str:
         """What it gains, and against what."""
@@ -218,11 +241,13 @@ class Ranking:
         return f"share the work: {'; '.join(gains)}. {said}"
 
 
-def _behind(other: Estimate, uncoded: Estimate) -> str:
+def _behind(other: Estimate, best: Estimate) -> str:
     """Why something is not worth it."""
-    if other.step >= uncoded.step:
-        return f"takes {other.step / uncoded.step:.3g} times as long"
-    gain = 1 - other.step / uncoded.step
+    if math.isinf(other.step):
+        return "with which a step would never end"
+    if other.step >= best.step:
+        return f"takes {other.step / best.step:.3g} times as long"
+    gain = 1 - other.step / best.step
     doubt = "is not worth it" if gain <= _GAIN else "may be chance"
     return f"is {gain:.1%} faster, which {doubt}"
 
@@ -284,7 +309,7 @@ def best_plans(
     if not amplification >= 1:
         raise ValueError(f"amplification must be at least 1, got {amplification!r}")
     if replicas is not None:
-        replicas = _require.integer("replicas", replicas, 0)
+        replicas = checked_replicas(replicas, ranks)
     if not 0 <= reading < math.inf:
         raise ValueError(f"reading must be seconds ≥ 0, got {reading!r}")
     search = _Search(
@@ -300,9 +325,10 @@ def best_plans(
         progress,
     )
     ranking = Ranking(ranks, payload, work, tuple(search.run()), amplification)
+    not_shared = why_not_shared(ranks, work, replicas)
     left_out = search.left_out(ranking.best)
     progress(1.0)
-    return dataclasses.replace(ranking, left_out=left_out)
+    return dataclasses.replace(ranking, left_out=left_out, not_shared=not_shared)
 
 
 class _Drawn(Stragglers):

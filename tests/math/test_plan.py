@@ -510,6 +510,21 @@ def test_text_that_is_no_plan(text, message):
         Plan.from_json(text)
 
 
+def test_shared_work_in_words():
+    """One replica is singular, and without any nothing is promised that cannot be kept."""
+    none, one, two = (
+        make_plan(4, code=f"shared(replicas={replicas}, blocks=3)").describe()
+        for replicas in range(3)
+    )
+    assert "any 2 ranks but the root may be missing" in two
+    assert "any rank but the root may be missing" in one
+    assert one.endswith("lies on its owner and 1 other")
+    assert "no rank may be missing" in none and "computes blocks of others" not in none
+    assert none.endswith(
+        "holds the data of 1/4 of the batch: each block lies on its owner"
+    )
+
+
 def test_shared_work():
     """Every block on its owner and as many others as are asked for, and as evenly as can be."""
     plan = make_plan(5, code="shared(replicas=2, blocks=6)")

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -162,6 +163,29 @@ def test_work_is_shared():
     assert {c.replicas for c in sharing(13, 1.5, 2)} == {1, 2}
     assert {c.replicas for c in sharing(13, 1.5, 5)} == {1, 2, 3, 5}
     assert not sharing(13, 0.1) and not sharing(65, 60.0) and not sharing(13, 1.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"replicas": 0}, "shared work is left out by replicas=0"),
+        ({"ranks": 2}, "shared work is looked at for 3 to 64 ranks"),
+        ({"work": 0.05}, "needs two blocks of 5 ms .*, whose part .* takes 7.14 ms"),
+        ({"reading": 20.0}, r"shared work, replicas = 1, .*, takes \S+ times as long"),
+    ],
+)
+@pytest.mark.parametrize("model", ["none", "fixed(factor=10)"])
+def test_why_work_is_not_shared(asked, why, model):
+    """The verdict says it, whether there is a code or not."""
+    asked = {"ranks": 7, "payload": 4e3, "work": 0.7} | asked
+    ranking = search.best_plans(**asked, stragglers=stragglers.named(model))
+    assert re.search(f"Not shared: .*{why}", ranking.verdict)
+
+
+def test_why_work_is_shared_does_not_say_why_not():
+    ranking = search.best_plans(7, 4e3, 0.7, stragglers="fixed(factor=10)")
+    assert ranking.verdict.startswith("share the work: ")
+    assert "Not shared" not in ranking.verdict
 
 
 def test_reading_costs_replicas():
@@ -337,6 +361,7 @@ def test_plans_are_those_of_the_seed(capsys):
         ({"seed": -1}, "seed must be an integer ≥ 0, got -1"),
         ({"stragglers": "slow"}, "model must be one of none, "),
         ({"replicas": -1}, "replicas must be an integer ≥ 0, got -1"),
+        ({"replicas": 4}, "replicas=4: of 4 ranks only 3 others can .* replicas=3 or"),
         ({"reading": -1.0}, "reading must be seconds ≥ 0, got -1.0"),
         ({"amplification": 0.5}, "amplification must be at least 1, got 0.5"),
     ],

@@ -69,6 +69,11 @@ def test_one_rank_is_slow(comm, transport):
         agreed(comm, group)
         assert group.plan.stragglers >= 1
         assert "code: " in group.planned
+        why = "left out by replicas=0" if transport == "engine" else "needs the engine"
+        assert (
+            f"Not shared: shared work {'is ' * (transport == 'engine')}{why}"
+            in group.planned
+        )
 
 
 @once
@@ -134,6 +139,7 @@ WRONG = [
     ({"payload": "4MB", "work": 1}, "payload='4MB'"),
     ({"payload": 1, "work": None}, "needs work.*work=None"),
     ({"payload": 1, "work": np.inf}, "work=inf"),
+    ({"payload": 1, "work": 1, "replicas": -1}, "replicas must be .*, got -1"),
     (
         {"payload": 1, "work": 1, "options": jaxcoded.Options(piece_bytes=9)},
         "piece_bytes=9",
@@ -147,6 +153,30 @@ def test_wrong_arguments(comm, transport, wrong, said):
     with pytest.raises(ValueError, match=said) as error:
         jaxcoded.CodedGroup.auto(comm, transport=transport, **wrong)
     assert len(set(comm.allgather(str(error.value)))) == 1
+
+
+@once
+@several
+def test_more_replicas_than_other_ranks(comm, transport):
+    said = f"replicas=99: of {SIZE} ranks only {SIZE - 1} others can hold"
+    with pytest.raises(ValueError, match=said):
+        jaxcoded.CodedGroup.auto(
+            comm, payload=1, work=1, replicas=99, transport=transport
+        )
+
+
+@engine_only
+@several
+def test_nothing_is_shared_with_a_deadline_that_gives_up_exact_sums(comm, transport):
+    with jaxcoded.CodedGroup.auto(
+        comm,
+        payload=1e4,
+        work=1.0,
+        transport=transport,
+        options=jaxcoded.Options(on_deadline="approximate", deadline=9.0),
+    ) as group:
+        assert group.plan.placement is None
+        assert "Not shared: shared work computes all of the batch" in group.planned
 
 
 @once
