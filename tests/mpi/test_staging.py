@@ -2,6 +2,7 @@
 handlers for XLA call, and the handlers themselves, without XLA."""
 
 import contextlib
+import itertools
 import pathlib
 import sys
 import tempfile
@@ -545,10 +546,20 @@ def assert_said(comm, texts, who, words):
         assert any(name in text for name in named for text in each), everybody
 
 
+def refusals():
+    """Function, after how many calls, and who: the first call at the root and a later one at a
+    leaf, or else exhaustive. Memory is registered once."""
+    for function, after, rank in itertools.product(REFUSED, [1, 3], {0, SIZE - 1}):
+        once = function == "cuMemHostRegister_v2"
+        if once and after > 1:
+            continue
+        few = once or (after == 1) == (rank == 0)
+        marks = [] if few else pytest.mark.exhaustive
+        yield pytest.param(function, after, rank, marks=marks)
+
+
 @not_alone
-@who
-@pytest.mark.parametrize("after", [1, 3])
-@pytest.mark.parametrize("function", REFUSED)
+@pytest.mark.parametrize(("function", "after", "who"), list(refusals()))
 def test_what_the_driver_refuses_fails_the_round(
     comm, gpu, stream, function, after, who
 ):
@@ -559,7 +570,7 @@ def test_what_the_driver_refuses_fails_the_round(
         )
         fresh = function == "cuMemHostRegister_v2"  # else there is memory from before
         if RANK == who:
-            gpu.fail(function, after if not fresh else 1)
+            gpu.fail(function, after)
         if fresh:
             tree = gradients(5 * CHUNK)
         texts = errors_of(comm, gpu, stream, group, tree)
