@@ -148,7 +148,8 @@ def coded_allreduce(
             (`CodedGroup.lag`) and leaves out its work; may be traced. Never true at the
             root, which is never late. ``x`` then
             gives the shapes alone, and this rank counts as a straggler: its zeros
-            never enter a sum. With the engine only.
+            never enter a sum. Where more skip than a parent can do without, the call
+            is a `TooManyErasures` on all ranks. With the engine only.
         residual: return how far the sum is from the exact one, too: ``√Σ_k p_k (c_k −
             1)²`` for the coefficients ``c_k`` that the group's `jaxcoded.plan.atoms` ended
             up with, which go through the same round; atom ``k`` is the part ``p_k`` of

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.collectives.allreduce import coded_sum
 from jaxcoded.collectives.request import Request, checked_erasures
 from jaxcoded.group.group import CodedGroup, check_open
@@ -49,8 +50,8 @@ def coded_allreduce(
         ValueError: an array is not contiguous, or ``out`` is not like ``array``,
             read-only or overlaps ``array`` in part, ``erasures`` has a wrong shape, or
             ``wire_dtype`` is another one.
-        TypeError: it is not floating point or has another byte order, or the group has
-            slices or parts.
+        TypeError: it is no array, not floating point or has another byte order, or the
+            group has slices or parts.
         CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
             but as the very classes: `GroupMismatch`, `TooManyErasures`,
             `Desynchronized`, `GroupClosed`.
@@ -64,6 +65,11 @@ def coded_allreduce(
     """
     check_open(group)
     with group.failing("coded_allreduce"):
+        if not hasattr(array, "__array__") and not _require.is_number(array):
+            raise TypeError(
+                f"the sum is of one numpy array, got a {type(array).__name__}: "
+                "jaxcoded.coded_allreduce sums lists and other pytrees of arrays"
+            )
         array = np.asarray(array)
         wire_dtype = checked_wire_dtype(wire_dtype)
         collective, wires = _sum_of(

@@ -490,7 +490,8 @@ class CodedGroup:
             batch_size: the number of examples in the global batch, the same on all ranks.
 
         Raises:
-            ValueError: ``batch_size < 1``, or the group does not share its work.
+            ValueError: ``batch_size < 1`` or ``≥ 2**63``, or the group does not share its
+                work.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -505,7 +506,8 @@ class CodedGroup:
         """
         check_open(self)
         with self.failing("blocks"):
-            batch_size = _require.integer("batch_size", batch_size, 1)
+            most = int(np.iinfo(np.int64).max)  # indices are int64
+            batch_size = _require.integer("batch_size", batch_size, 1, most)
             if self.plan.placement is None:
                 raise ValueError(
                     f"this group has a code ({self.plan.code!r}), and does not share its "

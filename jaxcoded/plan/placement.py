@@ -69,7 +69,8 @@ class Placement:
         """Where each block begins in a batch, and the end: int64 ``(blocks + 1,)``. Sizes
         differ by 1 at most."""
         number = len(self.holders)
-        return np.arange(number + 1) * batch_size // number
+        starts = [block * batch_size // number for block in range(number + 1)]
+        return np.array(starts, np.int64)  # the products may not fit into an int64
 
 
 def is_shared(text: object) -> bool:

@@ -18,6 +18,7 @@ from simulation import (
     MESSAGE,
     Call,
     World,
+    _engine,
     erasable,
     random_plan,
     random_script,
@@ -202,22 +203,57 @@ def test_beyond_the_stragglers_of_the_code(seed):
 
 
 def test_words_of_messages_that_do_not_suffice():
-    """Ranks that have answered, those without a contribution, and those left out."""
-    plan = make_plan(6, fanout=5, stragglers=1, code="cyclic_repetition")
+    """Those waited for, those without a contribution, and those left out."""
+    plan = make_plan(6, fanout=5, stragglers=2, code="cyclic_repetition")
     segments = (("float32", 9),)
     world = random_world(plan, 0, random.Random(1), script=[Call(segments, 1)])
-    world.skips = {(2, 1), (3, 1)}
+    world.skips = {(2, 1)}
+    world.idle = {1, 3}
     world.settle()
     assert world.nodes[0].waiting_for() == (
-        "round 1: rank 0 cannot sum up what has come: ranks 1, 4, 5 have answered, but "
-        "that does not suffice; ranks 2, 3 have nothing to contribute"
+        "round 1: rank 0 waits for ranks 1, 3; it needs 3 of its 5 children; "
+        "rank 2 has nothing to contribute"
     )
+    plan = make_plan(6, fanout=5, stragglers=1, code="cyclic_repetition")
     call = Call(segments, 1, erased=frozenset({1}))
     world = random_world(plan, 0, random.Random(1), script=[call])
     world.idle = {2, 1}
     world.settle()
     words = world.nodes[0].waiting_for()
     assert words.startswith("round 1: rank 0 waits for rank 2; it needs "), words
+
+
+@many
+@given(seeds)
+def test_too_many_skip(seed):
+    """Whoever skips in a round, in any tree: it ends everywhere, with the exact sum or, where
+    no sum can be decoded from the others, with an error that names who skipped."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng), rng.randint(1, 8)
+    action = rng.choice(["wait", "raise"])
+    limits = {"on_deadline": getattr(_engine.OnDeadline, action)}
+    world = random_world(plan, rounds, rng, limits=limits, debug=rng.random() < 0.3)
+    for rank in range(plan.size):
+        share = rng.choice([0, 0.2, 0.5])
+        for round in range(1, rounds + 1):
+            if rank != plan.root and rng.random() < share:
+                world.skips.add((rank, round))
+    for _ in range(rng.choice([0, 200, 1000])):
+        world.step()
+    world.settle()
+    for round in range(1, rounds + 1):
+        skipped = [(rank, round) in world.skips for rank in range(plan.size)]
+        fails = plan.missing(skipped)[plan.root]
+        ends = {ends.get(round) for ends in world.ends}
+        assert len(ends) == 1, (round, ends, world.describe(plan.root))
+        (end,) = ends
+        assert end is not None, world.describe(plan.root)
+        assert end.outcome == (FAILED if fails else DONE), (end, skipped)
+        if fails:
+            assert end.error.startswith(f"TooManyErasures: round {round}: rank "), end
+            lacks = re.search(r"called with skip=True: (.*); any ", end.error)[1]
+            named = set(map(int, re.findall(r"rank (\d+)\b(?! \(as)", lacks)))
+            assert named and all(skipped[rank] for rank in named), (end, skipped)
 
 
 # Other calls than the all-reduce.

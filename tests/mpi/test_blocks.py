@@ -167,8 +167,9 @@ def test_what_comes_between(comm, group):
 
 
 def test_mistakes(comm, group):
-    with pytest.raises(ValueError, match="batch_size"):
-        group.blocks(0)
+    for wrong in (0, 2**63, 2**70):
+        with pytest.raises(ValueError, match=f"batch_size must be .*, got {wrong}"):
+            group.blocks(wrong)
     with (
         jaxcoded.CodedGroup(comm, stragglers=0) as coded,
         pytest.raises(ValueError, match="does not share its work"),

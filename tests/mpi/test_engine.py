@@ -410,6 +410,15 @@ def test_numpy_arrays_and_a_compiled_step_in_one_round(comm, group, own):
     assert_same_bits(comm, totals)
 
 
+def test_a_pytree_is_no_numpy_array(transport, group, own):
+    array = np.asarray(own)
+    for wrong in ([1.0, 2.0], (array, array), {"w": array}, None):
+        with pytest.raises(
+            TypeError, match=r"jaxcoded\.coded_allreduce sums lists and"
+        ):
+            host.coded_allreduce(wrong, group)
+
+
 @redundant
 def test_numpy_arrays_of_ranks_left_out(comm, group, own):
     last = SIZE - 1
@@ -422,6 +431,18 @@ def test_numpy_arrays_of_ranks_left_out(comm, group, own):
     with pytest.raises(jaxcoded.TooManyErasures, match="rank 0 is the root"):
         host.coded_allreduce(array, group, erasures=[True] * SIZE)
     assert_sum(group, host.coded_allreduce(np.asarray(own), group), VECTOR)
+
+
+@several
+@pytest.mark.parametrize("code", ["auto", "shared(replicas=1)"])
+def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, code):
+    """Every rank hears who it was, also where nobody waits for a deadline."""
+    with jaxcoded.CodedGroup(comm, stragglers=0, code=code) as group:
+        own = np.asarray(contribution(group, VECTOR))
+        said = "these called with skip=True: rank 1; any 0 of its "
+        with pytest.raises(jaxcoded.TooManyErasures, match=said):
+            host.coded_allreduce(own, group, skip=RANK == 1)
+        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
 
 
 @several

@@ -234,6 +234,8 @@ class Node {
   void offer();
   bool begin_offer();
   void send_offer(const Message& message);
+  bool too_many_skip(std::uint32_t piece);
+  void go_without_sum();
   void fail(const std::string& text);
   void watch_for_stalls();
   bool as_a_whole() const { return pinned() || up_.call.shared; }
@@ -290,7 +292,7 @@ class Node {
   bool silent(const Child& child) const;
   void ask_children();
   void ask_whether_it_is_there(Child& child);
-  bool only_silent_lack() const;
+  bool only_silent_lack();
   std::string too_late(double seconds) const;
   void watch_above();
   void decide_alone(const std::string& text);
@@ -335,6 +337,7 @@ class Node {
   void check_offer(Child& child);
   void check_offers();
   std::vector<bool> may_offer(std::uint32_t piece) const;
+  std::vector<bool> may_come(std::uint32_t piece) const;
   void alert(Round round, const std::string& text);
   void decide_error(std::string text, bool alone = false);
 

@@ -114,12 +114,13 @@ void Node::ask_whether_it_is_there(Child& child) {
 }
 
 // Whether nobody who lacks would come before the deadline.
-bool Node::only_silent_lack() const {
+bool Node::only_silent_lack() {
   if (limits_.on_deadline != OnDeadline::approximate || up_.all_decoded()) return false;
+  const bool in_vain = too_many_skip(up_.decoded.pieces);
   bool some = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (children_[i].retired || !lacks(i)) continue;
-    if (!silent(children_[i])) return false;
+    if (!silent(children_[i]) && !(in_vain && skips(children_[i]))) return false;
     some = true;
   }
   return some;
@@ -184,32 +185,25 @@ std::string Node::lacking() const {
   if (!calling() || !up_.call.up || up_.call.skipped || children_.empty()) return {};
   if (deals()) return lacking_blocks();
   if (up_.decoding || up_.all_decoded()) return {};
-  std::vector<Rank> missing, here, silent;
+  std::vector<Rank> missing, silent;
   std::string theirs;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
     if (up_.call.leaves_out(i)) continue;
-    if (!lacks(i)) {
-      here.push_back(child.rank);
-    } else if (skips(child)) {
+    if (!lacks(i)) continue;
+    if (skips(child)) {
       silent.push_back(child.rank);
     } else {
       missing.push_back(child.rank);
       if (child.overdue_round == next_) theirs += "; " + child.overdue;
     }
   }
-  const std::string mine = "rank " + std::to_string(family_.rank);
-  const auto said = [](const std::vector<Rank>& ranks, const char* what) {
-    return listed(ranks) + (ranks.size() == 1 ? " has " : " have ") + what;
-  };
+  if (missing.empty()) return {};  // it waits for its own vectors
   std::string skipped;
-  if (!silent.empty()) skipped = "; " + said(silent, "nothing to contribute");
-  if (missing.empty()) {
-    if (!own_ready(up_.decoded.pieces)) return {};  // it waits for its own vectors
-    return mine + " cannot sum up what has come" +
-           (here.empty() ? "" : ": " + said(here, "answered, but that does not suffice")) + skipped;
+  if (!silent.empty()) {
+    skipped = "; " + listed(silent) + (silent.size() == 1 ? " has" : " have") + " nothing to contribute";
   }
-  return mine + " waits for " + listed(missing) +
+  return "rank " + std::to_string(family_.rank) + " waits for " + listed(missing) +
          (decoder_.parts() > 1 ? " or parts of theirs"
                                : "; it needs " +
                                      (decoder_.checked() ? "all" : std::to_string(decoder_.enough())) +

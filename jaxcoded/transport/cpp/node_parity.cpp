@@ -67,12 +67,7 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
     if ((*heard)[row]) up_.brought.push_back(row);
   }
   up_.decoding = decoder_.decode(up_.brought, *heard);
-  if (!up_.decoding) {  // too few of them contribute: this rank's message is left out like theirs
-    if (root()) return nullptr;
-    up_.call.skipped = true;
-    offer();
-    return nullptr;
-  }
+  if (!up_.decoding) return nullptr;
   // of all parts the vectors are alike
   const Call& call = up_.call;
   decoder_.parity()->begin(call.fingerprint, *heard,

@@ -63,7 +63,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
       })) {
     return up_.decoding;
   }
-  const std::vector<bool> possible = may_offer(piece);
+  const std::vector<bool> possible = may_come(piece);
   for (const bool with_stalled : {false, true}) {
     const bool waits = !up_.overdue || limits_.on_deadline == OnDeadline::wait;
     if (up_.approximating || (with_stalled && !waits)) break;
@@ -78,6 +78,56 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
     up_.decoding = approximation(piece);
   }
   return up_.decoding;
+}
+
+// The messages that this rank has of a piece, or may get from children that live and contribute.
+std::vector<bool> Node::may_come(std::uint32_t piece) const {
+  std::vector<bool> out = may_offer(piece);
+  for (std::size_t row = 0; row < out.size(); ++row) {
+    const Child& child = children_[row / decoder_.parts()];
+    out[row] = out[row] && (usable(row, piece) || !(skips(child) || child.dead));
+  }
+  return out;
+}
+
+// Whether this piece cannot be decoded, whoever comes yet, since children have nothing to contribute.
+bool Node::too_many_skip(std::uint32_t piece) {
+  if (up_.call.shared) return false;
+  if (std::ranges::none_of(children_, [&](const Child& child) { return skips(child); })) return false;
+  const std::vector<bool> possible = may_come(piece);
+  std::vector<std::size_t> rows;
+  for (std::size_t row : rows_in_order()) {
+    if (possible[row]) rows.push_back(row);
+    if (sums_blocks() && !possible[row] && !up_.call.leaves_out(row / decoder_.parts())) return true;
+  }
+  return !sums_blocks() && !decoder_.decode(rows, possible);
+}
+
+// Then there is no sum here: this rank's message is left out like theirs.
+void Node::go_without_sum() {
+  std::string lacks;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    const Child& child = children_[i];
+    if (!skips(child) || up_.call.leaves_out(i)) continue;
+    lacks += (lacks.empty() ? "" : ", ") +
+             (child.offer.why.empty() ? "rank " + std::to_string(child.rank) : child.offer.why);
+  }
+  const std::string mine = "rank " + std::to_string(family_.rank);
+  if (root()) {
+    const auto& tensor = decoder_.tensor();
+    return decide_error(
+        "TooManyErasures: round " + std::to_string(next_) + ": " + mine +
+        " cannot rebuild its sum, as these called with skip=True: " + lacks +
+        (sums_blocks() ? "; but they have computed blocks of the batch: repeat the step"
+                       : "; any " + std::to_string(tensor.stragglers) + " of its " +
+                             std::to_string(tensor.children()) +
+                             " children may skip: skip only where group.lag is not 0, or make the "
+                             "group with more stragglers"));
+  }
+  withdraw(Object::What::message, next_ + 1);
+  up_.call.skipped = true;
+  up_.lacks = mine + " (as it lacks " + lacks + ")";
+  offer();
 }
 
 // The child's pieces do not come: the others' are used if they suffice, and it is the last to be
@@ -185,6 +235,12 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(up_.decoded.pieces) ? choose(up_.decoded.pieces) : nullptr;
     if (!decoding) {
+      const bool approximates = limits_.on_deadline == OnDeadline::approximate &&
+                                !(sums_blocks() || decoder_.checked());
+      if (!approximates && too_many_skip(up_.decoded.pieces)) {
+        go_without_sum();
+        return false;
+      }
       if (bytes && !as_a_whole()) announce_sum();
       if (up_.overdue && (up_.call.shared || own_ready(up_.decoded.pieces))) miss_the_deadline();
       return false;
@@ -289,6 +345,7 @@ void Node::offer() {
   message.header.ready = ready;
   if (up_.approximating) message.header.flags = approximate;
   if (!empty) append_vectors(message, small);
+  message.append(up_.lacks.data(), up_.lacks.size());
   send_offer(message);
 }
 

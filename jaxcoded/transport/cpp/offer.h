@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "message.h"
@@ -19,7 +20,8 @@ struct Offer {
 
   std::uint32_t ready = 0;  // pieces
   std::uint32_t exact = 0;  // of these
-  bool skips = false;       // the child has nothing to contribute
+  bool skips = false;       // the child has nothing to contribute,
+  std::string why = {};     // as those below it have not
   bool withdrawn = false;
   Progress progress = {};  // where the work is shared
   std::vector<std::uint64_t> addresses = {};
@@ -45,6 +47,7 @@ struct Offer {
       progress = std::move(its);
     } else if (head.ready == 0) {
       skips = true;
+      why = message.text();
     }
     if (head.ready < ready) return false;
     if (head.flags & inlined) {

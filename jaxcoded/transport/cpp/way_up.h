@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "call.h"
@@ -54,6 +55,8 @@ struct WayUp {
   bool offering = false;      // an offer was made,
   bool held_back = false;     // or waits for the parent to speak
   std::uint32_t offered = 0;  // pieces of `outgoing`
+
+  std::string lacks = {};  // why there is no sum, if children that skip are too many
 
   // After the deadline.
   bool overdue = false;
