@@ -547,14 +547,12 @@ def assert_said(comm, texts, who, words):
 
 
 def refusals():
-    """Function, after how many calls, and who: the first call at the root and a later one at a
-    leaf, or else exhaustive. Memory is registered once."""
+    """Function, after how many calls, and who. Memory is registered once; a later call of another
+    function may not come, and is exhaustive."""
     for function, after, rank in itertools.product(REFUSED, [1, 3], {0, SIZE - 1}):
-        once = function == "cuMemHostRegister_v2"
-        if once and after > 1:
+        if function == "cuMemHostRegister_v2" and after > 1:
             continue
-        few = once or (after == 1) == (rank == 0)
-        marks = [] if few else pytest.mark.exhaustive
+        marks = [] if after == 1 else pytest.mark.exhaustive
         yield pytest.param(function, after, rank, marks=marks)
 
 
