@@ -65,8 +65,10 @@ def check(payload: Any, work: Any, piece_bytes: Any, replicas: Any, size: int) -
             "such a part of the batch, or the seconds that one rank would take for the "
             f"whole batch: got work={work!r}"
         )
-    if replicas is not None and size > 1:
-        checked_replicas(replicas, size)
+    if replicas is not None:
+        _require.integer("replicas", replicas, 0)
+        if size > 1:
+            checked_replicas(replicas, size)
 
 
 def choose(
