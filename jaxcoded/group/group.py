@@ -395,12 +395,12 @@ class CodedGroup:
         outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
         words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
         said = disagreement(
-            self._comm, f"{words}, transport={transport} ({outcome[:200]})"
+            self._comm,
+            f"{words}, transport={transport} ({outcome[:200]})",
+            "ranks made a group with different arguments",
         )
         if said is not None:
-            raise GroupMismatch(
-                f"ranks made a group with different arguments; {said}"
-            ) from failure
+            raise GroupMismatch(said) from failure
         if plan is None:
             assert failure is not None
             raise failure

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,7 +41,41 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def disagreement(comm: MPI.Intracomm, words: str) -> str | None:
+def differences(answers: Sequence[str]) -> list[str]:
+    """The first item of each answer in which they differ; "nothing" where one has none.
+    Items are what stands between commas outside of brackets, and before an "of". (The
+    engine says the same, see ``cpp/difference.h``.)
+
+    Example:
+        >>> from jaxcoded.transport.agreement import differences
+        >>> differences(["sum of f8[2, 3], halved", "sum of f8[2, 4], halved"])
+        ['f8[2, 3]', 'f8[2, 4]']
+        >>> differences(["sum of a, b, c", "sum of a, c"])
+        ['b', 'nothing']
+    """
+    items = [_items(answer) for answer in answers]
+    shortest = min(map(len, items))
+    alike = [len(set(column)) == 1 for column in zip(*items)]
+    first = alike.index(False) if False in alike else shortest
+    alike = [len(set(column)) == 1 for column in zip(*map(reversed, items))]
+    alike = [*alike[: shortest - first], False]
+    last = alike.index(False)
+    return [its[first] if first + last < len(its) else "nothing" for its in items]
+
+
+def _items(answer: str) -> list[str]:
+    out, depth, start, named = [], 0, 0, False
+    for i, letter in enumerate(answer):
+        depth += (letter in "[({") - (letter in "])}")
+        name = not named and answer.startswith(" of ", i)
+        if not depth and (name or answer.startswith(", ", i)):
+            out.append(answer[start:i])
+            start = i + (4 if name else 2)
+            named = named or name
+    return [*out, answer[start:]]
+
+
+def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     """Compare what the ranks of a communicator say. Collective.
 
     One all-reduce of 16 bytes while they agree.
@@ -49,14 +83,16 @@ def disagreement(comm: MPI.Intracomm, words: str) -> str | None:
     Args:
         comm: the communicator.
         words: what this rank is about to do.
+        what: what it is where ranks differ.
 
     Returns:
-        ``None`` if all ranks said the same; else, on every rank, who said what.
+        ``None`` if all ranks said the same; else, on every rank, in what they differ, and
+        who said what.
 
     Example:
         >>> from jaxcoded.transport.agreement import disagreement
         >>> from mpi4py import MPI
-        >>> disagreement(MPI.COMM_SELF, "round 1") is None
+        >>> disagreement(MPI.COMM_SELF, "round 1", "ranks differ") is None
         True
     """
     digest = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
@@ -65,11 +101,13 @@ def disagreement(comm: MPI.Intracomm, words: str) -> str | None:
     if extremes[0] == -extremes[1]:
         return None
     ranks = comm.allgather(words)
-    said = []
-    for answer in dict.fromkeys(ranks):
-        who = [str(rank) for rank, other in enumerate(ranks) if other == answer]
-        said.append(f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {answer}")
-    return "; ".join(said)
+    answers = list(dict.fromkeys(ranks))
+    who = []
+    for answer in answers:
+        its = [str(rank) for rank, other in enumerate(ranks) if other == answer]
+        who.append(f"rank{'s' * (len(its) > 1)} {', '.join(its)}")
+    first = ", ".join(f"{it} at {at}" for it, at in zip(differences(answers), who))
+    return "; ".join([f"{first}: {what}", *map(": ".join, zip(who, answers))])
 
 
 def on_all(

@@ -151,11 +151,9 @@ class Mpi4jax(Transport):
         self._failure = ""
         if erased is not None:
             words += f", erasures of ranks {np.flatnonzero(erased).tolist()}"
-        said = disagreement(self._comm, words)
-        if said is not None:
-            raise GroupMismatch(
-                f"ranks called different things in the same round; {said}"
-            )
+        what = "ranks called different things in the same round"
+        if (said := disagreement(self._comm, words, what)) is not None:
+            raise GroupMismatch(said)
         if erased is not None and (why_not := self._plan.why_not(erased)):
             raise TooManyErasures(why_not)
 

@@ -121,7 +121,9 @@ class Packing:
         if len(words) <= _MOST_WORDS:
             return words
         digest = hashlib.sha256(words.encode()).hexdigest()[:12]
-        return f"{words[:_MOST_WORDS]}… ({len(leaves)} leaves, {digest})"
+        ends = itertools.accumulate(len(leaf) + 2 for leaf in leaves)
+        first = [leaf for leaf, end in zip(leaves, ends) if end <= _MOST_WORDS]
+        return ", ".join([*first, f"… ({len(leaves)} leaves, {digest})"])
 
     @property
     def vectors(self) -> dict[Kind, int]:

@@ -72,8 +72,9 @@ def assert_told(world, odd, round):
         for end in failed[rank].values():
             assert end.outcome == FAILED
             assert re.match(
-                r"GroupMismatch: ranks called different things in the same round; "
-                r"rank \d+: round \d+, .*; rank \d+: round \d+, .*",
+                r"GroupMismatch: .* at rank (\d+), .* at rank (\d+): ranks called different "
+                r"things in the same round; "
+                r"rank \1: round \d+, .*; rank \2: round \d+, .*",
                 end.error,
             )
             assert f"rank {odd}: round {round}, {signature}" in end.error

@@ -158,6 +158,34 @@ def test_two_loops(comm, loop):
             list(zip(blocks, blocks))
 
 
+@pytest.mark.parametrize("inner", ["blocks", "coded_value_and_grad"])
+def test_within_a_loop(comm, inner):
+    """An error on all ranks, which says what to do."""
+
+    def loss(w, v):
+        return v @ w
+
+    with jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group:
+        indices, weights = group.assignment(BATCH)
+        with (
+            # or too many have left theirs already
+            pytest.raises(
+                (CodedError, jax.errors.JaxRuntimeError),
+                match="let the first one end before the next|nobody who is left",
+            ) as caught,
+            group.blocks(BATCH) as blocks,
+        ):
+            for _ in blocks:
+                if inner == "blocks":
+                    added_up(group)
+                else:
+                    step = jaxcoded.coded_value_and_grad(loss, group)
+                    jax.block_until_ready(step(np.ones(D), GRADIENTS[indices], weights))
+        jaxcoded.effects_barrier()
+        texts = comm.allgather(str(caught.value))
+        assert any("let the first one end" in text for text in texts)
+
+
 def test_what_comes_between(comm, group):
     """After the blocks their sum is to come."""
     added_up(group)

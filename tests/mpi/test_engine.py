@@ -454,7 +454,7 @@ def test_numpy_arrays_that_do_not_fit(comm, group, own):
         try:
             total = host.coded_allreduce(array, group)
         except jaxcoded.GroupMismatch as error:
-            assert str(error).startswith("ranks called different things")
+            assert str(error).startswith("float64[")
             erred.append(number)
         else:
             assert_sum(group, total, VECTOR)

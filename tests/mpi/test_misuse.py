@@ -25,7 +25,7 @@ from jaxcoded import (
     kernels,
     tree_bcast,
 )
-from jaxcoded.transport import cuda_aware, engine
+from jaxcoded.transport import agreement, cuda_aware, engine
 
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(5)
@@ -117,6 +117,21 @@ differences = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (["coded_allreduce of f[5]", "coded_reduce of f[5]"], ["coded_allreduce", "coded_reduce"]),
+        (["sum of f[2, 3], by 2", "sum of f[2, 4], by 3"], ["f[2, 3]", "f[2, 4]"]),
+        (["sum of ['a'] f[], ['b'] f[]", "sum of ['b'] f[]"], ["['a'] f[]", "nothing"]),
+        (["sum of f[5]", "sum of f[5], with a token"], ["nothing", "with a token"]),
+        (["a=1, b=[1, 2], c=3", "a=1, b=[1], c=3", "a=1, b=2"], ["b=[1, 2]", "b=[1]", "b=2"]),
+        (["x", "x, x"], ["nothing", "x"]),
+    ],
+)  # fmt: skip
+def test_where_calls_differ(calls, said):
+    assert agreement.differences(calls) == said
+
+
 @several
 @mpi4jax_only
 @differences
@@ -125,7 +140,11 @@ def test_mismatch(group, own, call, usual, unusual):
     with pytest.raises(JaxRuntimeError) as error:
         jax.block_until_ready(call(group, own, odd=RANK == SIZE - 1))
     text = str(error.value)
-    assert "GroupMismatch: ranks called different things in the same round; " in text
+    assert re.search(
+        rf"GroupMismatch: .+ at {OTHERS}, .+ at {LAST}: "
+        "ranks called different things in the same round; ",
+        text,
+    )
     pattern = rf"{OTHERS}: round (\d+), .*{re.escape(usual)}; {LAST}: round \1, .*{re.escape(unusual)}"
     assert re.search(pattern, text), text
     # nothing of the failed round is left in the way
@@ -254,7 +273,8 @@ def test_different_arguments(comm, odd, said):
             comm, **({"stragglers": 0} | (odd if RANK == SIZE - 1 else {}))
         )
     assert re.fullmatch(
-        rf"ranks made a group with different arguments; {OTHERS}: stragglers=0, .*; {LAST}: .*{said}.*",
+        rf".+ at {OTHERS}, .+ at {LAST}: ranks made a group with different arguments; "
+        rf"{OTHERS}: stragglers=0, .*; {LAST}: .*{said}.*",
         str(error.value),
     )
 

@@ -11,6 +11,8 @@ import pytest
 from jax.errors import JaxRuntimeError
 from marks import SIZE
 
+from jaxcoded.transport.agreement import differences
+
 SLOWNESS = float(
     os.environ.get("JAXCODED_SLOWNESS", "1")
 )  # of the machine, see launch.py
@@ -75,15 +77,19 @@ def compilations():
 
 
 def told(text, odd, usual, unusual):
-    """Whether an error says what the odd rank called, and what another one."""
+    """Whether an error says what the odd rank called, and what another one, and first of all in
+    what they differ."""
     found = re.search(
-        r"GroupMismatch: ranks called different things in the same round; "
-        r"rank (\d+): round (\d+), ([^;]*); rank (\d+): round (\d+), ([^;]*)",
+        r"GroupMismatch: (.*) at rank (\d+), (.*) at rank (\d+): "
+        r"ranks called different things in the same round; "
+        r"rank \2: round (\d+), ([^;]*); rank \4: round (\d+), ([^;\n]*)",
         text,
     )
     if not found:
         return False
-    one, its_round, its_words, other, others_round, others_words = found.groups()
+    its, one, others, other = found.groups()[:4]
+    its_round, its_words, others_round, others_words = found.groups()[4:]
+    assert [its, others] == differences([its_words, others_words])
     said = {int(one): its_words.strip(), int(other): others_words.strip()}
     return (
         its_round == others_round

@@ -33,7 +33,9 @@ constexpr const char* two_threads =
     "two threads called collectives of one group at the same time: let one thread call them, or "
     "make a group for each thread";
 constexpr const char* broken_off =
-    "a collective of the group was called between the parts of another one's message";
+    "a collective of the group was called before another one was over: let the first one end before "
+    "the next begins, such as a loop over group.blocks; with tokens, hand on the one that the first "
+    "returns";
 constexpr const char* process_ends = "GroupClosed: the process ends";
 
 // In a process that was forked from this one, the engine's thread is missing, its lock may be held
@@ -310,6 +312,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   Member& its = member(index);
   if (its.running) return {.error = two_threads};
   if (request.begun && !(its.begun() && its.queue.back()->shared)) return {.error = broken_off};
+  if (!request.begun && its.begun() && its.queue.back()->looped) return {.error = broken_off};
   const std::vector<const std::byte*> own = std::move(request.own);
   if (!request.begun) {
     request.own.clear();
@@ -318,6 +321,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
     opened->call.shared = true;
     opened->call.complete = false;
     opened->open = opened->shared = true;
+    opened->looped = !opened->call.lends();
     enqueue(its, std::move(opened));
   }
   const std::shared_ptr<Flight> flight = its.queue.back();

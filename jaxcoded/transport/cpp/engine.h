@@ -31,7 +31,8 @@ struct Flight {
   Call call;                 // until the node has it
   bool submitted = false;    // the node has it
   bool open = false;         // more parts of its vectors follow
-  bool shared = false;       // or blocks, until the round is over
+  bool shared = false;       // or blocks, until the round is over,
+  bool looped = false;       // in a loop on the host, which says when it ends
   Outcome outcome = Outcome::pending;
   std::string error;
   std::vector<Segment> total;      // of a started one's result,

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "difference.h"
+
 namespace jaxcoded {
 
 void Node::introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprint) {
@@ -17,10 +19,13 @@ void Node::introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprin
 
 std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
                         std::uint64_t others) const {
-  return "GroupMismatch: ranks called different things in the same round; rank " +
-         std::to_string(one) + ": round " + std::to_string(round) + ", " + signatures_.of(its) +
-         "; rank " + std::to_string(other) + ": round " + std::to_string(round) + ", " +
-         signatures_.of(others);
+  const std::string call = signatures_.of(its), another = signatures_.of(others);
+  const std::string who = "rank " + std::to_string(one), whom = "rank " + std::to_string(other);
+  const std::string at = ": round " + std::to_string(round) + ", ";
+  const auto [here, there] = difference(call, another);
+  return "GroupMismatch: " + std::string(here) + " at " + who + ", " + std::string(there) + " at " +
+         whom + ": ranks called different things in the same round; " + who + at + call + "; " +
+         whom + at + another;
 }
 
 void Node::check_offer(Child& child) {

@@ -1,0 +1,44 @@
+// Where two calls differ, in words. `agreement.py` says the same of ranks without an engine.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace jaxcoded {
+
+// What a call says: its name, and what stands between commas outside of brackets.
+inline std::vector<std::string_view> items(std::string_view call) {
+  std::vector<std::string_view> out;
+  std::size_t start = 0;
+  bool named = false;
+  int depth = 0;
+  for (std::size_t i = 0; i < call.size(); ++i) {
+    if (std::string_view("[({").find(call[i]) != std::string_view::npos) ++depth;
+    if (std::string_view("])}").find(call[i]) != std::string_view::npos) --depth;
+    const bool name = !named && call.substr(i).starts_with(" of ");
+    if (depth || !(name || call.substr(i).starts_with(", "))) continue;
+    out.push_back(call.substr(start, i - start));
+    start = i + (name ? 4 : 2);
+    named |= name;
+  }
+  out.push_back(call.substr(start));
+  return out;
+}
+
+// The first item in which they differ, of each; "nothing" where one has none.
+inline std::pair<std::string_view, std::string_view> difference(std::string_view one,
+                                                                std::string_view other) {
+  const auto a = items(one), b = items(other);
+  const auto first = static_cast<std::size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
+  std::size_t last = 0;  // so many at the end are alike
+  while (first + last < std::min(a.size(), b.size()) && a.rbegin()[last] == b.rbegin()[last]) ++last;
+  const auto left = [&](const auto& of) {
+    return first + last < of.size() ? of[first] : std::string_view("nothing");
+  };
+  return {left(a), left(b)};
+}
+
+}  // namespace jaxcoded
