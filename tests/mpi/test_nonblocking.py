@@ -504,21 +504,22 @@ def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
         else:
             if number:
                 assert_sum(group, total, VECTOR)
-    assert erred
-    assert len(erred) <= 2
     wait_for_all(comm)
     jaxcoded.effects_barrier()
-    # once more in step, however late somebody heard of it
-    for _ in range(2):
+    # once more in step, however late somebody heard of it: all five may have been decided before
+    # the odd rank called
+    for number in range(5, 7):
         try:
             total = np.asarray(coded_allreduce(own, group))
         except JaxRuntimeError as error:
             assert "GroupMismatch" in str(error)
+            erred.append(number)
             jaxcoded.effects_barrier()
         else:
             assert_sum(group, total, VECTOR)
         wait_for_all(comm)
         time.sleep(0.05)
+    assert 1 <= len(erred) <= 2, erred
     assert_sum(group, coded_allreduce(own, group), VECTOR)
 
 
