@@ -535,8 +535,8 @@ def _erasures(plan: Plan) -> Any:
     return _engine.Erasures(plan.root, parents)
 
 
-def _report(overdue: tuple[int, str]) -> None:
-    logger.warning("group %d, %s", *overdue)
+def _report(warning: tuple[int, str]) -> None:
+    logger.warning("group %d, %s", *warning)
 
 
 def _vector(array: np.ndarray) -> tuple[int, int, int]:
@@ -557,7 +557,7 @@ def _error(outcome: int, text: str) -> Exception:
 @functools.cache
 def _register() -> None:
     engine_primitive.register(_engine)
-    follow(_engine.next_overdue, _report, "jaxcoded log")
+    follow(_engine.next_warning, _report, "jaxcoded log")
     # at exit the engine stops first: what is registered later runs earlier
     ending.register()
     atexit.register(_stop)

@@ -1,8 +1,10 @@
 """Wrong use is an error, on every rank where ranks differ, and the group can be used after it."""
 
+import logging
 import os
 import re
 import threading
+import time
 import warnings
 from importlib.metadata import distributions
 
@@ -181,6 +183,33 @@ def test_mismatch_with_ranks_that_may_be_late(comm, group, own, call, usual, unu
 def test_mismatch_at_a_parent(comm, group, own, odd):
     words = "coded_allreduce of float64[5]", "coded_allreduce of float64[4]"
     assert_odd_one_out(comm, group, own, odd, shapes, *words)
+
+
+@engine_only
+@pytest.mark.skipif(SIZE < 4, reason="nobody may be late")
+def test_a_mismatch_in_the_last_round(comm, transport, caplog):
+    """A late rank called something else: an error there, the right sum elsewhere, and the root's
+    log names both."""
+    one = np.ones(5)
+    with (
+        caplog.at_level(logging.WARNING, "jaxcoded"),
+        jaxcoded.CodedGroup(comm, stragglers=1, transport=transport) as group,
+    ):
+        mine = contribution(group, VECTOR)
+        if RANK == SIZE - 1:
+            together.wait_for_all(comm)
+            with pytest.raises(GroupMismatch, match=r"float64\[4\] at rank"):
+                jaxcoded.host.coded_allreduce(one[:4], group)
+        else:
+            assert_sum(group, jaxcoded.host.coded_allreduce(mine, group), VECTOR)
+            together.wait_for_all(comm)
+    if RANK == 0:
+        words = rf"after its last round: GroupMismatch: float64\[4\] at rank {SIZE - 1}, float64\[5\] at "
+        for _ in range(1000):  # it is logged on another thread
+            if re.search(words, caplog.text):
+                return
+            time.sleep(0.01)
+        pytest.fail(caplog.text)
 
 
 def test_an_error_on_all_ranks_is_nobodys_mismatch(group):

@@ -463,7 +463,7 @@ bool Engine::poll() {
       const std::string words = its.node->waiting_for();
       if (!words.empty()) {
         its.reported = overdue;
-        overdue_.add({index, words});
+        warnings_.add({index, words});
       }
     }
   }
@@ -621,6 +621,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);
   const std::vector<Rank> absent = its.node->absent();
   give_up(its, absent);
+  report_untold(index, its);
   auto ended = members_.extract(index);
   for (const auto& flight : its.queue) {
     fail(*flight, "GroupClosed: the group was closed before this round was over");
@@ -632,6 +633,13 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
 
 void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {
   if (its.root) end_of_job_.give_up(its.comm, absent);
+}
+
+// What was wrong with a call, where no round came after it to fail.
+void Engine::report_untold(std::uint64_t index, const Member& its) {
+  if (!its.node->untold().empty()) {
+    warnings_.add({index, "after its last round: " + its.node->untold()});
+  }
 }
 
 // Threads that are told to go, by what they wait for.
@@ -661,13 +669,16 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
         });
       },
       now() + seconds);
-  for (auto& [index, its] : members_) give_up(its, its.node->end());
+  for (auto& [index, its] : members_) {
+    give_up(its, its.node->end());
+    report_untold(index, its);
+  }
   drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
         now() + flush_seconds);
   // Whoever reads this process's memory, or the caller's, must not take what lies there next.
   for (const auto& [index, its] : members_) page_.close_slot(its.slot);
   stopping_ = true;
-  overdue_.close();
+  warnings_.close();
   // Handlers that still wait are told, and let go of their groups.
   wait_until_nobody_is_in(lock, inside_);
   members_.clear();

@@ -161,9 +161,9 @@ class Engine {
   void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
               Decoder decoder, Erasures erasures);
 
-  // Groups whose calls wait after their deadline, and for whom.
-  using Overdue = std::pair<std::uint64_t, std::string>;
-  Reports<Overdue>& overdue() { return overdue_; }
+  // Of a group: whom a call waits for after its deadline, or what no round is left to fail with.
+  using Warning = std::pair<std::uint64_t, std::string>;
+  Reports<Warning>& warnings() { return warnings_; }
 
   // Refuse this rank's calls from now on, after a failure (see `Node::leave`). It still relays to
   // those below.
@@ -195,6 +195,7 @@ class Engine {
   void work(Member& member);
   void leave(Member& member, const std::string& failure);
   void give_up(const Member& member, const std::vector<Rank>& absent);
+  void report_untold(std::uint64_t index, const Member& member);
   void finalize();
   void wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside);
 
@@ -203,7 +204,7 @@ class Engine {
   std::condition_variable_any changed_;
   int waiting_ = 0;  // threads on `changed_`
   std::map<std::uint64_t, Member> members_;
-  Reports<Overdue> overdue_;
+  Reports<Warning> warnings_;
   // A thread that may look at a member again after it has waited for the lock.
   class Inside {
    public:

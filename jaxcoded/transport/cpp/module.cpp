@@ -592,7 +592,7 @@ NB_MODULE(_engine, module) {
   module.def("replay", &replay);
   // Blocks until a group's call waits after its deadline: the group and for whom it waits; None at
   // the end of the engine.
-  module.def("next_overdue", [] { return Engine::instance().overdue().next(); }, Release());
+  module.def("next_warning", [] { return Engine::instance().warnings().next(); }, Release());
   module.def("replan", &replan);
   // Others have their turns while it is copied, and while the one before is freed.
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {

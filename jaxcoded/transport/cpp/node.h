@@ -164,6 +164,8 @@ class Node {
   // Whether it has waited for longer than the deadline: 1, for those below; 2, and nobody above
   // answers.
   int overdue() const { return up_.forsaken ? 2 : up_.overdue; }
+  // What is wrong with a call that no round has failed with yet, at the root; or empty.
+  const std::string& untold() const { return alerts_.pending(); }
   // When something is to be done although nothing has come; in the time of the wire.
   double wakes_at() const;
   // Where this rank stands, for whoever looks for the cause of a hang.
