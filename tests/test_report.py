@@ -35,6 +35,7 @@ def seen(plan=PLAN, **changes):
         "outcome": [1] * ROUNDS,
         "skipped": [False] * ROUNDS,
         "approximate": [False] * ROUNDS,
+        "loop": [False] * ROUNDS,
         "children": [1, 2, 3],
         "arrived": arrived.ravel(),
         "used": arrived.ravel() <= np.repeat(begun + 0.9, 3),
@@ -273,6 +274,7 @@ def kept(rows):
         "failed",
         "skipped",
         "approximate",
+        "loop",
         "arrived",
         "used",
     ]

@@ -25,6 +25,7 @@ def seen(**changes):
         "outcome": [1, 1, 2, 1],
         "skipped": [False] * 4,
         "approximate": [False, False, False, True],
+        "loop": [False] * 4,
         "children": [1, 2, 3],
         "arrived": [0.5, 0.1, 0.2, 1.1, 1.5, 1.2, 2.1, 2.5, 2.9, 2.9, 2.9, NAN],
         "used": [True, True, False] * 4,
@@ -136,6 +137,48 @@ def test_summary():
         "(median) and has not come since; its last sign of life was 3 s old"
         in seen(silent=[0.0, 0.0, 0.0, 3.0]).summary()
     )
+
+
+def test_a_silent_rank_is_not_slow():
+    """It takes no time for its data: nothing is known of it."""
+    for silent in 1.6, 60.0:
+        (line,) = (
+            line
+            for line in seen(silent=[0.0, 0.0, 0.0, silent]).summary().splitlines()
+            if line.startswith("rank 3")
+        )
+        words = {1.6: "1.6 s", 60.0: "60 s"}[silent]
+        assert line == (
+            f"rank 3 was last heard of {words} before the newest result: it is slow, frozen or dead"
+        )
+
+
+def test_shared_work():
+    """A rank is not slow for data: others compute what it does not come to."""
+    plan = jaxcoded.make_plan(4, code="shared(replicas=1)").to_json()
+    shared = dataclasses.replace(seen(), plan=plan)
+    assert (
+        "rank 3 is slow: it takes 4 times as long between two rounds as the median rank, 400 ms a "
+        "round"
+    ) in shared.summary()
+
+
+def test_loops_and_their_sums():
+    """A step is two rounds: what each of them takes is not mixed."""
+    said = seen(
+        loop=[True, False, True, False],
+        work=[NAN, 0.001, 0.1, 0.001],
+        ended=[0.6, 1.1, 2.6, 3.1],
+        outcome=[1] * 4,
+        approximate=[False] * 4,
+    ).summary()
+    assert said.splitlines()[:2] == [
+        (
+            "rank 0, rounds 7 to 10, medians: 100 ms from call to result, 600 ms for a loop over "
+            "group.blocks, 100 ms of work before it"
+        ),
+        "2 of 4 rounds are loops over group.blocks; the sum of each is one more",
+    ]
 
 
 def test_files(tmp_path):

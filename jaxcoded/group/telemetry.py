@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxcoded import _format
 from jaxcoded._files import replacing
+from jaxcoded.plan import Plan
 from jaxcoded.transport.following import follow
 
 logger = logging.getLogger("jaxcoded")
@@ -66,6 +67,8 @@ class Telemetry:
         skipped: bool ``(R,)``, whether this rank had nothing to contribute.
         approximate: bool ``(R,)``, whether this rank's deadline was over and it went on
             with what had come.
+        loop: bool ``(R,)``, whether it was a loop over `CodedGroup.blocks`, whose sum is
+            the next round.
         children: int64 ``(C,)``, this rank's children.
         arrived: float64 ``(R, C)``, when each was first heard of in that round, or in a
             later one.
@@ -102,6 +105,7 @@ class Telemetry:
     failed: np.ndarray
     skipped: np.ndarray
     approximate: np.ndarray
+    loop: np.ndarray
     children: np.ndarray
     arrived: np.ndarray
     used: np.ndarray
@@ -145,6 +149,7 @@ class Telemetry:
             failed=outcome != _DONE,
             skipped=column("skipped", bool),
             approximate=column("approximate", bool),
+            loop=column("loop", bool),
             children=column("children", np.int64),
             arrived=column("arrived", np.float64).reshape(grid),
             used=column("used", bool).reshape(grid),
@@ -197,16 +202,27 @@ class Telemetry:
         """What there is to see, in words."""
         if not len(self.rounds):
             return f"rank {self.rank} has not called a round yet"
-        work = self.work[~np.isnan(self.work)]
+        begins_step = ~np.concatenate([[False], self.loop[:-1]])
+        work = self.work[~np.isnan(self.work) & begins_step]
+        took = self.ended - self.started
+        medians = [
+            (took[~self.loop], "from call to result"),
+            (took[self.loop], "for a loop over group.blocks"),
+            (work, "of work before it"),
+        ]
         lines = [
             f"rank {self.rank}, rounds {self.rounds[0]} to {self.rounds[-1]}, medians: "
-            f"{_format.seconds(np.median(self.ended - self.started))} from call to result"
-            + (
-                f", {_format.seconds(np.median(work))} of work before it"
-                if len(work)
-                else ""
+            + ", ".join(
+                f"{_format.seconds(np.median(seconds))} {what}"
+                for seconds, what in medians
+                if len(seconds)
             )
         ]
+        if self.loop.any():
+            lines.append(
+                f"{self.loop.sum()} of {len(self.rounds)} rounds are loops over "
+                "group.blocks; the sum of each is one more"
+            )
         for what, count in (
             ("failed", self.failed.sum()),
             ("approximate", self.approximate.sum()),
@@ -231,13 +247,19 @@ class Telemetry:
         took = np.full(len(known), np.nan)
         took[known] = self._seconds[known] / self.loads[known]
         took /= np.quantile(took[known], 0.5, method="lower")
-        rounds = np.diff(self.ended)
+        rounds = np.diff(self.ended[~self.loop])
         low, high = np.quantile(rounds, [0.25, 0.75]) if len(rounds) else (1.0, 1.0)
         uneven = high / low if low > 0 else np.inf
         slow = [rank for rank in np.argsort(-took) if took[rank] > _SLOW * uneven]
+        # where work is shared, others compute what a slow rank does not come to
+        shared = Plan.from_json(self.plan).placement is not None
+        what = "between two rounds" if shared else "for its data"
         return [
-            f"rank {rank} is slow: it takes {took[rank]:.3g} times as long for its data "
-            f"as the median rank, {_format.seconds(self._seconds[rank])} a round"
+            f"rank {rank} was last heard of {_format.seconds(self.silent[rank])} before the "
+            "newest result: it is slow, frozen or dead"
+            if self._seconds[rank] == self.silent[rank]
+            else f"rank {rank} is slow: it takes {took[rank]:.3g} times as long {what} as "
+            f"the median rank, {_format.seconds(self._seconds[rank])} a round"
             for rank in slow
         ]
 

@@ -196,6 +196,7 @@ nb::dict telemetry(std::uint64_t index) {
   column("outcome", records, [](const RoundRecord& it) { return it.outcome; });
   column("skipped", records, [](const RoundRecord& it) { return it.skipped; });
   column("approximate", records, [](const RoundRecord& it) { return it.approximate; });
+  column("loop", records, [](const RoundRecord& it) { return it.loop; });
   column("children", children, [](Rank it) { return it; });
   column("arrived", arrived, [](double it) { return it; });
   column("used", used, [](bool it) { return it; });

@@ -74,7 +74,7 @@ void Node::submit(Call call) {
   error_.clear();
   // Ranks below may wait for the result already, which this one is not to put off with every call.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
-  telemetry_.started(next_, now, up_.call.skipped);
+  telemetry_.started(next_, now, up_.call.skipped, up_.call.shared && !up_.call.lends());
   signatures_.learn(up_.call.fingerprint, up_.call.signature);
 
   const Entry* known = history_.find(next_);

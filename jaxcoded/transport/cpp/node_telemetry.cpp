@@ -22,6 +22,8 @@ double Node::own_work() const {
   const Round first = next_ > latest ? next_ - latest : 1;
   for (Round round = first; round < next_; ++round) {
     const RoundRecord* record = telemetry_.find(round);
+    const RoundRecord* before = telemetry_.find(round - 1);
+    if (before && before->loop) continue;  // the same step
     if (record && !record->skipped && record->work >= 0) works.push_back(record->work);
   }
   if (works.empty()) return never;

@@ -21,6 +21,7 @@ struct RoundRecord {
   std::uint8_t outcome = 0;
   bool skipped = false;
   bool approximate = false;
+  bool loop = false;  // over blocks, whose sum is the next round
 };
 
 // A record for each of the latest rounds, and for each child when its message came and whether it
@@ -36,7 +37,7 @@ class Telemetry {
 
   bool on() const { return !records_.empty(); }
 
-  void started(Round round, double now, bool skipped) {
+  void started(Round round, double now, bool skipped, bool loop) {
     if (!on()) return;
     current_ = round;
     RoundRecord& old = records_[slot(round)];
@@ -45,6 +46,7 @@ class Telemetry {
     record.started = now;
     record.work = now - ended_;
     record.skipped = skipped;
+    record.loop = loop;
   }
   // A child's first word of a round: it had called those before, too.
   void arrived(std::size_t child, Round first, Round round, double now) {
