@@ -6,6 +6,7 @@ imported.
 
 import importlib
 import logging
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -59,9 +60,10 @@ def never_drop(primitive: Any) -> None:
     _dce_rules[primitive] = keep
 
 
-def effects_barrier() -> None:
-    """``jax.effects_barrier`` that forgets what has failed, which is logged as a
-    warning."""
+def effects_barrier(told: Container[str] = ()) -> None:
+    """``jax.effects_barrier`` that forgets what has failed, which is logged as a warning:
+    once, and but for texts that were ``told``."""
+    failed = []
     for token in (
         *_runtime_tokens.current_tokens.values(),
         *_runtime_tokens.output_runtime_tokens.values(),
@@ -69,8 +71,11 @@ def effects_barrier() -> None:
         try:
             token.block_until_ready()
         except Exception as error:  # noqa: BLE001  # whatever the program failed with
-            logger.warning("a round had failed: %s", error)
+            failed.append(str(error))
     _runtime_tokens.clear()
+    for text in dict.fromkeys(failed):
+        if text not in told:
+            logger.warning("a round had failed: %s", text)
 
 
 def devices(context: Any) -> int:

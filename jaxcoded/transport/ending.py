@@ -45,6 +45,17 @@ def failure() -> str:
     return f"SystemExit: {_status}" if _status else ""
 
 
+def told() -> set[str]:
+    """What Python has printed of the error that ends this process, and of those that it came
+    from."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    texts = set()
+    while error is not None:
+        texts.add(str(error))
+        error = error.__cause__ or error.__context__
+    return texts
+
+
 def in_words(error: BaseException) -> str:
     """An error and the first line of what it says."""
     first = next(iter(str(error).splitlines()), "")

@@ -5,6 +5,7 @@ with it is the same for all of them and stands here once.
 """
 
 import abc
+import atexit
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat
-from jaxcoded.transport import one_device
+from jaxcoded.transport import ending, one_device
 
 # mpi4jax orders its operations by an effect of its own; rounds take part in that order,
 # so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
@@ -61,6 +62,13 @@ def effects_barrier() -> None:
         >>> jaxcoded.effects_barrier()
     """
     _jax_compat.effects_barrier()
+
+
+# At exit JAX and mpi4jax wait for rounds, and each would print what has failed, with a traceback.
+# This comes before them.
+@atexit.register
+def _say_what_has_failed() -> None:
+    _jax_compat.effects_barrier(ending.told())
 
 
 def checked_token(token: Any) -> jax.Array:
