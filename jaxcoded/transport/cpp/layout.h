@@ -1,6 +1,8 @@
 // How a message is cut into pieces.
 #pragma once
 
+#include <sys/sysinfo.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -17,8 +19,16 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-// No vector is longer: what another rank says of its length is nonsense then.
-constexpr std::uint64_t most_elements = 1ull << 40;
+// This machine's memory, swapped or not. No message is longer: what another rank says of its length
+// is nonsense then, and there would be no room for it.
+inline std::uint64_t most_bytes() {
+  static const std::uint64_t bytes = [] {
+    struct sysinfo its {};
+    sysinfo(&its);
+    return (std::uint64_t{its.totalram} + its.totalswap) * its.mem_unit;
+  }();
+  return bytes;
+}
 
 // Elements [first, first + count) of a segment: what is decoded and handed on as a whole.
 struct Piece {

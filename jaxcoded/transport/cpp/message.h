@@ -13,6 +13,8 @@ namespace jaxcoded {
 
 using Rank = int;
 using Round = std::uint64_t;  // the first round is 1
+// At a microsecond each they take nine years: what another rank says of later ones is nonsense.
+constexpr Round most_rounds = Round{1} << 48;
 
 enum class Kind : std::uint8_t {
   // Up the tree.

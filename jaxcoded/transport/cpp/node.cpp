@@ -238,13 +238,17 @@ void Node::deliver(Rank from, const Message& message) {
 }
 
 void Node::garbled(Rank from, const std::string& which) {
-  alert(std::max(newest_, next_), "CodedError: rank " + std::to_string(family_.rank) +
-                                         " cannot read a message of rank " + std::to_string(from) +
-                                         ", " + which + ": do all ranks run the same jaxcoded?");
+  alert(std::max(newest_, next_), unreadable(from, which));
+}
+
+std::string Node::unreadable(Rank from, const std::string& which) const {
+  return "CodedError: rank " + std::to_string(family_.rank) + " cannot read a message of rank " +
+         std::to_string(from) + ", " + which + ": do all ranks run the same jaxcoded?";
 }
 
 void Node::understand(Rank from, const Message& message) {
   const Header& head = message.header;
+  if (std::max({head.round, head.last, head.done}) > most_rounds) throw Damaged();
   const double now = wire_.now();
   Child* child = child_of(from);
   auto listener = listeners_.find(from);

@@ -333,6 +333,7 @@ class Node {
   Entry& fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone);
 
   // Calls that do not fit.
+  std::string unreadable(Rank from, const std::string& which) const;
   void introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprint);
   std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
                     std::uint64_t others) const;

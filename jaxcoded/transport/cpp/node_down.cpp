@@ -78,10 +78,13 @@ void Node::on_result(Rank from, const Message& message) {
 void Node::read_announcement(Announcement& news, const Message& message) const {
   const Header& head = message.header;
   const auto table = message.values<std::uint64_t>(0, 2 * std::size_t{head.segments});
+  std::uint64_t bytes = 0;
   for (std::size_t s = 0; s < head.segments; ++s) {
     if (table[2 * s] > static_cast<std::uint64_t>(DType::float64)) throw Damaged();
-    if (table[2 * s + 1] > most_elements) throw Damaged();
+    if (table[2 * s + 1] > most_bytes()) throw Damaged();
     news.segments.push_back({static_cast<DType>(table[2 * s]), table[2 * s + 1]});
+    bytes += news.segments.back().bytes();
+    if (bytes > most_bytes()) throw Damaged();
   }
   const Entry* begun = history_.find(head.round);
   if (begun && begun->layout.segments() != news.segments) throw Damaged();
@@ -222,6 +225,12 @@ void Node::hand_over(const Entry& entry) {
     if (!entry.complete()) return;  // this rank still has to fetch the rest of it
     const std::string text = clash(family_.rank, up_.call.fingerprint, entry.round,
                                    family_.ancestors.back(), entry.fingerprint);
+    alert(entry.round, text);
+    if (calling()) finish(Outcome::failed, text);
+    return;
+  }
+  if (!root() && up_.call.down && entry.layout.segments() != up_.call.total) {
+    const std::string text = unreadable(upstream_.source(), "a result of other lengths");
     alert(entry.round, text);
     if (calling()) finish(Outcome::failed, text);
     return;

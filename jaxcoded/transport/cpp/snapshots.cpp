@@ -49,7 +49,7 @@ std::optional<Rank> Recovery::next(double now) {
 
 void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_bytes) {
   const auto where = message.values<std::uint64_t>(0, 3);
-  if (where[0] > most_elements) throw Damaged();
+  if (where[0] > most_bytes()) throw Damaged();
   from_ = from;
   round_ = message.header.round;
   state_ = State(where[0]);
