@@ -121,3 +121,20 @@ def test_training_benchmark(tmp_path):
     for row in rows:
         assert float(row["max_relative_error"]) < 1e-5
     assert (tmp_path / "training-hosts-5.png").stat().st_size > 10_000
+
+
+def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
+    """All ranks are the root's children, and form its long sums together."""
+    rounds, widths = 30, "300,30000,100000"
+    for name in ("stopped", "sleeping"):
+        (tmp_path / name).mkdir()
+    reports, _ = faulty(
+        *(hosts, tmp_path / "stopped", "stopped.py", str(RANKS - 1), str(rounds)),
+        *(widths, "5", "1"),
+    )
+    for rank in (1, 5):
+        assert reports[rank]["lag"] > rounds - 10
+    reports, _ = faulty(
+        *(hosts, tmp_path / "sleeping", "sleeps.py", str(RANKS - 1), "100", widths)
+    )
+    assert all(report["formed"] for report in reports)

@@ -123,6 +123,22 @@ def test_wire_benchmark(tmp_path):
     assert sorted(measured) == sorted(itertools.product(wires, [4_000, 16_000]))
 
 
+def test_sections_benchmark(tmp_path):
+    job = ("benchmarks/sections.py", "--smoke", "--out", str(tmp_path))
+    mpirun(4, "-m", "mpi4py", *job)
+    with (tmp_path / "sections-4.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for bytes_ in ("40000", "80000"):
+        late = [row["late"] for row in rows if row["bytes"] == bytes_]
+        assert sorted(late) == ["False"] * 5 + ["True"] * 2
+    moved = {
+        row["collective"]: row["traffic"] for row in rows if row["late"] == "False"
+    }
+    # at the root: two messages of three; a third of them, and the sections of others
+    assert float(moved["by the root"]) == pytest.approx(2, abs=0.01)
+    assert float(moved["in sections"]) < 1.6
+
+
 @pytest.mark.exhaustive  # a benchmark of many seconds
 def test_stragglers_benchmark(tmp_path):
     mpirun(

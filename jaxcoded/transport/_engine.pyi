@@ -14,6 +14,7 @@ class Family:
         ancestors: list[int],
         children: list[int],
         descendants: list[int],
+        siblings: list[int],
     ) -> None: ...
 
 class Decoder:
@@ -60,6 +61,9 @@ class Limits:
     deadline_share: float
     telemetry_rounds: int
     step_times_seconds: float
+    sections_from: int
+    section_pieces: int
+    least_piece_bytes: int
 
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
 _Vector: TypeAlias = tuple[int, int, int]

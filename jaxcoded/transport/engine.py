@@ -43,6 +43,9 @@ _DTYPES = {
     for i, name in enumerate(["float16", "bfloat16", "float32", "float64"])
 }
 _BYTES = 0
+# Bytes of a sum from which sections pay, measured in benchmarks/README.md.
+_SECTIONS_FROM = 0
+_SECTIONS_BETWEEN_HOSTS_FROM = 64 << 10
 # How much longer a rank waits for its children than they do for theirs.
 _GIVE_UP_SECONDS = 0.5
 # At the end of the process, ranks that still lack results get them for so long.
@@ -122,6 +125,9 @@ class Engine(Transport):
         limits.deadline_seconds = waits.seconds
         limits.deadline_rounds = waits.rounds
         limits.deadline_share = _deadline_share(plan, comm.rank)
+        if _one_family(plan):
+            limits.sections_from = _sections_from(comm, options)
+            limits.section_pieces = 2 * plan.size
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any gets any further
         # every rank draws the same session: old messages are told from new ones by it
@@ -135,7 +141,7 @@ class Engine(Transport):
                     self._own.py2f(),
                     session,
                     cards,
-                    _family(plan, comm.rank),
+                    _family(plan, comm.rank, limits.sections_from > 0),
                     _decoder(plan, comm.rank, self._debug),
                     limits,
                     _erasures(plan),
@@ -421,7 +427,7 @@ class Engine(Transport):
         self._ask("resume")
 
     def statistics(self) -> dict[str, Any]:
-        names = ("history_bytes", "memory_bytes", "fetched_bytes")
+        names = ("history_bytes", "memory_bytes", "fetched_bytes", "formed_bytes")
         return {name: self._ask(name) for name in names}
 
     def status(self) -> str:
@@ -488,7 +494,7 @@ def _deadline_share(plan: Plan, rank: int) -> float:
     return _height(plan, rank) / max(_height(plan, plan.root), 1)
 
 
-def _family(plan: Plan, rank: int) -> Any:
+def _family(plan: Plan, rank: int, sections: bool) -> Any:
     tree = plan.tree
     ancestors = []
     above = tree.parents[rank]
@@ -499,7 +505,26 @@ def _family(plan: Plan, rank: int) -> Any:
     descendants = list(children)
     for below in descendants:  # grows while it is walked
         descendants.extend(tree.children[below])
-    return _engine.Family(rank, ancestors, children, descendants)
+    family = tree.children[plan.root]
+    sibling = sections and rank in family
+    siblings = [other for other in family if other != rank] if sibling else []
+    return _engine.Family(rank, ancestors, children, descendants, siblings)
+
+
+def _one_family(plan: Plan) -> bool:
+    """Whether all ranks below the root are its children, with messages as long as sums."""
+    coding = plan.codings[plan.root]
+    if coding is None or len(plan.tree.children[plan.root]) != plan.size - 1:
+        return False
+    return coding.code.m == coding.code.parts == 1
+
+
+def _sections_from(comm: MPI.Intracomm, options: Options) -> int:
+    """Bytes from which sums are formed in sections. Collective."""
+    if options.sections_from is not None:
+        return options.sections_from
+    hosts = set(comm.allgather(MPI.Get_processor_name()))
+    return _SECTIONS_FROM if len(hosts) == 1 else _SECTIONS_BETWEEN_HOSTS_FROM
 
 
 def _decoder(plan: Plan, rank: int, debug: bool = False) -> Any:

@@ -32,6 +32,10 @@ class Options:
         piece_bytes: bytes in which long messages move, at most 1 GiB. Shorter pieces go
             through a deep tree sooner, longer ones cost less work. Default: 256 KiB, or
             what `CodedGroup.auto` finds.
+        sections_from: sums of so many bytes and more are formed in sections, each by
+            another rank, where the plan is one family and its messages are as long as
+            the vector (``docs/engine.md``); 0: none. Default: what pays on the hosts of
+            the group.
         history_bytes: memory of a rank for results that late ranks lack, in bytes; at
             least 64 rounds are kept up to 1 GiB.
         telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` tells of;
@@ -56,6 +60,7 @@ class Options:
     deadline: float | str | None = 10.0
     on_deadline: str = "wait"
     piece_bytes: int | None = None
+    sections_from: int | None = None
     history_bytes: int = 256 << 20
     telemetry_rounds: int = 1024
     debug: bool | None = None
@@ -73,6 +78,8 @@ class Options:
             ValueError: the message names the value and the remedy.
         """
         _require.integer("piece_bytes", self.piece_bytes, 1, LONGEST_PIECE)
+        if self.sections_from is not None:
+            _require.integer("sections_from", self.sections_from, 0)
         _require.integer("history_bytes", self.history_bytes, 0)
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0)
         Deadline.parsed(self.deadline, self.on_deadline)

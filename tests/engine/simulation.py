@@ -8,6 +8,7 @@ import collections
 import ctypes
 import dataclasses
 import functools
+import itertools
 import random
 import struct
 import weakref
@@ -19,7 +20,7 @@ from jaxcoded import make_plan
 from jaxcoded.plan.assignment import shares
 from jaxcoded.transport import _engine, engine
 
-MESSAGE, RESULT, STATE = range(3)
+MESSAGE, RESULT, STATE, SECTION = range(4)
 PENDING, DONE, FAILED, DESYNCHRONIZED = range(4)
 # as `Kind` in message.h
 OFFER, WANT, WANT_STATE, ALERT, BYE, RESULTS, NOTE, GONE, STATES, SIGNATURE = range(10)
@@ -141,6 +142,9 @@ class Call:
     def check_message(self, plan, rank, segment, first, actual):
         """Whether this is a part of what a rank tells its parent."""
         exact, scale = self.messages(plan)
+        if rank == plan.root:  # others read its own vector
+            own = self.own(plan, rank)[segment][first : first + len(actual)]
+            return actual.tobytes() == own.tobytes()
         expected = exact[rank][segment][first : first + len(actual)]
         size = scale[segment % len(self.segments)]
         bound = rounding(plan, actual.dtype) * size * EXAMPLES
@@ -222,13 +226,14 @@ class Wire:
     def __init__(self, world, rank):
         self.world = weakref.proxy(world)  # nodes take no part in garbage collection
         self.rank = rank
-        self.valid = [0, 0, 0]
+        self.valid = [0, 0, 0, 0]
 
     def send(self, to, message):
         self.world.sent(self.rank, to, message)
 
-    def fetch(self, source, what, round, piece, version):
-        return self.world.fetch(self.rank, source, what, round, piece, version)
+    def fetch(self, source, what, round, piece, version, address, size):
+        request = self.rank, source, what, round, piece, version
+        return self.world.fetch(request, address, size)
 
     def withdraw(self, what, first_valid):
         self.valid[what] = first_valid
@@ -308,8 +313,7 @@ class World:
         self.running = [None] * plan.size
         self.ends = [{} for _ in range(plan.size)]
         self.results = {}  # bytes of each round's result
-        self.seen = {}  # pieces of results that were fetched
-        self.addresses = {}  # by (source, what, round)
+        self.seen = {}  # pieces of results that were fetched, by round and version
         self.snapshots = [0] * plan.size
         self.snapshot_bytes = 100
         self.recovers = True
@@ -328,22 +332,31 @@ class World:
                 line.append(plan.tree.parents[line[-1] if line else rank])
             self.ancestors.append(line)
         self.inline = {}
-        for rank, line in enumerate(self.ancestors):
-            for above in line:
-                for link in ((rank, above), (above, rank)):
-                    self.inline[link] = rng.choice(inline)
-                    self.queues[link] = collections.deque()
+        links = [
+            (rank, above) for rank, line in enumerate(self.ancestors) for above in line
+        ]
+        family = plan.tree.children[plan.root]
+        links += itertools.combinations(family, 2)
+        for one, other in links:
+            for link in ((one, other), (other, one)):
+                self.inline[link] = rng.choice(inline)
+                self.queues[link] = collections.deque()
         self.wires = [Wire(self, rank) for rank in range(plan.size)]
         self.nodes = [self._node(rank) for rank in range(plan.size)]
 
     def _node(self, rank):
         self.limits.deadline_share = engine._deadline_share(self.plan, rank)
         return _engine.LoneNode(
-            engine._family(self.plan, rank),
+            engine._family(self.plan, rank, sections=True),
             engine._decoder(self.plan, rank, self.debug),
             self.limits,
             self.wires[rank],
         )
+
+    def piece_bytes(self, call):
+        """Of all messages of a call."""
+        sizes = [count * jnp.dtype(dtype).itemsize for dtype, count in call.segments]
+        return self.limits.piece_for(sum(sizes))
 
     # The wires.
 
@@ -356,52 +369,39 @@ class World:
         head = Header(message)
         if head.kind == OFFER:
             self.offered[source, head.round].append(head.ready)
-        if head.flags & (INLINED | FAILURE):
-            return
-        if head.kind == OFFER:
-            at = struct.unpack_from(f"<{head.segments}Q", head.body)
-            self.addresses[source, MESSAGE, head.round] = (
-                self.running[source].message,
-                at,
-            )
-        elif head.kind == RESULTS:
-            table = struct.unpack_from(f"<{2 * head.segments}Q", head.body)
-            at = struct.unpack_from(f"<{head.segments}Q", head.body, 16 * head.segments)
-            segments = list(zip(table[::2], table[1::2]))
-            self.addresses[source, RESULT, head.round] = segments, at
-        elif head.kind == STATES and head.round:
-            size, at, number = struct.unpack_from("<3Q", head.body)
-            self.addresses[source, STATE, number] = [(0, size)], [at]
 
-    def fetch(self, asker, source, what, round, piece, version):
+    def fetch(self, request, address, size):
+        asker, source, what, round, piece, version = request
         self.fetched.append((asker, source, what, round, piece))
         direct = self.wires[asker].direct(source)
         if not direct or (self.unreadable and self.rng.random() < self.unreadable):
-            self.requests.append((asker, source, what, round, piece, version))
+            self.requests.append(request)
             return False
         if source in self.dead or self.wires[source].valid[what] > round:
             return None
         data = self.nodes[source].read(what, round, piece, version)
+        if what == SECTION and data is None:
+            # it forms it anew: whoever reads the old one is told in time
+            return ctypes.string_at(address, size)
         assert data is not None, (
             f"rank {source} changed {what, round} before it withdrew it"
         )
-        segments, at = self.addresses[source, what, round]
-        segment, offset, size = layout(segments, self.limits.piece_bytes)[piece]
-        assert ctypes.string_at(at[segment] + offset, size) == data
-        self.check_piece(source, what, round, piece, data)
+        assert ctypes.string_at(address, size) == data
+        self.check_piece(source, what, round, piece, version, data)
         return data
 
     def answer(self, request):
         _asker, source, what, round, piece, version = request
         data = self.nodes[source].read(what, round, piece, version)
         if data is not None:
-            self.check_piece(source, what, round, piece, data)
+            self.check_piece(source, what, round, piece, version, data)
         self.answers.append((*request, data or b""))
 
-    def check_piece(self, source, what, round, piece, data):
+    def check_piece(self, source, what, round, piece, version, data):
         """Nothing that travels is wrong, whether it is used or not."""
-        if what == RESULT:
-            assert self.seen.setdefault((round, piece), data) == data, (round, piece)
+        if what in (RESULT, SECTION):
+            known = self.seen.setdefault((round, piece, version), data)
+            assert known == data, (round, piece, version)
         elif what == MESSAGE:
             self._check_message(source, round, piece, data)
 
@@ -414,7 +414,9 @@ class World:
         # What is decided is not needed any more, and the result may lie in its place.
         if decided or self.skips or self.deviations or running.call.erased:
             return
-        segment, offset, _size = layout(running.message, self.limits.piece_bytes)[piece]
+        segment, offset, _size = layout(
+            running.message, self.piece_bytes(running.call)
+        )[piece]
         dtype = running.own[segment].dtype
         actual = np.frombuffer(data, dtype)
         right = running.call.check_message(
@@ -849,6 +851,9 @@ def random_world(plan, rounds, rng, *, script=None, limits=None, **more):
     drawn = {
         "piece_bytes": rng.choice([8, 8, 16, 24, 64, 1 << 18]),
         "announced_bytes": rng.choice([8, 32, 64, 1 << 20]),
+        "sections_from": rng.choice([0, 1, 1, 64]),
+        "section_pieces": rng.choice([0, 0, 3, 10]),
+        "least_piece_bytes": 8,
     }
     return World(
         plan,

@@ -84,11 +84,6 @@ class World(simulation.World):
                 self.queues[source, to].append(message)
             if struct.unpack_from("<I", head.body, 12)[0]:
                 self.out.add(source)
-            start = 32 + 4 * struct.unpack_from("<I", head.body, 16)[0]
-            if head.segments:
-                at = struct.unpack_from(f"<{head.segments}Q", head.body, start)
-                kept = self.running[source].message, at
-                self.addresses[source, simulation.MESSAGE, head.round] = kept
             return
         super().sent(source, to, message)
 

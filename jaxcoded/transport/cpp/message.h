@@ -36,6 +36,9 @@ enum class Kind : std::uint8_t {
   here,   // up: I am
   order,  // down: what to compute of `round`, an `Order`
   will_ask,  // up: from `round` on I ask before I begin with my own blocks
+  // Of a sum that is formed in sections.
+  delegate,  // down: who forms which section of `round`, a `SectionPlan`
+  formed,    // to all: pieces before `ready` of section `last` can be had; failed: a message cannot
 };
 
 enum Flag : std::uint8_t {
@@ -110,9 +113,10 @@ struct Message {
 
 // What can be fetched from a rank, piece by piece.
 struct Object {
-  enum class What : std::uint8_t { message, result, state } what;
+  enum class What : std::uint8_t { message, result, state, section } what;
+  static constexpr std::size_t kinds = 4;
   Round round;  // of a state: its number, counted by the rank that has it
-  std::uint64_t version = 0;  // of a message whose work is shared
+  std::uint64_t version = 0;  // of a message whose work is shared, and of a section
 
   bool operator==(const Object&) const = default;
   auto operator<=>(const Object&) const = default;

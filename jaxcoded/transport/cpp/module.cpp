@@ -106,6 +106,7 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   const std::vector<Card> all = cards_of(cards);
   std::vector<Rank> peers = family.ancestors;
   peers.insert(peers.end(), family.descendants.begin(), family.descendants.end());
+  peers.insert(peers.end(), family.siblings.begin(), family.siblings.end());
   Engine& engine = Engine::instance();
   const std::uint64_t slot = all[static_cast<std::size_t>(family.rank)].slot;
   Member member;
@@ -338,8 +339,8 @@ std::span<const std::byte> span_of(const nb::bytes& data) {
   return {reinterpret_cast<const std::byte*>(data.c_str()), data.size()};
 }
 
-// `wire` has the methods send(to, message), fetch(from, what, round, piece, version) -> bytes of the piece,
-// None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
+// `wire` has the methods send(to, message), fetch(from, what, round, piece, version, address, bytes) ->
+// bytes of the piece, None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
 // withdraw(what, first_valid).
 class PythonWire : public Wire {
  public:
@@ -348,9 +349,10 @@ class PythonWire : public Wire {
   void send(Rank to, const Message& message) override {
     wire_.attr("send")(to, bytes_of(Message::bytes(message.header, message.body)));
   }
-  Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t, std::byte* to,
+  Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
               std::size_t bytes) override {
-    nb::object data = wire_.attr("fetch")(from, static_cast<int>(object.what), object.round, piece, object.version);
+    nb::object data = wire_.attr("fetch")(from, static_cast<int>(object.what), object.round, piece,
+                                          object.version, address, bytes);
     if (data.is_none()) return Fetch::gone;
     if (nb::isinstance<nb::bool_>(data)) return Fetch::pending;
     const auto here = nb::cast<nb::bytes>(data);
@@ -462,9 +464,12 @@ NB_MODULE(_engine, module) {
   nb::class_<Family>(module, "Family")
       .def("__init__",
            [](Family* self, Rank rank, std::vector<Rank> ancestors, std::vector<Rank> children,
-              std::vector<Rank> descendants) {
-             new (self) Family{rank, std::move(ancestors), std::move(children), std::move(descendants)};
-           });
+              std::vector<Rank> descendants, std::vector<Rank> siblings) {
+             new (self) Family{rank, std::move(ancestors), std::move(children),
+                               std::move(descendants), std::move(siblings)};
+           },
+           nb::arg("rank"), nb::arg("ancestors"), nb::arg("children"), nb::arg("descendants"),
+           nb::arg("siblings") = nb::list());
   nb::class_<Decoder>(module, "Decoder")
       .def(nb::init<>())
       .def("__init__", [](Decoder* self, const nb::ndarray<const double, nb::ndim<3>, nb::c_contig,
@@ -519,7 +524,11 @@ NB_MODULE(_engine, module) {
       .def_rw("deadline_rounds", &Limits::deadline_rounds)
       .def_rw("deadline_share", &Limits::deadline_share)
       .def_rw("telemetry_rounds", &Limits::telemetry_rounds)
-      .def_rw("step_times_seconds", &Limits::step_times_seconds);
+      .def_rw("step_times_seconds", &Limits::step_times_seconds)
+      .def_rw("sections_from", &Limits::sections_from)
+      .def_rw("section_pieces", &Limits::section_pieces)
+      .def_rw("least_piece_bytes", &Limits::least_piece_bytes)
+      .def("piece_for", &Limits::piece_for);
 
   module.attr("Closed") =
       nb::steal(PyErr_NewException("jaxcoded.transport._engine.Closed", PyExc_RuntimeError, nullptr));
@@ -583,6 +592,7 @@ NB_MODULE(_engine, module) {
   query("history_bytes", [](Member& its) { return its.node->history_bytes(); });
   query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
   query("fetched_bytes", [](Member& its) { return its.node->fetched_bytes(); });
+  query("formed_bytes", [](Member& its) { return its.node->formed_bytes(); });
   query("status", [](Member& its) { return its.node->status(); });
 
   module.def("telemetry", &telemetry);

@@ -84,7 +84,7 @@ void Node::submit(Call call) {
     if (!calling()) return;
   }
 
-  up_.lay_out(decoder_, limits_.piece_bytes);
+  up_.lay_out(decoder_, piece_bytes(up_.call.total));
   if (root()) {
     const std::string& reason = alerts_.pending().empty() ? up_.call.refusal : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
@@ -94,7 +94,7 @@ void Node::submit(Call call) {
     Entry& entry = history_.add(
         {.round = next_,
          .fingerprint = up_.call.fingerprint,
-         .layout = up_.call.down ? Layout(up_.call.total, limits_.piece_bytes) : Layout()});
+         .layout = up_.call.down ? laid_out(up_.call.total) : Layout()});
     if (up_.call.down) place(entry);
     up_.sum_at = up_.call.down ? entry.at : up_.call.out;
     if (pinned()) keep_own();
@@ -217,6 +217,7 @@ std::uint64_t Node::lag() const {
 }
 
 bool Node::advance() {
+  const bool more_sections = form();
   const bool more_up = gather();
   const bool more_down = follow();
   const bool more_state = follow_state();
@@ -224,7 +225,7 @@ bool Node::advance() {
   ask();
   watch_above();
   tell_all();
-  return more_up || more_down || more_state;
+  return more_sections || more_up || more_down || more_state;
 }
 
 void Node::deliver(Rank from, const Message& message) {
@@ -317,6 +318,12 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::will_ask:
       if (child) on_will_ask(static_cast<std::size_t>(child - children_.data()), head.round);
       break;
+    case Kind::delegate:
+      on_delegate(from, message);
+      break;
+    case Kind::formed:
+      on_formed(from, message);
+      break;
     case Kind::pull:
       break;  // the wire answers it
   }
@@ -331,6 +338,8 @@ void Node::lost(Rank rank) {
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
+  if (object.what == Object::What::message && term_arrived(from, object, piece, data)) return;
+  if (object.what == Object::What::section) return section_arrived(from, object, piece, data);
   if (object.what == Object::What::message) {
     Child* child = child_of(from);
     if (!child || !calling() || object.round != next_ || child->offer.round != next_) return;
@@ -382,6 +391,12 @@ std::string Node::status() const {
   for (const auto& [round, news] : announced_) {
     out += "; rank " + number(news.from) + " has " + number(news.ready) + " of " + number(round);
   }
+  for (const Sections::Known& it : sections_.all) {
+    const Section& section = it.section;
+    out += "; rank " + number(section.maker) + " forms pieces " + number(section.first) + " to " +
+           number(section.last) + ", formed before " + number(it.formed) + ", here before " +
+           number(it.taken);
+  }
   for (const Child& child : children_) {
     const Listener& listener = listeners_.at(child.rank);
     const Offer& offer = child.offer;
@@ -395,16 +410,25 @@ std::string Node::status() const {
 
 std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_t piece) const {
   if (object.what == Object::What::message) {
-    const bool offered = calling() && object.round == next_ && up_.offering && piece < up_.offered;
-    if (!offered) return std::nullopt;
+    const bool offered = root() ? adds_own() && own_ready(piece) : up_.offering && piece < up_.offered;
+    if (!calling() || object.round != next_ || !offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;
     const Piece& it = up_.outgoing[piece];
+    if (root()) {
+      return std::span<const std::byte>{up_.call.own[it.segment] + it.offset, it.bytes};
+    }
     return std::span<const std::byte>{up_.sum_at[it.segment] + it.offset, it.bytes};
   }
   if (object.what == Object::What::result) {
     const Entry* entry = history_.find(object.round);
-    if (!entry || piece >= (entry->failed ? entry->remains : entry->ready)) return std::nullopt;
+    if (!entry) return std::nullopt;
+    if (piece >= (entry->failed ? entry->remains : entry->ready)) return std::nullopt;
     return std::span<const std::byte>{entry->data(piece), entry->layout[piece].bytes};
+  }
+  if (object.what == Object::What::section) {
+    const Formed::Part* part = object.round == formed_.round ? formed_.find(object.version) : nullptr;
+    if (!part || piece < part->section.first || piece >= part->end) return std::nullopt;
+    return std::span<const std::byte>{formed_.at(*part, piece), formed_.layout[piece].bytes};
   }
   return snapshot_.read(object.round, piece);
 }

@@ -9,6 +9,7 @@
 // No MPI, no threads, no clock in here: see `Wire`. docs/engine.md has the protocol in words.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <map>
@@ -31,6 +32,7 @@
 #include "offer.h"
 #include "pool.h"
 #include "signatures.h"
+#include "sections.h"
 #include "snapshots.h"
 #include "telemetry.h"
 #include "upstream.h"
@@ -52,6 +54,7 @@ struct Family {
   std::vector<Rank> ancestors = {};    // the parent first, the root last; empty at the root
   std::vector<Rank> children = {};     // in the order of the code's rows
   std::vector<Rank> descendants = {};  // children and all below them
+  std::vector<Rank> siblings = {};     // which this rank exchanges sections with
 };
 
 // What a parent does that still waits for its children at the deadline.
@@ -77,6 +80,15 @@ struct Limits {
   double deadline_share = 1;                 // of this rank: those below it come earlier
   std::uint64_t telemetry_rounds = 1024;     // that are remembered
   double step_times_seconds = 1;             // between messages of how fast ranks are
+  std::uint64_t sections_from = 0;           // bytes of a sum that is formed in sections; 0: none
+  std::uint64_t section_pieces = 0;          // in which so many pieces are wanted of a sum
+  std::uint64_t least_piece_bytes = 16 << 10;  // but none shorter
+
+  // Of a vector of so many bytes.
+  std::uint64_t piece_for(std::uint64_t bytes) const {
+    if (!section_pieces || !sections_from || bytes < sections_from) return piece_bytes;
+    return std::min(piece_bytes, std::max(least_piece_bytes, bytes / section_pieces));
+  }
 };
 
 class Node {
@@ -183,6 +195,8 @@ class Node {
     return pool_.used() + pool_.kept() + snapshot_.bytes() + state().bytes();
   }
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
+  // Of sections of sums, see `Section`.
+  std::uint64_t formed_bytes() const { return formed_bytes_; }
 
  private:
   struct Child {
@@ -272,6 +286,47 @@ class Node {
   void watch_members();
   double shares_at() const;
   std::string lacking_blocks() const;
+
+  // Sections.
+  std::uint64_t piece_bytes(const std::vector<Segment>& total) const;
+  Layout laid_out(const std::vector<Segment>& total) const;
+  bool may_delegate() const;
+  std::optional<bool> delegate();
+  bool takes_part(const Child& child) const;
+  bool begin_sections(const std::shared_ptr<const Decoding>& decoding);
+  bool gives_up() const;
+  bool chosen_by_all() const;
+  std::shared_ptr<const Decoding> decoding_from(std::size_t first, bool in_time);
+  void assign(std::vector<Section> sections);
+  void add_terms(SectionPlan& plan, std::size_t job);
+  void tell_sections(Rank to, const SectionPlan& plan, std::size_t job);
+  void join_sections(const Child& child);
+  bool oversee();
+  bool mend_sections();
+  bool is_responsive(Child& child);
+  Rank stand_in(std::size_t index);
+  void abandon_sections();
+  void on_delegate(Rank from, const Message& message);
+  void learn_sections(SectionPlan plan);
+  Entry* begin_entry();
+  bool from_afar() const;
+  const std::byte* piece_of_section(std::size_t index, std::uint32_t piece) const;
+  void begin_forming(const SectionPlan& plan, std::size_t job);
+  void end_sections();
+  bool form();
+  void drop_formed();
+  bool bring_terms(Forming& it, std::vector<const std::byte*>& inputs);
+  void cannot_form(std::size_t index, Rank term);
+  void lose_term(Rank rank);
+  bool term_arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
+  void tell_formed(Rank to, std::size_t index);
+  void on_formed(Rank from, const Message& message);
+  void formed(std::size_t index, std::uint32_t ready, std::vector<std::uint64_t> addresses);
+  bool take_sections(Entry& entry);
+  bool all_taken() const;
+  void section_arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
+  std::optional<bool> follow_sections();
+  double sections_at() const;
 
   // Looking for mistakes.
   std::optional<std::vector<bool>> all_heard() const;
@@ -412,10 +467,13 @@ class Node {
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
+  Sections sections_;  // of the round at the frontier, if it is formed so
+  std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the root's
+  Formed formed_;  // by this rank, of the latest such round
   FailedAlone failed_alone_;
   bool desynchronized_ = false;
 
-  std::array<Round, 3> first_valid_{};  // objects that others may fetch
+  std::array<Round, Object::kinds> first_valid_{};  // objects that others may fetch
 
   Snapshot snapshot_;
   std::optional<Recovery> recovery_;
@@ -424,7 +482,7 @@ class Node {
   // Calls that do not fit.
   Signatures signatures_;
   Alerts alerts_;  // at the root
-  std::uint64_t fetched_bytes_ = 0;
+  std::uint64_t fetched_bytes_ = 0, formed_bytes_ = 0;
 };
 
 }  // namespace jaxcoded

@@ -46,7 +46,7 @@ void Node::waited(double seconds) {
   waits_[up_.call.fingerprint].add(seconds);
 }
 
-double Node::wakes_at() const { return std::min(overdue_at(), shares_at()); }
+double Node::wakes_at() const { return std::min({overdue_at(), shares_at(), sections_at()}); }
 
 // When the call in progress has waited for the children for long enough.
 double Node::overdue_at() const {

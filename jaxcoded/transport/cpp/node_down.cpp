@@ -28,6 +28,8 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
   entry.ready = ready;
   newest_ = std::max(newest_, entry.round);
   if (entry.complete()) {
+    end_sections();
+    if (formed_.round < entry.round) drop_formed();
     frontier_ = entry.round + 1;
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
     upstream_.advanced();
@@ -88,7 +90,7 @@ void Node::read_announcement(Announcement& news, const Message& message) const {
   }
   const Entry* begun = history_.find(head.round);
   if (begun && begun->layout.segments() != news.segments) throw Damaged();
-  const Layout fresh = begun ? Layout() : Layout(news.segments, limits_.piece_bytes);
+  const Layout fresh = begun ? Layout() : laid_out(news.segments);
   const Layout& layout = begun ? begun->layout : fresh;
   const std::size_t start = table.size() * sizeof table[0];
   if (head.flags & inlined) {
@@ -114,7 +116,7 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
               .failed = news.failed,
               .error = error,
               .alone = news.alone,
-              .layout = Layout(news.segments, limits_.piece_bytes)};
+              .layout = laid_out(news.segments)};
   const bool mine = calling() && next_ == frontier_;
   // its program comes for it at once
   if (mine && up_.call.shared && !up_.call.complete && listeners_.empty()) return nullptr;
@@ -151,6 +153,7 @@ Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bo
 
 bool Node::follow() {
   if (root()) return false;
+  if (const auto more = follow_sections()) return *more;
   const auto found = announced_.find(frontier_);
   if (found == announced_.end()) return false;
   const Announcement& news = found->second;
@@ -313,6 +316,7 @@ void Node::lose_frontier() {
 
 // Forget all results, and go on with this one.
 void Node::skip_to(Round round) {
+  end_sections();
   // Where they go back, results of the same rounds will lie elsewhere: those below must get them
   // from somebody else, for what they know of them is no longer true.
   withdraw(Object::What::result, history_.empty() ? round : std::max(round, history_.last() + 1));

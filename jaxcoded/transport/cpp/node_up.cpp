@@ -24,6 +24,7 @@ void Node::on_offer(Child& child, const Message& message) {
     listeners_[child.rank].want(head.round, head.round);
   }
   check_offer(child);
+  join_sections(child);
   if (head.flags & shares) hear_share(static_cast<std::size_t>(&child - children_.data()));
 }
 
@@ -65,8 +66,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   }
   const std::vector<bool> possible = may_come(piece);
   for (const bool with_stalled : {false, true}) {
-    const bool waits = !up_.overdue || limits_.on_deadline == OnDeadline::wait;
-    if (up_.approximating || (with_stalled && !waits)) break;
+    if (up_.approximating || (with_stalled && gives_up())) break;
     std::vector<std::size_t> here;
     for (std::size_t row : rows_in_order()) {
       if (usable(row, piece) && (with_stalled || !stalled(child_of_row(row)))) here.push_back(row);
@@ -221,8 +221,15 @@ bool Node::gather() {
   }
   ask_children();
   up_.overdue = up_.overdue || wire_.now() >= overdue_at() || only_silent_lack();
-  if (deals() && !deal() && !up_.overdue) return false;
+  if (deals() && !deal()) {
+    abandon_sections();
+    if (!up_.overdue) return false;
+  }
   if (!calling()) return false;
+  if (root()) {
+    if (const auto more = delegate()) return *more;
+    if (!calling()) return false;
+  }
   std::uint64_t bytes = 0;
   while (up_.decoded.pieces < up_.incoming.size()) {
     // What is decided is not needed any more, and may lie where this rank's own vector was.
@@ -383,6 +390,7 @@ void Node::append_vectors(Message& message, bool inline_them) const {
 // A child whose pieces do not come while others' could be used instead.
 void Node::watch_for_stalls() {
   if (up_.call.shared) return watch_members();
+  if (up_.delegated) return;  // see `mend_sections`
   if (!calling() || !up_.decoding || up_.all_decoded()) return;
   if (decoder_.checked()) return;  // nobody's message will do instead
   const double now = wire_.now();

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <vector>
 
+#include "message.h"
+
 namespace jaxcoded {
 
 // The wake-ups that a process is sent.
@@ -40,7 +42,7 @@ class WakeUp {
 // reader looks after it has read: what was withdrawn in the meantime it must not use.
 struct Validity {
   std::atomic<std::uint64_t> group{0};  // its ticket; another one's objects are not valid
-  std::array<std::atomic<std::uint64_t>, 3> first_valid{};
+  std::array<std::atomic<std::uint64_t>, Object::kinds> first_valid{};
 };
 
 // The memory that a process shares. Others write to its wake-ups alone: what they only read lies on

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "decoder.h"
 #include "message.h"
 #include "pool.h"
+#include "sections.h"
 #include "share.h"
 
 namespace jaxcoded {
@@ -64,6 +66,12 @@ struct WayUp {
   bool forsaken = false;       // and nobody above answers
   bool approximating = false;  // the pieces from here on are of what has come:
   Extent exact = {};
+
+  // At the root: whether the sum is formed in sections.
+  std::optional<Delegated> delegated = {};
+  bool whole = false;                  // it is not, for good
+  double sufficient_at = 0;            // when the messages for it were there
+  std::uint32_t section_versions = 0;  // given so far
 
   std::uint32_t given = 0;  // pieces of the result, copied to `call.out`
 

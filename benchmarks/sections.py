@@ -1,0 +1,171 @@
+"""How long are long sums, formed in sections, by the root, and in a ring?
+
+    .venv/bin/python scripts/on_hosts.py --hosts 13 --rate 200mbit --both-ways -- \\
+        .venv/bin/python -m mpi4py benchmarks/sections.py
+
+One family: all ranks are the root's children. Jitted all-reduces of float32 vectors, ordered by a
+token and donated, take turns. With one worker late, the time is that of the slowest other rank; the
+late one calls when the others are done. Times are of the slowest rank, ratios medians of the ratios
+within a repetition. The traffic is what the busiest rank fetches, in lengths of the vector.
+"""
+
+import argparse
+import csv
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+from tqdm import tqdm
+
+import jaxcoded
+from jaxcoded.collectives import baselines
+
+comm = MPI.COMM_WORLD
+LATE = comm.size - 1
+
+
+def barrier():
+    """One that leaves the cores to those that still have work to do."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+def groups(stragglers):
+    """With all sums in sections, and with none."""
+    for name, least in ("in sections", 1), ("by the root", 0):
+        yield (
+            name,
+            jaxcoded.CodedGroup(
+                comm,
+                fanout=comm.size - 1,
+                stragglers=stragglers,
+                transport="engine",
+                options=jaxcoded.Options(sections_from=least),
+            ),
+        )
+
+
+def coded(group, size):
+    step = jax.jit(
+        lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
+        donate_argnums=(0, 1),
+    )
+    x, token = jnp.ones(size, jnp.float32), jnp.int32(0)
+
+    def run():
+        nonlocal x, token
+        x, _, token = step(x * 0 + 1, token)
+        x.block_until_ready()
+
+    return run
+
+
+def plain(collective, size):
+    step = jax.jit(lambda x: collective(x, comm), donate_argnums=0)
+
+    def run():
+        step(jnp.ones(size, jnp.float32)).block_until_ready()
+
+    return run
+
+
+def mpi(size):
+    own, total = np.ones((2, size), np.float32)
+    return lambda: comm.Allreduce(own, total)
+
+
+def seconds(run, late):
+    """Of the slowest rank; of the slowest other one, if one is late."""
+    barrier()
+    if late and comm.rank == LATE:
+        barrier()
+        run()
+        own = 0.0
+    else:
+        start = time.perf_counter()
+        run()
+        own = time.perf_counter() - start
+        if late:
+            barrier()
+    return comm.allreduce(own, MPI.MAX)
+
+
+def fetched(group):
+    return group.transport.statistics()["fetched_bytes"]
+
+
+def measure(size, made, repetitions, progress):
+    """Rows of bytes, name, whether one is late, seconds, ratio to the ring, traffic."""
+    runs = {(name, False): coded(group, size) for name, group in made.items()}
+    if next(iter(made.values())).plan.stragglers:
+        runs |= {(name, True): runs[name, False] for name in made}
+    runs["ring", False] = plain(baselines.ring_allreduce, size)
+    runs["mpi4jax.allreduce", False] = plain(baselines.allreduce, size)
+    runs["mpi4py Allreduce", False] = mpi(size)
+    times = {key: [] for key in runs}
+    moved = dict.fromkeys(runs, 0.0)
+    for repetition in range(-1, repetitions):  # the first one compiles
+        for (name, late), run in runs.items():
+            before = fetched(made[name]) if name in made else 0
+            took = seconds(run, late)
+            if repetition < 0:
+                continue
+            times[name, late].append(took)
+            if name in made and not late:
+                each = (fetched(made[name]) - before) / (4 * size)
+                moved[name, late] += comm.allreduce(each, MPI.MAX) / repetitions
+        progress.update()
+    ring = np.array(times["ring", False])
+    return [
+        (
+            4 * size,
+            name,
+            late,
+            np.median(took),
+            np.median(took / ring),
+            moved[name, late],
+        )
+        for (name, late), took in times.items()
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--stragglers", type=int, default=1)
+    parser.add_argument(
+        "--kilobytes", type=int, nargs="+", default=[4, 64, 200, 2000, 20000]
+    )
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    args = parser.parse_args()
+    sizes = [10_000, 20_000] if args.smoke else [250 * kb for kb in args.kilobytes]
+    repetitions = 2 if args.smoke else args.repetitions
+    made = dict(groups(args.stragglers))
+    rows = []
+    with tqdm(total=len(sizes) * (repetitions + 1), disable=comm.rank != 0) as progress:
+        for size in sizes:
+            rows += measure(size, made, repetitions, progress)
+    for group in made.values():
+        group.close()
+    if comm.rank:
+        return
+    print(f"{comm.size} ranks, {group.plan.code}, s = {args.stragglers}")
+    print(f"{'bytes':>10}  {'':28}{'median':>12}{'÷ ring':>10}{'traffic':>10}")
+    for size, name, late, median, ratio, traffic in rows:
+        name += ", one late" * late
+        moved = f"{traffic:10.2f}" if traffic else ""
+        print(f"{size:10}  {name:28}{median * 1e3:9.2f} ms{ratio:10.2f}{moved}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / f"sections-{comm.size}.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["bytes", "collective", "late", "seconds", "ratio", "traffic"])
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+// A long sum is formed in sections, each by one rank of the root's family (delegated decoding).
+//
+// The root says who forms what from whose messages. Everybody fetches the sections from those who
+// form them, and once the root has all of them the round is decided.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "decoder.h"
+#include "layout.h"
+#include "message.h"
+#include "pool.h"
+
+namespace jaxcoded {
+
+// Pieces of the sum from the first one up to before the last one.
+struct Section {
+  std::uint32_t first = 0, last = 0;
+  Rank maker = 0;            // who forms it
+  std::uint32_t version = 0;  // from 1 on: it may be formed again, from other messages
+
+  bool operator==(const Section&) const = default;
+};
+
+// A message that is summed up.
+struct Term {
+  Rank rank = 0;
+  double coefficient = 1;
+  std::uint64_t version = 0;                   // of the vector, where work is shared
+  std::vector<std::uint64_t> addresses = {};  // by segment
+};
+
+// What a rank is told of a round: all sections, who else is told, and what its own section is formed
+// from.
+struct SectionPlan {
+  std::vector<Section> sections = {};
+  std::vector<Rank> members = {};
+  bool adds_root = false;  // the first term is the root's own vector
+  std::vector<Term> terms = {};
+
+  void append_to(Message& message) const {
+    const auto add = [&](std::uint64_t value) { message.append(&value, sizeof value); };
+    add(sections.size());
+    add(members.size());
+    add(terms.size());
+    add(terms.empty() ? 0 : terms.front().addresses.size());
+    add(adds_root);
+    for (const Section& it : sections) {
+      add(std::uint64_t{it.first} << 32 | it.last);
+      add(static_cast<std::uint64_t>(it.maker) << 32 | it.version);
+    }
+    for (const Rank rank : members) add(static_cast<std::uint64_t>(rank));
+    for (const Term& it : terms) {
+      add(static_cast<std::uint64_t>(it.rank));
+      add(std::bit_cast<std::uint64_t>(it.coefficient));
+      add(it.version);
+      message.append(it.addresses.data(), it.addresses.size() * sizeof(std::uint64_t));
+    }
+  }
+
+  // For a sum of so many pieces and segments.
+  static SectionPlan from(const Message& message, std::uint32_t pieces, std::size_t segments) {
+    const auto all = message.all<std::uint64_t>();
+    std::size_t at = 0;
+    const auto next = [&] {
+      if (at >= all.size()) throw Damaged();
+      return all[at++];
+    };
+    const std::uint64_t sections = next(), members = next(), terms = next(), addresses = next();
+    SectionPlan out;
+    out.adds_root = next() != 0;
+    if (std::max({sections, members, terms}) > all.size()) throw Damaged();
+    if (terms && addresses != segments) throw Damaged();
+    std::uint32_t end = 0;
+    for (std::uint64_t i = 0; i < sections; ++i) {
+      const std::uint64_t range = next(), whose = next();
+      const Section section{.first = static_cast<std::uint32_t>(range >> 32),
+                            .last = static_cast<std::uint32_t>(range),
+                            .maker = static_cast<Rank>(whose >> 32),
+                            .version = static_cast<std::uint32_t>(whose)};
+      if (section.first != end || section.last < end || !section.version) throw Damaged();
+      end = section.last;
+      out.sections.push_back(section);
+    }
+    if (sections && end != pieces) throw Damaged();
+    for (std::uint64_t i = 0; i < members; ++i) out.members.push_back(static_cast<Rank>(next()));
+    for (std::uint64_t i = 0; i < terms; ++i) {
+      Term& term = out.terms.emplace_back();
+      term.rank = static_cast<Rank>(next());
+      term.coefficient = std::bit_cast<double>(next());
+      term.version = next();
+      for (std::uint64_t s = 0; s < addresses; ++s) term.addresses.push_back(next());
+    }
+    if (at != all.size()) throw Damaged();
+    return out;
+  }
+};
+
+// A section that this rank forms.
+struct Forming {
+  std::size_t index = 0;
+  Section section = {};
+  bool adds_root = false;
+  std::vector<Term> terms = {};
+  std::uint32_t next = 0;  // its piece
+
+  struct Slot {
+    Buffer buffer = {};
+    bool here = false;
+  };
+  std::map<std::pair<std::uint32_t, std::size_t>, Slot> slots = {};  // by piece and term
+  std::size_t pending = 0;  // slots whose pieces are on their way
+};
+
+// What this rank has formed of a round, for whoever fetches it.
+struct Formed {
+  struct Part {
+    Section section = {};
+    std::uint32_t end = 0;  // pieces before this one are formed
+    Buffer buffer = {};
+    std::uint64_t base = 0;  // where the vector would begin that it is a part of
+  };
+  Round round = 0;
+  Layout layout = {};
+  std::deque<Part> parts = {};
+
+  // One more, of which nothing is formed yet.
+  void begin(const Section& section, Pool& pool) {
+    const std::uint64_t start = place(section.first), end = section.last < layout.size() ? place(section.last) : layout.bytes();
+    constexpr std::uint64_t aligned = 64;
+    Part& part = parts.emplace_back(section, section.first, pool.take(end - start + aligned));
+    part.base = reinterpret_cast<std::uintptr_t>(part.buffer.data()) + start % aligned - start;
+  }
+  Part* find(std::uint64_t version) {
+    for (Part& part : parts) {
+      if (part.section.version == version) return &part;
+    }
+    return nullptr;
+  }
+  const Part* find(std::uint64_t version) const { return const_cast<Formed*>(this)->find(version); }
+  std::byte* at(const Part& part, std::uint32_t piece) const {
+    return reinterpret_cast<std::byte*>(part.base + place(piece));
+  }
+  // By segment, for others.
+  std::vector<std::uint64_t> addresses(const Part& part) const {
+    std::vector<std::uint64_t> out;
+    for (std::size_t s = 0; s < layout.segments().size(); ++s) out.push_back(part.base + layout.start(s));
+    return out;
+  }
+
+ private:
+  std::uint64_t place(std::uint32_t piece) const {
+    return layout[piece].count ? layout.start(layout[piece].segment) + layout[piece].offset : 0;
+  }
+};
+
+// What a rank of the family knows of the round that is formed in sections.
+struct Sections {
+  Round round = 0;  // 0: none
+  Layout layout = {};
+  struct Known {
+    Section section = {};
+    std::uint32_t formed = 0;  // pieces before this one can be had from the maker,
+    std::vector<std::uint64_t> addresses = {};  // there
+    bool gone = false;         // or no longer
+    std::uint32_t taken = 0;   // pieces before this one are here
+  };
+  std::vector<Known> all = {};
+  std::vector<Rank> members = {};
+  std::map<std::uint32_t, Rank> asked = {};  // pieces on their way, and from whom
+  std::deque<Forming> forming = {};
+  double moved = 0;       // when anything of it came last
+  double decided_at = 0;  // when this rank heard that the root has all of it
+
+  std::size_t of_piece(std::uint32_t piece) const {
+    std::size_t index = 0;
+    while (index < all.size() && piece >= all[index].section.last) ++index;
+    return index;
+  }
+};
+
+// At the root: what it has asked for.
+struct Delegated {
+  std::vector<std::shared_ptr<const Decoding>> decodings = {};  // by section
+  std::vector<double> moved = {};                               // when it last came on
+  std::vector<Rank> members = {};  // who is told by the makers,
+  std::vector<Rank> joined = {};   // and who by the root, as they came later
+  std::vector<std::size_t> attempts = {};  // of others to form a section again
+  std::size_t turns = 0;                   // whose turn it is to do so
+  double since = 0;
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,192 @@
+"""Long sums that are formed in sections, each by another rank."""
+
+import re
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only, several
+from mpi4py import MPI
+from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
+from together import late_ranks, one_late, wait_for_all, wait_until
+
+import jaxcoded
+from jaxcoded import coded_allreduce, coded_allreduce_done, coded_allreduce_start, host
+
+pytestmark = [engine_only, several]
+
+RANK = MPI.COMM_WORLD.rank
+CODES = [{"stragglers": 0}]
+if SIZE >= 4:
+    CODES += [
+        {"stragglers": 1, "code": "cyclic_repetition"},
+        {"stragglers": 2 if SIZE == 4 else 1},
+        {"code": "shared(replicas=2)"},
+    ]
+NUMBERS = 30_000  # 15 pieces, and 8 of single numbers
+
+
+@pytest.fixture(autouse=True)
+def engine(transport):
+    """All groups are on it."""
+
+
+def opened(comm, **options):
+    """A group whose root's children are all other ranks."""
+    wanted = jaxcoded.Options(sections_from=1)
+    options = {"fanout": SIZE - 1, "transport": "engine", "options": wanted, **options}
+    return jaxcoded.CodedGroup(comm, **options)
+
+
+@pytest.fixture(params=CODES, ids=str)
+def family(comm, request):
+    with opened(comm, **request.param) as group:
+        yield group
+
+
+def vectors(numbers, seed=0):
+    """For each example of the batch, of two dtypes."""
+    return {
+        "double": per_example(numbers, seed=seed),
+        "single": per_example(numbers // 2 + 3, seed=seed + 1, dtype="float32"),
+    }
+
+
+def own(group, gradients):
+    """What this rank hands in."""
+    if group.plan.placement is None:
+        return contribution(group, gradients)
+    mine = slice(RANK * BATCH // SIZE, (RANK + 1) * BATCH // SIZE)
+    return jax.tree.map(lambda leaf: leaf[mine].sum(0).astype(leaf.dtype), gradients)
+
+
+def formed(group):
+    """Bytes of sums that this rank has formed for all."""
+    return group.transport.statistics()["formed_bytes"]
+
+
+@pytest.mark.parametrize("donated", [True, False])
+def test_the_same_bits_everywhere(comm, family, donated):
+    gradients = vectors(NUMBERS)
+    mine = own(family, gradients)
+    step = jax.jit(
+        lambda x, token: coded_allreduce(x, family, token=token),
+        donate_argnums=(0,) if donated else (),
+    )
+    token = jnp.int32(0)
+    for _ in range(3):
+        total, _, token = step(jax.tree.map(jnp.asarray, mine), token)
+        assert_sum(family, total, gradients)
+        assert_same_bits(comm, total)
+    bytes_of_all = sum(leaf[0].nbytes for leaf in gradients.values())
+    assert 3 * bytes_of_all <= sum(comm.allgather(formed(family))) <= 4 * bytes_of_all
+    assert 0 < formed(family) < bytes_of_all * 3 / 2 or SIZE == 2
+
+
+def test_other_lengths_in_turns(comm, family):
+    """Of which some are too short for sections; numpy arrays, also in place."""
+    for numbers in [1, 2_049, 5, NUMBERS, 16_384]:
+        gradients = per_example(numbers)
+        mine = np.array(own(family, gradients))
+        assert_sum(family, host.coded_allreduce(mine, family), gradients)
+        out = host.coded_allreduce(mine, family, out=mine)
+        assert_sum(family, out, gradients)
+        assert_same_bits(comm, out)
+
+
+def test_ranks_that_come_at_random(comm, family):
+    """While others form the sum already, or when it is there."""
+    gradients = per_example(NUMBERS)
+    mine = own(family, gradients)
+    for number in range(30):
+        random = np.random.default_rng(100 * number + RANK)
+        time.sleep(random.choice([0, 0.001, 0.004, 0.02]))
+        total = host.coded_allreduce(mine, family)
+        assert_sum(family, total, gradients)
+    assert_same_bits(comm, total)
+
+
+@late_ranks
+@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+def test_a_late_rank_holds_nobody_up(comm, late):
+    with opened(comm, stragglers=1) as group:
+        gradients = per_example(NUMBERS)
+        mine = own(group, gradients)
+
+        def steps():
+            for _ in range(3):
+                total = host.coded_allreduce(mine, group)
+                assert_sum(group, total, gradients)
+            return total
+
+        assert_same_bits(comm, one_late(comm, group, late, 3, steps))
+        assert (formed(group) > 0) == (late != RANK)
+
+
+def test_started_rounds_and_ranks_with_nothing_to_contribute(comm, family):
+    gradients = [vectors(NUMBERS, seed) for seed in range(3)]
+    handles = [coded_allreduce_start(own(family, each), family) for each in gradients]
+    for each, handle in zip(gradients, handles):
+        assert_sum(family, coded_allreduce_done(handle), each)
+    if not family.plan.stragglers or family.plan.placement:
+        return
+    skip = RANK == SIZE - 1
+    total = coded_allreduce(own(family, gradients[0]), family, skip=skip)
+    assert_sum(family, total, gradients[0])
+    assert_same_bits(comm, total)
+
+
+@pytest.mark.skipif(SIZE < 4, reason="nobody else holds the blocks")
+def test_blocks(comm):
+    """Whoever comes for a block again has changed the vector that others may be reading."""
+    gradients = per_example(NUMBERS)
+    with opened(comm, code="shared(replicas=2)") as group:
+        for number in range(6):
+            total = np.zeros(NUMBERS)
+            with group.blocks(BATCH) as blocks:
+                for block in blocks:
+                    time.sleep(0.02 if RANK == 1 + number % (SIZE - 1) else 0.001)
+                    total += gradients[block.indices].sum(0)
+            total = host.coded_allreduce(total, group)
+            assert_sum(group, total, gradients)
+            assert_same_bits(comm, total)
+        assert sum(comm.allgather(formed(group))) >= 6 * total.nbytes
+
+
+def test_other_threads_get_their_turn(comm):
+    """They need not wait until the engine has nothing more to do for a round."""
+    pieces = 128
+    mine = np.ones(pieces << 18 >> 3)  # of 256 KiB each
+    with opened(comm, stragglers=0) as group:
+        if RANK != group.plan.root:
+            host.coded_allreduce(mine, group)
+            return
+        wait_until(lambda: f"offers {pieces} of round 1" in group.transport.status())
+        seen, over = set(), threading.Event()
+
+        def look():
+            while not over.is_set():
+                here = re.findall(r"here before (\d+)", group.transport.status())
+                seen.add(tuple(here))  # none, before and after it
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        host.coded_allreduce(mine, group)
+        over.set()
+        looking.join()
+        assert len(seen - {()}) > 1, seen
+
+
+def test_groups_are_closed_while_others_still_fetch(comm):
+    """Also where the rank is the first to leave that has formed a section."""
+    gradients = per_example(NUMBERS)
+    for number in range(10):
+        with opened(comm, stragglers=1 if SIZE > 3 else 0) as group:
+            time.sleep(0.01 if RANK == number % SIZE else 0)
+            assert_sum(
+                group, host.coded_allreduce(own(group, gradients), group), gradients
+            )
+    wait_for_all(comm)
