@@ -279,10 +279,9 @@ class CodedGroup:
 
         self._record = record or Record(None, None)
         request = request | self._record.request
-        request |= {
-            name: getattr(wanted, name)
-            for name in ("piece_bytes", "deadline", "on_deadline", "debug")
-        }
+        # what ranks must have in common
+        common = ("piece_bytes", "sections_from", "deadline", "on_deadline", "debug")
+        request |= {name: getattr(wanted, name) for name in common}
         self._planned = ""
         try:
             self.plan = self._agreed_plan(transport, request, checked)

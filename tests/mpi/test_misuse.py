@@ -294,6 +294,7 @@ def test_root_closes_while_others_call(comm, group, own):
         ({"root_computes": True}, "root_computes=True"),
         ({"stragglers": SIZE}, "error: size=.* ranks are too few"),
         ({"transport": "carrier pigeon"}, "error: transport must be one of"),
+        ({"options": jaxcoded.Options(sections_from=1)}, "sections_from=1"),
     ],
 )
 def test_different_arguments(comm, odd, said):
