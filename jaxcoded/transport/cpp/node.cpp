@@ -154,6 +154,7 @@ void Node::complete(std::vector<std::byte*> out) {
 
 void Node::break_off(Call call) {
   if (calling()) {
+    abandon_sections();
     withdraw(Object::What::message, next_ + 1);
     call.skipped = true;  // whoever fetched a part of the first one must not mix them
   }

@@ -469,6 +469,7 @@ class Node {
   std::map<Rank, Listener> listeners_;
   Sections sections_;  // of the round at the frontier, if it is formed so
   std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the root's
+  std::uint32_t section_versions_ = 0;  // given so far, in all rounds: a round may come again
   Formed formed_;  // by this rank, of the latest such round
   FailedAlone failed_alone_;
   bool desynchronized_ = false;

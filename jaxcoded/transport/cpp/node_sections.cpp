@@ -97,7 +97,7 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
     sections.push_back({.first = bound(i),
                         .last = bound(i + 1),
                         .maker = i < it.members.size() ? it.members[i] : family_.rank,
-                        .version = ++up_.section_versions});
+                        .version = ++section_versions_});
     auto& own = it.decodings.emplace_back(decoding);
     // Of several copies each serves some sections.
     if (auto other = chosen_by_all() ? nullptr : decoding_from(i * decoder_.rows() / count, true)) {
@@ -264,7 +264,7 @@ bool Node::mend_sections() {
     if (!other && !left && !stuck) continue;
     if (other) it.decodings[i] = std::move(other);
     if (left || stuck) section.maker = stand_in(i);
-    section.version = ++up_.section_versions;
+    section.version = ++section_versions_;
     changed = true;
   }
   if (changed) assign(std::move(sections));

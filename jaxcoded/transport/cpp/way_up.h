@@ -69,9 +69,8 @@ struct WayUp {
 
   // At the root: whether the sum is formed in sections.
   std::optional<Delegated> delegated = {};
-  bool whole = false;                  // it is not, for good
-  double sufficient_at = 0;            // when the messages for it were there
-  std::uint32_t section_versions = 0;  // given so far
+  bool whole = false;        // it is not, for good
+  double sufficient_at = 0;  // when the messages for it were there
 
   std::uint32_t given = 0;  // pieces of the result, copied to `call.out`
 
