@@ -10,6 +10,8 @@ python := .venv/bin/python
 RANKS ?= 13
 WORKERS ?= 2
 MINUTES ?= 10
+# The tests compile in haste (tests/compiled.py), unless XLA is told how.
+as_users := --xla_cpu_multi_thread_eigen=false
 # What may depend on the MPI: messages, launching, and the end of processes.
 # What changes most, on 4 ranks.
 check_tests := $(addprefix tests/mpi/test_,engine.py collectives.py erasures.py)
@@ -49,14 +51,15 @@ demo: setup
 
 check: lint doctest
 	$(python) -m pytest -q -n $(WORKERS) --dist worksteal -m 'not mpi and not slow' --ignore=tests/mpi $(ARGS)
-	JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider --color=no \
+	XLA_FLAGS="$$($(python) tests/compiled.py)" JAXCODED_MPIRUN_TIMEOUT=600 \
+	    scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider --color=no \
 	    --timeout=150 --timeout-method=thread $(check_tests) -k engine
 
 test: setup
 	$(python) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-all: setup
-	$(python) -m pytest -n $(WORKERS) --dist worksteal --exhaustive $(ARGS)
+	XLA_FLAGS=$(as_users) $(python) -m pytest -n $(WORKERS) --dist worksteal --exhaustive $(ARGS)
 
 # An engine belongs to one MPI, so MPICH gets a copy of the checkout with a .venv of its own, which
 # uses the packages of this one. The engine is compiled quickly there: it is not timed.
@@ -67,7 +70,7 @@ test-mpich:
 	tar --exclude-vcs --exclude=./build --exclude=./.venv --exclude='_engine.*.so' -cf - . | tar -xf - -C build/mpich
 	CUDA_PATH=/none SKBUILD_CMAKE_BUILD_TYPE=None \
 	    $(MAKE) -C build/mpich MPI=mpich PACKAGES=$(CURDIR)/.venv setup
-	cd build/mpich && JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider \
+	cd build/mpich && XLA_FLAGS="$$($(python) tests/compiled.py)" JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider \
 	    --timeout=150 --timeout-method=thread $(mpich_tests)
 	cd build/mpich && $(python) -m pytest tests/test_faults.py -k '$(mpich_faults)' $(ARGS)
 

@@ -1,6 +1,10 @@
-"""A program that one process of a test session has compiled is not compiled again by the others.
+"""Tests compile in haste, and what one process of a test session has compiled is not compiled again
+by the others.
 
-This is JAX's persistent compilation cache in a folder of the session, and ranks, which come to the
+In haste: most of what the tests compile runs once, and XLA takes longer to make it fast than it then
+takes. `make test-all` compiles as users do.
+
+The other is JAX's persistent compilation cache in a folder of the session, and ranks, which come to the
 same program at the same time, take turns: the first one compiles, the others wait for it. What is
 of one process only, such as the address of a communicator, is a part of the program, and JAX does
 not store programs with callbacks: nobody gets such a program from another process. The turn ends
@@ -12,6 +16,8 @@ import fcntl
 import importlib
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,8 +26,33 @@ PLACE = "JAXCODED_COMPILED"  # environment variable of the folder, for processes
 PATIENCE = 10  # seconds to wait for the compilation of another process
 COMPILED = "/jax/core/compile/backend_compile_duration"  # what JAX says at its end
 
+# What XLA is told, the hastiest first. It ends a process that tells it what it does not know.
+HASTE = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+    "--xla_backend_optimization_level=0",
+)
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # as scripts/mpirun says it
+
 _own = None
 _turn = threading.local()  # the file that this thread has locked while it compiles
+
+
+def make_haste():
+    """Have this process, and those that it starts, compile in haste, unless the environment says how
+    to compile. Call it before JAX is imported."""
+    if "XLA_FLAGS" in os.environ:
+        return
+    for haste in HASTE:
+        flags = f"{ONE_THREAD} {haste}"
+        tried = subprocess.run(
+            [sys.executable, "-c", "import jax; jax.devices()"],
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            check=False,
+        )
+        if not tried.returncode:
+            os.environ["XLA_FLAGS"] = flags
+            return
 
 
 def share():
@@ -108,3 +139,8 @@ class _InTurns:
                 return fcntl.flock(_turn.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(2e-3)
+
+
+if __name__ == "__main__":  # for jobs that the Makefile starts
+    make_haste()
+    print(os.environ.get("XLA_FLAGS", ONE_THREAD))

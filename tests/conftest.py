@@ -5,6 +5,7 @@ import compiled
 import pytest
 from launch import MOST
 
+compiled.make_haste()
 compiled.share()
 
 
