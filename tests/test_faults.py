@@ -160,7 +160,8 @@ def test_stopped_processes_hold_nobody_up(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "late"), [("yes", "51212"), ("no", "51"), more("no", "51212")]
+    ("tokens", "late"),
+    [("yes", "512"), ("no", "51"), more("yes", "51212"), more("no", "51212")],
 )
 def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, late):
     job = run(tmp_path, 7, "training.py", tokens, *late, limit=LIMIT)
@@ -180,8 +181,10 @@ def test_a_rank_that_is_too_late_finds_a_snapshot_above_its_parent(tmp_path):
 
 
 @pytest.mark.timeout(2 * LIMIT)
-def test_random_sleeps(tmp_path):
-    job = run(tmp_path, 13, "sleeps.py", "3", "2000", "40,3000", limit=2 * LIMIT - 30)
+@pytest.mark.parametrize("rounds", [700, more(2000)])
+def test_random_sleeps(tmp_path, rounds):
+    limit = 2 * LIMIT - 30
+    job = run(tmp_path, 13, "sleeps.py", "3", str(rounds), "40,3000", limit=limit)
     succeed(job, 13)
     assert max(report["lag"] for report in job.reports.values()) > 0
     for rank, report in job.reports.items():

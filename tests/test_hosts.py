@@ -87,7 +87,7 @@ def test_stopped_processes_hold_nobody_up(hosts, tmp_path):
 
 
 def test_random_sleeps(hosts, tmp_path):
-    reports, _ = faulty(hosts, tmp_path, "sleeps.py", "3", "400", "40,5000")
+    reports, _ = faulty(hosts, tmp_path, "sleeps.py", "3", "250", "40,5000")
     assert max(report["lag"] for report in reports) > 0
     for report in reports:
         assert report["late"]["threads"] == report["early"]["threads"]
@@ -125,7 +125,7 @@ def test_training_benchmark(tmp_path):
 
 def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
     """All ranks are the root's children, and form its long sums together."""
-    rounds, widths = 30, "300,30000,100000"
+    rounds, widths = 20, "300,30000,100000"
     for name in ("stopped", "sleeping"):
         (tmp_path / name).mkdir()
     reports, _ = faulty(
@@ -135,6 +135,6 @@ def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
     for rank in (1, 5):
         assert reports[rank]["lag"] > rounds - 10
     reports, _ = faulty(
-        *(hosts, tmp_path / "sleeping", "sleeps.py", str(RANKS - 1), "100", widths)
+        *(hosts, tmp_path / "sleeping", "sleeps.py", str(RANKS - 1), "60", widths)
     )
     assert all(report["formed"] for report in reports)

@@ -62,7 +62,12 @@ ALIKE = tuple(
     for code in ("gaussian_mds", "linear", "reed_solomon")
 )
 # On 7 ranks, where 2, 4 and 13 say it.
-ON_OTHER_TREES = ("test_baselines.py", "test_collectives.py")
+ON_OTHER_TREES = (
+    "test_baselines.py",
+    "test_collectives.py",
+    "test_deadline.py",
+    "test_telemetry.py",
+)
 STEPS = "test_schemes.py::test_training_step"
 AS_ON_4 = (
     "test_debug.py::test_a_fit_without_error_passes",

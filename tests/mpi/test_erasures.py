@@ -54,12 +54,14 @@ def assert_exact(comm, group, sums):
     assert_same_bits(comm, sums)
 
 
-def test_every_tolerated_mask(comm, group):
+def test_every_tolerated_mask(comm, group, transport):
     masks = tolerated_masks(group.plan)
     if (
         SIZE == 13
     ):  # of a child's 2^4 masks 4 leave it a sum; of three, two must have one
         assert len(masks) == 4**3 + 3 * 4**2 * 12
+        if transport == "mpi4jax":  # which takes long over it
+            masks = masks[::8]
     assert_exact(comm, group, sums_without(group, masks))
 
 
