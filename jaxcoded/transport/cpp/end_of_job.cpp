@@ -8,6 +8,15 @@
 
 #include "mpi_wire.h"
 
+#if __has_include(<mpi-ext.h>)
+#include <mpi-ext.h>
+#endif
+
+#ifdef OPEN_MPI
+// Its parameter async_mpi_finalize: whether MPI_Finalize ends without waiting for the others.
+extern "C" __attribute__((weak)) bool ompi_async_mpi_finalize;
+#endif
+
 namespace jaxcoded {
 namespace {
 
@@ -63,6 +72,19 @@ std::string listed(const Ranks& ranks) {
   return "[" + out + "]";
 }
 
+// Whether MPI has noticed that a rank of the job is dead. It does where it is fault-tolerant.
+bool somebody_died() {
+  int dead = 0;
+#ifdef MPIX_ERR_PROC_FAILED
+  MPI_Group failed;
+  if (MPIX_Comm_get_failed(MPI_COMM_WORLD, &failed) == MPI_SUCCESS) {
+    MPI_Group_size(failed, &dead);
+    MPI_Group_free(&failed);
+  }
+#endif
+  return dead > 0;
+}
+
 void say(const std::string& words) {
   const std::string line =
       "jaxcoded: rank " + std::to_string(rank_of(MPI_COMM_WORLD)) + " " + words + "\n";
@@ -106,6 +128,10 @@ void EndOfJob::end() {
     if (status_) MPI_Abort(MPI_COMM_WORLD, status_);
   }
   go_on(below);
+#ifdef OPEN_MPI
+  // Where a rank has died, the barrier in MPI_Finalize of Open MPI 5.0 never ends in one of ten jobs.
+  if (somebody_died() && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
+#endif
 }
 
 // Until all other ranks are at their end. Where the rest says nothing, end the job.
