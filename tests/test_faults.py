@@ -9,6 +9,7 @@ import functools
 import json
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -203,6 +204,79 @@ def test_a_parent_that_lacks_too_many_waits(tmp_path):
     )
     said = job.reports[1]["heard"][-1]
     assert said.endswith("rank 1 waits for rank 0, which does not answer")
+
+
+# Ranks that live, and are stuck.
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("lock", "its process answers, so its program is busy or stuck at round 10"),
+        more(
+            "loop", "its process answers, so its program is busy or stuck at round 10"
+        ),
+        ("stopped", "its process does not answer: it is stopped, dead or cut off"),
+    ],
+)
+def test_a_rank_that_is_stuck_is_named(tmp_path, way, words):
+    job = run(tmp_path, 5, "stuck.py", way, "3")
+    assert set(job.reports) == {0, 1, 2, 4}, job.stderr[-8000:]
+    job.of_all("digest")
+    (said,) = job.reports[1]["heard"]
+    assert "no call of rank 3 has come for " in said
+    assert "rounds up to 30 are decided" in said
+    assert words in said
+    assert not any(job.reports[rank]["heard"] for rank in (0, 2, 4))
+    if way != "stopped":
+        (stands,) = re.findall("group 0, rank 3 .*", job.stderr)
+        assert stands.startswith("group 0, rank 3 has not called round 10, for ")
+        assert "; rounds up to 30 are decided; its parent, rank 1, was" in stands
+
+
+def test_ranks_that_wait_in_a_step_say_for_whom(tmp_path):
+    job = run(tmp_path, 5, "stuck.py", "jit", "3")
+    succeed(job, 5)
+    for rank, words in (
+        (3, " has not called round 10, for "),
+        (1, " waits in round 10, for .*: rank 1 waits for rank 3; it needs 2 of its 2"),
+        (0, " waits in round 10, for .*: rank 0 waits for rank 1; it needs 2 of its 2"),
+    ):
+        (stands,) = re.findall(f"jaxcoded: group 0, rank {rank} .*", job.stderr)
+        assert re.search(words, stands), stands
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "status", "said"),
+    [
+        ("", {}, 0, "jaxcoded: group 0, rank 0 has not called round 1"),
+        ("", {"JAXCODED_STATUS_SIGNAL": "OFF"}, -signal.SIGUSR1, ""),
+        ("signal.signal(signal.SIGUSR1, lambda *_: print('mine'))", {}, 0, "mine"),
+        ("signal.signal(signal.SIGUSR1, signal.SIG_IGN)", {}, 0, ""),
+    ],
+)
+def test_whose_the_signal_is(before, environment, status, said):
+    program = f"""
+import os, signal, time
+{before}
+import jaxcoded
+from mpi4py import MPI
+group = jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine")
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(1)
+group.close()
+"""
+    job = subprocess.run(
+        [sys.executable, "-c", program],
+        env=settings(SMALL_LIMIT) | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert job.returncode == status, job.stderr
+    assert said in job.stdout + job.stderr
+    assert ("jaxcoded: " in job.stderr) == said.startswith("jaxcoded: ")
 
 
 def test_groups_one_after_the_other(tmp_path):

@@ -48,6 +48,8 @@ _SECTIONS_FROM = 0
 _SECTIONS_BETWEEN_HOSTS_FROM = 64 << 10
 # How much longer a rank waits for its children than they do for theirs.
 _GIVE_UP_SECONDS = 0.5
+# After which a child that calls nothing is named in the log, where no deadline says when.
+_STUCK_SECONDS = 10.0
 # At the end of the process, ranks that still lack results get them for so long.
 _EXIT_SECONDS = 5.0
 
@@ -124,6 +126,10 @@ class Engine(Transport):
         limits.on_deadline = getattr(_engine.OnDeadline, waits.action)
         limits.deadline_seconds = waits.seconds
         limits.deadline_rounds = waits.rounds
+        if waits.action == "wait" and waits.seconds:
+            limits.stuck_seconds = waits.seconds
+        else:
+            limits.stuck_seconds = _STUCK_SECONDS
         limits.deadline_share = _deadline_share(plan, comm.rank)
         if _one_family(plan):
             limits.sections_from = _sections_from(comm, options)

@@ -24,7 +24,8 @@ class Options:
             further down, ``h`` layers above the lowest leaf below it, has ``h / H`` of
             the time. Never needed for up to ``stragglers`` late children.
         on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
-            once per round (``logging``, logger ``jaxcoded``), and waits on.
+            once per round (``logging``, logger ``jaxcoded``), and waits on. After as
+            long it logs which child calls nothing while rounds go on without it.
             ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
             ``"approximate"``: parents go on with the least-squares combination of what
             has come. ``residual=True`` in a call tells how far its sum is from the

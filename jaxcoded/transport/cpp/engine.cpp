@@ -1,7 +1,10 @@
 #include "engine.h"
 
+#include "status_signal.h"
+
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -107,7 +110,11 @@ Engine& Engine::instance() {
 }
 
 Engine::Engine() {
-  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  pthread_atfork(nullptr, nullptr, [] {
+    forked = true;
+    status_signal::uninstall();
+  });
+  status_signal::install(page_->wake_up);
   thread_ = std::thread([this] { progress(); });
 }
 
@@ -458,6 +465,7 @@ bool Engine::poll() {
     its_news |= its.node->advance();
     its_news |= fly(its);
     news |= its_news;
+    for (std::string& words : its.node->take_news()) warnings_.add({index, std::move(words)});
     const std::pair overdue{its.node->next(), its.node->overdue()};
     if (!its_news && its.reports && overdue.second && its.reported < overdue) {
       const std::string words = its.node->waiting_for();
@@ -551,6 +559,13 @@ void Engine::progress() {
   std::unique_lock lock(mutex_);
   WakeUp& wake_up = page_->wake_up;
   while (!finalizing_) {
+    if (status_signal::taken()) {
+      const std::string words = standing();
+      lock.unlock();
+      // one write, so that lines of ranks do not mix; whoever reads it may be slow
+      [[maybe_unused]] const auto written = write(STDERR_FILENO, words.data(), words.size());
+      lock.lock();
+    }
     if (now() >= answers_at_) {
       end_of_job_.answer();
       answers_at_ = now() + answer_seconds;
@@ -570,6 +585,15 @@ void Engine::progress() {
     wake_up.sleep(WakeUp::progress, seen, sleep);
     lock.lock();
   }
+}
+
+// Where this process's groups stand, a line for each.
+std::string Engine::standing() const {
+  std::string out;
+  for (const auto& [index, its] : members_) {
+    out += "jaxcoded: group " + std::to_string(index) + ", " + its.node->standing() + "\n";
+  }
+  return out.empty() ? "jaxcoded: no group is open\n" : out;
 }
 
 void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,

@@ -188,6 +188,7 @@ class Engine {
   double longest_sleep(bool waiting, double quiet) const;
   bool drive(std::unique_lock<FairMutex>& lock, const std::function<bool()>& done, double until);
   void progress();
+  std::string standing() const;
   Call call_of(Member& member, Request& request);
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
   void leave_share(Member& member);

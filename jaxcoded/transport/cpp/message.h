@@ -45,7 +45,7 @@ enum Flag : std::uint8_t {
   inlined = 1,  // the body ends with the vectors themselves
   failed = 2,   // the round's result is an error; the body is its text
   relays = 4,   // of bye: no more offers, but ranks below still need me
-  calls = 16,   // of want: the sender waits for the round in a call
+  calls = 16,   // of want: the sender waits for the round in a call; of here: for one, not in its program
   shares = 16,  // of an offer: the body begins with the sender's `Progress`
   closed = 8,   // of an alert: it only counts if the root has closed the group
   approximate = 32,  // of an offer: the pieces that were not offered before are not exact

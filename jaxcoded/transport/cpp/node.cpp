@@ -19,6 +19,7 @@ Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
       pool_(limits.history_bytes),
       telemetry_(limits.telemetry_rounds, family_.children.size()),
       columns_(family_.children),
+      parent_heard_(wire.now()),
       upstream_(family_.ancestors) {
   for (Rank child : family_.children) {
     children_.push_back({.rank = child, .column = children_.size(), .heard = wire.now()});
@@ -183,7 +184,7 @@ void Node::finish(Outcome outcome, std::string error) {
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();
   if (outcome == Outcome::desynchronized) return;
-  const double now = wire_.now();
+  const double now = ended_at_ = wire_.now();
   telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome));
   if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);
   if (now - told_step_times_ > limits_.step_times_seconds) tell_step_times();
@@ -225,6 +226,7 @@ bool Node::advance() {
   watch_for_stalls();
   ask();
   watch_above();
+  watch_children();
   tell_all();
   return more_sections || more_up || more_down || more_state;
 }
@@ -260,6 +262,7 @@ void Node::understand(Rank from, const Message& message) {
     child->heard = now;
   }
   upstream_.heard(from, now);
+  if (!root() && from == upstream_.parent()) parent_heard_ = now;
   if (listener != listeners_.end()) listener->second.heard();
   if (up_.held_back && from == upstream_.parent()) {
     up_.held_back = false;
@@ -307,11 +310,19 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::step_times:
       on_step_times(from, message);
       break;
-    case Kind::ask:
-      wire_.send(from, {header(Kind::here, head.round)});
+    case Kind::ask: {
+      Message here{header(Kind::here, head.round)};
+      here.header.flags = in_program() ? 0 : calls;
+      here.header.last = next_;
+      wire_.send(from, here);
       break;
+    }
     case Kind::here:
-      if (child) child->there = head.round;
+      if (!child) break;
+      if (head.round) child->there = head.round;
+      child->behind.answered = now;
+      child->behind.in_program = !(head.flags & calls);
+      child->behind.next = head.last;
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);

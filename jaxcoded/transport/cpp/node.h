@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -73,6 +74,7 @@ struct Limits {
   std::uint64_t ahead_bytes = 32 << 20;      // of results a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least time before a silent rank is asked, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used
+  double stuck_seconds = std::numeric_limits<double>::infinity();  // before a child is asked why it does not call
   double silent_seconds = 1;                 // least time before who does not answer is not waited for
   OnDeadline on_deadline = OnDeadline::wait;
   double deadline_seconds = 0;               // from the start of a round; 0: none
@@ -180,7 +182,12 @@ class Node {
   const std::string& untold() const { return alerts_.pending(); }
   // When something is to be done although nothing has come; in the time of the wire.
   double wakes_at() const;
-  // Where this rank stands, for whoever looks for the cause of a hang.
+  // Where this rank stands, in words for its user: in which round, since when, for whom it waits, and
+  // when its neighbours were heard of.
+  std::string standing() const;
+  // What is new of children that are stuck or dead, in words; each is said once.
+  std::vector<std::string> take_news();
+  // The same in the words of the protocol, for whoever looks for the cause of a hang.
   std::string status() const;
   const Telemetry& telemetry() const { return telemetry_; }
   const Decoder& decoder() const { return decoder_; }
@@ -213,6 +220,17 @@ class Node {
     bool dead = false;
     bool retired = false;  // makes no more offers
     bool left = false;     // nor does anybody below it need anything
+    struct Behind {
+      Round called = 0;   // its latest call
+      double since = 0;   // for so long it has called nothing while rounds are decided without it,
+      double asked = 0;   // it was asked where it is,
+      double answered = 0;  // and said so:
+      bool in_program = false;
+      Round next = 0;
+      bool said = false;  // it is told
+    };
+    Behind behind = {};
+    Round called() const { return std::max(offer.round, done - 1); }
   };
   // A result that a rank above has.
   struct Announcement {
@@ -337,6 +355,10 @@ class Node {
   bool counted();
   bool all_may_come() const;
 
+  // Where it stands.
+  bool in_program() const;
+  void watch_children();
+
   // Deadlines.
   double deadline(double share) const;
   double overdue_at() const;
@@ -445,6 +467,9 @@ class Node {
   std::vector<Rank> columns_;
   std::map<Rank, StepTime> step_times_;  // of ranks below
   double told_step_times_ = 0;
+  double ended_at_ = 0;     // the latest of this rank's rounds
+  double parent_heard_;     // of it last
+  std::vector<std::string> news_;
 
   // Those below.
   std::vector<Child> children_;

@@ -1,0 +1,105 @@
+// Where a rank stands, in words for its user; and children that are alive, and stuck.
+#include "node.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+namespace jaxcoded {
+namespace {
+
+std::string seconds_in_words(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", std::max(seconds, 0.0));
+  return text;
+}
+
+std::string named(Rank rank) { return "rank " + std::to_string(rank); }
+
+std::string numbered(Round round) { return "round " + std::to_string(round); }
+
+}  // namespace
+
+std::string Node::standing() const {
+  const double now = wire_.now();
+  std::string out = named(family_.rank);
+  if (in_program()) {
+    out += calling() ? " computes for " + numbered(next_) : " has not called " + numbered(next_);
+    const double since = calling() ? up_.started : ended_at_;
+    if (since > 0) out += ", for " + seconds_in_words(now - since);
+    if (lag()) out += "; rounds up to " + std::to_string(next_ + lag() - 1) + " are decided";
+  } else {
+    out += " waits in " + numbered(next_) + ", for " + seconds_in_words(now - up_.started);
+    if (const std::string words = lacking(); !words.empty()) {
+      out += ": " + words;
+    } else if (!root()) {
+      out += ": " + named(upstream_.source()) + " has not sent the result";
+    }
+  }
+  if (!root()) {
+    out += "; its parent, " + named(upstream_.parent()) + ", was heard of " +
+           seconds_in_words(now - parent_heard_) + " ago";
+  }
+  for (const Child& child : children_) {
+    out += "; its child, " + named(child.rank) + ", ";
+    if (child.dead) {
+      out += "is dead";
+    } else if (child.left) {
+      out += "has left";
+    } else {
+      out += "was heard of " + seconds_in_words(now - child.heard) + " ago, and " +
+             (child.called() ? "is known to have called " + numbered(child.called())
+                             : "is not known to have called anything");
+    }
+  }
+  return out;
+}
+
+// Whether the program computes, or does something else, while the engine waits for it.
+bool Node::in_program() const {
+  return !calling() || (!up_.call.complete && !up_.lent);
+}
+
+// Of a child whose calls do not come while rounds are decided without it, it is said once what is
+// known. Its engine answers where its program is stuck, and tells where that is.
+void Node::watch_children() {
+  const double now = wire_.now();
+  for (Child& child : children_) {
+    Child::Behind& it = child.behind;
+    const Round called = child.called();
+    if (child.left || child.retired || called >= newest_ || called != it.called) {
+      it = {.called = called, .since = now};
+      continue;
+    }
+    if (it.said) continue;
+    const std::string known = "; the last call that is known is that of " + numbered(called) +
+                              ", and rounds up to " + std::to_string(newest_) + " are decided";
+    const std::string without = "no call of " + named(child.rank) + " has come for " +
+                                seconds_in_words(now - it.since) + known;
+    if (child.dead) {
+      it.said = true;
+      news_.push_back(named(child.rank) + " is dead, as MPI reports" + known);
+    } else if (now - it.since < limits_.stuck_seconds) {
+      continue;
+    } else if (it.asked == 0) {
+      it.asked = now;
+      wire_.send(child.rank, {header(Kind::ask, 0)});
+    } else if (it.answered >= it.asked) {
+      if (it.in_program && it.next <= newest_) {
+        it.said = true;
+        news_.push_back(without + "; its process answers, so its program is busy or stuck at " +
+                        numbered(it.next));
+      } else {
+        it = {.called = called, .since = now};
+      }
+    } else if (now - it.asked >= limits_.silent_seconds) {
+      it.said = true;
+      news_.push_back(without + "; its process does not answer: it is stopped, dead or cut off, and was "
+                                "heard of " + seconds_in_words(now - child.heard) + " ago");
+    }
+  }
+}
+
+std::vector<std::string> Node::take_news() { return std::exchange(news_, {}); }
+
+}  // namespace jaxcoded

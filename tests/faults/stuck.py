@@ -1,0 +1,90 @@
+"""A rank that lives and is stuck: in a loop with or without the interpreter's lock, or stopped.
+
+``stuck.py DIRECTORY WAY RANK``: WAY is "lock" (a loop in C that holds the lock), "loop" (one in
+Python), "stopped", or "jit" (all ranks but that one wait in a jitted step for it, as no rank may be
+missing). The others do `ROUNDS` more rounds, and send SIGUSR1 to the stuck rank and to its parent.
+In the end the rank is killed or, where the others wait for it, goes on.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+
+from harness import PATIENCE, SLOWNESS, Board, Faults, Sums, run
+
+import jaxcoded
+
+FIRST, ROUNDS = 10, 20
+STUCK = 0.5  # seconds
+
+directory, way, victim = sys.argv[1], sys.argv[2], int(sys.argv[3])
+board = Board(directory)
+pids = board.comm.allgather(os.getpid())
+heard = []
+logging.getLogger("jaxcoded").addHandler(
+    type(
+        "Heard",
+        (logging.Handler,),
+        {"emit": lambda _, it: heard.append(it.getMessage())},
+    )()
+)
+group = jaxcoded.CodedGroup(
+    board.comm,
+    fanout=2,
+    stragglers=int(way != "jit"),
+    transport="engine",
+    options=jaxcoded.Options(deadline=STUCK if way != "jit" else 60.0),
+)
+sums, faults = Sums(group), Faults(board)
+parent = group.plan.tree.parents[victim]
+
+
+def hold_the_lock():
+    """For ever: in compiled code that never comes back."""
+    board.note(FIRST)
+    spin = ctypes.PyDLL(None).sleep  # unlike `ctypes.CDLL` it keeps the lock
+    while True:
+        spin(1000)
+
+
+def loop():
+    board.note(FIRST)
+    while True:
+        pass
+
+
+def stop():
+    board.note(FIRST)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def ask():
+    board.say("asks")
+    time.sleep(0.5 * SLOWNESS)  # so that the others are in the step
+    for rank in sorted({victim, parent, 0}):
+        os.kill(pids[rank], signal.SIGUSR1)
+    time.sleep(1.5 * SLOWNESS)
+
+
+ways = {"lock": hold_the_lock, "loop": loop, "stopped": stop, "jit": ask}
+faults.call_at(victim, FIRST, ways[way])
+if way == "jit":
+    run(board, group, sums, faults, FIRST + 2)
+    board.report(digest=sums.digest)
+    group.close()
+    sys.exit()
+run(board, group, sums, faults, FIRST + ROUNDS)
+if board.rank == parent:
+    until = time.monotonic() + PATIENCE
+    while not heard and time.monotonic() < until:
+        time.sleep(0.05)
+    ask()
+board.report(digest=sums.digest, heard=heard)
+board.note(1000)
+if board.rank == 0:
+    board.wait(set(range(board.size)) - {victim}, 1000)
+    os.kill(pids[victim], signal.SIGKILL)
+group.close(2.0)
