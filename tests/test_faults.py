@@ -521,6 +521,95 @@ def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim, fault_toler
     assert "Exception" not in job.stderr
 
 
+def recover(tmp_path, options, way, *victims):
+    """Run the training that goes on without its dead; what they left when it was over."""
+    job = run(tmp_path, 7, "recovering.py", way, *victims, options=options, limit=LIMIT)
+    assert job.status == 0, job.stderr[-8000:]
+    return job
+
+
+def trained(job, without, *sizes):
+    """The ranks that live went on together, and each compiled its step once for each group."""
+    assert set(job.reports) == set(range(7)) - without, job.stderr[-8000:]
+    assert job.of_all("compiled") == [7, *sizes]
+    assert job.of_all("size") == sizes[-1]
+    assert sorted(it["rank"] for it in job.reports.values()) == list(range(sizes[-1]))
+    job.of_all("digest")
+    assert max(it["error"] for it in job.reports.values()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("way", "victims", "sizes"),
+    [
+        more("trains", ["3"], [6]),
+        ("trains", ["1"], [6]),
+        ("trains", ["3,6", "1"], [5, 4]),
+        ("shared", ["3,6", "1"], [5, 4]),
+    ],
+)
+def test_ranks_that_live_go_on_without_the_dead(
+    tmp_path, fault_tolerant, way, victims, sizes
+):
+    job = recover(tmp_path, fault_tolerant, way, *victims)
+    trained(job, {int(rank) for words in victims for rank in words.split(",")}, *sizes)
+    heard = " ".join(str(report["heard"]) for report in job.reports.values())
+    assert "is dead, as MPI reports" in heard
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("explicit", "ValueError: the group was made with a plan, or a code, for just"),
+        ("few", "ValueError: no plan for the 6 ranks that live: size=6 ranks are too"),
+        ("stopped", "CodedError: ranks [6] live, but have not called recovered"),
+    ],
+)
+def test_what_keeps_ranks_from_going_on_is_an_error_and_no_end(
+    tmp_path, fault_tolerant, way, words
+):
+    job = recover(tmp_path, fault_tolerant, way, "3")
+    trained(job, {3}, 6)
+    (said,) = job.of_all("said")
+    assert said.startswith(words)
+
+
+def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
+    job = recover(tmp_path, fault_tolerant, "again", "3")
+    trained(job, {3, 6}, 5)
+    (said,) = job.of_all("said")
+    assert said.startswith("CodedError: one more rank died while the group was made")
+
+
+def test_a_rank_that_calls_something_else_than_recovered(tmp_path, fault_tolerant):
+    job = recover(tmp_path, fault_tolerant, "apart", "3")
+    assert set(job.reports) == {0, 1, 2, 4, 5, 6}
+    for rank, report in job.reports.items():
+        (said,) = report["said"]
+        assert ("GroupMismatch: " if rank == 2 else "ranks [2] live, but") in said
+
+
+def test_no_rank_can_be_left_behind_where_mpi_is_not_fault_tolerant(tmp_path):
+    program = """
+import jaxcoded
+from mpi4py import MPI
+with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+    try:
+        group.recovered()
+    except ValueError as error:
+        print(error)
+"""
+    job = subprocess.run(
+        [sys.executable, "-c", program],
+        env=settings(SMALL_LIMIT),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert job.returncode == 0, job.stderr
+    assert "start the job with mpirun --with-ft ulfm of Open MPI 5" in job.stdout
+
+
 @pytest.mark.parametrize(
     ("way", "victim"), [("stopped", 4), ("stopped", 1), ("stopped-unclosed", 4)]
 )
@@ -555,6 +644,17 @@ def test_the_status_of_a_root_that_leaves_a_stopped_rank_behind(tmp_path):
     job = run(tmp_path, 5, "leaving.py", "stopped-status", "4", limit=40)
     assert "ends the job without ranks [4]" in job.stderr
     assert job.status == 3
+
+
+def test_every_line_of_the_faults_page_has_a_test():
+    page = (ROOT / "docs" / "faults.md").read_text()
+    lines = re.findall(r"^\| (?!what happens|---).*", page, re.MULTILINE)
+    assert len(lines) > 15
+    for line in lines:
+        names = re.findall(r"`(\w+)`", line.split("|")[-2])
+        assert names, line
+        for name in names:
+            assert callable(globals().get(f"test_{name}")), name
 
 
 # The start lines of README.md, and its program, in which something happens to a rank.

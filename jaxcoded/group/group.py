@@ -16,12 +16,13 @@ from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import (
+    CodedError,
     Desynchronized,
     GroupClosed,
     GroupMismatch,
     use_after_close,
 )
-from jaxcoded.group import snapshots
+from jaxcoded.group import recovery, snapshots
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.record import Path, Record
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
@@ -87,6 +88,9 @@ class CodedGroup:
         (0, 1, [0, 1, 2, 3])
     """
 
+    # What its plan was asked for with, by name; none if it was given or chosen.
+    _asked: Mapping[str, Any] | None = None
+
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -112,6 +116,7 @@ class CodedGroup:
             "seed": seed,
             "speeds": speeds,
         }
+        self._asked = request
         self._open(
             comm,
             transport,
@@ -293,12 +298,15 @@ class CodedGroup:
             self.transport, self.options = self._agreed_transport(
                 transport, wanted, given.debug is not None
             )
-        except Exception:
+        except Exception as error:
             self._record.close()
+            if isinstance(error, MPI.Exception) and engine.fault_tolerant():
+                self._comm.Revoke()  # a rank has died, and others wait in it
             self._comm.Free()
             raise
         self._record.follow(self.transport)
         self._rank = self._comm.rank
+        self._roll = recovery.Roll(self._comm, self.plan.root)
         self._snapshots = 0
         self._successor: CodedGroup | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
@@ -711,6 +719,111 @@ class CodedGroup:
         _groups[other.index] = other
         self._successor = other
         return other
+
+    def recovered(
+        self,
+        *,
+        plan: Callable[[int], Plan] | None = None,
+        timeout: float = 60.0,
+    ) -> "CodedGroup":
+        """The group without its dead ranks, with its tolerance restored and the data laid out
+        anew among those that live; see ``docs/faults.md``.
+
+        Collective of the ranks that live, between the same two rounds. It waits for all of them:
+        call it every so many steps. Where MPI reports no death it is this group that comes
+        back, and nothing changes. Otherwise this group is closed: take the new one's `rank`, `size`
+        and `assignment`, and compile the step with it. A ``with`` block of this group closes the new
+        one at its end. Ranks keep their order; parameters and state stay where they are.
+
+        It needs Open MPI 5 and ``mpirun --with-ft ulfm``.
+
+        Args:
+            plan: makes the plan for so many ranks, the same on all of them. Default: with the
+                arguments that this group was made with, `make_plan`.
+            timeout: seconds for which the root waits for ranks that live and do not come.
+
+        Raises:
+            ValueError: MPI is not fault-tolerant, there is no such plan for so many ranks, the group
+                was made with a plan of its own and ``plan`` is not given, or it keeps or follows a
+                record. On every rank; this group stays open.
+            CodedError: a rank that lives has not come, or the root is dead. On every rank that
+                lives; this group stays open.
+            GroupMismatch: other ranks called something else.
+        """
+        check_open(self)
+        timeout = _require.not_negative("timeout", timeout)
+        if not (isinstance(self.transport, engine.Engine) and engine.fault_tolerant()):
+            raise ValueError(
+                "recovered needs the engine, and an MPI that goes on where a rank dies: start the job "
+                "with mpirun --with-ft ulfm of Open MPI 5"
+            )
+        primitive.effects_barrier()
+        # a round like any other, so that all are known to call this; the root's time counts
+        agreed = self.transport.broadcast("recovered", np.array([timeout]))
+        if not self._roll.call(float(agreed[0])):
+            return self
+        smaller, survivors = recovery.shrunk(self._comm)
+        other = CodedGroup.__new__(CodedGroup)
+        other._asked = self._asked
+        failure: Exception | None = None
+        try:
+            other._open(
+                smaller,
+                "engine",
+                self.options,
+                {"recovered": survivors},
+                lambda size: self._plan_without(survivors, plan),
+            )
+        except Exception as error:  # noqa: BLE001  # the others wait for an answer
+            failure = error
+        if not recovery.agree(smaller, failure is None):
+            if failure is None:
+                _groups.pop(other.index)
+                other.transport.close(0.0)
+            if failure is None or isinstance(failure, MPI.Exception):
+                raise CodedError(
+                    "one more rank died while the group was made anew: this one goes on as "
+                    "it is; call recovered again"
+                ) from failure
+            raise failure
+        _groups.pop(self.index)
+        # all are here, and know all results: nobody is waited for
+        self.transport.close(0.0)
+        self._successor = other
+        return other
+
+    def _plan_without(
+        self, survivors: Sequence[int], plan: Callable[[int], Plan] | None
+    ) -> Plan:
+        """The plan for the ranks that live."""
+        size = len(survivors)
+        if self._record.request:
+            raise ValueError(
+                "a record is of all ranks of its group: a group with record or replay cannot go on "
+                "without some"
+            )
+        if plan is not None:
+            made = plan(size)
+            if not isinstance(made, Plan) or made.size != size:
+                raise ValueError(
+                    f"plan must return a jaxcoded.Plan for {size} ranks, got {made!r}"
+                )
+            return made
+        if self._asked is None or isinstance(self._asked["code"], Mapping):
+            raise ValueError(
+                "the group was made with a plan, or a code, for just its ranks: say with recovered("
+                "plan=lambda size: jaxcoded.make_plan(size, …)) which one those that live go on with"
+            )
+        speeds = (
+            [self.plan.speeds[rank] for rank in survivors] if self.plan.speeds else None
+        )
+        try:
+            return make_plan(size, **{**self._asked, "speeds": speeds})
+        except ValueError as error:
+            raise ValueError(
+                f"no plan for the {size} ranks that live: {error}. Say with recovered(plan=…) which one "
+                "to take; this group goes on as it is"
+            ) from None
 
     def close(self, timeout: float = 60.0) -> None:
         """Finish pending rounds and give the communicator back. Collective; does

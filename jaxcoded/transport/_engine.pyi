@@ -54,6 +54,7 @@ class Limits:
     ahead_bytes: int
     orphan_seconds: float
     stall_seconds: float
+    stuck_seconds: float
     silent_seconds: float
     on_deadline: OnDeadline
     deadline_seconds: float
@@ -100,6 +101,7 @@ def open(
     reports: bool,
     holders: Sequence[Sequence[int]],
 ) -> None: ...
+def fault_tolerant() -> bool: ...
 def enter(comm: int, root: int, silent_seconds: float) -> None: ...
 def discard(index: int) -> None: ...
 def run(

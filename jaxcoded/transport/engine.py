@@ -82,6 +82,12 @@ def missing() -> str:
     return f"the engine cannot use the GPU: {why}" if why else ""
 
 
+def fault_tolerant() -> bool:
+    """Whether MPI goes on where a rank dies, and reports it (ULFM); not where the engine is
+    `missing`."""
+    return not _why_missing and _engine.fault_tolerant()
+
+
 def _release(version: str) -> str:
     """Name and number of an MPI, out of what it says about itself."""
     return " ".join(version.partition("\n")[0].partition(",")[0].split())

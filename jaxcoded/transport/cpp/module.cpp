@@ -551,6 +551,7 @@ NB_MODULE(_engine, module) {
   module.def("let_read", &let_read, Release());
   module.attr("most_started") = Engine::most_started;
   module.def("open", &open);
+  module.def("fault_tolerant", &fault_tolerant);
   module.def("enter", [](int comm, Rank root, double silent_seconds) {
     Engine::instance().enter(MPI_Comm_f2c(comm), root, silent_seconds);
   }, Release());

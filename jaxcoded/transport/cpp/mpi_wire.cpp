@@ -34,6 +34,17 @@ struct Stamp {
 
 }  // namespace
 
+bool fault_tolerant() {
+#ifdef MPIX_FT
+  int* enabled = nullptr;
+  int known = 0;
+  const int outcome = MPI_Comm_get_attr(MPI_COMM_WORLD, MPIX_FT, &enabled, &known);
+  return outcome == MPI_SUCCESS && known && enabled && *enabled;
+#else
+  return false;
+#endif
+}
+
 MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
                  const std::vector<Card>& cards, Validity& validity)
     : comm_(comm),

@@ -21,6 +21,9 @@ constexpr int control = 1;                                   // of messages
 constexpr int first_vector = 5, last_vector = 32767;         // every MPI allows as much
 }  // namespace tag
 
+// Whether MPI goes on where a rank dies, and reports it (ULFM).
+bool fault_tolerant();
+
 // What has come from a rank.
 struct Link {
   std::uint64_t bytes = 0;  // of all kinds

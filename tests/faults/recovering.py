@@ -1,0 +1,161 @@
+"""A training that goes on with the ranks that live, as docs/faults.md shows it.
+
+``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
+after each the group is recovered. WAY is "trains", with a code, or "shared", with shared work; or what goes
+wrong once the first are dead:
+"explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
+not come for a while), "apart" (a rank calls something else), "again" (one more rank, the last,
+dies while the group is made anew).
+"""
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+from harness import EXAMPLES, PATIENCE, Board
+
+import jaxcoded
+from jaxcoded.transport import engine
+
+EVERY = 20  # steps between two looks for the dead
+WIDTH = 400
+
+directory, way, *victims = sys.argv[1:]
+victims = [list(map(int, ranks.split(","))) for ranks in victims]
+board = Board(directory)
+pids = board.comm.allgather(os.getpid())
+heard = []
+logging.getLogger("jaxcoded").addHandler(
+    type(
+        "Heard",
+        (logging.Handler,),
+        {"emit": lambda _, it: heard.append(it.getMessage())},
+    )()
+)
+size = board.size
+if way == "explicit":
+    plan = jaxcoded.make_plan(size, fanout=2)
+    group = jaxcoded.CodedGroup.from_plan(board.comm, plan)
+elif way == "shared":
+    group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)")
+else:
+    fanout = size - 1 if way == "few" else 2
+    stragglers = size - 2 if way == "few" else 1
+    group = jaxcoded.CodedGroup(board.comm, fanout=fanout, stragglers=stragglers)
+
+random = np.random.default_rng(0)
+data = random.standard_normal((EXAMPLES, WIDTH))
+compiled = []
+
+
+def make_step(group):
+    """The compiled step, and what this rank reads of each batch."""
+    indices, weights = group.assignment(EXAMPLES)
+    x = data[indices]
+
+    def loss(w, x):
+        return ((x @ w - 1) ** 2).astype(w.dtype)
+
+    value_and_grad = jaxcoded.coded_value_and_grad(loss_of_each(loss), group, mean=True)
+
+    def step(w, x, weights):
+        compiled.append(group.size)
+        value, gradient = value_and_grad(w, x, weights)
+        return w - 1e-3 * gradient, value
+
+    jitted = jax.jit(step, donate_argnums=0)
+    return lambda w: jitted(w, x, weights)
+
+
+def loss_of_each(loss):
+    return jax.vmap(loss, in_axes=(None, 0))
+
+
+def alone(steps):
+    """The parameters after so many steps, of one process."""
+    w = np.zeros(WIDTH)
+    for _ in range(steps):
+        w = w - 1e-3 * 2 * (data.T @ (data @ w - 1)) / EXAMPLES
+    return w
+
+
+w, step = jax.numpy.zeros(WIDTH), make_step(group)
+steps = 0
+
+
+def train(to):
+    global w, steps
+    while steps < to:
+        dying = victims[steps // EVERY] if steps // EVERY < len(victims) else []
+        if steps % EVERY == EVERY // 2 and board.rank in dying:
+            jax.block_until_ready(w)
+            board.say("is killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        w, _ = step(w)
+        steps += 1
+        board.note(steps)
+
+
+def fails(**arguments):
+    """What `recovered` raises."""
+    try:
+        group.recovered(**arguments)
+    except (ValueError, jaxcoded.CodedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+said = []
+for round_ in range(len(victims)):
+    train((round_ + 1) * EVERY)
+    if way in ("explicit", "few"):
+        said.append(fails())
+        train((round_ + 1) * EVERY + 3)  # the old group goes on
+        group = group.recovered(plan=lambda size: jaxcoded.make_plan(size, fanout=2))
+    elif way == "stopped":
+        late = board.size - 1
+        if board.rank == late:
+            board.wait({0}, 1000)  # until the others have given up
+        said.append(fails(timeout=1.0))
+        board.note(1000)
+        group = group.recovered(timeout=PATIENCE)
+    elif way == "again":
+        if board.rank == board.size - 1:
+            engine.missing = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        said.append(fails())
+        group = group.recovered()
+    elif way == "apart":
+        try:
+            if board.rank == 2:
+                jax.block_until_ready(step(w))
+            else:
+                group.recovered(timeout=2.0)
+        except (jaxcoded.CodedError, jax.errors.JaxRuntimeError) as error:
+            said.append(str(error))
+        board.report(said=said)
+        jaxcoded.effects_barrier()
+        group.close()
+        sys.exit()
+    else:
+        group = group.recovered()
+    assert group.recovered() is group  # nobody has died since
+    assert way == "shared" or group.plan.tolerance(group.plan.root) == 1
+    step = make_step(group)
+train(steps + EVERY)
+w = np.asarray(w)
+error = abs(w - alone(steps)).max() / abs(w).max()
+board.report(
+    digest=hashlib.sha256(w).hexdigest(),
+    error=error,
+    size=group.size,
+    rank=group.rank,
+    said=said,
+    steps=steps,
+    compiled=compiled,
+    heard=heard,
+)
+group.close()
