@@ -573,6 +573,14 @@ def test_what_keeps_ranks_from_going_on_is_an_error_and_no_end(
     assert said.startswith(words)
 
 
+def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
+    job = recover(tmp_path, fault_tolerant, "beyond", "1,2")
+    trained(job, {1, 2}, 5)
+    (said,) = job.of_all("said")
+    assert "DeadlineExceeded: round 11 was not decided within" in said
+    assert "rank 0 waits for ranks 1, 2; it needs 1 of its 2 children" in said
+
+
 def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "again", "3")
     trained(job, {3, 6}, 5)

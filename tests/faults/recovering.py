@@ -2,7 +2,7 @@
 
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
 after each the group is recovered. WAY is "trains", with a code, or "shared", with shared work; or what goes
-wrong once the first are dead:
+wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
 "explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
 not come for a while), "apart" (a rank calls something else), "again" (one more rank, the last,
 dies while the group is made anew).
@@ -16,7 +16,7 @@ import sys
 
 import jax
 import numpy as np
-from harness import EXAMPLES, PATIENCE, Board
+from harness import EXAMPLES, PATIENCE, SLOWNESS, Board
 
 import jaxcoded
 from jaxcoded.transport import engine
@@ -42,6 +42,9 @@ if way == "explicit":
     group = jaxcoded.CodedGroup.from_plan(board.comm, plan)
 elif way == "shared":
     group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)")
+elif way == "beyond":
+    options = jaxcoded.Options(deadline=2.0 * SLOWNESS, on_deadline="raise")
+    group = jaxcoded.CodedGroup(board.comm, fanout=2, options=options)
 else:
     fanout = size - 1 if way == "few" else 2
     stragglers = size - 2 if way == "few" else 1
@@ -67,7 +70,8 @@ def make_step(group):
         value, gradient = value_and_grad(w, x, weights)
         return w - 1e-3 * gradient, value
 
-    jitted = jax.jit(step, donate_argnums=0)
+    # a step that fails takes with it what was donated
+    jitted = jax.jit(step, donate_argnums=() if way == "beyond" else 0)
     return lambda w: jitted(w, x, weights)
 
 
@@ -95,7 +99,10 @@ def train(to):
             jax.block_until_ready(w)
             board.say("is killed")
             os.kill(os.getpid(), signal.SIGKILL)
-        w, _ = step(w)
+        new, _ = step(w)
+        if way == "beyond":
+            jax.block_until_ready(new)
+        w = new
         steps += 1
         board.note(steps)
 
@@ -111,7 +118,13 @@ def fails(**arguments):
 
 said = []
 for round_ in range(len(victims)):
-    train((round_ + 1) * EVERY)
+    try:
+        train((round_ + 1) * EVERY)
+    except jax.errors.JaxRuntimeError as error:
+        if way != "beyond":
+            raise
+        said.append(str(error))
+        jaxcoded.effects_barrier()  # drops it
     if way in ("explicit", "few"):
         said.append(fails())
         train((round_ + 1) * EVERY + 3)  # the old group goes on
