@@ -48,6 +48,29 @@ def parsed(
     return call.func.id, arguments
 
 
+def count(what: str, text: str) -> float:
+    """How many a text such as ``"25M"``, ``"7B"`` (billions) or ``"1e6"`` names.
+
+    Raises:
+        ValueError: it names none.
+
+    Example:
+        >>> from jaxcoded import _parse
+        >>> _parse.count("parameters", "25M")
+        25000000.0
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMBT]?)\s*", text)
+    try:
+        number = float(found[1]) if found else math.nan
+    except ValueError:
+        number = math.nan
+    if found:
+        number *= 1000.0 ** " KMBT".index(found[2].upper() or " ")
+    if not 1 <= number < math.inf:
+        raise ValueError(f"{what} must be a count such as 25M, 7B or 1e6, got {text!r}")
+    return number
+
+
 def number_of_bytes(what: str, text: str) -> float:
     """Bytes that a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"`` names: units with an
     ``i`` are powers of 1024, others of 1000.

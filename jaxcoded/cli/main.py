@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. An error is printed in one line."""
     parser = argparse.ArgumentParser(
         prog="jaxcoded", description="Coded collective operations for JAX over MPI."
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"jaxcoded {importlib.metadata.version('jaxcoded')}",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from jaxcoded import _format, _require
-from jaxcoded._parse import number_of_bytes, number_of_seconds
+from jaxcoded._parse import count, number_of_bytes, number_of_seconds
 from jaxcoded._progress import progress
 from jaxcoded.planner import Estimate, LeftOut, Ranking, best_plans
 from jaxcoded.simulator import Network, stragglers
@@ -22,6 +22,8 @@ _HEADER = (
     *("", "fan-out", "s", "m", "code", "piece", "root", "step", "± error"),
     *("5 … 95 % of steps", "load", "message", "κ"),
 )
+# Not from NumPy, which does not know bfloat16.
+_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _LEGEND = (
     "s: children of each parent that may be late; m: messages are so many times shorter; piece: "
     "bytes in which they move; root: whether it computes too\n"
@@ -34,11 +36,22 @@ _LEGEND = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--ranks", type=int, required=True, help="in the job")
-    parser.add_argument(
+    payload = parser.add_mutually_exclusive_group(required=True)
+    payload.add_argument(
         "--payload",
-        required=True,
         metavar="BYTES",
         help="that are summed in every step, such as 4e6 or 4MB",
+    )
+    payload.add_argument(
+        "--parameters",
+        metavar="COUNT",
+        help="of the model, such as 25M or 7B (billions), whose gradient is summed in every "
+        "step: instead of --payload",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_ITEM_BYTES,
+        help="of the gradient, with --parameters; default float32",
     )
     parser.add_argument(
         "--compute",
@@ -112,10 +125,19 @@ def run(args: argparse.Namespace) -> None:
     reading = 0.0
     if args.reading is not None:
         reading = number_of_seconds("--reading", args.reading)
+    if args.parameters is not None:
+        items = count("--parameters", args.parameters)
+        payload = items * _ITEM_BYTES[args.dtype or "float32"]
+    elif args.dtype is not None:
+        raise ValueError(
+            f"--dtype={args.dtype} goes with --parameters: --payload is in bytes already"
+        )
+    else:
+        payload = number_of_bytes("--payload", args.payload)
     with progress("planning") as tell:
         ranking = best_plans(
             args.ranks,
-            number_of_bytes("--payload", args.payload),
+            payload,
             number_of_seconds("--compute", args.compute),
             Network(
                 latency=args.latency,

@@ -1,6 +1,7 @@
 """The planner's choice against all of its candidates, simulated one by one with other draws."""
 
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import math
@@ -511,6 +512,49 @@ sys.meta_path.insert(0, Missing())
 from jaxcoded.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("25M", 25e6), ("7B", 7e9), ("1e6", 1e6), ("12 k", 12e3), ("1.5T", 1.5e12)],
+)
+def test_counts(text, expected):
+    assert _parse.count("--parameters", text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "25MB", "25Mi", "0.5", "1e400", "1.2.3"]
+)
+def test_no_counts(text):
+    with pytest.raises(ValueError, match="--parameters must be a count such"):
+        _parse.count("--parameters", text)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "payload"), [([], "4MB"), (["--dtype=bfloat16"], "2MB")]
+)
+def test_payload_from_parameters(capsys, dtype, payload):
+    usual = ["plan", "--ranks=5", "--compute=1", "--json"]
+    assert main([*usual, "--parameters=1M", *dtype]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    assert main([*usual, f"--payload={payload}"]) == 0
+    assert counted == json.loads(capsys.readouterr().out)
+
+
+def test_dtype_without_parameters(capsys):
+    assert (
+        main(["plan", "--ranks=5", "--compute=1", "--payload=4MB", "--dtype=float16"])
+        == 2
+    )
+    assert "--dtype=float16 goes with --parameters" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    version = importlib.metadata.version("jaxcoded")
+    assert capsys.readouterr().out == f"jaxcoded {version}\n"
 
 
 def test_as_a_command():
