@@ -65,13 +65,7 @@ void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) 
   }
 }
 
-template <class Ranks>
-std::string listed(const Ranks& ranks) {
-  std::string out;
-  for (const int rank : ranks) out += (out.empty() ? "" : ", ") + std::to_string(rank);
-  return "[" + out + "]";
-}
-
+#ifdef OPEN_MPI
 // Whether MPI has noticed that a rank of the job is dead. It does where it is fault-tolerant.
 bool somebody_died() {
   int dead = 0;
@@ -83,6 +77,14 @@ bool somebody_died() {
   }
 #endif
   return dead > 0;
+}
+#endif
+
+template <class Ranks>
+std::string listed(const Ranks& ranks) {
+  std::string out;
+  for (const int rank : ranks) out += (out.empty() ? "" : ", ") + std::to_string(rank);
+  return "[" + out + "]";
 }
 
 void say(const std::string& words) {
