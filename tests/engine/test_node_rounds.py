@@ -256,6 +256,40 @@ def test_too_many_skip(seed):
             assert named and all(skipped[rank] for rank in named), (end, skipped)
 
 
+@many
+@given(seeds)
+def test_too_many_die(seed):
+    """Whoever is dead, in any tree, and known to be: rounds end on all that live, with the exact sum
+    or, where no sum can be decoded from the others, with an error that names the dead."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng), rng.randint(1, 8)
+    limits = {"on_deadline": getattr(_engine.OnDeadline, rng.choice(["wait", "raise"]))}
+    world = random_world(plan, rounds, rng, limits=limits)
+    share = rng.choice([0.1, 0.3, 0.6])
+    dead = {
+        rank for rank in range(plan.size) if rank != plan.root and rng.random() < share
+    }
+    world.frozen |= dead
+    told = [(rank, above) for rank in dead for above in world.ancestors[rank]]
+    rng.shuffle(told)
+    for rank, above in told:
+        for _ in range(rng.choice([0, 20, 100])):
+            world.step()
+        world.nodes[above].lost(rank)
+    world.settle()
+    fails = plan.missing([rank in dead for rank in range(plan.size)])[plan.root]
+    for round in range(1, rounds + 1):
+        ends = {world.ends[rank].get(round) for rank in set(range(plan.size)) - dead}
+        assert len(ends) == 1, (round, ends, world.describe(plan.root))
+        (end,) = ends
+        assert end is not None, world.describe(plan.root)
+        assert end.outcome == (FAILED if fails else DONE), (end, dead)
+        if fails:
+            assert end.error.startswith(f"TooManyErasures: round {round}: rank "), end
+            named = set(map(int, re.findall(r"rank (\d+), which is dead", end.error)))
+            assert named and named <= dead, (end, dead)
+
+
 # Other calls than the all-reduce.
 
 

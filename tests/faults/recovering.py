@@ -16,7 +16,7 @@ import sys
 
 import jax
 import numpy as np
-from harness import EXAMPLES, PATIENCE, SLOWNESS, Board
+from harness import EXAMPLES, PATIENCE, Board
 
 import jaxcoded
 from jaxcoded.transport import engine
@@ -42,9 +42,6 @@ if way == "explicit":
     group = jaxcoded.CodedGroup.from_plan(board.comm, plan)
 elif way == "shared":
     group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)")
-elif way == "beyond":
-    options = jaxcoded.Options(deadline=2.0 * SLOWNESS, on_deadline="raise")
-    group = jaxcoded.CodedGroup(board.comm, fanout=2, options=options)
 else:
     fanout = size - 1 if way == "few" else 2
     stragglers = size - 2 if way == "few" else 1

@@ -268,7 +268,7 @@ class Node {
   void offer();
   bool begin_offer();
   void send_offer(const Message& message);
-  bool too_many_skip(std::uint32_t piece);
+  bool too_few_left(std::uint32_t piece);
   void go_without_sum();
   void fail(const std::string& text);
   void watch_for_stalls();

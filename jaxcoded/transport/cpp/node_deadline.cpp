@@ -116,7 +116,7 @@ void Node::ask_whether_it_is_there(Child& child) {
 // Whether nobody who lacks would come before the deadline.
 bool Node::only_silent_lack() {
   if (limits_.on_deadline != OnDeadline::approximate || up_.all_decoded()) return false;
-  const bool in_vain = too_many_skip(up_.decoded.pieces);
+  const bool in_vain = too_few_left(up_.decoded.pieces);
   bool some = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (children_[i].retired || !lacks(i)) continue;

@@ -54,7 +54,7 @@ std::optional<bool> Node::delegate() {
   const auto decoding = own_ready(last) ? choose(last) : nullptr;
   if (!may_delegate()) return {};
   if (!decoding) {
-    up_.whole = gives_up() || too_many_skip(last);
+    up_.whole = gives_up() || too_few_left(last);
     if (up_.whole) return {};
     return false;
   }

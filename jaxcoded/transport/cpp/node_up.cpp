@@ -90,10 +90,12 @@ std::vector<bool> Node::may_come(std::uint32_t piece) const {
   return out;
 }
 
-// Whether this piece cannot be decoded, whoever comes yet, since children have nothing to contribute.
-bool Node::too_many_skip(std::uint32_t piece) {
+// Whether this piece cannot be decoded, whoever comes yet, since children are dead or have nothing to
+// contribute.
+bool Node::too_few_left(std::uint32_t piece) {
   if (up_.call.shared) return false;
-  if (std::ranges::none_of(children_, [&](const Child& child) { return skips(child); })) return false;
+  const auto lacks = [&](const Child& child) { return child.dead || skips(child); };
+  if (std::ranges::none_of(children_, lacks)) return false;
   const std::vector<bool> possible = may_come(piece);
   std::vector<std::size_t> rows;
   for (std::size_t row : rows_in_order()) {
@@ -103,26 +105,31 @@ bool Node::too_many_skip(std::uint32_t piece) {
   return !sums_blocks() && !decoder_.decode(rows, possible);
 }
 
+constexpr const char* is_dead = ", which is dead";
+
 // Then there is no sum here: this rank's message is left out like theirs.
 void Node::go_without_sum() {
   std::string lacks;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
-    if (!skips(child) || up_.call.leaves_out(i)) continue;
+    if (!(child.dead || skips(child)) || up_.call.leaves_out(i)) continue;
+    const std::string who = "rank " + std::to_string(child.rank);
     lacks += (lacks.empty() ? "" : ", ") +
-             (child.offer.why.empty() ? "rank " + std::to_string(child.rank) : child.offer.why);
+             (child.dead ? who + is_dead : child.offer.why.empty() ? who : child.offer.why);
   }
   const std::string mine = "rank " + std::to_string(family_.rank);
   if (root()) {
     const auto& tensor = decoder_.tensor();
+    const bool dead = lacks.find(is_dead) != std::string::npos;
     return decide_error(
-        "TooManyErasures: round " + std::to_string(next_) + ": " + mine +
-        " cannot rebuild its sum, as these called with skip=True: " + lacks +
+        "TooManyErasures: round " + std::to_string(next_) + ": " + mine + " cannot rebuild its sum, as " +
+        (dead ? "it lacks " : "these called with skip=True: ") + lacks +
         (sums_blocks() ? "; but they have computed blocks of the batch: repeat the step"
                        : "; any " + std::to_string(tensor.stragglers) + " of its " +
-                             std::to_string(tensor.children()) +
-                             " children may skip: skip only where group.lag is not 0, or make the "
-                             "group with more stragglers"));
+                             std::to_string(tensor.children()) + " children may " +
+                             (dead ? "be missing: go on with group.recovered()"
+                                   : "skip: skip only where group.lag is not 0, or make the group with "
+                                     "more stragglers")));
   }
   withdraw(Object::What::message, next_ + 1);
   up_.call.skipped = true;
@@ -244,7 +251,7 @@ bool Node::gather() {
     if (!decoding) {
       const bool approximates = limits_.on_deadline == OnDeadline::approximate &&
                                 !(sums_blocks() || decoder_.checked());
-      if (!approximates && too_many_skip(up_.decoded.pieces)) {
+      if (!approximates && too_few_left(up_.decoded.pieces)) {
         go_without_sum();
         return false;
       }
