@@ -24,6 +24,7 @@ MESSAGE, RESULT, STATE, SECTION = range(4)
 PENDING, DONE, FAILED, DESYNCHRONIZED = range(4)
 # as `Kind` in message.h
 OFFER, WANT, WANT_STATE, ALERT, BYE, RESULTS, NOTE, GONE, STATES, SIGNATURE = range(10)
+DELEGATE, FORMED = 16, 17
 INLINED, FAILURE = 1, 2
 NEWS = 2  # see `World.sweep`
 HEADER = struct.Struct("<BBxxIIxxxxQQQQQ")
@@ -852,6 +853,7 @@ def random_world(plan, rounds, rng, *, script=None, limits=None, **more):
         "piece_bytes": rng.choice([8, 8, 16, 24, 64, 1 << 18]),
         "announced_bytes": rng.choice([8, 32, 64, 1 << 20]),
         "sections_from": rng.choice([0, 1, 1, 64]),
+        "stuck_seconds": rng.choice([float("inf"), 0.05]),
         "section_pieces": rng.choice([0, 0, 3, 10]),
         "least_piece_bytes": 8,
     }

@@ -60,6 +60,8 @@ class Approximate(Call):
 @many
 # where a set with stopped children was chosen again and again
 @example(2804007454)
+# where one that had been stopped was never asked for again
+@example(275)
 @given(st.integers(0, 2**32 - 1))
 def test_one_set_of_children_for_all_of_a_sum(seed):
     rng = random.Random(seed)

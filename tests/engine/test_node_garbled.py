@@ -13,14 +13,17 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 from simulation import (
     ALERT,
     BYE,
+    DELEGATE,
     DONE,
     FAILED,
     FAILURE,
+    FORMED,
     HEADER,
     INLINED,
     OFFER,
     PENDING,
     RESULTS,
+    SIGNATURE,
     STATES,
     Call,
     Header,
@@ -240,6 +243,160 @@ def test_a_snapshot_that_cannot_be(damage):
         assert UNREADABLE.format(1, 0) in world.ends[rank][1].error
 
 
+def sections(message):
+    """Of a plan of sections: its numbers as a list, how many sections and ranks, and its terms."""
+    numbers = np.frombuffer(message[HEADER.size :], np.uint64).tolist()
+    return numbers, numbers[0], numbers[1], numbers[2]
+
+
+def _with_numbers(message, numbers):
+    return message[: HEADER.size] + np.array(numbers, np.uint64).tobytes()
+
+
+def same_version(message):
+    """All sections have one version."""
+    numbers, count, _, _ = sections(message)
+    for i in range(count):
+        numbers[6 + 2 * i] = numbers[6 + 2 * i] >> 32 << 32 | 7
+    return _with_numbers(message, numbers)
+
+
+def no_such_maker(message):
+    """They are formed by a rank that there is not."""
+    numbers, count, _, _ = sections(message)
+    for i in range(count):
+        numbers[6 + 2 * i] = 2**40 | numbers[6 + 2 * i] % 2**32
+    return _with_numbers(message, numbers)
+
+
+def other_makers(message):
+    """They are formed by the root."""
+    numbers, count, _, _ = sections(message)
+    for i in range(count):
+        numbers[6 + 2 * i] %= 2**32
+    return _with_numbers(message, numbers)
+
+
+def no_such_member(message):
+    """A rank that there is not is told of them."""
+    numbers, count, _, _ = sections(message)
+    numbers[5 + 2 * count] = 99
+    return _with_numbers(message, numbers)
+
+
+def no_such_term(message):
+    """They are formed from what such a rank has."""
+    numbers, count, members, _ = sections(message)
+    numbers[5 + 2 * count + members] = 99
+    return _with_numbers(message, numbers)
+
+
+def longer_body(message):
+    """With 8 more bytes."""
+    return message + bytes(8)
+
+
+def shifted(message):
+    """As if another section had been formed."""
+    fields = list(HEADER.unpack_from(message))
+    fields[5] = (fields[5] + 1) % 3
+    return HEADER.pack(*fields) + message[HEADER.size :]
+
+
+@pytest.mark.parametrize("inlined", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        (DELEGATE, cut),
+        (DELEGATE, longer_body),
+        (DELEGATE, same_version),
+        (DELEGATE, no_such_maker),
+        (DELEGATE, other_makers),
+        (DELEGATE, no_such_member),
+        (DELEGATE, no_such_term),
+        (FORMED, cut),
+        (FORMED, longer_body),
+        (FORMED, shifted),
+        (FORMED, more),
+        (FORMED, longer_table),
+    ],
+)
+def test_of_sections(kind, damage, inlined):
+    """One round fails on all ranks, or the word is of no use, and all other sums are right."""
+    plan = make_plan(3, fanout=2, stragglers=0)
+    script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
+    world = Garbling(
+        plan,
+        script,
+        random.Random(0),
+        hosts=[0, 1, 2],
+        limits={"piece_bytes": 64, "announced_bytes": 128, "sections_from": 1},
+    )
+    world.inline[1, 2] = 1 << 20 if inlined else 0
+    seen = []
+
+    def garble(on, message):
+        head = Header(message)
+        link = (0, 2) if kind == DELEGATE else (1, 2)
+        if seen or (on, head.kind, head.round) != (link, kind, 3):
+            return message
+        if kind == DELEGATE and not sections(message)[-1]:
+            return message  # it forms nothing
+        if damage is longer_table and head.flags & INLINED:
+            return message  # it has none
+        seen.append(message)
+        return damage(message)
+
+    world.garble = garble
+    world.settle()
+    if damage is longer_table and inlined:
+        return
+    assert seen
+    outcomes = {
+        r: {world.ends[rank][r] for rank in range(3)} for r in range(1, ROUNDS + 1)
+    }
+    assert all(len(ends) == 1 for ends in outcomes.values()), outcomes
+    failed = {r: ends.pop().error for r, ends in outcomes.items()}
+    failed = {r: error for r, error in failed.items() if error}
+    if damage is not shifted or failed:
+        ((round, error),) = failed.items()
+        assert round in (3, 4)
+        assert UNREADABLE.format(2, 0 if kind == DELEGATE else 1) in error
+
+
+@pytest.mark.parametrize("forger", [1, 0])
+def test_only_who_forms_a_section_says_so(forger):
+    """A word of another rank is an error; of the root, through which it may come, it is believed."""
+    plan = make_plan(4, fanout=3, stragglers=0)
+    script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
+    world = Garbling(
+        plan,
+        script,
+        random.Random(0),
+        hosts=range(4),
+        limits={"piece_bytes": 64, "announced_bytes": 128, "sections_from": 1},
+    )
+    seen = []
+
+    def garble(on, message):
+        head = Header(message)
+        if (on, head.kind, head.round) == ((3, 2), FORMED, 3) and not seen:
+            seen.append(message)
+            world.nodes[2].deliver(forger, message)
+        return message
+
+    world.garble = garble
+    world.settle()
+    assert seen
+    for rank in range(4):
+        errors = [world.ends[rank][r].error for r in range(1, ROUNDS + 1)]
+        if forger:
+            (error,) = filter(None, errors)
+            assert UNREADABLE.format(2, 1) in error
+        else:
+            assert not any(errors)
+
+
 @many
 @given(seeds)
 def test_messages_that_are_cut_anywhere(seed):
@@ -255,7 +412,7 @@ def test_messages_that_are_cut_anywhere(seed):
         # vectors and texts may be cut where nobody can see it
         if rng.random() > share or head.flags & (INLINED | FAILURE):
             return message
-        if head.kind in (ALERT, BYE) or head.kind > STATES:
+        if head.kind in (ALERT, BYE, SIGNATURE):
             return message
         return message[: rng.randint(HEADER.size, len(message))]
 

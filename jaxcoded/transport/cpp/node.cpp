@@ -323,6 +323,8 @@ void Node::understand(Rank from, const Message& message) {
       child->behind.answered = now;
       child->behind.in_program = !(head.flags & calls);
       child->behind.next = head.last;
+      if (head.last) child->told = std::max(child->told, head.last - !(head.flags & calls));
+      child->behind.called = child->called();  // it is no news
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);
@@ -422,8 +424,9 @@ std::string Node::status() const {
 
 std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_t piece) const {
   if (object.what == Object::What::message) {
+    if (!calling() || object.round != next_ || piece >= up_.outgoing.size()) return std::nullopt;
     const bool offered = root() ? adds_own() && own_ready(piece) : up_.offering && piece < up_.offered;
-    if (!calling() || object.round != next_ || !offered) return std::nullopt;
+    if (!offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;
     const Piece& it = up_.outgoing[piece];
     if (root()) {

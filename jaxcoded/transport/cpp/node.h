@@ -217,6 +217,7 @@ class Node {
     Round overdue_round = 0;  // in which it waits after its deadline,
     std::string overdue = {};  // and for whom
     Round done = 1;
+    Round told = 0;  // a round that it has called, as it says
     bool dead = false;
     bool retired = false;  // makes no more offers
     bool left = false;     // nor does anybody below it need anything
@@ -230,7 +231,7 @@ class Node {
       bool said = false;  // it is told
     };
     Behind behind = {};
-    Round called() const { return std::max(offer.round, done - 1); }
+    Round called() const { return std::max({offer.round, done - 1, told}); }
   };
   // A result that a rank above has.
   struct Announcement {
@@ -329,6 +330,8 @@ class Node {
   Entry* begin_entry();
   bool from_afar() const;
   const std::byte* piece_of_section(std::size_t index, std::uint32_t piece) const;
+  bool is_sibling(Rank rank) const;
+  bool has_begun(const Section& section) const;
   void begin_forming(const SectionPlan& plan, std::size_t job);
   void end_sections();
   bool form();

@@ -90,6 +90,7 @@ void Node::read_announcement(Announcement& news, const Message& message) const {
   }
   const Entry* begun = history_.find(head.round);
   if (begun && begun->layout.segments() != news.segments) throw Damaged();
+  if (sections_.round == head.round && sections_.layout.segments() != news.segments) throw Damaged();
   const Layout fresh = begun ? Layout() : laid_out(news.segments);
   const Layout& layout = begun ? begun->layout : fresh;
   const std::size_t start = table.size() * sizeof table[0];

@@ -236,6 +236,9 @@ bool Node::oversee() {
 bool Node::mend_sections() {
   Delegated& it = *up_.delegated;
   const double now = wire_.now();
+  for (const Child& child : children_) {
+    if (!child.asked) up_.stalled.erase(child.rank);  // it has answered since
+  }
   std::vector<Section> sections;
   bool changed = false;
   for (std::size_t i = 0; i < sections_.all.size(); ++i) {
@@ -323,11 +326,24 @@ void Node::on_delegate(Rank from, const Message& message) {
   if (head.fingerprint != up_.call.fingerprint) return;  // it is told so otherwise
   const Entry* entry = history_.find(next_);
   if (entry && (entry->failed || !entry->buffer || entry->ready)) return;
-  const Layout layout = laid_out(up_.call.total);
-  const SectionPlan plan = SectionPlan::from(message, layout.size(), up_.call.total.size());
-  if (!plan.terms.empty() && head.ready >= plan.sections.size()) throw Damaged();
+  const std::vector<Segment>& total = up_.call.total;
+  const auto known = announced_.find(next_);
+  if (entry && entry->layout.segments() != total) throw Damaged();
+  if (known != announced_.end() && !known->second.failed && known->second.segments != total) {
+    throw Damaged();
+  }
+  const SectionPlan plan =
+      SectionPlan::from(message, laid_out(total).size(), total.size(), [&](Rank rank) {
+        return rank == family_.rank || rank == from || is_sibling(rank);
+      });
+  const bool mine = !plan.terms.empty();
+  if (mine) {
+    if (head.ready >= plan.sections.size()) throw Damaged();
+    if (plan.sections[head.ready].maker != family_.rank) throw Damaged();
+    if (plan.adds_root && plan.terms.front().rank != from) throw Damaged();
+  }
   learn_sections(plan);
-  if (!plan.terms.empty()) begin_forming(plan, head.ready);
+  if (mine && !has_begun(plan.sections[head.ready])) begin_forming(plan, head.ready);
   for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
 }
 
@@ -385,6 +401,14 @@ Entry* Node::begin_entry() {
   }
   entry->here.resize(entry->layout.size());
   return entry;
+}
+
+bool Node::is_sibling(Rank rank) const {
+  return std::ranges::find(family_.siblings, rank) != family_.siblings.end();
+}
+
+bool Node::has_begun(const Section& section) const {
+  return formed_.round == next_ && formed_.find(section.version);
 }
 
 void Node::begin_forming(const SectionPlan& plan, std::size_t job) {
@@ -590,15 +614,21 @@ void Node::tell_formed(Rank to, std::size_t index) {
 void Node::on_formed(Rank from, const Message& message) {
   const Header& head = message.header;
   if (!calling() || head.round != next_ || frontier_ != next_) return;
+  const bool relayed = !root() && from == family_.ancestors.back();
   const bool known = sections_.round == next_ && head.last < sections_.all.size();
   if (!known || head.fingerprint > sections_.all[head.last].section.version) {
-    if (!root() && early_.size() < most_early) early_.emplace_back(from, message);
+    if (root() || !(relayed || is_sibling(from))) return;
+    std::erase_if(early_, [&](const auto& it) {  // it says more
+      return it.first == from && it.second.header.last == head.last;
+    });
+    if (early_.size() < most_early) early_.emplace_back(from, message);
     return;
   }
   Sections::Known& it = sections_.all[head.last];
   if (head.fingerprint != it.section.version) return;
+  if (from != it.section.maker && !relayed) throw Damaged();
   if (head.flags & failed) {
-    if (root() && it.section.maker == from) {
+    if (root()) {
       it.gone = true;
       lose_term(static_cast<Rank>(head.ready));
     }
@@ -607,18 +637,23 @@ void Node::on_formed(Rank from, const Message& message) {
   if (head.ready < it.section.first || head.ready > it.section.last) throw Damaged();
   if (head.ready <= it.formed) return;
   if (head.flags & inlined) {
-    Entry& entry = *begin_entry();
     std::size_t at = 0;
+    for (std::uint32_t p = it.section.first; p < head.ready; ++p) at += sections_.layout[p].bytes;
+    if (at != message.body.size()) throw Damaged();
+    Entry& entry = *begin_entry();
+    at = 0;
     for (std::uint32_t p = it.section.first; p < head.ready; ++p) {
       const Piece& piece = entry.layout[p];
-      if (at + piece.bytes > message.body.size()) throw Damaged();
       std::memcpy(entry.at[piece.segment] + piece.offset, message.body.data() + at, piece.bytes);
       at += piece.bytes;
       entry.here[p] = true;
     }
     formed(head.last, head.ready, {});
   } else {
-    if (head.segments != sections_.layout.segments().size()) throw Damaged();
+    const std::size_t segments = sections_.layout.segments().size();
+    if (head.segments != segments || message.body.size() != segments * sizeof(std::uint64_t)) {
+      throw Damaged();
+    }
     formed(head.last, head.ready, message.values<std::uint64_t>(0, head.segments));
   }
 }

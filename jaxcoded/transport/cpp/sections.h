@@ -8,6 +8,7 @@
 #include <bit>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <utility>
@@ -65,8 +66,10 @@ struct SectionPlan {
     }
   }
 
-  // For a sum of so many pieces and segments.
-  static SectionPlan from(const Message& message, std::uint32_t pieces, std::size_t segments) {
+  // For a sum of so many pieces and segments, among the ranks that are of the family.
+  template <class Member>
+  static SectionPlan from(const Message& message, std::uint32_t pieces, std::size_t segments,
+                          Member is_member) {
     const auto all = message.all<std::uint64_t>();
     std::size_t at = 0;
     const auto next = [&] {
@@ -78,22 +81,29 @@ struct SectionPlan {
     out.adds_root = next() != 0;
     if (std::max({sections, members, terms}) > all.size()) throw Damaged();
     if (terms && addresses != segments) throw Damaged();
+    const auto rank = [&](std::uint64_t number) {
+      const auto it = static_cast<Rank>(number);
+      if (number > std::numeric_limits<std::uint32_t>::max() || !is_member(it)) throw Damaged();
+      return it;
+    };
     std::uint32_t end = 0;
     for (std::uint64_t i = 0; i < sections; ++i) {
       const std::uint64_t range = next(), whose = next();
       const Section section{.first = static_cast<std::uint32_t>(range >> 32),
                             .last = static_cast<std::uint32_t>(range),
-                            .maker = static_cast<Rank>(whose >> 32),
+                            .maker = rank(whose >> 32),
                             .version = static_cast<std::uint32_t>(whose)};
-      if (section.first != end || section.last < end || !section.version) throw Damaged();
+      const bool known = std::ranges::any_of(
+          out.sections, [&](const Section& it) { return it.version == section.version; });
+      if (section.first != end || section.last < end || !section.version || known) throw Damaged();
       end = section.last;
       out.sections.push_back(section);
     }
     if (sections && end != pieces) throw Damaged();
-    for (std::uint64_t i = 0; i < members; ++i) out.members.push_back(static_cast<Rank>(next()));
+    for (std::uint64_t i = 0; i < members; ++i) out.members.push_back(rank(next()));
     for (std::uint64_t i = 0; i < terms; ++i) {
       Term& term = out.terms.emplace_back();
-      term.rank = static_cast<Rank>(next());
+      term.rank = rank(next());
       term.coefficient = std::bit_cast<double>(next());
       term.version = next();
       for (std::uint64_t s = 0; s < addresses; ++s) term.addresses.push_back(next());
