@@ -11,6 +11,8 @@ RANKS ?= 13
 # More than cores: many tests wait.
 WORKERS ?= 3
 MINUTES ?= 10
+# Schedules of faults; default: as many as there is time for.
+SEEDS ?=
 # The tests compile in haste (tests/compiled.py), unless XLA is told how.
 as_users := --xla_cpu_multi_thread_eigen=false
 # What may depend on the MPI: messages, launching, and the end of processes.
@@ -20,7 +22,7 @@ mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
 mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-mpich smoke test-asan test-tsan fuzz lint format doctest clean
+.PHONY: help setup demo check test test-all test-mpich smoke test-asan test-tsan fuzz chaos lint format doctest clean
 
 help:
 	@echo 'make demo     run the main job (examples/digits.py on $(RANKS) ranks)'
@@ -32,6 +34,7 @@ help:
 	@echo 'make test-asan   the tests of the engine under the sanitizers of addresses and behavior'
 	@echo 'make test-tsan   the same under the sanitizer of threads'
 	@echo 'make fuzz     random schedules of the engine for MINUTES=$(MINUTES)'
+	@echo 'make chaos    random schedules of faults on processes, SEEDS=500 of them or for MINUTES=$(MINUTES)'
 	@echo 'make lint     ruff (linter and formatter) and mypy'
 	@echo 'make format   let ruff format the sources'
 	@echo 'make doctest  run the examples in the docstrings, README.md and docs'
@@ -87,6 +90,9 @@ test-tsan: setup
 
 fuzz: setup
 	$(python) tests/engine/fuzz.py --minutes $(MINUTES) $(ARGS)
+
+chaos: setup
+	$(python) tests/chaos/chaos.py $(if $(SEEDS),--seeds $(SEEDS),--minutes $(MINUTES)) $(ARGS)
 
 lint: setup
 	$(python) -m ruff check .

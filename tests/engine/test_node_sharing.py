@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 import struct
 
 import numpy as np
@@ -459,6 +460,9 @@ def test_blocks_that_nobody_holds():
     for rank in (0, 3):
         end = its.ends[rank][1]
         assert "nobody who is left holds" in end.error, end
+        named = set(map(int, re.findall(r"rank (\d+), which is dead", end.error)))
+        assert named == {1, 2}, end
+        assert "go on with group.recovered()" in end.error
     assert its.nodes[0].outcome() != PENDING
 
 

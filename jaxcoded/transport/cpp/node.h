@@ -50,6 +50,9 @@ struct Work {
 
 enum class Outcome { pending, done, failed, desynchronized };
 
+// What an error says of such a rank.
+inline constexpr const char* is_dead = ", which is dead";
+
 struct Family {
   Rank rank = 0;
   std::vector<Rank> ancestors = {};    // the parent first, the root last; empty at the root

@@ -222,11 +222,18 @@ bool Node::deal() {
     }
   }
   if (const std::vector<Block> orphans = ledger_->orphans(); !orphans.empty()) {
+    std::string dead;
+    for (const Child& child : children_) {
+      if (child.dead) dead += ", rank " + std::to_string(child.rank) + is_dead;
+    }
     decide_error("CodedError: round " + std::to_string(next_) + ": nobody who is left " +
                  (replayed_ ? "may compute" : "holds") + " the " + std::to_string(orphans.size()) +
-                 " blocks from " + std::to_string(orphans.front()) + " on: " +
+                 " blocks from " + std::to_string(orphans.front()) + " on" +
+                 (dead.empty() ? "" : "; it lacks" + dead.substr(1)) + ": " +
                  (replayed_ ? "replay= needs every rank that computed in the recorded round"
-                            : "give each to more ranks with replicas="));
+                            : dead.empty() ? "give each to more ranks with replicas="
+                                           : "go on with group.recovered(), or give each to more "
+                                             "ranks with replicas="));
     return false;
   }
   return ledger_->settled();

@@ -105,8 +105,6 @@ bool Node::too_few_left(std::uint32_t piece) {
   return !sums_blocks() && !decoder_.decode(rows, possible);
 }
 
-constexpr const char* is_dead = ", which is dead";
-
 // Then there is no sum here: this rank's message is left out like theirs.
 void Node::go_without_sum() {
   std::string lacks;

@@ -1,0 +1,41 @@
+"""What ranks tell their conductor without MPI: a file that all have in their memory."""
+
+import pathlib
+
+import numpy as np
+
+ROW = np.dtype(
+    [
+        ("pid", np.int64),
+        (
+            "schedule",
+            np.int64,
+        ),  # it plays this one of the job, from 1; 0 before and after
+        ("steps", np.int64),  # that it has done in it
+        (
+            "progress",
+            np.float64,
+        ),  # when it last came on; on the clock of `time.monotonic`
+        ("wake", np.float64),  # it stops itself, and is to go on then
+        ("kill", np.float64),  # it hangs, and is to be killed then
+        ("failed", np.int64),  # it has found something wrong
+        ("done", np.int64),  # it has come to its end
+    ]
+)
+
+
+class Board:
+    """
+    Args:
+        path: of the file, which the conductor makes.
+        ranks: of the job.
+
+    Attributes:
+        rows: one for each rank, which it alone writes, but for "wake" and "kill", that the
+            conductor takes back.
+    """
+
+    def __init__(self, path: pathlib.Path, ranks: int) -> None:
+        if not path.exists():
+            path.write_bytes(bytes(ranks * ROW.itemsize))
+        self.rows = np.memmap(path, ROW, "r+")

@@ -1,0 +1,344 @@
+"""Schedules of faults on real processes, under Open MPI's fault-tolerant MPI.
+
+    make chaos SEEDS=500                                  so many schedules, seeds drawn
+    make chaos MINUTES=10                                 as many as there is time for
+    python tests/chaos/chaos.py --seeds 20 --first 1000   those of seeds 1000 to 1019
+    python tests/chaos/chaos.py --replay 1003 --ranks 9   one schedule again, alone
+
+A job plays one schedule after the other on the ranks that are left. This is its conductor: it lets
+ranks go on that stop themselves, kills those that hang by their schedule, looks for hangs, and in
+the end compares what the ranks have left and looks for what nobody has put away.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import pickle
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import compiled
+import launch
+from board import Board
+from schedule import FEWEST, Schedule, schedule
+
+MOST, OF_A_JOB = 13, 16  # ranks; schedules
+LOOK = 0.02  # seconds between two looks at the board
+# Seconds of an idle machine:
+HANGS = 30.0  # nothing has come on for so long
+STARTS = 60.0  # a job
+ENDS = 20.0  # processes after the last schedule
+ASKED = 1.0  # ranks that are asked where they are
+LINES = 60  # of what ranks have said
+
+
+@dataclasses.dataclass(eq=False)
+class Finding(Exception):
+    """Something that must not be.
+
+    Attributes:
+        what: in words.
+        schedule: in which it was found, if it was in one.
+        said: by the ranks.
+    """
+
+    what: str
+    schedule: Schedule | None
+    said: str = ""
+
+    def __str__(self) -> str:
+        if self.schedule is None:
+            return f"{self.what}\n{self.said}"
+        return (
+            f"{self.what}\n{self.schedule}\n{self.said}\nTo run it again:\n    "
+            f"{sys.executable} tests/chaos/chaos.py --replay {self.schedule.seed} "
+            f"--ranks {self.schedule.ranks}"
+        )
+
+
+def arranged(seeds: list[int], ranks: int) -> list[Schedule]:
+    """The schedules that a job of so many ranks plays of these seeds."""
+    out: list[Schedule] = []
+    for seed in seeds[:OF_A_JOB]:
+        if ranks < FEWEST:
+            break
+        out.append(schedule(seed, ranks))
+        ranks = out[-1].survivors
+    return out
+
+
+class Job:
+    """Ranks that play schedules.
+
+    Args:
+        schedules: one after the other.
+    """
+
+    def __init__(self, schedules: list[Schedule]) -> None:
+        self._schedules = schedules
+        self._ranks = schedules[0].ranks
+        self._slowness = launch.slowness()
+        self._directory = pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
+        self._temporary = self._directory / "tmp"
+        self._temporary.mkdir()
+        self._board = Board(self._directory / "board", self._ranks)
+        self._name = f"JAXCODED_JOB=chaos.{os.getpid()}.{time.time_ns()}"
+        (self._directory / "schedules").write_bytes(pickle.dumps(schedules))
+        self._said = self._directory / "said"
+        self._shared: set[str] = set()  # files of /dev/shm that its ranks have had
+        self.ended_late = False  # the launcher
+
+    def play(self) -> None:
+        """Raises `Finding` for what must not be."""
+        environment = launch.limited(0)
+        del environment["JAXCODED_MPIRUN_TIMEOUT"]  # else others would clean up
+        key, _, value = self._name.partition("=")
+        environment |= {
+            key: value,
+            "TMPDIR": str(self._temporary),
+            "PYTHONPATH": str(launch.ROOT),
+        }
+        command = [launch.ROOT / "scripts" / "mpirun", "--with-ft", "ulfm"]
+        command += ["-n", str(self._ranks), sys.executable, HERE / "play.py"]
+        with self._said.open("wb") as said:
+            job = subprocess.Popen(
+                [*map(str, command), str(self._directory)],
+                stdout=said,
+                stderr=said,
+                env=environment,
+                cwd=launch.ROOT,
+                start_new_session=True,
+            )
+        try:
+            self._watch(job)
+            self._compare()
+            self._look_around()
+        finally:
+            self._end(job)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # While it runs.
+
+    def _watch(self, job: "subprocess.Popen[bytes]") -> None:
+        since = time.monotonic()
+        ends_at = float("inf")
+        while job.poll() is None:
+            time.sleep(LOOK)
+            rows, now = self._board.rows, time.monotonic()
+            if not self._shared and rows["schedule"].any():
+                for pid in rows["pid"].tolist():
+                    self._shared |= _mapped(pid)
+            here = [rank for rank in range(self._ranks) if self._lives(rank)]
+            for rank in here:
+                self._help(rank, now)
+            if rows["failed"].any():
+                self._fail("a rank has found something wrong", here)
+            if rows["pid"].all() and not here:
+                # MPI's launcher is all that is left
+                ends_at = min(ends_at, now + ENDS * self._slowness)
+                if now > ends_at:
+                    self.ended_late = True
+                    return
+                continue
+            last = max(since, rows["progress"][here].max(initial=0.0))
+            started = bool(rows["pid"].all())
+            if now - last > (HANGS if started else STARTS) * self._slowness:
+                self._fail("no rank has come on", here)
+            behind = [
+                rank
+                for rank in here
+                if started
+                and not rows["wake"][rank]
+                and not rows["kill"][rank]
+                and now - max(since, rows["progress"][rank])
+                > 2 * HANGS * self._slowness
+            ]
+            if behind:
+                self._fail(f"ranks {behind} have not come on", here)
+        if job.returncode:
+            self._fail(f"the job has ended with status {job.returncode}", [])
+
+    def _lives(self, rank: int) -> bool:
+        pid = int(self._board.rows["pid"][rank])
+        return bool(pid) and _state(pid) not in ("", "Z", "X")
+
+    def _help(self, rank: int, now: float) -> None:
+        """Let a rank go on that is to, and kill one that is to be killed."""
+        row = self._board.rows[rank]
+        pid = int(row["pid"])
+        with contextlib.suppress(ProcessLookupError):
+            if 0 < row["wake"] <= now and _state(pid) == "T":
+                row["wake"] = 0
+                os.kill(pid, signal.SIGCONT)
+            if 0 < row["kill"] <= now:
+                os.kill(pid, signal.SIGKILL)
+
+    def _fail(self, what: str, here: list[int]) -> None:
+        playing = int(self._board.rows["schedule"].max())
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            for rank in here:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(self._board.rows["pid"][rank]), number)
+        if here:
+            time.sleep(ASKED * self._slowness)
+        lines = self._said.read_text(errors="replace").splitlines()[-LINES:]
+        stacks = (
+            [] if self._board.rows["failed"].any() else self._directory.glob("stacks-*")
+        )
+        for path in sorted(stacks):
+            if text := path.read_text(errors="replace"):
+                lines += [f"--- {path.name}", text]
+        steps = self._board.rows["steps"].tolist()
+        raise Finding(
+            f"{what}; processes live of ranks {here}, which have done the steps {steps}",
+            self._schedules[playing - 1] if playing else None,
+            "\n".join(lines),
+        )
+
+    # Afterwards.
+
+    def _compare(self) -> None:
+        """All ranks that live have the same bits."""
+        left: dict[int, list[dict]] = {}
+        for path in self._directory.glob("rank-*.jsonl"):
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                left.setdefault(row["seed"], []).append(row)
+        for it in self._schedules:
+            rows = left.get(it.seed, [])
+            if len(rows) != it.survivors:
+                raise Finding(
+                    f"{it.survivors} ranks should have come to its end, not {len(rows)}",
+                    it,
+                    self._said.read_text(errors="replace")[-8000:],
+                )
+            if any(row != rows[0] for row in rows):
+                raise Finding(f"ranks differ: {rows}", it)
+
+    def _look_around(self) -> None:
+        """Nothing is left of the job."""
+        until = time.monotonic() + ASKED * self._slowness
+        while (left := self._processes()) and time.monotonic() < until:
+            time.sleep(LOOK)
+        if self.ended_late:
+            return  # its own things
+        if left:
+            raise Finding(f"processes are left: {left}", None)
+        if files := [str(path) for path in self._temporary.rglob("*")]:
+            raise Finding(f"files are left: {files}", None)
+        if shared := sorted(self._shared & set(os.listdir("/dev/shm"))):
+            raise Finding(f"files are left in /dev/shm: {shared}", None)
+
+    def _processes(self) -> list[int]:
+        out = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if self._name.encode() in path.read_bytes().split(b"\0"):
+                    out.append(int(path.parent.name))
+        return out
+
+    def _end(self, job: "subprocess.Popen[bytes]") -> None:
+        for _ in range(3):  # who is ended may be starting others
+            for pid in self._processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
+def _state(pid: int) -> str:
+    """Of a process: one letter, see proc(5); empty if there is none."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+def _mapped(pid: int) -> set[str]:
+    """The files of /dev/shm that a process has in its memory."""
+    try:
+        lines = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {
+        line.rpartition("/dev/shm/")[2].split()[0]
+        for line in lines
+        if "/dev/shm/" in line
+    }
+
+
+def play(seeds: list[int], ranks: int) -> tuple[list[Schedule], bool]:
+    """Play the first of these seeds in a job of so many ranks. Raises `Finding`.
+
+    Returns:
+        The schedules that were played, and whether MPI's launcher did not end.
+    """
+    schedules = arranged(seeds, ranks)
+    job = Job(schedules)
+    job.play()
+    return schedules, job.ended_late
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--seeds", type=int, help="how many; default: as many as can be"
+    )
+    parser.add_argument("--minutes", type=float, help="for how long at most")
+    parser.add_argument("--first", type=int, default=secrets.randbits(24), help="seed")
+    parser.add_argument("--replay", type=int, help="one seed, alone")
+    parser.add_argument(
+        "--ranks", type=int, help=f"of a job; default: {FEWEST + 1} to {MOST}"
+    )
+    parser.add_argument("--go-on", action="store_true", help="after a finding, too")
+    given = parser.parse_args()
+    compiled.make_haste()
+    compiled.share()
+    if given.replay is not None:
+        print(schedule(given.replay, given.ranks or MOST), flush=True)
+        try:
+            play([given.replay], given.ranks or MOST)
+        except Finding as finding:
+            sys.exit(str(finding))
+        return
+    if given.seeds is None and given.minutes is None:
+        parser.error("say how many --seeds, or for how many --minutes")
+    start, findings, late = time.monotonic(), 0, 0
+    seed, end = given.first, given.first + (given.seeds or 1 << 40)
+    while seed < end and (
+        given.minutes is None or time.monotonic() - start < 60 * given.minutes
+    ):
+        ranks = given.ranks or FEWEST + 1 + seed % (MOST - FEWEST)
+        seeds = list(range(seed, min(end, seed + OF_A_JOB)))
+        try:
+            played, ended_late = play(seeds, ranks)
+            late += ended_late
+            seed += len(played)
+        except Finding as finding:
+            findings += 1
+            print(f"\n{finding}\n", flush=True)
+            if not given.go_on:
+                sys.exit(1)
+            seed = finding.schedule.seed + 1 if finding.schedule else seed + OF_A_JOB
+        minutes = (time.monotonic() - start) / 60
+        print(
+            f"{seed - given.first} schedules from seed {given.first} on, {minutes:.1f} minutes, "
+            f"{findings} findings; the launcher of MPI has not ended {late} times",
+            flush=True,
+        )
+    sys.exit(findings > 0)
+
+
+if __name__ == "__main__":
+    main()

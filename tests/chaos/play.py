@@ -1,0 +1,447 @@
+"""The program of the ranks that play schedules of faults: one training, in every way of `schedule`.
+
+``play.py DIRECTORY``: the schedules that lie there, one after the other, each on the ranks that the
+one before has left. `chaos.py` starts it, continues who is stopped, kills who hangs, and compares
+what the ranks leave in the directory. Every step is checked here.
+"""
+
+import ctypes
+import faulthandler
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import threading
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import compiled
+
+compiled.share()
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from board import Board
+from mpi4py import MPI
+from schedule import Fault, Phase, Schedule
+
+import jaxcoded
+from jaxcoded import errors
+
+jax.config.update("jax_enable_x64", True)
+
+EXAMPLES, ROWS = 24, 48  # of a step, and all
+RATE = 0.02
+CLOSE = 1e-9  # of the largest number
+EXACT = 1e-9  # a residual
+TRIES = 20
+SLOWNESS = float(os.environ.get("JAXCODED_SLOWNESS", "1"))
+PATIENCE = 60 * SLOWNESS  # seconds in which all ranks that live must come
+
+(directory,) = map(pathlib.Path, sys.argv[1:])
+world = MPI.COMM_WORLD
+board = Board(directory / "board", world.size)
+mine = board.rows[world.rank]
+faulthandler.register(
+    signal.SIGUSR2,
+    file=(directory / f"stacks-{world.rank}").open("w"),
+)
+mine["pid"] = os.getpid()
+
+
+class Wrong(Exception):
+    """What came is not what must come."""
+
+
+class Training:
+    """The data, and what one process makes of them: a linear fit, whose batch moves on.
+
+    Args:
+        width: numbers of the parameters.
+    """
+
+    def __init__(self, width):
+        random = np.random.default_rng(width)
+        self.x = random.standard_normal((ROWS, width))
+        self.y = random.standard_normal(ROWS)
+        self.rate = RATE / width
+
+    def rows(self, number):
+        """Of the batch of a step."""
+        return (np.arange(EXAMPLES) + 5 * number) % ROWS
+
+    def after(self, w, gradient):
+        return w - self.rate * gradient
+
+    def step(self, w, number):
+        """The parameters after a step, of one process."""
+        rows = self.rows(number)
+        off = self.x[rows] @ w - self.y[rows]
+        return self.after(w, 2 * off @ self.x[rows])
+
+
+class Steps:
+    """How a rank makes its steps in a group.
+
+    Args:
+        keeps: whether a step that fails leaves the parameters as they are, and its errors are
+            raised in it.
+    """
+
+    def __init__(self, of, training, group, keeps):
+        self.way = of.way if of.way != "ahead" or not keeps else "jit"
+        self.ahead = self.way == "ahead"
+        self.exact = of.exact
+        self._training, self._group = training, group
+        self._indices, self._weights = None, None
+        if self.way != "blocks":
+            self._indices, self._weights = group.assignment(EXAMPLES)
+        self._token = jnp.int32(0)
+        self.residual = 0.0
+        if self.way not in ("host", "blocks"):
+            donated = {"donate_argnums": 0} if self.ahead else {}
+            self._jitted = jax.jit(getattr(self, f"_{self.way}_in_jit"), **donated)
+
+    def _local(self, number):
+        rows = self._training.rows(number)[self._indices]
+        return self._training.x[rows], self._training.y[rows]
+
+    def __call__(self, w, number, skip):
+        """The parameters after a step."""
+        if self.way == "host":
+            return self._host(w, number, skip)
+        if self.way == "blocks":
+            return self._blocks(w, number)
+        with errors.translated():
+            out = self._in_jit(w, number, skip)
+            return out if self.ahead else np.asarray(out)
+
+    def _in_jit(self, w, number, skip):
+        local = self._local(number)
+        if self.way == "gradient":
+            out, self._token = self._jitted(w, local, self._weights, self._token)
+        elif self.way == "shared":
+            out = self._jitted(w, local, self._weights)
+        else:
+            out, residual = self._jitted(w, local, np.asarray(self._weights), skip)
+            if not self.exact:
+                self.residual = float(residual)
+        return out
+
+    def drop_the_error(self):
+        """After a step that failed: what is handed on to the next one is of it."""
+        jaxcoded.effects_barrier()
+        self._token = jnp.int32(0)
+
+    def _gradient(self, w, batch, weights):
+        x, y = batch
+        return (weights * 2 * (x @ w - y)) @ x
+
+    def _host(self, w, number, skip):
+        local = self._gradient(w, self._local(number), np.asarray(self._weights))
+        total = jaxcoded.host.coded_allreduce(local, self._group, skip=skip)
+        return self._training.after(w, total)
+
+    def _blocks(self, w, number):
+        total = np.zeros_like(w)
+        rows = self._training.rows(number)
+        with self._group.blocks(EXAMPLES) as blocks:
+            for block in blocks:
+                held = rows[block.indices]
+                total += self._gradient(
+                    w, (self._training.x[held], self._training.y[held]), 1.0
+                )
+        return self._training.after(
+            w, jaxcoded.host.coded_allreduce(total, self._group)
+        )
+
+    def _jit_in_jit(self, w, batch, weights, skip):
+        local = self._gradient(w, batch, weights)
+        if self.exact:
+            total = jaxcoded.coded_allreduce(local, self._group, skip=skip)
+            return self._training.after(w, total), 0.0
+        total, residual = jaxcoded.coded_allreduce(
+            local, self._group, skip=skip, residual=True
+        )
+        return self._training.after(w, total), residual
+
+    _ahead_in_jit = _jit_in_jit
+
+    def _started_in_jit(self, w, batch, weights, skip):
+        halves = jnp.array_split(self._gradient(w, batch, weights), 2)
+        begun = [
+            jaxcoded.coded_allreduce_start(half, self._group, skip=skip)
+            for half in halves
+        ]
+        done = [jaxcoded.coded_allreduce_done(each) for each in reversed(begun)]
+        return self._training.after(w, jnp.concatenate(done[::-1])), 0.0
+
+    def _losses(self, w, batch):
+        x, y = batch
+        return (x @ w - y) ** 2
+
+    def _gradient_in_jit(self, w, batch, weights, token):
+        coded = jaxcoded.coded_value_and_grad(self._losses, self._group)
+        _, gradient, _, token = coded(w, batch, weights, token=token)
+        return self._training.after(w, gradient), token
+
+    def _shared_in_jit(self, w, batch, weights):
+        coded = jaxcoded.coded_value_and_grad(self._losses, self._group)
+        return self._training.after(w, coded(w, batch, weights)[1])
+
+
+class Player:
+    """Plays a schedule.
+
+    Args:
+        of: the schedule.
+        comm: the ranks that live; the schedule numbers them in this order.
+    """
+
+    def __init__(self, of: Schedule, comm) -> None:
+        self._of, self._comm = of, comm
+        self._rank = comm.rank
+        self._training = Training(of.width)
+        self._w = self._right = np.zeros(of.width)
+        self._number = 0  # steps that are done
+        self._failed: list[int] = []
+        self._dying = False
+        self._repeated = 0
+        self._met: set[int] = set()  # steps before which all ranks met
+        self._befallen: set[tuple[Phase, Fault]] = set()
+        options = dict(of.options)
+        if options.get("on_deadline") is not None:
+            options["deadline"] *= SLOWNESS
+        self._group = jaxcoded.CodedGroup(
+            comm, **of.group, transport="engine", options=jaxcoded.Options(**options)
+        )
+
+    def play(self):
+        """The communicator of the ranks that live in the end."""
+        for phase in self._of.phases:
+            if not self._train(phase):
+                self._be_killed()
+            self._recover(phase)
+        bits = hashlib.sha256(np.asarray(self._w).tobytes()).hexdigest()
+        left = {
+            "seed": self._of.seed,
+            "digest": bits,
+            "steps": self._number,
+            "failed": self._failed,
+        }
+        with (directory / f"rank-{world.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(left) + "\n")
+        comm = self._group.comm.Dup()
+        self._group.close()
+        return comm
+
+    # The steps of a phase.
+
+    def _train(self, phase: Phase) -> bool:
+        """Whether this rank is to go on."""
+        steps = Steps(self._of, self._training, self._group, keeps=phase.fails)
+        first, self._met = self._number, set()
+        past = phase.steps + (2 if phase.fails else 0)  # it fails by then
+        while self._number < first + past:
+            step = self._number - first + 1
+            skip = self._befall(phase, step)
+            try:
+                w = steps(self._w, self._number, skip)
+            except jaxcoded.DeadlineExceeded:
+                if self._of.options.get("on_deadline") != "raise":
+                    raise
+                if self._dying:
+                    return False
+                steps.drop_the_error()
+                self._note()
+                continue
+            except jaxcoded.GroupMismatch:
+                if not any(it.kind == "error" for it in phase.faults):
+                    raise
+                self._agree()
+                continue
+            except jaxcoded.CodedError as error:
+                if self._dying:
+                    return False
+                if self._repeats(phase, str(error)):
+                    self._note()
+                    continue
+                self._judge(phase, error)
+                steps.drop_the_error()
+                return True
+            if self._dying:
+                return False
+            self._number += 1
+            self._right = self._training.step(self._right, self._number - 1)
+            self._w = w
+            if not steps.ahead:
+                self._check(steps.residual)
+            self._note()
+        if phase.fails:
+            raise Wrong(f"{past} steps were done, and none of them failed")
+        if steps.ahead:
+            with errors.translated():
+                self._w = np.asarray(self._w)
+            self._check(0.0)
+        return True
+
+    def _check(self, residual):
+        if residual > EXACT:
+            self._right = self._w
+            return
+        off = abs(self._w - self._right).max() / max(abs(self._right).max(), 1e-30)
+        if not off < CLOSE:
+            raise Wrong(
+                f"after step {self._number} the parameters are off by {off:.1e}"
+            )
+        self._right = self._w  # else roundings add up
+
+    def _note(self):
+        mine["steps"] = self._number
+        mine["progress"] = time.monotonic()
+
+    def _repeats(self, phase, text):
+        """Whether a step of blocks on the host is to be repeated: a rank died with what it has
+        computed, or the dead and who was given up for being slow are too many together."""
+        if self._of.way != "blocks":
+            return False
+        too_many = "nobody who is left holds" in text and not phase.fails
+        self._repeated += too_many
+        return "repeat the step" in text or (too_many and self._repeated < TRIES)
+
+    def _judge(self, phase, error):
+        """Whether this error is to come."""
+        text = str(error)
+        if not phase.fails:
+            raise Wrong(f"step {self._number + 1} failed: {text}") from error
+        dead = [phase.living.index(rank) for rank in phase.dead]
+        named = [
+            rank
+            for rank in range(len(phase.living))
+            if f"rank {rank}, which is dead" in text
+        ]
+        if not named or set(named) - set(dead):
+            raise Wrong(
+                f"the dead are ranks {dead} of the group, but: {text}"
+            ) from error
+        self._failed.append(self._number + 1)
+
+    def _agree(self):
+        """After a call that did not match: all go on from the root's state."""
+        for _ in range(TRIES):
+            state = {"number": jnp.int64(self._number), "w": jnp.asarray(self._w)}
+            try:
+                with errors.translated():
+                    state = jax.block_until_ready(
+                        jaxcoded.tree_bcast(state, self._group)
+                    )
+            except jaxcoded.GroupMismatch:
+                jaxcoded.effects_barrier()
+                continue
+            self._number = int(state["number"])
+            self._w = self._right = np.asarray(state["w"])
+            return self._note()
+        raise Wrong(f"calls have not matched {TRIES} times")
+
+    # Faults.
+
+    def _befall(self, phase, step) -> bool:
+        """What is to happen in this step. Whether this rank skips."""
+        skip = False
+        if phase.errs(step) and step not in self._met:
+            self._met.add(step)
+            self._group.comm.Barrier()  # nobody is late, and the others hear of it soon
+        for it in phase.of(self._rank, step):
+            skip |= it.kind == "skip"
+            if (phase, it) in self._befallen:
+                continue
+            self._befallen.add((phase, it))
+            self._dying |= it.kind == "kill"
+            if it.delay:
+                threading.Timer(it.delay, self._happen, [it]).start()
+            else:
+                self._happen(it)
+        return skip
+
+    def _happen(self, it: Fault):
+        say(f"{it}")
+        now = time.monotonic()
+        match it.kind:
+            case "sleep":
+                time.sleep(it.seconds * SLOWNESS)
+            case "stop":
+                mine["wake"] = now + it.seconds
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "loop":
+                mine["kill"] = now + it.seconds
+                while True:
+                    pass
+            case "lock":
+                mine["kill"] = now + it.seconds
+                ctypes.PyDLL(None).sleep(1000)  # unlike `ctypes.CDLL` it keeps the lock
+            case "error":
+                try:
+                    jaxcoded.host.coded_allreduce(np.zeros(3, int), self._group)
+                except TypeError:
+                    return
+                raise Wrong("integers were summed")
+
+    def _be_killed(self):
+        time.sleep(PATIENCE)
+        raise Wrong("this rank was to be killed, and lives")
+
+    # The end of a phase.
+
+    def _recover(self, phase):
+        self._befall(phase, phase.steps + 1)
+        left = len(phase.living) - len(phase.dead)
+        for _ in range(TRIES):
+            mine["progress"] = time.monotonic()
+            try:
+                self._group = self._group.recovered(timeout=PATIENCE)
+            except jaxcoded.CodedError as error:
+                if "one more rank died" not in str(error):
+                    raise
+                say(str(error))
+                continue
+            if self._group.size <= left:
+                break
+            if self._dying:
+                self._be_killed()
+        if self._group.size != left:
+            raise Wrong(f"{left} ranks live, but the group has {self._group.size}")
+        say(f"goes on as rank {self._group.rank} of {left}")
+
+
+def say(text):
+    sys.stderr.write(f"[{time.monotonic():.3f}] {world.rank}: {text}\n")
+    sys.stderr.flush()
+
+
+def main():
+    comm = world
+    schedules = pickle.loads((directory / "schedules").read_bytes())
+    for number, each in enumerate(schedules, 1):
+        mine["schedule"], mine["steps"], mine["progress"] = number, 0, time.monotonic()
+        comm = Player(each, comm).play()
+        if comm.rank == 0:
+            say(f"has played seed {each.seed}")
+    mine["schedule"] = 0
+    mine["done"] = 1
+
+
+try:
+    main()
+except BaseException as error:
+    mine["failed"] = 1
+    say(f"fails: {type(error).__name__}: {error}")
+    time.sleep(
+        PATIENCE
+    )  # until all have been asked where they are, and the job is ended
+    raise

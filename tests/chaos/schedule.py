@@ -1,0 +1,286 @@
+"""Schedules of faults, made from a seed: what befalls which rank at which step of a training, and
+what must come of it.
+
+Pure code: nothing is started here. A schedule says everything that the ranks need to play it
+(`play.py`) and its conductor to judge it (`chaos.py`). Equal seeds and numbers of ranks give equal
+schedules.
+"""
+
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import jaxcoded
+
+FEWEST = 6  # ranks with which a schedule begins
+LEFT = 5  # at least so many live at its end
+MOST_DEAD = 4  # of one schedule
+# A step of these is checked before the next one begins; "ahead" runs ahead of its rounds, and
+# donates its parameters.
+CODED = ("host", "host", "jit", "ahead", "gradient", "started")
+SHARED = ("shared", "blocks")
+SKIPPING = ("host", "jit", "started")
+LAST_ERROR = 3  # steps after one
+WIDTHS = (50, 50, 3000, 3000, 40_000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What befalls a rank.
+
+    Attributes:
+        kind: "sleep"; "stop" (SIGSTOP, and later SIGCONT); "kill" (SIGKILL); "loop" and "lock",
+            endless loops of the program, the latter with Python's lock, in which it is killed
+            later; "skip" (it has nothing to contribute); "error" (wrong arguments, which the
+            program catches).
+        rank: of those with which the schedule begins.
+        step: in which it happens, from 1 in each phase; the one after the last is `recovered`.
+        delay: seconds from the beginning of the step.
+        seconds: how long it lasts, or until it is killed.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    delay: float = 0.0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        delay = f" after {self.delay:.3f} s" if self.delay else ""
+        length = f" for {self.seconds:.2f} s" if self.seconds else ""
+        return f"rank {self.rank}: {self.kind} in step {self.step}{delay}{length}"
+
+
+FATAL = ("kill", "loop", "lock")
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Some steps, after which the ranks that live go on in a group of their own.
+
+    Attributes:
+        steps: how many.
+        living: with which it begins.
+        faults: in the order of their steps.
+        fails: whether more die than the plan can do without: a step fails on all ranks that live,
+            and is done again in the next phase.
+    """
+
+    steps: int
+    living: tuple[int, ...]
+    faults: tuple[Fault, ...]
+    fails: bool
+
+    @functools.cached_property
+    def dead(self) -> tuple[int, ...]:
+        """Who dies in it."""
+        return tuple(sorted(it.rank for it in self.faults if it.kind in FATAL))
+
+    def errs(self, step: int) -> bool:
+        """Whether a rank calls with wrong arguments in a step."""
+        return any((it.kind, it.step) == ("error", step) for it in self.faults)
+
+    def of(self, rank: int, step: int) -> list[Fault]:
+        """What befalls a rank in a step."""
+        return [it for it in self.faults if (it.rank, it.step) == (rank, step)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """
+    Attributes:
+        seed, ranks: of which it was made.
+        way: how the program sums its gradients, one of `CODED` and `SHARED`.
+        width: numbers of a gradient.
+        group: arguments of `CodedGroup`.
+        options: arguments of `Options`; the deadline in seconds of an idle machine.
+        phases: one after the other.
+    """
+
+    seed: int
+    ranks: int
+    way: str
+    width: int
+    group: dict[str, Any]
+    options: dict[str, Any]
+    phases: tuple[Phase, ...]
+
+    @property
+    def survivors(self) -> int:
+        """Ranks that live at its end."""
+        return self.ranks - sum(len(phase.dead) for phase in self.phases)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all sums are those of the whole batch."""
+        return self.options.get("on_deadline") != "approximate"
+
+    def plan(self, size: int) -> jaxcoded.Plan:
+        """That of a group of so many ranks."""
+        return jaxcoded.make_plan(size, **self.group)
+
+    def __str__(self) -> str:
+        lines = [
+            (
+                f"seed {self.seed} on {self.ranks} ranks: {self.way}, {self.width} numbers, "
+                f"{self.group}, {self.options}"
+            )
+        ]
+        for phase in self.phases:
+            end = ", and fails" if phase.fails else ""
+            lines.append(f"  {phase.steps} steps of {len(phase.living)} ranks{end}")
+            lines += [f"    {fault}" for fault in phase.faults]
+        return "\n".join(lines)
+
+
+def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
+    """Whether sums are exact without these ranks of the plan."""
+    if plan.placement is not None:
+        return all(set(holders) - set(missing) for holders in plan.placement.holders)
+    return not plan.unrecoverable([rank in missing for rank in range(plan.size)])
+
+
+def schedule(seed: int, ranks: int) -> Schedule:
+    """The schedule of a seed for so many ranks, at least `FEWEST`."""
+    rng = random.Random(f"{seed} {ranks}")
+    to_die = max(0, min(MOST_DEAD, ranks - LEFT))
+    way, group = _group(rng, ranks, ranks - to_die)
+    options = _options(rng, way)
+    out = Schedule(
+        *(seed, ranks, way, rng.choice(WIDTHS), group, options),
+        phases=(),
+    )
+    living, phases = tuple(range(ranks)), []
+    for _ in range(rng.choice((1, 2, 2, 3))):
+        phase = _phase(rng, out, living, to_die)
+        phases.append(phase)
+        living = tuple(rank for rank in living if rank not in phase.dead)
+        to_die -= len(phase.dead)
+    return dataclasses.replace(out, phases=tuple(phases))
+
+
+def _group(rng: random.Random, most: int, least: int) -> tuple[str, dict[str, Any]]:
+    """How the work is done, and arguments of a group that can have so many ranks."""
+    while True:
+        way = rng.choice(CODED + SHARED)
+        if way in SHARED:
+            replicas, blocks = rng.choice((1, 2, 2, 3)), rng.choice((2, 4, 6))
+            group: dict[str, Any] = {
+                "code": f"shared(replicas={replicas}, blocks={blocks})"
+            }
+        else:
+            group = {
+                "stragglers": rng.choice((1, 1, 2, 3)),
+                "fanout": rng.choice((2, 3, 4, 6, most)),
+                "code": "auto",
+            }
+            if group["fanout"] < 6:  # it takes long to make for many children
+                group["code"] = rng.choice(("auto", "auto", "cyclic_repetition"))
+            if way == "gradient":
+                group["slices"] = rng.choice((1, 1, 2))
+        try:
+            for size in range(least, most + 1):
+                jaxcoded.make_plan(size, **group)
+        except ValueError:
+            continue
+        return way, group
+
+
+def _options(rng: random.Random, way: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "piece_bytes": rng.choice((2048, 65536, None)),
+        "history_bytes": rng.choice((1, 256 << 20)),
+    }
+    action = rng.choice(("wait",) * 6 + ("raise", "approximate"))
+    if action == "wait":
+        options["deadline"] = rng.choice((0.2, 10.0, None))
+    elif action == "raise":
+        options |= {"deadline": 2.0, "on_deadline": "raise"}
+    elif way == "jit":
+        options |= {"deadline": 0.3, "on_deadline": "approximate"}
+    return options
+
+
+def _phase(
+    rng: random.Random, of: Schedule, living: tuple[int, ...], to_die: int
+) -> Phase:
+    plan = of.plan(len(living))
+    steps = rng.randint(4, 20)
+    mood = rng.choice(("calm", "within", "within", "beyond"))
+    dead: list[int] = []  # ranks of the plan
+    if mood != "calm":
+        workers = list(range(1, plan.size))
+        rng.shuffle(workers)
+        if mood == "beyond":  # those first without whom the root lacks a sum
+            workers.sort(key=lambda rank: plan.tree.parents[rank] != plan.root)
+        wanted = rng.randint(1, 3)
+        for rank in workers:
+            if len(dead) == to_die or (mood == "within" and len(dead) == wanted):
+                break
+            if mood == "beyond" and not tolerates(plan, dead):
+                break
+            if mood == "beyond" or tolerates(plan, [*dead, rank]):
+                dead.append(rank)
+    fails = of.exact and not tolerates(plan, dead)
+    faults = []
+    together = rng.randint(2, steps)  # the dead of a step that fails, more or less
+    for rank in dead:
+        kind = rng.choice(("kill",) * 4 + ("loop", "lock"))
+        step = (
+            min(steps, together + rng.randint(0, 1)) if fails else rng.randint(2, steps)
+        )
+        if not fails and kind == "kill" and rng.random() < 0.2:
+            step = steps + 1  # while the others recover
+        faults.append(
+            Fault(
+                *(kind, living[rank], step, _delay(rng) if kind == "kill" else 0.0),
+                rng.uniform(0.1, 1.0) if kind != "kill" else 0.0,
+            )
+        )
+    doomed = {it.rank: it.step for it in faults}
+    roots = of.options.get("on_deadline") != "raise"  # it may be stopped
+    for _ in range(rng.randint(0, 6)):
+        kind = rng.choice(("sleep", "stop"))
+        rank = living[rng.randrange(0 if roots or kind == "sleep" else 1, plan.size)]
+        step = rng.randint(1 if kind == "sleep" else 2, steps)
+        if step >= doomed.get(rank, steps + 1):
+            continue
+        delay = _delay(rng) if kind == "stop" else 0.0
+        faults.append(Fault(kind, rank, step, delay, rng.uniform(0.02, 0.5)))
+    if of.way in SKIPPING and rng.random() < 0.5:
+        faults += _skips(rng, plan, living, dead, doomed, steps)
+    if of.way == "host" and mood == "calm" and of.exact and steps > LAST_ERROR + 1:
+        # the others must hear of it before they call something else than a step
+        rank, step = rng.randrange(1, plan.size), rng.randint(2, steps - LAST_ERROR)
+        if not any(it.rank == living[rank] and it.step <= step for it in faults):
+            faults.append(Fault("error", living[rank], step))
+            faults.append(Fault("sleep", living[0], step + 1, 0.0, 0.3))
+    faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+    return Phase(steps, living, tuple(faults), fails)
+
+
+def _delay(rng: random.Random) -> float:
+    """From the beginning of a step: often in the middle of its round."""
+    return rng.choice((0.0, rng.uniform(0.0, 0.004), rng.uniform(0.0, 0.05)))
+
+
+def _skips(
+    rng: random.Random,
+    plan: jaxcoded.Plan,
+    living: tuple[int, ...],
+    dead: list[int],
+    doomed: dict[int, int],
+    steps: int,
+) -> list[Fault]:
+    """Ranks that have nothing to contribute, as many as the plan can do without beside the dead."""
+    out = []
+    for step in rng.sample(range(1, steps + 1), rng.randint(1, 4)):
+        missing = list(dead)
+        for rank in rng.sample(range(1, plan.size), rng.randint(1, 2)):
+            if tolerates(plan, [*missing, rank]) and step < doomed.get(
+                living[rank], steps + 1
+            ):
+                missing.append(rank)
+                out.append(Fault("skip", living[rank], step))
+    return out

@@ -1,0 +1,103 @@
+"""Schedules of faults are what they say they are."""
+
+import collections
+import itertools
+
+import pytest
+from schedule import CODED, FATAL, FEWEST, LEFT, SHARED, schedule, tolerates
+
+import jaxcoded
+
+SEEDS, SIZES = range(60), (FEWEST, 9, 13)
+
+
+@pytest.fixture(scope="module")
+def schedules():
+    return [schedule(seed, ranks) for seed in SEEDS for ranks in SIZES]
+
+
+def test_equal_seeds_give_equal_schedules(schedules):
+    again = [schedule(seed, ranks) for seed in SEEDS for ranks in SIZES]
+    assert again == schedules
+    assert len(set(map(str, schedules))) == len(schedules)
+
+
+def test_everything_happens(schedules):
+    kinds = collections.Counter(
+        fault.kind for it in schedules for phase in it.phases for fault in phase.faults
+    )
+    assert set(kinds) == {*FATAL, "sleep", "stop", "skip", "error"}
+    assert {it.way for it in schedules} == {*CODED, *SHARED}
+    assert {it.options.get("on_deadline", "wait") for it in schedules} == {
+        *("wait", "raise", "approximate")
+    }
+    phases = [phase for it in schedules for phase in it.phases]
+    assert {phase.fails for phase in phases if phase.dead} == {True, False}
+    assert any(len(phase.dead) > 1 and not phase.fails for phase in phases)
+    assert any(it.step > phase.steps for phase in phases for it in phase.faults)
+
+
+def test_who_lives_and_who_dies(schedules):
+    for it in schedules:
+        living = set(range(it.ranks))
+        for phase in it.phases:
+            assert phase.living == tuple(sorted(living))
+            assert it.plan(len(living)).size == len(living)
+            assert {fault.rank for fault in phase.faults} <= living
+            assert len(set(phase.dead)) == len(phase.dead)
+            assert 0 not in phase.dead
+            for fault in phase.faults:
+                ends = [
+                    f.step
+                    for f in phase.faults
+                    if f.kind in FATAL and f.rank == fault.rank
+                ]
+                assert fault.kind in FATAL or not ends or fault.step < ends[0]
+            living -= set(phase.dead)
+        assert it.survivors == len(living) >= LEFT
+
+
+def test_what_a_schedule_says_that_must_come(schedules):
+    for it in filter(lambda it: it.exact, schedules):
+        for phase in it.phases:
+            plan = it.plan(len(phase.living))
+            for step in range(1, phase.steps + 2):
+                missing = [
+                    phase.living.index(fault.rank)
+                    for fault in phase.faults
+                    if fault.kind in FATAL
+                    or (fault.kind == "skip" and fault.step == step)
+                ]
+                assert phase.fails or tolerates(plan, missing)
+            dead = [phase.living.index(rank) for rank in phase.dead]
+            assert tolerates(plan, dead) != phase.fails
+
+
+def counted(plan, rank, missing):
+    """Whether a rank has its sum, where no parent lacks more than any of its children."""
+    lacks = [
+        c
+        for c in plan.tree.children[rank]
+        if c in missing or not counted(plan, c, missing)
+    ]
+    return len(lacks) <= plan.tolerance(rank)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"fanout": 2}, {"fanout": 3, "stragglers": 2}, {"fanout": 6}]
+)
+def test_what_is_tolerated(arguments):
+    plan = jaxcoded.make_plan(7, **arguments)
+    for missing in itertools.chain(
+        *(itertools.combinations(range(1, 7), n) for n in range(4))
+    ):
+        if counted(plan, 0, missing):
+            assert tolerates(plan, list(missing))
+    assert not tolerates(plan, list(range(1, 7)))
+
+
+def test_what_shared_work_can_do_without():
+    plan = jaxcoded.make_plan(6, code="shared(replicas=2, blocks=4)")
+    for missing in itertools.combinations(range(1, 6), 2):
+        assert tolerates(plan, list(missing))
+    assert not tolerates(plan, [1, 2, 3, 4, 5])
