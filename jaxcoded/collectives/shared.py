@@ -74,6 +74,7 @@ def summed(
     where = np.zeros(len(sizes), np.int32)
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
+    starts = placement.examples(weights.batch_size)[:-1]
     with group.failing(request.name):
         local, aux = like(batch, weights, group, compute)
         packing = Packing.of(local, request.wire_dtype)
@@ -100,7 +101,11 @@ def summed(
         examples = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), batches
         )
-        ones = (jnp.arange(size) < jnp.asarray(sizes)[block]).astype(jnp.float32)
+        # in a smaller last batch of an epoch those at the end of the batch are not there
+        here = jnp.minimum(
+            jnp.asarray(sizes)[block], weights.examples - jnp.asarray(starts)[block]
+        )
+        ones = (jnp.arange(size) < here).astype(jnp.float32)
         sums = jax.lax.cond(
             fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
         )

@@ -85,7 +85,8 @@ def coded_value_and_grad(
         has_aux: whether it returns auxiliary data, a pytree of arrays. They are this
             rank's own, not reduced; zeros where it computed nothing, and, with slices,
             stacked over the chunks.
-        mean: divide loss and gradient by the number of examples in the global batch. They
+        mean: divide loss and gradient by the number of examples in the global batch, of a
+            smaller last batch of ``group.epoch`` by the number of those that are there. They
             are counted by the same code. Where the count is not this number the values
             of some rank's weights have changed, and the sum is as wrong: the round fails
             with ``InconsistentMessages`` on all ranks; with the mpi4jax transport, or
@@ -106,8 +107,8 @@ def coded_value_and_grad(
         A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
         grads)``, or ``((loss, aux), grads)``; with a ``residual`` or a ``token``, a
         `ValueAndGrad` of these and that. ``batch`` is a pytree of this rank's examples, leading
-        axis ``length`` as in ``group.assignment``, and ``weights`` are the `Weights`
-        that came with it, for the same batch size on all ranks. The
+        axis ``length`` as in ``group.assignment`` or ``group.epoch``, and ``weights`` are the
+        `Weights` that came with it, for the same batch size on all ranks. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it: where it gets the very ``grads``, in the
         same ``jit``, that is an error; otherwise they are wrong.
@@ -139,17 +140,19 @@ def coded_value_and_grad(
                 "leave mean out, and divide by it"
             )
 
-    def result(out: CodedSum, aux: Any, examples: tuple[float, float] | None) -> Any:
+    def result(
+        out: CodedSum, aux: Any, weights: Any, examples: tuple[float, float] | None
+    ) -> Any:
         """What the user gets of the sum."""
         total = out.total
         loss, grads = total["loss"], total["grads"]
         if mean:
             count = total["count"]
             if group.approximate:  # of nothing that came the mean is 0, as the sum
-                count = jnp.where(count == 0, 1, count)
+                count = jnp.where(count == 0, 1, count / _counts_for(weights, count))
             else:
                 assert examples is not None
-                count = _checked_count(count, examples)
+                count = _checked_count(count, examples, weights.examples)
             loss, grads = divided((loss, grads), count)
         reduced.note(grads, group.index)
         value = (loss, aux) if has_aux else loss
@@ -187,8 +190,12 @@ def coded_value_and_grad(
             )
             # with it, too, mistakes are found; and the scale of a loss that vanishes
             counted = mean or (bool(group.options.debug) and not own_weights)
+            each = None
+            if counted:
+                assert isinstance(weights, Weights)  # one's own are not counted
+                each = _counts_for(weights, coding)
             partial = functools.partial(
-                _weighted, per_example_loss, has_aux, counted, params
+                _weighted, per_example_loss, has_aux, each, params
             )
             examples = None
             if shares:
@@ -204,6 +211,7 @@ def coded_value_and_grad(
             assert isinstance(weights, Weights)
             return result(
                 *shared.summed(compute, batch, weights, group, request),
+                weights,
                 examples,
             )
         with group.failing(_NAME):
@@ -234,7 +242,7 @@ def coded_value_and_grad(
             else:
                 local, aux = partial(behind, batch, coding)
             if counted and not group.approximate:
-                assert isinstance(weights, Weights)  # one's own are not counted
+                assert isinstance(weights, Weights)
                 examples = _examples(local, weights, group.plan)
         # the skipped gradient and its round are one: zeros can never enter a sum
         request = dataclasses.replace(
@@ -243,7 +251,7 @@ def coded_value_and_grad(
         out = summed(local, group, request)
         if not isinstance(out, CodedSum):
             out = CodedSum(out)
-        return result(out, aux, examples)
+        return result(out, aux, weights, examples)
 
     return value_and_grad
 
@@ -251,14 +259,15 @@ def coded_value_and_grad(
 def _weighted(
     per_example_loss: Callable[[Any, Any], Any],
     has_aux: bool,
-    counted: bool,
+    each: Any,
     params: Any,
     behind: jax.Array | None,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """``Σ w ℓ``, ``∇ Σ w ℓ`` and, if ``counted``, ``Σ w``; and the auxiliary data. Zeros, and
-    no gradient computed, where all weights are 0 or this rank is ``behind``."""
+    """``Σ w ℓ``, ``∇ Σ w ℓ`` and, if there is an ``each``, the count ``Σ w · each``; and the
+    auxiliary data. Zeros, and no gradient computed, where all weights are 0 or this rank is
+    ``behind``."""
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         out = per_example_loss(params, batch)
@@ -282,7 +291,8 @@ def _weighted(
                 f"{losses.dtype}: cast what they are computed from"
             )
         w = weights.astype(accumulator(losses.dtype))
-        # padding has weight 0 and must not count, whatever its loss is
+        # padding has weight 0 and must not count, whatever its loss is; its gradient is
+        # finite, as padding repeats an example that is there
         loss = jnp.sum(jnp.where(w != 0, w * losses.astype(w.dtype), 0))
         return loss, (jnp.sum(w), aux)
 
@@ -290,7 +300,9 @@ def _weighted(
         value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
         (loss, (count, aux)), grads = value_and_grad(params)
         sums = {"loss": loss, "grads": grads}
-        return (sums | {"count": count} if counted else sums), aux
+        if each is not None:
+            sums["count"] = count * jnp.asarray(each, count.dtype)
+        return sums, aux
 
     def skip() -> tuple[Any, Any]:
         return jax.tree.map(_zeros, jax.eval_shape(compute))
@@ -390,8 +402,20 @@ def _examples(local: Any, weights: Weights, plan: Plan) -> tuple[float, float]:
     return float(weights.batch_size), max(_MISCOUNT, rounding)
 
 
-def _checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
-    """The number of examples if that is what was counted, to rounding; otherwise NaN.
+def _counts_for(weights: Weights, like: jax.Array) -> Any:
+    """What each example counts for: those of a batch count ``batch_size`` together, also
+    where it is a smaller last one. That is the number for which transports look, and one that
+    they know when they compile."""
+    if weights.present is None:
+        return 1
+    present = jnp.asarray(weights.present, like.dtype)
+    return jnp.asarray(weights.batch_size, like.dtype) / present
+
+
+def _checked_count(
+    count: jax.Array, examples: tuple[float, float], divisor: Any
+) -> jax.Array:
+    """The ``divisor`` if all ``examples`` were counted, to rounding; otherwise NaN.
 
     The engine makes an error of it, in the order of the rounds. Raised here, beside that
     order, it would end this rank's program in the middle of sending the result on, or
@@ -399,7 +423,7 @@ def _checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array
     """
     number, allowed = examples
     near = jnp.abs(count - number) <= allowed * number
-    return jnp.where(near, jnp.asarray(number, count.dtype), jnp.nan)
+    return jnp.where(near, jnp.asarray(divisor, count.dtype), jnp.nan)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -442,7 +466,8 @@ def _checked_weights(
             "you know better: coded_value_and_grad(..., own_weights=True))"
         )
     weights.check(group.plan, group.rank)
-    return jnp.asarray(weights), f", for a batch of {weights.batch_size}"
+    about = f", for a batch of {weights.batch_size}{weights.order}"
+    return jnp.asarray(weights), about
 
 
 def _check_shared(plan: Plan, erasures: Any, own_weights: bool) -> None:

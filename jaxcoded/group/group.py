@@ -24,11 +24,11 @@ from jaxcoded.errors import (
 )
 from jaxcoded.group import recovery, snapshots
 from jaxcoded.group.blocks import Blocks
+from jaxcoded.group.epoch import Epoch
 from jaxcoded.group.record import Path, Record
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
-from jaxcoded.group.weights import Weights
+from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan, make_plan
-from jaxcoded.plan.assignment import assignment
 from jaxcoded.planner import automatic
 from jaxcoded.transport import cuda_aware, debugging, engine, primitive
 from jaxcoded.transport.agreement import check_communicator, disagreement, plain
@@ -468,11 +468,74 @@ class CodedGroup:
         Raises:
             ValueError: ``batch_size < 1``.
         """
-        indices, weights = assignment(self.plan, self.rank, batch_size)
-        values = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
-        return indices, Weights(
-            values, int(batch_size), self.plan.fingerprint, self.rank
-        )
+        return assigned(self.plan, self.rank, batch_size)
+
+    def epoch(
+        self,
+        n: int,
+        batch_size: int,
+        *,
+        seed: int | None,
+        epoch: int = 0,
+        drop_last: bool = False,
+    ) -> Epoch:
+        """The minibatches of one pass over a data set, with what this rank reads of each.
+
+            for indices, weights in group.epoch(len(x), 256, seed=0, epoch=epoch):
+                params, loss = step(params, (x[indices], y[indices]), weights)
+
+        ``indices``, int64, are into the data set, and both are as `assignment` gives them.
+        Shapes are the same for every batch, a smaller last one too, so nothing is compiled
+        anew: what is not there has weight 0, and ``weights.examples`` says how many examples
+        there are. `coded_value_and_grad` divides a mean by that.
+
+        The order follows from ``n``, ``seed`` and ``epoch`` alone, on any number of ranks and
+        with any plan. So the number of batches done is all that a checkpoint needs, and
+        after `replan` or `recovered` the new group's epoch goes on where this one was:
+
+            epoch = group.epoch(len(x), 256, seed=0, epoch=3)
+            for number in range(done, len(epoch)):
+                indices, weights = epoch[number]
+
+        ``epoch.batch(number)`` is the whole batch, for `blocks`. See ``docs/data.md``.
+
+        Args:
+            n: the number of examples in the data set.
+            batch_size: of the global batch.
+            seed: of the shuffling; ``None``: the examples in their order, as for an
+                evaluation. Another seed is compiled anew, another epoch is not.
+            epoch: the number of this pass, for another order in each.
+            drop_last: leave out a smaller last batch.
+
+            All are the same on all ranks: `coded_value_and_grad` raises ``GroupMismatch``
+            where ``n``, ``batch_size`` or ``seed`` are not.
+
+        Returns:
+            An `Epoch`: a sequence of ``(indices, weights)``, which computes each when it is
+            asked for. It keeps the order, ``8 n`` bytes.
+
+        Raises:
+            ValueError: an argument is not an integer as said, or ``drop_last`` leaves no
+                batch.
+
+        Example:
+            >>> import jaxcoded
+            >>> from mpi4py import MPI
+            >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+            ...     epoch = group.epoch(5, 3, seed=None)
+            >>> for indices, weights in epoch:
+            ...     indices.tolist(), weights.tolist(), int(weights.examples)
+            ([0, 1, 2], [1.0, 1.0, 1.0], 3)
+            ([3, 4, 3], [1.0, 1.0, 0.0], 2)
+        """
+        check_open(self)
+        with self.failing("epoch"):
+            return Epoch(
+                *(self.plan, self.rank, n, batch_size),
+                seed=seed,
+                epoch=epoch,
+                drop_last=drop_last,
+            )
 
     def blocks(self, batch_size: int) -> Blocks:
         """The blocks of a batch that this rank computes, for programs that add up

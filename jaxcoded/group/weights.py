@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded.plan import Plan
+from jaxcoded.plan.assignment import assignment
 
 
 def _plain(value: Any) -> Any:
@@ -31,15 +32,15 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["values"],
-    meta_fields=["batch_size", "plan", "rank"],
+    data_fields=["values", "present"],
+    meta_fields=["batch_size", "plan", "rank", "order"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """The coding weights that `CodedGroup.assignment` gives a rank, for
-    `coded_value_and_grad`.
+    """The coding weights that `CodedGroup.assignment` and `CodedGroup.epoch` give a rank,
+    for `coded_value_and_grad`.
 
-    A pytree with one leaf, so they go into ``jit`` like an array, and compute like one:
+    A pytree, so they go into ``jit`` like an array, and compute like one:
     ``weights @ losses``, ``jnp.sum(weights * losses)``, ``weights.shape``. What comes of
     that, a slice too, is a plain array.
 
@@ -48,6 +49,9 @@ class Weights:
         batch_size: the number of examples in the global batch.
         plan: the fingerprint of the plan, equal for equal plans.
         rank: whose weights they are.
+        present: of weights of an epoch, how many examples of the batch there are, int32.
+            A leaf of the pytree, so that a smaller last batch is no other program.
+        order: of weights of an epoch, the data set and its order, in words.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded
@@ -62,6 +66,14 @@ class Weights:
     batch_size: int
     plan: str
     rank: int
+    present: Any = None
+    order: str = ""
+
+    @property
+    def examples(self) -> Any:
+        """How many examples the sum is of: ``batch_size``, or fewer in a smaller last batch
+        of an epoch. To divide by; inside ``jit`` it may be traced."""
+        return self.batch_size if self.present is None else self.present
 
     def check(self, plan: Plan, rank: int) -> None:
         """Raise unless they are of this rank of this plan.
@@ -124,3 +136,11 @@ class Weights:
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
     __hash__ = None  # type: ignore[assignment]  # as arrays
+
+
+def assigned(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, Weights]:
+    """What a rank reads of a batch, and its weights in JAX's default float dtype; see
+    `CodedGroup.assignment`."""
+    indices, weights = assignment(plan, rank, batch_size)
+    values = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
+    return indices, Weights(values, int(batch_size), plan.fingerprint, rank)

@@ -1,0 +1,129 @@
+"""The batches of an epoch: every example once, with the coefficients of the plan, also in a smaller
+last batch."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from independent import bounded, random_missing, tree_sum
+
+import jaxcoded
+from jaxcoded.group.epoch import Epoch
+
+PLANS = [
+    jaxcoded.make_plan(1),
+    jaxcoded.make_plan(5),
+    jaxcoded.make_plan(7, fanout=3, speeds=[1, 2, 1, 3, 1, 1, 2]),
+    jaxcoded.make_plan(7, fanout=3, root_computes=True),
+    jaxcoded.make_plan(5, slices=2),
+    jaxcoded.make_plan(4, code="progressive"),
+    jaxcoded.make_plan(5, code="shared(replicas=2, blocks=3)"),
+    jaxcoded.make_plan(4, code="shared(blocks=2)", root_computes=False),
+]
+
+
+def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False):
+    """Of all ranks."""
+    return [
+        Epoch(plan, rank, n, batch_size, seed=seed, epoch=epoch, drop_last=drop_last)
+        for rank in range(plan.size)
+    ]
+
+
+def total(plan, reads, gradients, missing):
+    """What the root ends with: the algebra of the plan in float64, of what the ranks read."""
+    messages = []
+    for (indices, weights), P, M in zip(reads, plan.parts_above, plan.slices_above):
+        slices = gradients[indices].reshape(len(indices), M, -1)
+        coefficients = np.asarray(weights).reshape(-1, P, M)
+        messages.append(np.einsum("epu,euq->pq", coefficients, slices))
+    if plan.placement is not None:
+        return sum(messages)[0]
+    return tree_sum(plan, messages, missing)
+
+
+@bounded
+@given(
+    plan=st.sampled_from(PLANS),
+    n=st.integers(1, 70),
+    batch_size=st.integers(1, 30),
+    drop_last=st.booleans(),
+    seed=st.none() | st.integers(0, 2**40),
+)
+def test_every_example_counts_once(plan, n, batch_size, drop_last, seed):
+    if drop_last and n < batch_size:
+        n, batch_size = batch_size, n
+    gradients = np.random.default_rng(n).standard_normal((n, 12))
+    random = np.random.default_rng(batch_size)
+    with jax.enable_x64(True):
+        ranks = epochs(plan, n, batch_size, seed=seed, epoch=3, drop_last=drop_last)
+    seen = []
+    for number in range(len(ranks[0])):
+        batch = ranks[0].batch(number)
+        reads = [epoch[number] for epoch in ranks]
+        missing = random_missing(plan, random) if plan.placement is None else ()
+        np.testing.assert_allclose(
+            total(plan, reads, gradients, missing), gradients[batch].sum(0), atol=1e-9
+        )
+        for epoch, (indices, weights) in zip(ranks, reads):
+            np.testing.assert_array_equal(epoch.batch(number), batch)
+            assert np.isin(indices, batch).all()
+            assert weights.examples == len(batch)
+            first, like = epoch[0]
+            assert (indices.dtype, indices.shape) == (np.int64, first.shape)
+            assert jax.tree.structure(weights) == jax.tree.structure(like)
+            for mine, its in zip(jax.tree.leaves(weights), jax.tree.leaves(like)):
+                assert (mine.dtype, mine.shape) == (its.dtype, its.shape)
+            if plan.encoded:  # the first example of a chunk has the coefficients of all
+                held = (np.asarray(weights) != 0).any(axis=2).astype(int)
+                assert (np.diff(held, axis=1) <= 0).all()
+        seen.append(batch)
+    sizes = [len(batch) for batch in seen]
+    assert set(sizes[:-1]) <= {batch_size}
+    assert sizes[-1] == (n % batch_size or batch_size) or drop_last
+    whole = np.concatenate(seen)
+    assert len(whole) == (n // batch_size * batch_size if drop_last else n)
+    assert len(set(whole.tolist())) == len(whole)
+    assert 0 <= whole.min() and whole.max() < n
+
+
+def test_the_order():
+    """By seed and epoch, whoever shares the work; without a seed it is that of the data."""
+
+    def order(size=4, **which):
+        epoch = epochs(jaxcoded.make_plan(size), 40, 7, **which)[0]
+        return np.concatenate([epoch.batch(i) for i in range(len(epoch))]).tolist()
+
+    assert order(seed=None) == order(seed=None, epoch=1) == list(range(40))
+    shuffled = order(seed=1)
+    assert shuffled == order(7, seed=1) != order(seed=2)
+    assert order(seed=1, epoch=1) not in (shuffled, order(seed=2), list(range(40)))
+
+
+def test_any_batch_can_be_asked_for():
+    epoch = epochs(PLANS[1], 10, 4)[1]
+    assert len(epoch) == 3
+    for number, (indices, weights) in enumerate(epoch):
+        again, its = epoch[number - 3]
+        np.testing.assert_array_equal(indices, again)
+        np.testing.assert_array_equal(weights, its)
+    with pytest.raises(IndexError, match="batch 3 of an epoch of 3 batches"):
+        epoch[3]
+    with pytest.raises(ValueError, match="read-only"):
+        epoch.batch(0)[:] = 0
+
+
+@pytest.mark.parametrize(
+    "wrong, match",
+    [
+        ({"n": 0}, "n must be an integer ≥ 1|n must be an integer in 1"),
+        ({"batch_size": 0}, "batch_size must be an integer in 1 … 2147483647, got 0"),
+        ({"seed": -1}, "seed must be an integer ≥ 0, got -1"),
+        ({"epoch": 0.5}, "epoch must be an integer ≥ 0, got 0.5"),
+        ({"n": 3, "drop_last": True}, "3 examples are fewer than batch_size=4"),
+    ],
+)
+def test_errors_name_the_value(wrong, match):
+    with pytest.raises(ValueError, match=match):
+        epochs(PLANS[1], **({"n": 10, "batch_size": 4} | wrong))

@@ -1,0 +1,117 @@
+"""Training over epochs of minibatches, of which the last one is smaller, against one process in
+float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only, mpi4jax_only, several
+from reference import assert_same_bits
+from together import finish
+
+import jaxcoded
+
+EXAMPLES, BATCH, FEATURES, RATE = 41, 12, 4, 0.05
+_random = np.random.default_rng(5)
+X = _random.uniform(1, 2, (EXAMPLES, FEATURES))
+Y = _random.normal(size=EXAMPLES)
+START = _random.normal(size=FEATURES)
+
+GROUPS = {"coded": {"stragglers": 1 if SIZE > 2 else 0}, "shared": {"code": "shared"}}
+if SIZE == 4:
+    GROUPS |= {"slices": {"slices": 2}, "parts": {"code": "progressive"}}
+
+
+def losses(w, batch):
+    x, y = batch
+    return (jnp.log(x) @ w - y) ** 2 / 2
+
+
+def by_hand(w, batch):
+    """The mean of a batch, and its gradient."""
+    x, y = np.log(X[batch]), Y[batch]
+    return ((x @ w - y) ** 2).mean() / 2, (x @ w - y) @ x / len(batch)
+
+
+def batches(group, epoch):
+    return group.epoch(EXAMPLES, BATCH, seed=7, epoch=epoch)
+
+
+@engine_only
+@pytest.mark.parametrize("how", GROUPS)
+def test_two_epochs(comm, transport, how):
+    """Nothing is compiled anew."""
+    with jaxcoded.CodedGroup(comm, transport=transport, **GROUPS[how]) as group:
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+
+        @jax.jit
+        def step(w, batch, weights):
+            loss, grad = loss_and_grad(w, batch, weights)
+            return w - RATE * grad, loss
+
+        w, expected = jnp.asarray(START), START
+        for epoch in range(2):
+            loader = batches(group, epoch)
+            for number, (indices, weights) in enumerate(loader):
+                w, loss = finish(step(w, (X[indices], Y[indices]), weights))
+                true, grad = by_hand(expected, loader.batch(number))
+                expected = expected - RATE * grad
+                np.testing.assert_allclose(loss, true, rtol=1e-11)
+                np.testing.assert_allclose(w, expected, rtol=1e-11)
+        assert number == 3 and weights.examples == 5
+        assert step._cache_size() == 1
+        assert_same_bits(comm, w)
+
+
+@several
+@engine_only
+def test_an_epoch_goes_on_in_another_group(comm, transport):
+    """A new plan lays out the same batches."""
+    with jaxcoded.CodedGroup(comm, **GROUPS["coded"]) as group:
+        w = expected = START
+        for number in range(len(batches(group, 0))):
+            if number == 2:
+                group = group.replan([1.0 + rank for rank in range(SIZE)])
+            indices, weights = batches(group, 0)[number]
+            step = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+            _, grad = jax.jit(step)(w, (X[indices], Y[indices]), weights)
+            w = w - RATE * finish(grad)
+            batch = batches(group, 0).batch(number)
+            expected = expected - RATE * by_hand(expected, batch)[1]
+        np.testing.assert_allclose(w, expected, rtol=1e-11)
+
+
+def test_sums_without_a_mean(group):
+    """With the weights by hand, too; the number of examples is theirs to divide by."""
+
+    def mean(w, batch, weights):
+        return weights @ losses(w, batch) / weights.examples
+
+    loader = batches(group, 0)
+    last = len(loader) - 1
+    indices, weights = loader[last]
+    batch, (true, grad) = (X[indices], Y[indices]), by_hand(START, loader.batch(last))
+    value, sums = jax.jit(jaxcoded.coded_value_and_grad(losses, group))(
+        START, batch, weights
+    )
+    np.testing.assert_allclose(value, true * 5, rtol=1e-11)
+    np.testing.assert_allclose(sums, grad * 5, rtol=1e-11)
+    local = jax.jit(jax.value_and_grad(mean))(START, batch, weights)
+    value, sums = jaxcoded.coded_allreduce(local, group)
+    np.testing.assert_allclose(value, true, rtol=1e-11)
+    np.testing.assert_allclose(sums, grad, rtol=1e-11)
+
+
+@several
+@mpi4jax_only  # which waits for all, so that nothing is left out
+def test_an_approximate_mean(comm, transport):
+    with jaxcoded.CodedGroup(
+        comm, code="ignore_stragglers", transport=transport
+    ) as group:
+        loader = batches(group, 0)
+        last = len(loader) - 1
+        indices, weights = loader[last]
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+        out = step(START, (X[indices], Y[indices]), weights)
+        for actual, expected in zip(out, by_hand(START, loader.batch(last))):
+            np.testing.assert_allclose(actual, expected, rtol=1e-11)
