@@ -672,9 +672,9 @@ README = (ROOT / "README.md").read_text()
 STARTS = dict(re.findall(r"^\| ([^|]+) \| `(mpirun [^`]+)` \|", README, re.MULTILINE))
 (FIRST_RUN,) = re.findall(r"^JAXCODED_DEBUG=1 (mpirun .+)$", README, re.MULTILINE)
 FAULT = """\
-    if step_number == {step} and MPI.COMM_WORLD.rank == {victim}:
-        jax.block_until_ready(w)
-        {fault}
+        if next(steps) == {step} and MPI.COMM_WORLD.rank == {victim}:
+            jax.block_until_ready(w)
+            {fault}
 """
 
 
@@ -697,11 +697,11 @@ def start(
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert program.count(SHARED) == 1
     program = program.replace(SHARED, group)
-    head, loop = "import os, pathlib, signal, time\n", "for _ in range(300):\n"
-    assert loop in program
-    program = head + program.replace(loop, "for step_number in range(300):\n")
+    head = "import itertools, os, pathlib, signal, time\nsteps = itertools.count()\n"
+    program = head + program
     if victim is not None:
-        body = "    w, state, loss = step("
+        body = "        w, state, loss = step("
+        assert program.count(body) == 1
         program = program.replace(
             body, FAULT.format(step=step, victim=victim, fault=fault) + body
         )

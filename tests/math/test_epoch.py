@@ -114,10 +114,36 @@ def test_any_batch_can_be_asked_for():
         epoch.batch(0)[:] = 0
 
 
+def test_grain_reads_it():
+    """As a random-access source, and goes on where a checkpoint was."""
+    grain = pytest.importorskip("grain")
+    epoch = epochs(PLANS[1], 10, 4)[1]
+    reading = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
+
+    def batches():
+        data = grain.MapDataset.source(epoch).map(lambda item: (item[0], item[1]))
+        return iter(data.to_iter_dataset(reading))
+
+    def assert_these(found, expected):
+        assert len(found) == len(expected)
+        for (indices, weights), (its, others) in zip(found, expected):
+            np.testing.assert_array_equal(indices, its)
+            np.testing.assert_array_equal(weights, others)
+            assert weights.examples == others.examples
+
+    first = batches()
+    begun = next(first)
+    state = first.get_state()
+    assert_these([begun, *first], list(epoch))
+    again = batches()
+    again.set_state(state)
+    assert_these(list(again), [epoch[1], epoch[2]])
+
+
 @pytest.mark.parametrize(
     "wrong, match",
     [
-        ({"n": 0}, "n must be an integer ≥ 1|n must be an integer in 1"),
+        ({"n": 0}, "n must be an integer in 1 … 9223372036854775807, got 0"),
         ({"batch_size": 0}, "batch_size must be an integer in 1 … 2147483647, got 0"),
         ({"seed": -1}, "seed must be an integer ≥ 0, got -1"),
         ({"epoch": 0.5}, "epoch must be an integer ≥ 0, got 0.5"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from marks import SIZE, engine_only, mpi4jax_only, several
 from reference import assert_same_bits
-from together import finish
+from together import finish, one_late
 
 import jaxcoded
 
@@ -61,6 +61,36 @@ def test_two_epochs(comm, transport, how):
         assert number == 3 and weights.examples == 5
         assert step._cache_size() == 1
         assert_same_bits(comm, w)
+
+
+@several
+@engine_only
+@pytest.mark.parametrize("how", ["coded", "shared"] if SIZE > 2 else [])
+def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
+    """The last rank begins once the others have come to the end, and reads nothing."""
+    with jaxcoded.CodedGroup(comm, transport=transport, **GROUPS[how]) as group:
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+        read = []
+
+        def epoch():
+            for indices, weights in batches(group, 0):
+                behind = group.lag() > 0
+                read.append(not behind)
+                x, y = X[indices], Y[indices]
+                if behind:
+                    x, y = np.full_like(x, np.nan), np.full_like(y, np.nan)
+                out.append(finish(step(START, (x, y), weights)))
+            return out
+
+        late = SIZE - 1
+        out = []
+        one_late(comm, group, late, len(batches(group, 0)), epoch)
+        assert all(read) if comm.rank == 0 else not any(read) or comm.rank != late
+        for number, sums in enumerate(out):
+            expected = by_hand(START, batches(group, 0).batch(number))
+            for actual, its in zip(sums, expected):
+                np.testing.assert_allclose(actual, its, rtol=1e-11)
+        assert_same_bits(comm, out)
 
 
 @several
