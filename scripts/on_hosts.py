@@ -141,11 +141,22 @@ def received(name: str) -> int:
     return int(json.loads(status.stdout)[0]["stats64"]["rx"]["bytes"])
 
 
+def cable(name: str, *, whole: bool) -> None:
+    """Cut the cable of a host, or mend it."""
+    prefix, _, number = name.rpartition("-")
+    state = "up" if whole else "down"
+    run("ip", "-n", f"{prefix}-switch", "link", "set", f"port{number}", state)
+
+
 def job(
-    hosts: Sequence[str], directory: pathlib.Path, each: int, *command: object
+    hosts: Sequence[str],
+    directory: pathlib.Path,
+    each: int,
+    *command: object,
+    options: Sequence[str] = (),
 ) -> list[str]:
-    """The command that starts a command on so many ranks on each of the hosts; the
-    directory is for a file."""
+    """The command that starts a command on so many ranks on each of the hosts, with these
+    options of mpirun; the directory is for a file."""
     # mpirun starts its daemons on the other hosts by AGENT ADDRESS COMMAND...
     cases = []
     for name, address in zip(hosts, addresses(len(hosts))):
@@ -164,7 +175,8 @@ def job(
             str(MPIRUN),
             *("--prtemca", "plm_ssh_agent", str(agent)),
             *("--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", NETWORK),
-            *("--host", slots, "-n", str(each * len(hosts)), *map(str, command)),
+            *("--host", slots, *options),
+            *("-n", str(each * len(hosts)), *map(str, command)),
         ]
     )
     return on_host(hosts[0], mpirun)

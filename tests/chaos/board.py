@@ -18,6 +18,8 @@ ROW = np.dtype(
         ),  # when it last came on; on the clock of `time.monotonic`
         ("wake", np.float64),  # it stops itself, and is to go on then
         ("kill", np.float64),  # it hangs, and is to be killed then
+        ("host", np.int64),  # its number, where there are several
+        ("cut", np.float64),  # the cable of its host is to be cut until then
         ("failed", np.int64),  # it has found something wrong
         ("done", np.int64),  # it has come to its end
     ]

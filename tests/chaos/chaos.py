@@ -4,6 +4,7 @@
     make chaos MINUTES=10                                 as many as there is time for
     python tests/chaos/chaos.py --seeds 20 --first 1000   those of seeds 1000 to 1019
     python tests/chaos/chaos.py --replay 1003 --ranks 9   one schedule again, alone
+    python tests/chaos/chaos.py --minutes 5 --hosts 4     on so many hosts of scripts/on_hosts.py
 
 A job plays one schedule after the other on the ranks that are left. This is its conductor: it lets
 ranks go on that stop themselves, kills those that hang by their schedule, looks for hangs, and in
@@ -24,12 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent / "scripts")]
 
 import compiled
 import launch
+import on_hosts
 from board import Board
 from schedule import FEWEST, Schedule, schedule
 
@@ -50,12 +53,14 @@ class Finding(Exception):
     Attributes:
         what: in words.
         schedule: in which it was found, if it was in one.
+        hosts: how many.
         said: by the ranks.
     """
 
     what: str
     schedule: Schedule | None
     said: str = ""
+    hosts: int = 0
 
     def __str__(self) -> str:
         if self.schedule is None:
@@ -64,16 +69,17 @@ class Finding(Exception):
             f"{self.what}\n{self.schedule}\n{self.said}\nTo run it again:\n    "
             f"{sys.executable} tests/chaos/chaos.py --replay {self.schedule.seed} "
             f"--ranks {self.schedule.ranks}"
+            + (f" --hosts {self.hosts}" if self.hosts else "")
         )
 
 
-def arranged(seeds: list[int], ranks: int) -> list[Schedule]:
-    """The schedules that a job of so many ranks plays of these seeds."""
+def arranged(seeds: list[int], ranks: int, *, cables: bool = False) -> list[Schedule]:
+    """The schedules that a job of so many ranks plays of these seeds; ``cables``: may be cut."""
     out: list[Schedule] = []
     for seed in seeds[:OF_A_JOB]:
         if ranks < FEWEST:
             break
-        out.append(schedule(seed, ranks))
+        out.append(schedule(seed, ranks, cables=cables))
         ranks = out[-1].survivors
     return out
 
@@ -83,11 +89,14 @@ class Job:
 
     Args:
         schedules: one after the other.
+        hosts: of `on_hosts`; none: this machine as it is.
     """
 
-    def __init__(self, schedules: list[Schedule]) -> None:
+    def __init__(self, schedules: list[Schedule], hosts: Sequence[str] = ()) -> None:
         self._schedules = schedules
         self._ranks = schedules[0].ranks
+        self._hosts = hosts
+        self._cut: set[int] = set()  # numbers of hosts, from 1
         self._slowness = launch.slowness()
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
         self._temporary = self._directory / "tmp"
@@ -109,11 +118,11 @@ class Job:
             "TMPDIR": str(self._temporary),
             "PYTHONPATH": str(launch.ROOT),
         }
-        command = [launch.ROOT / "scripts" / "mpirun", "--with-ft", "ulfm"]
-        command += ["-n", str(self._ranks), sys.executable, HERE / "play.py"]
+        if self._hosts:
+            environment["PRTE_MCA_prte_if_include"] = on_hosts.NETWORK
         with self._said.open("wb") as said:
             job = subprocess.Popen(
-                [*map(str, command), str(self._directory)],
+                self._command(),
                 stdout=said,
                 stderr=said,
                 env=environment,
@@ -127,6 +136,17 @@ class Job:
         finally:
             self._end(job)
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _command(self) -> list[str]:
+        tolerant = ["--with-ft", "ulfm"]
+        program = [sys.executable, str(HERE / "play.py"), str(self._directory)]
+        if self._hosts:
+            each = self._ranks // len(self._hosts)
+            return on_hosts.job(
+                self._hosts, self._directory, each, *program, options=tolerant
+            )
+        mpirun = str(launch.ROOT / "scripts" / "mpirun")
+        return [mpirun, *tolerant, "-n", str(self._ranks), *program]
 
     # While it runs.
 
@@ -142,6 +162,7 @@ class Job:
             here = [rank for rank in range(self._ranks) if self._lives(rank)]
             for rank in here:
                 self._help(rank, now)
+            self._cut_and_mend(now)
             if rows["failed"].any():
                 self._fail("a rank has found something wrong", here)
             if rows["pid"].all() and not here:
@@ -183,6 +204,14 @@ class Job:
                 os.kill(pid, signal.SIGCONT)
             if 0 < row["kill"] <= now:
                 os.kill(pid, signal.SIGKILL)
+
+    def _cut_and_mend(self, now: float) -> None:
+        rows = self._board.rows
+        for number, name in enumerate(self._hosts, 1):
+            cut = bool((rows["cut"][rows["host"] == number] > now).any())
+            if cut != (number in self._cut):
+                on_hosts.cable(name, whole=not cut)
+                self._cut ^= {number}
 
     def _fail(self, what: str, here: list[int]) -> None:
         playing = int(self._board.rows["schedule"].max())
@@ -278,15 +307,27 @@ def _mapped(pid: int) -> set[str]:
     }
 
 
-def play(seeds: list[int], ranks: int) -> tuple[list[Schedule], bool]:
+def play(
+    seeds: list[int], ranks: int, hosts: int = 0, rate: str = ""
+) -> tuple[list[Schedule], bool]:
     """Play the first of these seeds in a job of so many ranks. Raises `Finding`.
+
+    Args:
+        hosts: so many; 0: this machine as it is.
+        rate: of a host's cable.
 
     Returns:
         The schedules that were played, and whether MPI's launcher did not end.
     """
-    schedules = arranged(seeds, ranks)
-    job = Job(schedules)
-    job.play()
+    schedules = arranged(seeds, ranks, cables=bool(hosts))
+    network = on_hosts.network(hosts, rate) if hosts else contextlib.nullcontext(())
+    with network as names:
+        job = Job(schedules, names)
+        try:
+            job.play()
+        except Finding as finding:
+            finding.hosts = hosts
+            raise
     return schedules, job.ended_late
 
 
@@ -301,14 +342,16 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, help=f"of a job; default: {FEWEST + 1} to {MOST}"
     )
+    parser.add_argument("--hosts", type=int, default=0, help="on which the ranks are")
+    parser.add_argument("--rate", default="100mbit", help="of a host's cable")
     parser.add_argument("--go-on", action="store_true", help="after a finding, too")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the job is ended
     compiled.make_haste()
     compiled.share()
     if given.replay is not None:
-        print(schedule(given.replay, given.ranks or MOST), flush=True)
         try:
-            play([given.replay], given.ranks or MOST)
+            play([given.replay], given.ranks or MOST, given.hosts, given.rate)
         except Finding as finding:
             sys.exit(str(finding))
         return
@@ -320,9 +363,10 @@ def main() -> None:
         given.minutes is None or time.monotonic() - start < 60 * given.minutes
     ):
         ranks = given.ranks or FEWEST + 1 + seed % (MOST - FEWEST)
+        ranks -= ranks % max(1, given.hosts)  # as many on each
         seeds = list(range(seed, min(end, seed + OF_A_JOB)))
         try:
-            played, ended_late = play(seeds, ranks)
+            played, ended_late = play(seeds, ranks, given.hosts, given.rate)
             late += ended_late
             seed += len(played)
         except Finding as finding:

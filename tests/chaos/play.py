@@ -50,6 +50,8 @@ faulthandler.register(
     signal.SIGUSR2,
     file=(directory / f"stacks-{world.rank}").open("w"),
 )
+host = MPI.Get_processor_name().rpartition("-")[2]
+mine["host"] = int(host) if host.isdecimal() else 0
 mine["pid"] = os.getpid()
 
 
@@ -376,6 +378,8 @@ class Player:
             case "stop":
                 mine["wake"] = now + it.seconds
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "cut":
+                mine["cut"] = now + it.seconds
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "loop":

@@ -15,7 +15,7 @@ import jaxcoded
 
 FEWEST = 6  # ranks with which a schedule begins
 LEFT = 5  # at least so many live at its end
-MOST_DEAD = 4  # of one schedule
+MOST_DEAD = (0, 0, 1, 2, 2, 4)  # of one schedule
 # A step of these is checked before the next one begins; "ahead" runs ahead of its rounds, and
 # donates its parameters.
 CODED = ("host", "host", "jit", "ahead", "gradient", "started")
@@ -32,7 +32,7 @@ class Fault:
     Attributes:
         kind: "sleep"; "stop" (SIGSTOP, and later SIGCONT); "kill" (SIGKILL); "loop" and "lock",
             endless loops of the program, the latter with Python's lock, in which it is killed
-            later; "skip" (it has nothing to contribute); "error" (wrong arguments, which the
+            later; "cut" (the cable of its host is cut, and mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
             program catches).
         rank: of those with which the schedule begins.
         step: in which it happens, from 1 in each phase; the one after the last is `recovered`.
@@ -141,10 +141,14 @@ def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
     return not plan.unrecoverable([rank in missing for rank in range(plan.size)])
 
 
-def schedule(seed: int, ranks: int) -> Schedule:
-    """The schedule of a seed for so many ranks, at least `FEWEST`."""
+def schedule(seed: int, ranks: int, *, cables: bool = False) -> Schedule:
+    """The schedule of a seed for so many ranks, at least `FEWEST`.
+
+    Args:
+        cables: whether those of hosts may be cut.
+    """
     rng = random.Random(f"{seed} {ranks}")
-    to_die = max(0, min(MOST_DEAD, ranks - LEFT))
+    to_die = max(0, min(rng.choice(MOST_DEAD), ranks - LEFT))
     way, group = _group(rng, ranks, ranks - to_die)
     options = _options(rng, way)
     out = Schedule(
@@ -153,7 +157,7 @@ def schedule(seed: int, ranks: int) -> Schedule:
     )
     living, phases = tuple(range(ranks)), []
     for _ in range(rng.choice((1, 2, 2, 3))):
-        phase = _phase(rng, out, living, to_die)
+        phase = _phase(rng, out, living, to_die, cables)
         phases.append(phase)
         living = tuple(rank for rank in living if rank not in phase.dead)
         to_die -= len(phase.dead)
@@ -203,7 +207,11 @@ def _options(rng: random.Random, way: str) -> dict[str, Any]:
 
 
 def _phase(
-    rng: random.Random, of: Schedule, living: tuple[int, ...], to_die: int
+    rng: random.Random,
+    of: Schedule,
+    living: tuple[int, ...],
+    to_die: int,
+    cables: bool,
 ) -> Phase:
     plan = of.plan(len(living))
     steps = rng.randint(4, 20)
@@ -239,14 +247,15 @@ def _phase(
             )
         )
     doomed = {it.rank: it.step for it in faults}
+    may_cut = cables and of.options.get("on_deadline", "wait") == "wait"
     roots = of.options.get("on_deadline") != "raise"  # it may be stopped
     for _ in range(rng.randint(0, 6)):
-        kind = rng.choice(("sleep", "stop"))
+        kind = rng.choice(("sleep", "stop", *("cut",) * may_cut))
         rank = living[rng.randrange(0 if roots or kind == "sleep" else 1, plan.size)]
         step = rng.randint(1 if kind == "sleep" else 2, steps)
         if step >= doomed.get(rank, steps + 1):
             continue
-        delay = _delay(rng) if kind == "stop" else 0.0
+        delay = 0.0 if kind == "sleep" else _delay(rng)
         faults.append(Fault(kind, rank, step, delay, rng.uniform(0.02, 0.5)))
     if of.way in SKIPPING and rng.random() < 0.5:
         faults += _skips(rng, plan, living, dead, doomed, steps)
