@@ -734,6 +734,18 @@ def vectors(arrays):
     return [(DTYPES[str(a.dtype)], len(a), a.ctypes.data) for a in arrays]
 
 
+class Garbling:
+    """Makes a world in which ``garble`` sees every message before its receiver."""
+
+    def garble(self, link, message):
+        return message
+
+    def deliver(self, link):
+        queue = self.queues[link]
+        queue[0] = self.garble(link, queue[0])
+        super().deliver(link)
+
+
 def random_plan(
     rng, least=1, most=14, slices=(1, 1, 1, 2, 2, 3), stragglers=(0, 1, 1, 2)
 ):

@@ -26,6 +26,7 @@ from simulation import (
     SIGNATURE,
     STATES,
     Call,
+    Garbling,
     Header,
     World,
     random_plan,
@@ -40,16 +41,8 @@ ROUNDS = 6
 UNREADABLE = r"rank {} cannot read a message of rank {}"
 
 
-class Garbling(World):
-    """A world in which ``garble`` sees every message before its receiver."""
-
-    def garble(self, link, message):
-        return message
-
-    def deliver(self, link):
-        queue = self.queues[link]
-        queue[0] = self.garble(link, queue[0])
-        super().deliver(link)
+class GarblingWorld(Garbling, World):
+    pass
 
 
 def cut(message):
@@ -147,7 +140,7 @@ def _with_number(message, index, value):
 def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
     plan = make_plan(4, parents=[-1, 0, 1, 2], stragglers=0)
     script = [Call((("float32", 100), ("float64", 9)), seed) for seed in range(ROUNDS)]
-    world = Garbling(
+    world = GarblingWorld(
         plan,
         script,
         random.Random(0),
@@ -195,7 +188,7 @@ def test_an_alert_of_a_round_that_nobody_lives_to_see():
     """Those that follow are heard all the same."""
     plan = make_plan(4, parents=[-1, 0, 1, 2], stragglers=0)
     script = [Call((("float32", 9),), seed) for seed in range(9)]
-    world = Garbling(plan, script, random.Random(0))
+    world = GarblingWorld(plan, script, random.Random(0))
     for round in 3, 7:
         world.deviations[3, round] = Call((("float64", 9),), 0)
     seen = []
@@ -222,7 +215,7 @@ def test_an_alert_of_a_round_that_nobody_lives_to_see():
 )
 def test_a_snapshot_that_cannot_be(damage):
     plan = make_plan(2, stragglers=0)
-    world = Garbling(plan, [Call((("float32", 4),), 0)], random.Random(0))
+    world = GarblingWorld(plan, [Call((("float32", 4),), 0)], random.Random(0))
     world.nodes[0].keep_state(5, b"state")
     world.nodes[1].ask_state()
     garbled = []
@@ -325,7 +318,7 @@ def test_of_sections(kind, damage, inlined):
     """One round fails on all ranks, or the word is of no use, and all other sums are right."""
     plan = make_plan(3, fanout=2, stragglers=0)
     script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
-    world = Garbling(
+    world = GarblingWorld(
         plan,
         script,
         random.Random(0),
@@ -369,7 +362,7 @@ def test_only_who_forms_a_section_says_so(forger):
     """A word of another rank is an error; of the root, through which it may come, it is believed."""
     plan = make_plan(4, fanout=3, stragglers=0)
     script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
-    world = Garbling(
+    world = GarblingWorld(
         plan,
         script,
         random.Random(0),
@@ -404,7 +397,7 @@ def test_messages_that_are_cut_anywhere(seed):
     rng = random.Random(seed)
     plan = random_plan(rng, 2, 9)
     world = random_world(plan, ROUNDS, rng)
-    world.__class__ = Garbling
+    world.__class__ = GarblingWorld
     share = rng.choice([0.01, 0.1])
 
     def garble(_, message):

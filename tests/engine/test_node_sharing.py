@@ -19,6 +19,7 @@ from simulation import (
     OFFER,
     PENDING,
     Call,
+    Garbling,
     Header,
     Running,
     vectors,
@@ -494,21 +495,13 @@ def test_deadline():
 GENERATION, ADDED, ANSWERED, RETURNED = 0, 1, 2, 4
 
 
-class Garbling(World):
-    """A world in which ``garble`` sees every message before its receiver."""
-
-    def garble(self, link, message):
-        return message
-
-    def deliver(self, link):
-        queue = self.queues[link]
-        queue[0] = self.garble(link, queue[0])
-        super().deliver(link)
+class GarblingWorld(Garbling, World):
+    pass
 
 
 def garbling(rng, **options):
     its = world(rng, **options)
-    its.__class__ = Garbling
+    its.__class__ = GarblingWorld
     return its
 
 
@@ -545,7 +538,7 @@ def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
     """Before the root calls, and after it."""
     plan = make_plan(3, code="shared(replicas=1, blocks=2)")
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = Garbling(plan, script, random.Random(0), shared={1, 2, 3})
+    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
 
     def garble(link, message):
@@ -572,7 +565,7 @@ def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
 def test_a_block_that_is_returned_and_computed():
     plan = make_plan(3, code="shared(replicas=1, blocks=4)")
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = Garbling(plan, script, random.Random(0), shared={1, 2, 3})
+    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
 
     def garble(_, message):
@@ -597,7 +590,7 @@ def test_what_is_decided_is_not_failed_by_what_is_said_later():
     """The root's program is not back yet, and others are done."""
     plan = make_plan(3, code="shared(replicas=1, blocks=2)")
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = Garbling(plan, script, random.Random(0), shared={1, 2, 3})
+    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
 
     def garble(link, message):
