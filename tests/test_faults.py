@@ -162,7 +162,7 @@ def test_stopped_processes_hold_nobody_up(tmp_path):
 
 @pytest.mark.parametrize(
     ("tokens", "late"),
-    [("yes", "512"), ("no", "51"), more("yes", "51212"), more("no", "51212")],
+    [("yes", "512"), *(more(it, "51212") for it in ("yes", "no"))],
 )
 def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, late):
     job = run(tmp_path, 7, "training.py", tokens, *late, limit=LIMIT)
@@ -176,13 +176,13 @@ def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, lat
 
 def test_a_rank_that_is_too_late_finds_a_snapshot_above_its_parent(tmp_path):
     # its parent stays stopped for longer
-    job = run(tmp_path, 7, "training.py", "yes", "4,1")
+    job = run(tmp_path, 7, "training.py", "no", "4,1")
     succeed(job, 7)
     assert job.reports[4]["resynced"]
 
 
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize("rounds", [700, more(2000)])
+@pytest.mark.parametrize("rounds", [400, more(2000)])
 def test_random_sleeps(tmp_path, rounds):
     limit = 2 * LIMIT - 30
     job = run(tmp_path, 13, "sleeps.py", "3", str(rounds), "40,3000", limit=limit)
