@@ -582,6 +582,30 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
     assert "go on with group.recovered()" in said
 
 
+@pytest.mark.parametrize(
+    ("way", "victims", "sizes"),
+    [
+        ("root", ["0", "1,4"], [6, 4]),
+        more("root", ["0,3"], [5]),
+        ("root-shared", ["0"], [6]),
+        ("behind", ["0"], [6]),
+    ],
+)
+def test_ranks_that_live_go_on_without_the_root(
+    tmp_path, fault_tolerant, way, victims, sizes
+):
+    job = recover(tmp_path, fault_tolerant, way, *victims)
+    trained(job, {int(rank) for words in victims for rank in words.split(",")}, *sizes)
+    for report in job.reports.values():
+        assert "cannot be decided: the root, rank 0, is dead" in report["said"][0]
+    failed_at = {rank: it["failed_at"][0] for rank, it in job.reports.items()}
+    assert job.of_all("alike")[0] == (len(set(failed_at.values())) == 1)
+    if way == "behind":
+        assert failed_at[2] < failed_at[1]
+        assert job.reports[1]["rank"] == 0 and job.reports[2]["rank"] == 1
+        assert "hand on what the new root has first" in job.of_all("too_early")[0]
+
+
 def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "again", "3")
     trained(job, {3, 6}, 5)

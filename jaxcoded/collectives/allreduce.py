@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.collectives.request import Request
-from jaxcoded.group.group import CodedGroup, check_open, find
+from jaxcoded.group.group import CodedGroup, check_alike, check_open, find
 from jaxcoded.plan import atoms
 from jaxcoded.transport import primitive
 from jaxcoded.transport.base import Collective
@@ -274,6 +274,7 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
     out, token = carried(
         TreeRound(group.index, collective), vectors, group, token=token
     )
+    group.alike = True
     result = unpack(out, packing)
     return result if token is None else CodedSum(result, token=token)
 
@@ -310,6 +311,7 @@ class Prepared(NamedTuple):
 def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
     """The round that is asked for, not called yet."""
     check_open(group)
+    check_alike(group)
     with group.failing(request.name):
         request = request.checked(group)
         _check_plain(group, request)

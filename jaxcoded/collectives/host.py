@@ -17,7 +17,7 @@ import numpy as np
 from jaxcoded import _require
 from jaxcoded.collectives.allreduce import coded_sum
 from jaxcoded.collectives.request import Request, checked_erasures
-from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.group.group import CodedGroup, check_alike, check_open
 from jaxcoded.transport.base import Collective
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.primitive import Extras
@@ -64,6 +64,7 @@ def coded_allreduce(
         array([0., 1., 2.])
     """
     check_open(group)
+    check_alike(group)
     with group.failing("coded_allreduce"):
         if not hasattr(array, "__array__") and not _require.is_number(array):
             raise TypeError(

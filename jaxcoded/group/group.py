@@ -48,7 +48,7 @@ class CodedGroup:
     its messages meet no others. Two groups are never equal, and never share a compiled
     function.
 
-    The root, rank 0 unless the plan says otherwise, is the one rank that must live.
+    Without the root, rank 0 unless the plan says otherwise, no round is decided: see `recovered`.
 
     Args:
         comm: an mpi4py intra-communicator.
@@ -90,6 +90,9 @@ class CodedGroup:
 
     # What its plan was asked for with, by name; none if it was given or chosen.
     _asked: Mapping[str, Any] | None = None
+    # Whether all ranks have had the sums of the same rounds, also of the group that this one was made
+    # of by `recovered`. Otherwise the root is one of those that know most, and `tree_bcast` comes first.
+    alike = True
 
     def __init__(
         self,
@@ -575,6 +578,7 @@ class CodedGroup:
             array([10.])
         """
         check_open(self)
+        check_alike(self)
         with self.failing("blocks"):
             most = int(np.iinfo(np.int64).max)  # indices are int64
             batch_size = _require.integer("batch_size", batch_size, 1, most)
@@ -798,19 +802,24 @@ class CodedGroup:
         and `assignment`, and compile the step with it. A ``with`` block of this group closes the new
         one at its end. Ranks keep their order; parameters and state stay where they are.
 
+        Where the root has died its last round may have ended with the sum on some ranks, and with
+        an error on others. Call it there, too, when a step has failed. One of those that know most
+        becomes the root, rank 0, and the group is not ``alike``: until it has handed on its state
+        with `tree_bcast`, sums are an error.
+
         It needs Open MPI 5 and ``mpirun --with-ft ulfm``.
 
         Args:
             plan: makes the plan for so many ranks, the same on all of them. Default: with the
                 arguments that this group was made with, `make_plan`.
-            timeout: seconds for which the root waits for ranks that live and do not come.
+            timeout: seconds for which ranks that live and do not come are waited for.
 
         Raises:
             ValueError: MPI is not fault-tolerant, there is no such plan for so many ranks, the group
                 was made with a plan of its own and ``plan`` is not given, or it keeps or follows a
                 record. On every rank; this group stays open.
-            CodedError: a rank that lives has not come, or the root is dead. On every rank that
-                lives; this group stays open.
+            CodedError: a rank that lives has not come. On every rank that lives; this group stays
+                open.
             GroupMismatch: other ranks called something else.
         """
         check_open(self)
@@ -821,13 +830,24 @@ class CodedGroup:
                 "with mpirun --with-ft ulfm of Open MPI 5"
             )
         primitive.effects_barrier()
-        # a round like any other, so that all are known to call this; the root's time counts
-        agreed = self.transport.broadcast("recovered", np.array([timeout]))
-        if not self._roll.call(float(agreed[0])):
+        rounds = self.transport.rounds_of_all()
+        root = self.plan.root
+        try:
+            # a round like any other, so that all are known to call this; what the root says counts
+            agreed = self.transport.broadcast(
+                "recovered", np.array([timeout, self._roll.number])
+            )
+            timeout, self._roll.number = float(agreed[0]), int(agreed[1])
+        except CodedError:
+            if self.transport.rounds_of_all() == self.transport.rounds():
+                raise  # on all ranks; otherwise the root has decided nothing
+        called = self._roll.call(timeout, rounds)
+        if not called.dead:
             return self
-        smaller, survivors = recovery.shrunk(self._comm)
+        smaller, survivors = recovery.shrunk(self._comm, called, root, 2 * timeout + 1)
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
+        other.alike = len({called.rounds[rank] for rank in survivors}) == 1
         failure: Exception | None = None
         try:
             other._open(
@@ -987,6 +1007,19 @@ def check_open(group: object) -> None:
             f"group must be a jaxcoded.CodedGroup, got a {type(group).__name__}"
         )
     find(group.index)
+
+
+def check_alike(group: CodedGroup) -> None:
+    """Raise unless all ranks have had the sums of the same rounds.
+
+    Raises:
+        CodedError: some have not, and would go on with other values than the rest.
+    """
+    if not group.alike:
+        raise CodedError(
+            "the root died, and some ranks had the sum of its last round, and others an error: hand on "
+            "what the new root has first, as params = jaxcoded.tree_bcast(params, group)"
+        )
 
 
 def find(index: int) -> CodedGroup:

@@ -1,6 +1,8 @@
 """The ranks that live agree on who is left of a group, where MPI is fault-tolerant (ULFM)."""
 
+import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -8,50 +10,67 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 
 # In the group's own communicator, in which nothing else is sent meanwhile.
-_TAG = 32_001
-_PRESENT, _DEAD, _LATE = range(3)
+_WORD, _VERDICT = 32_001, 32_002
+_LATE, _DEAD = -1, -2  # of a rank that has not said how many rounds it knows
 _PAUSE = 1e-3  # seconds between two looks
 
 
+class Called(NamedTuple):
+    """What a roll-call said.
+
+    Attributes:
+        dead: the ranks that are dead.
+        rounds: of every rank how many rounds of all it knows; negative if it is dead.
+    """
+
+    dead: list[int]
+    rounds: list[int]
+
+
 class Roll:
-    """Who is left, called by the root. Collective of the ranks that live.
+    """Who is left, called by the root, or by the first rank after it that lives. Collective of the
+    ranks that live.
 
     MPI's own way to shrink a communicator waits for every rank that is not dead, for a
-    stopped one too. So all meet at the root before, which waits for so long and no longer.
+    stopped one too. So all meet at one rank before, which waits for so long and no longer.
 
     Args:
         comm: whose ranks meet.
-        root: the rank that they tell that they are there.
+        root: where they meet as long as it lives.
     """
 
     def __init__(self, comm: MPI.Intracomm, root: int) -> None:
-        self._comm, self._root = comm, root
-        self._calls = 0
-        # at the root, of each other rank: the number of the call to which it has come,
-        # which may be one that the root has given up
-        self._words = {
-            rank: np.zeros(1, np.int64)
-            for rank in range(comm.size)
-            if comm.rank == root != rank
-        }
-        self._coming: dict[int, MPI.Request] = {}
+        self._comm = comm
+        self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
+        self.number = 0  # of the call, by which words of earlier ones are told
+        self._coming: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         # MPI reads them later
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
-    def call(self, seconds: float) -> list[int]:
-        """The dead, the same on all ranks that live.
+    def call(self, seconds: float, rounds: int) -> Called:
+        """Who is dead, and what the others know, the same on all ranks that live.
 
         Args:
-            seconds: for which the root waits for ranks that live and do not come.
+            seconds: for which ranks that live and do not come are waited for.
+            rounds: that this rank knows.
 
         Raises:
-            CodedError: ranks that live have not come by then, or the root is dead. On
-                every rank that lives, on the late ones when they come.
+            CodedError: ranks that live have not come by then. On every rank that lives, on the
+                late ones when they come.
         """
-        self._calls += 1
-        at_root = self._comm.rank == self._root
-        states = self._gather(seconds) if at_root else self._meet()
-        dead, late = (np.flatnonzero(states == it).tolist() for it in (_DEAD, _LATE))
+        self._sent = [it for it in self._sent if not it[0].Test()]
+        self.number += 1
+        word = np.array([self.number, rounds])
+        for place, caller in enumerate(self._callers):
+            if caller == self._comm.rank:
+                known = self._gather(seconds, rounds)
+                break
+            self._send(word, caller, _WORD)
+            verdict = self._verdict(caller, seconds)
+            if verdict is not None:
+                self.number, known = verdict
+                break
+        dead, late = (np.flatnonzero(known == it).tolist() for it in (_DEAD, _LATE))
         if late:
             raise CodedError(
                 f"ranks {late} live, but have not called recovered: they are late, "
@@ -59,54 +78,81 @@ class Roll:
                 "with a longer timeout, or end their processes; dead are ranks "
                 f"{dead}"
             )
-        return dead
+        if dead:
+            # whoever calls the roll anew, as this caller dies, is to know that this rank has come
+            for other in self._callers[place + 1 :]:
+                if other != self._comm.rank and other not in dead:
+                    self._send(word, other, _WORD)
+        return Called(dead, known.tolist())
 
-    def _gather(self, seconds: float) -> np.ndarray:
+    def _send(self, what: np.ndarray, to: int, tag: int) -> None:
+        try:
+            self._sent.append((self._comm.Isend(what, to, tag), what))
+        except MPI.Exception as error:
+            _unless_dead(error)
+
+    def _gather(self, seconds: float, rounds: int) -> np.ndarray:
+        """Called by this rank: what the others say."""
         until = time.monotonic() + seconds
-        states = np.full(self._comm.size, _LATE, np.int64)
-        states[self._root] = _PRESENT
+        known = np.full(self._comm.size, _LATE, np.int64)
+        known[self._comm.rank] = rounds
         while True:
-            for rank in np.flatnonzero(states == _LATE).tolist():
-                states[rank] = self._state(rank)
-            if not (states == _LATE).any() or time.monotonic() >= until:
+            for rank in np.flatnonzero(known == _LATE).tolist():
+                known[rank] = self._word(rank)
+            if not (known == _LATE).any() or time.monotonic() >= until:
                 break
             time.sleep(_PAUSE)
-        for rank in self._words:
-            if states[rank] != _DEAD:
-                self._sent.append((self._comm.Isend(states, rank, _TAG), states))
-        return states
+        verdict = np.array([self.number, *known])
+        for rank in np.flatnonzero(known != _DEAD).tolist():
+            if rank != self._comm.rank:
+                self._send(verdict, rank, _VERDICT)
+        return known
 
-    def _state(self, rank: int) -> int:
-        words = self._words[rank]
+    def _word(self, rank: int) -> int:
+        """How many rounds a rank knows that has come to this call."""
         try:
-            while True:
-                if rank not in self._coming:
-                    self._coming[rank] = self._comm.Irecv(words, rank, _TAG)
-                if not self._coming[rank].Test():
-                    return _LATE
-                del self._coming[rank]
-                if words[0] == self._calls:
-                    return _PRESENT
+            while (word := self._received(rank, _WORD, 2)) is not None:
+                if word[0] >= self.number:
+                    return int(word[1])
         except MPI.Exception as error:
             _unless_dead(error)
-            self._coming.pop(rank, None)
             return _DEAD
+        return _LATE
 
-    def _meet(self) -> np.ndarray:
-        states = np.zeros(self._comm.size, np.int64)
-        words = np.array([self._calls], np.int64)
+    def _verdict(self, caller: int, seconds: float) -> tuple[int, np.ndarray] | None:
+        """What the caller of the roll says: the call's number, and what ranks know; None if it is
+        dead."""
+        # it waits for others as long, and may have begun later
+        until = time.monotonic() + 2 * seconds + 1
         try:
-            coming = self._comm.Irecv(states, self._root, _TAG)
-            self._sent.append((self._comm.Isend(words, self._root, _TAG), words))
-            while not coming.Test():
-                time.sleep(_PAUSE)
+            while time.monotonic() < until:
+                verdict = self._received(caller, _VERDICT, 1 + self._comm.size)
+                if verdict is not None and verdict[0] >= self.number:
+                    return int(verdict[0]), verdict[1:]
+                if verdict is None:
+                    time.sleep(_PAUSE)
         except MPI.Exception as error:
             _unless_dead(error)
-            raise CodedError(
-                f"the root, rank {self._root}, is dead, and no other rank can take its "
-                "place: start the job again from a checkpoint"
-            ) from error
-        return states
+            return None
+        raise CodedError(
+            f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
+            "late, stuck or stopped. Call recovered again later, or end its process"
+        )
+
+    def _received(self, rank: int, tag: int, count: int) -> np.ndarray | None:
+        """The next message of a rank, if it is here."""
+        if (rank, tag) not in self._coming:
+            words = np.zeros(count, np.int64)
+            self._coming[rank, tag] = self._comm.Irecv(words, rank, tag), words
+        request, words = self._coming[rank, tag]
+        try:
+            if not request.Test():
+                return None
+        except MPI.Exception:
+            del self._coming[rank, tag]
+            raise
+        del self._coming[rank, tag]
+        return words
 
 
 def _unless_dead(error: MPI.Exception) -> None:
@@ -114,13 +160,50 @@ def _unless_dead(error: MPI.Exception) -> None:
         raise error
 
 
-def shrunk(comm: MPI.Intracomm) -> tuple[MPI.Intracomm, list[int]]:
-    """A communicator of the ranks that live, in their order, and which these are.
-    Collective of them."""
-    smaller = comm.Shrink()
+def shrunk(
+    comm: MPI.Intracomm, called: Called, root: int, seconds: float
+) -> tuple[MPI.Intracomm, list[int]]:
+    """A communicator of the ranks that live, and which these are. Collective of them.
+
+    They keep their order, but where the root is dead the first that knows most rounds comes first.
+
+    Raises:
+        CodedError: not all of them came, as the rank that called the roll has died.
+    """
+    made: list[MPI.Comm | MPI.Exception] = []
+
+    def shrink() -> None:
+        try:
+            made.append(comm.Shrink())
+        except MPI.Exception as error:
+            made.append(error)
+
+    # MPI would wait without end
+    thread = threading.Thread(target=shrink, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise CodedError(
+            "ranks that live have not come to make the group anew, as one more has died "
+            "meanwhile: start the job again from a checkpoint"
+        )
+    (smaller,) = made
+    if isinstance(smaller, MPI.Exception):
+        raise smaller
+    survivors = _among(smaller, comm)
+    first = max(survivors, key=lambda rank: called.rounds[rank])
+    if root in called.dead and first != survivors[0]:
+        ordered = smaller.Split(0, -1 if comm.rank == first else comm.rank)
+        smaller.Free()
+        smaller, survivors = ordered, _among(ordered, comm)
     assert isinstance(smaller, MPI.Intracomm)
-    survivors = MPI.Group.Translate_ranks(smaller.Get_group(), None, comm.Get_group())
-    return smaller, list(survivors)
+    return smaller, survivors
+
+
+def _among(some: MPI.Comm, all_of_them: MPI.Intracomm) -> list[int]:
+    """The ranks of a communicator, as another one numbers them."""
+    group = all_of_them.Get_group()
+    return list(MPI.Group.Translate_ranks(some.Get_group(), None, group))
 
 
 def agree(comm: MPI.Intracomm, done: bool) -> bool:

@@ -442,6 +442,11 @@ class Engine(Transport):
         names = ("history_bytes", "memory_bytes", "fetched_bytes", "formed_bytes")
         return {name: self._ask(name) for name in names}
 
+    def rounds_of_all(self) -> int:
+        """How many rounds this rank has called before any that it alone saw fail, without the
+        root."""
+        return self._ask("rounds_of_all")
+
     def status(self) -> str:
         """Where this rank stands, to find the cause of a hang."""
         return self._ask("status")

@@ -1,8 +1,9 @@
 """A training that goes on with the ranks that live, as docs/faults.md shows it.
 
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
-after each the group is recovered. WAY is "trains", with a code, or "shared", with shared work; or what goes
-wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
+after each the group is recovered. WAY is "trains", with a code, or "shared", with shared work; "root" or
+"root-shared" (the root is among the dead, the step fails, and the state is handed on), "behind" (and
+rank 2 was stopped meanwhile, so that it knows less); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
 "explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
 not come for a while), "apart" (a rank calls something else), "again" (one more rank, the last,
 dies while the group is made anew).
@@ -22,6 +23,7 @@ import jaxcoded
 from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two looks for the dead
+FAILS = ("beyond", "root", "root-shared", "behind")  # a step does
 WIDTH = 400
 
 directory, way, *victims = sys.argv[1:]
@@ -40,7 +42,7 @@ size = board.size
 if way == "explicit":
     plan = jaxcoded.make_plan(size, fanout=2)
     group = jaxcoded.CodedGroup.from_plan(board.comm, plan)
-elif way == "shared":
+elif way.endswith("shared"):
     group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)")
 else:
     fanout = size - 1 if way == "few" else 2
@@ -68,7 +70,7 @@ def make_step(group):
         return w - 1e-3 * gradient, value
 
     # a step that fails takes with it what was donated
-    jitted = jax.jit(step, donate_argnums=() if way == "beyond" else 0)
+    jitted = jax.jit(step, donate_argnums=() if way in FAILS else 0)
     return lambda w: jitted(w, x, weights)
 
 
@@ -89,19 +91,47 @@ steps = 0
 
 
 def train(to):
-    global w, steps
+    global group, step, w, steps
     while steps < to:
         dying = victims[steps // EVERY] if steps // EVERY < len(victims) else []
+        if steps == EVERY // 2 - 3 and way == "behind" and board.rank == 0:
+            os.kill(pids[2], signal.SIGSTOP)
         if steps % EVERY == EVERY // 2 and board.rank in dying:
             jax.block_until_ready(w)
             board.say("is killed")
             os.kill(os.getpid(), signal.SIGKILL)
-        new, _ = step(w)
-        if way == "beyond":
-            jax.block_until_ready(new)
+        try:
+            new, _ = step(w)
+            if way in FAILS:
+                jax.block_until_ready(new)
+        except jax.errors.JaxRuntimeError as error:
+            if way not in FAILS[1:]:
+                raise
+            said.append(str(error))
+            jaxcoded.effects_barrier()  # drops it
+            if way == "behind" and board.rank == 1:
+                os.kill(pids[2], signal.SIGCONT)
+            failed_at.append(steps)
+            group = group.recovered()
+            alike.append(group.alike)
+            step = make_step(group)
+            if not group.alike:
+                too_early.append(sums_too_early())
+            steps, w = jaxcoded.tree_bcast((steps, w), group)
+            steps = int(steps)
+            continue
         w = new
         steps += 1
         board.note(steps)
+
+
+def sums_too_early():
+    """What a step says that does not wait for the state of the root."""
+    try:
+        step(w)
+    except jaxcoded.CodedError as error:
+        return str(error)
+    return "nothing"
 
 
 def fails(**arguments):
@@ -113,7 +143,7 @@ def fails(**arguments):
     return "nothing"
 
 
-said = []
+said, failed_at, alike, too_early = [], [], [], []
 for round_ in range(len(victims)):
     try:
         train((round_ + 1) * EVERY)
@@ -167,5 +197,8 @@ board.report(
     steps=steps,
     compiled=compiled,
     heard=heard,
+    failed_at=failed_at,
+    alike=alike,
+    too_early=too_early,
 )
 group.close()

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <limits>
+#include <numeric>
 #include <thread>
 
 #include "mpi_wire.h"
@@ -44,16 +45,24 @@ int size_of(MPI_Comm comm) {
   return size;
 }
 
-// The ranks of a communicator as ranks of the world.
-std::vector<int> in_world(MPI_Comm comm) {
-  std::vector<int> ranks(static_cast<std::size_t>(size_of(comm))), out(ranks.size());
-  for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = static_cast<int>(i);
-  MPI_Group group, world;
-  MPI_Comm_group(comm, &group);
+// The ranks of a group as ranks of the world.
+std::vector<int> of_world(MPI_Group group) {
+  int size = 0;
+  MPI_Group_size(group, &size);
+  std::vector<int> ranks(static_cast<std::size_t>(size)), out(ranks.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  MPI_Group world;
   MPI_Comm_group(MPI_COMM_WORLD, &world);
-  MPI_Group_translate_ranks(group, static_cast<int>(ranks.size()), ranks.data(), world, out.data());
-  MPI_Group_free(&group);
+  MPI_Group_translate_ranks(group, size, ranks.data(), world, out.data());
   MPI_Group_free(&world);
+  return out;
+}
+
+std::vector<int> in_world(MPI_Comm comm) {
+  MPI_Group group;
+  MPI_Comm_group(comm, &group);
+  const std::vector<int> out = of_world(group);
+  MPI_Group_free(&group);
   return out;
 }
 
@@ -65,20 +74,19 @@ void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) 
   }
 }
 
-#ifdef OPEN_MPI
-// Whether MPI has noticed that a rank of the job is dead. It does where it is fault-tolerant.
-bool somebody_died() {
-  int dead = 0;
+// The ranks of the job that are dead, as MPI has noticed. It does where it is fault-tolerant.
+std::set<int> dead() {
+  std::set<int> out;
 #ifdef MPIX_ERR_PROC_FAILED
   MPI_Group failed;
   if (MPIX_Comm_get_failed(MPI_COMM_WORLD, &failed) == MPI_SUCCESS) {
-    MPI_Group_size(failed, &dead);
+    const std::vector<int> ranks = of_world(failed);
+    out.insert(ranks.begin(), ranks.end());
     MPI_Group_free(&failed);
   }
 #endif
-  return dead > 0;
+  return out;
 }
-#endif
 
 template <class Ranks>
 std::string listed(const Ranks& ranks) {
@@ -132,7 +140,7 @@ void EndOfJob::end() {
   go_on(below);
 #ifdef OPEN_MPI
   // Where a rank has died, the barrier in MPI_Finalize of Open MPI 5.0 never ends in one of ten jobs.
-  if (somebody_died() && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
+  if (!dead().empty() && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
 #endif
 }
 
@@ -149,7 +157,10 @@ void EndOfJob::wait() {
     }
   }
   if (others.size() < static_cast<std::size_t>(size_of(MPI_COMM_WORLD))) {
-    say("waits in MPI_Finalize for ranks " + listed(absent_) +
+    std::set<int> absent = absent_;
+    for (const int rank : dead()) absent.erase(rank);
+    if (absent.empty()) return;
+    say("waits in MPI_Finalize for ranks " + listed(absent) +
         ", without which it left its group. If they are frozen it waits for ever: it cannot end a "
         "job that has ranks outside its groups, of which it knows nothing");
     return;

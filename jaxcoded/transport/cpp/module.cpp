@@ -591,6 +591,10 @@ NB_MODULE(_engine, module) {
   };
   query("lag", [](Member& its) { return its.lag(); });
   query("next_round", [](Member& its) { return its.next(); });
+  query("rounds_of_all", [](Member& its) {
+    const Round failed = its.node->failed_alone();
+    return (failed ? std::min(failed, its.next()) : its.next()) - 1;
+  });
   query("history_bytes", [](Member& its) { return its.node->history_bytes(); });
   query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
   query("fetched_bytes", [](Member& its) { return its.node->fetched_bytes(); });

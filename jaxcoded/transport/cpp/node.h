@@ -207,6 +207,8 @@ class Node {
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
   // Of sections of sums, see `Section`.
   std::uint64_t formed_bytes() const { return formed_bytes_; }
+  // The first round that failed here without the root, which it does not know of; 0: there is none.
+  Round failed_alone() const { return failed_alone_.first(); }
 
  private:
   struct Child {
