@@ -585,7 +585,7 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
 @pytest.mark.parametrize(
     ("way", "victims", "sizes"),
     [
-        ("root", ["0", "1,4"], [6, 4]),
+        ("root", ["0", "1"], [6, 5]),
         more("root", ["0,3"], [5]),
         ("root-shared", ["0"], [6]),
         ("behind", ["0"], [6]),
