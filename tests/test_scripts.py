@@ -1,6 +1,7 @@
 """The README's example, the examples and the benchmarks run and do what they say."""
 
 import csv
+import importlib.util
 import itertools
 import json
 import os
@@ -75,6 +76,33 @@ def test_demo(ranks, tmp_path):
         steps = [runs[i]["step_seconds_median"] for i in (one, other)]
         assert summary[ratio] == pytest.approx(steps[0] / steps[1])
     assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "name, needs",
+    [
+        ("optax_chain", "optax"),
+        pytest.param("equinox_digits", "equinox", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_example_trains_as_in_one_process(name, needs):
+    """The same minibatches, summed exactly: up to rounding, whoever shares the work."""
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"needs {needs}")
+    found = []
+    for ranks in (1, 4):
+        script = f"examples/{name}.py"
+        said = mpirun(ranks, "-m", "mpi4py", script, "--epochs", "3").stdout
+        numbers = re.findall(
+            r"^rank \d+: loss (.*), accuracy (.*)$", said, re.MULTILINE
+        )
+        assert len(numbers) == ranks
+        assert len(set(numbers)) == 1  # the same bits on all ranks
+        found.append([float(number) for number in numbers[0]])
+    (loss, accuracy), (other, another) = found
+    assert loss == pytest.approx(other, rel=1e-3)
+    assert accuracy == pytest.approx(another, abs=0.01)
+    assert loss < 1.8  # an untrained network has log 10 = 2.3
 
 
 @pytest.mark.exhaustive  # a benchmark of many seconds

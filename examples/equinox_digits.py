@@ -1,0 +1,61 @@
+"""Handwritten digits with an Equinox model: epochs of minibatches, whoever is late.
+
+    scripts/mpirun -n 4 .venv/bin/python -m mpi4py examples/equinox_digits.py
+
+Needs Equinox and scikit-learn, as the extra ``examples`` installs them.
+"""
+
+import argparse
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from mpi4py import MPI
+from sklearn.datasets import load_digits
+
+import jaxcoded
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--epochs", type=int, default=10)
+epochs = parser.parse_args().epochs
+
+images, labels = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
+images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
+x, y = images[:1500], labels[:1500]
+
+model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(0))
+# what is trained, and the rest of the model
+params, static = eqx.partition(model, eqx.is_inexact_array)
+
+
+def losses(params, batch):  # one for each example
+    x, y = batch
+    logits = jax.vmap(eqx.combine(params, static))(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, code="shared(replicas=2)")
+loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+tx = optax.adam(3e-3)
+
+
+@eqx.filter_jit
+def step(params, state, batch, weights):
+    loss, grads = loss_and_grad(params, batch, weights)  # of the whole batch
+    updates, state = tx.update(grads, state)
+    return eqx.apply_updates(params, updates), state, loss
+
+
+state = tx.init(params)
+for epoch in range(epochs):
+    # 11 batches of 128, and one of 92
+    for indices, weights in group.epoch(len(x), 128, seed=0, epoch=epoch):
+        params, state, loss = step(params, state, (x[indices], y[indices]), weights)
+    if group.rank == 0:
+        print(f"epoch {epoch}: loss {loss:.4f}")
+
+logits = jax.vmap(eqx.combine(params, static))(images[1500:])
+accuracy = np.mean(np.argmax(logits, axis=1) == labels[1500:])
+print(f"rank {group.rank}: loss {float(loss):.6f}, accuracy {accuracy:.4f}")
+group.close()
