@@ -57,10 +57,11 @@ COSTLY = (
     "test_training.py::test_fifty_steps[mpi4jax-coded_value_and_grad_step",
     "test_training.py::test_fifty_steps[mpi4jax-chain_step-float32",
 )
-# On 13 ranks without codes that are to a tree what `single_parity_check` and `polynomial` are.
+# On 13 ranks without codes that are to a tree what `single_parity_check`, `polynomial` and `progressive`
+# are.
 ALIKE = tuple(
     f"test_schemes.py::test_exact[engine-{code}"
-    for code in ("gaussian_mds", "linear", "reed_solomon")
+    for code in ("adaptive", "gaussian_mds", "linear", "reed_solomon")
 )
 # On 7 ranks, where 2, 4 and 13 say it.
 ON_OTHER_TREES = (
