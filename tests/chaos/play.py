@@ -386,6 +386,9 @@ class Player:
                 mine["kill"] = now + it.seconds
                 while True:
                     pass
+            case "exit":
+                mine["kill"] = now + it.seconds
+                sys.exit()
             case "lock":
                 mine["kill"] = now + it.seconds
                 ctypes.PyDLL(None).sleep(1000)  # unlike `ctypes.CDLL` it keeps the lock
@@ -442,6 +445,8 @@ def main():
 
 try:
     main()
+except SystemExit:
+    raise
 except BaseException as error:
     mine["failed"] = 1
     say(f"fails: {type(error).__name__}: {error}")

@@ -32,7 +32,7 @@ class Fault:
     Attributes:
         kind: "sleep"; "stop" (SIGSTOP, and later SIGCONT); "kill" (SIGKILL); "loop" and "lock",
             endless loops of the program, the latter with Python's lock, in which it is killed
-            later; "cut" (the cable of its host is cut, and mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
+            later; "exit" (it leaves the program, and is killed while it waits for the others); "cut" (the cable of its host is cut, and mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
             program catches).
         rank: of those with which the schedule begins.
         step: in which it happens, from 1 in each phase; the one after the last is `recovered`.
@@ -52,7 +52,7 @@ class Fault:
         return f"rank {self.rank}: {self.kind} in step {self.step}{delay}{length}"
 
 
-FATAL = ("kill", "loop", "lock")
+FATAL = ("kill", "loop", "lock", "exit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +195,7 @@ def _options(rng: random.Random, way: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "piece_bytes": rng.choice((2048, 65536, None)),
         "history_bytes": rng.choice((1, 256 << 20)),
+        "sections_from": rng.choice((None, 1)),
     }
     action = rng.choice(("wait",) * 6 + ("raise", "approximate"))
     if action == "wait":
@@ -234,7 +235,7 @@ def _phase(
     faults = []
     together = rng.randint(2, steps)  # the dead of a step that fails, more or less
     for rank in dead:
-        kind = rng.choice(("kill",) * 4 + ("loop", "lock"))
+        kind = rng.choice(("kill",) * 4 + ("loop", "lock", *("exit",) * (not fails)))
         step = (
             min(steps, together + rng.randint(0, 1)) if fails else rng.randint(2, steps)
         )
