@@ -241,20 +241,19 @@ def _phase(
         )
         if not fails and kind == "kill" and rng.random() < 0.2:
             step = steps + 1  # while the others recover
-        faults.append(
-            Fault(
-                *(kind, living[rank], step, _delay(rng) if kind == "kill" else 0.0),
-                rng.uniform(0.1, 1.0) if kind != "kill" else 0.0,
-            )
-        )
+        if kind == "kill":
+            delay = rng.uniform(0.0, 0.3) if step > steps else _delay(rng)
+            faults.append(Fault(kind, living[rank], step, delay))
+        else:
+            faults.append(Fault(kind, living[rank], step, 0.0, rng.uniform(0.1, 1.0)))
     doomed = {it.rank: it.step for it in faults}
     may_cut = cables and of.options.get("on_deadline", "wait") == "wait"
     roots = of.options.get("on_deadline") != "raise"  # it may be stopped
     for _ in range(rng.randint(0, 6)):
         kind = rng.choice(("sleep", "stop", *("cut",) * may_cut))
         rank = living[rng.randrange(0 if roots or kind == "sleep" else 1, plan.size)]
-        step = rng.randint(1 if kind == "sleep" else 2, steps)
-        if step >= doomed.get(rank, steps + 1):
+        step = rng.randint(1 if kind == "sleep" else 2, steps + 1)
+        if step >= doomed.get(rank, steps + 2):
             continue
         delay = 0.0 if kind == "sleep" else _delay(rng)
         faults.append(Fault(kind, rank, step, delay, rng.uniform(0.02, 0.5)))

@@ -8,7 +8,7 @@ from schedule import CODED, FATAL, FEWEST, LEFT, SHARED, schedule, tolerates
 
 import jaxcoded
 
-SEEDS, SIZES = range(60), (FEWEST, 9, 13)
+SEEDS, SIZES = range(40), (FEWEST, 9, 13)
 
 
 @pytest.fixture(scope="module")
