@@ -20,7 +20,7 @@ from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack
 
 _NAME = "coded_value_and_grad"
 # What the gradient is not to hide behind, where ranks look for mistakes.
-_APART = ("loss", "count")
+_APART = ("loss", "count", "examples")
 
 # How far the examples that were counted may be from their number: as a share of it; and the
 # roundings that add to those of one for each rank, amplified by the code.
@@ -147,12 +147,15 @@ def coded_value_and_grad(
         total = out.total
         loss, grads = total["loss"], total["grads"]
         if mean:
-            count = total["count"]
             if group.approximate:  # of nothing that came the mean is 0, as the sum
-                count = jnp.where(count == 0, 1, count / _counts_for(weights, count))
+                count = total.get("examples", total["count"])
+                count = jnp.where(count == 0, 1, count)
             else:
                 assert examples is not None
-                count = _checked_count(count, examples, weights.examples)
+                count = _checked_count(total["count"], examples)
+                if "examples" in total:
+                    present = _present(total["examples"], weights, examples)
+                    count = jnp.where(jnp.isnan(count), count, present)
             loss, grads = divided((loss, grads), count)
         reduced.note(grads, group.index)
         value = (loss, aux) if has_aux else loss
@@ -190,12 +193,12 @@ def coded_value_and_grad(
             )
             # with it, too, mistakes are found; and the scale of a loss that vanishes
             counted = mean or (bool(group.options.debug) and not own_weights)
-            each = None
-            if counted:
-                assert isinstance(weights, Weights)  # one's own are not counted
-                each = _counts_for(weights, coding)
             partial = functools.partial(
-                _weighted, per_example_loss, has_aux, each, params
+                _weighted,
+                per_example_loss,
+                has_aux,
+                weights if counted and isinstance(weights, Weights) else None,
+                params,
             )
             examples = None
             if shares:
@@ -242,7 +245,7 @@ def coded_value_and_grad(
             else:
                 local, aux = partial(behind, batch, coding)
             if counted and not group.approximate:
-                assert isinstance(weights, Weights)
+                assert isinstance(weights, Weights)  # one's own are not counted
                 examples = _examples(local, weights, group.plan)
         # the skipped gradient and its round are one: zeros can never enter a sum
         request = dataclasses.replace(
@@ -259,13 +262,13 @@ def coded_value_and_grad(
 def _weighted(
     per_example_loss: Callable[[Any, Any], Any],
     has_aux: bool,
-    each: Any,
+    counted: Weights | None,
     params: Any,
     behind: jax.Array | None,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """``Σ w ℓ``, ``∇ Σ w ℓ`` and, if there is an ``each``, the count ``Σ w · each``; and the
+    """``Σ w ℓ``, ``∇ Σ w ℓ`` and, with the weights that are to be ``counted``, ``Σ w``; and the
     auxiliary data. Zeros, and no gradient computed, where all weights are 0 or this rank is
     ``behind``."""
 
@@ -300,8 +303,8 @@ def _weighted(
         value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
         (loss, (count, aux)), grads = value_and_grad(params)
         sums = {"loss": loss, "grads": grads}
-        if each is not None:
-            sums["count"] = count * jnp.asarray(each, count.dtype)
+        if counted is not None:
+            sums |= _counts(count, counted)
         return sums, aux
 
     def skip() -> tuple[Any, Any]:
@@ -402,20 +405,30 @@ def _examples(local: Any, weights: Weights, plan: Plan) -> tuple[float, float]:
     return float(weights.batch_size), max(_MISCOUNT, rounding)
 
 
-def _counts_for(weights: Weights, like: jax.Array) -> Any:
-    """What each example counts for: those of a batch count ``batch_size`` together, also
-    where it is a smaller last one. That is the number for which transports look, and one that
-    they know when they compile."""
+def _counts(count: jax.Array, weights: Weights) -> dict[str, jax.Array]:
+    """What is summed of a ``count`` of examples; in a batch of an epoch in two ways.
+
+    Transports look for a number that they know when they compile. So the examples of a smaller last
+    batch count for more: ``batch_size`` together. Ranks at different batches do not add up to
+    that. By the other sum the mean is, on all ranks the same, also on one that was done
+    without and is at another batch."""
     if weights.present is None:
-        return 1
-    present = jnp.asarray(weights.present, like.dtype)
-    return jnp.asarray(weights.batch_size, like.dtype) / present
+        return {"count": count}
+    present = jnp.asarray(weights.present, count.dtype)
+    return {"count": count * (weights.batch_size / present), "examples": count}
 
 
-def _checked_count(
-    count: jax.Array, examples: tuple[float, float], divisor: Any
+def _present(
+    counted: jax.Array, weights: Weights, examples: tuple[float, float]
 ) -> jax.Array:
-    """The ``divisor`` if all ``examples`` were counted, to rounding; otherwise NaN.
+    """How many examples of a batch there are, where so many were ``counted``."""
+    expected = jnp.asarray(weights.examples, counted.dtype)
+    near = jnp.abs(counted - expected) <= examples[1] * expected
+    return jnp.where(near, expected, jnp.round(counted))
+
+
+def _checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
+    """The number of examples if that is what was counted, to rounding; otherwise NaN.
 
     The engine makes an error of it, in the order of the rounds. Raised here, beside that
     order, it would end this rank's program in the middle of sending the result on, or
@@ -423,7 +436,7 @@ def _checked_count(
     """
     number, allowed = examples
     near = jnp.abs(count - number) <= allowed * number
-    return jnp.where(near, jnp.asarray(divisor, count.dtype), jnp.nan)
+    return jnp.where(near, jnp.asarray(number, count.dtype), jnp.nan)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

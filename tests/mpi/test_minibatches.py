@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import SIZE, engine_only, mpi4jax_only, several
+from jax.errors import JaxRuntimeError
+from marks import SIZE, engine_only, mpi4jax_only, redundant, several
 from reference import assert_same_bits
 from together import finish, one_late
 
@@ -130,6 +131,32 @@ def test_sums_without_a_mean(group):
     value, sums = jaxcoded.coded_allreduce(local, group)
     np.testing.assert_allclose(value, true, rtol=1e-11)
     np.testing.assert_allclose(sums, grad, rtol=1e-11)
+
+
+@redundant
+def test_a_rank_at_another_batch_gets_the_mean_of_the_others(comm, group):
+    """It was done without; the batches are of different sizes."""
+    loader, late = batches(group, 0), SIZE - 1
+    indices, weights = loader[0 if comm.rank == late else 3]
+    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+    erasures = np.arange(SIZE) == late
+    out = finish(step(START, (X[indices], Y[indices]), weights, erasures=erasures))
+    for actual, expected in zip(out, by_hand(START, loader.batch(3))):
+        np.testing.assert_allclose(actual, expected, rtol=1e-11)
+    assert_same_bits(comm, out)
+
+
+@several
+@pytest.mark.parametrize("how", [{"stragglers": 0}, {"code": "shared(replicas=0)"}])
+@engine_only
+def test_ranks_at_different_batches_are_an_error(comm, transport, how):
+    """Where the sizes tell them apart, and each rank counts."""
+    with jaxcoded.CodedGroup(comm, transport=transport, **how) as group:
+        indices, weights = batches(group, 0)[0 if comm.rank == SIZE - 1 else 3]
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+        with pytest.raises(JaxRuntimeError, match="InconsistentMessages: round 1, "):
+            finish(step(START, (X[indices], Y[indices]), weights))
+        jax.effects_barrier()
 
 
 @several
