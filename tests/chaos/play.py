@@ -166,7 +166,7 @@ class Steps:
         if self.exact:
             total = jaxcoded.coded_allreduce(local, self._group, skip=skip)
             return self._training.after(w, total), 0.0
-        total, residual = jaxcoded.coded_allreduce(
+        total, residual, _ = jaxcoded.coded_allreduce(
             local, self._group, skip=skip, residual=True
         )
         return self._training.after(w, total), residual
@@ -325,12 +325,14 @@ class Player:
             rank
             for rank in range(len(phase.living))
             if f"rank {rank}, which is dead" in text
+            or f"the root, rank {rank}, is dead" in text
         ]
         if not named or set(named) - set(dead):
             raise Wrong(
                 f"the dead are ranks {dead} of the group, but: {text}"
             ) from error
-        self._failed.append(self._number + 1)
+        if not phase.root_dies:  # else some may have had its sum
+            self._failed.append(self._number + 1)
 
     def _agree(self):
         """After a call that did not match: all go on from the root's state."""
@@ -348,6 +350,19 @@ class Player:
             self._w = self._right = np.asarray(state["w"])
             return self._note()
         raise Wrong(f"calls have not matched {TRIES} times")
+
+    def _take_over(self):
+        """What the new root knows."""
+        number, w = jaxcoded.tree_bcast(
+            (jnp.int64(self._number), jnp.asarray(self._w)), self._group
+        )
+        if number < self._number:
+            raise Wrong(f"it has done {self._number} steps, and the new root {number}")
+        while self._number < number:
+            self._right = self._training.step(self._right, self._number)
+            self._number += 1
+        self._w = np.asarray(w)
+        self._check(0.0)
 
     # Faults.
 
@@ -423,6 +438,8 @@ class Player:
                 self._be_killed()
         if self._group.size != left:
             raise Wrong(f"{left} ranks live, but the group has {self._group.size}")
+        if phase.root_dies:
+            self._take_over()
         say(f"goes on as rank {self._group.rank} of {left}")
 
 

@@ -77,6 +77,11 @@ class Phase:
         """Who dies in it."""
         return tuple(sorted(it.rank for it in self.faults if it.kind in FATAL))
 
+    @property
+    def root_dies(self) -> bool:
+        """Then who knows most becomes the root, and ranks have other numbers."""
+        return self.living[0] in self.dead
+
     def errs(self, step: int) -> bool:
         """Whether a rank calls with wrong arguments in a step."""
         return any((it.kind, it.step) == ("error", step) for it in self.faults)
@@ -112,6 +117,11 @@ class Schedule:
         return self.ranks - sum(len(phase.dead) for phase in self.phases)
 
     @property
+    def waits(self) -> bool:
+        """Whether a parent waits for as long as it takes."""
+        return "on_deadline" not in self.options
+
+    @property
     def exact(self) -> bool:
         """Whether all sums are those of the whole batch."""
         return self.options.get("on_deadline") != "approximate"
@@ -136,6 +146,8 @@ class Schedule:
 
 def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
     """Whether sums are exact without these ranks of the plan."""
+    if plan.root in missing:
+        return False
     if plan.placement is not None:
         return all(set(holders) - set(missing) for holders in plan.placement.holders)
     return not plan.unrecoverable([rank in missing for rank in range(plan.size)])
@@ -156,11 +168,15 @@ def schedule(seed: int, ranks: int, *, cables: bool = False) -> Schedule:
         phases=(),
     )
     living, phases = tuple(range(ranks)), []
-    for _ in range(rng.choice((1, 2, 2, 3))):
-        phase = _phase(rng, out, living, to_die, cables)
+    number = rng.choice((1, 2, 2, 3))
+    for i in range(number):
+        root = i == number - 1 and to_die > 0 and rng.random() < 0.4
+        phase = _phase(rng, out, living, to_die, cables, root and out.waits)
         phases.append(phase)
         living = tuple(rank for rank in living if rank not in phase.dead)
         to_die -= len(phase.dead)
+    if phases[-1].root_dies:
+        phases.append(Phase(3, living, (), fails=False))
     return dataclasses.replace(out, phases=tuple(phases))
 
 
@@ -213,12 +229,15 @@ def _phase(
     living: tuple[int, ...],
     to_die: int,
     cables: bool,
+    root_dies: bool,
 ) -> Phase:
     plan = of.plan(len(living))
     steps = rng.randint(4, 20)
     mood = rng.choice(("calm", "within", "within", "beyond"))
     dead: list[int] = []  # ranks of the plan
-    if mood != "calm":
+    if root_dies:
+        mood, dead = "beyond", [plan.root]
+    elif mood != "calm":
         workers = list(range(1, plan.size))
         rng.shuffle(workers)
         if mood == "beyond":  # those first without whom the root lacks a sum
@@ -239,15 +258,15 @@ def _phase(
         step = (
             min(steps, together + rng.randint(0, 1)) if fails else rng.randint(2, steps)
         )
-        if not fails and kind == "kill" and rng.random() < 0.2:
-            step = steps + 1  # while the others recover
+        if (root_dies or not fails) and kind == "kill" and rng.random() < 0.2:
+            step, fails = steps + 1, False  # while the others recover
         if kind == "kill":
             delay = rng.uniform(0.0, 0.3) if step > steps else _delay(rng)
             faults.append(Fault(kind, living[rank], step, delay))
         else:
             faults.append(Fault(kind, living[rank], step, 0.0, rng.uniform(0.1, 1.0)))
     doomed = {it.rank: it.step for it in faults}
-    may_cut = cables and of.options.get("on_deadline", "wait") == "wait"
+    may_cut = cables and of.waits
     roots = of.options.get("on_deadline") != "raise"  # it may be stopped
     for _ in range(rng.randint(0, 6)):
         kind = rng.choice(("sleep", "stop", *("cut",) * may_cut))
