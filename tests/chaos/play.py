@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from board import Board
 from mpi4py import MPI
-from schedule import Fault, Phase, Schedule
+from schedule import FATAL, Fault, Phase, Schedule
 
 import jaxcoded
 from jaxcoded import errors
@@ -421,6 +421,9 @@ class Player:
     # The end of a phase.
 
     def _recover(self, phase):
+        for it in phase.faults:  # where a step has failed before, it dies now
+            if it.rank == self._rank and it.kind in FATAL:
+                self._befall(phase, it.step)
         self._befall(phase, phase.steps + 1)
         left = len(phase.living) - len(phase.dead)
         for _ in range(TRIES):

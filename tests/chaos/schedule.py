@@ -236,7 +236,10 @@ def _phase(
     mood = rng.choice(("calm", "within", "within", "beyond"))
     dead: list[int] = []  # ranks of the plan
     if root_dies:
-        mood, dead = "beyond", [plan.root]
+        others = rng.sample(
+            range(1, plan.size), min(to_die - 1, rng.choice((0, 0, 1, 2)))
+        )
+        mood, dead = "beyond", [plan.root, *others]
     elif mood != "calm":
         workers = list(range(1, plan.size))
         rng.shuffle(workers)
@@ -259,13 +262,15 @@ def _phase(
             min(steps, together + rng.randint(0, 1)) if fails else rng.randint(2, steps)
         )
         if (root_dies or not fails) and kind == "kill" and rng.random() < 0.2:
-            step, fails = steps + 1, False  # while the others recover
+            step = steps + 1  # while the others recover
         if kind == "kill":
             delay = rng.uniform(0.0, 0.3) if step > steps else _delay(rng)
             faults.append(Fault(kind, living[rank], step, delay))
         else:
             faults.append(Fault(kind, living[rank], step, 0.0, rng.uniform(0.1, 1.0)))
     doomed = {it.rank: it.step for it in faults}
+    in_steps = [rank for rank in dead if doomed[living[rank]] <= steps]
+    fails = of.exact and not tolerates(plan, in_steps)
     may_cut = cables and of.waits
     roots = of.options.get("on_deadline") != "raise"  # it may be stopped
     for _ in range(rng.randint(0, 6)):
