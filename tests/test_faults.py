@@ -606,6 +606,14 @@ def test_ranks_that_live_go_on_without_the_root(
         assert "hand on what the new root has first" in job.of_all("too_early")[0]
 
 
+@pytest.mark.parametrize("told", ["1", "2,3", more(""), more("2"), more("1,2,3,4")])
+def test_the_root_dies_while_it_says_who_is_left(tmp_path, fault_tolerant, told):
+    job = run(tmp_path, 6, "roll.py", told, options=fault_tolerant, limit=LIMIT)
+    assert set(job.reports) == {1, 2, 3, 4}, job.stderr[-8000:]
+    assert job.of_all("survivors") == [3, 1, 2, 4]
+    assert job.of_all("size") == 4
+
+
 def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "again", "3")
     trained(job, {3, 6}, 5)

@@ -831,7 +831,6 @@ class CodedGroup:
             )
         primitive.effects_barrier()
         rounds = self.transport.rounds_of_all()
-        root = self.plan.root
         try:
             # a round like any other, so that all are known to call this; what the root says counts
             agreed = self.transport.broadcast(
@@ -844,7 +843,9 @@ class CodedGroup:
         called = self._roll.call(timeout, rounds)
         if not called.dead:
             return self
-        smaller, survivors = recovery.shrunk(self._comm, called, root, 2 * timeout + 1)
+        smaller, survivors = recovery.shrunk(
+            self._comm, called.rounds, self.plan.root, 2 * timeout + 1
+        )
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
         other.alike = len({called.rounds[rank] for rank in survivors}) == 1

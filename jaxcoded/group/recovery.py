@@ -78,11 +78,14 @@ class Roll:
                 "with a longer timeout, or end their processes; dead are ranks "
                 f"{dead}"
             )
-        if dead:
-            # whoever calls the roll anew, as this caller dies, is to know that this rank has come
+        if dead and caller != self._comm.rank:
+            # The caller may die before all have heard it. Whoever calls the roll then is to know that
+            # this rank has come; and whoever looks to this rank for it, what was said.
+            said = np.array([self.number, *known])
             for other in self._callers[place + 1 :]:
                 if other != self._comm.rank and other not in dead:
                     self._send(word, other, _WORD)
+                    self._send(said, other, _VERDICT)
         return Called(dead, known.tolist())
 
     def _send(self, what: np.ndarray, to: int, tag: int) -> None:
@@ -161,11 +164,17 @@ def _unless_dead(error: MPI.Exception) -> None:
 
 
 def shrunk(
-    comm: MPI.Intracomm, called: Called, root: int, seconds: float
+    comm: MPI.Intracomm, rounds: list[int], root: int, seconds: float
 ) -> tuple[MPI.Intracomm, list[int]]:
     """A communicator of the ranks that live, and which these are. Collective of them.
 
     They keep their order, but where the root is dead the first that knows most rounds comes first.
+
+    Args:
+        comm: of all ranks.
+        rounds: that each of them knows.
+        root: among them.
+        seconds: for which those that live are waited for.
 
     Raises:
         CodedError: not all of them came, as the rank that called the roll has died.
@@ -191,8 +200,8 @@ def shrunk(
     if isinstance(smaller, MPI.Exception):
         raise smaller
     survivors = _among(smaller, comm)
-    first = max(survivors, key=lambda rank: called.rounds[rank])
-    if root in called.dead and first != survivors[0]:
+    first = max(survivors, key=lambda rank: rounds[rank])
+    if root not in survivors and first != survivors[0]:
         ordered = smaller.Split(0, -1 if comm.rank == first else comm.rank)
         smaller.Free()
         smaller, survivors = ordered, _among(ordered, comm)
