@@ -542,7 +542,7 @@ def trained(job, without, *sizes):
     ("way", "victims", "sizes"),
     [
         more("trains", ["3"], [6]),
-        ("trains", ["1"], [6]),
+        more("trains", ["1"], [6]),
         ("trains", ["3,6", "1"], [5, 4]),
         ("shared", ["3,6", "1"], [5, 4]),
     ],
