@@ -239,7 +239,7 @@ def real(hosts, ranks, settings, rounds, directory, limit):
     beside = pathlib.Path(sys.executable).with_name("mpirun")
     found = {"JAXCODED_MPIRUN": str(beside)} if beside.exists() else {}
     if hosts == 1:
-        command = [ROOT / "scripts/mpirun", "-n", str(ranks), *command]
+        command = [sys.executable, ROOT / "scripts/mpirun", "-n", str(ranks), *command]
     else:
         count = ("--hosts", str(hosts), "--rate", RATE, "--limit", str(limit))
         command = [sys.executable, ROOT / "scripts/on_hosts.py", *count, "--", *command]

@@ -114,7 +114,8 @@ def on_this_host(job, folder):
     tolerant = ("--with-ft", "ulfm") if killed else ()
 
     def start(*command):
-        first = on_hosts.MPIRUN, *tolerant, "-n", job.ranks, sys.executable
+        ranks = on_hosts.MPIRUN, *tolerant, "-n", job.ranks
+        first = sys.executable, *ranks, sys.executable
         return list(map(str, [*first, *command]))
 
     yield start, os.environ | settings

@@ -172,6 +172,7 @@ def job(
     slots = ",".join(f"{address}:{each}" for address in addresses(len(hosts)))
     mpirun = shlex.join(
         [
+            sys.executable,
             str(MPIRUN),
             *("--prtemca", "plm_ssh_agent", str(agent)),
             *("--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", NETWORK),

@@ -49,7 +49,14 @@ def mpirun(ranks, *arguments, limit=LIMIT, **environment):
     unless it succeeds.
     """
     job = subprocess.run(
-        [ROOT / "scripts/mpirun", "-n", str(ranks), sys.executable, *arguments],
+        [
+            sys.executable,
+            ROOT / "scripts/mpirun",
+            "-n",
+            str(ranks),
+            sys.executable,
+            *arguments,
+        ],
         env=limited(limit) | environment,
         capture_output=True,
         text=True,

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from launch import limited, slowness
 
+from jaxcoded.cli import launcher
+
 ROOT = pathlib.Path(__file__).parent.parent
 MPIRUN = ROOT / "scripts" / "mpirun"
 FAULTS = ROOT / "tests" / "faults"
@@ -82,7 +84,7 @@ def run(
     start = time.monotonic()
     job = subprocess.run(
         [
-            *(MPIRUN, *options, "-n", str(ranks)),
+            *(sys.executable, MPIRUN, *options, "-n", str(ranks)),
             *(sys.executable, *python, FAULTS / program, directory, *arguments),
         ],
         env=settings(limit),
@@ -126,15 +128,9 @@ def succeed(job, ranks):
 
 
 def needs_fault_tolerance():
-    version = subprocess.run(
-        [MPIRUN, "--version"],
-        env=settings(10),
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
-    if not re.search(r"Open MPI\S* [5-9]\.", version):
-        pytest.skip(f"the option is one of Open MPI 5, not of {version[:60]!r}")
+    mpirun = launcher.found(settings(10).get("JAXCODED_MPIRUN"))
+    if mpirun.mpi != launcher.OPEN_MPI or mpirun.major < 5:
+        pytest.skip(f"the option is one of Open MPI 5, not of {mpirun}")
 
 
 # Late ranks.
@@ -648,7 +644,7 @@ with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
         cwd=ROOT,
     )
     assert job.returncode == 0, job.stderr
-    assert "start the job with mpirun --with-ft ulfm of Open MPI 5" in job.stdout
+    assert "start the job with jaxcoded run --ft, which needs Open MPI 5" in job.stdout
 
 
 @pytest.mark.parametrize(
@@ -701,8 +697,10 @@ def test_every_line_of_the_faults_page_has_a_test():
 # The start lines of README.md, and its program, in which something happens to a rank.
 
 README = (ROOT / "README.md").read_text()
-STARTS = dict(re.findall(r"^\| ([^|]+) \| `(mpirun [^`]+)` \|", README, re.MULTILINE))
-(FIRST_RUN,) = re.findall(r"^JAXCODED_DEBUG=1 (mpirun .+)$", README, re.MULTILINE)
+STARTS = dict(
+    re.findall(r"^\| ([^|]+) \| `(jaxcoded run [^`]+)` \|", README, re.MULTILINE)
+)
+(FIRST_RUN,) = re.findall(r"^JAXCODED_DEBUG=1 (jaxcoded run .+)$", README, re.MULTILINE)
 FAULT = """\
         if next(steps) == {step} and MPI.COMM_WORLD.rank == {victim}:
             jax.block_until_ready(w)
@@ -744,12 +742,13 @@ def start(
         f"{said}.write_text(' '.join(map(str, np.asarray(w))))\ngroup.close(3.0)\n"
     )
     (directory / "train.py").write_text(program)
-    words = line.split()
-    assert words[0] == "mpirun" and words[-1] == "train.py"
-    places = {"mpirun": str(MPIRUN), "python": sys.executable}
+    command, run, *words = line.split()
+    assert (command, run, words[-1]) == ("jaxcoded", "run", "train.py")
+    places = settings(limit)
+    limited = "--timeout", places["JAXCODED_MPIRUN_TIMEOUT"]
     job = subprocess.run(
-        [places.get(word, word) for word in words],
-        env=settings(limit) | environment,
+        [sys.executable, "-m", command, run, *limited, *words],
+        env=places | environment,
         capture_output=True,
         text=True,
         errors="replace",

@@ -5,9 +5,11 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-# Each is a module of jaxcoded.cli: `add_arguments(parser)`, `run(args)` and a docstring.
-COMMANDS = ("plan", "report")
+# Each is a module of jaxcoded.cli: `add_arguments(parser)`, `run(args)`, which may return a status, and
+# a docstring.
+COMMANDS = ("run", "plan", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,13 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="jaxcoded", description="Coded collective operations for JAX over MPI."
     )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"jaxcoded {importlib.metadata.version('jaxcoded')}",
-    )
+    parser.add_argument("--version", action=_Version, help="say which one it is")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
+    given = sys.argv[1:] if arguments is None else arguments
+    # one that is asked for needs nothing of the others
+    for name in set(COMMANDS).intersection(given[:1]) or COMMANDS:
         module = importlib.import_module(f"jaxcoded.cli.{name}")
         doc = str(module.__doc__)
         command = commands.add_parser(
@@ -34,8 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (ValueError, OSError, ImportError) as error:
         print(f"jaxcoded {args.command}: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+class _Version(argparse.Action):
+    """Looks for the version only where it is asked for: a checkout need not be installed."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, **options: Any
+    ) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"jaxcoded {importlib.metadata.version('jaxcoded')}")
+        parser.exit()

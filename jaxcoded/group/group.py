@@ -807,7 +807,7 @@ class CodedGroup:
         becomes the root, rank 0, and the group is not ``alike``: until it has handed on its state
         with `tree_bcast`, sums are an error.
 
-        It needs Open MPI 5 and ``mpirun --with-ft ulfm``.
+        It needs Open MPI 5 and ``jaxcoded run --ft``.
 
         Args:
             plan: makes the plan for so many ranks, the same on all of them. Default: with the
@@ -827,7 +827,7 @@ class CodedGroup:
         if not (isinstance(self.transport, engine.Engine) and engine.fault_tolerant()):
             raise ValueError(
                 "recovered needs the engine, and an MPI that goes on where a rank dies: start the job "
-                "with mpirun --with-ft ulfm of Open MPI 5"
+                "with jaxcoded run --ft, which needs Open MPI 5"
             )
         primitive.effects_barrier()
         rounds = self.transport.rounds_of_all()

@@ -1,0 +1,86 @@
+"""A job of many processes, of which nothing is left when it is over."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
+_GRACE = 10.0  # seconds for the launcher to end it
+_MARK = "JAXCODED_JOB"  # the environment variable by which its processes are known
+_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def play(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    seconds: float | None = None,
+    own_files: bool = True,
+) -> int:
+    """Start a launcher, hand signals on to it, and wait for its end.
+
+    A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end:
+    whatever is left of the job on this host is killed.
+
+    Args:
+        command: the launcher and its arguments.
+        environment: of all processes.
+        seconds: after which the job is ended.
+        own_files: whether it gets a directory of its own for temporary files, over which a later
+            launcher would trip. Other hosts have none of that name.
+
+    Returns:
+        Its status: 128 and the number of a signal that it ended of, `TOO_LONG` after too long.
+    """
+    name = f"{os.getpid()}.{time.time_ns()}"
+    settings = {**environment, _MARK: name}
+    with contextlib.ExitStack() as stack:
+        if own_files:
+            settings["TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory())
+        # in a session of its own: a terminal would signal the ranks, too
+        process = subprocess.Popen(command, env=settings, start_new_session=True)
+        stack.callback(_kill_all, name)
+        with _handing_on(process):
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                return TOO_LONG
+    return 128 - status if status < 0 else status
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    def hand_on(number: int, _: FrameType | None) -> None:
+        if process.poll() is None:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in _HANDED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill_all(name: str) -> None:
+    mark = f"{_MARK}={name}".encode()
+    for place in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or it is gone
+            if mark in place.read_bytes().split(b"\0"):
+                os.kill(int(place.parent.name), signal.SIGKILL)

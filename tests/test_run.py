@@ -1,0 +1,188 @@
+"""``jaxcoded run`` on a few ranks, and what it tells the mpirun of each MPI."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import ROOT, limited, slowness
+
+from jaxcoded.cli import launcher
+
+pytestmark = pytest.mark.mpi
+
+RANK = "from mpi4py import MPI\nimport os, sys, time\nrank = MPI.COMM_WORLD.rank\n"
+
+
+def command(*arguments, seconds=60):
+    limit = limited(seconds)
+    return [
+        *(sys.executable, "-m", "jaxcoded", "run"),
+        *("--timeout", limit["JAXCODED_MPIRUN_TIMEOUT"], *map(str, arguments)),
+    ]
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        command(*arguments),
+        env=limited(60) | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(body):
+        path = tmp_path / "program.py"
+        path.write_text(RANK + body)
+        return path
+
+    return write
+
+
+def alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
+    return state.split()[0] != "Z"
+
+
+def test_ranks_are_named_and_get_the_arguments(program):
+    path = program(
+        "print('size', MPI.COMM_WORLD.size, *sys.argv[1:], os.environ['OMP_NUM_THREADS'])"
+    )
+    said = run("-n", 2, path, "--steps", "3", "-n", OMP_NUM_THREADS="7")
+    assert said.returncode == 0, said.stderr
+    # Open MPI says [0]<stdout>: and MPICH [0]
+    lines = sorted(said.stdout.split("\n")[:2])
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"[{rank}]")
+        assert line.endswith(" size 2 --steps 3 -n 7")
+    plain = run("--plain", "-n", 1, path)
+    assert plain.stdout == f"size 1 {len(os.sched_getaffinity(0))}\n"
+
+
+def test_an_uncaught_error_ends_the_job(program):
+    # --on-error go-on: tests/test_faults.py, with the start line of README.md
+    path = program(
+        "if rank == 1: raise RuntimeError('injected')\nwhile True: time.sleep(0.1)\n"
+    )
+    said = run("-n", 2, path)
+    assert said.returncode == 1, said.stderr
+    assert "injected" in said.stderr
+    assert "jaxcoded run: the job failed with status 1" in said.stderr
+
+
+def test_a_killed_rank_ends_the_job(program):
+    path = program(
+        "if rank == 1: os.kill(os.getpid(), 9)\nwhile True: time.sleep(0.1)\n"
+    )
+    said = run("-n", 2, path)
+    assert "a rank was killed" in said.stderr
+    assert said.returncode == 137, said.stderr
+
+
+@pytest.mark.parametrize("how", ["limit", "signal"])
+def test_nothing_of_the_job_is_left(program, tmp_path, how):
+    """Not even a rank that is stopped, and ignores what would end it."""
+    path = program(
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    limit = ["--timeout", f"{3 * slowness():.0f}"] if how == "limit" else []
+    job = subprocess.Popen(command("--timeout", 300, *limit, "-n", 2, path), cwd=ROOT)
+
+    def started():
+        return [int(each.name) for each in tmp_path.iterdir() if each.name.isdigit()]
+
+    try:
+        end = time.monotonic() + 60 * slowness()
+        while len(started()) < 2 and job.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        ranks = started()
+        assert len(ranks) == 2
+        if how == "signal":
+            job.send_signal(signal.SIGTERM)
+        status = job.wait(60 * slowness())
+    finally:
+        job.kill()
+        job.wait()
+    assert (status == 124) if how == "limit" else (status != 0)
+    # killed is not gone at once
+    end = time.monotonic() + 30 * slowness()
+    while any(map(alive, ranks)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(alive, ranks))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("-n", 2, "none.py"), "there is no file none.py"),
+        (("-n", 0, "setup.cfg"), "--ranks must be an integer ≥ 1"),
+        (("-n", 2, "--mpirun", "/none", __file__), "/none does not run"),
+        (("-n", 2, "--mpirun", "/bin/false", __file__), "does not run: status 1"),
+    ],
+)
+def test_what_cannot_be_started(arguments, words):
+    said = run(*arguments)
+    assert said.returncode == 2
+    assert words in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+@pytest.fixture
+def fake(tmp_path):
+    def make(version):
+        path = tmp_path / "mpirun"
+        path.write_text(f"#!/bin/sh\necho '{version}'\n")
+        path.chmod(0o700)
+        return path
+
+    return make
+
+
+def test_the_mpirun_of_another_mpi_is_an_error(fake):
+    from mpi4py import MPI
+
+    other = "HYDRA build details:\n    Version:  4.3.0"
+    if not MPI.Get_library_version().startswith("Open MPI"):
+        other = "mpirun (Open MPI) 5.0.9"
+    said = run("-n", 2, "--mpirun", fake(other), __file__)
+    assert said.returncode == 2
+    assert "but mpi4py uses" in said.stderr
+
+
+def test_what_each_mpirun_is_told(fake):
+    def options(version, **more):
+        return launcher.found(str(fake(version))).options(2, **more)
+
+    five = "mpirun (Open MPI) 5.0.11"
+    crowded = ["--oversubscribe", "--bind-to", "none", "-n", "2"]
+    assert options(five) == [*crowded, "--output", "rank"]
+    assert options(five, fault_tolerant=True, named=False) == [
+        *crowded,
+        *("--with-ft", "ulfm"),
+    ]
+    assert options("mpirun (Open MPI) 4.1.4") == [*crowded, "--tag-output"]
+    assert options(five, named=False, hosts="a:1,b:1", environment=["A", "B"]) == [
+        *crowded,
+        *("-x", "A", "-x", "B", "--host", "a:1,b:1"),
+    ]
+    mpich = "HYDRA build details:\n    Version:    4.3.0"
+    assert options(mpich, hostfile="f") == ["-n", "2", "-prepend-rank", "-f", "f"]
+    assert options("another 1.0") == ["-n", "2"]
+    for version in ("mpirun (Open MPI) 4.1.4", mpich):
+        with pytest.raises(ValueError, match="--ft needs Open MPI 5"):
+            options(version, fault_tolerant=True)
