@@ -57,7 +57,9 @@ def alive(process):
 
 def test_ranks_are_named_and_get_the_arguments(program):
     path = program(
-        "print('size', MPI.COMM_WORLD.size, *sys.argv[1:], os.environ['OMP_NUM_THREADS'])"
+        "threads = os.environ['OMP_NUM_THREADS']\n"
+        # one write for each line, which MPICH names
+        "print(' '.join(['size', str(MPI.COMM_WORLD.size), *sys.argv[1:], threads]) + '\\n', end='')"
     )
     said = run("-n", 2, path, "--steps", "3", "-n", OMP_NUM_THREADS="7")
     assert said.returncode == 0, said.stderr
@@ -87,7 +89,7 @@ def test_a_killed_rank_ends_the_job(program):
     )
     said = run("-n", 2, path)
     assert "a rank was killed" in said.stderr
-    assert said.returncode == 137, said.stderr
+    assert said.returncode in (137, 9), said.stderr  # of Open MPI and of MPICH
 
 
 @pytest.mark.parametrize("how", ["limit", "signal"])

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -13,7 +14,8 @@ from types import FrameType
 TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
 _GRACE = 10.0  # seconds for the launcher to end it
 _MARK = "JAXCODED_JOB"  # the environment variable by which its processes are known
-_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDED_ON = (*_ENDING, signal.SIGUSR1)
 
 
 def play(
@@ -26,7 +28,8 @@ def play(
     """Start a launcher, hand signals on to it, and wait for its end.
 
     A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end:
-    whatever is left of the job on this host is killed.
+    whatever is left of the job on this host is killed. So is a launcher that waits for those after a
+    signal that ends.
 
     Args:
         command: the launcher and its arguments.
@@ -50,18 +53,19 @@ def play(
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
-                _end(process)
+                process.terminate()
+                _kill_later(process)
+                process.wait()
                 return TOO_LONG
     return 128 - status if status < 0 else status
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _kill_later(process: subprocess.Popen[bytes]) -> None:
+    timer = threading.Timer(
+        _GRACE, process.kill
+    )  # a process that is gone is left alone
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager
@@ -69,6 +73,8 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
     def hand_on(number: int, _: FrameType | None) -> None:
         if process.poll() is None:
             process.send_signal(number)
+            if number in _ENDING:
+                _kill_later(process)
 
     before = {number: signal.signal(number, hand_on) for number in _HANDED_ON}
     try:

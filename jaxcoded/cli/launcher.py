@@ -26,6 +26,11 @@ class Launcher:
     mpi: str
     major: int
 
+    @property
+    def killed(self) -> int:
+        """Its status when a rank was killed."""
+        return 9 if self.mpi == MPICH else 137
+
     def crowded(self) -> list[str]:
         """Its arguments where there may be more ranks than cores."""
         # it refuses them, and keeps all threads of a rank on one core

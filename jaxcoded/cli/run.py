@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     status = job.play(
         command, {**os.environ, **settings}, seconds=args.timeout, own_files=not away
     )
-    if words := _words(status, args.ft, args.timeout):
+    if words := _words(mpirun, status, args.ft, args.timeout):
         print(f"jaxcoded run: {words}", file=sys.stderr)
     return status
 
@@ -104,14 +104,16 @@ def _threads(ranks: int, hosts: str | None) -> int:
     return max(1, len(os.sched_getaffinity(0)) // here)
 
 
-def _words(status: int, fault_tolerant: bool, seconds: float | None) -> str:
+def _words(
+    mpirun: launcher.Launcher, status: int, fault_tolerant: bool, seconds: float | None
+) -> str:
     """What the status means; empty if all went well."""
     if status == 0:
         return ""
     if status == job.TOO_LONG and seconds is not None:
         return f"the job was ended, as it took longer than {seconds:g} s"
-    if status == 137 and not fault_tolerant:
-        return "a rank was killed, and the job with it (status 137). With --ft the others go on"
+    if status == mpirun.killed and not fault_tolerant:
+        return f"a rank was killed, and the job with it (status {status}). With --ft the others go on"
     if status > 128:
         return f"the job ended of signal {status - 128} (status {status})"
     return f"the job failed with status {status}: see what its ranks say above"
