@@ -19,7 +19,7 @@ as_users := --xla_cpu_multi_thread_eigen=false
 # What changes most, on 4 ranks.
 check_tests := $(addprefix tests/mpi/test_,engine.py collectives.py erasures.py)
 mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
-mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other
+mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other or are_named or killed_rank_ends
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-all test-mpich smoke test-asan test-tsan fuzz chaos lint format doctest clean
@@ -76,7 +76,7 @@ test-mpich:
 	    $(MAKE) -C build/mpich MPI=mpich PACKAGES=$(CURDIR)/.venv setup
 	cd build/mpich && XLA_FLAGS="$$($(python) tests/compiled.py)" JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider \
 	    --timeout=150 --timeout-method=thread $(mpich_tests)
-	cd build/mpich && $(python) -m pytest tests/test_faults.py -k '$(mpich_faults)' $(ARGS)
+	cd build/mpich && $(python) -m pytest tests/test_faults.py tests/test_run.py -k '$(mpich_faults)' $(ARGS)
 
 smoke: setup
 	scripts/with_jax oldest
