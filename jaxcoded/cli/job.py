@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
+from typing import IO
 
 TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
 _GRACE = 10.0  # seconds for the launcher to end it
@@ -24,6 +25,7 @@ def play(
     *,
     seconds: float | None = None,
     own_files: bool = True,
+    output: IO[str] | None = None,
 ) -> int:
     """Start a launcher, hand signals on to it, and wait for its end.
 
@@ -37,6 +39,7 @@ def play(
         seconds: after which the job is ended.
         own_files: whether it gets a directory of its own for temporary files, over which a later
             launcher would trip. Other hosts have none of that name.
+        output: takes what it prints and what its errors say. Default: those of this process.
 
     Returns:
         Its status: 128 and the number of a signal that it ended of, `TOO_LONG` after too long.
@@ -47,7 +50,9 @@ def play(
         if own_files:
             settings["TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory())
         # in a session of its own: a terminal would signal the ranks, too
-        process = subprocess.Popen(command, env=settings, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=settings, start_new_session=True, stdout=output, stderr=output
+        )
         stack.callback(_kill_all, name)
         with _handing_on(process):
             try:

@@ -1,5 +1,6 @@
 """The mpirun of an MPI: which one it is, and what it is to be told."""
 
+import argparse
 import dataclasses
 import os
 import pathlib
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
@@ -25,6 +27,11 @@ class Launcher:
     path: str
     mpi: str
     major: int
+
+    @property
+    def reports_deaths(self) -> bool:
+        """Whether ranks can hear of others' deaths, and live."""
+        return self.mpi == OPEN_MPI and self.major >= 5
 
     @property
     def killed(self) -> int:
@@ -59,7 +66,7 @@ class Launcher:
         Raises:
             ValueError: this MPI cannot do that.
         """
-        if fault_tolerant and (self.mpi != OPEN_MPI or self.major < 5):
+        if fault_tolerant and not self.reports_deaths:
             raise ValueError(
                 f"--ft needs Open MPI 5, which reports deaths to the ranks: {self.path} is of "
                 f"{self.mpi} {self.major}"
@@ -125,6 +132,45 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
         mpi = MPICH
     number = re.search(r"(\d+)\.\d", said)
     return Launcher(path, mpi, int(number[1]) if number else 0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which mpirun, and on which hosts."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", help="and how many ranks on each: a:2,b:2")
+    where.add_argument(
+        "--hostfile", help="a file of them, in the form that the MPI reads"
+    )
+    parser.add_argument(
+        "--mpirun",
+        help="the one to use. Default: $JAXCODED_MPIRUN, that of this Python, or on the PATH",
+    )
+
+
+def command(
+    mpirun: Launcher,
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    hosts: str | None = None,
+    **options: Any,
+) -> tuple[list[str], dict[str, str]]:
+    """What starts ``python *arguments`` on so many ranks, and its environment.
+
+    Args:
+        mpirun: the launcher.
+        ranks: how many.
+        arguments: of Python.
+        hosts: and the other options of `Launcher.options`.
+
+    Raises:
+        ValueError: this MPI cannot do that.
+    """
+    here = -(-ranks // (hosts.count(",") + 1)) if hosts else ranks
+    # as many threads as a rank has cores, as if all hosts were like this one
+    added = environment(max(1, len(os.sched_getaffinity(0)) // here))
+    told = mpirun.options(ranks, hosts=hosts, environment=list(added), **options)
+    return [mpirun.path, *told, sys.executable, *arguments], {**os.environ, **added}
 
 
 def environment(threads: int) -> dict[str, str]:

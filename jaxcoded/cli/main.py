@@ -9,7 +9,7 @@ from typing import Any
 
 # Each is a module of jaxcoded.cli: `add_arguments(parser)`, `run(args)`, which may return a status, and
 # a docstring.
-COMMANDS = ("run", "plan", "report")
+COMMANDS = ("doctor", "run", "plan", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

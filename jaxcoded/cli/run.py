@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("abort", "go-on"),
         help="what the others do after an uncaught error of a rank. Default: abort; with --ft go-on",
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", help="and how many ranks on each: a:2,b:2")
-    where.add_argument(
-        "--hostfile", help="a file of them, in the form that the MPI reads"
-    )
+    launcher.add_arguments(parser)
     parser.add_argument(
         "--timeout", type=float, help="seconds after which the job is ended"
     )
@@ -47,10 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain",
         action="store_true",
         help="output without the ranks in front of the lines",
-    )
-    parser.add_argument(
-        "--mpirun",
-        help="the one to use. Default: $JAXCODED_MPIRUN, that of this Python, or on the PATH",
     )
     parser.add_argument(
         "-m",
@@ -71,37 +63,27 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"there is no file {args.program}")
     mpirun = launcher.found(args.mpirun)
     launcher.check_fits(mpirun)
-    settings = launcher.environment(_threads(ranks, args.hosts))
     on_error = args.on_error or ("go-on" if args.ft else "abort")
-    command = [
-        mpirun.path,
-        *mpirun.options(
-            ranks,
-            fault_tolerant=args.ft,
-            named=not args.plain,
-            hosts=args.hosts,
-            hostfile=args.hostfile,
-            environment=list(settings),
-        ),
-        sys.executable,
+    program = [
         *(("-m", "mpi4py") if on_error == "abort" else ()),
         *(("-m",) if args.module else ()),
         args.program,
         *args.arguments,
     ]
-    away = args.hosts is not None or args.hostfile is not None
-    status = job.play(
-        command, {**os.environ, **settings}, seconds=args.timeout, own_files=not away
+    command, environment = launcher.command(
+        mpirun,
+        ranks,
+        program,
+        fault_tolerant=args.ft,
+        named=not args.plain,
+        hosts=args.hosts,
+        hostfile=args.hostfile,
     )
+    away = args.hosts is not None or args.hostfile is not None
+    status = job.play(command, environment, seconds=args.timeout, own_files=not away)
     if words := _words(mpirun, status, args.ft, args.timeout):
         print(f"jaxcoded run: {words}", file=sys.stderr)
     return status
-
-
-def _threads(ranks: int, hosts: str | None) -> int:
-    """How many each rank computes with, as if all hosts were like this one."""
-    here = -(-ranks // (hosts.count(",") + 1)) if hosts else ranks
-    return max(1, len(os.sched_getaffinity(0)) // here)
 
 
 def _words(

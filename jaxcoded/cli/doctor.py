@@ -1,0 +1,147 @@
+"""Say whether everything is there that jaxcoded needs, and what to do where it is not.
+
+    jaxcoded doctor -n 4
+
+Looks at the installation and the machine, then starts so many ranks, which sum with each other.
+The status is 1 if something is bad.
+"""
+
+import argparse
+import collections
+import json
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from jaxcoded import _format, _require
+from jaxcoded.cli import job, launcher, machine
+from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding, as_json, as_text
+
+_SECONDS = 120.0
+_PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "-n", "--ranks", type=int, default=2, help="that sum. Default: 2"
+    )
+    launcher.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found, and return the status."""
+    ranks = _require.integer("--ranks", args.ranks, 1)
+    mpirun: launcher.Launcher | str
+    try:
+        mpirun = launcher.found(args.mpirun)
+    except ValueError as error:
+        mpirun = str(error)
+    found = list(machine.examined(ranks, mpirun))
+    if isinstance(mpirun, str) or any(each.state == BAD for each in found):
+        words = "were not started, for what is bad above"
+        found.append(Finding("ranks", BAD, words))
+    else:
+        found += _tried(ranks, mpirun, args)
+    print(as_json(found) if args.json else as_text(found))
+    return int(any(each.state == BAD for each in found))
+
+
+def _tried(
+    ranks: int, mpirun: launcher.Launcher, args: argparse.Namespace
+) -> Iterator[Finding]:
+    """What a job of so many ranks says."""
+    command, environment = launcher.command(
+        mpirun,
+        ranks,
+        _PROGRAM,
+        named=False,
+        hosts=args.hosts,
+        hostfile=args.hostfile,
+    )
+    with tempfile.TemporaryFile("w+") as output:
+        status = job.play(
+            command,
+            environment,
+            seconds=_SECONDS,
+            own_files=not (args.hosts or args.hostfile),
+            output=output,
+        )
+        output.seek(0)
+        said = output.read()
+    lines = [line for line in said.splitlines() if line.startswith('[{"rank"')]
+    if status or not lines:
+        words = (
+            f"did not end within {_SECONDS:g} s"
+            if status == job.TOO_LONG
+            else f"failed with status {status}"
+        )
+        yield Finding("ranks", BAD, f"{ranks} {words}: {said.strip()[-2000:]}")
+        return
+    everything = json.loads(lines[-1])
+    yield from _of_ranks(ranks, everything)
+
+
+def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Of what each rank has found: what is the same on all of them is said once."""
+
+    def said(key: str) -> Iterator[tuple[str, str]]:
+        """Each text but the empty one, and the ranks that say it."""
+        who = collections.defaultdict(list)
+        for each in everything:
+            who[str(each[key])].append(each["rank"])
+        for words, those in who.items():
+            if words:
+                yield words, "" if len(those) == ranks else f"ranks {those}: "
+
+    if len(everything) != ranks:
+        yield Finding(
+            "ranks",
+            BAD,
+            f"{ranks} were started, and MPI sees {len(everything)}",
+            "use the mpirun of the MPI that mpi4py was built for: --mpirun",
+        )
+        return
+    hosts = sorted({each["host"] for each in everything})
+    yield Finding("ranks", GOOD, f"{ranks} on {', '.join(hosts)}")
+    libraries = [words for words, _ in said("library")]
+    yield Finding("MPI", GOOD if len(libraries) == 1 else BAD, ", ".join(libraries))
+    for name, state in (("mpi4jax", BAD), ("engine", NOTE), ("cuda_aware", BAD)):
+        for words, who in said(name):
+            yield Finding(name.replace("_", "-"), state, who + words, _REMEDIES[name])
+    if not any(each["engine"] for each in everything):
+        yield Finding("engine", GOOD, "can be used")
+    if not all(each["reads"] for each in everything):
+        yield Finding(
+            "reading",
+            NOTE,
+            "ranks of one host cannot read each other's memory: long messages are copied once more",
+            "in a container allow process_vm_readv: docker run --cap-add=SYS_PTRACE",
+        )
+    else:
+        yield Finding("reading", GOOD, "ranks of one host read each other's memory")
+    for words, who in said("devices"):
+        kinds = collections.Counter(json.loads(words.replace("'", '"')))
+        listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+        yield Finding("devices", GOOD, f"{who}{listed} each")
+    wrong = sum(each["wrong"] for each in everything)
+    small, large = (
+        _format.seconds(max(each["took"][i] for each in everything)) for i in (0, 1)
+    )
+    transport = everything[0]["transport"]
+    yield Finding(
+        "sums",
+        BAD if wrong else GOOD,
+        f"{wrong} of them are wrong"
+        if wrong
+        else f"exact on all ranks, by {transport}; {small} for a number, {large} for 4 MiB",
+    )
+
+
+_REMEDIES = {
+    "mpi4jax": "install it again, built for this MPI: pip install --no-cache-dir --no-binary "
+    "mpi4jax --no-build-isolation mpi4jax",
+    "engine": "without it groups use mpi4jax, wait for everybody, and share no work. docs/engine.md",
+    "cuda_aware": "",
+}

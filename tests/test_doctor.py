@@ -1,0 +1,109 @@
+"""``jaxcoded doctor``: what it finds here, and what it says of machines that lack something."""
+
+import json
+
+import pytest
+from test_run import fake  # noqa: F401
+
+from jaxcoded.cli import doctor, launcher, machine
+from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding, as_text
+from jaxcoded.cli.main import main
+
+RANK = {
+    "host": "a",
+    "library": "MPI",
+    "engine": "",
+    "mpi4jax": "",
+    "backend": "cpu",
+    "devices": ["cpu"],
+    "cuda_aware": "",
+    "took": [1e-3, 1e-2],
+    "wrong": 0,
+    "transport": "the engine",
+    "reads": True,
+}
+
+
+def states(findings):
+    return {each.about: each.state for each in findings}
+
+
+@pytest.mark.mpi
+def test_all_is_well_here(capfd):
+    assert main(["doctor", "-n", "2", "--json"]) == 0
+    found = {each["about"]: each for each in json.loads(capfd.readouterr().out)}
+    assert found["ranks"]["found"].startswith("2 on ")
+    assert found["sums"]["state"] == GOOD
+    assert "exact on all ranks, by the engine" in found["sums"]["found"]
+    assert BAD not in {each["state"] for each in found.values()}
+
+
+@pytest.mark.mpi
+def test_a_job_that_fails_is_shown(capfd, monkeypatch):
+    monkeypatch.setattr(doctor, "_PROGRAM", ["-c", "raise SystemExit('no such thing')"])
+    assert main(["doctor", "-n", "1"]) == 1
+    said = capfd.readouterr().out
+    assert "failed with status 1" in said
+    assert "no such thing" in said
+
+
+def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811
+    other = fake("HYDRA build details:\n    Version:  4.3.0")
+    if launcher.found(None).mpi == launcher.MPICH:
+        other = fake("mpirun (Open MPI) 5.0.9")
+    assert main(["doctor", "--mpirun", str(other)]) == 1
+    said = capsys.readouterr().out
+    assert "but mpi4py uses" in said
+    assert "were not started" in said
+    assert main(["doctor", "--mpirun", "/none"]) == 1
+    assert "/none does not run" in capsys.readouterr().out
+
+
+def test_what_ranks_have_found():
+    usual = [RANK | {"rank": rank} for rank in range(3)]
+    assert set(states(doctor._of_ranks(3, usual)).values()) == {GOOD}
+    alone = list(doctor._of_ranks(3, usual[:1]))
+    assert alone[0].found == "3 were started, and MPI sees 1"
+    assert alone[0].state == BAD
+    for key, value, about, state in (
+        ("wrong", 1, "sums", BAD),
+        ("reads", False, "reading", NOTE),
+        ("engine", "is not built", "engine", NOTE),
+        ("library", "another", "MPI", BAD),
+        ("mpi4jax", "cannot be loaded", "mpi4jax", BAD),
+        ("cuda_aware", "set it to 0", "cuda-aware", BAD),
+    ):
+        found = states(doctor._of_ranks(3, [*usual[:2], usual[2] | {key: value}]))
+        assert found.pop(about) == state
+        assert set(found.values()) == {GOOD}
+
+
+def test_limits_of_a_container(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_CONTROL", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    mpirun = launcher.Launcher("mpirun", "Open MPI", 4)
+    monkeypatch.setattr(launcher, "check_fits", lambda _: None)
+    assert machine.cores() == 8
+    found = states(machine.examined(8, mpirun))
+    assert found["cores"] == GOOD
+    assert found["deaths"] == NOTE
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    (tmp_path / "memory.max").write_text(str(3 << 29))
+    assert machine.cores() == 2.5
+    found = {each.about: each for each in machine.examined(3, mpirun)}
+    assert found["cores"].state == NOTE
+    assert "2.5 for 3 ranks" in found["cores"].found
+    assert "may use 1.5" in found["memory"].found
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.cores() == 8
+    monkeypatch.setattr(machine, "_ENOUGH_SHARED", 1 << 60)
+    assert states(machine.examined(3, mpirun))["shared memory"] == NOTE
+
+
+def test_findings_are_aligned():
+    text = as_text([Finding("a", GOOD, "x"), Finding("long", BAD, "y " * 60, "do z")])
+    first, second, third, fourth = text.splitlines()
+    assert first == "ok    a     x"
+    assert second.startswith("bad   long  y y")
+    assert third.startswith("            y")
+    assert fourth == "            → do z"
