@@ -1,10 +1,14 @@
 """For all tests: what is shared, in which order they run, what takes how long, and what is left
 out unless it is asked for."""
 
+import gc
+
 import compiled
 import pytest
 from launch import MOST
 
+# JAX makes many objects that stay, and Python would look for garbage among them again and again.
+gc.set_threshold(100_000, 20, 20)
 compiled.make_haste()
 compiled.share()
 

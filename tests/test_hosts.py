@@ -74,7 +74,7 @@ def faulty(hosts, directory, program, *arguments):
 def test_stopped_processes_hold_nobody_up(hosts, tmp_path):
     # a leaf, an inner rank, and one of each under different parents; messages that
     # travel with their announcement, and such that are fetched in pieces
-    rounds, widths = 60, (300, 5000, 50_000)
+    rounds, widths = 30, (300, 5000, 50_000)
     reports, traffic = faulty(
         *(hosts, tmp_path, "stopped.py", "2", str(rounds)),
         *(",".join(map(str, widths)), "5", "1", "2,3"),
