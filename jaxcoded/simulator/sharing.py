@@ -34,7 +34,7 @@ class Shared(NamedTuple):
     Attributes:
         called: when each rank hands over its sum; minus infinity where that is empty, and
             infinite if some blocks are never computed.
-        busy: when each rank is done with what it computes, also in vain.
+        busy: when each rank is done with what it computes, also if nobody needs it.
     """
 
     called: np.ndarray
@@ -100,7 +100,7 @@ class _Member:
         self.begins = self.ends = called
         self.busy = called  # with what counts for nothing, until then
         self.recalled: dict[int, int] = {}  # blocks, unanswered, and for whom
-        self.kept: set[int] = set()  # recalled in vain
+        self.kept: set[int] = set()  # recalled, but its rank had added it
         self.promised = 0  # blocks that are recalled for it
 
     def begins_at(self, place: int) -> float:

@@ -70,7 +70,7 @@ class Call:
         segments: dtype and length of each vector of the result.
         seed: of the gradients.
         kind: ``"allreduce"``, ``"reduce"`` or ``"broadcast"``.
-        refusal: why it must fail.
+        why_not: why it must fail.
         erased: ranks that are left out.
         apart: vector, first element, length and kind of what is compared apart.
         examples: what the first number of the sum should be, and the share that it may be
@@ -80,7 +80,7 @@ class Call:
     segments: tuple[tuple[str, int], ...]
     seed: int
     kind: str = "allreduce"
-    refusal: str = ""
+    why_not: str = ""
     erased: frozenset[int] = frozenset()
     apart: tuple[tuple[int, int, int, int], ...] = ()
     examples: tuple[float, float] = (0.0, 0.0)
@@ -466,7 +466,7 @@ class World:
         node.submit(
             call.fingerprint,
             call.signature,
-            call.refusal,
+            call.why_not,
             call.kind != "broadcast",
             call.kind != "reduce",
             (rank, round) in self.skips,

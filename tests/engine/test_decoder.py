@@ -289,5 +289,5 @@ def test_erasures_mean_the_same_as_to_the_plan(seed):
         words = plan.why_not(erased)
         expected = words and f"TooManyErasures: {words}"
         for _ in range(2):
-            assert erasures.refusal(erased.tolist()) == expected
+            assert erasures.why_not(erased.tolist()) == expected
             assert erasures.missing(erased.tolist()) == plan.missing(erased).tolist()

@@ -35,7 +35,7 @@ def mixed_script(plan, rng):
         if kind == "erased":
             call = dataclasses.replace(call, erased=frozenset(erasable(plan, rng)))
         elif kind == "refused":
-            call = dataclasses.replace(call, refusal=f"refused: no. {i}")
+            call = dataclasses.replace(call, why_not=f"refused: no. {i}")
         else:
             call = dataclasses.replace(call, kind=kind)
         script[i] = call
@@ -90,7 +90,7 @@ def test_everything_at_once(seed):
                 assert end.outcome in (DONE, DESYNCHRONIZED)
     if not world.deviations:
         for round, call in enumerate(script, 1):
-            assert (round in world.results) == (not call.refusal)
+            assert (round in world.results) == (not call.why_not)
     world.frozen.clear()
     world.idle.clear()
     for rank in range(plan.size):

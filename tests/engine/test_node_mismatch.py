@@ -178,7 +178,7 @@ def test_a_refusal_beside_a_mismatch(seed):
     world = random_world(plan, 10, rng)
     round = rng.randint(1, 4)
     at = round + 1
-    world.script[at - 1] = dataclasses.replace(world.script[at - 1], refusal="refused")
+    world.script[at - 1] = dataclasses.replace(world.script[at - 1], why_not="refused")
     odd = rng.randrange(plan.size)
     world.deviations[odd, round] = other(world.script[round - 1], plan, rng)
     for world.open in range(1, 11):

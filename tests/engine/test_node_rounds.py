@@ -296,7 +296,7 @@ def test_too_many_die(seed):
 @many
 @given(seeds)
 def test_calls_of_all_kinds(seed):
-    """Reduce, broadcast, erasures, refusals and skipped calls, one after the other."""
+    """Reduce, broadcast, erasures, refused and skipped calls, one after the other."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 10)
     script = []
@@ -310,7 +310,7 @@ def test_calls_of_all_kinds(seed):
         elif kind == "erased":
             call = dataclasses.replace(call, erased=frozenset(erasable(plan, rng)))
         elif kind == "refused":
-            call = dataclasses.replace(call, refusal=f"refused: no. {call.seed}")
+            call = dataclasses.replace(call, why_not=f"refused: no. {call.seed}")
         else:
             call = dataclasses.replace(call, kind=kind)
         script.append(call)
@@ -333,7 +333,7 @@ def test_calls_of_all_kinds(seed):
     for rank in range(plan.size):
         for round, call in enumerate(script, 1):
             end = world.ends[rank][round]
-            expected = (FAILED, call.refusal) if call.refusal else (DONE, "")
+            expected = (FAILED, call.why_not) if call.why_not else (DONE, "")
             assert (end.outcome, end.error) == expected, (rank, round, call.kind)
 
 

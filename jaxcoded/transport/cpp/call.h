@@ -31,7 +31,7 @@ struct Examples {
 struct Call {
   std::uint64_t fingerprint = 0;  // equal on ranks that call the same
   std::string signature;          // what is called
-  std::string refusal;            // why the round must fail, known to every rank; or empty
+  std::string why_not;            // why the round must fail, known to every rank; or empty
   bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
   bool down = true;               // every rank gets the result; otherwise the root alone
   bool skipped = false;           // this rank has nothing to contribute
@@ -52,7 +52,7 @@ struct Call {
   // round of their own.
   bool lends() const { return shared && !message.empty(); }
   // Whether this rank has something to add to a sum.
-  bool sums() const { return up && !skipped && refusal.empty(); }
+  bool sums() const { return up && !skipped && why_not.empty(); }
   bool leaves_out(std::size_t child) const { return !erased.empty() && erased[child]; }
 };
 

@@ -189,10 +189,10 @@ Call Engine::call_of(Member& its, Request& request) {
     for (Rank child : its.children) {
       call.erased.push_back(verdict.missing[static_cast<std::size_t>(child)]);
     }
-    call.refusal = verdict.refusal;
+    call.why_not = verdict.why_not;
   }
   if (its.root && request.skipped && request.up) {
-    call.refusal = "TooManyErasures: the root is the one rank that cannot skip a round";
+    call.why_not = "TooManyErasures: the root is the one rank that cannot skip a round";
   }
   if (!its.failure.empty()) {
     call.signature += its.failure;
@@ -209,9 +209,9 @@ Call Engine::call_of(Member& its, Request& request) {
   call.apart = std::move(request.apart);
   call.examples = request.examples;
   call.feed = request.feed.get();
-  if (its.root && call.feed && call.refusal.empty()) {
+  if (its.root && call.feed && call.why_not.empty()) {
     if (const std::string why = call.feed->failure(); !why.empty()) {
-      call.refusal = "CodedError: the root: " + why;
+      call.why_not = "CodedError: the root: " + why;
     }
   }
   return call;

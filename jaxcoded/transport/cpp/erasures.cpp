@@ -25,8 +25,8 @@ const Erasures::Verdict& Erasures::judge(const std::vector<bool>& erased) {
   const auto found = known_.find(erased);
   if (found != known_.end()) return found->second;
   if (known_.size() >= most_known) known_.clear();
-  Verdict verdict{.missing = missing(erased), .refusal = {}};
-  verdict.refusal = refusal(erased, verdict.missing);
+  Verdict verdict{.missing = missing(erased), .why_not = {}};
+  verdict.why_not = why_not(erased, verdict.missing);
   return known_[erased] = std::move(verdict);
 }
 
@@ -45,7 +45,7 @@ std::vector<bool> Erasures::missing(const std::vector<bool>& erased) const {
   return missing;
 }
 
-std::string Erasures::refusal(const std::vector<bool>& erased,
+std::string Erasures::why_not(const std::vector<bool>& erased,
                               const std::vector<bool>& missing) const {
   const auto root = static_cast<std::size_t>(root_);
   if (!missing[root]) return {};

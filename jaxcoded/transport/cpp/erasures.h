@@ -17,7 +17,7 @@ struct Parent {
   Decoder decoder = Decoder();
 };
 
-// What `jaxcoded.Plan.missing` and `Plan.refusal` say, of the whole tree.
+// What `jaxcoded.Plan.missing` and `Plan.why_not` say, of the whole tree.
 class Erasures {
  public:
   // `parents`: each before those below it.
@@ -27,13 +27,13 @@ class Erasures {
   // What becomes of a round without some ranks.
   struct Verdict {
     std::vector<bool> missing;  // those, and parents that lack too many children
-    std::string refusal;        // why it must fail, in words; empty if it need not
+    std::string why_not;        // why it must fail, in words; empty if it need not
   };
   const Verdict& judge(const std::vector<bool>& erased);
 
  private:
   std::vector<bool> missing(const std::vector<bool>& erased) const;
-  std::string refusal(const std::vector<bool>& erased, const std::vector<bool>& missing) const;
+  std::string why_not(const std::vector<bool>& erased, const std::vector<bool>& missing) const;
 
   static constexpr std::size_t most_known = 4096;
 

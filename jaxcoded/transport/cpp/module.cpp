@@ -379,7 +379,7 @@ class LoneNode {
       : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
 
   // `known` of the vectors are there; the others follow, and the call is then to be completed.
-  void submit(std::uint64_t fingerprint, std::string signature, std::string refusal, bool up,
+  void submit(std::uint64_t fingerprint, std::string signature, std::string why_not, bool up,
               bool down, bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
               const std::vector<Vector>& out, std::size_t known,
               const std::vector<ApartTuple>& apart, std::pair<double, double> examples) {
@@ -388,7 +388,7 @@ class LoneNode {
     there.resize(known);
     node_.submit({.fingerprint = fingerprint,
                   .signature = std::move(signature),
-                  .refusal = std::move(refusal),
+                  .why_not = std::move(why_not),
                   .up = up,
                   .down = down,
                   .skipped = skipped,
@@ -501,8 +501,8 @@ NB_MODULE(_engine, module) {
       .def("missing", [](Erasures& self, const std::vector<bool>& erased) {
         return self.judge(erased).missing;
       })
-      .def("refusal", [](Erasures& self, const std::vector<bool>& erased) {
-        return self.judge(erased).refusal;
+      .def("why_not", [](Erasures& self, const std::vector<bool>& erased) {
+        return self.judge(erased).why_not;
       });
   nb::enum_<OnDeadline>(module, "OnDeadline")
       .value("wait", OnDeadline::wait)
@@ -642,7 +642,7 @@ NB_MODULE(_engine, module) {
   nb::class_<LoneNode>(module, "LoneNode")
       .def(nb::init<Family, Decoder, Limits, nb::object>())
       .def("submit", &LoneNode::submit, nb::arg("fingerprint"), nb::arg("signature"),
-           nb::arg("refusal"), nb::arg("up"), nb::arg("down"), nb::arg("skipped"),
+           nb::arg("why_not"), nb::arg("up"), nb::arg("down"), nb::arg("skipped"),
            nb::arg("erased"), nb::arg("own"), nb::arg("out"), nb::arg("known"),
            nb::arg("apart") = nb::list(), nb::arg("examples") = nb::make_tuple(0.0, 0.0))
       .def("extend", &LoneNode::extend)

@@ -87,7 +87,7 @@ void Node::submit(Call call) {
 
   up_.lay_out(decoder_, piece_bytes(up_.call.total));
   if (root()) {
-    const std::string& reason = alerts_.pending().empty() ? up_.call.refusal : alerts_.pending();
+    const std::string& reason = alerts_.pending().empty() ? up_.call.why_not : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
     if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
     if (sums_blocks()) leave_out_the_others();

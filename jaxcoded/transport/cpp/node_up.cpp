@@ -214,7 +214,7 @@ bool Node::gather() {
       fail("CodedError: rank " + std::to_string(family_.rank) + ": " + why);
     }
   }
-  if (!calling() || !up_.call.up || !up_.call.refusal.empty()) {
+  if (!calling() || !up_.call.up || !up_.call.why_not.empty()) {
     if (calling() && !root() && !up_.offering) offer();
     return false;
   }
