@@ -22,7 +22,7 @@ mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
 mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other or are_named or killed_rank_ends
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-mpich smoke test-asan test-tsan fuzz chaos lint format doctest clean
+.PHONY: wheels help setup demo check test test-all test-mpich smoke test-asan test-tsan fuzz chaos lint format doctest clean
 
 help:
 	@echo 'make demo     run the main job (examples/digits.py on $(RANKS) ranks)'
@@ -38,6 +38,7 @@ help:
 	@echo 'make lint     ruff (linter and formatter) and mypy'
 	@echo 'make format   let ruff format the sources'
 	@echo 'make doctest  run the examples in the docstrings, README.md and docs'
+	@echo 'make wheels   the source archive and the wheels, in dist, tried where nothing can be compiled'
 	@echo 'make setup    only make .venv'
 	@echo 'make clean    remove .venv and everything else these commands made'
 	@echo
@@ -81,6 +82,9 @@ test-mpich:
 smoke: setup
 	scripts/with_jax oldest
 	scripts/with_jax newest
+
+wheels:
+	scripts/wheels
 
 test-asan: setup
 	$(python) scripts/sanitize address $(ARGS)

@@ -28,6 +28,18 @@ def _found(module: str, name: str) -> Any:
 
 _trace_ctx = _found("jax._src.core", "trace_ctx")
 _runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
+_Effect = _found("jax._src.effects", "Effect")
+# Where JAX takes an operation with an effect: in programs, in their order, in loops and branches, in
+# functions with derivatives of their own.
+_taken_effects = [
+    _found("jax._src.effects", name)
+    for name in (
+        "lowerable_effects",
+        "ordered_effects",
+        "control_flow_allowed_effects",
+        "custom_derivatives_allowed_effects",
+    )
+]
 _remat_allowed_effects = _found("jax._src.effects", "remat_allowed_effects")
 _dce_rules = _found("jax.interpreters.partial_eval", "dce_rules")
 _emit_python_callback = _found("jax.interpreters.mlir", "emit_python_callback")
@@ -42,6 +54,14 @@ _TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
 def tracing() -> bool:
     """Whether JAX is tracing this code, as inside ``jit``."""
     return not _trace_ctx.is_top_level()
+
+
+def ordered_effect(name: str) -> type:
+    """A new class of effects; operations with one of them keep their order."""
+    effect = type(name, (_Effect,), {"__hash__": lambda self: hash(name)})
+    for where in _taken_effects:
+        where.add_type(effect)
+    return effect
 
 
 def keep_results_of(effect: type) -> None:

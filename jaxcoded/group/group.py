@@ -33,7 +33,6 @@ from jaxcoded.planner import automatic
 from jaxcoded.transport import cuda_aware, debugging, engine, primitive
 from jaxcoded.transport.agreement import check_communicator, disagreement, plain
 from jaxcoded.transport.base import Transport
-from jaxcoded.transport.mpi4jax import Mpi4jax
 from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
@@ -342,6 +341,16 @@ class CodedGroup:
                 f'on_deadline="{options.on_deadline}" needs the engine'
                 + (f", which cannot be used: {words}" if words else "")
             )
+        try:
+            from jaxcoded.transport.mpi4jax import Mpi4jax
+        except ImportError as error:
+            reason = f'transport="mpi4jax" cannot be used: {error}'
+            if words:
+                reason += f". Nor can the engine: {words}"
+        else:
+            reason = cuda_aware.why_not()
+        if reasons := list(filter(None, self._comm.allgather(reason))):
+            raise ValueError(reasons[0])
         if transport == "auto" and self._comm.rank == 0:
             warnings.warn(
                 "falling back on the mpi4jax transport, in which every rank waits "
@@ -349,8 +358,6 @@ class CodedGroup:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        if reasons := list(filter(None, self._comm.allgather(cuda_aware.why_not()))):
-            raise ValueError(reasons[0])
         options = self._with_debug(options, "mpi4jax", explicit)
         return Mpi4jax(self.index, self._comm, self.plan), options
 

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from jaxcoded import errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
-from jaxcoded.transport import ending, engine_primitive
+from jaxcoded.transport import ending, engine_primitive, extension
 from jaxcoded.transport.agreement import on_all
 from jaxcoded.transport.base import Collective, Dealt, Transport
 from jaxcoded.transport.following import follow
@@ -31,8 +31,9 @@ from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
 _why_missing = ""
 try:
+    extension.load()
     from jaxcoded.transport import _engine
-except ImportError as error:  # not built, or built for another MPI or Python
+except ImportError as error:
     _why_missing = str(error)
 
 logger = logging.getLogger("jaxcoded")

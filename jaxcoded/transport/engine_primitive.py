@@ -17,8 +17,9 @@ from jax.ffi import ffi_lowering, register_ffi_target
 from jax.interpreters import ad, batching, mlir, xla
 
 from jaxcoded import _jax_compat
-from jaxcoded.transport import one_device, primitive
+from jaxcoded.transport import one_device
 from jaxcoded.transport.base import Collective
+from jaxcoded.transport.order import ORDER
 from jaxcoded.transport.packing import Apart
 
 
@@ -98,7 +99,7 @@ def _abstract_eval(
 ) -> Any:
     if tokened:
         return [ShapedArray(avals[0].shape, avals[0].dtype), *results], set()
-    return list(results), {primitive.ORDER}
+    return list(results), {ORDER}
 
 
 def _attributes(collective: Collective, target: str) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def _lowering(
 
     if tokened:
         return lower(ctx, *operands)
-    return _jax_compat.lower_in_order(ctx, primitive.ORDER, lower, operands)
+    return _jax_compat.lower_in_order(ctx, ORDER, lower, operands)
 
 
 mlir.register_lowering(call_p, _lowering, platform="cpu")

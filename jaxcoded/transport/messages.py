@@ -5,9 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import mpi4jax
 import numpy as np
 from mpi4py import MPI
+
+try:
+    import mpi4jax
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "mpi4jax is not installed: pip install mpi4jax, with a C compiler and the MPI's mpicc on the PATH"
+    ) from error
 
 from jaxcoded.transport.kernels import accumulator, decode_vector
 

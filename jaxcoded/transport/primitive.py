@@ -13,39 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import mpi4jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
-from mpi4py import MPI
 
 from jaxcoded import _jax_compat
-from jaxcoded.transport import ending, one_device
-
-# mpi4jax orders its operations by an effect of its own; rounds take part in that order,
-# so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
-# dropped.
-(_theirs,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
-# Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
-# policy, so a round is never run again.
-_jax_compat.keep_results_of(type(_theirs))
-
-
-class _Order(type(_theirs)):  # type: ignore[misc]  # a class that mpi4jax does not export
-    """mpi4jax's effect, with a name: JAX refuses ordered effects on several devices
-    before it asks anybody else, and names them."""
-
-    __hash__ = type(_theirs).__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, type(_theirs))
-
-    def __repr__(self) -> str:
-        return f"the order of messages between ranks. On several devices: {one_device.REMEDY}"
-
-
-ORDER = _Order()
+from jaxcoded.transport import ending
+from jaxcoded.transport.order import ORDER
 
 
 def effects_barrier() -> None:

@@ -16,7 +16,10 @@ from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
 from jax.interpreters import ad, batching, mlir, xla
 
+from jaxcoded.transport import extension
+
 try:
+    extension.load()
     from jaxcoded.transport import _engine
 except ImportError:  # then XLA makes its kernels
     _engine = None  # type: ignore[assignment]

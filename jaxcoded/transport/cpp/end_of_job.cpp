@@ -18,6 +18,11 @@
 extern "C" __attribute__((weak)) bool ompi_async_mpi_finalize;
 #endif
 
+#ifdef MPIX_ERR_PROC_FAILED
+// A wheel may meet an Open MPI that does not have it.
+#pragma weak MPIX_Comm_get_failed
+#endif
+
 namespace jaxcoded {
 namespace {
 
@@ -79,7 +84,8 @@ std::set<int> dead() {
   std::set<int> out;
 #ifdef MPIX_ERR_PROC_FAILED
   MPI_Group failed;
-  if (MPIX_Comm_get_failed(MPI_COMM_WORLD, &failed) == MPI_SUCCESS) {
+  if (MPIX_Comm_get_failed != nullptr &&
+      MPIX_Comm_get_failed(MPI_COMM_WORLD, &failed) == MPI_SUCCESS) {
     const std::vector<int> ranks = of_world(failed);
     out.insert(ranks.begin(), ranks.end());
     MPI_Group_free(&failed);

@@ -1,0 +1,37 @@
+"""The compiled extension, for the MPI of this process.
+
+What is built from source lies beside this file and is for the MPI that it was built with. A wheel has
+one for each interface of MPI to binaries, as mpi4py's own wheels have: that of Open MPI and that of
+MPICH, which other MPIs share.
+"""
+
+import importlib
+import importlib.util
+import sys
+
+# mpi4py comes first: the library of MPI that it loads is the one that the extension then finds.
+from mpi4py import MPI
+
+from jaxcoded import transport
+
+_NAME = f"{transport.__name__}._engine"
+
+
+def load() -> None:
+    """Have ``jaxcoded.transport._engine`` in its place.
+
+    Raises:
+        ImportError: it is not built, or built for another MPI or Python.
+    """
+    if _NAME in sys.modules:
+        return
+    if importlib.util.find_spec(_NAME):
+        importlib.import_module(_NAME)
+        return
+    folder = "openmpi" if "Open MPI" in MPI.Get_library_version() else "mpich"
+    try:
+        found = importlib.import_module(f"{transport.__name__}.{folder}._engine")
+    except ModuleNotFoundError:
+        raise ImportError("it was left out, or there is none for this Python") from None
+    sys.modules[_NAME] = found
+    transport._engine = found

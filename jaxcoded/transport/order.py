@@ -1,0 +1,40 @@
+"""The effect by which rounds keep their order in compiled programs."""
+
+import importlib.util
+
+import jax
+from mpi4py import MPI
+
+from jaxcoded import _jax_compat
+from jaxcoded.transport import one_device
+
+# mpi4jax orders its operations by an effect of its own. Where it is installed rounds take part in
+# that order, so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
+# dropped.
+_Effect: type
+if importlib.util.find_spec("mpi4jax"):
+    import mpi4jax
+
+    (_theirs,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
+    _Effect = type(_theirs)
+else:
+    _Effect = _jax_compat.ordered_effect("Order")
+# Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
+# policy, so a round is never run again.
+_jax_compat.keep_results_of(_Effect)
+
+
+class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not export
+    """The effect, with a name: JAX refuses ordered effects on several devices before it asks
+    anybody else, and names them."""
+
+    __hash__ = _Effect.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Effect)
+
+    def __repr__(self) -> str:
+        return f"the order of messages between ranks. On several devices: {one_device.REMEDY}"
+
+
+ORDER = _Order()
