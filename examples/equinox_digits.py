@@ -1,6 +1,6 @@
-"""Handwritten digits with an Equinox model: epochs of minibatches, whoever is late.
+"""Handwritten digits with a model of Equinox: epochs of minibatches, whoever is late.
 
-    scripts/mpirun -n 4 .venv/bin/python -m mpi4py examples/equinox_digits.py
+    jaxcoded run -n 4 examples/equinox_digits.py
 
 Needs Equinox and scikit-learn, as the extra ``examples`` installs them.
 """
@@ -16,46 +16,47 @@ from sklearn.datasets import load_digits
 
 import jaxcoded
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--epochs", type=int, default=10)
-epochs = parser.parse_args().epochs
 
-images, labels = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
-images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
-x, y = images[:1500], labels[:1500]
+def train(comm, epochs=10):
+    """Returns the trained model and the loss of the last batch."""
+    x, y = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
+    x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
+    model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(0))
+    # what is trained, and the rest of the model
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
 
-model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(0))
-# what is trained, and the rest of the model
-params, static = eqx.partition(model, eqx.is_inexact_array)
+    def losses(params, batch):  # one for each example
+        images, labels = batch
+        logits = jax.vmap(eqx.combine(params, rest))(images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=2)") as group:
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+        tx = optax.adam(3e-3)
+
+        @eqx.filter_jit
+        def step(params, state, batch, weights):
+            loss, grads = loss_and_grad(params, batch, weights)  # of the whole batch
+            updates, state = tx.update(grads, state)
+            return eqx.apply_updates(params, updates), state, loss
+
+        state = tx.init(params)
+        for epoch in range(epochs):
+            # 11 batches of 128, and one of 92
+            for indices, weights in group.epoch(len(x), 128, seed=0, epoch=epoch):
+                params, state, loss = step(
+                    params, state, (x[indices], y[indices]), weights
+                )
+            if group.rank == 0:
+                print(f"epoch {epoch}: loss {loss:.4f}")
+    return eqx.combine(params, rest), float(loss)
 
 
-def losses(params, batch):  # one for each example
-    x, y = batch
-    logits = jax.vmap(eqx.combine(params, static))(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
-
-
-group = jaxcoded.CodedGroup(MPI.COMM_WORLD, code="shared(replicas=2)")
-loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
-tx = optax.adam(3e-3)
-
-
-@eqx.filter_jit
-def step(params, state, batch, weights):
-    loss, grads = loss_and_grad(params, batch, weights)  # of the whole batch
-    updates, state = tx.update(grads, state)
-    return eqx.apply_updates(params, updates), state, loss
-
-
-state = tx.init(params)
-for epoch in range(epochs):
-    # 11 batches of 128, and one of 92
-    for indices, weights in group.epoch(len(x), 128, seed=0, epoch=epoch):
-        params, state, loss = step(params, state, (x[indices], y[indices]), weights)
-    if group.rank == 0:
-        print(f"epoch {epoch}: loss {loss:.4f}")
-
-logits = jax.vmap(eqx.combine(params, static))(images[1500:])
-accuracy = np.mean(np.argmax(logits, axis=1) == labels[1500:])
-print(f"rank {group.rank}: loss {float(loss):.6f}, accuracy {accuracy:.4f}")
-group.close()
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=10)
+    model, loss = train(MPI.COMM_WORLD, parser.parse_args().epochs)
+    images, labels = load_digits(return_X_y=True)
+    logits = jax.vmap(model)(images[1500:] / 16)
+    right = np.mean(np.argmax(logits, axis=1) == labels[1500:])
+    print(f"rank {MPI.COMM_WORLD.rank}: loss {loss:.6f}, accuracy {right:.4f}")

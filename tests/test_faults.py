@@ -697,10 +697,8 @@ def test_every_line_of_the_faults_page_has_a_test():
 # The start lines of README.md, and its program, in which something happens to a rank.
 
 README = (ROOT / "README.md").read_text()
-STARTS = dict(
-    re.findall(r"^\| ([^|]+) \| `(jaxcoded run [^`]+)` \|", README, re.MULTILINE)
-)
 (FIRST_RUN,) = re.findall(r"^JAXCODED_DEBUG=1 (jaxcoded run .+)$", README, re.MULTILINE)
+(START,) = re.findall(r"^(jaxcoded run .* train.py)$", README, re.MULTILINE)
 FAULT = """\
         if next(steps) == {step} and MPI.COMM_WORLD.rank == {victim}:
             jax.block_until_ready(w)
@@ -721,16 +719,16 @@ def start(
     group=SHARED,
     **environment,
 ):
-    """Run README's program by a start line, with a fault at a rank and a step; ``group``:
+    """Run README's program, `examples/train.py`, by a start line, with a fault at a rank and a step; ``group``:
     what makes it. Returns the finished process, and the weights of the ranks that came to
     the end."""
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    program = (ROOT / "examples" / "train.py").read_text()
     assert program.count(SHARED) == 1
     program = program.replace(SHARED, group)
     head = "import itertools, os, pathlib, signal, time\nsteps = itertools.count()\n"
     program = head + program
     if victim is not None:
-        body = "        w, state, loss = step("
+        body = "        w, state, mean = step("
         assert program.count(body) == 1
         program = program.replace(
             body, FAULT.format(step=step, victim=victim, fault=fault) + body
@@ -791,14 +789,17 @@ def test_readme_starts_with_a_slow_rank(tmp_path):
     fault = (
         f"""while not pathlib.Path({str(tmp_path)!r}, "0").exists(): time.sleep(0.01)"""
     )
-    job, found = start(tmp_path, STARTS["slow, or frozen"], 3, fault)
+    job, found = start(tmp_path, START.replace(" --ft", ""), 3, fault)
     assert job.returncode == 0, job.stderr
     assert_trained(found, range(4))
 
 
-def test_readme_starts_with_an_exception(tmp_path):
+@pytest.mark.parametrize("option", ["--ft", "--on-error go-on"])
+def test_readme_starts_with_an_exception(tmp_path, option):
+    if option == "--ft":
+        needs_fault_tolerance()
     fault = "raise RuntimeError('injected')"
-    job, found = start(tmp_path, STARTS["an exception"], 3, fault)
+    job, found = start(tmp_path, START.replace("--ft", option), 3, fault)
     assert job.returncode not in (0, 124), job.stderr
     assert "injected" in job.stderr
     assert_trained(found, range(3))
@@ -807,7 +808,7 @@ def test_readme_starts_with_an_exception(tmp_path):
 def test_readme_starts_with_a_killed_rank(tmp_path):
     needs_fault_tolerance()
     fault = "os.kill(os.getpid(), signal.SIGKILL)"
-    job, found = start(tmp_path, STARTS["killed, or its host lost"], 3, fault)
+    job, found = start(tmp_path, START, 3, fault)
     assert job.returncode == 0, job.stderr
     assert_trained(found, range(3))
 
@@ -816,7 +817,6 @@ def test_readme_starts_with_a_killed_rank(tmp_path):
     "fault", ["raise RuntimeError", "os.kill(os.getpid(), signal.SIGKILL)"]
 )
 def test_readme_starts_with_a_fault_of_the_root(tmp_path, fault):
-    line = STARTS["any of these to the root"]
-    job, found = start(tmp_path, line, 0, fault)
+    job, found = start(tmp_path, START, 0, fault)
     assert job.returncode not in (0, 124), job.stderr
     assert not found

@@ -73,7 +73,7 @@ def test_ranks_are_named_and_get_the_arguments(program):
 
 
 def test_an_uncaught_error_ends_the_job(program):
-    # --on-error go-on: tests/test_faults.py, with the start line of README.md
+    # --on-error go-on: tests/test_faults.py, with README's program
     path = program(
         "if rank == 1: raise RuntimeError('injected')\nwhile True: time.sleep(0.1)\n"
     )

@@ -1,0 +1,65 @@
+"""Batches that grain reads ahead, and an iterator whose state goes into a checkpoint.
+
+    jaxcoded run -n 4 examples/grain_loader.py
+
+The batches of an epoch are what grain calls a random-access source. Its threads read what this rank is
+to have of the next batches while this one is computed; not processes, which have no part in MPI.
+Needs grain and scikit-learn, as the extra ``examples`` installs them.
+"""
+
+import argparse
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from mpi4py import MPI
+from sklearn.datasets import load_digits
+
+import jaxcoded
+
+
+def losses(params, batch):  # one for each example
+    x, y = batch
+    logits = x @ params["w"] + params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def train(comm, epochs=5):
+    """Returns the parameters, and the loss of the last batch."""
+    images, labels = load_digits(return_X_y=True)
+
+    def load(item):
+        indices, weights = item
+        return ((images[indices] / 16).astype(np.float32), labels[indices]), weights
+
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=2)") as group:
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+
+        @jax.jit
+        def step(params, batch, weights):
+            loss, grads = loss_and_grad(params, batch, weights)
+            return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
+
+        def read(epoch):
+            batches = group.epoch(len(images), 256, seed=0, epoch=epoch)
+            data = grain.MapDataset.source(batches).map(load)
+            ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+            return iter(data.to_iter_dataset(ahead))
+
+        params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
+        for epoch in range(epochs):
+            reading = read(epoch)
+            for batch, weights in reading:
+                params, loss = step(params, batch, weights)
+                where = reading.get_state()  # of the next batch; for a checkpoint
+            if group.rank == 0:
+                print(f"epoch {epoch}: loss {loss:.4f}, the loader is at {where}")
+    return params, float(loss)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=5)
+    train(MPI.COMM_WORLD, parser.parse_args().epochs)

@@ -1,0 +1,83 @@
+"""Checkpoints with orbax: saved once, and read on another number of ranks.
+
+    jaxcoded run -n 4 examples/orbax_checkpoint.py build/checkpoints --stop-after 10
+    jaxcoded run -n 3 examples/orbax_checkpoint.py build/checkpoints
+
+To JAX every rank is process 0 of one, so orbax would let all of them write the same files. All have the
+same state, bit for bit: the root alone saves it, and hands on what it has read. Other ranks need not even
+see the files. The order of an epoch depends on no number of ranks, so a checkpoint is the state and how
+many batches are done. Needs orbax-checkpoint and scikit-learn, as the extra ``examples`` installs them.
+"""
+
+import argparse
+import contextlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from mpi4py import MPI
+from sklearn.datasets import load_digits
+
+import jaxcoded
+
+
+def losses(params, batch):  # one for each example
+    x, y = batch
+    logits = x @ params["w"] + params["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def train(comm, folder, epochs=5, stop_after=None):
+    """Goes on from the newest checkpoint, or from the beginning. Returns the parameters, and how many
+    batches are done."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    tx = optax.adam(3e-3)
+    with contextlib.ExitStack() as stack:
+        group = jaxcoded.CodedGroup(comm, code="shared(replicas=2)")
+        stack.enter_context(group)
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+
+        @jax.jit
+        def step(params, state, batch, weights):
+            loss, grads = loss_and_grad(params, batch, weights)
+            updates, state = tx.update(grads, state)
+            return optax.apply_updates(params, updates), state, loss
+
+        params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
+        state, done = tx.init(params), jnp.zeros((), int)
+        if group.rank == 0:
+            manager = ocp.CheckpointManager(pathlib.Path(folder).absolute())
+            stack.enter_context(manager)
+            if (newest := manager.latest_step()) is not None:
+                like = ocp.args.StandardRestore((params, state, done))
+                params, state, done = manager.restore(newest, args=like)
+        params, state, done = jaxcoded.tree_bcast((params, state, done), group)
+        first = done = int(done)
+        per_epoch = len(group.epoch(len(images), 256, seed=0))
+        last = epochs * per_epoch if stop_after is None else stop_after
+        for done in range(first + 1, last + 1):
+            number, batch = divmod(done - 1, per_epoch)
+            if batch == 0 or done == first + 1:
+                epoch = group.epoch(len(images), 256, seed=0, epoch=number)
+            indices, weights = epoch[batch]
+            params, state, loss = step(
+                params, state, (images[indices], labels[indices]), weights
+            )
+            if group.rank == 0 and (done % 5 == 0 or done == last):
+                args = ocp.args.StandardSave((params, state, jnp.int32(done)))
+                manager.save(done, args=args)  # goes on while the next step runs
+                print(f"{done} batches done on {group.size} ranks: loss {loss:.4f}")
+    return params, done
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--stop-after", type=int, metavar="BATCHES")
+    args = parser.parse_args()
+    train(MPI.COMM_WORLD, args.folder, args.epochs, args.stop_after)

@@ -1,0 +1,79 @@
+"""What a rank sees of its rounds, as plain CSV: a line for each as it ends, and who was late.
+
+    jaxcoded run -n 4 examples/rounds_csv.py build/rounds
+
+``rounds-RANK.csv`` grows while the job runs (``tail -f``): when the rank called, how long it waited,
+and whose message completed the sum. ``arrivals.csv`` says of each rank below the root when it was heard
+of in each round, whether its part was used, and its lag: how many rounds were decided by then. Rank 2
+takes its time in every third step.
+"""
+
+import argparse
+import csv
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import jaxcoded
+
+
+def losses(w, x):  # one for each example
+    return (x - w) ** 2
+
+
+def arrivals(seen):
+    """Lines of `jaxcoded.group.telemetry.Telemetry`: round, rank, seconds, used and lag."""
+    for at, number in enumerate(seen.rounds):
+        for child, rank in enumerate(seen.children):
+            came = seen.arrived[at, child]
+            lag = np.sum(seen.decided[at:] < came)  # nothing if it did not come
+            yield number, rank, came - seen.started[at], seen.used[at, child], lag
+
+
+def train(comm, folder, steps=30, slow=2):
+    """Returns the weight that is trained."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    x = np.random.default_rng(0).normal(size=60).astype(np.float32)
+    with (
+        (folder / f"rounds-{comm.rank}.csv").open("w", buffering=1, newline="") as file,
+        jaxcoded.CodedGroup(comm, stragglers=1) as group,
+    ):
+        rounds = csv.writer(file)
+        rounds.writerow(["round", "called", "work", "waited", "decided by", "left out"])
+
+        def write(round_):
+            waited = round_.ended - round_.started
+            seconds = (round(s, 6) for s in (round_.started, round_.work, waited))
+            rounds.writerow(
+                [round_.number, *seconds, round_.decided_by, round_.skipped]
+            )
+
+        group.on_round(write)  # on a thread of its own; holds up no round
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+        indices, weights = group.assignment(len(x))
+        w = jnp.zeros(())
+        for number in range(steps):
+            if group.rank == slow and number % 3 == 0:
+                time.sleep(0.1)
+            _, grad = jax.block_until_ready(step(w, x[indices], weights))
+            w = w - 0.1 * grad
+        if group.rank == 0:
+            with (folder / "arrivals.csv").open("w", newline="") as other:
+                out = csv.writer(other)
+                out.writerow(["round", "rank", "arrived", "used", "lag"])
+                out.writerows(arrivals(group.telemetry()))
+    return w
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder")
+    args = parser.parse_args()
+    train(MPI.COMM_WORLD, args.folder)
+    if MPI.COMM_WORLD.rank == 0:
+        print(f"wrote rounds-*.csv and arrivals.csv into {args.folder}")

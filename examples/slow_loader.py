@@ -1,0 +1,64 @@
+"""A rank whose data come late: what it is behind with need not be read.
+
+    jaxcoded run -n 4 examples/slow_loader.py
+
+The others go on without it, and every step is of the whole batch all the same. A round that was
+decided before a rank calls it returns the result that is there, and does not look at the rank's data.
+``group.lag()`` says how many such rounds there are, so a rank that reads too slowly leaves out what it is
+behind with, and catches up.
+"""
+
+import argparse
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import jaxcoded
+
+x = np.random.default_rng(0).normal(size=(500, 5)).astype(np.float32)
+y = x @ np.arange(5, dtype=np.float32)
+
+
+def losses(w, batch):  # one for each example
+    x, y = batch
+    return (x @ w - y) ** 2
+
+
+def train(comm, epochs=10, slow=2, seconds=0.1):
+    """Returns the weights, and how many batches this rank has read."""
+    with jaxcoded.CodedGroup(comm, stragglers=1) as group:
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+
+        @jax.jit
+        def step(w, batch, weights):
+            loss, grad = loss_and_grad(w, batch, weights)
+            return w - 0.1 * grad, loss
+
+        def load(indices):
+            if group.rank == slow:
+                time.sleep(seconds)  # a disk that others use, too
+            return x[indices], y[indices]
+
+        def nothing(indices):  # of the shapes and dtypes that load gives
+            return np.zeros((len(indices), 5), x.dtype), np.zeros(len(indices), y.dtype)
+
+        w, read, batches = jnp.zeros(5), 0, 0
+        for epoch in range(epochs):
+            for indices, weights in group.epoch(len(x), 50, seed=0, epoch=epoch):
+                behind = group.lag() > 0
+                batch = nothing(indices) if behind else load(indices)
+                w, loss = step(w, batch, weights)
+                batches, read = batches + 1, read + (not behind)
+        print(f"rank {group.rank}: read {read} of {batches} batches, loss {loss:.1e}")
+    return w, read
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--slow", type=int, default=2, help="the rank that is")
+    args = parser.parse_args()
+    train(MPI.COMM_WORLD, args.epochs, args.slow)

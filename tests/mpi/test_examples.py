@@ -1,0 +1,266 @@
+"""The examples do on any number of ranks what one process does without the library."""
+
+import csv
+import importlib.util
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from marks import SIZE
+from together import wait_for_all, wait_until
+
+FOLDER = pathlib.Path(__file__).parents[2] / "examples"
+DIGITS = 1500  # that are trained with
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.enable_x64(False):
+        yield
+
+
+def example(name, *needs):
+    for module in (*needs, "sklearn"):
+        pytest.importorskip(module)
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def digits(many=None):
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    return (x[:many] / 16).astype(np.float32), y[:many]
+
+
+def batches(n, size, epochs):
+    """The indices of the batches that ``group.epoch(n, size, seed=0)`` has, as its documentation
+    says: a permutation of NumPy's for each epoch."""
+    for epoch in range(epochs):
+        order = np.random.default_rng([0, epoch]).permutation(n)
+        yield from (order[first : first + size] for first in range(0, n, size))
+
+
+def descended(loss, params, data, tx, indices):
+    """The parameters after a step of ``tx`` for each of the batches, with JAX and optax alone."""
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss)(params, batch), state)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for mine in indices:
+        params, state = step(params, state, [array[mine] for array in data])
+    return params
+
+
+def assert_close(found, expected, atol=1e-4):
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=atol)
+
+
+def linear(params, batch):
+    x, y = batch
+    return cross_entropy(x @ params["w"] + params["b"], y).mean()
+
+
+def zeros():
+    return {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
+
+
+def test_before_and_after(comm):
+    """README's two programs find the same weights: also the one without the library."""
+    before, after = example("train_mpi4jax").w, example("train").w
+    np.testing.assert_allclose(before, after, atol=1e-4)
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(60, 5)).astype(np.float32)
+    expected = descended(
+        lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2),
+        *(jnp.zeros(5), (x, x @ np.arange(5, dtype=np.float32)), optax.adam(0.1)),
+        batches(60, 20, 100),
+    )
+    np.testing.assert_allclose(after, expected, atol=1e-4)
+
+
+def test_flax_nnx(comm):
+    trained, loss = (module := example("flax_nnx", "flax")).train(comm, epochs=1)
+    from flax import nnx
+
+    x, y = digits(DIGITS)
+    model = module.Network(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        def loss(model):
+            return cross_entropy(model(x.reshape(-1, 8, 8, 1)), y).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    for mine in batches(len(x), 128, 1):
+        expected = step(model, optimizer, x[mine], y[mine])
+    assert loss == pytest.approx(float(expected), rel=1e-3)
+    assert_close(nnx.state(trained, nnx.Param), nnx.state(model, nnx.Param), 1e-3)
+
+
+def test_equinox(comm):
+    trained, _ = example("equinox_digits", "equinox").train(comm, epochs=1)
+    import equinox as eqx
+
+    model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(0))
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, batch):
+        logits = jax.vmap(eqx.combine(params, rest))(batch[0])
+        return cross_entropy(logits, batch[1]).mean()
+
+    indices = batches(DIGITS, 128, 1)
+    expected = descended(loss, params, digits(DIGITS), optax.adam(3e-3), indices)
+    assert_close(eqx.filter(trained, eqx.is_inexact_array), expected, 1e-3)
+
+
+def test_optax_chain(comm):
+    module = example("optax_chain")
+    average = module.train(comm, epochs=1)
+
+    def loss(params, batch):
+        return module.losses(params, batch).mean()
+
+    x, y = digits(DIGITS)
+    gradient = jax.jit(jax.grad(loss))
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3))
+    params = expected = module.initial()
+    state = tx.init(params)
+    indices = batches(DIGITS, 128, 1)
+    # of two batches each the mean of their means; and the average moves with each batch
+    for pair in zip(indices, indices):
+        expected = optax.incremental_update(params, expected, 0.05)
+        both = [gradient(params, (x[mine], y[mine])) for mine in pair]
+        updates, state = tx.update(jax.tree.map(lambda a, b: (a + b) / 2, *both), state)
+        params = optax.apply_updates(params, updates)
+        expected = optax.incremental_update(params, expected, 0.05)
+    assert_close(average, expected, 1e-3)
+
+
+def test_natural_gradient(comm):
+    module = example("natural_gradient")
+    w, norms = module.train(comm)
+    from sklearn.linear_model import LogisticRegression
+
+    x, y = module.data()
+    reference = LogisticRegression(
+        C=1 / module.LAMBDA, fit_intercept=False, tol=1e-10, solver="newton-cholesky"
+    ).fit(x.astype(np.float64), y)
+    np.testing.assert_allclose(w, reference.coef_[0], atol=1e-3)
+    assert norms[-1] < 1e-4 * norms[0]
+
+
+def test_evaluation(comm):
+    module = example("evaluation")
+    loss, confusions = module.evaluate(comm)
+    x, y = digits()
+    means = np.stack([x[y == digit].mean(axis=0) for digit in range(10)])
+    logits = -((x[:, None].astype(np.float64) - means) ** 2).sum(axis=2)
+    logits -= logits.max(axis=1, keepdims=True)
+    each = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(y)), y]
+    assert loss == pytest.approx(each.mean(), rel=1e-5)
+    expected = np.zeros((10, 10), int)
+    np.add.at(expected, (y, logits.argmax(axis=1)), 1)
+    np.testing.assert_array_equal(confusions, expected)
+
+
+def test_grain_loader(comm):
+    params, _ = example("grain_loader", "grain").train(comm, epochs=1)
+    indices = batches(1797, 256, 1)
+    assert_close(params, descended(linear, zeros(), digits(), optax.sgd(0.5), indices))
+
+
+def test_slow_loader(comm):
+    module = example("slow_loader")
+    w, read = module.train(comm, epochs=2, slow=SIZE - 1, seconds=0.01)
+    assert 0 < read <= 20
+    expected = descended(
+        lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2),
+        *(jnp.zeros(5), (module.x, module.y), optax.sgd(0.1)),
+        batches(500, 50, 2),
+    )
+    np.testing.assert_allclose(w, expected, atol=1e-4)
+
+
+def test_orbax_checkpoint(comm, tmp_path):
+    """Seven batches on all ranks, and the rest on all but one."""
+    module = example("orbax_checkpoint", "orbax.checkpoint")
+    folder = comm.bcast(str(tmp_path))
+    _, done = module.train(comm, folder, stop_after=7)
+    assert done == 7
+    fewer = comm.Split(comm.rank < max(1, SIZE - 1))
+    if fewer.size == max(1, SIZE - 1):
+        params, done = module.train(fewer, folder, epochs=2)
+        assert done == 16
+        indices = batches(1797, 256, 2)
+        expected = descended(linear, zeros(), digits(), optax.adam(3e-3), indices)
+        assert_close(params, expected)
+    fewer.Free()
+    wait_for_all(comm)  # before the folder goes
+
+
+def test_shakespeare(comm, monkeypatch):
+    module = example("shakespeare")
+    monkeypatch.setattr(module, "PLAYS", pathlib.Path("missing"))
+    text = module.read()
+    assert len(text) > 100_000
+    assert (text < 128).all()
+    params, losses = module.train(comm, text, steps=3)
+
+    starts = np.arange(0, len(text) - module.LENGTH - 1, module.LENGTH)
+    indices = itertools.islice(batches(len(starts), 32, 1), 3)
+    expected = descended(
+        lambda params, batch: module.loss(params, batch[0]) / 32,
+        *(module.initial(jax.random.key(0)), [module.sequences(text, starts)]),
+        *(optax.adam(1e-2), indices),
+    )
+    # Adam divides by gradients, also by those that are hardly more than rounding
+    assert_close(params, expected, 3e-3)
+    assert losses[0] == pytest.approx(np.log(128), rel=0.2)
+    assert losses[2] < losses[0]
+    assert len(module.write(params, "a", 3)) == 4
+
+
+def test_rounds_csv(comm, tmp_path):
+    folder = pathlib.Path(comm.bcast(str(tmp_path)))
+    module = example("rounds_csv")
+    w = module.train(comm, folder, steps=9, slow=SIZE - 1)
+
+    x = np.random.default_rng(0).normal(size=60).mean()
+    assert float(w) == pytest.approx(x * (1 - 0.8**9), rel=1e-4)
+
+    def rows(name):
+        with (folder / name).open() as file:
+            return list(csv.DictReader(file))
+
+    mine = f"rounds-{comm.rank}.csv"
+    wait_until(lambda: len(rows(mine)) == 9)  # written on a thread of its own
+    assert [int(row["round"]) for row in rows(mine)] == list(range(1, 10))
+    wait_for_all(comm)  # the root has written its own, too
+    for number, of_round in itertools.groupby(
+        rows("arrivals.csv"), key=lambda row: row["round"]
+    ):
+        of_round = list(of_round)
+        assert [int(row["rank"]) for row in of_round] == list(range(1, SIZE))
+        used = [row for row in of_round if row["used"] == "True"]
+        assert len(used) >= SIZE - 2, number  # any one may be missing
+        assert {row["lag"] for row in used} <= {"0"}
+    wait_for_all(comm)  # before the folder goes

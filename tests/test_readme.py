@@ -1,0 +1,76 @@
+"""README says of its program, its prices and its examples what is so."""
+
+import difflib
+import fractions
+import re
+
+import pytest
+from launch import ROOT
+
+import jaxcoded
+
+README = (ROOT / "README.md").read_text()
+EXAMPLES = ROOT / "examples"
+
+
+def program(name):
+    """Its lines after the docstring."""
+    return (EXAMPLES / name).read_text().split('"""\n\n', 1)[1].splitlines()
+
+
+def test_the_difference_is_that_of_the_two_programs():
+    (shown,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    before, after = program("train_mpi4jax.py"), program("train.py")
+    everything = max(len(before), len(after))
+    difference = difflib.unified_diff(before, after, n=everything, lineterm="")
+    assert shown.splitlines() == list(difference)[3:]
+
+
+def test_prices():
+    rows = re.findall(
+        r"^\| `([^`]+)` \| (\d/\d) of the batch.* \| (\S+) × \| (.*) \|$",
+        README,
+        re.MULTILINE,
+    )
+    assert len(rows) == 5
+    for arguments, load, work, late in rows:
+        plan = eval(f"make_plan(4, {arguments})", {"make_plan": jaxcoded.make_plan})
+        assert plan.load == fractions.Fraction(load)
+        assert float(work) == round(float(plan.load) * 4, 1)
+        said = plan.describe()
+        missing = re.search(r"any (\d )?.*may be missing", said)[1] or "1"
+        if late.startswith("nobody"):
+            assert missing == "0 "
+        else:
+            assert late == f"any {missing.strip()} but the root"
+
+
+def test_every_example_is_in_the_index():
+    index = (EXAMPLES / "README.md").read_text()
+    there = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    assert set(re.findall(r"\]\(([\w.]+)\)", index)) == there
+    for name, command in re.findall(
+        r"^\| \[`([\w.]+)`\].* \| `(.*)` \|$", index, re.MULTILINE
+    ):
+        if name != "digits.py":
+            assert f"examples/{name}" in command
+            # and in the example itself, which says how to start it
+            assert command in (EXAMPLES / name).read_text() or name == "job.slurm"
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "examples/README.md", "docs/training.md"]
+)
+def test_links_lead_somewhere(page):
+    folder = (ROOT / page).parent
+    links = re.findall(r"\]\(([^)#:]+)(?:#([\w-]+))?\)", (ROOT / page).read_text())
+    assert len(links) > 5
+    for path, heading in links:
+        assert (folder / path).exists(), path
+        if heading:
+            text = (folder / path).read_text()
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            names = [
+                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
+            ]
+            assert heading in names, f"{path}#{heading}"
