@@ -224,8 +224,9 @@ class Round:
             if not member.here or member.left(now) + member.promised > 1:
                 continue
             if block := self.free & self.job.held[m]:
-                # the one that its owner would come to last
-                self.grant(m, [max(block, key=self.job.place.__getitem__)], now)
+                # the one that its owner would come to last; of equals the first
+                last = max(sorted(block), key=self.job.place.__getitem__)
+                self.grant(m, [last], now)
             elif not self.take_back(m, now):
                 self.waits.add(m)
 
