@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import SIZE
+from marks import SIZE, not_alone
 from together import wait_for_all, wait_until
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
 DIGITS = 1500  # that are trained with
+# Libraries cost much, and on one rank, too, they show that the example fits them.
+with_libraries = pytest.mark.exhaustive if SIZE > 1 else lambda test: test
+
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -25,7 +28,7 @@ def as_users_have_it():
 
 
 def example(name, *needs):
-    for module in (*needs, "sklearn"):
+    for module in needs:
         pytest.importorskip(module)
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -78,23 +81,19 @@ def zeros():
     return {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
 
 
+@not_alone
 def test_before_and_after(comm):
     """README's two programs find the same weights: also the one without the library."""
-    before, after = example("train_mpi4jax").w, example("train").w
+    before, after = example("train_mpi4jax", "mpi4jax").w, example("train").w
     np.testing.assert_allclose(before, after, atol=1e-4)
-
-    random = np.random.default_rng(0)
-    x = random.normal(size=(60, 5)).astype(np.float32)
-    expected = descended(
-        lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2),
-        *(jnp.zeros(5), (x, x @ np.arange(5, dtype=np.float32)), optax.adam(0.1)),
-        batches(60, 20, 100),
-    )
-    np.testing.assert_allclose(after, expected, atol=1e-4)
+    np.testing.assert_allclose(after, np.arange(5.0), atol=0.05)
 
 
+@with_libraries
 def test_flax_nnx(comm):
-    trained, loss = (module := example("flax_nnx", "flax")).train(comm, epochs=1)
+    trained, loss = (module := example("flax_nnx", "sklearn", "flax")).train(
+        comm, epochs=1
+    )
     from flax import nnx
 
     x, y = digits(DIGITS)
@@ -116,8 +115,9 @@ def test_flax_nnx(comm):
     assert_close(nnx.state(trained, nnx.Param), nnx.state(model, nnx.Param), 1e-3)
 
 
+@with_libraries
 def test_equinox(comm):
-    trained, _ = example("equinox_digits", "equinox").train(comm, epochs=1)
+    trained, _ = example("equinox_digits", "sklearn", "equinox").train(comm, epochs=1)
     import equinox as eqx
 
     model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(0))
@@ -132,31 +132,37 @@ def test_equinox(comm):
     assert_close(eqx.filter(trained, eqx.is_inexact_array), expected, 1e-3)
 
 
+@not_alone
 def test_optax_chain(comm):
-    module = example("optax_chain")
+    module = example("optax_chain", "sklearn")
     average = module.train(comm, epochs=1)
 
     def loss(params, batch):
         return module.losses(params, batch).mean()
 
     x, y = digits(DIGITS)
-    gradient = jax.jit(jax.grad(loss))
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3))
+
+    @jax.jit
+    def two_batches(params, average, state, one, other):
+        average = optax.incremental_update(params, average, 0.05)
+        both = [jax.grad(loss)(params, batch) for batch in (one, other)]
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, *both)  # of their means
+        updates, state = tx.update(mean, state)
+        params = optax.apply_updates(params, updates)
+        return params, optax.incremental_update(params, average, 0.05), state
+
     params = expected = module.initial()
     state = tx.init(params)
-    indices = batches(DIGITS, 128, 1)
-    # of two batches each the mean of their means; and the average moves with each batch
-    for pair in zip(indices, indices):
-        expected = optax.incremental_update(params, expected, 0.05)
-        both = [gradient(params, (x[mine], y[mine])) for mine in pair]
-        updates, state = tx.update(jax.tree.map(lambda a, b: (a + b) / 2, *both), state)
-        params = optax.apply_updates(params, updates)
-        expected = optax.incremental_update(params, expected, 0.05)
+    taken = ((x[mine], y[mine]) for mine in batches(DIGITS, 128, 1))
+    for pair in zip(taken, taken):
+        params, expected, state = two_batches(params, expected, state, *pair)
     assert_close(average, expected, 1e-3)
 
 
+@not_alone
 def test_natural_gradient(comm):
-    module = example("natural_gradient")
+    module = example("natural_gradient", "sklearn")
     w, norms = module.train(comm)
     from sklearn.linear_model import LogisticRegression
 
@@ -168,8 +174,9 @@ def test_natural_gradient(comm):
     assert norms[-1] < 1e-4 * norms[0]
 
 
+@not_alone
 def test_evaluation(comm):
-    module = example("evaluation")
+    module = example("evaluation", "sklearn")
     loss, confusions = module.evaluate(comm)
     x, y = digits()
     means = np.stack([x[y == digit].mean(axis=0) for digit in range(10)])
@@ -182,12 +189,14 @@ def test_evaluation(comm):
     np.testing.assert_array_equal(confusions, expected)
 
 
+@with_libraries
 def test_grain_loader(comm):
-    params, _ = example("grain_loader", "grain").train(comm, epochs=1)
+    params, _ = example("grain_loader", "sklearn", "grain").train(comm, epochs=1)
     indices = batches(1797, 256, 1)
     assert_close(params, descended(linear, zeros(), digits(), optax.sgd(0.5), indices))
 
 
+@not_alone
 def test_slow_loader(comm):
     module = example("slow_loader")
     w, read = module.train(comm, epochs=2, slow=SIZE - 1, seconds=0.01)
@@ -200,9 +209,10 @@ def test_slow_loader(comm):
     np.testing.assert_allclose(w, expected, atol=1e-4)
 
 
+@with_libraries
 def test_orbax_checkpoint(comm, tmp_path):
     """Seven batches on all ranks, and the rest on all but one."""
-    module = example("orbax_checkpoint", "orbax.checkpoint")
+    module = example("orbax_checkpoint", "sklearn", "orbax.checkpoint")
     folder = comm.bcast(str(tmp_path))
     _, done = module.train(comm, folder, stop_after=7)
     assert done == 7
@@ -217,16 +227,18 @@ def test_orbax_checkpoint(comm, tmp_path):
     wait_for_all(comm)  # before the folder goes
 
 
+@with_libraries
 def test_shakespeare(comm, monkeypatch):
     module = example("shakespeare")
     monkeypatch.setattr(module, "PLAYS", pathlib.Path("missing"))
+    monkeypatch.setattr(module, "LAYERS", 1)
     text = module.read()
     assert len(text) > 100_000
     assert (text < 128).all()
-    params, losses = module.train(comm, text, steps=3)
+    params, losses = module.train(comm, text, steps=2)
 
     starts = np.arange(0, len(text) - module.LENGTH - 1, module.LENGTH)
-    indices = itertools.islice(batches(len(starts), 32, 1), 3)
+    indices = itertools.islice(batches(len(starts), 32, 1), 2)
     expected = descended(
         lambda params, batch: module.loss(params, batch[0]) / 32,
         *(module.initial(jax.random.key(0)), [module.sequences(text, starts)]),
@@ -235,10 +247,11 @@ def test_shakespeare(comm, monkeypatch):
     # Adam divides by gradients, also by those that are hardly more than rounding
     assert_close(params, expected, 3e-3)
     assert losses[0] == pytest.approx(np.log(128), rel=0.2)
-    assert losses[2] < losses[0]
+    assert losses[1] < losses[0]
     assert len(module.write(params, "a", 3)) == 4
 
 
+@not_alone
 def test_rounds_csv(comm, tmp_path):
     folder = pathlib.Path(comm.bcast(str(tmp_path)))
     module = example("rounds_csv")
