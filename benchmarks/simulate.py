@@ -205,7 +205,7 @@ class Shares:
 
 def latency(comm, times=100):
     """Seconds of a small message between the first and the last rank; the others sleep."""
-    from jaxcoded.planner.measurement import answer_pings, end_pings, ping
+    from jaxcoded.planner.measuring import answer_pings, end_pings, ping
     from jaxcoded.transport.agreement import wait
 
     note, last = np.zeros(1, np.uint8), comm.size - 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error if that is a terminal, by tqdm where that is installed.
+    """A bar on standard error if that is a terminal.
 
     Args:
         what: is going on.
@@ -19,16 +19,10 @@ def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[float], No
     if quiet or not sys.stderr.isatty():
         yield lambda part: None
         return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda part: print(
-            f"\r{what}: {part:4.0%}",
-            end="\n" * (part >= 1),
-            file=sys.stderr,
-            flush=True,
-        )
-        return
-    layout = "{desc}: {percentage:3.0f} %|{bar}| {elapsed}"
-    with tqdm(total=1.0, desc=what, bar_format=layout, leave=False) as bar:
-        yield lambda part: bar.update(min(part, 1.0) - bar.n) and None
+    # not before there is something to show
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda part: bar.update(task, completed=min(part, 1.0))

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from commands import main
 from test_run import fake  # noqa: F401
 
 from jaxcoded.cli import doctor, launcher, machine
-from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding, as_text
-from jaxcoded.cli.main import main
+from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding, show
 
 RANK = {
     "host": "a",
@@ -100,10 +100,10 @@ def test_limits_of_a_container(tmp_path, monkeypatch):
     assert states(machine.examined(3, mpirun))["shared memory"] == NOTE
 
 
-def test_findings_are_aligned():
-    text = as_text([Finding("a", GOOD, "x"), Finding("long", BAD, "y " * 60, "do z")])
-    first, second, third, fourth = text.splitlines()
-    assert first == "ok    a     x"
-    assert second.startswith("bad   long  y y")
-    assert third.startswith("            y")
-    assert fourth == "            → do z"
+def test_findings_are_aligned(capsys):
+    show([Finding("a", GOOD, "x"), Finding("long", BAD, "y " * 70, "do [z]")])
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
+    assert first == "ok   a     x"
+    assert second.startswith("bad  long  y y")
+    assert third.startswith("           y")
+    assert fourth == "           → do [z]"

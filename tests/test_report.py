@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
+from commands import main
 from launch import mpirun
 
 import jaxcoded
 from jaxcoded.cli import analysis
-from jaxcoded.cli.main import main
 from jaxcoded.group.telemetry import Telemetry
 from jaxcoded.simulator import Layout, Ring
 
@@ -383,7 +383,7 @@ def test_command_on_other_files(tmp_path, capsys):
     broken = dataclasses.replace(seen(), plan="no plan")
     broken.save(tmp_path / "broken")
     for names, words in (
-        (["nothing"], "No such file"),
+        (["nothing"], "does not exist"),
         (["text"], "was not written by Telemetry.save"),
         (["seen", "again"], "is of rank 0, as is a file before it"),
         (["seen", "other"], "is of another job, or of another plan, than"),

@@ -6,80 +6,57 @@ Looks at the installation and the machine, then starts so many ranks, which sum 
 The status is 1 if something is bad.
 """
 
-import argparse
+import ast
 import collections
-import json
-import tempfile
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxcoded import _format, _require
-from jaxcoded.cli import job, launcher, machine
-from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding, as_json, as_text
+import click
 
-_SECONDS = 120.0
+from jaxcoded import _format, _require
+from jaxcoded.cli import asking, findings, launcher, machine, output
+from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding
+
 _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument(
-        "-n", "--ranks", type=int, default=2, help="that sum. Default: 2"
-    )
-    launcher.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-
-
-def run(args: argparse.Namespace) -> int:
+@click.command(help=__doc__)
+@click.option(
+    *("-n", "--ranks"), type=int, default=2, show_default=True, help="That sum."
+)
+@launcher.options
+@output.json_option
+def command(ranks: int, mpirun: str | None, json: bool, **places: str | None) -> int:
     """Print what was found, and return the status."""
-    ranks = _require.integer("--ranks", args.ranks, 1)
-    mpirun: launcher.Launcher | str
+    ranks = _require.integer("--ranks", ranks, 1)
+    chosen: launcher.Launcher | str
     try:
-        mpirun = launcher.found(args.mpirun)
+        chosen = launcher.found(mpirun)
     except ValueError as error:
-        mpirun = str(error)
-    found = list(machine.examined(ranks, mpirun))
-    if isinstance(mpirun, str) or any(each.state == BAD for each in found):
+        chosen = str(error)
+    found = list(machine.examined(ranks, chosen))
+    if isinstance(chosen, str) or any(each.state == BAD for each in found):
         words = "were not started, for what is bad above"
         found.append(Finding("ranks", BAD, words))
     else:
-        found += _tried(ranks, mpirun, args)
-    print(as_json(found) if args.json else as_text(found))
+        found += _tried(ranks, chosen, places)
+    if json:
+        output.as_json([dataclasses.asdict(each) for each in found])
+    else:
+        findings.show(found)
     return int(any(each.state == BAD for each in found))
 
 
 def _tried(
-    ranks: int, mpirun: launcher.Launcher, args: argparse.Namespace
+    ranks: int, mpirun: launcher.Launcher, places: dict[str, str | None]
 ) -> Iterator[Finding]:
     """What a job of so many ranks says."""
-    command, environment = launcher.command(
-        mpirun,
-        ranks,
-        _PROGRAM,
-        named=False,
-        hosts=args.hosts,
-        hostfile=args.hostfile,
-    )
-    with tempfile.TemporaryFile("w+") as output:
-        status = job.play(
-            command,
-            environment,
-            seconds=_SECONDS,
-            own_files=not (args.hosts or args.hostfile),
-            output=output,
-        )
-        output.seek(0)
-        said = output.read()
-    lines = [line for line in said.splitlines() if line.startswith('[{"rank"')]
-    if status or not lines:
-        words = (
-            f"did not end within {_SECONDS:g} s"
-            if status == job.TOO_LONG
-            else f"failed with status {status}"
-        )
-        yield Finding("ranks", BAD, f"{ranks} {words}: {said.strip()[-2000:]}")
+    try:
+        everything = asking.answered(mpirun, ranks, _PROGRAM, **places)
+    except asking.NoAnswer as failure:
+        yield Finding("ranks", BAD, str(failure))
         return
-    everything = json.loads(lines[-1])
     yield from _of_ranks(ranks, everything)
 
 
@@ -122,7 +99,7 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
     else:
         yield Finding("reading", GOOD, "ranks of one host read each other's memory")
     for words, who in said("devices"):
-        kinds = collections.Counter(json.loads(words.replace("'", '"')))
+        kinds = collections.Counter(ast.literal_eval(words))
         listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         yield Finding("devices", GOOD, f"{who}{listed} each")
     wrong = sum(each["wrong"] for each in everything)

@@ -1,12 +1,15 @@
 """What was looked at, what was found, and what to do about it."""
 
 import dataclasses
-import json
-import textwrap
 from collections.abc import Sequence
 
+from rich.table import Table
+from rich.text import Text
+
+from jaxcoded.cli import output
+
 GOOD, NOTE, BAD = "ok", "note", "bad"
-_WIDTH = 100
+_STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,28 +29,12 @@ class Finding:
     remedy: str = ""
 
 
-def as_text(findings: Sequence[Finding]) -> str:
+def show(findings: Sequence[Finding]) -> None:
     """One line for each, and the remedies below."""
-    widest = max(len(each.about) for each in findings)
-    lines = []
+    grid = Table.grid(padding=(0, 2, 0, 0))
     for each in findings:
-        margin = f"{each.state:4}  {each.about:{widest}}  "
-        for words, mark in ((each.found, ""), (each.remedy, "→ ")):
-            for line in words.splitlines():
-                lines += textwrap.wrap(
-                    mark + line,
-                    _WIDTH,
-                    initial_indent=margin,
-                    subsequent_indent=" " * (len(margin) + len(mark)),
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-                margin = " " * len(margin)
-    return "\n".join(lines)
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """A list of objects with the fields of `Finding`."""
-    return json.dumps(
-        [dataclasses.asdict(each) for each in findings], indent=2, ensure_ascii=False
-    )
+        words = Text(each.found)
+        if each.remedy:
+            words.append(f"\n→ {each.remedy}", "bold")
+        grid.add_row(Text(each.state, _STYLES[each.state]), Text(each.about), words)
+    output.show(grid)

@@ -1,6 +1,5 @@
 """The mpirun of an MPI: which one it is, and what it is to be told."""
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -8,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import click
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
@@ -66,6 +67,10 @@ class Launcher:
         Raises:
             ValueError: this MPI cannot do that.
         """
+        if hosts and hostfile:
+            raise ValueError(
+                f"--hosts {hosts} and --hostfile {hostfile}: leave one of them out"
+            )
         if fault_tolerant and not self.reports_deaths:
             raise ValueError(
                 f"--ft needs Open MPI 5, which reports deaths to the ranks: {self.path} is of "
@@ -134,17 +139,24 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
     return Launcher(path, mpi, int(number[1]) if number else 0)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add which mpirun, and on which hosts."""
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", help="and how many ranks on each: a:2,b:2")
-    where.add_argument(
-        "--hostfile", help="a file of them, in the form that the MPI reads"
-    )
-    parser.add_argument(
-        "--mpirun",
-        help="the one to use. Default: $JAXCODED_MPIRUN, that of this Python, or on the PATH",
-    )
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of which mpirun, and on which hosts."""
+    for option in (
+        click.option(
+            "--mpirun",
+            metavar="COMMAND",
+            help="The one to use. Default: $JAXCODED_MPIRUN, that of this Python, or on the "
+            "PATH.",
+        ),
+        click.option(
+            "--hostfile",
+            metavar="FILE",
+            help="A file of hosts, in the form that the MPI reads.",
+        ),
+        click.option("--hosts", help="And how many ranks on each: a:2,b:2."),
+    ):
+        command = option(command)
+    return command
 
 
 def command(
@@ -153,6 +165,8 @@ def command(
     arguments: Sequence[str],
     *,
     hosts: str | None = None,
+    wrapper: Sequence[str] = (),
+    variables: Mapping[str, str] = {},
     **options: Any,
 ) -> tuple[list[str], dict[str, str]]:
     """What starts ``python *arguments`` on so many ranks, and its environment.
@@ -162,15 +176,18 @@ def command(
         ranks: how many.
         arguments: of Python.
         hosts: and the other options of `Launcher.options`.
+        wrapper: a command that starts the one after it, for each rank.
+        variables: of its environment.
 
     Raises:
         ValueError: this MPI cannot do that.
     """
     here = -(-ranks // (hosts.count(",") + 1)) if hosts else ranks
     # as many threads as a rank has cores, as if all hosts were like this one
-    added = environment(max(1, len(os.sched_getaffinity(0)) // here))
+    added = environment(max(1, len(os.sched_getaffinity(0)) // here)) | {**variables}
     told = mpirun.options(ranks, hosts=hosts, environment=list(added), **options)
-    return [mpirun.path, *told, sys.executable, *arguments], {**os.environ, **added}
+    program = [*wrapper, sys.executable, *arguments]
+    return [mpirun.path, *told, *program], {**os.environ, **added}
 
 
 def environment(threads: int) -> dict[str, str]:

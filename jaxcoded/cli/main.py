@@ -1,53 +1,105 @@
 """The command line: ``jaxcoded COMMAND``, or ``python -m jaxcoded COMMAND``."""
 
-import argparse
+import ast
+import functools
 import importlib
-import importlib.metadata
+import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-# Each is a module of jaxcoded.cli: `add_arguments(parser)`, `run(args)`, which may return a status, and
-# a docstring.
-COMMANDS = ("doctor", "run", "plan", "report")
+import click
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. An error is printed in one line."""
-    parser = argparse.ArgumentParser(
-        prog="jaxcoded", description="Coded collective operations for JAX over MPI."
-    )
-    parser.add_argument("--version", action=_Version, help="say which one it is")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    given = sys.argv[1:] if arguments is None else arguments
-    # one that is asked for needs nothing of the others
-    for name in set(COMMANDS).intersection(given[:1]) or COMMANDS:
-        module = importlib.import_module(f"jaxcoded.cli.{name}")
-        doc = str(module.__doc__)
-        command = commands.add_parser(
-            name,
-            help=doc.splitlines()[0],
-            description=doc,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
-    try:
-        return args.run(args) or 0
-    except (ValueError, OSError, ImportError) as error:
-        print(f"jaxcoded {args.command}: {error}", file=sys.stderr)
-        return 2
+# Each is a module of jaxcoded.cli, whose docstring is its help, with a `command`.
+COMMANDS = ("doctor", "run", "bench", "plan", "simulate", "report")
+_USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 
-class _Version(argparse.Action):
-    """Looks for the version only where it is asked for: a checkout need not be installed."""
+class _Commands(click.Group):
+    """Commands that are imported when they are asked for; an error is one line."""
 
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, **options: Any
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(f"jaxcoded.cli.{cmd_name}").command
+
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        super().__init__(option_strings, dest, nargs=0, **options)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(name)) for name in COMMANDS])
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"jaxcoded {importlib.metadata.version('jaxcoded')}")
-        parser.exit()
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = "jaxcoded",
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        run = functools.partial(
+            super().main, given, prog_name, complete_var, False, **extra
+        )
+        return _ended(run, given) if standalone_mode else run()
+
+
+def _ended(run: Callable[[], Any], given: list[str]) -> NoReturn:
+    """Run, and exit with its status: 2 after wrong use, 1 after a failure."""
+    try:
+        sys.exit(run() or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(_USAGE)
+    except click.UsageError as error:
+        place = error.ctx.command_path if error.ctx else "jaxcoded"
+        words = " ".join(error.format_message().split()).removesuffix(".")
+        _fail(given, f"{words} ({place} --help tells more)", _USAGE)
+    except click.Abort:
+        _fail(given, "interrupted", _INTERRUPTED)
+    except ValueError as error:
+        _fail(given, str(error), _USAGE)
+    except BrokenPipeError:  # nobody reads on
+        sys.stdout = sys.stderr
+        sys.exit(_FAILURE)
+    except (click.ClickException, OSError, ImportError) as error:
+        _fail(given, str(error), _FAILURE)
+
+
+def _fail(given: list[str], words: str, status: int) -> NoReturn:
+    name = " ".join(["jaxcoded", *(word for word in given[:1] if word in COMMANDS)])
+    print(f"{name}: {words}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _summary(name: str) -> str:
+    """The first line of a command's docstring, without importing it."""
+    source = pathlib.Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
+
+
+def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    # looked for only where it is asked for: a checkout need not be installed
+    if asked:
+        import importlib.metadata
+
+        click.echo(f"jaxcoded {importlib.metadata.version('jaxcoded')}")
+        ctx.exit()
+
+
+@click.group(
+    "jaxcoded", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Say which one it is.",
+)
+def main() -> None:
+    """Coded collective operations for JAX over MPI."""

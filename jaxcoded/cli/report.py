@@ -2,17 +2,20 @@
 
 Reads what group.telemetry().save(FILE) wrote: the file of the root, and those of other
 ranks of the same job, as many as there are. Prints a summary and draws pictures.
+
+    jaxcoded report rank-*.npz --out pictures
 """
 
-import argparse
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import click
 import numpy as np
 
-from jaxcoded._format import seconds, table, unit
-from jaxcoded.cli import analysis
+from jaxcoded._format import seconds, unit
+from jaxcoded.cli import analysis, output
 from jaxcoded.cli.pictures import COLOURS, picture
 from jaxcoded.group.telemetry import Telemetry
 from jaxcoded.plan import Plan
@@ -23,65 +26,112 @@ _ROWS = 30  # of ranks in a picture; the others share one
 _POINTS = 3000  # of a row
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="+", type=pathlib.Path, metavar="FILE", help="written by save()"
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("report"),
-        metavar="FOLDER",
-        help="where pictures go (default: report)",
-    )
+@click.command(help=__doc__)
+@click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=pathlib.Path),
+    default="report",
+    show_default=True,
+    metavar="FOLDER",
+    help="Where pictures go.",
+)
+@output.json_option
+def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> None:
+    """Say what the files show, and draw it."""
+    found = _found(_loaded(files))
+    pictures = _draw(found, out)
+    if json:
+        output.as_json(_fields(found) | {"pictures": list(map(str, pictures))})
+        return
+    _say(found)
+    for path in pictures:
+        output.say(f"wrote {path}")
 
 
-def run(args: argparse.Namespace) -> None:
-    files = _loaded(args.files)
-    parents = [seen for seen in files if len(seen.children)]
-    for seen in parents or files[:1]:
-        lines = seen.summary().splitlines()
-        # links do not matter here, and may be many
-        print(*(it for it in lines if not it.startswith("from rank ")), sep="\n")
-    pictures = []
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What there is to say.
+
+    Attributes:
+        files: the telemetry, the root's first.
+        root, shared: of the plan.
+        savings: of each parent what its code saved.
+        late: see `analysis.too_late`.
+        measured: seconds of a round; NaN if not known.
+        plans: the one that the job had first; none where they cannot be replayed.
+    """
+
+    files: list[Telemetry]
+    root: int
+    shared: bool
+    savings: dict[int, analysis.Savings]
+    late: np.ndarray
+    measured: float
+    plans: list[analysis.Predicted]
+
+    @property
+    def parents(self) -> list[Telemetry]:
+        """The files of ranks with children."""
+        return [seen for seen in self.files if len(seen.children)]
+
+    @property
+    def off(self) -> float:
+        """How far the replay of the job's own plan is from the job."""
+        return analysis.disagreement(self.measured, self.plans[0].seconds)
+
+    @property
+    def ranked(self) -> list[analysis.Predicted]:
+        """The plans, if their order can be trusted."""
+        return self.plans if self.plans and self.off <= analysis.WRONG else []
+
+
+def _found(files: list[Telemetry]) -> _Found:
     plan = Plan.from_json(files[0].plan)
     root, shared = plan.root, plan.placement is not None
-    for seen in parents:
+    savings = {}
+    for seen in files:
+        if len(seen.children) and not np.isnan(seen.lateness).all():
+            saved = analysis.savings(seen, files)
+            # where work is shared a late child would have had more to do
+            if len(saved.rounds) and not shared:
+                savings[seen.rank] = saved
+    known = files[0].rank == root and not shared
+    return _Found(
+        files,
+        root,
+        shared,
+        savings,
+        analysis.too_late(files),
+        analysis.step_seconds(files[0]) if known else np.nan,
+        analysis.compare(files) if known else [],
+    )
+
+
+def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
+    """All pictures there are; where they are."""
+    pictures = []
+    for seen in found.parents:
         if np.isnan(seen.lateness).all():
             continue
-        pictures.append(args.out / f"arrivals-{seen.rank}.png")
+        pictures.append(out / f"arrivals-{seen.rank}.png")
         _draw_arrivals(pictures[-1], seen)
-        saved = analysis.savings(seen, files)
-        if len(saved.rounds) and not shared:  # a late child would have had more to do
-            print(_savings_in_words(seen, saved))
-            pictures.append(args.out / f"savings-{seen.rank}.png")
-            _draw_savings(pictures[-1], seen, saved)
-    late = analysis.too_late(files)
-    if not np.isnan(late).all():
-        pictures.append(args.out / "stragglers.png")
-        _draw_stragglers(pictures[-1], files[0], late)
-    plans = analysis.compare(files) if files[0].rank == root and not shared else []
-    if shared:
-        print(
-            "what sharing the work saved, and how long other plans would have taken, is not "
-            "in these files: jaxcoded plan simulates it"
-        )
-    elif files[0].rank != root:
-        print(
-            f"how other plans would have done takes the file of rank {root}, the root"
-        )
-    elif plans:
-        measured = analysis.step_seconds(files[0])
-        off = analysis.disagreement(measured, plans[0].seconds)
-        print(_replay_in_words(measured, plans[0].seconds, off))
-        if off <= analysis.WRONG:
-            print(_plans_in_words(files, plans))
-            pictures.append(args.out / "plans.png")
-            _draw_plans(pictures[-1], measured, plans)
-    else:
-        print("too few rounds to replay them with other plans")
-    for path in pictures:
-        print(f"wrote {path}")
+        if seen.rank in found.savings:
+            pictures.append(out / f"savings-{seen.rank}.png")
+            _draw_savings(pictures[-1], seen, found.savings[seen.rank])
+    if not np.isnan(found.late).all():
+        pictures.append(out / "stragglers.png")
+        _draw_stragglers(pictures[-1], found.files[0], found.late)
+    if found.ranked:
+        pictures.append(out / "plans.png")
+        _draw_plans(pictures[-1], found.measured, found.ranked)
+    return pictures
 
 
 def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
@@ -101,6 +151,67 @@ def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
 
 
 # In words.
+
+
+def _say(found: _Found) -> None:
+    for seen in found.parents or found.files[:1]:
+        for line in seen.summary().splitlines():
+            # links do not matter here, and may be many
+            if not line.startswith("from rank "):
+                output.say(line)
+        if seen.rank in found.savings:
+            output.say(_savings_in_words(seen, found.savings[seen.rank]))
+    if found.shared:
+        output.say(
+            "what sharing the work saved, and how long other plans would have taken, is not "
+            "in these files: jaxcoded plan simulates it"
+        )
+    elif found.files[0].rank != found.root:
+        output.say(
+            f"how other plans would have done takes the file of rank {found.root}, the root"
+        )
+    elif found.plans:
+        replayed = found.plans[0].seconds
+        output.say(_replay_in_words(found.measured, replayed, found.off))
+        if found.ranked:
+            _say_plans(found)
+    else:
+        output.say("too few rounds to replay them with other plans")
+
+
+def _fields(found: _Found) -> dict[str, Any]:
+    """Seconds and parts of rounds; what is not known, or does not end, is null."""
+    first = found.files[0]
+    return {
+        "ranks": len(first.parents),
+        "shared": found.shared,
+        "rounds": [len(seen.rounds) for seen in found.files],
+        "files": [seen.rank for seen in found.files],
+        "too_late": list(map(output.finite, found.late.tolist())),
+        "speeds": first.speeds.tolist(),
+        "savings": [
+            {
+                "rank": rank,
+                "rounds": len(saved.rounds),
+                "avoided": saved.avoided,
+                "share": saved.share,
+                "stuck": saved.stuck,
+                "inferred": int(saved.inferred.sum()),
+            }
+            for rank, saved in found.savings.items()
+        ],
+        "round": output.finite(found.measured),
+        "replayed": output.finite(found.plans[0].seconds) if found.plans else None,
+        "plans": [
+            {
+                "name": plan.name,
+                "load": plan.load,
+                "seconds": output.finite(plan.seconds),
+                "actual": plan.actual,
+            }
+            for plan in found.ranked
+        ],
+    }
 
 
 def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
@@ -138,34 +249,37 @@ def _replay_in_words(measured: float, replayed: float, off: float) -> str:
     return text + ". It is too far off to say how other plans would have done"
 
 
-def _plans_in_words(
-    files: Sequence[Telemetry], plans: Sequence[analysis.Predicted]
-) -> str:
-    lines = []
-    took = analysis.work(files)
+def _say_plans(found: _Found) -> None:
+    took = analysis.work(found.files)
     for source, known in (("step time", "only the step time"), ("others", "nothing")):
         ranks = [rank for rank, it in enumerate(took.source) if it == source]
         if ranks:
-            lines.append(
-                f"of {_listed(ranks)} {known} is known: their own files, or those of "
+            output.say(
+                f"of {output.ranks(ranks)} {known} is known: their own files, or those of "
                 "their parents, may say more"
             )
-    rows = [["plan", "load", "a round"]]
-    for plan in sorted(plans, key=lambda plan: plan.seconds):
-        lasts = (
-            seconds(plan.seconds) if np.isfinite(plan.seconds) else _endless(took, plan)
-        )
-        rows.append([plan.name, f"{plan.load:.4f}", lasts])
-    return "\n".join([*lines, *table(rows)])
+    plans = sorted(found.ranked, key=lambda plan: plan.seconds)
+    output.say()
+    output.table(
+        ["plan", "load", "a round"],
+        [
+            [
+                plan.name,
+                f"{plan.load:.4f}",
+                seconds(plan.seconds)
+                if np.isfinite(plan.seconds)
+                else _endless(took, plan),
+            ]
+            for plan in plans
+        ],
+        wraps=["plan"],
+        best=0,
+    )
+    output.say()
 
 
 def _endless(took: analysis.Work, plan: analysis.Predicted) -> str:
     return f"does not end in round {took.rounds[plan.ended]}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:10])) + (", …" if len(ranks) > 10 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
 
 
 # In pictures.

@@ -7,82 +7,92 @@ has cores. Every line of output begins with its rank. Nothing of the job is left
 it is over. docs/faults.md tells what a job survives that was started with --ft.
 """
 
-import argparse
-import os
 import pathlib
 import sys
 
+import click
+
 from jaxcoded import _require
-from jaxcoded.cli import job, launcher
+from jaxcoded.cli import ends, job, launcher
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument(
-        *("-n", "--ranks"),
-        type=int,
-        default=os.environ.get("SLURM_NTASKS"),
-        required="SLURM_NTASKS" not in os.environ,
-        help="how many processes. Default: the tasks of the job of Slurm",
-    )
-    parser.add_argument(
-        "--ft",
-        action="store_true",
-        help="the others go on when a rank is killed: Open MPI 5, which then reports deaths",
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=("abort", "go-on"),
-        help="what the others do after an uncaught error of a rank. Default: abort; with --ft go-on",
-    )
-    launcher.add_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=float, help="seconds after which the job is ended"
-    )
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="output without the ranks in front of the lines",
-    )
-    parser.add_argument(
-        "-m",
-        dest="module",
-        action="store_true",
-        help="the program is the name of a module",
-    )
-    parser.add_argument("program", help="of Python")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
-
-
-def run(args: argparse.Namespace) -> int:
+@click.command(help=__doc__, context_settings={"allow_interspersed_args": False})
+@click.option(
+    *("-n", "--ranks"),
+    type=int,
+    required=True,
+    envvar="SLURM_NTASKS",
+    help="How many processes. Default: the tasks of the job of Slurm.",
+)
+@click.option(
+    "--ft",
+    "fault_tolerant",
+    is_flag=True,
+    help="The others go on when a rank is killed: Open MPI 5, which then reports deaths.",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["abort", "go-on"]),
+    help="What the others do after an uncaught error of a rank. Default: abort; with --ft "
+    "go-on.",
+)
+@launcher.options
+@click.option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="After which the job is ended.",
+)
+@click.option(
+    "--plain", is_flag=True, help="Output without the ranks in front of the lines."
+)
+@click.option("-m", "module", is_flag=True, help="The program is the name of a module.")
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    ranks: int,
+    fault_tolerant: bool,
+    on_error: str | None,
+    hosts: str | None,
+    hostfile: str | None,
+    mpirun: str | None,
+    timeout: float | None,
+    plain: bool,
+    module: bool,
+    program: str,
+    arguments: tuple[str, ...],
+) -> int:
     """Start the job, and return its status."""
-    ranks = _require.integer("--ranks", args.ranks, 1)
-    if args.timeout is not None:
-        _require.not_negative("--timeout", args.timeout)
-    if not (args.module or pathlib.Path(args.program).is_file()):
-        raise ValueError(f"there is no file {args.program}")
-    mpirun = launcher.found(args.mpirun)
-    launcher.check_fits(mpirun)
-    on_error = args.on_error or ("go-on" if args.ft else "abort")
-    program = [
-        *(("-m", "mpi4py") if on_error == "abort" else ()),
-        *(("-m",) if args.module else ()),
-        args.program,
-        *args.arguments,
-    ]
-    command, environment = launcher.command(
-        mpirun,
-        ranks,
-        program,
-        fault_tolerant=args.ft,
-        named=not args.plain,
-        hosts=args.hosts,
-        hostfile=args.hostfile,
-    )
-    away = args.hosts is not None or args.hostfile is not None
-    status = job.play(command, environment, seconds=args.timeout, own_files=not away)
-    if words := _words(mpirun, status, args.ft, args.timeout):
-        print(f"jaxcoded run: {words}", file=sys.stderr)
+    ranks = _require.integer("--ranks", ranks, 1)
+    if timeout is not None:
+        _require.not_negative("--timeout", timeout)
+    if not (module or pathlib.Path(program).is_file()):
+        raise ValueError(f"there is no file {program}")
+    chosen = launcher.found(mpirun)
+    launcher.check_fits(chosen)
+    if on_error is None:
+        on_error = "go-on" if fault_tolerant else "abort"
+    away = hosts is not None or hostfile is not None
+    with ends.listening(others=away) as heard:
+        words, environment = launcher.command(
+            chosen,
+            ranks,
+            [
+                *(("-m", "mpi4py") if on_error == "abort" else ()),
+                *(("-m",) if module else ()),
+                *(program, *arguments),
+            ],
+            fault_tolerant=fault_tolerant,
+            named=not plain,
+            hosts=hosts,
+            hostfile=hostfile,
+            wrapper=ends.WRAPPER,
+            variables=heard.variables,
+        )
+        status = job.play(words, environment, seconds=timeout, own_files=not away)
+    said = [_words(chosen, status, fault_tolerant, timeout), *heard.words(ranks)]
+    for line in filter(None, said):
+        print(f"jaxcoded run: {line}", file=sys.stderr)
     return status
 
 

@@ -1,9 +1,8 @@
-"""The program of the ranks that `jaxcoded doctor` starts: a real all-reduce. Rank 0 prints what
-it found, as JSON."""
+"""The program of the ranks that `jaxcoded doctor` starts: a real all-reduce. Rank 0 answers with
+what they found."""
 
 import ctypes
 import importlib
-import json
 import os
 import time
 from typing import Any
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded.cli.asking import answer
 from jaxcoded.collectives.allreduce import coded_allreduce
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport import cuda_aware, engine
@@ -23,7 +23,7 @@ _EXAMPLES = 3  # of each rank, on average
 
 
 def main() -> None:
-    """Collective; rank 0 prints."""
+    """Collective."""
     comm = MPI.COMM_WORLD
     found = {
         "rank": comm.rank,
@@ -38,7 +38,7 @@ def main() -> None:
     found["took"], found["wrong"], found["transport"], found["reads"] = _summed(comm)
     everything = comm.gather(found)
     if everything is not None:
-        print(json.dumps(everything))
+        answer(everything)
 
 
 def _imported(name: str) -> str:

@@ -15,7 +15,8 @@ from jaxcoded._progress import progress
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import Ranking, best_plans
 from jaxcoded.planner.candidates import checked_replicas
-from jaxcoded.planner.measurement import Measurement, measured
+from jaxcoded.planner.measurement import Measurement
+from jaxcoded.planner.measuring import measured
 from jaxcoded.transport.agreement import wait
 from jaxcoded.transport.options import PIECE
 

@@ -1,29 +1,38 @@
-"""What a job's links and ranks can do, measured in about two seconds before it starts."""
+"""What was measured of a job's links and ranks, and the file of it. Needs neither MPI nor JAX."""
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+import json
+import os
+from typing import Any, NamedTuple, Self
 
-import jax
 import numpy as np
-from mpi4py import MPI
 
+from jaxcoded import _require
+from jaxcoded._files import replacing
 from jaxcoded.simulator import Network
 from jaxcoded.simulator.stragglers import Measured
-from jaxcoded.transport.agreement import wait
 
-_SECONDS = 1.0  # of computing
-_ROUNDS = 512  # at most
-_LINK_SECONDS = 0.2  # of small messages, and as long of large ones
-_LONGEST = 4 << 20  # bytes of a message
-_PING, _PONG = 1, 2
+_FORMAT = "jaxcoded measurement 1"
+
+
+class Link(NamedTuple):
+    """Between two ranks.
+
+    Attributes:
+        rank, partner: which.
+        latency: seconds until a small message is there.
+        bandwidth: bytes per second of a large one.
+    """
+
+    rank: int
+    partner: int
+    latency: float
+    bandwidth: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What was measured.
+    """What `measured` has found.
 
     Attributes:
         network: latency and bandwidth between ranks that are far apart in the job, all
@@ -31,169 +40,97 @@ class Measurement:
         work: seconds that a usual rank takes for what it was given to compute once.
         stragglers: how much longer each rank took each time.
         rounds: how often the fastest rank has computed it.
+        links: the pairs.
+        hosts: that of each rank.
     """
 
     network: Network
     work: float
     stragglers: Measured
     rounds: int
+    links: tuple[Link, ...] = ()
+    hosts: tuple[str, ...] = ()
 
+    @property
+    def speeds(self) -> np.ndarray:
+        """How fast each rank usually computes, relative to the fastest: float64 ``(N,)`` in
+        0 … 1."""
+        usual = np.median(self.stragglers.factors, axis=0)
+        return usual.min() / usual
 
-def measured(
-    comm: MPI.Intracomm,
-    work: Callable[[], Any] | float,
-    progress: Callable[[float], None] = lambda part: None,
-) -> Measurement:
-    """Measure links and computation on all ranks at the same time. Collective; waits
-    for the slowest rank to compute twice.
+    def to_fields(self) -> dict[str, Any]:
+        """What JSON can say."""
+        return {
+            "format": _FORMAT,
+            "network": dataclasses.asdict(self.network),
+            "work": self.work,
+            "links": [link._asdict() for link in self.links],
+            "hosts": list(self.hosts),
+            # six digits are more than times have
+            "factors": [
+                [float(f"{factor:.6g}") for factor in row]
+                for row in self.stragglers.factors.tolist()
+            ],
+        }
 
-    Args:
-        comm: no other messages may be under way on it.
-        work: computes once; called once to compile, and then for a second. Or the
-            seconds that it takes: then only the spread is measured, with a loop.
-        progress: is told the part that is done.
+    @classmethod
+    def from_fields(cls, said: dict[str, Any]) -> Self:
+        """What `to_fields` has made.
 
-    Raises:
-        RuntimeError: ``work`` failed on a rank. Raised on every rank.
-    """
-    compute = _loop(comm, work) if isinstance(work, float) else work
-    failure: Exception | None = None
-    times: list[float] = []
-    try:
-        jax.block_until_ready(compute())
-    except Exception as error:  # noqa: BLE001  # the others wait for an answer
-        failure = error
-    wait(comm.Ibarrier())
-    links = _links(comm)
-    progress(0.3)
-    now = time.perf_counter()
-    end = now + _SECONDS
-    while failure is None and len(times) < _ROUNDS and (not times or now < end):
-        begun = time.perf_counter()
+        Raises:
+            ValueError: they are something else.
+        """
         try:
-            jax.block_until_ready(compute())
-        except Exception as error:  # noqa: BLE001
-            failure = error
-        now = time.perf_counter()
-        times.append(max(now - begun, 1e-9))
-        progress(0.3 + 0.6 * min(1.0, 1 - (end - now) / _SECONDS))
-    mine = np.full(_ROUNDS + 3, np.nan)
-    mine[: len(times)] = times
-    mine[-3:] = (failure is not None, *links)
-    table = np.empty((comm.size, len(mine)))
-    wait(comm.Iallgather(mine, table))
-    if table[:, -3].any():
-        words = comm.allgather(f"{type(failure).__name__}: {failure}")
-        rank = int(table[:, -3].argmax())
-        raise RuntimeError(f"work failed on rank {rank}: {words[rank]}") from failure
-    hosts = set(comm.allgather(MPI.Get_processor_name()))
-    progress(1.0)
-    return _summary(table, work, one_host=len(hosts) == 1)
+            if said["format"] != _FORMAT:
+                raise ValueError(f"its format is {said['format']!r}, not {_FORMAT!r}")
+            factors = Measured(said["factors"])
+            hosts = tuple(map(str, said["hosts"]))
+            if len(hosts) != factors.factors.shape[1]:
+                raise ValueError("it has not as many ranks as hosts")
+            return cls(
+                Network(**said["network"]),
+                _require.positive("work", said["work"]),
+                factors,
+                len(factors.factors),
+                tuple(Link(**link) for link in said["links"]),
+                hosts,
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file of JSON.
 
-def _summary(
-    table: np.ndarray, work: Callable[[], Any] | float, one_host: bool
-) -> Measurement:
-    columns = [row[~np.isnan(row)] for row in table[:, :_ROUNDS]]
-    if isinstance(work, float):
-        # as many loops as the work takes are one round, if enough rounds are left
-        loops = round(work / statistics.median(float(np.median(c)) for c in columns))
-        columns = [_added(column, max(loops, 1)) for column in columns]
-    typical = statistics.median(float(np.median(column)) for column in columns)
-    rounds = max(map(len, columns))
-    # a slow rank has computed less often
-    factors = np.stack([np.resize(column, rounds) for column in columns], axis=1)
-    latency, rate = (np.median(links[links > 0]) for links in table[:, -2:].T)
-    network = Network(
-        latency=float(latency), bandwidth=float(rate), trips=1 if one_host else 3
-    )
-    seconds = work if isinstance(work, float) else typical
-    return Measurement(network, seconds, Measured(factors / typical), rounds)
+        Raises:
+            OSError: it cannot be written; the old one, if there is one, stays.
+        """
+        with replacing(path) as file:
+            file.write(json.dumps(self.to_fields(), ensure_ascii=False).encode())
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote.
 
-def _added(times: np.ndarray, together: int) -> np.ndarray:
-    together = min(together, max(1, len(times) // 16))
-    whole = times[: len(times) // together * together]
-    return whole.reshape(-1, together).mean(axis=1)
+        Raises:
+            ValueError: it is something else. The message has the path.
+            OSError: it cannot be read.
 
-
-def _loop(comm: MPI.Intracomm, seconds: float) -> Callable[[], Any]:
-    """Computation that takes up to 5 ms on rank 0, and the same on all ranks."""
-    matrix = np.full((64, 64), 1 / 64)
-    begun = time.perf_counter()
-    for _ in range(100):
-        matrix = matrix @ matrix
-    taken = time.perf_counter() - begun
-    turns = np.array([max(1, round(100 * min(seconds, 5e-3) / taken))])
-    wait(comm.Ibcast(turns))
-
-    def compute() -> np.ndarray:
-        out = matrix
-        for _ in range(int(turns[0])):
-            out = out @ matrix
-        return out
-
-    return compute
-
-
-def _links(comm: MPI.Intracomm) -> tuple[float, float]:
-    """Seconds until a small message is there, and bytes per second of a large one, seen
-    by this rank; 0 where it only answers.
-
-    Ranks near each other are often on one host, so each talks to the one that is half the
-    job away.
-    """
-    half = comm.size // 2
-    if comm.rank >= 2 * half:
-        return 0.0, 0.0
-    if comm.rank >= half:
-        answer_pings(comm, comm.rank - half)
-        return 0.0, 0.0
-    partner = comm.rank + half
-    buffer = np.zeros(_LONGEST, np.uint8)
-    small: list[float] = []
-    end = time.perf_counter() + _LINK_SECONDS
-    while len(small) < 3 or (len(small) < 200 and time.perf_counter() < end):
-        small.append(ping(comm, partner, buffer[:1]))
-    trip = statistics.median(small)
-    size = 64 << 10
-    rates: list[float] = []
-    end = time.perf_counter() + _LINK_SECONDS
-    while not rates or time.perf_counter() < end:
-        taken = ping(comm, partner, buffer[:size])
-        rates.append(size / max(taken - trip, 0.05 * taken))
-        if taken < 0.02 and size < _LONGEST:
-            size, rates = 2 * size, []
-    end_pings(comm, partner)
-    return trip / 2, statistics.median(rates)
-
-
-def ping(comm: MPI.Intracomm, partner: int, message: np.ndarray) -> float:
-    """Seconds until an answer to a message is here; the partner is in `answer_pings`."""
-    begun = time.perf_counter()
-    answer = np.empty(1, np.uint8)
-    requests = [
-        comm.Irecv(answer, partner, _PONG),
-        comm.Isend(message, partner, _PING),
-    ]
-    while not MPI.Request.Testall(requests):
-        time.sleep(0)  # the partner may need this core
-    return time.perf_counter() - begun
-
-
-def end_pings(comm: MPI.Intracomm, partner: int) -> None:
-    """Let the partner return."""
-    wait(comm.Isend(np.empty(0, np.uint8), partner, _PING))
-
-
-def answer_pings(comm: MPI.Intracomm, partner: int) -> None:
-    """Answer every `ping` of the partner, until it calls `end_pings`."""
-    buffer, answer = np.empty(_LONGEST, np.uint8), np.zeros(1, np.uint8)
-    status = MPI.Status()
-    while True:
-        request = comm.Irecv(buffer, partner, _PING)
-        while not request.Test(status):
-            time.sleep(0)
-        if status.Get_count(MPI.BYTE) == 0:
-            return
-        wait(comm.Isend(answer, partner, _PONG))
+        Example:
+            >>> import tempfile
+            >>> from jaxcoded.planner.measurement import Measurement
+            >>> from jaxcoded.simulator import Network
+            >>> from jaxcoded.simulator.stragglers import Measured
+            >>> seen = Measurement(Network(), 0.1, Measured([[1, 2]]), 1, (), ("a", "b"))
+            >>> with tempfile.NamedTemporaryFile() as file:
+            ...     seen.save(file.name)
+            ...     Measurement.load(file.name).speeds.tolist()
+            [1.0, 0.5]
+        """
+        with open(path, "rb") as file:
+            text = file.read()
+        try:
+            return cls.from_fields(json.loads(text))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} was not written by jaxcoded bench --save: {error}"
+            ) from None

@@ -13,7 +13,7 @@ from reference import assert_sum, contribution, per_example
 
 import jaxcoded
 from jaxcoded import GroupMismatch, _parse, coded_allreduce
-from jaxcoded.planner import automatic, measurement, search
+from jaxcoded.planner import automatic, measuring, search
 from jaxcoded.transport.options import PIECE
 
 RANK = MPI.COMM_WORLD.rank
@@ -21,7 +21,7 @@ RANK = MPI.COMM_WORLD.rank
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(measurement, "_SECONDS", 0.2)
+    monkeypatch.setattr(measuring, "_SECONDS", 0.2)
 
 
 def asleep(seconds):

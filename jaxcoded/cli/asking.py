@@ -1,0 +1,59 @@
+"""Ranks that are started to find something out, and what rank 0 answers."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from jaxcoded.cli import job, launcher
+
+_SECONDS = 120.0
+_MARK = "jaxcoded answers "  # the line may stand among what others print
+
+
+class NoAnswer(click.ClickException):
+    """The ranks have failed; what they said."""
+
+
+def answered(
+    mpirun: launcher.Launcher,
+    ranks: int,
+    program: Sequence[str],
+    *,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+) -> Any:
+    """Start ``python *program`` on so many ranks, and return what rank 0 gives to `answer`.
+
+    Raises:
+        NoAnswer: the job failed, or took too long.
+    """
+    command, environment = launcher.command(
+        mpirun, ranks, program, named=False, hosts=hosts, hostfile=hostfile
+    )
+    with tempfile.TemporaryFile("w+") as output:
+        status = job.play(
+            command,
+            environment,
+            seconds=_SECONDS,
+            own_files=not (hosts or hostfile),
+            output=output,
+        )
+        output.seek(0)
+        said = output.read()
+    lines = [line for line in said.splitlines() if line.startswith(_MARK)]
+    if status == 0 and lines:
+        return json.loads(lines[-1].removeprefix(_MARK))
+    words = (
+        f"did not end within {_SECONDS:g} s"
+        if status == job.TOO_LONG
+        else f"failed with status {status}"
+    )
+    raise NoAnswer(f"{ranks} {words}: {said.strip()[-2000:]}")
+
+
+def answer(value: Any) -> None:
+    """On rank 0."""
+    print(_MARK + json.dumps(value), flush=True)

@@ -1,0 +1,102 @@
+"""Which rank of a job ended how: each tells it through `jaxcoded.cli.rank`, its parent."""
+
+import contextlib
+import pathlib
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from jaxcoded import _format
+from jaxcoded.cli import output, rank
+
+# without what a program would import, which takes time
+WRAPPER = [
+    *(sys.executable, "-I", "-S"),
+    str(pathlib.Path(__file__).with_name("rank.py")),
+]
+_LONGEST = 200  # bytes of a message
+_PATIENCE = 3.0  # seconds for one
+
+
+class Ends:
+    """What ranks have told.
+
+    Attributes:
+        variables: of the environment, with which they tell it.
+        told: of each rank its status, or minus the signal that it died of, and after how many
+            seconds; in the order in which they ended.
+    """
+
+    def __init__(self, line: socket.socket, host: str) -> None:
+        self._line, self._token = line, secrets.token_hex(8)
+        self._begun = time.monotonic()
+        self.variables = {
+            rank.VARIABLE: f"{host}:{line.getsockname()[1]}:{self._token}"
+        }
+        self.told: dict[int, tuple[int, float]] = {}
+
+    def hear(self) -> None:
+        """Listen until the line is closed."""
+        while True:
+            try:
+                caller, _ = self._line.accept()
+            except OSError:
+                return
+            with caller, contextlib.suppress(OSError, ValueError):
+                caller.settimeout(_PATIENCE)
+                said = caller.makefile("rb").readline(_LONGEST).decode()
+                token, number, code = said.split()
+                if secrets.compare_digest(token, self._token):
+                    ended = int(code), time.monotonic() - self._begun
+                    self.told.setdefault(int(number), ended)
+                caller.sendall(b".")
+
+    def words(self, ranks: int) -> list[str]:
+        """A line for all that ended alike, in the order in which the first of them did; none if
+        all ended with status 0."""
+        alike: dict[int, list[int]] = {}
+        for number, (code, _) in self.told.items():
+            alike.setdefault(code, []).append(number)
+        missing = sorted(set(range(ranks)) - set(self.told))
+        if set(alike) == {0} and not missing:
+            return []
+        lines = []
+        for code, numbers in alike.items():
+            after = _format.seconds(self.told[numbers[0]][1])
+            first = "the first " * (len(numbers) > 1)
+            how = f"status {code}" if code >= 0 else f"killed by {_name(-code)}"
+            lines.append(f"{output.ranks(numbers)}: {how}, {first}after {after}")
+        if missing:
+            lines.append(
+                f"{output.ranks(missing)}: no word of it, as when mpirun ends the job"
+            )
+        return lines
+
+
+@contextlib.contextmanager
+def listening(*, others: bool) -> Iterator[Ends]:
+    """Hear of the ranks' ends meanwhile.
+
+    Args:
+        others: whether there are ranks on other hosts. Otherwise nothing is open to these.
+    """
+    with socket.create_server(("" if others else "127.0.0.1", 0), backlog=1024) as line:
+        ends = Ends(line, socket.gethostname() if others else "127.0.0.1")
+        thread = threading.Thread(target=ends.hear, daemon=True)
+        thread.start()
+        try:
+            yield ends
+        finally:
+            line.shutdown(socket.SHUT_RDWR)  # closing it alone wakes nobody
+            thread.join()
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time ones
+        return f"signal {number}"

@@ -1,0 +1,65 @@
+"""Starts the program of a rank as its child, tells `jaxcoded run` how that ends, and ends alike.
+
+Runs by itself, without the package: `python -I -S rank.py COMMAND...`.
+
+Launchers signal the process group of a rank, of which both are members: so the program gets what it
+would get without this, and this one ignores it. What kills this one (SIGKILL) kills the program,
+too.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+
+VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_PATIENCE = 3.0  # seconds for being heard
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}
+
+
+def main() -> None:
+    """Never returns."""
+    ignored = [each for each in signal.Signals if each.name not in _OWN]
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in ignored}
+    # Python ignores these itself
+    before |= dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ), signal.SIG_DFL)
+    here = os.getpid()
+    child = os.fork()
+    if child == 0:
+        for number, handler in before.items():
+            kept = handler == signal.SIG_IGN
+            signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == here:
+            os.execvp(sys.argv[1], sys.argv[1:])
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)  # or minus a signal
+    _tell(code)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one is enough
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(here, -code)
+    os._exit(code & 255)
+
+
+def _tell(code: int) -> None:
+    """Best effort: where nobody hears it the job goes on."""
+    host, port, token = os.environ[VARIABLE].rsplit(":", 2)
+    rank = next((os.environ[name] for name in _RANK if name in os.environ), "-1")
+    import socket
+
+    try:
+        with socket.create_connection((host, int(port)), _PATIENCE) as line:
+            line.sendall(f"{token} {rank} {code}\n".encode())
+            line.recv(1)  # heard, before the launcher ends the others
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    main()

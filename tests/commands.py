@@ -1,0 +1,12 @@
+"""The command line, called in this process."""
+
+import pytest
+
+from jaxcoded.cli.main import main as group
+
+
+def main(arguments):
+    """The exit status of ``jaxcoded *arguments``."""
+    with pytest.raises(SystemExit) as ended:
+        group(arguments)
+    return ended.value.code

@@ -1,0 +1,364 @@
+"""What all commands have in common: help, errors, and how they look with a terminal and without."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from commands import main
+
+from jaxcoded import codes
+from jaxcoded._progress import progress
+from jaxcoded.cli import cluster, output
+from jaxcoded.cli.main import COMMANDS
+from jaxcoded.cli.main import main as group
+from jaxcoded.planner.measurement import Link, Measurement
+from jaxcoded.simulator import Network, ideal_seconds
+from jaxcoded.simulator.stragglers import MODELS, Measured, Stragglers
+
+ESCAPE = "\x1b"
+JOB = ["--ranks=7", "--payload=4MB", "--compute=0.7"]
+
+
+def python(program):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_help_imports_no_command():
+    done = python(
+        "import sys\n"
+        "from jaxcoded.cli.main import COMMANDS, main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "commands = {f'jaxcoded.cli.{name}' for name in COMMANDS}\n"
+        "assert not commands & set(sys.modules), commands & set(sys.modules)\n"
+        "assert 'numpy' not in sys.modules and 'rich' not in sys.modules\n"
+    )
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} +\w", done.stdout, re.MULTILINE)
+
+
+def test_the_library_imports_neither_click_nor_rich():
+    done = python(
+        "import sys\n"
+        "sys.modules['click'] = sys.modules['rich'] = None\n"
+        "import jaxcoded\n"
+        "for name in jaxcoded.__all__: getattr(jaxcoded, name)\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command(name):
+    said = CliRunner().invoke(group, [name, "--help"])
+    assert said.exit_code == 0
+    assert said.output.startswith(f"Usage: jaxcoded {name} ")
+    assert max(map(len, said.output.splitlines())) <= 80
+    command = group.get_command(None, name)
+    assert said.output.splitlines()[2].strip().startswith(command.help.split()[0])
+    assert all(
+        option.help for option in command.params if isinstance(option, click.Option)
+    )
+
+
+def test_help_lists_models_and_codes():
+    said = " ".join(CliRunner().invoke(group, ["plan", "--help"]).output.split())
+    for name, entries in (
+        (MODELS, cluster.models()),
+        (codes.NAMES, cluster.named_codes()),
+    ):
+        entries = list(entries)
+        assert len(entries) == len(name)
+        for call, words in entries:
+            assert call in said
+            assert words in said
+            assert "`" not in words
+    assert "pareto(shape=1.5, scale=0.2) Heavy tails: work w takes w (1 + x)" in said
+    assert "bernoulli(load, decoding='least_squares') Bernoulli code" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none"], "jaxcoded: No such command 'none' (jaxcoded --help tells more)"),
+        (["--none"], "jaxcoded: No such option '--none'"),
+        (["plan", "--nine"], "jaxcoded plan: No such option '--nine'"),
+        (["plan", "--ranks=x"], "'x' is not a valid integer (jaxcoded plan --help"),
+        (["plan", "-n", "4"], "jaxcoded plan: Missing option '--compute'"),
+        (["plan", *JOB[1:]], "jaxcoded plan: how many ranks? Give --ranks"),
+        (["plan", "-n", "4", "--compute=1"], "how much is summed? Give --payload"),
+        (["plan", *JOB, "--parameters=1M"], "--parameters cannot go with --payload"),
+        (["simulate", *JOB, "--rounds=0"], "--rounds must be an integer ≥ 1, got 0"),
+        (["simulate", *JOB, "--code=none"], "jaxcoded simulate: code must be "),
+        (["simulate", *JOB, "--picture=a.b"], "--picture a.b: must end with .png or"),
+        (["run", "-n", "0", __file__], "--ranks must be an integer ≥ 1, got 0"),
+        (["run", "--ft"], "jaxcoded run: Missing "),
+        (["bench", "-n", "1"], "--ranks must be an integer ≥ 2, got 1"),
+        (["bench", "--hosts=a"], "how many? Give -n"),
+        (["bench", "--save=/none/file"], "--save /none/file: there is no such folder"),
+        (["report"], "jaxcoded report: Missing argument"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(
+    arguments, words, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_failures_have_status_1(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    asked = ["simulate", *JOB, "--rounds=2", f"--picture={tmp_path}/a.png"]
+    assert main(asked) == 1
+    assert "pictures need matplotlib: pip install" in capsys.readouterr().err
+
+
+def test_no_arguments_is_help(capsys):
+    assert main([]) == 2
+    assert "Commands:" in capsys.readouterr().err
+
+
+def shown(program, columns):
+    """What it prints on a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
+    environment.pop("NO_COLOR", None)
+    done = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            if not (more := os.read(ours, 1 << 16)):
+                break
+        except OSError:  # how a terminal ends
+            break
+        text += more
+    os.close(ours)
+    assert done.wait(60) == 0
+    return text.decode().replace("\r\n", "\n")
+
+
+TABLE = """
+from jaxcoded.cli import output
+output.table(
+    ["a", "code", "more", "most"],
+    [["1", "one two", "three four", "five"], ["2", "x", "y [z]", "" ]],
+    wraps=["code"], extra=["more", "most"], best=0,
+)
+output.say("word " * 30)
+output.code("x" * 130)
+"""
+
+
+@pytest.mark.parametrize("columns", [30, 20, 12])
+def test_on_a_terminal(columns):
+    """Columns that do not fit are left out; no line is wider, but those to copy."""
+    text = shown(TABLE, columns)
+    assert ESCAPE in text
+    plain = re.sub(ESCAPE + r"\[[0-9;]*m", "", text)
+    assert ("more" in plain) == (columns > 25)
+    assert ("most" in plain) == (columns > 15)
+    assert "code" in plain and "x" * 130 in plain
+    *lines, _ = plain.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in plain
+
+
+def test_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "12")
+    exec(TABLE)  # noqa: S102
+    out, _ = capsys.readouterr()
+    assert ESCAPE not in out
+    header, rule, first, second, words, line = out.splitlines()
+    assert header == "a  code     more        most"
+    assert set(rule) == {"─"}
+    assert first == "1  one two  three four  five"
+    assert second == "2  x        y [z]"
+    assert words.split() == ["word"] * 30
+    assert line == "x" * 130
+
+
+def test_progress_is_for_terminals():
+    program = (
+        "from jaxcoded._progress import progress\n"
+        "with progress('planning') as tell:\n"
+        "    for part in (0, 0.5, 2): tell(part)\n"
+    )
+    assert "planning" in shown(program, 80)
+    done = python(program)
+    assert done.stderr == done.stdout == ""
+    with progress("nothing", quiet=True) as tell:
+        tell(0.5)
+
+
+def test_ranks_in_words():
+    assert output.ranks([0]) == "rank 0"
+    assert output.ranks([4, 0, 2, 1]) == "ranks 0–2, 4"
+    assert output.ranks([5, 4]) == "ranks 4–5"
+    assert output.ranks([1, 3]) == "ranks 1, 3"
+
+
+# Simulations.
+
+
+def simulated(capsys, *arguments):
+    assert main(["simulate", *JOB, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_simulated_steps(capsys):
+    """Without messages, of a star, in closed form."""
+    asked = ["--gigabits=1e9", "--latency=0", "--fanout=6", "--rounds=20"]
+    said = simulated(capsys, *asked, "--model=fixed(factor=10)", "--stragglers=1")
+    steps = said["steps"]
+    assert said["load"] == pytest.approx(1 / 3)
+    # two of six partitions; all of seven, and one ten times as long; 6 + 1/10 speeds
+    expected = {
+        "this plan": 0.7 / 3,
+        "uncoded tree": 1.0,
+        "ring all-reduce": 1.0,
+        "ideal": 0.7 / 6.1,
+    }
+    for name, seconds in expected.items():
+        for key in ("mean", "median", "p95", "p99"):
+            assert steps[name][key] == pytest.approx(seconds, rel=0.01), (name, key)
+    dead = simulated(capsys, *asked, "--model=killed(round=5)")["steps"]
+    assert dead["uncoded tree"]["mean"] is None
+    assert dead["this plan"]["p99"] == pytest.approx(0.7 / 3, rel=0.01)
+
+
+def test_simulation_in_words_and_a_picture(capsys, tmp_path):
+    path = tmp_path / "steps.png"
+    asked = ["simulate", *JOB, "--model=killed(round=3)", "--rounds=9"]
+    assert main([*asked, "--code=shared(replicas=2)", f"--picture={path}"]) == 0
+    said = capsys.readouterr().out
+    assert "which share the work: any 2 ranks but the root may be missing" in said
+    assert re.search(r"^uncoded tree +never +never", said, re.MULTILINE)
+    assert re.search(r"^ideal .* 1$", said, re.MULTILINE)
+    assert path.stat().st_size > 5000
+
+
+class Given(Stragglers):
+    def __init__(self, *rounds):
+        self.given = rounds
+
+    def rounds(self, size, seed=0):
+        from jaxcoded.simulator.stragglers import Delays
+
+        for factor, seconds in self.given:
+            stopped = np.isinf(seconds)
+            yield Delays(np.array(factor), np.array(seconds), stopped)
+
+
+def test_ideal():
+    """Against a search for the time by which the ranks have done all."""
+    rng = np.random.default_rng(0)
+    rounds = [(1 + rng.pareto(1.5, 5), rng.exponential(0.3, 5)) for _ in range(20)]
+    rounds.append((np.ones(5), np.array([np.inf, 0.0, np.inf, 0.0, 1e9])))
+    rounds.append((np.ones(5), np.full(5, np.inf)))
+    got = ideal_seconds(5, work=1.0, stragglers=Given(*rounds), rounds=len(rounds))
+    for (factor, seconds), time in zip(rounds[:-1], got):
+        done = np.maximum(0.0, (time - seconds) / factor).sum()
+        assert done == pytest.approx(1.0)
+    assert np.isinf(got[-1])
+
+
+# Measurements.
+
+SEEN = Measurement(
+    Network(latency=1e-3, bandwidth=2e8, trips=1),
+    0.005,
+    Measured(np.array([[1.0, 1.0, 4.0], [1.0, 2.0, 4.0], [1.0, 1.5, 4.0]])),
+    3,
+    (Link(0, 1, 1e-3, 2e8),),
+    ("a", "a", "b"),
+)
+
+
+def test_a_measurement_is_saved(tmp_path):
+    SEEN.save(tmp_path / "seen")
+    again = Measurement.load(tmp_path / "seen")
+    assert again.to_fields() == SEEN.to_fields()
+    assert again.speeds.tolist() == pytest.approx([1.0, 1 / 1.5, 0.25])
+    assert again.links == SEEN.links and again.network == SEEN.network
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "other"},
+        {"work": -1},
+        {"factors": [[1.0]]},
+        {"factors": "x"},
+        {"network": {"speed": 1}},
+        {"network": 3},
+        {"links": [{"rank": 0}]},
+        {"hosts": None},
+    ],
+)
+def test_no_measurement(change, tmp_path, capsys):
+    path = tmp_path / "seen"
+    path.write_text(json.dumps(SEEN.to_fields() | change))
+    assert main(["plan", f"--measured={path}", *JOB[1:]]) == 2
+    err = capsys.readouterr().err
+    assert f"{path} was not written by jaxcoded bench --save: " in err
+    for text in ("", "[]", "{}", "\x80"):
+        path.write_text(text, encoding="latin-1")
+        assert main(["plan", f"--measured={path}", *JOB[1:]]) == 2
+        assert "was not written by jaxcoded bench" in capsys.readouterr().err
+
+
+def test_a_plan_for_what_was_measured(tmp_path, capsys):
+    path = tmp_path / "seen"
+    SEEN.save(path)
+    asked = ["--payload=1kB", "--compute=3", f"--measured={path}", "--json"]
+    assert main(["simulate", *asked, "--rounds=3"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ranks"] == 3
+    # rank 2 takes four times as long for its third, but for messages of about a millisecond
+    assert said["steps"]["uncoded tree"]["mean"] == pytest.approx(4.0, rel=0.01)
+    assert main(["simulate", *asked, "--rounds=3", "--model=none", "-n5"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ranks"] == 5
+    assert 0.6 < said["steps"]["uncoded tree"]["mean"] < 0.61
+    assert main(["plan", *asked, "-n", "5"]) == 2
+    assert "has 3 columns, and --ranks is 5" in capsys.readouterr().err
+
+
+@pytest.mark.mpi
+def test_bench(tmp_path, capsys):
+    path = tmp_path / "seen"
+    assert main(["bench", "-n", "3", "--save", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^0 – 1 ", said, re.MULTILINE)
+    assert f"jaxcoded plan --measured {path}" in said
+    seen = Measurement.load(path)
+    assert seen.speeds.shape == (3,)
+    assert seen.speeds.max() == 1.0 and seen.speeds.min() > 0
+    assert [link[:2] for link in seen.links] == [(0, 1)]
+
+
+def test_bench_of_one_rank():
+    done = python("from jaxcoded.cli.main import main; main(['bench'])")
+    assert done.returncode == 2
+    assert "links are between ranks, and here is one" in done.stderr
