@@ -602,6 +602,62 @@ def test_ranks_that_live_go_on_without_the_root(
         assert "hand on what the new root has first" in job.of_all("too_early")[0]
 
 
+def words_of(victims):
+    return {
+        int(rank) for words in victims for rank in words.partition(":")[0].split(",")
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "victims", "sizes"),
+    [
+        ("trains", ["3:lock", "1:stopped"], [6, 5]),
+        more("trains", ["3,6:loop", "1:lock"], [5, 4]),
+        more("shared", ["3:loop", "1,2:stopped"], [6, 4]),
+        ("root", ["0:stopped"], [6]),
+        more("root", ["0:lock", "0:loop"], [6, 5]),
+        more("root-shared", ["0,3:stopped"], [5]),
+        more("beyond", ["1:loop,2:stopped"], [5]),
+    ],
+)
+def test_a_rank_that_is_stuck_is_put_out(tmp_path, fault_tolerant, way, victims, sizes):
+    job = recover(tmp_path, fault_tolerant, way, *victims)
+    trained(job, words_of(victims), *sizes)
+    heard = " ".join(str(report["heard"]) for report in job.reports.values())
+    for rank in words_of(victims):
+        assert f", rank {rank}, as it lives and has not called recovered" in heard
+    for report in job.reports.values():
+        assert all("DeadlineExceeded" in words for words in report["said"])
+        assert bool(report["said"]) == (way not in ("trains", "shared"))
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("", ""),
+        ("another user", "Operation not permitted; dead are ranks []"),
+        ("another namespace", "no rank that has come can see it; dead are ranks []"),
+    ],
+)
+def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
+    job = run(tmp_path, 3, "alive_but_stuck.py", why, options=fault_tolerant)
+    assert job.status == 0, job.stderr[-8000:]
+    assert set(job.reports) == {0, 1, 2} - ({1} if not why else set())
+    assert job.of_all("size") == len(job.reports)
+    for rank, report in job.reports.items():
+        late, *then = report["said"]
+        assert "rank 1" in late
+        if rank == 1:
+            assert then == [
+                "rank 1 has called recovered too late: the others put it out"
+            ]
+        elif why:
+            (then,) = then
+            assert then.startswith("ranks [1] live, but have not called recovered")
+            assert "They could not be put out: rank 1 (process " in then
+            assert then.endswith(words)
+
+
 @pytest.mark.parametrize("told", ["1", "2,3", more(""), more("2"), more("1,2,3,4")])
 def test_the_root_dies_while_it_says_who_is_left(tmp_path, fault_tolerant, told):
     job = run(tmp_path, 6, "roll.py", told, options=fault_tolerant, limit=LIMIT)

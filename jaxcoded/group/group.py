@@ -297,6 +297,7 @@ class CodedGroup:
                 wanted = dataclasses.replace(wanted, piece_bytes=piece)
             self.index = next(_indices)
             self._record.open(self._comm, self.plan)
+            self._roll = recovery.Roll(self._comm, self.plan.root)
             self.transport, self.options = self._agreed_transport(
                 transport, wanted, given.debug is not None
             )
@@ -308,7 +309,6 @@ class CodedGroup:
             raise
         self._record.follow(self.transport)
         self._rank = self._comm.rank
-        self._roll = recovery.Roll(self._comm, self.plan.root)
         self._snapshots = 0
         self._successor: CodedGroup | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
@@ -799,6 +799,7 @@ class CodedGroup:
         *,
         plan: Callable[[int], Plan] | None = None,
         timeout: float = 60.0,
+        put_out: bool = False,
     ) -> "CodedGroup":
         """The group without its dead ranks, with its tolerance restored and the data laid out
         anew among those that live; see ``docs/faults.md``.
@@ -814,40 +815,50 @@ class CodedGroup:
         becomes the root, rank 0, and the group is not ``alike``: until it has handed on its state
         with `tree_bcast`, sums are an error.
 
+        A rank that lives and does not come, as its program hangs or its process is stopped, keeps the
+        others here. With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
+        among the dead. So is a rank that is only slow. Where steps need it, as they need the root, they
+        wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise.
+
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
         Args:
             plan: makes the plan for so many ranks, the same on all of them. Default: with the
                 arguments that this group was made with, `make_plan`.
             timeout: seconds for which ranks that live and do not come are waited for.
+            put_out: whether the processes of those are killed then (``SIGKILL``): by any rank that has
+                come of the same host and pid namespace, if it may. What the root says counts.
 
         Raises:
             ValueError: MPI is not fault-tolerant, there is no such plan for so many ranks, the group
                 was made with a plan of its own and ``plan`` is not given, or it keeps or follows a
                 record. On every rank; this group stays open.
-            CodedError: a rank that lives has not come. On every rank that lives; this group stays
-                open.
+            CodedError: a rank that lives has not come, and is not or cannot be put out. On every rank
+                that lives; this group stays open.
             GroupMismatch: other ranks called something else.
         """
         check_open(self)
         timeout = _require.not_negative("timeout", timeout)
-        if not (isinstance(self.transport, engine.Engine) and engine.fault_tolerant()):
+        transport = self.transport
+        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
             raise ValueError(
                 "recovered needs the engine, and an MPI that goes on where a rank dies: start the job "
                 "with jaxcoded run --ft, which needs Open MPI 5"
             )
         primitive.effects_barrier()
-        rounds = self.transport.rounds_of_all()
-        try:
-            # a round like any other, so that all are known to call this; what the root says counts
-            agreed = self.transport.broadcast(
-                "recovered", np.array([timeout, self._roll.number])
-            )
-            timeout, self._roll.number = float(agreed[0]), int(agreed[1])
-        except CodedError:
-            if self.transport.rounds_of_all() == self.transport.rounds():
-                raise  # on all ranks; otherwise the root has decided nothing
-        called = self._roll.call(timeout, rounds)
+
+        def announce(said: np.ndarray) -> np.ndarray | None:
+            try:
+                # a round like any other, so that all are known to call this
+                return transport.broadcast("recovered", said)
+            except CodedError:
+                if transport.rounds_of_all() == transport.rounds():
+                    raise  # on all ranks
+                return None  # the root has decided nothing
+
+        called = self._roll.call(
+            announce, timeout, transport.rounds_of_all(), put_out=put_out
+        )
         if not called.dead:
             return self
         smaller, survivors = recovery.shrunk(

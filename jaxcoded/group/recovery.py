@@ -1,18 +1,26 @@
 """The ranks that live agree on who is left of a group, where MPI is fault-tolerant (ULFM)."""
 
-import threading
+import functools
+import logging
+import os
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
+from jaxcoded.group.pending import Pending
+from jaxcoded.group.process import Process
+
+logger = logging.getLogger("jaxcoded")
 
 # In the group's own communicator, in which nothing else is sent meanwhile.
 _WORD, _VERDICT = 32_001, 32_002
 _LATE, _DEAD = -1, -2  # of a rank that has not said how many rounds it knows
 _PAUSE = 1e-3  # seconds between two looks
+_REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
 
 
 class Called(NamedTuple):
@@ -32,61 +40,116 @@ class Roll:
     ranks that live.
 
     MPI's own way to shrink a communicator waits for every rank that is not dead, for a
-    stopped one too. So all meet at one rank before, which waits for so long and no longer.
+    stopped one too. So all meet at one rank before, which waits for so long and no longer. Who has not
+    come by then can be put out: whoever can kill its process does so, and nobody goes on before MPI has
+    reported it dead, so that there are never two roots.
 
     Args:
-        comm: whose ranks meet.
+        comm: whose ranks meet. Collective.
         root: where they meet as long as it lives.
     """
 
     def __init__(self, comm: MPI.Intracomm, root: int) -> None:
         self._comm = comm
+        self._processes: list[Process] = comm.allgather(Process.own())
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
         self.number = 0  # of the call, by which words of earlier ones are told
+        # What the root has not heard yet, and the rounds that this rank knew before.
+        self._announced: tuple[Pending[np.ndarray | None], int] | None = None
         self._coming: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         # MPI reads them later
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
-    def call(self, seconds: float, rounds: int) -> Called:
+    def call(
+        self,
+        announce: Callable[[np.ndarray], np.ndarray | None],
+        seconds: float,
+        rounds: int,
+        *,
+        put_out: bool = False,
+    ) -> Called:
         """Who is dead, and what the others know, the same on all ranks that live.
 
         Args:
+            announce: tells all ranks what the root says; returns None if it decides nothing any more,
+                and nothing as long as it does not come.
             seconds: for which ranks that live and do not come are waited for.
             rounds: that this rank knows.
+            put_out: whether these are put out then.
 
         Raises:
-            CodedError: ranks that live have not come by then. On every rank that lives, on the
-                late ones when they come.
+            CodedError: ranks that live have not come by then, and are not or cannot be put out. On
+                every rank that lives, on the late ones when they come.
         """
         self._sent = [it for it in self._sent if not it[0].Test()]
-        self.number += 1
-        word = np.array([self.number, rounds])
-        for place, caller in enumerate(self._callers):
-            if caller == self._comm.rank:
-                known = self._gather(seconds, rounds)
-                break
-            self._send(word, caller, _WORD)
-            verdict = self._verdict(caller, seconds)
-            if verdict is not None:
-                self.number, known = verdict
-                break
-        dead, late = (np.flatnonzero(known == it).tolist() for it in (_DEAD, _LATE))
+        words = np.array([seconds, put_out, self.number])
+        announced = self._announced or (
+            Pending(functools.partial(announce, words)),
+            rounds,
+        )
+        pending, rounds = announced
+        self._announced = said = None
+        try:
+            said = pending.result(seconds)
+        except TimeoutError:
+            self._announced = announced
+        if said is not None:
+            seconds, put_out = float(said[0]), bool(said[1])
+            self.number = int(said[2])
+        nothing = np.zeros(self._comm.size, np.int64)
+        known, hindered = self._called(seconds, rounds, nothing, put_out)
+        self._announced = None
+        late = _which(known, _LATE)
+        if put_out and self._comm.rank in late:
+            raise CodedError(
+                f"rank {self._comm.rank} has called recovered too late: the others put it out"
+            )
+        if late and put_out:
+            hindered = nothing.copy()
+            for rank in late:
+                if self._within_reach(rank, self._comm.rank):
+                    hindered[rank] = self._kill(rank)
+            seconds = max(seconds, _REPORTED)
+            known, hindered = self._called(seconds, rounds, hindered, put_out)
+            late = _which(known, _LATE)
         if late:
             raise CodedError(
                 f"ranks {late} live, but have not called recovered: they are late, "
-                "stuck or stopped, and MPI would wait for them. Call it again later, or "
-                "with a longer timeout, or end their processes; dead are ranks "
-                f"{dead}"
+                "stuck or stopped, and MPI would wait for them. "
+                + (
+                    f"They could not be put out: {self._why(known, hindered)}"
+                    if put_out
+                    else "Call it again later, or with a longer timeout, or end their processes, or say "
+                    "recovered(put_out=True)"
+                )
+                + f"; dead are ranks {_which(known, _DEAD)}"
             )
-        if dead and caller != self._comm.rank:
+        return Called(_which(known, _DEAD), known.tolist())
+
+    def _called(
+        self, seconds: float, rounds: int, hindered: np.ndarray, put_out: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What ranks know, and the number of the error that has kept a rank of its host from
+        killing one, or 0, by rank."""
+        self.number += 1
+        word = np.array([self.number, rounds, *hindered])
+        for place, caller in enumerate(self._callers):
+            if caller == self._comm.rank:
+                return self._gather(seconds, rounds, hindered)
+            self._send(word, caller, _WORD)
+            verdict = self._verdict(caller, seconds, put_out)
+            if verdict is not None:
+                break
+        assert verdict is not None  # this rank is among the callers
+        self.number, known = int(verdict[0]), verdict[1 : 1 + self._comm.size]
+        if known.min() < 0:
             # The caller may die before all have heard it. Whoever calls the roll then is to know that
             # this rank has come; and whoever looks to this rank for it, what was said.
-            said = np.array([self.number, *known])
             for other in self._callers[place + 1 :]:
-                if other != self._comm.rank and other not in dead:
+                if other != self._comm.rank and known[other] != _DEAD:
                     self._send(word, other, _WORD)
-                    self._send(said, other, _VERDICT)
-        return Called(dead, known.tolist())
+                    self._send(verdict, other, _VERDICT)
+        return known, verdict[1 + self._comm.size :]
 
     def _send(self, what: np.ndarray, to: int, tag: int) -> None:
         try:
@@ -94,53 +157,100 @@ class Roll:
         except MPI.Exception as error:
             _unless_dead(error)
 
-    def _gather(self, seconds: float, rounds: int) -> np.ndarray:
+    def _gather(
+        self, seconds: float, rounds: int, hindered: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Called by this rank: what the others say."""
         until = time.monotonic() + seconds
         known = np.full(self._comm.size, _LATE, np.int64)
         known[self._comm.rank] = rounds
         while True:
-            for rank in np.flatnonzero(known == _LATE).tolist():
-                known[rank] = self._word(rank)
+            for rank in _which(known, _LATE):
+                known[rank], says = self._word(rank)
+                hindered = np.maximum(hindered, says)
             if not (known == _LATE).any() or time.monotonic() >= until:
                 break
             time.sleep(_PAUSE)
-        verdict = np.array([self.number, *known])
+        verdict = np.array([self.number, *known, *hindered])
         for rank in np.flatnonzero(known != _DEAD).tolist():
             if rank != self._comm.rank:
                 self._send(verdict, rank, _VERDICT)
-        return known
+        return known, hindered
 
-    def _word(self, rank: int) -> int:
-        """How many rounds a rank knows that has come to this call."""
+    def _word(self, rank: int) -> tuple[int, np.ndarray | int]:
+        """How many rounds a rank knows that has come to this call, and whom it could not kill."""
         try:
-            while (word := self._received(rank, _WORD, 2)) is not None:
+            while (
+                word := self._received(rank, _WORD, 2 + self._comm.size)
+            ) is not None:
                 if word[0] >= self.number:
-                    return int(word[1])
+                    return int(word[1]), word[2:]
         except MPI.Exception as error:
             _unless_dead(error)
-            return _DEAD
-        return _LATE
+            return _DEAD, 0
+        return _LATE, 0
 
-    def _verdict(self, caller: int, seconds: float) -> tuple[int, np.ndarray] | None:
-        """What the caller of the roll says: the call's number, and what ranks know; None if it is
-        dead."""
+    def _verdict(self, caller: int, seconds: float, put_out: bool) -> np.ndarray | None:
+        """What the caller of the roll says; None if it is dead."""
         # it waits for others as long, and may have begun later
         until = time.monotonic() + 2 * seconds + 1
+        hindered = 0
         try:
-            while time.monotonic() < until:
-                verdict = self._received(caller, _VERDICT, 1 + self._comm.size)
+            while True:
+                count = 1 + 2 * self._comm.size
+                verdict = self._received(caller, _VERDICT, count)
                 if verdict is not None and verdict[0] >= self.number:
-                    return int(verdict[0]), verdict[1:]
+                    return verdict
+                if time.monotonic() >= until:
+                    if not put_out:
+                        break
+                    # nobody says who is there: all that can kill it
+                    put_out = False
+                    if self._within_reach(caller, self._comm.rank):
+                        hindered = self._kill(caller)
+                    until = time.monotonic() + max(seconds, _REPORTED)
                 if verdict is None:
                     time.sleep(_PAUSE)
         except MPI.Exception as error:
             _unless_dead(error)
             return None
+        process = self._processes[caller]
         raise CodedError(
             f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
-            "late, stuck or stopped. Call recovered again later, or end its process"
+            "late, stuck or stopped. Call recovered again later, or end its process, "
+            f"{process}" + (f" ({os.strerror(hindered)})" if hindered else "")
         )
+
+    def _within_reach(self, rank: int, other: int) -> bool:
+        """Whether another rank can see the process of a rank."""
+        return self._processes[rank].reachable(self._processes[other])
+
+    def _kill(self, rank: int) -> int:
+        """Kill the process of a rank. The number of the error if that cannot be."""
+        process = self._processes[rank]
+        if number := process.kill():
+            return number
+        logger.warning(
+            "rank %d has killed %s, rank %d, as it lives and has not called recovered",
+            *(self._comm.rank, process, rank),
+        )
+        return 0
+
+    def _why(self, known: np.ndarray, hindered: np.ndarray) -> str:
+        """Why ranks could not be put out, in words."""
+        words = []
+        for rank in _which(known, _LATE):
+            if number := int(hindered[rank]):
+                why = os.strerror(number)
+            elif any(
+                self._within_reach(rank, it)
+                for it in np.flatnonzero(known >= 0).tolist()
+            ):
+                why = "it was killed, but has not ended"
+            else:
+                why = "no rank that has come can see it"
+            words.append(f"rank {rank} ({self._processes[rank]}): {why}")
+        return ", ".join(words)
 
     def _received(self, rank: int, tag: int, count: int) -> np.ndarray | None:
         """The next message of a rank, if it is here."""
@@ -156,6 +266,10 @@ class Roll:
             raise
         del self._coming[rank, tag]
         return words
+
+
+def _which(known: np.ndarray, what: int) -> list[int]:
+    return np.flatnonzero(known == what).tolist()
 
 
 def _unless_dead(error: MPI.Exception) -> None:
@@ -179,26 +293,13 @@ def shrunk(
     Raises:
         CodedError: not all of them came, as the rank that called the roll has died.
     """
-    made: list[MPI.Comm | MPI.Exception] = []
-
-    def shrink() -> None:
-        try:
-            made.append(comm.Shrink())
-        except MPI.Exception as error:
-            made.append(error)
-
-    # MPI would wait without end
-    thread = threading.Thread(target=shrink, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not made:
+    try:
+        smaller: MPI.Comm = Pending(comm.Shrink).result(seconds)  # or without end
+    except TimeoutError:
         raise CodedError(
             "ranks that live have not come to make the group anew, as one more has died "
             "meanwhile: start the job again from a checkpoint"
-        )
-    (smaller,) = made
-    if isinstance(smaller, MPI.Exception):
-        raise smaller
+        ) from None
     survivors = _among(smaller, comm)
     first = max(survivors, key=lambda rank: rounds[rank])
     if root not in survivors and first != survivors[0]:

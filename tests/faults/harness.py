@@ -5,6 +5,7 @@ injected at a rank and a round, and a board that says how far every rank has com
 leave in the directory.
 """
 
+import ctypes
 import faulthandler
 import hashlib
 import json
@@ -198,6 +199,18 @@ class Faults:
     def _stopped(self, rank):
         stat = pathlib.Path(f"/proc/{self._pids[rank]}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def hang(how):
+    """For ever: in compiled code that holds the interpreter's lock ("lock"), in Python ("loop"), asleep
+    ("sleep"), or "stopped"."""
+    if how == "lock":
+        ctypes.PyDLL(None).sleep(100_000)  # unlike `ctypes.CDLL` it keeps the lock
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        if how == "sleep":
+            time.sleep(1.0)
 
 
 def widths(words):

@@ -1,7 +1,8 @@
 """A training that goes on with the ranks that live, as docs/faults.md shows it.
 
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
-after each the group is recovered. WAY is "trains", with a code, or "shared", with shared work; "root" or
+after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock"), and are put out.
+WAY is "trains", with a code, or "shared", with shared work; "root" or
 "root-shared" (the root is among the dead, the step fails, and the state is handed on), "behind" (and
 rank 2 was stopped meanwhile, so that it knows less); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
 "explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
@@ -17,17 +18,20 @@ import sys
 
 import jax
 import numpy as np
-from harness import EXAMPLES, PATIENCE, Board
+from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, hang
 
 import jaxcoded
 from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two looks for the dead
+MET = 1000  # more than steps: on the board of ranks that are about to recover
 FAILS = ("beyond", "root", "root-shared", "behind")  # a step does
 WIDTH = 400
+STUCK, COMES = 8.0 * SLOWNESS, 4.0 * SLOWNESS  # seconds
 
 directory, way, *victims = sys.argv[1:]
-victims = [list(map(int, ranks.split(","))) for ranks in victims]
+hangs = [words.partition(":")[2] for words in victims]
+victims = [list(map(int, it.partition(":")[0].split(","))) for it in victims]
 board = Board(directory)
 pids = board.comm.allgather(os.getpid())
 heard = []
@@ -39,15 +43,20 @@ logging.getLogger("jaxcoded").addHandler(
     )()
 )
 size = board.size
+options = jaxcoded.Options()
+if any(hangs) and way in FAILS:  # who hangs holds the others up
+    options = jaxcoded.Options(deadline=STUCK, on_deadline="raise")
 if way == "explicit":
     plan = jaxcoded.make_plan(size, fanout=2)
     group = jaxcoded.CodedGroup.from_plan(board.comm, plan)
 elif way.endswith("shared"):
-    group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)")
+    group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)", options=options)
 else:
     fanout = size - 1 if way == "few" else 2
     stragglers = size - 2 if way == "few" else 1
-    group = jaxcoded.CodedGroup(board.comm, fanout=fanout, stragglers=stragglers)
+    group = jaxcoded.CodedGroup(
+        board.comm, fanout=fanout, stragglers=stragglers, options=options
+    )
 
 random = np.random.default_rng(0)
 data = random.standard_normal((EXAMPLES, WIDTH))
@@ -91,15 +100,16 @@ steps = 0
 
 
 def train(to):
-    global group, step, w, steps
+    global step, w, steps
     while steps < to:
         dying = victims[steps // EVERY] if steps // EVERY < len(victims) else []
         if steps == EVERY // 2 - 3 and way == "behind" and board.rank == 0:
             os.kill(pids[2], signal.SIGSTOP)
         if steps % EVERY == EVERY // 2 and board.rank in dying:
             jax.block_until_ready(w)
-            board.say("is killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+            how = hangs[steps // EVERY]
+            board.say("hangs" if how else "is killed")
+            hang(how) if how else os.kill(os.getpid(), signal.SIGKILL)
         try:
             new, _ = step(w)
             if way in FAILS:
@@ -112,7 +122,7 @@ def train(to):
             if way == "behind" and board.rank == 1:
                 os.kill(pids[2], signal.SIGCONT)
             failed_at.append(steps)
-            group = group.recovered()
+            recover(steps // EVERY)
             alike.append(group.alike)
             step = make_step(group)
             if not group.alike:
@@ -123,6 +133,19 @@ def train(to):
         w = new
         steps += 1
         board.note(steps)
+
+
+def recover(round_):
+    """Go on without those that have fallen in a round."""
+    global group
+    if round_ >= len(victims) or not hangs[round_]:
+        group = group.recovered()
+        return
+    jax.block_until_ready(w)
+    board.note(steps + MET)
+    fallen = {rank for ranks in victims[: round_ + 1] for rank in ranks}
+    board.wait(set(range(size)) - fallen, steps + MET)
+    group = group.recovered(timeout=COMES, put_out=True)
 
 
 def sums_too_early():
@@ -181,7 +204,7 @@ for round_ in range(len(victims)):
         group.close()
         sys.exit()
     else:
-        group = group.recovered()
+        recover(round_)
     assert group.recovered() is group  # nobody has died since
     assert way.endswith("shared") or group.plan.tolerance(group.plan.root) == 1
     if way not in FAILS[1:]:

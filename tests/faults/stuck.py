@@ -6,14 +6,13 @@ missing). The others do `ROUNDS` more rounds, and send SIGUSR1 to the stuck rank
 In the end the rank is killed or, where the others wait for it, goes on.
 """
 
-import ctypes
 import logging
 import os
 import signal
 import sys
 import time
 
-from harness import PATIENCE, SLOWNESS, Board, Faults, Sums, run
+from harness import PATIENCE, SLOWNESS, Board, Faults, Sums, hang, run
 
 import jaxcoded
 
@@ -42,23 +41,9 @@ sums, faults = Sums(group), Faults(board)
 parent = group.plan.tree.parents[victim]
 
 
-def hold_the_lock():
-    """For ever: in compiled code that never comes back."""
+def stay():
     board.note(FIRST)
-    spin = ctypes.PyDLL(None).sleep  # unlike `ctypes.CDLL` it keeps the lock
-    while True:
-        spin(1000)
-
-
-def loop():
-    board.note(FIRST)
-    while True:
-        pass
-
-
-def stop():
-    board.note(FIRST)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    hang(way)
 
 
 def ask():
@@ -69,8 +54,7 @@ def ask():
     time.sleep(1.5 * SLOWNESS)
 
 
-ways = {"lock": hold_the_lock, "loop": loop, "stopped": stop, "jit": ask}
-faults.call_at(victim, FIRST, ways[way])
+faults.call_at(victim, FIRST, ask if way == "jit" else stay)
 if way == "jit":
     run(board, group, sums, faults, FIRST + 2)
     board.report(digest=sums.digest)

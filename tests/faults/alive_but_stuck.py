@@ -1,0 +1,55 @@
+"""One rank lives, and stops entering the all-reduce: the program of jax#38503, with a group.
+
+There all others wait for ever, without an error or a warning, as the stuck one is not dead.
+``alive_but_stuck.py DIRECTORY WHY``: it is put out; or cannot be, as its process is of "another
+namespace" or "another user", and goes on later.
+"""
+
+import errno
+import sys
+
+import numpy as np
+from harness import SLOWNESS, Board, close, hang
+
+import jaxcoded
+from jaxcoded.group.process import Process
+
+STEPS, STALL_STEP, STALL_RANK, ELEMENTS = 10, 5, 1, 64 * 1024
+DEADLINE, COMES = 4.0 * SLOWNESS, 2.0 * SLOWNESS  # seconds
+GAVE_UP, FAILED_TOO = 100, 200  # on the board
+
+directory, why = sys.argv[1:]
+board = Board(directory)
+stalls = board.rank == STALL_RANK
+others = set(range(board.size)) - {STALL_RANK}
+if why == "another namespace" and stalls:
+    own = Process.own()._replace(numbers="of a container")
+    Process.own = lambda: own
+if why == "another user":
+    Process.kill = lambda _: errno.EPERM
+group = jaxcoded.CodedGroup(
+    board.comm,
+    stragglers=0,
+    options=jaxcoded.Options(deadline=DEADLINE, on_deadline="raise"),
+)
+said, step = [], 0
+while step < STEPS:
+    if step == STALL_STEP and stalls and not said:
+        if not why:
+            hang("sleep")
+        board.wait(others, GAVE_UP)
+    try:
+        mine = np.full(ELEMENTS, group.rank + 1.0)
+        total = jaxcoded.host.coded_allreduce(mine, group)
+        assert total.tolist() == [sum(range(1, group.size + 1))] * ELEMENTS
+        step += 1
+    except jaxcoded.DeadlineExceeded as error:
+        said.append(str(error))
+        try:
+            group = group.recovered(timeout=COMES, put_out=True)
+        except jaxcoded.CodedError as error:
+            said.append(str(error))
+            board.note(FAILED_TOO if stalls else GAVE_UP)
+            board.wait({STALL_RANK}, FAILED_TOO)
+board.report(said=said, size=group.size)
+close(board, group)
