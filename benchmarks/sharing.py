@@ -10,7 +10,10 @@ the root. It is compared with the *ideal*: all work of that very step, divided a
 workers such that all are done at once. Prints a table for each model and stores it.
 
 With ``--stopped`` the last worker is stopped in the middle of a step, as by a host that hangs,
-until the others have had the time for eight more: what do these steps take?
+until the others have had the time for eight more: what do these steps take? With ``--killed`` it
+is killed there, in a job with Open MPI's fault-tolerant MPI, of one scheme alone:
+
+    scripts/mpirun -n 13 --with-ft ulfm .venv/bin/python -m mpi4py benchmarks/sharing.py --killed
 
 With ``--job`` the blocks are the microbatches of a real job, as a file has them (columns
 job, step, rank, microbatch, seconds), on as many workers as the job had ranks.
@@ -19,6 +22,7 @@ job, step, rank, microbatch, seconds), on as many workers as the job had ranks.
 import argparse
 import contextlib
 import csv
+import functools
 import gzip
 import json
 import os
@@ -34,6 +38,7 @@ from tqdm import tqdm
 from training_ranks import Unpaced
 
 from jaxcoded.simulator import stragglers
+from jaxcoded.transport import engine
 
 comm = MPI.COMM_WORLD
 WORKERS = comm.size - 1
@@ -84,11 +89,11 @@ class Slept:
     Attributes:
         work: float64 ``(steps, examples)``, seconds of a worker that is as fast as usual.
         slowness: float64 ``(steps, workers)``, what multiplies them.
-        stops: the step in the middle of which this process is stopped, and the seconds.
+        strikes: the step in the middle of which something befalls this process, and what.
     """
 
     features = FEATURES
-    stops = None
+    strikes = None
 
     def __init__(self, work, slowness):
         self.work, self.slowness = work, slowness
@@ -105,10 +110,10 @@ class Slept:
     def gradient(self, theta, rows, weights):
         self._worked += len(rows)
         half = self._worked > self.examples // WORKERS // 2
-        if self.stops and self._step == self.stops[0] and half:
-            _, seconds = self.stops
-            self.stops = None
-            stop_for(seconds)
+        if self.strikes and self._step == self.strikes[0] and half:
+            _, befalls = self.strikes
+            self.strikes = None
+            befalls()
         # who works in several pieces is not to pay for the end of every sleep
         until = time.perf_counter() + self._seconds[rows].sum() - self._overslept
         time.sleep(max(0.0, until - time.perf_counter()))
@@ -194,14 +199,21 @@ def measured(problem, collectives, name):
     return {label: np.array(each) for label, each in seconds.items()}
 
 
+def die():
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def without_one(collectives, args):
-    """What steps take of which the last worker is stopped in one: a table."""
-    stops_in, without = 8, 8
+    """What steps take of which the last worker is stopped or killed in one: a table."""
+    strikes_in, without = 8, 8
     fair = WORKERS / (WORKERS - 1)  # what the others have to do then
-    steps = stops_in + without + 8
+    steps = strikes_in + without + 8
+    what = "killed" if args.killed else "stopped"
+    stop = functools.partial(stop_for, without * fair * args.work * 1e-3)
     problem = drawn(models(steps)["nobody"], steps, args.blocks, args.work * 1e-3)
     if comm.rank == 0:
-        print(f"\none worker is stopped, ms of a step: fair is {fair:.2f} × before")
+        print(f"\none worker is {what}, ms of a step: fair is {fair:.2f} × before")
         print(f"{'':38}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
     for label, collective in collectives.items():
         if not collective.plan.placement:
@@ -209,13 +221,13 @@ def without_one(collectives, args):
         collective.prepare(problem)
         turn(collective, problem, [0])
         if comm.rank == comm.size - 1:
-            problem.stops = stops_in, without * fair * args.work * 1e-3
+            problem.strikes = strikes_in, die if args.killed else stop
         seconds = turn(collective, problem, range(steps))  # without the first one
-        before = np.median(seconds[: stops_in - 1])
-        later = np.median(seconds[stops_in : stops_in + without - 2])
+        before = np.median(seconds[: strikes_in - 1])
+        later = np.median(seconds[strikes_in : strikes_in + without - 2])
         if comm.rank == 0:
             print(
-                f"{label:38}{1e3 * before:8.1f}{1e3 * seconds[stops_in - 1]:11.1f}"
+                f"{label:38}{1e3 * before:8.1f}{1e3 * seconds[strikes_in - 1]:11.1f}"
                 f"{1e3 * later:8.1f}{later / before:10.2f}",
                 flush=True,
             )
@@ -263,6 +275,7 @@ def main():
     parser.add_argument("--models", nargs="+", choices=list(models(1)))
     parser.add_argument("--jit", action="store_true", help="inside of jit, too")
     parser.add_argument("--stopped", action="store_true", help="a worker, for a while")
+    parser.add_argument("--killed", action="store_true", help="a worker, in one scheme")
     parser.add_argument("--job", help="in the file, instead of models")
     parser.add_argument("--trace", type=pathlib.Path, help="the file, .csv.gz")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
@@ -283,13 +296,16 @@ def main():
             name: drawn(known[name], steps, args.blocks, work)
             for name in args.models or known
         }
+    chosen = [it for it in schemes(args.blocks).values() if args.jit or not it.in_jit]
+    if args.killed:  # whoever is dead is dead in all groups
+        if not engine.fault_tolerant():
+            parser.error("--killed needs mpirun --with-ft ulfm, of Open MPI 5")
+        chosen = chosen[-1:]
     with contextlib.ExitStack() as stack:
         collectives = {
-            label: stack.enter_context(opened(scheme, comm))
-            for label, scheme in schemes(args.blocks).items()
-            if args.jit or not scheme.in_jit
+            scheme.label: stack.enter_context(opened(scheme, comm)) for scheme in chosen
         }
-        if args.stopped:
+        if args.stopped or args.killed:
             without_one(collectives, args)
             problems = {}
         for name, problem in problems.items():

@@ -6,6 +6,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from jaxcoded.cli import launcher
+
 ROOT = pathlib.Path(__file__).parent.parent
 LIMIT = 240  # seconds that a job may take on an idle machine
 SLOWNESS = "JAXCODED_SLOWNESS"  # environment variable: what a job was started with
@@ -42,8 +46,17 @@ def limited(seconds):
     return os.environ | settings
 
 
-def mpirun(ranks, *arguments, limit=LIMIT, **environment):
-    """Run ``python *arguments`` on so many ranks and return the finished process.
+def needs_fault_tolerance():
+    """Skip the test unless MPI survives the death of a rank, with the options that are returned."""
+    mpirun = launcher.found(limited(10).get("JAXCODED_MPIRUN"))
+    if mpirun.mpi != launcher.OPEN_MPI or mpirun.major < 5:
+        pytest.skip(f"the option is one of Open MPI 5, not of {mpirun}")
+    return "--with-ft", "ulfm"
+
+
+def mpirun(ranks, *arguments, limit=LIMIT, options=(), **environment):
+    """Run ``python *arguments`` on so many ranks, with these options of mpirun, and return the
+    finished process.
 
     The job is ended after ``limit`` seconds, more on a machine that is not idle. Fails
     unless it succeeds.
@@ -54,6 +67,7 @@ def mpirun(ranks, *arguments, limit=LIMIT, **environment):
             ROOT / "scripts/mpirun",
             "-n",
             str(ranks),
+            *options,
             sys.executable,
             *arguments,
         ],

@@ -16,9 +16,7 @@ import time
 
 import numpy as np
 import pytest
-from launch import limited, slowness
-
-from jaxcoded.cli import launcher
+from launch import limited, needs_fault_tolerance, slowness
 
 ROOT = pathlib.Path(__file__).parent.parent
 MPIRUN = ROOT / "scripts" / "mpirun"
@@ -125,12 +123,6 @@ def succeed(job, ranks):
     assert job.status == 0, job.stderr[-8000:]
     assert len(job.reports) == ranks
     job.of_all("digest")
-
-
-def needs_fault_tolerance():
-    mpirun = launcher.found(settings(10).get("JAXCODED_MPIRUN"))
-    if mpirun.mpi != launcher.OPEN_MPI or mpirun.major < 5:
-        pytest.skip(f"the option is one of Open MPI 5, not of {mpirun}")
 
 
 # Late ranks.
@@ -368,6 +360,16 @@ def test_others_compute_the_blocks_of_who_is_killed(
     assert f"without ranks {victims}" in warnings
 
 
+@pytest.mark.parametrize("way", ["jit", "host"])
+def test_others_go_on_with_what_they_hold(tmp_path, way):
+    """More are stopped than hold a block; all that they have in common is missing meanwhile."""
+    job = run(tmp_path, 4, "partial.py", way, "1", "2")
+    succeed(job, 4)
+    assert job.of_all("steps") == 24
+    assert 8 <= job.of_all("partial") < 24
+    assert job.reports[0]["approximate"] == job.reports[0]["partial"]
+
+
 @pytest.mark.parametrize("victim", [3, more(0)])
 def test_an_exception_in_a_block_is_caught(tmp_path, victim):
     """The step of that rank is lost to it alone."""
@@ -457,8 +459,7 @@ def test_a_rank_that_is_interrupted_or_exits_with_an_error(tmp_path, way, python
 @pytest.fixture
 def fault_tolerant():
     """Options of mpirun with which MPI survives the death of a rank."""
-    needs_fault_tolerance()
-    return "--with-ft", "ulfm"
+    return needs_fault_tolerance()
 
 
 def test_a_stopped_root_is_an_error_at_the_deadline(tmp_path):

@@ -35,7 +35,11 @@ def seen(plan=PLAN, **changes):
         "outcome": [1] * ROUNDS,
         "skipped": [False] * ROUNDS,
         "approximate": [False] * ROUNDS,
+        "shared": [False] * ROUNDS,
         "loop": [False] * ROUNDS,
+        "busy": [0.0] * ROUNDS,
+        "blocks": [0] * ROUNDS,
+        "computed": [],
         "children": [1, 2, 3],
         "arrived": arrived.ravel(),
         "used": arrived.ravel() <= np.repeat(begun + 0.9, 3),
@@ -274,7 +278,11 @@ def kept(rows):
         "failed",
         "skipped",
         "approximate",
+        "shared",
         "loop",
+        "busy",
+        "blocks",
+        "computed",
         "arrived",
         "used",
     ]
@@ -285,7 +293,14 @@ def kept(rows):
 
 FILES = {
     "usual": [seen()],
-    "shared": [seen(jaxcoded.make_plan(4, code="shared(replicas=2)"))],
+    "shared": [
+        seen(
+            jaxcoded.make_plan(4, code="shared(replicas=2)"),
+            shared=[True] * ROUNDS,
+            computed=[*(12, 2, 0), *(12, 3, 0), *(12, 3, 0), *(4, 0, 1)] * ROUNDS,
+        )
+    ],
+    "shared, nothing called": [seen(jaxcoded.make_plan(4, code="shared(replicas=2)"))],
     "dead": [missing(3)],
     "never": [missing(1, step_times=[0.1, 0.9, 0.9, NAN])],
     "leaf": [of_child(3)],
@@ -337,7 +352,8 @@ def test_command(name, tmp_path, capsys):
         assert {path.stem for path in out.glob("*.png")} == set(names)
     if name == "shared":
         assert "what sharing the work saved" in said and "coding" not in said
-        assert {path.stem for path in out.glob("*.png")} == {"arrivals-0", "stragglers"}
+        assert "rank 3 computed 4 of its 12 blocks, and others the rest" in said
+        assert {path.stem for path in out.glob("*.png")} == {"blocks"}
     if name == "without the root":
         assert "other plans would have done takes the file of rank 0" in said
         assert not (out / "plans.png").exists()

@@ -10,7 +10,14 @@ import sys
 
 import numpy as np
 import pytest
-from launch import LIMIT, ROOT, limited, mpirun, slowness
+from launch import (
+    LIMIT,
+    ROOT,
+    limited,
+    mpirun,
+    needs_fault_tolerance,
+    slowness,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -191,6 +198,14 @@ def test_stragglers_benchmark(tmp_path):
     assert all(np.isfinite(list(rows.values())))
     # the memory that is counted is there
     assert 0 < rows["4,000 B, memory while nobody is late"]
+
+
+def test_sharing_benchmark_of_a_killed_worker():
+    job = ("-m", "mpi4py", "benchmarks/sharing.py", "--smoke", "--killed")
+    options = needs_fault_tolerance()
+    said = mpirun(4, *job, "--work", "8", "--blocks", "2", options=options).stdout
+    (line,) = re.findall(r"^shared, data on 2 others +(.*)$", said, re.MULTILINE)
+    assert len(line.split()) == 4 and min(map(float, line.split())) > 0
 
 
 def test_sharing_benchmark(tmp_path):

@@ -25,7 +25,11 @@ def seen(**changes):
         "outcome": [1, 1, 2, 1],
         "skipped": [False] * 4,
         "approximate": [False, False, False, True],
+        "shared": [False] * 4,
         "loop": [False] * 4,
+        "busy": [0.0] * 4,
+        "blocks": [0] * 4,
+        "computed": [],
         "children": [1, 2, 3],
         "arrived": [0.5, 0.1, 0.2, 1.1, 1.5, 1.2, 2.1, 2.5, 2.9, 2.9, 2.9, NAN],
         "used": [True, True, False] * 4,
@@ -153,14 +157,45 @@ def test_a_silent_rank_is_not_slow():
         )
 
 
+def shared(**changes):
+    """The same with shared work, of which rank 3 computes a quarter of its own, and in one round
+    what it has computed is not used."""
+    plan = jaxcoded.make_plan(4, code="shared(replicas=3)").to_json()
+    each = [[12, 3, 0], [12, 3, 0], [12, 3, 0], [3, 0, 0]]
+    last = [[12, 4, 0], [12, 4, 0], [12, 4, 0], [0, 0, 2]]
+    its = seen(
+        shared=[True] * 4,
+        busy=[0.15, 0.15, 0.15, 0.16],
+        blocks=[15, 15, 15, 16],
+        computed=np.array([each, each, each, last]).ravel(),
+        **changes,
+    )
+    return dataclasses.replace(its, plan=plan)
+
+
 def test_shared_work():
-    """A rank is not slow for data: others compute what it does not come to."""
-    plan = jaxcoded.make_plan(4, code="shared(replicas=1)").to_json()
-    shared = dataclasses.replace(seen(), plan=plan)
+    """Who computed what; and who is slow, though nobody had to wait for it."""
+    its = shared()
+    assert its.divided.all()
+    assert its.computed[3, 3].tolist() == [0, 0, 2]
+    lines = its.summary().splitlines()
+    assert "this rank computed 15.2 blocks a round, 10 ms each" in lines
     assert (
-        "rank 3 is slow: it takes 4 times as long between two rounds as the median rank, 400 ms a "
-        "round"
-    ) in shared.summary()
+        "of 48 blocks a round 9.75 were computed by others than their owners, and 0.5 more in vain"
+    ) in lines
+    assert (
+        "rank 3 computed 2.25 of its 12 blocks, and others the rest; 0.5 in vain"
+    ) in lines
+    assert (
+        "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms a round"
+    ) in lines
+    assert not any("child" in line for line in lines)
+
+
+def test_shared_work_as_a_worker_sees_it():
+    its = dataclasses.replace(shared(), computed=np.zeros((4, 4, 3), int))
+    assert not its.divided.any()
+    assert "this rank computed 15.2 blocks a round" in its.summary()
 
 
 def test_loops_and_their_sums():

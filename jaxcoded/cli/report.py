@@ -19,11 +19,13 @@ from jaxcoded.cli import analysis, output
 from jaxcoded.cli.pictures import COLOURS, picture
 from jaxcoded.group.telemetry import Telemetry
 from jaxcoded.plan import Plan
+from jaxcoded.plan.placement import Placement
 
 _BLUE, _RED, _GREEN = COLOURS[:3]
 _GREY = "0.75"
 _ROWS = 30  # of ranks in a picture; the others share one
 _POINTS = 3000  # of a row
+_COLUMNS = 200  # of rounds in a picture
 
 
 @click.command(help=__doc__)
@@ -61,7 +63,8 @@ class _Found:
 
     Attributes:
         files: the telemetry, the root's first.
-        root, shared: of the plan.
+        root: of the plan.
+        placement: of the blocks, where work is shared.
         savings: of each parent what its code saved.
         late: see `analysis.too_late`.
         measured: seconds of a round; NaN if not known.
@@ -70,11 +73,15 @@ class _Found:
 
     files: list[Telemetry]
     root: int
-    shared: bool
+    placement: Placement | None
     savings: dict[int, analysis.Savings]
     late: np.ndarray
     measured: float
     plans: list[analysis.Predicted]
+
+    @property
+    def shared(self) -> bool:
+        return self.placement is not None
 
     @property
     def parents(self) -> list[Telemetry]:
@@ -106,7 +113,7 @@ def _found(files: list[Telemetry]) -> _Found:
     return _Found(
         files,
         root,
-        shared,
+        plan.placement,
         savings,
         analysis.too_late(files),
         analysis.step_seconds(files[0]) if known else np.nan,
@@ -117,7 +124,7 @@ def _found(files: list[Telemetry]) -> _Found:
 def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
     """All pictures there are; where they are."""
     pictures = []
-    for seen in found.parents:
+    for seen in found.parents if not found.shared else []:
         if np.isnan(seen.lateness).all():
             continue
         pictures.append(out / f"arrivals-{seen.rank}.png")
@@ -125,7 +132,10 @@ def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
         if seen.rank in found.savings:
             pictures.append(out / f"savings-{seen.rank}.png")
             _draw_savings(pictures[-1], seen, found.savings[seen.rank])
-    if not np.isnan(found.late).all():
+    if found.placement is not None and found.files[0].divided.any():
+        pictures.append(out / "blocks.png")
+        _draw_blocks(pictures[-1], found.files[0], found.placement)
+    if not (found.shared or np.isnan(found.late).all()):
         pictures.append(out / "stragglers.png")
         _draw_stragglers(pictures[-1], found.files[0], found.late)
     if found.ranked:
@@ -429,6 +439,69 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
         if len(order) < len(shown):
             title += f" ({len(order)} of {len(shown)} ranks shown)"
         figure.suptitle(title, fontsize="medium")
+
+
+def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> None:
+    """Who has computed what: as a rule, and in each round; and how fast ranks are."""
+    rows = seen.divided
+    computed, rounds = seen.computed[rows], seen.rounds[rows]
+    mean = computed.mean(axis=0)
+    ranks = np.array(placement.ranks)
+    speeds = np.where(seen.measured, seen.speeds, np.nan)
+    order = ranks[np.argsort(-mean[ranks, :2].sum(axis=1), kind="stable")][-_ROWS:]
+    y = np.arange(len(order))
+    with picture(
+        path,
+        columns=3,
+        size=(9.0, _height(len(order)) + 0.4),
+        sharey=True,
+        width_ratios=(3, 4, 2),
+    ) as (figure, (bars, map_, side)):
+        left = np.zeros(len(order))
+        for kind, colour in enumerate((_BLUE, _GREEN, _RED)):
+            bars.barh(y, mean[order, kind], 0.7, left, color=colour)
+            left += mean[order, kind]
+        bars.axvline(placement.blocks, color="black", linewidth=1, linestyle=":")
+        bars.set_xlabel("blocks a round")
+        bars.set_yticks(y, [f"rank {rank}" for rank in order])
+        bars.set_ylim(-0.6, len(order) - 0.4)
+        # rounds side by side, the mean of as many as a pixel shows
+        step = -(-len(rounds) // _COLUMNS)
+        starts = np.arange(0, len(rounds), step)
+        counts = computed[:, order, :2].sum(axis=2)
+        counts = (
+            np.add.reduceat(counts, starts) / np.diff([*starts, len(rounds)])[:, None]
+        )
+        furthest = max(abs(counts - placement.blocks).max(), 1)
+        edges = np.append(rounds[starts], rounds[-1] + 1) - 0.5
+        drawn = map_.pcolormesh(
+            *(edges, np.append(y, len(order)) - 0.5, counts.T - placement.blocks),
+            cmap="RdBu",
+            vmin=-furthest,
+            vmax=furthest,
+        )
+        map_.set_xlabel("round")
+        figure.colorbar(drawn, ax=map_, label="blocks more than its own")
+        side.barh(y, 100 * np.nan_to_num(speeds[order]), 0.7, color="0.5")
+        for row in y[np.isnan(speeds[order])]:
+            side.text(1, row, "not known", va="center", fontsize="x-small", color="0.5")
+        side.set(xlim=(0, 100), xlabel="speed [%]")
+        worst = ranks[np.argmin(mean[ranks, 0])]
+        left_to_others = 1 - mean[worst, 0] / placement.blocks
+        title = (
+            f"Rank {worst} left {left_to_others:.0%} of its blocks to others"
+            if left_to_others
+            else "Every rank computed its own blocks"
+        )
+        if len(order) < len(ranks):
+            title += f" ({len(order)} of {len(ranks)} ranks shown)"
+        figure.suptitle(title, fontsize="medium")
+        _legend(
+            figure,
+            ("its own", _BLUE),
+            ("of others", _GREEN),
+            ("in vain", _RED),
+        )
 
 
 def _draw_plans(

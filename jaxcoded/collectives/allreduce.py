@@ -155,7 +155,9 @@ def coded_allreduce(
             up with, which go through the same round; atom ``k`` is the part ``p_k`` of
             the batch. 0 up to rounding for an exact code. The atoms are those of a
             batch that can be cut anywhere; where yours does not divide into them, what
-            its examples ended up with differs a little (``docs/theory.md``).
+            its examples ended up with differs a little (``docs/theory.md``). Where work is
+            shared they are its blocks, and the call is the one right after a loop over
+            ``group.blocks``.
         wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it
             once for each message, which halves the traffic, see ``docs/theory.md`` for
             the error; all else, also numbers (leaves of no axes, such as a loss),
@@ -179,7 +181,7 @@ def coded_allreduce(
         TypeError: a leaf is not floating point, or the group has slices and ``x`` is
             not `Encoded`, or ``group`` is not a group.
         ValueError: ``erasures`` has a wrong shape, ``divisor`` is not positive,
-            ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
+            ``residual`` of shared work whose sums are always exact, ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
             amplification leaves too few digits in this dtype, or ``skip`` with another
             transport than the engine.
         NotImplementedError: reverse mode without ``transpose``, with a ``token``, or
@@ -324,17 +326,23 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
             wires=packing.wires,
             transposes=bool(request.transpose),
         )
-        if request.residual:
+        if request.residual and (placement := group.plan.placement) is not None:
+            blocks = len(placement.holders)
+            probe, token = group.transport.computed(blocks, request.token)
+            request = dataclasses.replace(request, token=token)
+            vectors = (*vectors, probe)
+        elif request.residual:
             vectors = (*vectors, _probe(group, vectors, -1 if last else None))
     return Prepared(spec, vectors, packing, request)
 
 
 def _check_plain(group: CodedGroup, request: Request) -> None:
     """Raise for what cannot be meant of a plain sum where work is shared."""
-    if group.plan.placement is not None and request.residual:
+    shares = group.plan.placement is not None
+    if shares and request.residual and not group.approximate:
         raise ValueError(
             f"residual cannot be asked for in a group with code={group.plan.code!r}: its "
-            "sums are exact"
+            'sums are exact, unless on_deadline="approximate"'
         )
 
 
@@ -360,7 +368,7 @@ def results(
     residual: bool,
 ) -> tuple[Any, jax.Array | None]:
     """The sum as a pytree, and its residual if there is one."""
-    found = _residual(group, out[-1]) if residual else None
+    found = residual_of(group, out[-1]) if residual else None
     total = unpack(out[: len(out) - residual], packing)
     return total if divisor is None else divided(total, divisor), found
 
@@ -404,7 +412,8 @@ def _probe(
     return jnp.asarray(probe, dtype)
 
 
-def _residual(group: CodedGroup, found: jax.Array) -> jax.Array:
+def residual_of(group: CodedGroup, found: jax.Array) -> jax.Array:
+    """The residual of a sum, of the coefficients that were found in it."""
     exact, weights = atoms.deviation(group.plan)
     wrong = found - exact.astype(found.dtype)
     square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)

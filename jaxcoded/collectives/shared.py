@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from jaxcoded.collectives.allreduce import CodedSum, coded_sum
+from jaxcoded.collectives.allreduce import CodedSum, coded_sum, residual_of
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
@@ -80,6 +80,12 @@ def summed(
         packing = Packing.of(local, request.wire_dtype)
         collective = coded_sum(packing, group, request)
     kinds = [kind for kind, n in zip(packing.kinds, _counts(packing)) if n]
+    # in a sum that may be of a part of the batch, which blocks are in it
+    probes = (
+        [jnp.zeros(len(sizes), jnp.float32)]
+        if request.residual and group.approximate
+        else []
+    )
 
     def flat(tree: Any) -> list[jax.Array]:
         """The leaves that have elements, in the dtypes in which they are summed."""
@@ -90,6 +96,7 @@ def summed(
         sums: Sequence[jax.Array], token: jax.Array | None, first: bool = False
     ) -> tuple[jax.Array, jax.Array | None]:
         vectors = [s.astype(kind.wire) for s, kind in zip(sums, kinds)]
+        vectors += sums[len(kinds) :]
         return transport.take(collective, vectors, token, first=first)
 
     def there_are_more(state: Any) -> jax.Array:
@@ -110,7 +117,8 @@ def summed(
             fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
         )
         local, aux = compute(examples, ones)
-        sums = [s + x for s, x in zip(sums, flat(local))]
+        added = [*flat(local), *(probe.at[block].set(1.0) for probe in probes)]
+        sums = [s + x for s, x in zip(sums, added)]
         auxes = jax.tree.map(lambda all, one: all.at[at].set(one), auxes, aux)
         work, token = take(sums, token)
         return work, sums, auxes, token
@@ -119,21 +127,26 @@ def summed(
         jnp.zeros(n, accumulator(dtype))
         for dtype, n in zip(packing.dtypes, _counts(packing))
         if n
-    ]
+    ] + probes
     auxes = jax.tree.map(lambda leaf: jnp.zeros((blocks, *leaf.shape), leaf.dtype), aux)
     token = request.token
     work, token = take(sums, token, first=True)
     _, _, auxes, token = jax.lax.while_loop(
         there_are_more, one_more, (work, sums, auxes, token)
     )
-    results = [ShapedArray(s.shape, kind.wire) for s, kind in zip(sums, kinds)]
+    wires = [*(kind.wire for kind in kinds), *(probe.dtype for probe in probes)]
+    results = [ShapedArray(s.shape, wire) for s, wire in zip(sums, wires)]
     out, token = transport.collect(collective, results, token)
     whole = iter(out)
     leaves = [
         next(whole).astype(dtype).reshape(shape) if n else jnp.zeros(shape, dtype)
         for n, dtype, shape in zip(_counts(packing), packing.dtypes, packing.shapes)
     ]
-    residual = jnp.zeros((), jnp.float32) if request.residual else None
+    residual = None
+    if request.residual:
+        residual = jnp.zeros((), jnp.float32)
+        if probes:
+            residual = residual_of(group, out[-1])
     total = jax.tree.unflatten(packing.structure, leaves)
     return CodedSum(total, residual, token), auxes
 

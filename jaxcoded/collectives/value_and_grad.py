@@ -203,7 +203,7 @@ def coded_value_and_grad(
             examples = None
             if shares:
                 compute = functools.partial(partial, None)
-                if counted:
+                if counted and not group.approximate:
                     assert isinstance(weights, Weights)
                     local = shared.like(batch, weights, group, compute)[0]
                     examples = _examples(local, weights, group.plan)

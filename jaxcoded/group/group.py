@@ -281,7 +281,7 @@ class CodedGroup:
                 )
             wanted.check()
             plan = planner(size)
-            self._record.check(plan)
+            self._record.check(plan, wanted.on_deadline)
             return plan
 
         self._record = record or Record(None, None)
@@ -368,11 +368,6 @@ class CodedGroup:
         if transport == "mpi4jax" or any(reasons):
             said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
             return f"needs the engine: {said}"
-        if options.on_deadline == "approximate":
-            return (
-                "computes all of the batch whoever is late: "
-                'on_deadline must be "wait" or "raise"'
-            )
         if "gpu" in self._comm.allgather(jax.default_backend()):
             return "runs on CPUs only so far: take a code on GPUs"
         return ""

@@ -44,7 +44,7 @@ class Record:
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: Plan, on_deadline: str) -> None:
         """Raise unless a group of this plan can do as it is asked.
 
         Raises:
@@ -57,6 +57,11 @@ class Record:
                 raise ValueError(
                     f"{name}={str(path)!r} is for groups that share their work "
                     f'(code="shared(replicas=2)"), not for code={plan.code!r}'
+                )
+            if on_deadline == "approximate":
+                raise ValueError(
+                    f"{name}={str(path)!r}: a record is of sums of the whole batch, so "
+                    'on_deadline must be "wait" or "raise"'
                 )
         if self._path == self._replay and self.request:
             raise ValueError(

@@ -67,8 +67,14 @@ class Telemetry:
         skipped: bool ``(R,)``, whether this rank had nothing to contribute.
         approximate: bool ``(R,)``, whether this rank's deadline was over and it went on
             with what had come.
+        shared: bool ``(R,)``, whether its work was shared (``docs/sharing.md``).
         loop: bool ``(R,)``, whether it was a loop over `CodedGroup.blocks`, whose sum is
             the next round.
+        busy: float64 ``(R,)``, seconds for which this rank computed blocks of it.
+        blocks: int64 ``(R,)``, how many, also in vain.
+        computed: int64 ``(R, N, 3)``, at the root, how many blocks each rank has computed: of
+            its own and of others, for the sum, and in vain, as far as the root knows. Zeros
+            elsewhere.
         children: int64 ``(C,)``, this rank's children.
         arrived: float64 ``(R, C)``, when each was first heard of in that round, or in a
             later one.
@@ -78,7 +84,8 @@ class Telemetry:
         link_seconds: float64 ``(L,)``, seconds for which vectors were on their way.
         step_times: float64 ``(N,)``, median seconds of work of each rank's latest rounds,
             as far as this rank was told: of itself and those below it, a second late at
-            most in each layer.
+            most in each layer. Where work is shared, with what its own blocks would take, at
+            the pace of those that it has computed.
         silent: float64 ``(N,)``, seconds for which a rank had not been heard of when the
             newest round ended; 0 for ranks in time.
 
@@ -105,7 +112,11 @@ class Telemetry:
     failed: np.ndarray
     skipped: np.ndarray
     approximate: np.ndarray
+    shared: np.ndarray
     loop: np.ndarray
+    busy: np.ndarray
+    blocks: np.ndarray
+    computed: np.ndarray
     children: np.ndarray
     arrived: np.ndarray
     used: np.ndarray
@@ -133,6 +144,12 @@ class Telemetry:
         grid = len(outcome), len(columns["children"])
         step_times = np.full(len(parents), np.nan)
         silent = np.zeros(len(parents))
+        members = [rank, *columns["children"]]
+        computed = np.zeros((len(outcome), len(parents), 3), np.int64)
+        if len(columns["computed"]):
+            computed[:, members] = column("computed", np.int64).reshape(
+                len(outcome), len(members), 3
+            )
         step_times[columns["told"]] = columns["step_times"]
         silent[columns["told"]] = columns["silent"]
         return cls(
@@ -149,7 +166,11 @@ class Telemetry:
             failed=outcome != _DONE,
             skipped=column("skipped", bool),
             approximate=column("approximate", bool),
+            shared=column("shared", bool),
             loop=column("loop", bool),
+            busy=column("busy", np.float64),
+            blocks=column("blocks", np.int64),
+            computed=computed,
             children=column("children", np.int64),
             arrived=column("arrived", np.float64).reshape(grid),
             used=column("used", bool).reshape(grid),
@@ -230,7 +251,7 @@ class Telemetry:
         ):
             if count:
                 lines.append(f"{what}: {count} of {len(self.rounds)} rounds")
-        lines += self._late_children()
+        lines += self._divided_work() if self.shared.any() else self._late_children()
         lines += self._slow_ranks()
         for peer, count, seconds in zip(self.peers, self.link_bytes, self.link_seconds):
             rate = f", {count / seconds / 1e6:.0f} MB/s" if seconds > 0 else ""
@@ -251,17 +272,51 @@ class Telemetry:
         low, high = np.quantile(rounds, [0.25, 0.75]) if len(rounds) else (1.0, 1.0)
         uneven = high / low if low > 0 else np.inf
         slow = [rank for rank in np.argsort(-took) if took[rank] > _SLOW * uneven]
-        # where work is shared, others compute what a slow rank does not come to
-        shared = Plan.from_json(self.plan).placement is not None
-        what = "between two rounds" if shared else "for its data"
         return [
             f"rank {rank} was last heard of {_format.seconds(self.silent[rank])} before the "
             "newest result: it is slow, frozen or dead"
             if self._seconds[rank] == self.silent[rank]
-            else f"rank {rank} is slow: it takes {took[rank]:.3g} times as long {what} as "
+            else f"rank {rank} is slow: it takes {took[rank]:.3g} times as long for its data as "
             f"the median rank, {_format.seconds(self._seconds[rank])} a round"
             for rank in slow
         ]
+
+    @property
+    def divided(self) -> np.ndarray:
+        """The rounds in which it is known here who computed what: bool ``(R,)``."""
+        return np.asarray(self.computed.any(axis=(1, 2)))
+
+    def _divided_work(self) -> list[str]:
+        """Who has computed what."""
+        lines = []
+        own = self.shared & (self.blocks > 0)
+        if own.any():
+            each = self.busy[own].sum() / self.blocks[own].sum()
+            lines.append(
+                f"this rank computed {self.blocks[self.shared].mean():.3g} blocks a round, "
+                f"{_format.seconds(each)} each"
+            )
+        if not self.divided.any():
+            return lines
+        placement = Plan.from_json(self.plan).placement
+        assert placement is not None
+        mean = self.computed[self.divided].mean(axis=0)
+        others = mean[:, 1].sum()
+        lines.append(
+            f"of {len(placement.holders)} blocks a round {others:.3g} were computed by "
+            f"others than their owners, and {mean[:, 2].sum():.3g} more in vain"
+        )
+        lacks = placement.blocks - mean[list(placement.ranks), 0]
+        for column in np.argsort(-lacks, kind="stable"):
+            if lacks[column] <= _OFTEN * placement.blocks:
+                break
+            rank = placement.ranks[column]
+            lines.append(
+                f"rank {rank} computed {mean[rank, 0]:.3g} of its {placement.blocks} blocks, "
+                "and others the rest"
+                + (f"; {mean[rank, 2]:.3g} in vain" if mean[rank, 2] >= 0.05 else "")
+            )
+        return lines
 
     def _late_children(self) -> list[str]:
         lateness = self.lateness[~np.isnan(self.decided)]

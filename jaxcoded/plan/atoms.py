@@ -2,7 +2,8 @@
 rank.
 
 What the ranks' messages add up to is known once the coefficient of every atom in the
-sum is: 1 where it is exact.
+sum is: 1 where it is exact. Where work is shared the atoms are the blocks, and who computes one is
+settled during the round.
 """
 
 import functools
@@ -88,6 +89,9 @@ def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def _bounds(plan: Plan) -> tuple[Fraction, ...]:
+    if plan.placement is not None:
+        blocks = len(plan.placement.holders)
+        return tuple(Fraction(block, blocks) for block in range(blocks + 1))
     ends = {bound for runs in _own(plan) for run in runs for bound in run[:2]}
     return tuple(sorted(ends | {Fraction(0), Fraction(1)}))
 

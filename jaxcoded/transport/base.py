@@ -145,6 +145,14 @@ class Transport(abc.ABC):
         """
         raise NotImplementedError
 
+    def computed(
+        self, blocks: int, token: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Trace what this rank has computed between `take_block` and `end_of_blocks` in the
+        round before: float32 ``(blocks,)``, 1 for each such block of as many, and the next
+        token. An error where that round was another one."""
+        raise NotImplementedError
+
     def start(
         self,
         collective: Collective,

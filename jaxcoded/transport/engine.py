@@ -272,6 +272,18 @@ class Engine(Transport):
             erases=0,
         )
 
+    def computed(
+        self, blocks: int, token: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        (out,), token = engine_primitive.call(
+            "jaxcoded_computed",
+            [],
+            [ShapedArray((blocks,), np.float32)],
+            token,
+            group=self._index,
+        )
+        return out, token
+
     def start(
         self,
         collective: Collective,

@@ -29,7 +29,7 @@ def register(engine: Any) -> None:
         for name in ("round", "part", "lag"):
             handler = getattr(engine, f"{prefix}{name}_handler")
             register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
-    for name in ("start", "done", "take"):
+    for name in ("start", "done", "take", "computed"):
         handler = getattr(engine, f"{name}_handler")
         register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
 

@@ -29,7 +29,8 @@ class Options:
             ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
             ``"approximate"``: parents go on with the least-squares combination of what
             has come. ``residual=True`` in a call tells how far its sum is from the
-            exact one. Not where work is shared, whose sums are always exact.
+            exact one. Where work is shared the sum is of the blocks that are computed by
+            then, see ``docs/sharing.md``.
         piece_bytes: bytes in which long messages move, at most 1 GiB. Shorter pieces go
             through a deep tree sooner, longer ones cost less work. Default: 256 KiB, or
             what `CodedGroup.auto` finds.

@@ -1,6 +1,7 @@
 """Nodes that share the work of a round: each block in the sum once, whoever is late."""
 
 import dataclasses
+import itertools
 import random
 import re
 import struct
@@ -16,6 +17,7 @@ from simulation import (
     EXAMPLES,
     FAILED,
     HEADER,
+    NEWS,
     OFFER,
     PENDING,
     Call,
@@ -41,6 +43,19 @@ class Sum(Call):
             wide.astype(gradients.dtype)
             for wide, gradients in zip(self.computed[rank], self.gradients)
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial(Call):
+    """A sum that may be of a part of the batch; of which one, `World` looks at."""
+
+    def check(self, plan, rank, vectors):
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSum(Sum, Partial):
+    pass
 
 
 @dataclasses.dataclass
@@ -70,6 +85,7 @@ class World(simulation.World):
         super().__init__(plan, script, rng, **options)
         self.shared = shared
         self.computed = {}
+        self.parts = {}  # of the batch that are in vectors, by round
         self.dealt = []
         self.said = set()  # ranks that have said that they are there
         self.out = set()  # that take part in a round no more
@@ -186,16 +202,38 @@ class World(simulation.World):
         if not (lent or isinstance(running.call, Sum)):
             return
         division = self.nodes[self.plan.root].division()
+        blocks = [*itertools.chain(*division)]
+        assert len(blocks) == len(set(blocks)), division
+        own, others = division[:1], [*filter(None, division[1:])]
+        choices = [others]
+        if isinstance(running.call, PartialSum):  # of whoever has come
+            choices = [
+                some
+                for n in range(len(others) + 1)
+                for some in itertools.combinations(others, n)
+            ]
+        actual = [vector.tobytes() for vector in running.out]
+        assert any(
+            self._sums(running, [*filter(None, own), *some]) == actual
+            for some in choices
+        ), (running.round, division)
+        self.parts[running.round] = len(blocks) / len(self.plan.placement.holders)
+
+    def _sums(self, running, division):
+        """The bytes of the sums of these members' vectors, in order."""
+        out = []
         for gradients, actual in zip(running.call.gradients, running.out):
             total = None
-            for blocks in filter(None, division):
+            for blocks in division:
                 vector = np.zeros(actual.size)
                 for block in blocks:
                     first, last = self.starts[block : block + 2]
                     vector += gradients[first:last].astype(float).sum(0)
                 vector = vector.astype(actual.dtype)
                 total = vector if total is None else total + vector
-            assert total.tobytes() == actual.tobytes(), (running.round, division)
+            total = np.zeros_like(actual) if total is None else total
+            out.append(total.tobytes())
+        return out
 
     def kill(self, rank, *, known):
         self.dead.add(rank)
@@ -211,17 +249,28 @@ class World(simulation.World):
                     self.nodes[other].lost(rank)
 
 
-def world(rng, *, size=None, rounds=4, handed_over=None, **options):
-    """A family of any size, in which some rounds share the work."""
+def world(
+    rng,
+    *,
+    size=None,
+    code=None,
+    rounds=4,
+    handed_over=None,
+    approximate=False,
+    **options,
+):
+    """A family of any size, in which some rounds share the work; or ``approximate``, all, after
+    whose deadlines a part of it will do."""
     size = size or rng.randint(2, 6)
     handed_over = rng.random() < 0.4 if handed_over is None else handed_over
     root_computes = size == 2 or rng.random() < 0.7
     others = size - 1 - (not root_computes)
     replicas = rng.randint(1, min(3, others)) if others else 0
-    code = f"shared(replicas={replicas}, blocks={rng.randint(1, 4)})"
+    code = code or f"shared(replicas={replicas}, blocks={rng.randint(1, 4)})"
     plan = make_plan(size, code=code, root_computes=root_computes)
+    kinds = (Partial, PartialSum) if approximate else (Call, Sum)
     script = [
-        Call(
+        kinds[0](
             tuple(
                 (rng.choice(["float32", "float64"]), rng.choice([1, 3, 20]))
                 for _ in range(rng.randint(1, 3))
@@ -234,10 +283,17 @@ def world(rng, *, size=None, rounds=4, handed_over=None, **options):
     if handed_over:  # blocks and their sum take turns
         shared = set(range(1, rounds, 2))
         script = [
-            Call((), 0) if round in shared else Sum(script[round - 1].segments, round)
+            kinds[0]((), 0)
+            if round in shared
+            else kinds[1](script[round - 1].segments, round)
             for round in range(1, rounds + 1)
         ]
+    elif approximate:
+        shared = set(range(1, rounds + 1))
     limits = {"piece_bytes": rng.choice([16, 64, 1 << 18]), "telemetry_rounds": 4}
+    if approximate:
+        action = simulation._engine.OnDeadline.approximate
+        limits |= {"on_deadline": action, "deadline_seconds": 1.0}
     options = {
         "hosts": [rng.randint(0, 1) for _ in range(size)],
         "inline": rng.choice([(0,), (0, 10**6), (10**6,)]),
@@ -425,6 +481,60 @@ def test_whoever_is_stopped_while_blocks_are_computed(seed):
     its.frozen = set()
     its.settle()
     its.assert_done()
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32))
+def test_a_part_of_the_batch_after_the_deadline(seed):
+    """Whoever else is stopped, dies or stays away, ranks that are there go on."""
+    rng = random.Random(seed)
+    its = world(rng, approximate=True)
+    workers = set(range(its.plan.size)) - {its.plan.root}
+    known = rng.random() < 0.5
+    for _ in range(rng.randint(1, 5)):
+        its.frozen = some(rng, workers - its.dead, len(workers - its.dead))
+        its.idle = some(rng, range(its.plan.size), its.plan.size - 1)
+        for _ in range(rng.randint(1, 150)):
+            its.step()
+        if rng.random() < 0.2:
+            its.kill(rng.choice(sorted(workers)), known=known)
+    its.idle = set()
+    its.frozen -= its.dead
+    its.settle()
+    its.assert_done(set(range(its.plan.size)) - its.frozen - its.dead)
+    its.frozen = set()
+    its.settle()
+    its.assert_done(set(range(its.plan.size)) - its.dead)
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_how_much_of_the_batch_is_in_it(handed_over):
+    """All that is held by who is there; in later rounds those who do not answer are not waited
+    for."""
+    its = world(
+        random.Random(0),
+        size=4,
+        code="shared(replicas=1, blocks=4)",
+        handed_over=handed_over,
+        approximate=True,
+    )
+    plan = its.plan
+    its.open = 2 if handed_over else 1
+    its.settle()
+    its.assert_done()
+    assert set(its.parts.values()) == {1}
+    its.frozen = {1, 2}
+    lost = [set(ranks) <= its.frozen for ranks in plan.placement.holders]
+    assert any(lost)
+    its.open = len(its.script)
+    for _ in range(200):  # in steps that are short beside the deadline
+        while its.sweep() == NEWS:
+            pass
+        its.clock += its.limits.orphan_seconds
+    its.assert_done({0, 3})
+    rest = {r: part for r, part in its.parts.items() if r > (2 if handed_over else 1)}
+    assert [*rest.values()] == pytest.approx([1 - np.mean(lost)] * len(rest))
+    assert rest
 
 
 def test_what_follows_blocks_is_their_sum():

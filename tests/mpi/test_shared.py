@@ -352,13 +352,9 @@ def test_losses_of_no_batch(work):
         ({"slices": 2}, "has no slices, got slices=2"),
         ({"speeds": np.arange(1, SIZE + 1)}, "how fast ranks are: leave speeds out"),
         ({"stragglers": 3}, "give replicas=3, or leave stragglers out"),
-        (
-            {"options": jaxcoded.Options(on_deadline="approximate")},
-            'on_deadline must be "wait" or "raise"',
-        ),
         ({"transport": "mpi4jax"}, 'needs the engine: transport="mpi4jax" was asked'),
     ],
-    ids=["fanout", "slices", "speeds", "stragglers", "deadline", "transport"],
+    ids=["fanout", "slices", "speeds", "stragglers", "transport"],
 )
 def test_groups_that_cannot_be(comm, transport, options, words):
     arguments = {"transport": transport} | options
@@ -375,6 +371,72 @@ def test_weights_of_another_placement(comm, work, transport):
     step = jaxcoded.coded_value_and_grad(loss, work)
     with pytest.raises(ValueError, match="another group's plan"):
         step(problem(12)[0], held(batch, indices), weights)
+
+
+# A part of the batch will do after a deadline.
+
+
+@pytest.fixture(scope="module")
+def approximate(comm, transport):
+    options = jaxcoded.Options(deadline=600, on_deadline="approximate")
+    with jaxcoded.CodedGroup(
+        comm, code=CODE, transport=transport, options=options
+    ) as group:
+        yield group
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_nothing_is_missing_before_a_deadline(comm, approximate, mean):
+    params, batch = problem(37)
+    indices, weights = approximate.assignment(37)
+    step = stepped(approximate, mean=mean, residual=True)
+    out = step(params, held(batch, indices), weights)
+    divisor = 37 if mean else 1
+    assert_right(comm, (out.value, out.grads), params, batch, divisor=divisor)
+    assert out.residual == 0 and out.residual.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("tokened", [True, False])
+def test_nothing_is_missing_of_blocks_on_the_host(comm, approximate, tokened):
+    token = jnp.int32(0) if tokened else None
+    finish = jax.jit(
+        lambda sums, token: coded_allreduce(
+            sums, approximate, residual=True, token=token
+        )
+    )
+    for size in (37, 5):
+        count = np.zeros(())
+        with approximate.blocks(size) as blocks:
+            for block in blocks:
+                count += len(block.indices)
+        out = finish(count, token)
+        assert (out.total, out.residual) == (size, 0)
+        assert (out.token is not None) == tokened
+
+
+def test_the_residual_of_what_is_of_no_blocks(comm, transport):
+    options = jaxcoded.Options(deadline=600, on_deadline="approximate")
+    with jaxcoded.CodedGroup(
+        comm, code=CODE, transport=transport, options=options
+    ) as group:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="right after a loop over group.blocks"
+        ):
+            jax.block_until_ready(coded_allreduce(1.0, group, residual=True))
+        assert coded_allreduce(1.0, group) == SIZE
+
+
+def test_a_record_is_of_whole_batches(comm, transport):
+    options = jaxcoded.Options(deadline=600, on_deadline="approximate")
+    for name in ("record", "replay"):
+        with pytest.raises(ValueError, match="a record is of sums of the whole batch"):
+            jaxcoded.CodedGroup(
+                comm,
+                code=CODE,
+                transport=transport,
+                options=options,
+                **{name: "ledger.jsonl"},
+            )
 
 
 # Ranks that call different things.

@@ -73,6 +73,61 @@ def test_who_was_late_and_by_how_much(comm, fresh):
         assert np.isnan(seen.decided).all()
 
 
+NAP = 2e-3  # seconds, in a block
+
+
+@engine_only
+@several
+@pytest.mark.parametrize("in_jit", [True, False])
+def test_who_computed_which_blocks(comm, transport, in_jit):
+    steps, batch = 4, 24
+    x = np.arange(float(batch))
+
+    def losses(w, x):
+        def nap(x):
+            time.sleep(NAP)
+            return x
+
+        x = jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return w * x
+
+    code = "shared(blocks=3)"
+    with jaxcoded.CodedGroup(comm, code=code, transport=transport) as group:
+        placement = group.plan.placement
+        indices, weights = group.assignment(batch)
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+        mine = []
+        for _ in range(steps):
+            if in_jit:
+                jax.block_until_ready(step(1.0, x[indices], weights))
+                continue
+            total, count = np.zeros(1), 0
+            with group.blocks(batch) as blocks:
+                for block in blocks:
+                    time.sleep(NAP)
+                    total += x[block.indices].sum()
+                    count += 1
+            host.coded_allreduce(total, group)
+            mine.append(count)
+        wait_for_all(comm)
+        seen = group.telemetry()
+    shared = seen.shared
+    assert shared.sum() == steps
+    assert seen.loop.tolist() == (shared & (not in_jit)).tolist()
+    assert not seen.blocks[~shared].any() and not seen.busy[~shared].any()
+    assert (seen.busy >= seen.blocks * NAP).all()
+    if not in_jit:
+        assert seen.blocks[shared].tolist() == mine
+    own = len(placement.owned(RANK))
+    if own and seen.blocks.any():
+        assert seen.step_times[RANK] >= NAP * own
+    assert (seen.divided == (shared & (group.plan.root == RANK))).all()
+    computed = comm.bcast(seen.computed, group.plan.root)[shared]
+    assert (computed[..., :2].sum(axis=(1, 2)) == len(placement.holders)).all()
+    assert (computed[:, RANK, 0] <= own).all()
+    assert (computed[:, RANK, :2].sum(axis=1) <= seen.blocks[shared]).all()
+
+
 @engine_only
 @several
 def test_links_count_what_comes(comm, fresh):

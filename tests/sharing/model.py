@@ -56,6 +56,16 @@ computed is not added. Then:
 6''. A piece is given out once the program has handed over its vector, after its loop.
 9''. A rank that is dropped after the end of the computation fails the round, on all ranks.
 
+With a deadline after which the sum may be of a part of the batch (``approximates``), the parent may
+*close* the round at any moment. From then on:
+14. Nothing is granted. Who has not called has no blocks any more; if it has begun with its own all
+    the same, it is dropped (0'). All that is not added is recalled.
+15. The parent may drop anybody whose vector does not come, also after the end of the computation,
+    which then fails nothing.
+16. A piece is formed when every rank with blocks in its ledger is sealed, although blocks are free:
+    these are missing.
+17. All pieces are of the same blocks: where a rank is dropped the sum begins anew.
+
 Ranks are processes: they stop and wake up, or die, at any moment, and what they have sent may still
 arrive. Messages of one rank to another keep their order; but a vector may be read before what was
 said to its rank earlier is heard, or after what was said later. The root is one of the ranks, and its
@@ -86,6 +96,8 @@ class Rules:
         stay: ranks leave only when every piece is formed (7, 12).
         out: a rank whose vector cannot be emptied is granted nothing after a drop (4'').
         hold: programs go on until the computation ends (13).
+        grant_nothing: nothing is granted once the round is closed (14).
+        anew: the sum is begun anew where a rank is dropped from a closed round (17).
     """
 
     refuse: bool = True
@@ -100,6 +112,8 @@ class Rules:
     stay: bool = True
     out: bool = True
     hold: bool = True
+    grant_nothing: bool = True
+    anew: bool = True
 
 
 class Rank(NamedTuple):
@@ -162,6 +176,7 @@ class State(NamedTuple):
     misread: bool = False  # a vector was given out that was being added to
     ending: bool = False  # the parent has ended the computation
     failed: bool = False
+    closed: bool = False  # the deadline is over
 
     @property
     def over(self) -> bool:
@@ -183,6 +198,7 @@ class Model:
         pieces: of every vector.
         lends: whether programs lend their vectors while they wait; or hand them over in
             the end.
+        approximates: whether the sum may be of a part of the batch after a deadline.
     """
 
     holders: tuple[frozenset[int], ...]
@@ -190,6 +206,7 @@ class Model:
     pieces: int = 1
     rules: Rules = Rules()
     lends: bool = True
+    approximates: bool = False
 
     def own(self, r: int) -> tuple[Block, ...]:
         blocks = range(r, len(self.holders), self.ranks)
@@ -518,18 +535,41 @@ class Model:
         dropped = Account(generation, account.known)
         if not self.lends:
             dropped = dropped._replace(out=self.rules.out)
-            state = state._replace(failed=state.ending)
+            state = state._replace(failed=state.ending and not self.approximates)
         if not self.rules.generations:
             dropped = dropped._replace(known=generation)
         state = state._replace(
             accounts=replaced(state.accounts, r, dropped),
             free=state.free | account.blocks,
         )
+        if self.approximates and (state.closed or state.ending):
+            state = state._replace(closed=True)
+            if self.rules.anew:
+                state = state._replace(formed=(None,) * self.pieces)
         return self.sends_down(state, r, ("drop", generation))
+
+    def closed(self, state: State) -> State:
+        """The deadline is over."""
+        for r, account in enumerate(state.accounts):
+            if not account.called:
+                state = self.freed(state, r)
+                continue
+            unanswered = account.blocks - account.recalled
+            if self.sealed(account):
+                continue
+            recalled = account._replace(recalled=account.blocks)
+            state = state._replace(accounts=replaced(state.accounts, r, recalled))
+            for block in sorted(unanswered):
+                recall = ("recall", account.generation, block)
+                state = self.sends_down(state, r, recall)
+        return state._replace(closed=True)
 
     def decisions(self, state: State) -> Iterator[tuple[str, State]]:
         """All that the parent may do."""
         idle = False
+        grants = not (state.closed and self.rules.grant_nothing)
+        if self.approximates and not (state.closed or state.ending):
+            yield "parent closes the round", self.closed(state)
         for r, account in enumerate(state.accounts):
             if not account.called and account.blocks and not account.held:
                 told = account._replace(held=True)
@@ -538,7 +578,7 @@ class Model:
             here = account.known == account.generation and not account.out
             idle |= here and self.sealed(account)
             few = len(account.blocks) - account.added < 2
-            if here and few and not state.ending:
+            if here and few and grants and not state.ending:
                 for block in sorted(state.free):
                     if r in self.holders[block]:
                         granted = account._replace(blocks=account.blocks | {block})
@@ -552,10 +592,10 @@ class Model:
                                 after, r, ("grant", account.generation, block)
                             ),
                         )
-            silent = r in state.stopped or r in state.dead
+            silent = r in state.stopped or r in state.dead or state.closed
             if silent and account.blocks and (account.called or account.held):
                 yield f"parent gives up {r}", self.given_up(state, r)
-        if state.recalls and not state.free and idle:
+        if state.recalls and not state.free and idle and not state.closed:
             for r, account in enumerate(state.accounts):
                 if account.added == len(account.blocks) or account.recalled:
                     continue
@@ -577,7 +617,9 @@ class Model:
 
     def gathered(self, state: State) -> Iterator[tuple[str, State]]:
         chosen = [r for r, account in enumerate(state.accounts) if account.blocks]
-        if state.free or not all(self.sealed(state.accounts[r]) for r in chosen):
+        if state.free and not state.closed:
+            return
+        if not all(self.sealed(state.accounts[r]) for r in chosen):
             return
         if not (self.lends or state.ending):
             state = state._replace(ending=True)
@@ -620,7 +662,13 @@ def wrong(model: Model, state: State) -> str:
     if state.misread:
         return "a vector was given out while its program added to it"
     batch = tuple(range(len(model.holders)))
+    formed = [holds for holds in state.formed if holds is not None]
     for piece, holds in enumerate(state.formed):
-        if holds is not None and holds != batch:
+        if holds is None or holds == batch:
+            continue
+        twice = len(set(holds)) < len(holds)
+        if not state.closed or twice:
             return f"piece {piece} of the sum is of the blocks {list(holds)}"
+    if state.closed and len(set(formed)) > 1:
+        return f"the pieces of the sum are of different blocks, {formed}"
     return ""

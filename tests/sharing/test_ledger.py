@@ -145,6 +145,39 @@ def test_who_dies_while_it_is_fetched_is_computed_anew():
     assert its.computed == WORKERS * BLOCKS + BLOCKS
 
 
+def test_closed_while_only_those_hold_blocks_who_are_stopped():
+    its = world([BLOCK] * WORKERS)
+    stopped = {2, 3, 4, 5, 6}
+    closes = 0.4
+    faults = [(0.05, "stop", m) for m in stopped] + [(closes, "close", None)]
+    # where a part of the batch will do, also who has what nobody else can compute is given up
+    faults += [(closes / 2, "give_up", m) for m in stopped]
+    step = its.run(faults=faults)
+    assert its.ledger.missing == sum(set(h) <= stopped for h in its.holders) > 0
+    assert closes <= step < closes + 0.03  # the patience
+    # all of the others' blocks, and what was in vain
+    assert its.computed <= WORKERS * BLOCKS - its.ledger.missing + 5 * len(stopped)
+
+
+def test_closed_while_all_compute():
+    """The blocks that are begun are the last."""
+    its = world([BLOCK] * WORKERS)
+    step = its.run(faults=[(5.5 * BLOCK, "close", None)])
+    assert its.ledger.missing == WORKERS * (BLOCKS - 6)
+    assert its.computed == WORKERS * 6
+    assert step < 6.5 * BLOCK
+    assert its.run() < BLOCK * (BLOCKS + 1) and not its.ledger.missing
+
+
+def test_closed_while_one_takes_much_longer():
+    """It is not waited for longer than a block takes as a rule, and what it had is missing."""
+    its = world([BLOCK] * (WORKERS - 1) + [50 * BLOCK], replicas=0)
+    step = its.run(faults=[(15 * BLOCK, "close", None)])
+    assert its.ledger.missing == BLOCKS
+    assert step < 17.5 * BLOCK
+    assert its.orders["drop"] == 1
+
+
 def test_a_block_that_nobody_holds():
     its = World([[0], [1, 0], [1]], 2, [BLOCK] * 2, latency=steady)
     with pytest.raises(AssertionError, match="nothing more can happen"):
@@ -185,6 +218,8 @@ def test_random_schedules(seed, members, replicas):
             for m in range(1, members)
             if rng.random() < 0.4
         ]
+        if rng.random() < 0.3:
+            faults.append((rng.random() * 10 * fastest, "close", None))
         calls = [
             rng.choice([0, 0, rng.random() * 20 * fastest]) for _ in range(members)
         ]

@@ -60,6 +60,34 @@ def test_without_a_rule_some_schedule_is_wrong(rule, holders, faults, lends):
         explore(Model(holders, 2, rules=rules, lends=lends), **faults)
 
 
+@VECTORS
+@pytest.mark.parametrize(
+    "holders, pieces, faults",
+    [
+        (ONE, 2, {"recalls": 0}),
+        (ONE, 1, {"deaths": 1}),
+        ((frozenset({1}),), 1, {"recalls": 0, "stops": 1}),
+        (ONE, 1, {"expected": (0,), "recalls": 0}),
+        (ONE, 1, {"expected": (0,), "asks": (1,), "deaths": 1}),
+        pytest.param(TWO, 1, {"recalls": 0}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            *(TWO, 1, {"expected": (0, 1), "recalls": 0}), marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_every_schedule_with_a_deadline(holders, pieces, faults, lends):
+    """The sum may be of a part of the batch, in all pieces of the same."""
+    model = Model(holders, 2, pieces, lends=lends, approximates=True)
+    assert explore(model, **faults) > 100
+
+
+@pytest.mark.parametrize("rule", ["grant_nothing", "anew"])
+def test_with_a_deadline_and_without_a_rule_some_schedule_is_wrong(rule):
+    rules = Rules(**{rule: False})
+    with pytest.raises(Wrong, match="of different blocks"):
+        explore(Model(ONE, 2, 2, rules, approximates=True), recalls=0)
+
+
 def test_who_is_chosen_dies_before_its_vector_is_fetched():
     """Everybody is done; what the dead rank had is computed once more by the other."""
     model = Model(TWO, 2)
@@ -94,8 +122,13 @@ def test_a_grant_is_on_its_way_while_its_rank_is_done():
 
 @VECTORS
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32), ranks=st.integers(2, 5), replicas=st.integers(1, 3))
-def test_random_schedules(lends, seed, ranks, replicas):
+@given(
+    seed=st.integers(0, 2**32),
+    ranks=st.integers(2, 5),
+    replicas=st.integers(1, 3),
+    approximates=st.booleans(),
+)
+def test_random_schedules(lends, seed, ranks, replicas, approximates):
     blocks = ranks * 2
     holders = tuple(
         frozenset(
@@ -103,7 +136,7 @@ def test_random_schedules(lends, seed, ranks, replicas):
         )
         for b in range(blocks)
     )
-    model = Model(holders, ranks, pieces=2, lends=lends)
+    model = Model(holders, ranks, pieces=2, lends=lends, approximates=approximates)
     rng = random.Random(seed)
     expected = tuple(r for r in range(ranks) if rng.random() < 0.8)
     asks = tuple(r for r in range(ranks) if rng.random() < 0.2)

@@ -82,6 +82,15 @@ class World:
         self.dead.add(member)
         self.stopped.discard(member)
 
+    def give_up(self, member):
+        self.ledger.give_up(member, self.clock)
+        self._decide()
+
+    def close(self, _=None):
+        """The deadline of the round is over."""
+        self.ledger.close(self.clock)
+        self._decide()
+
     def found_dead(self, member):
         self.ledger.lost(member)
         self._decide()
@@ -95,8 +104,9 @@ class World:
             calls: when each member's program calls, in seconds from now; default: at once.
             claims: whether each member then begins with its own blocks, unless it is to ask
                 first; default: they do.
-            faults: ``(seconds from now, what, member)``: ``"stop"``, ``"wake"``, ``"die"``, or
-                ``"found_dead"`` by the parent.
+            faults: ``(seconds from now, what, member)``: ``"stop"``, ``"wake"``, ``"die"``,
+                ``"found_dead"`` or ``"give_up"`` by the parent, or ``"close"``, after which a part of the batch
+                will do.
             most: seconds in which it must be over.
         """
         self.round += 1
@@ -253,5 +263,8 @@ class World:
             if self.ledger.version(m)[1]
             for block in self.fetched[m][1]
         ]
-        assert sorted(chosen) == list(range(len(self.holders))), sorted(chosen)
+        lacks = set(range(len(self.holders))).difference(chosen)
+        assert len(chosen) + len(lacks) == len(self.holders), sorted(chosen)
+        assert self.ledger.closed or not lacks
+        assert self.ledger.missing == len(lacks)
         self.over = True

@@ -56,7 +56,9 @@ Ledger::Ledger(const Division& division, double patience_seconds)
 void Ledger::begin(double now) {
   orders_.clear();
   free_.clear();
+  closed_at_.reset();
   times_taken_.assign(holders_.size(), 0);
+  in_vain_.assign(members_.size(), 0);
   for (std::size_t m = 0; m < members_.size(); ++m) {
     Member& member = members_[m];
     const bool lost = member.state == Member::State::lost;
@@ -79,7 +81,7 @@ void Ledger::arrived(std::size_t m, bool claims, double now) {
   member.held.reset();
   member.since = now;
   if (expected == claims) {
-    if (claims) return;
+    if (claims || closed()) return;
     grant_own(m, now);
   } else if (expected) {
     grant(m, std::exchange(member.blocks, {}), now);
@@ -101,6 +103,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   if (progress.generation > member.generation) throw Damaged();  // it has not begun
   if (progress.generation < member.generation) return;
   if (progress.out) {
+    count_in_vain(m);
     release(member);
     member = {.state = Member::State::out, .seconds = member.seconds};
     return;
@@ -125,27 +128,31 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   for (; member.answered < progress.answered && !member.recalls.empty(); ++member.answered) {
     const Recall recall = member.recalls.front();
     member.recalls.pop_front();
-    Member& beneficiary = members_[recall.beneficiary];
-    if (beneficiary.promised) --beneficiary.promised;
+    break_promise(recall);
     if (std::ranges::find(progress.returned, recall.block) == progress.returned.end()) {
       member.kept.insert(recall.block);
       continue;
     }
     if (member.left() && member.blocks[member.added] == recall.block) {
       ++times_taken_[recall.block];
+      ++in_vain_[m];
       member.since = now;
     }
     const auto returned = std::ranges::find(member.blocks, recall.block);
     if (returned - member.blocks.begin() < member.added) throw Damaged();  // it is in its vector
     member.blocks.erase(returned);
     free_.insert(recall.block);
-    if (beneficiary.here()) grant(recall.beneficiary, {recall.block}, now);
+    const auto beneficiary = recall.beneficiary;
+    if (beneficiary && members_[*beneficiary].here() && !closed()) {
+      grant(*beneficiary, {recall.block}, now);
+    }
   }
 }
 
 void Ledger::give_up(std::size_t m, double now) {
   Member& member = members_[m];
   if (!member.here()) return;
+  count_in_vain(m);
   release(member);
   member = {.state = Member::State::given_up,
             .generation = member.generation + 1,
@@ -157,20 +164,50 @@ void Ledger::give_up(std::size_t m, double now) {
 
 void Ledger::lost(std::size_t m) {
   if (members_[m].state == Member::State::lost) return;
+  if (members_[m].here()) count_in_vain(m);
   release(members_[m]);
   members_[m] = {.state = Member::State::lost};
+}
+
+void Ledger::close(double now) {
+  if (closed()) return;
+  closed_at_ = now;
+  for (std::size_t m = 0; m < members_.size(); ++m) {
+    Member& member = members_[m];
+    will_ask(m);  // if it is only expected
+    if (!member.here()) continue;
+    for (std::size_t i = member.added + 1; i < member.blocks.size(); ++i) {
+      const Block block = member.blocks[i];
+      if (!recalled(member, block)) recall(m, block, {}, now);
+    }
+  }
+}
+
+// All that it has computed, and what it computes.
+void Ledger::count_in_vain(std::size_t m) {
+  in_vain_[m] += members_[m].added + (members_[m].left() > 0);
+}
+
+void Ledger::break_promise(const Recall& recall) {
+  if (!recall.beneficiary) return;
+  Member& beneficiary = members_[*recall.beneficiary];
+  if (beneficiary.promised) --beneficiary.promised;
 }
 
 // What it was to compute is for others.
 void Ledger::release(Member& member) {
   free_.insert(member.blocks.begin(), member.blocks.end());
-  for (const Recall& recall : member.recalls) {
-    Member& beneficiary = members_[recall.beneficiary];
-    if (beneficiary.promised) --beneficiary.promised;
-  }
+  for (const Recall& recall : member.recalls) break_promise(recall);
 }
 
 std::vector<Order> Ledger::orders(double now) {
+  if (closed()) {
+    const bool over = now >= closing_ends();
+    for (std::size_t m = 0; over && m < members_.size(); ++m) {
+      if (members_[m].left()) give_up(m, now);
+    }
+    return std::exchange(orders_, {});
+  }
   for (std::size_t m = 0; m < members_.size(); ++m) {
     if (now < patience_ends(members_[m]) || !replaceable(m)) continue;
     members_[m].expected() ? will_ask(m) : give_up(m, now);
@@ -195,6 +232,7 @@ std::vector<Order> Ledger::orders(double now) {
 }
 
 double Ledger::wakes_at(double now) const {
+  if (closed()) return settled() ? never : closing_ends();
   double out = never, block = never;
   bool idle = false, busy = false;
   for (const Member& member : members_) {
@@ -210,7 +248,7 @@ double Ledger::wakes_at(double now) const {
 }
 
 bool Ledger::settled() const {
-  return free_.empty() && std::ranges::all_of(members_, [](const Member& member) {
+  return (closed() || free_.empty()) && std::ranges::all_of(members_, [](const Member& member) {
            return !member.left();
          });
 }
@@ -221,11 +259,23 @@ Division Ledger::division() const {
   return out;
 }
 
+std::vector<Computed> Ledger::computed() const {
+  std::vector<Computed> out(members_.size());
+  for (std::size_t m = 0; m < members_.size(); ++m) {
+    for (const Block block : members_[m].blocks) {
+      ++(holders_[block].front() == m ? out[m].own : out[m].others);
+    }
+    out[m].in_vain = in_vain_[m];
+  }
+  return out;
+}
+
 Version Ledger::version(std::size_t m) const {
   return {members_[m].generation, static_cast<std::uint32_t>(members_[m].blocks.size())};
 }
 
 bool Ledger::replaceable(std::size_t m) const {
+  if (closed()) return true;
   const auto by_others = [&](Block block) {
     return std::ranges::any_of(holders_[block],
                                [&](std::size_t other) { return other != m && members_[other].here(); });
@@ -234,10 +284,11 @@ bool Ledger::replaceable(std::size_t m) const {
          std::ranges::all_of(free_, [&](Block block) { return !holds(m, block) || by_others(block); });
 }
 
-std::vector<Block> Ledger::orphans() const {
+std::vector<Block> Ledger::orphans(const std::vector<bool>& silent) const {
   std::vector<Block> out;
   for (const Block block : free_) {
     if (std::ranges::none_of(holders_[block], [&](std::size_t m) {
+          if (!silent.empty() && silent[m]) return false;
           return members_[m].takes_part() || members_[m].expected() ||
                  members_[m].state == Member::State::absent;
         })) {
@@ -255,14 +306,20 @@ double Ledger::patience_ends(const Member& member) const {
   return member.recalls.front().since + patience_seconds_ * (1u << doublings);
 }
 
-// For one block.
-double Ledger::seconds(const Member& member) const {
-  if (member.seconds > 0) return member.seconds;
+// Until when a closed round waits for blocks that are being computed.
+double Ledger::closing_ends() const { return *closed_at_ + std::max(patience_seconds_, usual()); }
+
+// For one block, of any member.
+double Ledger::usual() const {
   std::vector<double> known;
-  for (const Member& other : members_) {
-    if (other.seconds > 0) known.push_back(other.seconds);
+  for (const Member& member : members_) {
+    if (member.seconds > 0) known.push_back(member.seconds);
   }
   return median(std::move(known));
+}
+
+double Ledger::seconds(const Member& member) const {
+  return member.seconds > 0 ? member.seconds : usual();
 }
 
 // Once it has called, it says so after some blocks: until then they go on as is usual.
@@ -405,9 +462,10 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   return Found::given_up;
 }
 
-void Ledger::recall(std::size_t from, Block block, std::size_t beneficiary, double now) {
+void Ledger::recall(std::size_t from, Block block, std::optional<std::size_t> beneficiary,
+                    double now) {
   members_[from].recalls.push_back({block, beneficiary, now});
-  ++members_[beneficiary].promised;
+  if (beneficiary) ++members_[*beneficiary].promised;
   order(from, Order::Kind::recall, {block});
 }
 

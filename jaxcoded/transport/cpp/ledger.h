@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "computed.h"
 #include "share.h"
 
 namespace jaxcoded {
@@ -57,28 +58,36 @@ class Ledger {
   void give_up(std::size_t member, double now);
   // It takes no part any more.
   void lost(std::size_t member);
+  // The time for the round is over: nobody begins with another block. The one that a member computes
+  // is waited for as long as one takes as a rule; then its vector counts for nothing.
+  void close(double now);
+  bool closed() const { return closed_at_.has_value(); }
 
   // What to tell the members now.
   std::vector<Order> orders(double now);
   // When there may be orders although nothing was heard.
   double wakes_at(double now) const;
 
-  // Whether the members' vectors hold every block.
+  // Whether the members' vectors hold every block, or all that they will once the round is closed.
   bool settled() const;
+  // Blocks that were granted to nobody.
+  std::size_t missing() const { return free_.size(); }
   // Blocks that a member has not computed yet.
   std::size_t left(std::size_t member) const { return members_[member].left(); }
   // What a member's vector must be of.
   Version version(std::size_t member) const;
   Division division() const;
-  // Whether others can compute what it has, and what is free for it.
+  // How many blocks each member has computed.
+  std::vector<Computed> computed() const;
+  // Whether others can compute what it has, and what is free for it; or need not, at the end.
   bool replaceable(std::size_t member) const;
-  // Blocks that nobody holds who takes part, or may.
-  std::vector<Block> orphans() const;
+  // Blocks that nobody holds who takes part, or may. None of these members will; empty: all may.
+  std::vector<Block> orphans(const std::vector<bool>& silent = {}) const;
 
  private:
   struct Recall {
     Block block;
-    std::size_t beneficiary;  // gets it
+    std::optional<std::size_t> beneficiary;  // gets it
     double since;
   };
   struct Member {
@@ -109,6 +118,7 @@ class Ledger {
   };
 
   double patience_ends(const Member& member) const;
+  double usual() const;
   double seconds(const Member& member) const;
   double done_in(const Member& member, double now) const;
   std::size_t begun(const Member& member, double now) const;
@@ -121,8 +131,11 @@ class Ledger {
   bool grant_free(std::size_t member, double now);
   enum class Found : std::uint8_t { nothing, recalled, given_up };
   Found take_back_for(std::size_t member, double now);
-  void recall(std::size_t from, Block block, std::size_t beneficiary, double now);
+  void recall(std::size_t from, Block block, std::optional<std::size_t> beneficiary, double now);
+  void break_promise(const Recall& recall);
   void release(Member& member);
+  void count_in_vain(std::size_t member);
+  double closing_ends() const;
   void order(std::size_t member, Order::Kind kind, std::vector<Block> blocks);
 
   std::vector<std::vector<std::size_t>> holders_;
@@ -132,7 +145,9 @@ class Ledger {
   std::vector<Member> members_;
   std::vector<bool> asks_;  // each member, before it begins with its own blocks
   bool divided_ = false;    // for good: nobody computes another one's blocks
+  std::optional<double> closed_at_ = {};
   std::set<Block> free_;
+  std::vector<std::uint32_t> in_vain_;      // blocks that each member has computed for nothing
   std::vector<std::uint32_t> times_taken_;  // back while it was computed, each block
   std::vector<Order> orders_;
 };

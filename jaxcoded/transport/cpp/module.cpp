@@ -165,6 +165,7 @@ nb::dict telemetry(std::uint64_t index) {
   std::vector<Rank> children;
   std::vector<double> arrived;
   std::vector<bool> used;
+  std::vector<std::uint32_t> computed;
   {
     const WithoutGil released;
     Engine::instance().with(index, [&](Member& its) {
@@ -175,6 +176,9 @@ nb::dict telemetry(std::uint64_t index) {
         for (std::size_t child = 0; child < children.size(); ++child) {
           arrived.push_back(known.arrival(record.round, child));
           used.push_back(known.was_used(record.round, child));
+        }
+        for (const Computed& it : known.computed(record.round)) {
+          computed.insert(computed.end(), {it.own, it.others, it.in_vain});
         }
       }
       step_times = its.node->step_times();
@@ -197,7 +201,11 @@ nb::dict telemetry(std::uint64_t index) {
   column("outcome", records, [](const RoundRecord& it) { return it.outcome; });
   column("skipped", records, [](const RoundRecord& it) { return it.skipped; });
   column("approximate", records, [](const RoundRecord& it) { return it.approximate; });
+  column("shared", records, [](const RoundRecord& it) { return it.shared; });
   column("loop", records, [](const RoundRecord& it) { return it.loop; });
+  column("busy", records, [](const RoundRecord& it) { return it.busy; });
+  column("blocks", records, [](const RoundRecord& it) { return it.blocks; });
+  column("computed", computed, [](std::uint32_t it) { return it; });
   column("children", children, [](Rank it) { return it; });
   column("arrived", arrived, [](double it) { return it; });
   column("used", used, [](bool it) { return it; });
@@ -671,6 +679,7 @@ NB_MODULE(_engine, module) {
       .def("error", [](LoneNode& self) { return self.node().error(); })
       .def("lag", [](LoneNode& self) { return self.node().lag(); })
       .def("next_round", [](LoneNode& self) { return self.node().next(); })
+      .def("computed", [](LoneNode& self) { return self.node().computed(); })
       .def("frontier", [](LoneNode& self) { return self.node().frontier(); })
       .def("status", [](LoneNode& self) { return self.node().status(); })
       .def("standing", [](LoneNode& self) { return self.node().standing(); })
@@ -708,6 +717,7 @@ NB_MODULE(_engine, module) {
   handler("start_handler", start_handler);
   handler("done_handler", done_handler);
   handler("lag_handler", lag_handler);
+  handler("computed_handler", computed_handler);
   handler("cuda_round_handler", cuda_round_handler);
   handler("cuda_part_handler", cuda_part_handler);
   handler("cuda_lag_handler", cuda_lag_handler);

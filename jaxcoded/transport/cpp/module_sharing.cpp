@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "ledger.h"
@@ -59,6 +60,7 @@ void add_sharing(nb::module_& module) {
       .def("heard", &Ledger::heard)
       .def("give_up", &Ledger::give_up)
       .def("lost", &Ledger::lost)
+      .def("close", &Ledger::close)
       .def("orders", &Ledger::orders)
       .def("wakes_at", &Ledger::wakes_at)
       .def_prop_ro("settled", &Ledger::settled)
@@ -66,7 +68,14 @@ void add_sharing(nb::module_& module) {
         return pair_of(self.version(member));
       })
       .def_prop_ro("division", &Ledger::division)
-      .def_prop_ro("orphans", &Ledger::orphans);
+      .def_prop_ro("computed", [](const Ledger& self) {
+        std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> out;
+        for (const Computed& it : self.computed()) out.emplace_back(it.own, it.others, it.in_vain);
+        return out;
+      })
+      .def_prop_ro("closed", &Ledger::closed)
+      .def_prop_ro("missing", &Ledger::missing)
+      .def_prop_ro("orphans", [](const Ledger& self) { return self.orphans(); });
 }
 
 }  // namespace jaxcoded

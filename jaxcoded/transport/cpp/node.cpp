@@ -75,7 +75,8 @@ void Node::submit(Call call) {
   error_.clear();
   // Ranks below may wait for the result already, which this one is not to put off with every call.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
-  telemetry_.started(next_, now, up_.call.skipped, up_.call.shared && !up_.call.lends());
+  telemetry_.started(next_, now, up_.call.skipped, up_.call.shared,
+                     up_.call.shared && !up_.call.lends());
   signatures_.learn(up_.call.fingerprint, up_.call.signature);
 
   const Entry* known = history_.find(next_);
@@ -98,7 +99,7 @@ void Node::submit(Call call) {
          .layout = up_.call.down ? laid_out(up_.call.total) : Layout()});
     if (up_.call.down) place(entry);
     up_.sum_at = up_.call.down ? entry.at : up_.call.out;
-    if (pinned()) keep_own();
+    if (as_a_whole()) keep_own();
     if (!up_.call.up) {
       for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
         const std::uint64_t size = up_.call.message[s].bytes();
@@ -180,6 +181,11 @@ void Node::finish(Outcome outcome, std::string error) {
   }
   outcome_ = outcome;
   error_ = std::move(error);
+  if (up_.call.shared) telemetry_.worked(next_, up_.busy, up_.blocks);
+  if (up_.call.shared && !up_.call.lends()) {
+    computed_round_ = next_;
+    computed_ = up_.share.blocks();
+  }
   up_.sum = {};
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();

@@ -124,6 +124,11 @@ class Node {
   bool no_more_blocks() const { return !calling() || newest_ >= next_; }
   // The program comes for no more. Others compute what it has, and the round ends without it.
   void leave_share();
+  // What this rank has computed in the round before, if that was of blocks whose sum is the next one.
+  std::optional<std::vector<Block>> computed() const {
+    const bool follows = computed_round_ && computed_round_ + 1 == next_;
+    return follows ? std::optional(computed_) : std::nullopt;
+  }
 
   // What came of a call that was not complete is not to be used. Another one takes its place, in
   // the same round.
@@ -278,7 +283,7 @@ class Node {
   void go_without_sum();
   void fail(const std::string& text);
   void watch_for_stalls();
-  bool as_a_whole() const { return pinned() || up_.call.shared; }
+  bool as_a_whole() const { return pinned() || up_.call.shared || (sums_blocks() && approximates()); }
   void append_vectors(Message& message, bool inline_them) const;
   bool adds_own() const;
   std::uint64_t version_of(const Offer& offer) const {
@@ -304,10 +309,13 @@ class Node {
   void dealt(bool all) { dealt_ = next_, dealt_all_ = all; }
   std::string why_not_after_blocks() const;
   void leave_out_the_others();
-  std::shared_ptr<const Decoding> choose_dealt(std::uint32_t piece) const;
+  std::shared_ptr<const Decoding> choose_dealt(std::uint32_t piece);
   std::shared_ptr<const Decoding> choose_sealed(std::uint32_t piece);
   bool is_there(Child& child);
   void watch_members();
+  bool does_not_answer(const Child& child) const;
+  bool only_silent_hold() const;
+  bool lacks_blocks() const;
   double shares_at() const;
   std::string lacking_blocks() const;
 
@@ -368,6 +376,8 @@ class Node {
   void watch_children();
 
   // Deadlines.
+  bool approximates() const { return limits_.on_deadline == OnDeadline::approximate; }
+  void begin_approximating();
   double deadline(double share) const;
   double overdue_at() const;
   double began() const;
@@ -389,6 +399,7 @@ class Node {
   // Telemetry.
   void sum_complete();
   double own_work() const;
+  void remember_division();
   void on_step_times(Rank from, const Message& message);
   void tell_step_times();
 
@@ -488,7 +499,10 @@ class Node {
   std::function<void(const Dealt&)> dealt_hook_;
   std::optional<std::map<Round, Dealt>> replayed_;  // by whose divisions the work is shared
   std::vector<Block> own_blocks_;
+  std::size_t owned_ = 0;  // blocks, also where it does not begin with them
   bool asks_first_ = false;  // before it begins with them
+  Round computed_round_ = 0;  // the latest of blocks at this rank, and which it has computed
+  std::vector<Block> computed_ = {};
   Round dealt_ = 0;  // the latest round whose blocks are in vectors that the next round sums,
   bool dealt_all_ = false;  // and whether they are all
 

@@ -57,7 +57,7 @@ double Node::overdue_at() const {
 // The children that lack have had their time.
 void Node::miss_the_deadline() {
   const std::string words = lacking();
-  if (words.empty() || limits_.on_deadline == OnDeadline::approximate) return;
+  if (words.empty() || approximates()) return;
   if (!root()) {
     if (up_.told_overdue) return;
     up_.told_overdue = true;
@@ -81,6 +81,7 @@ std::string Node::too_late(double seconds) const {
 
 // Whether a message of this child's is missing.
 bool Node::lacks(std::size_t child) const {
+  if (up_.call.leaves_out(child)) return false;
   for (std::size_t row = child * decoder_.parts(); row < (child + 1) * decoder_.parts(); ++row) {
     if (!usable(row, up_.decoded.pieces)) return true;
   }
@@ -97,7 +98,7 @@ bool Node::silent(const Child& child) const {
 // An engine answers at once, also where the program computes: halfway to the deadline, those that
 // lack are asked whether they are there, so that later rounds need not wait for those that are not.
 void Node::ask_children() {
-  if (limits_.on_deadline != OnDeadline::approximate || up_.all_decoded()) return;
+  if (!approximates() || up_.all_decoded()) return;
   const double now = wire_.now();
   if (now < began() + deadline(limits_.deadline_share / 2)) return;
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -115,7 +116,8 @@ void Node::ask_whether_it_is_there(Child& child) {
 
 // Whether nobody who lacks would come before the deadline.
 bool Node::only_silent_lack() {
-  if (limits_.on_deadline != OnDeadline::approximate || up_.all_decoded()) return false;
+  if (!approximates() || up_.all_decoded()) return false;
+  if (deals()) return only_silent_hold();
   const bool in_vain = too_few_left(up_.decoded.pieces);
   bool some = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -161,14 +163,17 @@ void Node::on_overdue(Child& child, const Message& message) {
   child.overdue = message.text();
 }
 
+// From here on what is summed is of what has come.
+void Node::begin_approximating() {
+  up_.approximating = true;
+  up_.exact = up_.decoded;
+  keep_own();
+}
+
 // The best sum that can be formed from what has come. All of it, as far as it is not summed yet,
 // is of the same messages: what is said of how good it is holds for every number in it.
 std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
-  if (!up_.approximating) {
-    up_.approximating = true;
-    up_.exact = up_.decoded;
-    keep_own();
-  }
+  if (!up_.approximating) begin_approximating();
   std::vector<bool> answered(decoder_.rows());
   for (std::size_t row = 0; row < answered.size(); ++row) {
     answered[row] = usable(row, piece) && !stalled(child_of_row(row));

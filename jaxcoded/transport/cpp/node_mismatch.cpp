@@ -57,6 +57,7 @@ void Node::check_offers() {
   if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // nobody is waited for
   if (up_.call.shared) return;  // others do what those gone for good would have done
   if (sums_blocks()) {
+    if (approximates()) return;  // it goes on without them
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const Child& child = children_[i];
       if (up_.call.leaves_out(i) || usable(i, up_.decoded.pieces)) continue;

@@ -16,6 +16,7 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
   for (Block block = 0; block < holders.size(); ++block) {
     if (holders[block].front() == family_.rank) own_blocks_.push_back(block);
   }
+  owned_ = own_blocks_.size();
   if (!root()) return;
   std::vector<std::vector<std::size_t>> members;
   for (const auto& ranks : holders) {
@@ -47,6 +48,10 @@ void Node::begin_share() {
 
 void Node::come_for_block(const std::vector<const std::byte*>& own) {
   if (!calling()) return;
+  if (up_.share.computes()) {
+    ++up_.blocks;
+    up_.busy += wire_.now() - up_.computing_since;
+  }
   const bool tells = up_.share.done() || root() || up_.share.sealed();
   up_.added_at = wire_.now();
   up_.call.own = own;
@@ -66,6 +71,7 @@ std::optional<Work> Node::take_block() {
   const bool fresh = up_.share.fresh();
   const auto block = up_.share.take();
   if (!block) return std::nullopt;
+  up_.computing_since = wire_.now();
   stop_lending();
   return Work{*block, fresh};
 }
@@ -197,12 +203,14 @@ bool Node::deals() const {
 // Let everybody have something to compute. Whether all is computed.
 bool Node::deal() {
   const double now = wire_.now();
+  if (up_.overdue && approximates()) ledger_->close(now);
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
     const bool mine = child.offer.round == next_;
     if (child.dead || (child.retired && !(mine && !child.offer.withdrawn))) {
       ledger_->lost(i + 1);
-    } else if (mine && child.offer.withdrawn) {
+    } else if ((mine && child.offer.withdrawn) || does_not_answer(child)) {
+      ledger_->will_ask(i + 1);  // if it is only expected
       ledger_->give_up(i + 1, now);
     }
   }
@@ -221,7 +229,7 @@ bool Node::deal() {
       wire_.send(children_[order.member - 1].rank, message);
     }
   }
-  if (const std::vector<Block> orphans = ledger_->orphans(); !orphans.empty()) {
+  if (const auto orphans = ledger_->orphans(); !orphans.empty() && !approximates()) {
     std::string dead;
     for (const Child& child : children_) {
       if (child.dead) dead += ", rank " + std::to_string(child.rank) + is_dead;
@@ -298,18 +306,58 @@ void Node::leave_out_the_others() {
   }
 }
 
-std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) const {
+// Their vectors, once they can be had. After the deadline, all of the sum is of those that can.
+std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
+  const bool some = up_.overdue && approximates();
+  if (some && !up_.approximating) {
+    up_.decoding.reset();
+    up_.decoded = up_.exact;  // nothing
+    begin_approximating();
+  }
+  const auto here = [&](std::size_t i) { return usable(i, piece); };
+  if (some && up_.decoding) {
+    return std::ranges::all_of(up_.decoding->rows, here) ? up_.decoding : nullptr;
+  }
+  up_.decoding.reset();
   auto out = std::make_shared<Decoding>();
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (up_.call.leaves_out(i)) continue;
-    if (!usable(i, piece)) return nullptr;
-    out->rows.push_back(i);
+    if (here(i) && !(some && stalled(children_[i]))) {
+      out->rows.push_back(i);
+    } else if (!some) {
+      return nullptr;
+    }
   }
   out->coefficients.assign(decoder_.slices(), std::vector<double>(out->rows.size(), 1.0));
-  return out;
+  return up_.decoding = out;
+}
+
+// Whether the sum of the call in progress is not of all blocks, as the root has it.
+bool Node::lacks_blocks() const {
+  return root() && ledger_ && (up_.call.shared || sums_blocks()) && ledger_->missing();
 }
 
 // --- Who does not answer ---
+
+// Whether a part of the batch will do without a child, if others cannot compute what it has: it has
+// not answered when it was asked, now or in a round before.
+bool Node::does_not_answer(const Child& child) const {
+  if (!approximates() || !child.asked) return false;
+  return silent(child) || wire_.now() - child.asked >= deadline(limits_.deadline_share / 4);
+}
+
+// Whether all that lacks is what only those could compute who have not answered for long.
+bool Node::only_silent_hold() const {
+  std::vector<bool> silent(children_.size() + 1);
+  bool lacks = ledger_->missing() > 0;
+  for (std::size_t i = 0; i <= children_.size(); ++i) {
+    silent[i] = i > 0 && (this->silent(children_[i - 1]) || children_[i - 1].retired);
+    if (!ledger_->left(i)) continue;
+    if (!silent[i]) return false;
+    lacks = true;
+  }
+  return lacks && ledger_->orphans(silent).size() == ledger_->missing();
+}
 
 // Whose vectors should be here, but do not come, although they are asked whether they are there.
 void Node::watch_members() {

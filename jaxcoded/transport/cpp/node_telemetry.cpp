@@ -13,10 +13,22 @@ constexpr Round latest = 31;  // rounds that a step time is of
 
 void Node::sum_complete() {
   up_.complete = true;
-  telemetry_.decided(next_, wire_.now(), family_.rank, columns_, up_.approximating);
+  telemetry_.decided(next_, wire_.now(), family_.rank, columns_,
+                     up_.approximating || lacks_blocks());
 }
 
-// Median seconds between calls that this rank took part in; `never` if there were none.
+// Who has computed what of a round, in the order of the telemetry's columns.
+void Node::remember_division() {
+  const std::vector<Computed> by_member = ledger_->computed();
+  std::vector<Computed> out(by_member.size());
+  out[0] = by_member[0];
+  for (std::size_t i = 0; i < children_.size(); ++i) out[children_[i].column + 1] = by_member[i + 1];
+  telemetry_.divided(next_, out);
+}
+
+// Median seconds between calls that this rank took part in; `never` if there were none. Where work is
+// shared, what its own blocks take, at the pace of those that it has computed, counts as if it had
+// computed just these between the calls.
 double Node::own_work() const {
   std::vector<double> works;
   const Round first = next_ > latest ? next_ - latest : 1;
@@ -24,7 +36,13 @@ double Node::own_work() const {
     const RoundRecord* record = telemetry_.find(round);
     const RoundRecord* before = telemetry_.find(round - 1);
     if (before && before->loop) continue;  // the same step
-    if (record && !record->skipped && record->work >= 0) works.push_back(record->work);
+    if (!record || record->skipped || !(record->work >= 0)) continue;
+    double work = record->work;
+    if (record->shared) {
+      if (!record->blocks) continue;
+      work += record->busy / record->blocks * static_cast<double>(owned_);
+    }
+    works.push_back(work);
   }
   if (works.empty()) return never;
   return median(std::move(works));

@@ -52,7 +52,7 @@ const std::vector<std::size_t>& Node::rows_in_order() {
 // sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (up_.call.shared) return choose_sealed(piece);
-  if (sums_blocks()) return up_.decoding = choose_dealt(piece);
+  if (sums_blocks()) return choose_dealt(piece);
   if (decoder_.checked()) return choose_checked();
   if (up_.decoding && pinned()) {
     const bool there = std::ranges::all_of(up_.decoding->rows,
@@ -74,7 +74,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
     if (auto found = decoder_.decode(here, possible)) return up_.decoding = found;
   }
   up_.decoding.reset();
-  if (up_.overdue && limits_.on_deadline == OnDeadline::approximate) {
+  if (up_.overdue && approximates()) {
     up_.decoding = approximation(piece);
   }
   return up_.decoding;
@@ -247,9 +247,7 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(up_.decoded.pieces) ? choose(up_.decoded.pieces) : nullptr;
     if (!decoding) {
-      const bool approximates = limits_.on_deadline == OnDeadline::approximate &&
-                                !(sums_blocks() || decoder_.checked());
-      if (!approximates && too_few_left(up_.decoded.pieces)) {
+      if (!(approximates() && !decoder_.checked()) && too_few_left(up_.decoded.pieces)) {
         go_without_sum();
         return false;
       }
@@ -326,6 +324,7 @@ void Node::announce_sum() {
   if (up_.all_decoded() && !up_.complete) sum_complete();
   if (!root()) return offer();
   if (up_.call.shared && !up_.call.lends()) dealt(true);
+  if (up_.call.shared) remember_division();
   if (up_.call.shared && dealt_hook_) dealt_hook_({next_, up_.call.signature, ledger_->division()});
   Entry& entry = *history_.find(next_);
   if (up_.call.down) {

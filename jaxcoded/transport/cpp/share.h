@@ -102,6 +102,7 @@ class Share {
   void drop(std::uint32_t generation) {
     progress_ = {.generation = generation, .out = progress_.out || !empties_};
     queue_.clear();
+    blocks_.clear();
     wanted_ = false;
     fresh_ = true;
   }
@@ -126,9 +127,10 @@ class Share {
   // told.
   bool done() {
     if (!computes_) return false;
-    computes_.reset();
+    const Block block = *std::exchange(computes_, std::nullopt);
     if (wanted_) {
       ++progress_.added;
+      blocks_.push_back(block);
     } else {
       fresh_ = true;  // it is the only one in the vector
     }
@@ -149,6 +151,7 @@ class Share {
   // Whether the vector may be used as it is. Of how many blocks it is, and since when.
   bool sealed() const { return !progress_.out && queue_.empty() && !computes(); }
   Version version() const { return {progress_.generation, progress_.added}; }
+  const std::vector<Block>& blocks() const { return blocks_; }
 
  private:
   bool empties_;
@@ -156,6 +159,7 @@ class Share {
   std::optional<Block> computes_;
   bool wanted_ = false;  // it was neither recalled nor dropped
   bool fresh_ = false;
+  std::vector<Block> blocks_ = {};  // in the vector, in order
   Progress progress_;
 };
 

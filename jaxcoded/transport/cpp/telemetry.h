@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "computed.h"
 #include "message.h"
 #include "step_time.h"
 
@@ -21,7 +22,10 @@ struct RoundRecord {
   std::uint8_t outcome = 0;
   bool skipped = false;
   bool approximate = false;
-  bool loop = false;  // over blocks, whose sum is the next round
+  bool shared = false;  // who computes what was settled meanwhile,
+  bool loop = false;    // in a loop over blocks, whose sum is the next round
+  double busy = 0;      // seconds for which this rank computed blocks,
+  std::uint32_t blocks = 0;  // so many
 };
 
 // A record for each of the latest rounds, and for each child when its message came and whether it
@@ -37,7 +41,7 @@ class Telemetry {
 
   bool on() const { return !records_.empty(); }
 
-  void started(Round round, double now, bool skipped, bool loop) {
+  void started(Round round, double now, bool skipped, bool shared, bool loop) {
     if (!on()) return;
     current_ = round;
     RoundRecord& old = records_[slot(round)];
@@ -46,7 +50,22 @@ class Telemetry {
     record.started = now;
     record.work = now - ended_;
     record.skipped = skipped;
+    record.shared = shared;
     record.loop = loop;
+  }
+  // This rank has computed so many blocks of a round.
+  void worked(Round round, double seconds, std::uint32_t blocks) {
+    if (!on()) return;
+    RoundRecord& record = at(round);
+    record.busy = seconds;
+    record.blocks = blocks;
+  }
+  // What all members have computed of it: this rank, and its children by column.
+  void divided(Round round, const std::vector<Computed>& computed) {
+    if (!on()) return;
+    at(round);
+    computed_.resize(records_.size() * (children_ + 1));
+    std::ranges::copy(computed, computed_.begin() + first_of(round));
   }
   // A child's first word of a round: it had called those before, too.
   void arrived(std::size_t child, Round first, Round round, double now) {
@@ -102,12 +121,21 @@ class Telemetry {
   double arrival(Round round, std::size_t child) const {
     return arrived_[slot(round) * children_ + child];
   }
+  // Of all members; empty where the root has not told it.
+  std::vector<Computed> computed(Round round) const {
+    if (computed_.empty()) return {};
+    const auto first = computed_.begin() + first_of(round);
+    return {first, first + static_cast<std::ptrdiff_t>(children_ + 1)};
+  }
   bool was_used(Round round, std::size_t child) const {
     return used_[slot(round) * children_ + child] != 0;
   }
 
  private:
   std::size_t slot(Round round) const { return round % records_.size(); }
+  std::ptrdiff_t first_of(Round round) const {
+    return static_cast<std::ptrdiff_t>(slot(round) * (children_ + 1));
+  }
   RoundRecord& at(Round round) {
     RoundRecord& record = records_[slot(round)];
     if (record.round != round) {
@@ -118,6 +146,7 @@ class Telemetry {
         arrived_[place] = heard_[child].round >= round ? heard_[child].at : never;
         used_[place] = 0;
       }
+      if (!computed_.empty()) std::fill_n(computed_.begin() + first_of(round), children_ + 1, Computed());
     }
     return record;
   }
@@ -126,6 +155,7 @@ class Telemetry {
   std::vector<RoundRecord> records_;
   std::vector<double> arrived_;
   std::vector<std::uint8_t> used_;
+  std::vector<Computed> computed_ = {};  // empty where no work is shared
   struct Heard {
     Round round = 0;
     double at = never;

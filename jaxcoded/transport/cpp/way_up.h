@@ -49,6 +49,9 @@ struct WayUp {
   // What is computed of it, where the work is shared.
   Share share = Share();
   double added_at = 0;  // when the latest block was
+  double busy = 0;      // seconds for which blocks were computed,
+  std::uint32_t blocks = 0;     // so many,
+  double computing_since = 0;   // and the one that is
   std::vector<Version> versions = {};  // of all members: what the pieces so far are formed from
   bool lent = false;        // `call.own` is there as long as the program waits
   std::uint64_t orders = 0;  // so many were given, or heard

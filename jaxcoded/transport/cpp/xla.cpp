@@ -1,11 +1,16 @@
 #include "xla.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "xla_call.h"
 
 namespace jaxcoded {
 namespace {
+
+constexpr const char* no_blocks =
+    "CodedError: residual=True of a sum of shared work says which part of the batch is in it, and is "
+    "for the sum right after a loop over group.blocks";
 
 void pass_on(const XlaCall& call) {
   if (!must_pass_on(call)) return;
@@ -119,6 +124,20 @@ ffi::Error done_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
   });
 }
 
+ffi::Error computed_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
+                         ffi::ResultBuffer<ffi::F32> blocks, std::int64_t group) {
+  pass_on({.order = order, .next = *next});
+  return guarded([&] {
+    const auto computed = Engine::instance().with(
+        static_cast<std::uint64_t>(group), [](Member& its) { return its.node->computed(); });
+    if (!computed) return failed_precondition(no_blocks);
+    float* out = blocks->typed_data();
+    std::fill_n(out, blocks->element_count(), 0.0f);
+    for (const Block block : *computed) out[block] = 1;
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                     ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
   pass_on({.order = order, .next = *next});
@@ -165,6 +184,13 @@ XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl,
 XLA_FFI_DEFINE_HANDLER(done_handler_impl, done_impl,
                        ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::int64_t>("group"));
 
+XLA_FFI_DEFINE_HANDLER(computed_handler_impl, computed_impl,
+                       ffi::Ffi::Bind()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Ret<ffi::Buffer<ffi::F32>>()
+                           .Attr<std::int64_t>("group"));
+
 XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl, bind_lag(ffi::Ffi::Bind()));
 
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }
@@ -173,6 +199,7 @@ XLA_FFI_Error* take_handler(XLA_FFI_CallFrame* frame) { return take_handler_impl
 XLA_FFI_Error* slices_handler(XLA_FFI_CallFrame* frame) { return slices_handler_impl(frame); }
 XLA_FFI_Error* start_handler(XLA_FFI_CallFrame* frame) { return start_handler_impl(frame); }
 XLA_FFI_Error* done_handler(XLA_FFI_CallFrame* frame) { return done_handler_impl(frame); }
+XLA_FFI_Error* computed_handler(XLA_FFI_CallFrame* frame) { return computed_handler_impl(frame); }
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame) { return lag_handler_impl(frame); }
 
 }  // namespace jaxcoded

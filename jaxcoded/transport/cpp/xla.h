@@ -32,6 +32,10 @@ XLA_FFI_Error* done_handler(XLA_FFI_CallFrame* frame);
 // Operand: the order. Results: the order, and the lag as int32.
 XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
 
+// Operand: the order. Results: the order, and float32 with 1 for each block of the round before that
+// this rank has computed.
+XLA_FFI_Error* computed_handler(XLA_FFI_CallFrame* frame);
+
 // The same where operands and results lie on a GPU.
 XLA_FFI_Error* cuda_round_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* cuda_part_handler(XLA_FFI_CallFrame* frame);

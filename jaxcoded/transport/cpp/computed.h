@@ -1,0 +1,14 @@
+// How many blocks a rank has computed of a round whose work is shared.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxcoded {
+
+struct Computed {
+  std::uint32_t own = 0;      // in the sum: of its own,
+  std::uint32_t others = 0;   // and of others
+  std::uint32_t in_vain = 0;  // begun, and not in the sum, as far as the root knows
+};
+
+}  // namespace jaxcoded
