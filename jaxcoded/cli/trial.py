@@ -16,6 +16,7 @@ from jaxcoded.cli.asking import answer
 from jaxcoded.collectives.allreduce import coded_allreduce
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport import cuda_aware, engine
+from jaxcoded.transport.agreement import gathered
 
 SIZES = (1, 1 << 20)  # numbers of float32
 _CALLS = 20
@@ -25,7 +26,7 @@ _EXAMPLES = 3  # of each rank, on average
 def main() -> None:
     """Collective."""
     comm = MPI.COMM_WORLD
-    found = {
+    found: dict[str, Any] = {
         "rank": comm.rank,
         "host": MPI.Get_processor_name(),
         "library": MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
@@ -36,8 +37,8 @@ def main() -> None:
         "cuda_aware": cuda_aware.why_not(),
     }
     found["took"], found["wrong"], found["transport"], found["reads"] = _summed(comm)
-    everything = comm.gather(found)
-    if everything is not None:
+    everything = gathered(comm, found)
+    if comm.rank == 0:
         answer(everything)
 
 
@@ -76,7 +77,7 @@ def _reads(comm: MPI.Intracomm) -> bool:
     """Whether the memory of the next rank of this host can be read, as the engine does it."""
     near = comm.Split_type(MPI.COMM_TYPE_SHARED)
     secret = ctypes.c_int64(1000 + near.rank)
-    every: list[Any] = near.allgather((os.getpid(), ctypes.addressof(secret)))
+    every = gathered(near, (os.getpid(), ctypes.addressof(secret)))
     process, address = every[(near.rank + 1) % near.size]
 
     class Part(ctypes.Structure):

@@ -30,8 +30,13 @@ from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import automatic
-from jaxcoded.transport import cuda_aware, debugging, engine, primitive
-from jaxcoded.transport.agreement import check_communicator, disagreement, plain
+from jaxcoded.transport import build, cuda_aware, debugging, engine, primitive
+from jaxcoded.transport.agreement import (
+    check_communicator,
+    disagreement,
+    gathered,
+    plain,
+)
 from jaxcoded.transport.base import Transport
 from jaxcoded.transport.options import Options
 
@@ -76,8 +81,8 @@ class CodedGroup:
         ValueError: no such plan, ``transport="engine"`` where it cannot be used, or
             ``debug=True`` without the engine, without any redundancy, or with
             ``on_deadline="approximate"``. Raised on every rank.
-        GroupMismatch: ranks gave different arguments. Raised on every rank; the message
-            names them.
+        GroupMismatch: ranks gave different arguments, or run different builds of jaxcoded.
+            Raised on every rank; the message names them.
 
     Example:
         >>> from mpi4py import MPI
@@ -188,7 +193,7 @@ class CodedGroup:
         def choose(own: MPI.Intracomm) -> automatic.Choice:
             wanted = (options or Options()).complete()
             missing = "" if transport == "mpi4jax" else engine.missing()
-            cannot = group._why_not_shared(transport, wanted, own.allgather(missing))
+            cannot = group._why_not_shared(transport, wanted, gathered(own, missing))
             return automatic.choose(own, payload, work, seed, replicas, reading, cannot)
 
         group._open(
@@ -291,6 +296,7 @@ class CodedGroup:
         request |= {name: getattr(wanted, name) for name in common}
         self._planned = ""
         try:
+            build.check(self._comm)
             self.plan = self._agreed_plan(transport, request, checked)
             if chooser is not None:
                 self.plan, piece, self._planned = chooser(self._comm)
@@ -321,12 +327,13 @@ class CodedGroup:
         """The transport asked for, the same on all ranks, and its options; ``explicit``:
         a call asked for ``debug``, and not the environment."""
         reason = "" if transport == "mpi4jax" else engine.missing()
-        reasons = self._comm.allgather(reason)
+        reasons = gathered(self._comm, reason)
         if self.plan.placement is not None and (
             why := self._why_not_shared(transport, options, reasons)
         ):
             raise ValueError(f"code={self.plan.code!r} {why}")
         if transport != "mpi4jax" and not any(reasons):
+            build.check_engine(self._comm)
             options = self._with_debug(options, "engine", explicit)
             return engine.Engine(self.index, self._comm, self.plan, options), options
         words = "; ".join(
@@ -349,7 +356,7 @@ class CodedGroup:
                 reason += f". Nor can the engine: {words}"
         else:
             reason = cuda_aware.why_not()
-        if reasons := list(filter(None, self._comm.allgather(reason))):
+        if reasons := list(filter(None, gathered(self._comm, reason))):
             raise ValueError(reasons[0])
         if transport == "auto" and self._comm.rank == 0:
             warnings.warn(
@@ -368,7 +375,7 @@ class CodedGroup:
         if transport == "mpi4jax" or any(reasons):
             said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
             return f"needs the engine: {said}"
-        if "gpu" in self._comm.allgather(jax.default_backend()):
+        if "gpu" in gathered(self._comm, jax.default_backend()):
             return "runs on CPUs only so far: take a code on GPUs"
         return ""
 

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.process import Process
+from jaxcoded.transport.agreement import gathered
 
 logger = logging.getLogger("jaxcoded")
 
@@ -51,7 +52,7 @@ class Roll:
 
     def __init__(self, comm: MPI.Intracomm, root: int) -> None:
         self._comm = comm
-        self._processes: list[Process] = comm.allgather(Process.own())
+        self._processes = [Process(*each) for each in gathered(comm, Process.own())]
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
         self.number = 0  # of the call, by which words of earlier ones are told
         # What the root has not heard yet, and the rounds that this rank knew before.

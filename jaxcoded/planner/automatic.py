@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from jaxcoded.planner import Ranking, best_plans
 from jaxcoded.planner.candidates import checked_replicas
 from jaxcoded.planner.measurement import Measurement
 from jaxcoded.planner.measuring import measured
-from jaxcoded.transport.agreement import wait
+from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import PIECE
 
 logger = logging.getLogger("jaxcoded")
@@ -129,7 +128,7 @@ def choose(
                 }
             except Exception as error:  # noqa: BLE001  # the others wait for an answer
                 answer = {"error": f"{type(error).__name__}: {error}"}
-    answer = _broadcast(comm, answer)
+    answer = told(comm, answer)
     if "error" in answer:
         raise ValueError(f"CodedGroup.auto failed on rank 0: {answer['error']}")
     if comm.rank == 0:
@@ -158,13 +157,3 @@ def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
     if not ranking.best.candidate.tree:
         words += ". A ring would be faster than any group: jaxcoded.baselines"
     return words
-
-
-def _broadcast(comm: MPI.Intracomm, answer: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's; the others wait without spinning."""
-    data = np.frombuffer(json.dumps(answer).encode(), np.uint8)
-    length = np.array([len(data)])
-    wait(comm.Ibcast(length))
-    text = data.copy() if comm.rank == 0 else np.empty(int(length[0]), np.uint8)
-    wait(comm.Ibcast(text))
-    return json.loads(text.tobytes())

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from jaxcoded.planner.measurement import Link, Measurement
 from jaxcoded.simulator import Network
 from jaxcoded.simulator.stragglers import Measured
-from jaxcoded.transport.agreement import wait
+from jaxcoded.transport.agreement import gathered, wait
 
 _SECONDS = 1.0  # of computing
 _ROUNDS = 512  # at most
@@ -65,10 +65,10 @@ def measured(
     table = np.empty((comm.size, len(mine)))
     wait(comm.Iallgather(mine, table))
     if table[:, -3].any():
-        words = comm.allgather(f"{type(failure).__name__}: {failure}")
+        words = gathered(comm, f"{type(failure).__name__}: {failure}")
         rank = int(table[:, -3].argmax())
         raise RuntimeError(f"work failed on rank {rank}: {words[rank]}") from failure
-    hosts = tuple(comm.allgather(MPI.Get_processor_name()))
+    hosts = tuple(gathered(comm, MPI.Get_processor_name()))
     progress(1.0)
     return _summary(table, work, hosts)
 

@@ -1,6 +1,7 @@
 """Ranks make sure that they mean the same before they rely on it."""
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 
 T = TypeVar("T")
+_LONGEST = 16 << 20  # bytes of what a rank says
+_ANOTHER = "do all ranks run the same jaxcoded?"
 
 
 def check_communicator(comm: object) -> None:
@@ -100,7 +103,7 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     wait(comm.Iallreduce(MPI.IN_PLACE, extremes, op=MPI.MAX))
     if extremes[0] == -extremes[1]:
         return None
-    ranks = comm.allgather(words)
+    ranks = gathered(comm, words)
     answers = list(dict.fromkeys(ranks))
     who = []
     for answer in answers:
@@ -117,7 +120,7 @@ def on_all(
 
     Args:
         comm: the communicator.
-        step: what to do.
+        step: what to do. It gives something that JSON can say.
         undo: called with what the step gave, where it succeeded but another rank's did
             not.
 
@@ -139,13 +142,92 @@ def on_all(
         outcome = [step()]
     except Exception as error:  # noqa: BLE001  # the others wait for an answer
         failure = error
-    all_ = comm.allgather((outcome, failure and f"{type(failure).__name__}: {failure}"))
+    words = failure and f"{type(failure).__name__}: {failure}"
+    all_ = gathered(comm, (outcome, words))
     said = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(all_) if words]
     if said:
         for made in outcome:
             undo(made)
         raise CodedError("; ".join(said)) from failure
     return [outcome[0] for outcome, _ in all_]
+
+
+def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
+    """What each rank says, by rank. Collective.
+
+    It goes as JSON, for which ranks need nothing in common: of classes that one of them does
+    not have, unpickling would make an error in its own words, or worse.
+
+    Args:
+        comm: the communicator.
+        value: what this rank says: anything that JSON has. Tuples become lists.
+
+    Raises:
+        CodedError: what a rank said cannot be read, or is longer than 16 MiB. On every rank.
+
+    Example:
+        >>> from jaxcoded.transport.agreement import gathered
+        >>> from mpi4py import MPI
+        >>> gathered(MPI.COMM_SELF, {"host": "a", "ports": (1, 2)})
+        [{'host': 'a', 'ports': [1, 2]}]
+    """
+    mine = _bytes(value)
+    lengths = np.empty(comm.size, np.int64)
+    wait(comm.Iallgather(np.array([len(mine)], np.int64), lengths))
+    for rank, length in enumerate(lengths.tolist()):
+        _check_length(rank, length)
+    ends = np.cumsum(lengths)
+    everything = np.empty(int(ends[-1]), np.uint8)
+    where = lengths.tolist(), (ends - lengths).tolist()
+    wait(comm.Iallgatherv(mine, [everything, where, MPI.BYTE]))
+    parts = np.split(everything, ends[:-1])
+    return [_said(rank, part) for rank, part in enumerate(parts)]
+
+
+def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
+    """What one rank says, on all ranks, as in `gathered`. Collective.
+
+    Args:
+        comm: the communicator.
+        value: what the root says; of others it does not count.
+        root: who says it.
+
+    Raises:
+        CodedError: it cannot be read, or is longer than 16 MiB. On every rank.
+
+    Example:
+        >>> from jaxcoded.transport.agreement import told
+        >>> from mpi4py import MPI
+        >>> told(MPI.COMM_SELF, 5)
+        5
+    """
+    mine = _bytes(value if comm.rank == root else None)
+    length = np.array([len(mine)], np.int64)
+    wait(comm.Ibcast(length, root))
+    _check_length(root, int(length[0]))
+    said = mine if comm.rank == root else np.empty(int(length[0]), np.uint8)
+    wait(comm.Ibcast(said, root))
+    return _said(root, said)
+
+
+def _bytes(value: Any) -> np.ndarray:
+    return np.frombuffer(bytearray(json.dumps(value).encode()), np.uint8)
+
+
+def _check_length(rank: int, length: int) -> None:
+    if not 0 <= length <= _LONGEST:
+        raise CodedError(
+            f"rank {rank} says something of {length} bytes, more than {_LONGEST}: {_ANOTHER}"
+        )
+
+
+def _said(rank: int, data: np.ndarray) -> Any:
+    try:
+        return json.loads(data.tobytes())
+    except (ValueError, RecursionError):
+        raise CodedError(
+            f"what rank {rank} says cannot be read: {data[:80].tobytes()!r}: {_ANOTHER}"
+        ) from None
 
 
 def wait(request: MPI.Request) -> None:

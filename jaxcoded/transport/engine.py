@@ -23,7 +23,7 @@ from jaxcoded import errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import ending, engine_primitive, extension
-from jaxcoded.transport.agreement import on_all
+from jaxcoded.transport.agreement import gathered, on_all, told
 from jaxcoded.transport.base import Collective, Dealt, Transport
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
@@ -81,6 +81,11 @@ def missing() -> str:
         return f"the engine runs on CPUs and NVIDIA's GPUs, not on {backend}"
     why = _engine.load_cuda("")
     return f"the engine cannot use the GPU: {why}" if why else ""
+
+
+def sources() -> str:
+    """A digest of the C++ sources that the engine was built from; not where it is `missing`."""
+    return _engine.sources[:12]
 
 
 def fault_tolerant() -> bool:
@@ -144,7 +149,7 @@ class Engine(Transport):
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any gets any further
         # every rank draws the same session: old messages are told from new ones by it
-        session = comm.bcast(_random())
+        session = told(comm, _random())
         self._serial, self._own = _communicator(comm)
         try:
             on_all(
@@ -497,12 +502,12 @@ def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
             for serial, each in list(_idle.items())
             if MPI.Comm.Compare(each, comm) == MPI.CONGRUENT
         }
-    common = set(mine).intersection(*comm.allgather(list(mine)))
+    common = set(mine).intersection(*gathered(comm, list(mine)))
     taken = min(common, default=None)
     found = None if taken is None else (taken, mine.pop(taken))
     with _idle_lock:
         _idle.update(mine)
-    return found or (comm.bcast(_random()), comm.Dup())
+    return found or (told(comm, _random()), comm.Dup())
 
 
 def _random() -> int:
@@ -553,7 +558,7 @@ def _sections_from(comm: MPI.Intracomm, options: Options) -> int:
     """Bytes from which sums are formed in sections. Collective."""
     if options.sections_from is not None:
         return options.sections_from
-    hosts = set(comm.allgather(MPI.Get_processor_name()))
+    hosts = set(gathered(comm, MPI.Get_processor_name()))
     return _SECTIONS_FROM if len(hosts) == 1 else _SECTIONS_BETWEEN_HOSTS_FROM
 
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from jaxcoded.errors import GroupMismatch, TooManyErasures, use_after_close
 from jaxcoded.plan import Plan
 from jaxcoded.transport import primitive
-from jaxcoded.transport.agreement import disagreement
+from jaxcoded.transport.agreement import disagreement, wait
 from jaxcoded.transport.base import Collective, Transport
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.messages import tree_broadcast, tree_reduce
@@ -87,7 +87,9 @@ class Mpi4jax(Transport):
 
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         self._agree(words)
-        return self._comm.bcast(array, self._plan.root)
+        out = np.array(array)
+        wait(self._comm.Ibcast(out, self._plan.root))
+        return out
 
     def replanned(self, index: int, plan: Plan) -> "Mpi4jax":
         del _open[self._index]

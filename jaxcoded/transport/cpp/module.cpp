@@ -455,6 +455,7 @@ NB_MODULE(_engine, module) {
   using namespace jaxcoded;
   using Release = nb::call_guard<WithoutGil>;
   module.doc() = "The engine of jaxcoded.";
+  module.attr("sources") = JAXCODED_SOURCES;
 
   // Which MPI this was built with and loads; mpi4py may have brought another one.
   module.def("mpi_library", [] {

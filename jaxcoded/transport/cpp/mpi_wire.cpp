@@ -17,6 +17,8 @@ constexpr std::size_t inline_near = 1024;
 constexpr std::size_t inline_far = 32768;
 constexpr std::size_t inbox_bytes = 64 << 10;
 constexpr int most_at_once = 100;
+// Of what rank after rank adds to, such as texts. No honest one comes near.
+constexpr std::size_t longest_body = 64 << 20;
 
 // Whether MPI reports with this class of errors that the other rank is dead. It does where it is fault-tolerant.
 bool reports_death([[maybe_unused]] int error) {
@@ -235,6 +237,10 @@ void MpiWire::open_inbox(std::size_t peer, const MPI_Status& status, Node& node)
     const bool more = (message.header.flags & continued) != 0;
     if (more || !its.begun.empty()) {
       its.begun.insert(its.begun.end(), message.body.begin(), message.body.end());
+      if (its.begun.size() > longest_body) {
+        its.begun = {};
+        throw Damaged();
+      }
       if (more) return;
       message.body = std::exchange(its.begun, {});
     }

@@ -1,0 +1,80 @@
+"""What a rank runs, and whether ranks can work together.
+
+This is the first thing that ranks exchange, before anything whose form may differ between
+versions: two numbers, and texts where these differ.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+import sys
+import warnings
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxcoded.errors import GroupMismatch
+from jaxcoded.transport import engine
+from jaxcoded.transport.agreement import disagreement
+
+
+@functools.cache
+def required() -> str:
+    """What must be the same on all ranks, in words."""
+    try:
+        version = importlib.metadata.version("jaxcoded")
+    except importlib.metadata.PackageNotFoundError:
+        version = "that is not installed"
+    # `CodedGroup.epoch` shuffles alike on all ranks, and NumPy may draw otherwise in another version
+    drawn = np.random.default_rng([1, 2]).permutation(1000).astype("<i8")
+    draws = hashlib.sha256(drawn.tobytes()).hexdigest()[:8]
+    return f"jaxcoded {version}, {sys.byteorder}-endian numbers, random draws {draws} of NumPy"
+
+
+@functools.cache
+def wanted() -> str:
+    """What had better be the same on all ranks, in words."""
+    jaxlib = importlib.metadata.version("jaxlib")
+    return f"jax {jax.__version__}, jaxlib {jaxlib}, {platform.machine()}"
+
+
+def check(comm: MPI.Intracomm) -> None:
+    """Raise unless the ranks run builds that understand each other. Collective.
+
+    Where only the versions of JAX or the kinds of processors differ, rank 0 warns: sums are the
+    same bits on all ranks, but what each makes of them may not be.
+
+    Raises:
+        GroupMismatch: they do not. On every rank.
+    """
+    what = (
+        "ranks run different builds, which do not work together: install the same jaxcoded and "
+        "NumPy for all of them"
+    )
+    if (said := disagreement(comm, required(), what)) is not None:
+        raise GroupMismatch(said)
+    what = (
+        "sums are the same bits on all ranks, but what they compute of them may differ in the last "
+        "ones: install the same JAX for all of them, or hand on parameters with tree_bcast from "
+        "time to time"
+    )
+    said = disagreement(comm, wanted(), what)
+    if said is not None and comm.rank == 0:
+        warnings.warn(said, RuntimeWarning, stacklevel=4)
+
+
+def check_engine(comm: MPI.Intracomm) -> None:
+    """Raise unless the ranks' engines, which all of them have, are made of the same sources.
+    Collective.
+
+    Raises:
+        GroupMismatch: they are not. On every rank.
+    """
+    what = (
+        "the engines of the ranks were built from different sources, and may not understand each "
+        "other: install the same jaxcoded for all of them"
+    )
+    if (said := disagreement(comm, f"engine {engine.sources()}", what)) is not None:
+        raise GroupMismatch(said)

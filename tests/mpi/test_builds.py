@@ -1,0 +1,140 @@
+"""Ranks that run something else than the others, and what ranks exchange besides messages."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, several
+from mpi4py import MPI
+
+import jaxcoded
+from jaxcoded import CodedGroup, GroupMismatch
+from jaxcoded.errors import CodedError
+from jaxcoded.transport import agreement, build, engine
+
+RANK = MPI.COMM_WORLD.rank
+LAST = SIZE - 1
+
+
+def arguments(transport):
+    return {"stragglers": 0, "transport": transport}
+
+
+def faked(monkeypatch, name, words):
+    """The last rank says this instead."""
+    if RANK == LAST:
+        monkeypatch.setattr(build, name, lambda: words)
+
+
+def works(comm, transport):
+    """A group that is made next is as good as any."""
+    with CodedGroup(comm, **arguments(transport)) as group:
+        shares = group.assignment(4)
+        mine = jnp.full(3, np.asarray(shares[1]).sum())
+        total = jaxcoded.coded_allreduce(mine, group)
+        np.testing.assert_allclose(total, 4.0)
+
+
+@several
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (("jaxcoded ", "jaxcoded 9."), "jaxcoded 9."),
+        (("little", "big"), "big-endian numbers"),
+        (("draws ", "draws x"), "random draws x"),
+    ],
+)
+def test_another_version(comm, transport, monkeypatch, change, difference):
+    required = build.required()
+    others = required.replace(*change)
+    assert others != required
+    faked(monkeypatch, "required", others)
+    with pytest.raises(GroupMismatch) as raised:
+        CodedGroup(comm, **arguments(transport))
+    said = str(raised.value)
+    assert f"{difference}" in said.split(": ranks run different builds")[0]
+    assert "install the same jaxcoded" in said
+    assert f"rank {LAST}: {others}" in said and f"0: {required}" in said.replace(
+        f"0, {', '.join(map(str, range(1, LAST)))}", "0"
+    )
+    monkeypatch.undo()
+    works(comm, transport)
+
+
+@several
+def test_another_engine(comm, transport, monkeypatch):
+    """It matters only where the engine carries rounds."""
+    if RANK == LAST:
+        monkeypatch.setattr(engine, "sources", lambda: "0123456789ab")
+    if transport == "mpi4jax":
+        works(comm, transport)
+        return
+    with pytest.raises(GroupMismatch, match="0123456789ab .* from different sources"):
+        CodedGroup(comm, **arguments(transport))
+    with pytest.raises(GroupMismatch, match="from different sources"):
+        CodedGroup(comm, stragglers=0)  # it does not fall back on mpi4jax
+    monkeypatch.undo()
+    works(comm, transport)
+
+
+@several
+def test_another_jax(comm, transport, monkeypatch):
+    """Is no mistake; rank 0 says what may come of it."""
+    faked(monkeypatch, "wanted", build.wanted().replace("jax ", "jax 9.", 1))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        works(comm, transport)
+    words = [str(each.message) for each in said if "tree_bcast" in str(each.message)]
+    assert len(words) == (RANK == 0)
+    if RANK == 0:
+        assert "jax 9." in words[0] and "install the same JAX" in words[0]
+
+
+def test_what_ranks_say(comm):
+    """Texts of any kind and length, of each rank another one."""
+    mine = {"rank": RANK, "text": "ä\ud800" * 1000 * RANK, "numbers": [2**64 - 1, 0.1]}
+    said = agreement.gathered(comm, mine)
+    assert [each["rank"] for each in said] == list(range(SIZE))
+    assert said[RANK] == mine
+    assert agreement.told(comm, mine, root=LAST) == said[LAST]
+    assert agreement.gathered(comm, None) == [None] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x80\x04\x95", "cannot be read"),  # what is pickled begins so
+        (b"[" * 100_000, "cannot be read"),
+        (b"0" * (agreement._LONGEST + 1), "more than 16777216"),
+    ],
+)
+def test_what_cannot_be_read(comm, monkeypatch, data, words):
+    """Every rank says whose it is, and nothing is unpickled."""
+    if RANK == LAST:
+        wrong = np.frombuffer(bytearray(data), np.uint8)
+        monkeypatch.setattr(agreement, "_bytes", lambda value: wrong)
+    with pytest.raises(CodedError, match=f"rank {LAST} says .*{words}"):
+        agreement.gathered(comm, 5)
+    with pytest.raises(CodedError, match=f"rank {LAST} says .*{words}"):
+        agreement.told(comm, 5, root=LAST)
+    monkeypatch.undo()
+    assert agreement.told(comm, RANK) == 0
+
+
+def test_nothing_is_pickled(comm, transport, monkeypatch):
+    """While groups are made and used."""
+
+    def fail(*_):
+        raise AssertionError("something was pickled")
+
+    before = MPI.pickle.dumps, MPI.pickle.loads
+    MPI.pickle.__init__(fail, fail)
+    try:
+        works(comm, transport)
+        with CodedGroup.auto(
+            comm, payload=1e4, work=1e-3, transport=transport
+        ) as group:
+            assert group.planned
+    finally:
+        MPI.pickle.__init__(*before)
