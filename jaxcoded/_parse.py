@@ -1,10 +1,16 @@
-"""Calls written as texts, such as ``"bernoulli(load=4)"``."""
+"""What is read from texts: calls such as ``"bernoulli(load=4)"``, numbers with units, and JSON."""
 
 import ast
+import json
 import math
 import re
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from jaxcoded._require import shown
+
+LONGEST = 4096  # letters of a call
 
 
 def parsed(
@@ -21,11 +27,12 @@ def parsed(
     Raises:
         ValueError: it has none of the names, or is not in this form.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"{what} must be a text, got {text!r}")  # noqa: TRY004
+    check_text(what, text)
     wanted = f"{what} must be {besides}one of {', '.join(names)}"
     try:
-        node = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():  # of what is strange, but Python
+            warnings.simplefilter("ignore")
+            node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
         raise ValueError(f"{wanted}; got {text!r}") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
@@ -48,6 +55,58 @@ def parsed(
     return call.func.id, arguments
 
 
+def check_text(what: str, text: Any) -> None:
+    """Raise unless it is a text that is not too long to be parsed.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{what} must be a text, got {shown(text)}")  # noqa: TRY004
+    if len(text) > LONGEST:
+        raise ValueError(
+            f"{what} must be a text of at most {LONGEST} letters, got {len(text)}: "
+            f"{shown(text)}"
+        )
+
+
+def document(text: str | bytes) -> Any:
+    """What a text of JSON says.
+
+    Raises:
+        ValueError: it is no JSON, names a field twice, has numbers that JSON does not have (NaN,
+            Infinity), or is nested too deeply.
+
+    Example:
+        >>> from jaxcoded import _parse
+        >>> _parse.document('{"a": [1, 2]}')
+        {'a': [1, 2]}
+        >>> _parse.document('{"a": 1, "a": 2}')
+        Traceback (most recent call last):
+        ...
+        ValueError: the field 'a' is there twice
+    """
+    if not isinstance(text, str | bytes):
+        raise ValueError(f"no text, but {shown(text)}")  # noqa: TRY004
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in out:
+            raise ValueError(f"the field {shown(name)} is there twice")
+        out[name] = value
+    return out
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number in JSON")
+
+
 def count(what: str, text: str) -> float:
     """How many a text such as ``"25M"``, ``"7B"`` (billions) or ``"1e6"`` names.
 
@@ -59,15 +118,12 @@ def count(what: str, text: str) -> float:
         >>> _parse.count("parameters", "25M")
         25000000.0
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMBT]?)\s*", text)
-    try:
-        number = float(found[1]) if found else math.nan
-    except ValueError:
-        number = math.nan
-    if found:
-        number *= 1000.0 ** " KMBT".index(found[2].upper() or " ")
+    units = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    number = _quantity(text, units)
     if not 1 <= number < math.inf:
-        raise ValueError(f"{what} must be a count such as 25M, 7B or 1e6, got {text!r}")
+        raise ValueError(
+            f"{what} must be a count such as 25M, 7B or 1e6, got {shown(text)}"
+        )
     return number
 
 
@@ -83,16 +139,16 @@ def number_of_bytes(what: str, text: str) -> float:
         >>> _parse.number_of_bytes("payload", "4 MiB")
         4194304.0
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kKMGT]?)(i?)B?\s*", text)
-    try:
-        number = float(found[1]) if found else math.nan
-    except ValueError:
-        number = math.nan
-    if found:
-        number *= (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " ")
+    units = {"": 1.0, "B": 1.0}
+    for power, letter in enumerate("kMGT", start=1):
+        for name in {letter, letter.upper()}:
+            for end in ("", "B"):
+                units[f"{name}{end}"] = 1000.0**power
+                units[f"{name}i{end}"] = 1024.0**power
+    number = _quantity(text, units)
     if not 0 < number < math.inf:
         raise ValueError(
-            f"{what} must be a number of bytes such as 4e6, 4MB or 4MiB, got {text!r}"
+            f"{what} must be a number of bytes such as 4e6, 4MB or 4MiB, got {shown(text)}"
         )
     return number
 
@@ -108,14 +164,23 @@ def number_of_seconds(what: str, text: str) -> float:
         >>> _parse.number_of_seconds("compute", "500ms")
         0.5
     """
-    units = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6}
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(|s|ms|us|µs)\s*", text)
-    try:
-        number = float(found[1]) / units[found[2]] if found else math.nan
-    except ValueError:
-        number = math.nan
+    units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+    number = _quantity(text, units)
     if not 0 < number < math.inf:
         raise ValueError(
-            f"{what} must be a number of seconds such as 1.2, 1.2s or 500ms, got {text!r}"
+            f"{what} must be a number of seconds such as 1.2, 1.2s or 500ms, got {shown(text)}"
         )
     return number
+
+
+def _quantity(text: Any, units: Mapping[str, float]) -> float:
+    """A number and its unit as one number; NaN if it is none."""
+    if not isinstance(text, str) or len(text) > LONGEST:
+        return math.nan
+    number, unit = re.fullmatch(
+        r"([0-9.]*(?:e[+-]?[0-9]+)?)(.*)", text.strip(), re.DOTALL
+    ).groups()  # type: ignore[union-attr]  # any text fits
+    try:
+        return float(number) * units[unit.lstrip()]
+    except (ValueError, KeyError):
+        return math.nan

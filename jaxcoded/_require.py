@@ -2,7 +2,23 @@
 
 import math
 import numbers
+import operator
+import reprlib
 from typing import Any
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+
+
+def shown(value: Any) -> str:
+    """A value in a message, whatever it is, and however long.
+
+    Example:
+        >>> from jaxcoded import _require
+        >>> _require.shown("a" * 1000)
+        "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'"
+    """
+    return _short.repr(value)
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -11,16 +27,29 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     Raises:
         ValueError: it is not an integer in ``least … most``. The message has the name.
     """
-    integral = not isinstance(value, bool) and hasattr(value, "__index__")
-    if not integral or value < least or (most is not None and value > most):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if (
+        isinstance(value, bool)
+        or number < least
+        or (most is not None and number > most)
+    ):
         wanted = f"≥ {least}" if most is None else f"in {least} … {most}"
-        raise ValueError(f"{name} must be an integer {wanted}, got {value!r}")
-    return int(value)
+        raise ValueError(f"{name} must be an integer {wanted}, got {shown(value)}")
+    return number
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, Python's or NumPy's."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Whether it is a real number, Python's or NumPy's, that fits into a float."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def is_positive(value: Any) -> bool:
@@ -35,7 +64,7 @@ def positive(name: str, value: Any) -> float:
         ValueError: it is not a finite number > 0. The message has the name.
     """
     if not is_positive(value):
-        raise ValueError(f"{name} must be a number > 0, got {value!r}")
+        raise ValueError(f"{name} must be a number > 0, got {shown(value)}")
     return float(value)
 
 
@@ -46,5 +75,5 @@ def not_negative(name: str, value: Any) -> float:
         ValueError: it is not a number ≥ 0. The message has the name.
     """
     if not (is_number(value) and value >= 0):
-        raise ValueError(f"{name} must be a number ≥ 0, got {value!r}")
+        raise ValueError(f"{name} must be a number ≥ 0, got {shown(value)}")
     return float(value)

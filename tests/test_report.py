@@ -66,7 +66,7 @@ def missing(first, **changes):
 def of_child(rank, **changes):
     """Its own telemetry: it has no children, and what it worked is known exactly."""
     columns = {
-        "children": [],
+        "children": np.zeros(0, np.int64),
         "arrived": np.zeros((ROUNDS, 0)),
         "used": np.zeros((ROUNDS, 0), bool),
         "decided": np.full(ROUNDS, NAN),
@@ -322,6 +322,10 @@ FILES = {
                 for name, value in (("loads", 1), ("step_times", 0.1), ("silent", 0))
             },
             parents=np.array([-1]),
+            peers=np.zeros(0, np.int64),
+            link_bytes=np.zeros(0, np.int64),
+            link_seconds=np.zeros(0),
+            decided_by=np.zeros(ROUNDS, np.int64),
         )
     ],
 }

@@ -1,4 +1,22 @@
+import math
+
 from jaxcoded import _require
+
+# Numbers in a code: 1 GiB of float64.
+MOST_NUMBERS = 1 << 27
+
+
+def check_size(*shape: int) -> None:
+    """Raise unless a tensor of this shape has a size that a code may have.
+
+    Raises:
+        ValueError: it is larger.
+    """
+    if math.prod(shape) > MOST_NUMBERS:
+        raise ValueError(
+            f"a code of shape {_require.shown(shape)} has more than {MOST_NUMBERS} numbers: "
+            "take a smaller fan-out, or fewer slices or parts"
+        )
 
 
 def checked(

@@ -78,7 +78,7 @@ def named(
     common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
     try:
         code = constructor(**{k: common[k] for k in common if k in parameters} | given)
-    except TypeError as error:
+    except (TypeError, ArithmeticError, MemoryError) as error:
         raise ValueError(f"code={text!r}: {error}") from None
     if code.m not in (slices, slices * code.parts):
         raise ValueError(

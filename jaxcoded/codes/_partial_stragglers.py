@@ -6,6 +6,7 @@ from jaxcoded import _require
 from jaxcoded.codes._cyclic_repetition import cyclic_repetition
 from jaxcoded.codes._fractional_repetition import fractional_repetition
 from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._load import check_size
 
 
 def partial_stragglers(
@@ -49,11 +50,13 @@ def partial_stragglers(
     """
     n = _require.integer("n", n, 1)
     s = _require.integer("late", late, 0, n - 1)
-    alpha = Fraction(slowdown)
-    if alpha <= 1:
+    if not (_require.is_positive(slowdown) and slowdown > 1):
         raise ValueError(
-            f"slowdown is how many times slower a straggler is, above 1, got {slowdown}"
+            "slowdown is how many times slower a straggler is, above 1, got "
+            f"{_require.shown(slowdown)}"
         )
+    alpha = Fraction(slowdown)
+    check_size(2 * n, 2 * n)
     coded = (
         cyclic_repetition(n, s, seed=seed)
         if n % (s + 1)

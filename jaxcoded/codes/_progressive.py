@@ -2,6 +2,7 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.codes._gradient_code import GradientCode
+from jaxcoded.codes._load import check_size
 
 
 def progressive(n: int, stragglers: int) -> GradientCode:
@@ -32,6 +33,7 @@ def progressive(n: int, stragglers: int) -> GradientCode:
     """
     n = _require.integer("n", n, 1)
     s = _require.integer("stragglers", stragglers, 0, n - 1)
+    check_size(n, s + 1, n)
     held = (np.arange(n)[:, None] + np.arange(s + 1)) % n
     B = np.eye(n)[held.reshape(-1)]
     return GradientCode(B, s, "progressive", parts=s + 1)

@@ -1,7 +1,7 @@
 import numpy as np
 
 from jaxcoded.codes._gradient_code import GradientCode
-from jaxcoded.codes._load import checked
+from jaxcoded.codes._load import check_size, checked
 from jaxcoded.codes._redraw import least_amplified
 
 
@@ -97,6 +97,7 @@ def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
         raise ValueError(
             f"loads {loads.tolist()} must add up to a multiple k·(s + m) of s + m = {holders}, with none above k"
         )
+    check_size(n, k)
     support = np.zeros((n, k), bool)
     ends = np.cumsum(loads)
     for child, (end, load) in enumerate(zip(ends, loads)):

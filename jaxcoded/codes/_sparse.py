@@ -94,7 +94,7 @@ def stochastic_block(
     """
     n = _require.integer("n", n, 2)
     blocks = _require.integer("blocks", blocks, 2, n)
-    if load <= 0 or not 0 <= inside <= 1:
+    if not 0 < load < np.inf or not 0 <= inside <= 1:
         raise ValueError(
             f"load must be above 0 and inside in 0 … 1, got {load!r} and {inside!r}"
         )

@@ -9,6 +9,8 @@ from typing import Any, BinaryIO
 
 from mpi4py import MPI
 
+from jaxcoded import _parse, _require
+from jaxcoded._files import contents
 from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import on_all
 from jaxcoded.transport.base import Dealt, Transport
@@ -159,36 +161,56 @@ def read(path: Path, plan: Plan) -> list[Dealt]:
         OSError: it cannot be read.
         ValueError: it is no record, or one of another plan.
     """
-    with open(path, "rb") as file:
-        # the last line of a job that was killed may be cut off
-        head, *lines = file.read().split(b"\n")[:-1] or [b""]
+    # the last line of a job that was killed may be cut off
+    head, *lines = contents(path).split(b"\n")[:-1] or [b""]
     fields = _parsed(head)
     if fields.get("format") != FORMAT:
-        raise ValueError(f"{str(path)!r} is not a file written with record=")
+        raise ValueError(
+            f"{str(path)!r} is not a file written with record= of this version of jaxcoded "
+            f"({FORMAT})"
+        )
     if fields.get("plan") != json.loads(plan.to_json()):
         raise ValueError(
-            f"{str(path)!r} is the record of another plan, {fields.get('plan')}; this "
-            f"group has {plan.to_json()}"
+            f"{str(path)!r} is the record of another plan, "
+            f"{_require.shown(fields.get('plan'))}; this group has {plan.to_json()}"
         )
     assert plan.placement is not None
-    blocks, call, out = len(plan.placement.holders), "", []
-    for number, line in enumerate(lines, start=2):
+    blocks, last, call = len(plan.placement.holders), 0, ""
+    out: list[Dealt] = []
+    for line_number, line in enumerate(lines, start=2):
         fields = _parsed(line)
-        call = fields.get("call", call)
-        division = fields.get("blocks", [])
-        if len(division) != plan.size or sorted(itertools.chain(*division)) != [
-            *range(blocks)
-        ]:
+        round_, call = fields.get("round"), fields.get("call", call)
+        division: Any = fields.get("blocks")
+        if not (
+            fields.keys() <= {"round", "call", "blocks"}
+            and type(round_) is int
+            and last < round_ < 2**48
+            and isinstance(call, str)
+            and _divides(division, plan.size, blocks)
+        ):
             raise ValueError(
-                f"line {number} of {str(path)!r} is not of a record: {line[:80]!r}"
+                f"line {line_number} of {str(path)!r} is not of a record: {line[:80]!r}"
             )
-        out.append((fields["round"], call, division))
+        last = round_
+        out.append((round_, call, division))
     return out
+
+
+def _divides(division: Any, ranks: int, blocks: int) -> bool:
+    """Whether it gives each block to one of the ranks."""
+    if not (
+        isinstance(division, list)
+        and len(division) == ranks
+        and all(isinstance(its, list) for its in division)
+    ):
+        return False
+    all_ = list(itertools.chain(*division))
+    return all(type(each) is int for each in all_) and sorted(all_) == [*range(blocks)]
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = _parse.document(line)
     except ValueError:
         return {}
     return fields if isinstance(fields, dict) else {}

@@ -40,16 +40,19 @@ def from_bytes(data: bytes, like: Any) -> Any:
         anything else JAX arrays (numpy where JAX has no 64 bits).
 
     Raises:
-        ValueError: ``like`` is not.
+        ValueError: ``like`` is not, or the data are damaged.
     """
     if data[:_DIGEST] != _digest(like).tobytes():
         raise ValueError(
             f"the snapshot is not of this state: {Packing.of(_abstract(like))}"
         )
     leaves, structure = jax.tree.flatten(like)
+    avals = list(map(_aval, leaves))
+    length = _DIGEST + sum(aval.size * aval.dtype.itemsize for aval in avals)
+    if len(data) != length:
+        raise ValueError(f"the snapshot has {len(data)} bytes, and not {length}")
     start, out = _DIGEST, []
-    for leaf in leaves:
-        aval = _aval(leaf)
+    for leaf, aval in zip(leaves, avals):
         values = np.frombuffer(data, aval.dtype, aval.size, start).reshape(aval.shape)
         start += values.nbytes
         out.append(_as(leaf, values))

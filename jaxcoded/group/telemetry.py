@@ -1,6 +1,5 @@
 """What a rank has seen of its rounds: who was in time, and what took how long."""
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -11,6 +10,7 @@ import numpy as np
 
 from jaxcoded import _format
 from jaxcoded._files import replacing
+from jaxcoded.group import telemetry_file
 from jaxcoded.plan import Plan
 from jaxcoded.transport.following import follow
 
@@ -366,21 +366,10 @@ class Telemetry:
         """Inverse of `save`.
 
         Raises:
-            ValueError: the file is something else.
+            ValueError: the file is something else, or does not fit together.
+            OSError: it cannot be read.
         """
-        values: dict[str, Any] = {}
-        # damaged files raise errors of all kinds
-        with open(path, "rb") as data, contextlib.suppress(Exception):
-            file = np.load(data, allow_pickle=False)
-            if isinstance(file, np.lib.npyio.NpzFile):
-                values.update(file)
-        if set(values) != {field.name for field in dataclasses.fields(cls)}:
-            raise ValueError(
-                f"{path} was not written by Telemetry.save, or is damaged or of another "
-                "version of jaxcoded"
-            )
-        plain = {"rank": int(values["rank"]), "plan": str(values["plan"])}
-        return cls(**values | plain)
+        return cls(**telemetry_file.read(path))
 
 
 def report(

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxcoded import codes
 from jaxcoded.codes import GradientCode
+from jaxcoded.codes._load import check_size
 from jaxcoded.codes._named import parsed
 from jaxcoded.plan.placement import is_shared
 
@@ -103,6 +104,7 @@ def coding_of(
             which ones would.
     """
     n = len(capacities)
+    check_size(n, n, slices)
     if is_shared(kind):
         code = dataclasses.replace(codes.uncoded(n), name="shared", sizes=capacities)
         return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))

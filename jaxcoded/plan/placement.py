@@ -8,6 +8,7 @@ import numpy as np
 from jaxcoded import _parse, _require
 
 NAME = "shared"
+MOST_BLOCKS = 1 << 20  # of all ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,8 @@ def placement(text: str, ranks: tuple[int, ...]) -> Placement:
         )
     others = len(ranks) - 1
     replicas = _require.integer("replicas", given.get("replicas", min(2, others)), 0)
-    blocks = _require.integer("blocks", given.get("blocks", 12), 1)
+    most = MOST_BLOCKS // len(ranks)
+    blocks = _require.integer("blocks", given.get("blocks", 12), 1, max(most, 12))
     if replicas > others and others:
         raise ValueError(
             f"code={text!r}: of the other ranks only {others} can hold a rank's blocks: give "

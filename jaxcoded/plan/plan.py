@@ -6,19 +6,22 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from jaxcoded import _require
+from jaxcoded import _parse, _require
 from jaxcoded.codes import GradientCode
 from jaxcoded.codes._named import needed, parsed
 from jaxcoded.plan.describe import describe
 from jaxcoded.plan.parent_code import AUTO, Coding, coding_of
 from jaxcoded.plan.placement import Placement, is_shared, placement
 from jaxcoded.plan.tree import NO_PARENT, Tree, balanced_parents, default_fanout
+
+_FORMAT = "jaxcoded.Plan/1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,7 +418,7 @@ class Plan:
         """The plan as JSON text; `from_json` makes an equal plan of it."""
         fields = dataclasses.asdict(self) | {
             "speeds": list(map(str, self.speeds)),
-            "format": "jaxcoded.Plan/1",
+            "format": _FORMAT,
         }
         return json.dumps(fields, sort_keys=True)
 
@@ -427,27 +430,41 @@ class Plan:
             ValueError: the text is not a plan.
         """
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError:
-            fields = None
-        if (
-            not isinstance(fields, dict)
-            or fields.pop("format", None) != "jaxcoded.Plan/1"
-        ):
-            raise ValueError(f"not a plan written by Plan.to_json: {text[:80]!r}")
+            fields = _parse.document(text)
+        except ValueError as error:
+            raise ValueError(
+                f"not a plan written by Plan.to_json: {error}; got {_require.shown(text)}"
+            ) from None
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            raise ValueError(
+                f"not a plan written by Plan.to_json of this version of jaxcoded ({_FORMAT}): "
+                f"{_require.shown(text)}"
+            )
         expected = {field.name for field in dataclasses.fields(cls)}
         if fields.keys() != expected:
             raise ValueError(
-                f"a plan has the fields {sorted(expected)}, got {sorted(fields)}"
+                f"a plan has the fields {sorted(expected)}, got "
+                f"{_require.shown(sorted(fields))}"
             )
-        if not isinstance(fields["parents"], list):
-            raise ValueError(  # noqa: TRY004  # the text is wrong, not a type
-                f"parents must be a list, got {fields['parents']!r}"
-            )
-        if isinstance(fields["code"], list):
-            fields["code"] = tuple(fields["code"])
-        speeds = tuple(map(Fraction, fields["speeds"]))
-        return cls(**fields | {"parents": tuple(fields["parents"]), "speeds": speeds})
+        for name, fits, wanted in (
+            ("parents", _is_list_of(int), "a list of integers"),
+            ("code", _is_code, "a text or a list of texts"),
+            ("root_computes", lambda it: isinstance(it, bool), "true or false"),
+            ("speeds", _are_speeds, 'a list of texts such as "7/20"'),
+        ):
+            if not fits(fields[name]):
+                raise ValueError(
+                    f"{name} must be {wanted}, got {_require.shown(fields[name])}"
+                )
+        code = fields["code"]
+        return cls(
+            **fields
+            | {
+                "parents": tuple(fields["parents"]),
+                "code": code if isinstance(code, str) else tuple(code),
+                "speeds": tuple(map(Fraction, fields["speeds"])),
+            }
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -574,6 +591,22 @@ def make_plan(
     )
 
 
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    """Whether something is a list of such values; a bool is no int."""
+    return lambda it: isinstance(it, list) and all(type(each) is kind for each in it)
+
+
+def _is_code(it: Any) -> bool:
+    return isinstance(it, str) or _is_list_of(str)(it)
+
+
+def _are_speeds(it: Any) -> bool:
+    """Fractions of 1000, as a plan keeps them."""
+    return _is_list_of(str)(it) and all(
+        re.fullmatch(r"[0-9]{1,4}(/[1-9][0-9]{0,3})?", each, re.ASCII) for each in it
+    )
+
+
 def _code_of_ranks(
     code: str | Mapping[int, str] | Sequence[str], parents: tuple[int, ...]
 ) -> str | tuple[str, ...]:
@@ -619,9 +652,10 @@ def _checked_speeds(
     if len(speeds) != size:
         raise ValueError(f"speeds has {len(speeds)} entries for {size} ranks")
     for rank, speed in enumerate(speeds):
-        if not (0 < float(speed) < math.inf):
+        if not _is_speed(speed):
             raise ValueError(
-                f"speeds must be positive and finite, got {speed} for rank {rank}"
+                f"speeds must be positive and finite, got {_require.shown(speed)} for rank "
+                f"{rank}"
             )
     speeds = [
         Fraction(s if isinstance(s, int | Fraction) else float(s)) for s in speeds
@@ -637,6 +671,13 @@ def _checked_speeds(
             f"{float(slowest):g} beside {float(fastest):g}"
         )
     return out if len(set(out)) > 1 else ()
+
+
+def _is_speed(it: Any) -> bool:
+    try:
+        return 0 < float(it) < math.inf
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _needed(

@@ -41,7 +41,8 @@ class Tree:
         roots = [rank for rank, parent in enumerate(parents) if parent == NO_PARENT]
         if len(roots) != 1:
             raise ValueError(
-                f"parents must name exactly one root (parent -1), got roots {roots}"
+                "parents must name exactly one root (parent -1), got roots "
+                f"{_require.shown(roots)}"
             )
         unreached = set(range(len(parents))) - set(self.order)
         if unreached:

@@ -6,6 +6,7 @@ real one (``benchmarks/``), round by round and rank by rank.
 
 import abc
 import dataclasses
+import io
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcoded import _parse, _require
+from jaxcoded._files import array, contents
 
 # Quotes that follow are in pairs.
 _UNQUOTED = r"""(?=(?:[^'"]|'[^']*'|"[^"]*")*$)"""
@@ -234,6 +236,7 @@ class Measured(Stragglers):
 
     def __post_init__(self) -> None:
         table = _table("factors", self.factors)
+        _require_bool("seconds", self.seconds)
         object.__setattr__(self, "factors", table)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
@@ -265,6 +268,7 @@ class Trace(Stragglers):
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike):
             raise ValueError(f"path must be that of a file, got {self.path!r}")  # noqa: TRY004
+        _require_bool("seconds", self.seconds)
 
     @property
     def table(self) -> np.ndarray:
@@ -274,17 +278,16 @@ class Trace(Stragglers):
             ValueError: the file has something else. The message has its path.
             OSError: it cannot be read.
         """
+        data = contents(self.path)
         try:
             if os.fspath(self.path).endswith(".npy"):
-                with open(self.path, "rb") as file:
-                    table = np.lib.format.read_array(file, allow_pickle=False)
+                table = array(data)
             else:
                 with warnings.catch_warnings():  # nothing in it is an error below
                     warnings.simplefilter("ignore", UserWarning)
                     # some programs begin their tables with a byte order mark
-                    table = np.loadtxt(
-                        self.path, delimiter=",", ndmin=2, encoding="utf-8-sig"
-                    )
+                    lines = io.StringIO(data.decode("utf-8-sig"))
+                    table = np.loadtxt(lines, delimiter=",", ndmin=2)
         except ValueError as error:
             raise ValueError(f"{self.path} has no table of numbers: {error}") from None
         return _table(str(self.path), table)
@@ -383,9 +386,10 @@ def named(text: str) -> Stragglers:
         >>> next(model.rounds(4)).time(0.5).tolist()
         [0.5, 0.5, 1.5, 0.5]
     """
+    _parse.check_text("model", text)
     models = []
     # not that of a number such as 1e+3, nor one in quotes
-    for part in re.split(r"\+(?=\s*[^\W\d])" + _UNQUOTED, str(text)):
+    for part in re.split(r"\+(?=\s*[^\W\d])" + _UNQUOTED, text):
         name, arguments = _parse.parsed("model", part, MODELS)
         try:
             models.append(MODELS[name](**arguments))
@@ -458,6 +462,11 @@ def _within(ranks: tuple[int, ...], size: int) -> list[int]:
     return [rank % size for rank in ranks]
 
 
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")  # noqa: TRY004
+
+
 def _require_numbers(
     model: Any, least: float | None = None, above: float | None = None
 ) -> None:
@@ -468,7 +477,9 @@ def _require_numbers(
         if field.name == "ranks":
             continue
         if not (_require.is_number(value) and np.isfinite(value)):
-            raise ValueError(f"{field.name} must be a finite number, got {value!r}")
+            raise ValueError(
+                f"{field.name} must be a finite number, got {_require.shown(value)}"
+            )
         if least is not None and value < least:
             raise ValueError(f"{field.name} must be at least {least}, got {value!r}")
         if above is not None and value <= above:

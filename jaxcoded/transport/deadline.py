@@ -1,6 +1,7 @@
 """How long a parent waits for its children, and what it does then."""
 
 import dataclasses
+import math
 import re
 from typing import Any, Self
 
@@ -35,21 +36,22 @@ class Deadline:
         Raises:
             ValueError: it is something else, or there is no such action.
         """
-        if action not in ACTIONS:
+        if not isinstance(action, str) or action not in ACTIONS:
             raise ValueError(
-                f"on_deadline must be one of {', '.join(ACTIONS)}, got {action!r}"
+                f"on_deadline must be one of {', '.join(ACTIONS)}, got "
+                f"{_require.shown(action)}"
             )
         if deadline is None:
             if action != "wait":
                 raise ValueError(f"on_deadline={action!r} needs a deadline")
             return cls(0.0, 0.0, action)
         text = isinstance(deadline, str)
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*x", deadline) if text else None
-        if found and float(found[1]) > 1:
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*x", deadline) if text else None
+        if found and 1 < float(found[1]) < math.inf:
             return cls(0.0, float(found[1]), action)
         if _require.is_positive(deadline):
             return cls(float(deadline), 0.0, action)
         raise ValueError(
             'deadline must be a number of seconds > 0, or a text such as "3x" for 3 '
-            f"(> 1) times the median round, got {deadline!r}"
+            f"(> 1) times the median round, got {_require.shown(deadline)}"
         )

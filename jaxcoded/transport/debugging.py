@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from jaxcoded import _require
 from jaxcoded.plan import Plan
 from jaxcoded.transport.deadline import Deadline
 
@@ -26,7 +27,8 @@ def check(debug: Any) -> None:
     """
     if not isinstance(debug, bool):
         raise ValueError(  # noqa: TRY004  # it may be a text of the environment
-            f"debug must be True, False or None ({VARIABLE} 1 or 0), got {debug!r}"
+            f"debug must be True, False or None ({VARIABLE} 1 or 0), got "
+            f"{_require.shown(debug)}"
         )
 
 

@@ -9,6 +9,8 @@ from jaxcoded.transport.deadline import Deadline
 
 PIECE = 256 << 10  # bytes
 LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
+_MOST = 2**62  # bytes
+_MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +83,9 @@ class Options:
         """
         _require.integer("piece_bytes", self.piece_bytes, 1, LONGEST_PIECE)
         if self.sections_from is not None:
-            _require.integer("sections_from", self.sections_from, 0)
-        _require.integer("history_bytes", self.history_bytes, 0)
-        _require.integer("telemetry_rounds", self.telemetry_rounds, 0)
+            _require.integer("sections_from", self.sections_from, 0, _MOST)
+        _require.integer("history_bytes", self.history_bytes, 0, _MOST)
+        _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
         debugging.check(self.debug)
 

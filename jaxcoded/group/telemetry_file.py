@@ -1,0 +1,117 @@
+"""What is in a file of telemetry, and whether it can be believed."""
+
+import io
+import os
+import zipfile
+from typing import Any
+
+import numpy as np
+
+from jaxcoded._files import array, contents
+from jaxcoded.plan import Plan
+
+# The dtype and the axes of each array: rounds R, children C, ranks N, and ranks that this one has got
+# something from L. See `Telemetry`.
+_ARRAYS: dict[str, tuple[type, str]] = {
+    "parents": (np.int64, "N"),
+    "loads": (np.float64, "N"),
+    "rounds": (np.int64, "R"),
+    "work": (np.float64, "R"),
+    "started": (np.float64, "R"),
+    "decided": (np.float64, "R"),
+    "ended": (np.float64, "R"),
+    "decided_by": (np.int64, "R"),
+    "failed": (np.bool_, "R"),
+    "skipped": (np.bool_, "R"),
+    "approximate": (np.bool_, "R"),
+    "loop": (np.bool_, "R"),
+    "children": (np.int64, "C"),
+    "arrived": (np.float64, "RC"),
+    "used": (np.bool_, "RC"),
+    "peers": (np.int64, "L"),
+    "link_bytes": (np.int64, "L"),
+    "link_seconds": (np.float64, "L"),
+    "step_times": (np.float64, "N"),
+    "silent": (np.float64, "N"),
+}
+_LONGEST = 1e15  # seconds
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of a `Telemetry`, from the file that `Telemetry.save` wrote.
+
+    Nothing in it is unpickled, and it takes no more memory than the file is long.
+
+    Raises:
+        ValueError: the file is something else, or does not fit together.
+        OSError: it cannot be read.
+    """
+    values = _arrays(contents(path))
+    if values.keys() != {"rank", "plan", *_ARRAYS}:
+        raise ValueError(
+            f"{path} was not written by Telemetry.save, or is damaged or of another "
+            "version of jaxcoded"
+        )
+    try:
+        return _checked(values)
+    except ValueError as error:
+        raise ValueError(f"{path} is no telemetry of a rank: {error}") from None
+
+
+def _arrays(data: bytes) -> dict[str, np.ndarray]:
+    """By name; none if it is no file of arrays."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            members = file.infolist()
+            # what is compressed could be of any length
+            if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+                return {}
+            values = {
+                each.filename.removesuffix(".npy"): array(file.read(each))
+                for each in members
+            }
+            return values if len(values) == len(members) else {}
+    except Exception:  # noqa: BLE001  # damaged files raise errors of all kinds
+        return {}
+
+
+def _checked(values: dict[str, np.ndarray]) -> dict[str, Any]:
+    rank, plan = values["rank"], values["plan"]
+    if rank.shape or rank.dtype.kind != "i" or plan.shape or plan.dtype.kind != "U":
+        raise ValueError("rank must be an integer, and plan a text")
+    made = Plan.from_json(str(plan))
+    axes: dict[str, int] = {"N": made.size}
+    for name, (dtype, letters) in _ARRAYS.items():
+        its = values[name]
+        known = its.dtype == dtype and its.ndim == len(letters)
+        lengths = dict(zip(letters, its.shape))
+        if not known or any(axes.setdefault(k, n) != n for k, n in lengths.items()):
+            raise ValueError(
+                f"{name} must be {np.dtype(dtype)} ({', '.join(letters)}), got {its.dtype} of "
+                f"shape {its.shape}"
+            )
+        if its.dtype.kind == "f" and (abs(its) > _LONGEST).any():
+            raise ValueError(f"{name} has numbers that are no times")
+
+    def require(name: str, fits: Any) -> None:
+        if not np.all(fits):
+            raise ValueError(f"{name} does not fit the rest")
+
+    number = int(rank)
+    require("rank", 0 <= number < made.size)
+    require("parents", values["parents"] == made.parents)
+    require("loads", (values["loads"] >= 0) & (values["loads"] <= 1))
+    children = np.sort(values["children"])
+    require("children", np.array_equal(children, made.tree.children[number]))
+    require("rounds", np.diff(values["rounds"], prepend=0) > 0)
+    require("rounds", values["rounds"] < 2**48)
+    peers, deciders = values["peers"], values["decided_by"]
+    require("peers", (peers >= 0) & (peers < made.size))
+    require("peers", len(np.unique(peers)) == len(peers))
+    require("decided_by", (deciders >= -1) & (deciders < made.size))
+    require("link_bytes", values["link_bytes"] >= 0)
+    for name in ("link_seconds", "silent"):
+        require(name, values[name] >= 0)
+    for name in ("work", "step_times"):
+        require(name, np.isnan(values[name]) | (values[name] >= 0))
+    return values | {"rank": number, "plan": str(plan)}

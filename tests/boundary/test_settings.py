@@ -1,0 +1,131 @@
+"""What calls, command lines and the environment say."""
+
+import argparse
+import math
+
+import pytest
+from documents import fuzzed, literals, numbers, outcome, scalars, values
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxcoded import Options, _parse
+from jaxcoded.cli import plan
+from jaxcoded.simulator import stragglers
+from jaxcoded.transport import debugging
+from jaxcoded.transport.deadline import ACTIONS, Deadline
+
+quantities = st.one_of(
+    st.builds(
+        "{}{}{}{}".format,
+        st.sampled_from(["", " ", " " * 100_000]),
+        st.sampled_from(
+            ["4", "1.5", "1e6", "1e999", "9" * 400, "", ".", "-1", "1e", "٣", "1_0"]
+        ),
+        st.sampled_from(["", " ", "\n", " " * 100_000]),
+        st.sampled_from(
+            ["", "k", "K", "M", "MB", "MiB", "B", "T", "s", "ms", "µs", "x", "KiBB"]
+        ),
+    ),
+    st.text(max_size=8),
+)
+
+
+@fuzzed
+@given(quantities, st.sampled_from(["count", "number_of_bytes", "number_of_seconds"]))
+def test_quantities(text, name):
+    number = outcome(getattr(_parse, name), "--it", text)
+    if number is not None:
+        assert type(number) is float and 0 < number < math.inf
+
+
+deadlines = st.one_of(
+    values,
+    st.builds("{}{}".format, numbers, st.sampled_from(["x", " x", "X", ""])),
+    st.sampled_from(["3x", "1.5 x", "9" * 400 + "x", "٣x", "1" * 100_000, 10.0, None]),
+)
+
+
+@fuzzed
+@given(deadlines, st.sampled_from(ACTIONS) | values)
+def test_deadlines(deadline, action):
+    found = outcome(Deadline.parsed, deadline, action)
+    if found is not None:
+        assert 0 <= found.seconds < math.inf and 0 <= found.rounds < math.inf
+        assert found.action in ACTIONS
+
+
+@fuzzed
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "deadline": deadlines,
+            "on_deadline": st.sampled_from(ACTIONS) | scalars,
+            "piece_bytes": values,
+            "sections_from": values,
+            "history_bytes": values,
+            "telemetry_rounds": values,
+            "debug": values,
+        },
+    )
+)
+def test_options(given_):
+    options = Options(**given_).complete()
+    if outcome(lambda: options.check() or True):
+        most = max(
+            options.piece_bytes, options.sections_from or 0, options.history_bytes
+        )
+        assert 0 <= options.telemetry_rounds <= 2**24 and most <= 2**62
+        assert options.waits.action in ACTIONS
+
+
+@fuzzed
+@given(
+    st.sampled_from(["", "0", "1", "true"])
+    | st.text(st.characters(codec="ascii", min_codepoint=1))
+)
+def test_the_environment(text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(debugging.VARIABLE, text)
+        found = outcome(lambda: Options().complete().check() or True)
+    assert (found is True) == (text in ("", "0", "1"))
+
+
+class Asked(ValueError):
+    """The search would begin now."""
+
+
+lines = {
+    "ranks": st.just(4) | st.integers(-2, 5) | st.just(2**40),
+    "payload": quantities,
+    "parameters": st.none() | quantities,
+    "dtype": st.sampled_from([None, "float32"]),
+    "compute": quantities | st.just("1.2"),
+    "model": st.just("none") | literals | st.sampled_from(sorted(stragglers.MODELS)),
+    "trace": st.sampled_from([None, None, "/", "/nothing", "\0", "/dev/null"]),
+    "gigabits": st.just(10.0) | numbers,
+    "send_gigabits": st.none() | numbers,
+    "latency": st.just(1e-4) | numbers,
+    "replicas": st.none() | st.integers(-2, 5),
+    "reading": st.none() | quantities,
+    "top": st.integers(-1, 5),
+    "seed": st.integers(-1, 2) | numbers,
+    "json": st.booleans(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of a trace without numbers
+@fuzzed
+@given(st.fixed_dictionaries(lines))
+def test_the_command_plan(given_):
+    """What it is asked for is in its range when the search begins."""
+
+    def search(it):
+        for name in ("payload", "work", "reading"):
+            assert 0 <= getattr(it, name) < math.inf
+        assert it.network.bandwidth > 0 and math.isfinite(it.network.latency)
+        raise Asked("the search would begin")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxcoded.planner.search._Search.run", search)
+        outcome(plan.run, argparse.Namespace(**given_), errors=(ValueError, OSError))
