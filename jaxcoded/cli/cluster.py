@@ -205,7 +205,10 @@ def only_one(**given: Any) -> None:
 
 def _payload(payload: str | None, parameters: str | None, dtype: str | None) -> float:
     if parameters is not None:
-        return count("--parameters", parameters) * _ITEM_BYTES[dtype or "float32"]
+        size = _ITEM_BYTES[dtype or "float32"]
+        return _require.positive(
+            "--parameters", count("--parameters", parameters) * size
+        )
     if payload is None:
         raise ValueError(
             "how much is summed? Give --payload, such as 4MB, or --parameters, such as 25M"

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxcoded import _require
-from jaxcoded._files import replacing
+from jaxcoded import _parse, _require
+from jaxcoded._files import contents, replacing
 from jaxcoded.simulator import Network
 from jaxcoded.simulator.stragglers import Measured
 
@@ -84,7 +84,11 @@ class Measurement:
             if said["format"] != _FORMAT:
                 raise ValueError(f"its format is {said['format']!r}, not {_FORMAT!r}")
             factors = Measured(said["factors"])
-            hosts = tuple(map(str, said["hosts"]))
+            hosts = tuple(said["hosts"])
+            if not all(isinstance(host, str) for host in hosts):
+                raise ValueError("hosts must be texts")
+            if not (np.isfinite(factors.factors) & (factors.factors > 0)).all():
+                raise ValueError("factors must be finite numbers > 0")
             if len(hosts) != factors.factors.shape[1]:
                 raise ValueError("it has not as many ranks as hosts")
             return cls(
@@ -92,7 +96,7 @@ class Measurement:
                 _require.positive("work", said["work"]),
                 factors,
                 len(factors.factors),
-                tuple(Link(**link) for link in said["links"]),
+                tuple(_link(link, len(hosts)) for link in said["links"]),
                 hosts,
             )
         except (TypeError, KeyError) as error:
@@ -126,11 +130,20 @@ class Measurement:
             ...     Measurement.load(file.name).speeds.tolist()
             [1.0, 0.5]
         """
-        with open(path, "rb") as file:
-            text = file.read()
+        text = contents(path)
         try:
-            return cls.from_fields(json.loads(text))
+            return cls.from_fields(_parse.document(text))
         except ValueError as error:
             raise ValueError(
                 f"{path} was not written by jaxcoded bench --save: {error}"
             ) from None
+
+
+def _link(said: dict[str, Any], ranks: int) -> Link:
+    """Raises ValueError, TypeError or KeyError where it is none."""
+    link = Link(**said)
+    for name in ("rank", "partner"):
+        _require.integer(name, getattr(link, name), 0, ranks - 1)
+    for name in ("latency", "bandwidth"):
+        _require.positive(name, getattr(link, name))
+    return link

@@ -50,11 +50,11 @@ class Network:
             object.__setattr__(self, "send_bandwidth", self.bandwidth)
         for name in ("latency", "overhead", "call"):
             value = getattr(self, name)
-            if not (0 <= value < math.inf):
+            if not (_require.is_number(value) and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be seconds ≥ 0, got {value!r}")
         for name in ("bandwidth", "send_bandwidth", "combine"):
             value = getattr(self, name)
-            if not value > 0:
+            if not (_require.is_number(value) and value > 0):
                 raise ValueError(f"{name} must be bytes per second > 0, got {value!r}")
 
     @classmethod

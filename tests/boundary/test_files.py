@@ -11,7 +11,7 @@ import zipfile
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from documents import changed, damaged, fuzzed, in_memory, outcome
+from documents import changed, damaged, fuzzed, in_json, in_memory, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,8 @@ from jaxcoded import _files, make_plan
 from jaxcoded.cli import analysis
 from jaxcoded.group import record, snapshots
 from jaxcoded.group.telemetry import Telemetry
-from jaxcoded.simulator import stragglers
+from jaxcoded.planner.measurement import Link, Measurement
+from jaxcoded.simulator import Network, stragglers
 
 ROUNDS = 5
 PLAN = make_plan(4)
@@ -312,6 +313,30 @@ def test_a_record_that_is_nearly_one(tmp_path):
     path.write_text(f"{head}\n{'[' * 100_000}\n")
     with pytest.raises(ValueError, match="line 2 of .* is not of a record"):
         record.read(path, SHARED)
+
+
+MEASURED = Measurement(
+    Network(),
+    0.1,
+    stragglers.Measured([[1.0, 2.0], [1.5, 2.5]]),
+    2,
+    (Link(0, 1, 1e-5, 1e9),),
+    ("a", "b"),
+)
+
+
+@fuzzed
+@given(text=in_json(MEASURED.to_fields()))
+def test_measurements(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "measured.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    measured = outcome(Measurement.load, path)
+    if measured is not None:
+        assert measured.network.bandwidth > 0 and measured.work > 0
+        assert len(measured.speeds) == len(measured.hosts)
+        assert ((measured.speeds > 0) & (measured.speeds <= 1)).all()
+        measured.save(path)
+        assert Measurement.load(path).to_fields() == measured.to_fields()
 
 
 STATE = {"w": jnp.arange(3.0), "n": 5, "b": np.ones((2, 2), np.int8)}

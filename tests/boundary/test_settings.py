@@ -1,6 +1,5 @@
 """What calls, command lines and the environment say."""
 
-import argparse
 import math
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoded import Options, _parse
-from jaxcoded.cli import plan
+from jaxcoded.cli import cluster
 from jaxcoded.simulator import stragglers
 from jaxcoded.transport import debugging
 from jaxcoded.transport.deadline import ACTIONS, Deadline
@@ -91,41 +90,29 @@ def test_the_environment(text):
     assert (found is True) == (text in ("", "0", "1"))
 
 
-class Asked(ValueError):
-    """The search would begin now."""
-
-
 lines = {
-    "ranks": st.just(4) | st.integers(-2, 5) | st.just(2**40),
-    "payload": quantities,
-    "parameters": st.none() | quantities,
+    "ranks": st.just(4) | st.integers(-2, 5) | st.sampled_from([None, 2**40]),
+    "payload": st.none() | quantities | st.just("4MB"),
+    "parameters": st.none() | quantities | st.just("25M"),
     "dtype": st.sampled_from([None, "float32"]),
     "compute": quantities | st.just("1.2"),
-    "model": st.just("none") | literals | st.sampled_from(sorted(stragglers.MODELS)),
-    "trace": st.sampled_from([None, None, "/", "/nothing", "\0", "/dev/null"]),
-    "gigabits": st.just(10.0) | numbers,
+    "model": st.none() | literals | st.sampled_from(sorted(stragglers.MODELS)),
+    "trace": st.sampled_from([None, None, None, "/", "/nothing", "\0", "/dev/null"]),
+    "measured": st.sampled_from([None, None, None, "/", "/nothing", "/dev/null"]),
+    "gigabits": st.none() | numbers,
     "send_gigabits": st.none() | numbers,
-    "latency": st.just(1e-4) | numbers,
-    "replicas": st.none() | st.integers(-2, 5),
-    "reading": st.none() | quantities,
-    "top": st.integers(-1, 5),
+    "latency": st.none() | numbers,
     "seed": st.integers(-1, 2) | numbers,
-    "json": st.booleans(),
 }
 
 
 @pytest.mark.filterwarnings("ignore")  # of a trace without numbers
 @fuzzed
 @given(st.fixed_dictionaries(lines))
-def test_the_command_plan(given_):
-    """What it is asked for is in its range when the search begins."""
-
-    def search(it):
-        for name in ("payload", "work", "reading"):
-            assert 0 <= getattr(it, name) < math.inf
-        assert it.network.bandwidth > 0 and math.isfinite(it.network.latency)
-        raise Asked("the search would begin")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxcoded.planner.search._Search.run", search)
-        outcome(plan.run, argparse.Namespace(**given_), errors=(ValueError, OSError))
+def test_a_command_line(given_):
+    """Of plan and simulate. What comes of it is in its range."""
+    found = outcome(cluster._cluster, **given_, errors=(ValueError, OSError))
+    if found is not None:
+        assert 0 < found.payload < math.inf and 0 < found.work < math.inf
+        assert found.ranks >= 2 and found.seed >= 0
+        assert found.network.bandwidth > 0 and 0 <= found.network.latency < math.inf
