@@ -157,30 +157,35 @@ def job(
 ) -> list[str]:
     """The command that starts a command on so many ranks on each of the hosts, with these
     options of mpirun; the directory is for a file."""
-    # mpirun starts its daemons on the other hosts by AGENT ADDRESS COMMAND...
-    cases = []
-    for name, address in zip(hosts, addresses(len(hosts))):
-        there = shlex.join(on_host(name, "")[:-1])
-        cases.append(f'{address}) exec {there} "hostname {name}; $*" ;;')
-    agent = directory / "agent"
-    lines = "\n".join(cases)
-    agent.write_text(
-        f"#!/bin/sh\naddress=$1\nshift\ncase $address in\n{lines}\nesac\n",
-        encoding="utf-8",
-    )
-    agent.chmod(0o700)
     slots = ",".join(f"{address}:{each}" for address in addresses(len(hosts)))
     mpirun = shlex.join(
         [
             sys.executable,
             str(MPIRUN),
-            *("--prtemca", "plm_ssh_agent", str(agent)),
+            *("--prtemca", "plm_ssh_agent", str(agent(hosts, directory))),
             *("--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", NETWORK),
             *("--host", slots, *options),
             *("-n", str(each * len(hosts)), *map(str, command)),
         ]
     )
     return on_host(hosts[0], mpirun)
+
+
+def agent(hosts: Sequence[str], directory: pathlib.Path) -> pathlib.Path:
+    """What mpirun takes for ssh, written to the directory."""
+    # it starts its daemons on the other hosts by AGENT ADDRESS COMMAND...
+    cases = []
+    for name, address in zip(hosts, addresses(len(hosts))):
+        there = shlex.join(on_host(name, "")[:-1])
+        cases.append(f'{address}) exec {there} "hostname {name}; $*" ;;')
+    path = directory / "agent"
+    lines = "\n".join(cases)
+    path.write_text(
+        f"#!/bin/sh\naddress=$1\nshift\ncase $address in\n{lines}\nesac\n",
+        encoding="utf-8",
+    )
+    path.chmod(0o700)
+    return path
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 import csv
 import itertools
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -138,3 +140,36 @@ def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
         *(hosts, tmp_path / "sleeping", "sleeps.py", str(RANKS - 1), "60", widths)
     )
     assert all(report["formed"] for report in reports)
+
+
+def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\n"
+        "from mpi4py import MPI\n"
+        "rank = MPI.COMM_WORLD.rank\n"
+        "MPI.Finalize()\n"
+        "os._exit(3 * rank)\n"
+    )
+    places = ",".join(f"{address}:1" for address in on_hosts.addresses(2))
+    command = [
+        *(sys.executable, "-m", "jaxcoded", "run", "-n", "2"),
+        *("--hosts", places, "--timeout", str(LIMIT), str(program)),
+    ]
+    job = subprocess.run(
+        on_hosts.on_host(hosts[0], shlex.join(command)),
+        env=on_hosts.environment(LIMIT)
+        | {
+            "PRTE_MCA_plm_ssh_agent": str(on_hosts.agent(hosts, tmp_path)),
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl_tcp_if_include": on_hosts.NETWORK,
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT + 30,
+    )
+    said = re.findall("^jaxcoded run: (ranks? .*), after", job.stderr, re.MULTILINE)
+    assert "rank 1: status 3" in said, job.stderr
+    assert "rank 0: status 0" in said, job.stderr

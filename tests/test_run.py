@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import pytest
 from launch import ROOT, limited, slowness
 
-from jaxcoded.cli import launcher
+from jaxcoded.cli import ends, launcher
 
 pytestmark = pytest.mark.mpi
 
@@ -81,6 +82,8 @@ def test_an_uncaught_error_ends_the_job(program):
     assert said.returncode == 1, said.stderr
     assert "injected" in said.stderr
     assert "jaxcoded run: the job failed with status 1" in said.stderr
+    # what the rank that called MPI_Abort ends with is the launcher's affair
+    assert re.search("^jaxcoded run: ranks? [01]", said.stderr, re.MULTILINE)
 
 
 def test_a_killed_rank_ends_the_job(program):
@@ -89,7 +92,31 @@ def test_a_killed_rank_ends_the_job(program):
     )
     said = run("-n", 2, path)
     assert "a rank was killed" in said.stderr
+    # it first
+    ends = re.findall("^jaxcoded run: (ranks? .*)", said.stderr, re.MULTILINE)
+    assert ends[0].startswith("rank 1: killed by SIGKILL, after ")
     assert said.returncode in (137, 9), said.stderr  # of Open MPI and of MPICH
+
+
+def test_ranks_that_end_in_different_ways(program):
+    """Signals come once, and reach the program."""
+    path = program(
+        "import signal\n"
+        "came = []\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: came.append(1))\n"
+        "MPI.COMM_WORLD.Barrier()\n"
+        "if rank == 0: os.killpg(0, signal.SIGUSR2)\n"
+        "time.sleep(0.5)\n"
+        "assert len(came) == (rank == 0)\n"
+        "MPI.Finalize()\n"
+        "os._exit(7 if rank == 2 else 0)"
+    )
+    said = run("--on-error", "go-on", "-n", 3, path)
+    assert said.returncode == 7, said.stderr
+    ends = re.findall(
+        "^jaxcoded run: (ranks? .*), (?:the first )?after", said.stderr, re.MULTILINE
+    )
+    assert "rank 2: status 7" in ends
 
 
 @pytest.mark.parametrize("how", ["limit", "signal"])
@@ -188,3 +215,96 @@ def test_what_each_mpirun_is_told(fake):
     for version in ("mpirun (Open MPI) 4.1.4", mpich):
         with pytest.raises(ValueError, match="--ft needs Open MPI 5"):
             options(version, fault_tolerant=True)
+
+
+# How a rank ended, without an MPI.
+
+NOT_HEARD = "no word of it, as when mpirun ends the job"
+
+
+def ended(heard, number, program):
+    """Start what starts a rank; returns its status."""
+    return subprocess.Popen(
+        [*ends.WRAPPER, sys.executable, "-c", program],
+        env=os.environ | heard.variables | {"PMIX_RANK": str(number)},
+        stdin=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("hosts", [(), None, ["127.0.0.1", "no such host"]])
+def test_ends_in_words(hosts, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")
+    with ends.listening(hosts) as heard:
+        for number, (program, status) in enumerate(
+            [
+                ("", 0),
+                ("import sys; sys.exit(sys.stdin.read() != 'a')", 0),
+                ("import os; os.kill(os.getpid(), 9)", -9),
+                ("import sys; sys.exit(300)", 300 & 255),
+                ("import os; os.kill(os.getpid(), 40)", -40),
+            ]
+        ):
+            process = ended(heard, number, program)
+            process.communicate(b"a", timeout=60)
+            assert process.returncode == status
+        assert {rank: code for rank, (code, _) in heard.told.items()} == {
+            0: 0,
+            1: 0,
+            2: -9,
+            3: 44,
+            4: -40,
+        }
+    words = [re.sub("after .*", "after", line) for line in heard.words(7)]
+    assert words == [
+        "ranks 0–1: status 0, the first after",
+        "rank 2: killed by SIGKILL, after",
+        "rank 3: status 44, after",
+        "rank 4: killed by signal 40, after",
+        f"ranks 5–6: {NOT_HEARD}",
+    ]
+    del heard.told[2], heard.told[3], heard.told[4]
+    assert heard.words(2) == []
+    assert heard.words(3)[-1] == f"rank 2: {NOT_HEARD}"
+
+
+def test_others_are_not_believed():
+    with ends.listening() as heard:
+        heard.variables["JAXCODED_ENDS"] += "0"
+        process = ended(heard, 0, "")
+        process.communicate(timeout=60)
+        assert process.returncode == 0  # the job goes on all the same
+        heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"  # nobody listens
+        process = ended(heard, 0, "")
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert not heard.told
+
+
+def test_a_rank_dies_with_what_has_started_it(tmp_path):
+    """What launchers do in the end: SIGKILL; and what reaches all of a group is not ended by it."""
+    said = tmp_path / "said"
+    program = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(said)!r}, 'w').write(str(os.getpid()))\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    with ends.listening() as heard:
+        process = ended(heard, 0, program)
+        try:
+            end = time.monotonic() + 60 * slowness()
+            while not (said.exists() and said.read_text()):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            rank = int(said.read_text())
+            assert rank != process.pid
+            process.terminate()
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            assert alive(rank)
+        finally:
+            process.kill()
+            process.communicate()
+    while alive(rank) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(rank)

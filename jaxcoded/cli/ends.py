@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxcoded import _format
 from jaxcoded.cli import output, rank
@@ -78,14 +78,17 @@ class Ends:
 
 
 @contextlib.contextmanager
-def listening(*, others: bool) -> Iterator[Ends]:
+def listening(hosts: Sequence[str] | None = ()) -> Iterator[Ends]:
     """Hear of the ranks' ends meanwhile.
 
     Args:
-        others: whether there are ranks on other hosts. Otherwise nothing is open to these.
+        hosts: of the ranks, if not this one; ``None``: not known. Without any, nothing is open to
+            other hosts.
     """
-    with socket.create_server(("" if others else "127.0.0.1", 0), backlog=1024) as line:
-        ends = Ends(line, socket.gethostname() if others else "127.0.0.1")
+    here = "127.0.0.1" if hosts == () else _address(hosts or ())
+    open_to = here if hosts == () else ""
+    with socket.create_server((open_to, 0), backlog=1024) as line:
+        ends = Ends(line, here)
         thread = threading.Thread(target=ends.hear, daemon=True)
         thread.start()
         try:
@@ -93,6 +96,20 @@ def listening(*, others: bool) -> Iterator[Ends]:
         finally:
             line.shutdown(socket.SHUT_RDWR)  # closing it alone wakes nobody
             thread.join()
+
+
+def _address(hosts: Sequence[str]) -> str:
+    """That of this host, as one of the others sees it."""
+    for host in hosts:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line,
+            contextlib.suppress(OSError),
+        ):
+            line.connect((host, 9))  # says nothing to it
+            address: str = line.getsockname()[0]
+            if not address.startswith("127."):
+                return address
+    return socket.gethostname()
 
 
 def _name(number: int) -> str:

@@ -73,7 +73,8 @@ def command(
     if on_error is None:
         on_error = "go-on" if fault_tolerant else "abort"
     away = hosts is not None or hostfile is not None
-    with ends.listening(others=away) as heard:
+    places = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
+    with ends.listening(places if away else ()) as heard:
         words, environment = launcher.command(
             chosen,
             ranks,
