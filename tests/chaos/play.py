@@ -41,6 +41,7 @@ EXACT = 1e-9  # a residual
 TRIES = 20
 SLOWNESS = float(os.environ.get("JAXCODED_SLOWNESS", "1"))
 PATIENCE = 60 * SLOWNESS  # seconds in which all ranks that live must come
+COMES = 10 * SLOWNESS  # and where whoever has not is put out
 
 (directory,) = map(pathlib.Path, sys.argv[1:])
 world = MPI.COMM_WORLD
@@ -429,7 +430,10 @@ class Player:
         for _ in range(TRIES):
             mine["progress"] = time.monotonic()
             try:
-                self._group = self._group.recovered(timeout=PATIENCE)
+                self._group = self._group.recovered(
+                    timeout=COMES if phase.puts_out else PATIENCE,
+                    put_out=phase.puts_out,
+                )
             except jaxcoded.CodedError as error:
                 if "one more rank died" not in str(error):
                     raise

@@ -8,6 +8,7 @@ schedules.
 
 import dataclasses
 import functools
+import math
 import random
 from typing import Any
 
@@ -37,7 +38,7 @@ class Fault:
         rank: of those with which the schedule begins.
         step: in which it happens, from 1 in each phase; the one after the last is `recovered`.
         delay: seconds from the beginning of the step.
-        seconds: how long it lasts, or until it is killed.
+        seconds: how long it lasts, or until it is killed; infinite: until the others put it out.
     """
 
     kind: str
@@ -49,6 +50,8 @@ class Fault:
     def __str__(self) -> str:
         delay = f" after {self.delay:.3f} s" if self.delay else ""
         length = f" for {self.seconds:.2f} s" if self.seconds else ""
+        if self.seconds == math.inf:
+            length = " until it is put out"
         return f"rank {self.rank}: {self.kind} in step {self.step}{delay}{length}"
 
 
@@ -76,6 +79,11 @@ class Phase:
     def dead(self) -> tuple[int, ...]:
         """Who dies in it."""
         return tuple(sorted(it.rank for it in self.faults if it.kind in FATAL))
+
+    @property
+    def puts_out(self) -> bool:
+        """Whether somebody hangs until it is put out."""
+        return any(it.kind in FATAL and it.seconds == math.inf for it in self.faults)
 
     @property
     def root_dies(self) -> bool:
@@ -267,7 +275,11 @@ def _phase(
             delay = rng.uniform(0.0, 0.3) if step > steps else _delay(rng)
             faults.append(Fault(kind, living[rank], step, delay))
         else:
-            faults.append(Fault(kind, living[rank], step, 0.0, rng.uniform(0.1, 1.0)))
+            seconds = rng.uniform(0.1, 1.0)
+            # blocks on the host may need who is late
+            if kind != "exit" and not fails and of.way != "blocks" and seconds < 0.5:
+                seconds = math.inf
+            faults.append(Fault(kind, living[rank], step, 0.0, seconds))
     doomed = {it.rank: it.step for it in faults}
     in_steps = [rank for rank in dead if doomed[living[rank]] <= steps]
     fails = of.exact and not tolerates(plan, in_steps)

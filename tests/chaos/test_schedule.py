@@ -35,6 +35,8 @@ def test_everything_happens(schedules):
     assert {phase.fails for phase in phases if phase.dead} == {True, False}
     assert any(len(phase.dead) > 1 and not phase.fails for phase in phases)
     assert {phase.fails for phase in phases if phase.root_dies} == {True, False}
+    assert any(phase.puts_out for phase in phases)
+    assert not any(phase.puts_out and phase.fails for phase in phases)
     assert any(it.step > phase.steps for phase in phases for it in phase.faults)
 
 
