@@ -37,5 +37,6 @@ from jaxcoded.plan import Plan as Plan
 from jaxcoded.plan import make_plan as make_plan
 from jaxcoded.transport import kernels as kernels
 from jaxcoded.transport.kernels import Encoded as Encoded
+from jaxcoded.transport.leaving import leave_on_sigterm as leave_on_sigterm
 from jaxcoded.transport.options import Options as Options
 from jaxcoded.transport.primitive import effects_barrier as effects_barrier

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 
+import launch
 import on_hosts
 import pytest
 from on_hosts import ROOT, received
@@ -94,6 +95,43 @@ def test_random_sleeps(hosts, tmp_path):
     for report in reports:
         assert report["late"]["threads"] == report["early"]["threads"]
         assert report["late"]["files"] == report["early"]["files"]
+
+
+@pytest.mark.parametrize(("each", "why"), [(2, ""), (1, "another host")])
+def test_a_stuck_rank_is_put_out_by_one_of_its_host(tmp_path, each, why):
+    slower = launch.slowness()
+    program = ROOT / "tests" / "faults" / "alive_but_stuck.py"
+    try:
+        with on_hosts.network(2) as names:
+            job = subprocess.run(
+                on_hosts.job(
+                    *(names, tmp_path, each, sys.executable, program, tmp_path, why),
+                    options=["--with-ft", "ulfm"],
+                ),
+                env=on_hosts.environment(LIMIT * slower)
+                | {launch.SLOWNESS: str(slower)},
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT * slower + 30,
+            )
+    except on_hosts.Unavailable as reason:
+        pytest.skip(str(reason))
+    assert job.returncode == 0, job.stderr[-8000:]
+    said = {
+        int(path.stem.rpartition("-")[2]): json.loads(path.read_text())["said"]
+        for path in tmp_path.glob("rank-*.json")
+    }
+    if why:
+        assert set(said) == {0, 1}
+        assert said[0][1].endswith(
+            "no rank that has come can see it; dead are ranks []"
+        )
+    else:
+        assert set(said) == {0, 1, 2}
+        (line,) = re.findall("rank . has killed .*", job.stderr)
+        assert line.startswith("rank 2 ") and f" on {names[1]}, rank 3" in line
 
 
 def test_training_benchmark(tmp_path):

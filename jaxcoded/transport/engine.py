@@ -628,6 +628,19 @@ _process = os.getpid()
 _open: dict[int, Engine] = {}
 
 
+def leave(seconds: float) -> None:
+    """Leave all groups as at the end of the process, of which no more calls can come.
+
+    A root leaves nothing in order: its refusals would be errors of rounds that another root repeats.
+
+    Args:
+        seconds: for which ranks below get what they lack.
+    """
+    groups = _open.values()
+    if all(it._rank != it._plan.root or it._plan.size == 1 for it in groups):
+        _engine.stop(seconds, "", 0)
+
+
 def _stop() -> None:
     if os.getpid() != _process:
         return  # a fork, in which nothing of the engine runs

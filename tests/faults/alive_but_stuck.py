@@ -2,7 +2,7 @@
 
 There all others wait for ever, without an error or a warning, as the stuck one is not dead.
 ``alive_but_stuck.py DIRECTORY WHY``: it is put out; or cannot be, as its process is of "another
-namespace" or "another user", and goes on later.
+namespace", "another user" or "another host", and goes on later. It is the last rank.
 """
 
 import errno
@@ -14,14 +14,14 @@ from harness import SLOWNESS, Board, close, hang
 import jaxcoded
 from jaxcoded.group.process import Process
 
-STEPS, STALL_STEP, STALL_RANK, ELEMENTS = 10, 5, 1, 64 * 1024
+STEPS, STALL_STEP, ELEMENTS = 10, 5, 64 * 1024
 DEADLINE, COMES = 4.0 * SLOWNESS, 2.0 * SLOWNESS  # seconds
 GAVE_UP, FAILED_TOO = 100, 200  # on the board
 
 directory, why = sys.argv[1:]
 board = Board(directory)
-stalls = board.rank == STALL_RANK
-others = set(range(board.size)) - {STALL_RANK}
+last = board.size - 1
+stalls = board.rank == last
 if why == "another namespace" and stalls:
     own = Process.own()._replace(numbers="of a container")
     Process.own = lambda: own
@@ -37,7 +37,7 @@ while step < STEPS:
     if step == STALL_STEP and stalls and not said:
         if not why:
             hang("sleep")
-        board.wait(others, GAVE_UP)
+        board.wait(range(last), GAVE_UP)
     try:
         mine = np.full(ELEMENTS, group.rank + 1.0)
         total = jaxcoded.host.coded_allreduce(mine, group)
@@ -50,6 +50,6 @@ while step < STEPS:
         except jaxcoded.CodedError as error:
             said.append(str(error))
             board.note(FAILED_TOO if stalls else GAVE_UP)
-            board.wait({STALL_RANK}, FAILED_TOO)
+            board.wait({last}, FAILED_TOO)
 board.report(said=said, size=group.size)
 close(board, group)

@@ -13,6 +13,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 import warnings
 
@@ -202,10 +203,14 @@ class Faults:
 
 
 def hang(how):
-    """For ever: in compiled code that holds the interpreter's lock ("lock"), in Python ("loop"), asleep
-    ("sleep"), or "stopped"."""
+    """For ever: in compiled code that holds the interpreter's lock ("lock") or not ("busy"), in Python
+    ("loop"), asleep ("sleep"), or "stopped"."""
     if how == "lock":
         ctypes.PyDLL(None).sleep(100_000)  # unlike `ctypes.CDLL` it keeps the lock
+    if how == "busy":
+        thread = threading.Thread(target=time.sleep, args=(100_000,), daemon=True)
+        thread.start()
+        ctypes.CDLL(None).pthread_join(ctypes.c_ulong(thread.ident), None)
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     while True:

@@ -1,7 +1,8 @@
 """A training that goes on with the ranks that live, as docs/faults.md shows it.
 
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
-after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock"), and are put out.
+after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock"), and are put out; or they leave in order, in Python
+("3:leaves") or while they are busy ("3:leaves busy").
 WAY is "trains", with a code, or "shared", with shared work; "root" or
 "root-shared" (the root is among the dead, the step fails, and the state is handed on), "behind" (and
 rank 2 was stopped meanwhile, so that it knows less); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
@@ -15,6 +16,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 
 import jax
 import numpy as np
@@ -27,6 +30,7 @@ EVERY = 20  # steps between two looks for the dead
 MET = 1000  # more than steps: on the board of ranks that are about to recover
 FAILS = ("beyond", "root", "root-shared", "behind")  # a step does
 WIDTH = 400
+NOTICE = 12.0  # seconds
 STUCK, COMES = 8.0 * SLOWNESS, 4.0 * SLOWNESS  # seconds
 
 directory, way, *victims = sys.argv[1:]
@@ -44,7 +48,7 @@ logging.getLogger("jaxcoded").addHandler(
 )
 size = board.size
 options = jaxcoded.Options()
-if any(hangs) and way in FAILS:  # who hangs holds the others up
+if set(hangs) - {"", "leaves"} and way in FAILS:  # who hangs holds the others up
     options = jaxcoded.Options(deadline=STUCK, on_deadline="raise")
 if way == "explicit":
     plan = jaxcoded.make_plan(size, fanout=2)
@@ -57,6 +61,9 @@ else:
     group = jaxcoded.CodedGroup(
         board.comm, fanout=fanout, stragglers=stragglers, options=options
     )
+
+if any(how.startswith("leaves") for how in hangs):
+    jaxcoded.leave_on_sigterm(NOTICE)
 
 random = np.random.default_rng(0)
 data = random.standard_normal((EXAMPLES, WIDTH))
@@ -106,9 +113,11 @@ def train(to):
         if steps == EVERY // 2 - 3 and way == "behind" and board.rank == 0:
             os.kill(pids[2], signal.SIGSTOP)
         if steps % EVERY == EVERY // 2 and board.rank in dying:
-            jax.block_until_ready(w)
             how = hangs[steps // EVERY]
-            board.say("hangs" if how else "is killed")
+            board.say(how or "is killed")
+            if how.startswith("leaves"):
+                leave(busy=how == "leaves busy")
+            jax.block_until_ready(w)
             hang(how) if how else os.kill(os.getpid(), signal.SIGKILL)
         try:
             new, _ = step(w)
@@ -135,10 +144,21 @@ def train(to):
         board.note(steps)
 
 
+def leave(*, busy):
+    """As a machine that is taken back makes this rank, with its last step in flight."""
+    logging.getLogger("jaxcoded").addHandler(logging.StreamHandler())
+    if busy:
+        threading.Timer(0.5 * SLOWNESS, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        hang("busy")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(PATIENCE)
+
+
 def recover(round_):
     """Go on without those that have fallen in a round."""
     global group
-    if round_ >= len(victims) or not hangs[round_]:
+    how = hangs[round_] if round_ < len(victims) else ""
+    if not how or how.startswith("leaves"):
         group = group.recovered()
         return
     jax.block_until_ready(w)

@@ -1,0 +1,46 @@
+"""A training that begins at its latest checkpoint. ``restarting.py DIRECTORY VICTIM``: this rank is killed
+after `KILLED` steps, or -1: none is."""
+
+import os
+import pathlib
+import signal
+import sys
+
+import numpy as np
+from harness import EXAMPLES, Board
+
+import jaxcoded
+
+STEPS, EVERY, KILLED, WIDTH = 20, 5, 12, 40
+
+directory, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+board = Board(directory)
+group = jaxcoded.CodedGroup(board.comm)
+x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))
+indices, weights = group.assignment(EXAMPLES)
+kept = directory / "checkpoint.npz"
+
+
+def gradient(w, x, weights):
+    return 2 * (weights * (x @ w - 1)) @ x / EXAMPLES
+
+
+step, w = 0, np.zeros(WIDTH)
+if kept.exists():
+    checkpoint = np.load(kept)
+    step, w = int(checkpoint["step"]), checkpoint["w"]
+began = step
+while step < STEPS:
+    if step == KILLED and group.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mine = gradient(w, x[indices], np.asarray(weights, float))
+    w = w - 1e-2 * jaxcoded.host.coded_allreduce(mine, group)
+    step += 1
+    if step % EVERY == 0 and group.rank == 0:
+        np.savez(directory / "new.npz", step=step, w=w)
+        (directory / "new.npz").rename(kept)  # whole, or not at all
+alone = np.zeros(WIDTH)
+for _ in range(STEPS):
+    alone = alone - 1e-2 * gradient(alone, x, np.ones(EXAMPLES))
+board.report(began=began, size=group.size, error=abs(w - alone).max())
+group.close()
