@@ -20,6 +20,7 @@ ON_ANY_TREE = (
     "test_staging.py",
     "test_tokens.py",
     "test_training.py",
+    "test_verify.py",
     "test_wire_dtype.py",
 )
 # On 2 ranks, which can do without nobody: messages, derivatives and devices.

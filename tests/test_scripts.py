@@ -169,6 +169,16 @@ def test_wire_benchmark(tmp_path):
     assert sorted(measured) == sorted(itertools.product(wires, [4_000, 16_000]))
 
 
+def test_verify_benchmark(tmp_path):
+    mpirun(4, "-m", "mpi4py", "benchmarks/verify.py", "--smoke", "--out", str(tmp_path))
+    with (tmp_path / "verify-4.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    # who waits for all compares in every round, and who does not verify in none
+    compared = {row["options"]: float(row["compared"]) for row in rows}
+    assert (compared["without"], compared["verify, wait"]) == (0, 1)
+
+
 def test_sections_benchmark(tmp_path):
     job = ("benchmarks/sections.py", "--smoke", "--out", str(tmp_path))
     mpirun(4, "-m", "mpi4py", *job)

@@ -434,7 +434,7 @@ def coded_sum(packing: Packing, group: CodedGroup, request: Request) -> Collecti
         _check_amplification(dtype, group.plan.amplification)
     call = f"{request.name} of {packing}{request.about}{group.plan_words}"
     call += ", with its residual" * request.residual + _tokened(request.token)
-    apart = packing.apart(request.apart) if group.options.debug else ()
+    apart = packing.apart(request.apart) if group.options.compares else ()
     return Collective(call, down=request.down, apart=apart, examples=request.examples)
 
 

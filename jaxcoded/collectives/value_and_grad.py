@@ -192,7 +192,7 @@ def coded_value_and_grad(
                 apart=_APART,
             )
             # with it, too, mistakes are found; and the scale of a loss that vanishes
-            counted = mean or (bool(group.options.debug) and not own_weights)
+            counted = mean or (group.options.compares and not own_weights)
             partial = functools.partial(
                 _weighted,
                 per_example_loss,

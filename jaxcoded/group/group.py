@@ -30,7 +30,7 @@ from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import automatic
-from jaxcoded.transport import build, cuda_aware, debugging, engine, primitive
+from jaxcoded.transport import build, comparing, cuda_aware, engine, primitive
 from jaxcoded.transport.agreement import (
     check_communicator,
     disagreement,
@@ -68,7 +68,7 @@ class CodedGroup:
             have it, and otherwise mpi4jax with a warning.
         seed: of random codes.
         speeds: relative speed of each rank; see `make_plan`.
-        options: how the group makes its rounds: deadlines, memory, telemetry, debugging;
+        options: how the group makes its rounds: deadlines, memory, telemetry, what it verifies;
             see `Options`.
         record: where work is shared, a file that rank 0 writes: who has computed which
             blocks of each round, in which order.
@@ -292,7 +292,15 @@ class CodedGroup:
         self._record = record or Record(None, None)
         request = request | self._record.request
         # what ranks must have in common
-        common = ("piece_bytes", "sections_from", "deadline", "on_deadline", "debug")
+        common = (
+            "piece_bytes",
+            "sections_from",
+            "deadline",
+            "on_deadline",
+            "debug",
+            "verify",
+            "verify_wait",
+        )
         request |= {name: getattr(wanted, name) for name in common}
         self._planned = ""
         try:
@@ -334,7 +342,7 @@ class CodedGroup:
             raise ValueError(f"code={self.plan.code!r} {why}")
         if transport != "mpi4jax" and not any(reasons):
             build.check_engine(self._comm)
-            options = self._with_debug(options, "engine", explicit)
+            options = self._comparing(options, "engine", explicit)
             return engine.Engine(self.index, self._comm, self.plan, options), options
         words = "; ".join(
             f"rank {rank}: {reason}"
@@ -365,7 +373,7 @@ class CodedGroup:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        options = self._with_debug(options, "mpi4jax", explicit)
+        options = self._comparing(options, "mpi4jax", explicit)
         return Mpi4jax(self.index, self._comm, self.plan), options
 
     def _why_not_shared(
@@ -379,21 +387,31 @@ class CodedGroup:
             return "runs on CPUs only so far: take a code on GPUs"
         return ""
 
-    def _with_debug(self, options: Options, transport: str, explicit: bool) -> Options:
-        """The options with ``debug`` as this group can have it, if it was asked for."""
-        if not options.debug:
-            return options
-        why_not = debugging.why_not(self.plan, options.waits, transport)
-        if why_not and explicit:
-            raise ValueError(f"debug=True {why_not}")
-        said = (
-            f"{debugging.VARIABLE} is ignored: debug {why_not}"
-            if why_not
-            else debugging.gaps(self.plan)
-        )
+    def _comparing(self, options: Options, transport: str, explicit: bool) -> Options:
+        """The options with ``debug`` as this group can have it, if it was asked for.
+
+        Raises:
+            ValueError: it cannot have ``debug``, or ``verify``.
+        """
+        verify = f'verify="{options.verify}"'
+        asked = {"debug": bool(options.debug), "verify": options.verify is not None}
+        why_not = {
+            option: comparing.why_not(self.plan, options.waits, transport, option)
+            for option, wanted in asked.items()
+            if wanted
+        }
+        if why_not.get("verify"):
+            raise ValueError(f"{verify} {why_not['verify']}")
+        ignored = why_not.get("debug")
+        if ignored and explicit:
+            raise ValueError(f"debug=True {ignored}")
+        options = dataclasses.replace(options, debug=asked["debug"] and not ignored)
+        said = f"{comparing.VARIABLE} is ignored: debug {ignored}" if ignored else ""
+        if options.compares and (gaps := comparing.gaps(self.plan)):
+            said = f"{'debug' if options.debug else verify} does not see all: {gaps}"
         if said and self._comm.rank == 0:
             warnings.warn(said, RuntimeWarning, stacklevel=5)
-        return dataclasses.replace(options, debug=not why_not)
+        return options
 
     def _agreed_plan(
         self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]

@@ -34,7 +34,9 @@ class Decoder:
     def approximate(self, answered: list[bool]) -> list[float]: ...
     @property
     def questions(self) -> int: ...
-    def check(self, checks: list[list[float]]) -> None: ...
+    def check(
+        self, checks: list[list[float]], below: list[tuple[float, float, float]]
+    ) -> None: ...
 
 class Erasures:
     def __init__(
@@ -44,6 +46,12 @@ class Erasures:
     def why_not(self, erased: list[bool]) -> str: ...
 
 class OnDeadline: ...  # an enumeration: wait, raise, approximate
+class OnContradiction: ...  # an enumeration: raise, warn, drop
+
+class Compares:  # an enumeration
+    what_has_come: Compares
+    until_deadline: Compares
+    all: Compares
 
 class Limits:
     piece_bytes: int
@@ -57,6 +65,8 @@ class Limits:
     stuck_seconds: float
     silent_seconds: float
     on_deadline: OnDeadline
+    compares: Compares
+    on_contradiction: OnContradiction
     deadline_seconds: float
     deadline_rounds: float
     deadline_share: float

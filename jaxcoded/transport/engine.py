@@ -122,7 +122,7 @@ class Engine(Transport):
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
         # where work is shared no two ranks send what could be compared
-        self._debug = bool(options.debug) and plan.placement is None
+        self._compares = options.compares and plan.placement is None
         # a handler for a GPU holds up the thread that fills the stream, so that there
         # is nothing to gain from a round that goes on by itself
         on_cpu = jax.default_backend() == "cpu"
@@ -143,6 +143,13 @@ class Engine(Transport):
         else:
             limits.stuck_seconds = _STUCK_SECONDS
         limits.deadline_share = _deadline_share(plan, comm.rank)
+        if options.verify and not options.debug:  # which waits for all, and raises
+            limits.on_contradiction = getattr(_engine.OnContradiction, options.verify)
+            limits.compares = (
+                _engine.Compares.until_deadline
+                if options.verify_wait
+                else _engine.Compares.what_has_come
+            )
         if _one_family(plan):
             limits.sections_from = _sections_from(comm, options)
             limits.section_pieces = 2 * plan.size
@@ -160,7 +167,7 @@ class Engine(Transport):
                     session,
                     cards,
                     _family(plan, comm.rank, limits.sections_from > 0),
-                    _decoder(plan, comm.rank, self._debug),
+                    _decoder(plan, comm.rank, self._compares),
                     limits,
                     _erasures(plan),
                     waits.action == "wait",
@@ -433,7 +440,7 @@ class Engine(Transport):
 
     def replanned(self, index: int, plan: Plan) -> "Engine":
         children = list(plan.coded_children(self._rank))
-        decoder = _decoder(plan, self._rank, self._debug)
+        decoder = _decoder(plan, self._rank, self._compares)
         self._ask("replan", index, children, decoder, _erasures(plan))
         other = _open[index] = copy.copy(_open.pop(self._index))
         other._index, other._plan = index, plan
@@ -457,7 +464,13 @@ class Engine(Transport):
         self._ask("resume")
 
     def statistics(self) -> dict[str, Any]:
-        names = ("history_bytes", "memory_bytes", "fetched_bytes", "formed_bytes")
+        names = (
+            "history_bytes",
+            "memory_bytes",
+            "fetched_bytes",
+            "formed_bytes",
+            "compared_rounds",
+        )
         return {name: self._ask(name) for name in names}
 
     def rounds_of_all(self) -> int:
@@ -562,16 +575,33 @@ def _sections_from(comm: MPI.Intracomm, options: Options) -> int:
     return _SECTIONS_FROM if len(hosts) == 1 else _SECTIONS_BETWEEN_HOSTS_FROM
 
 
-def _decoder(plan: Plan, rank: int, debug: bool = False) -> Any:
+def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
     coding = plan.codings[rank]
     if coding is None:
         return _engine.Decoder()
     code = coding.code
     decoder = _decoder_of(code)
-    if debug:
+    if compares:
         checks = code.parity_checks if rank in plan.checked else code.parity_checks[:0]
-        decoder.check(checks.tolist())
+        children = plan.coded_children(rank)
+        decoder.check(checks.tolist(), [_below(plan, child) for child in children])
     return decoder
+
+
+def _below(plan: Plan, rank: int) -> tuple[float, float, float]:
+    """What rounding may be in a rank's message: the largest product of the codes' ``κ``
+    down a path, how many layers there are below, and the most children of a parent."""
+    coding = plan.codings[rank]
+    if coding is None:
+        return 1.0, 0.0, 0.0
+    children = plan.coded_children(rank)
+    below = [_below(plan, child) for child in children]
+    amplifications, layers, widest = zip(*below)
+    return (
+        coding.code.amplification * max(amplifications),
+        1 + max(layers),
+        max(len(children), *widest),
+    )
 
 
 def _decoder_of(code: GradientCode) -> Any:

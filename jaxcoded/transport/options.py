@@ -4,7 +4,7 @@ import dataclasses
 from typing import Self
 
 from jaxcoded import _require
-from jaxcoded.transport import debugging
+from jaxcoded.transport import comparing
 from jaxcoded.transport.deadline import Deadline
 
 PIECE = 256 << 10  # bytes
@@ -16,7 +16,8 @@ _MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How a group makes its rounds. All of it is for the engine: with mpi4jax a deadline
-    that does more than wait, and ``debug=True``, are errors, and the rest means nothing.
+    that does more than wait, ``debug=True`` and ``verify``, are errors, and the rest means
+    nothing.
 
     Attributes:
         deadline: how long the root waits for more children than a round can do
@@ -51,6 +52,18 @@ class Options:
             (``docs/sharp-bits.md``). Parents whose children cannot be checked are named
             in a warning. Default: ``JAXCODED_DEBUG=1`` in the environment, which leaves
             groups as they are (with a warning) where ``debug=True`` is an error.
+        verify: compare what children send with what a parent gets beyond what it needs,
+            and look for NaN and infinities, in long trainings too: for ranks whose
+            memory or processor is at fault. What does not fit by more than rounding
+            explains (``docs/theory.md``) is an error of ``"raise"``, which fails the
+            round with `InconsistentMessages` on all ranks; ``"warn"`` logs it, and goes
+            on; ``"drop"`` logs it, and forms the sum without the child that is wrong, or
+            fails the round where that is not known, or the others do not suffice. One
+            message more than needed tells which children may be wrong, two tell which
+            one is. ``debug=True`` does more, and takes its place.
+        verify_wait: wait for the messages of all children that live, at most until the
+            deadline, so that there are as many as can be. Otherwise those are compared
+            that have come when the sum can be formed: often none too many.
 
     Example:
         >>> import jaxcoded
@@ -68,11 +81,13 @@ class Options:
     history_bytes: int = 256 << 20
     telemetry_rounds: int = 1024
     debug: bool | None = None
+    verify: str | None = None
+    verify_wait: bool = False
 
     def complete(self) -> Self:
         """With what stands for ``None``, see `check`."""
         piece = PIECE if self.piece_bytes is None else self.piece_bytes
-        debug = debugging.asked(self.debug)
+        debug = comparing.asked(self.debug)
         return dataclasses.replace(self, piece_bytes=piece, debug=debug)
 
     def check(self) -> None:
@@ -87,7 +102,12 @@ class Options:
         _require.integer("history_bytes", self.history_bytes, 0, _MOST)
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
-        debugging.check(self.debug)
+        comparing.check(self.debug, self.verify, self.verify_wait)
+
+    @property
+    def compares(self) -> bool:
+        """Whether parents compare what their children send."""
+        return bool(self.debug) or self.verify is not None
 
     @property
     def waits(self) -> Deadline:

@@ -260,6 +260,9 @@ class World:
         unreadable: how many pieces on the same host cannot be read and must be sent.
         staged: how many calls of ranks with several parts begin before all are ready.
         debug: whether parents wait for all of their children and compare what they send.
+        verify: or compare what has come, and what they do where it does not fit.
+        verify_wait: and wait for all children until the deadline.
+        news: what nodes have said, by rank.
         deviations: the calls of ranks that call something else, by ``(rank, round)``.
         skips: ``(rank, round)`` where a rank has nothing to contribute.
         open: the last round that ranks may call.
@@ -287,6 +290,8 @@ class World:
         unreadable=0.0,
         staged=0.0,
         debug=False,
+        verify=None,
+        verify_wait=False,
     ):
         self.plan = plan
         self.script = list(script)
@@ -298,7 +303,8 @@ class World:
         self.again = again
         self.unreadable = unreadable
         self.staged = staged
-        self.debug = debug
+        self.compares = debug or verify is not None
+        self.news = [[] for _ in range(plan.size)]
         self.echoes = []
         self.deviations = {}
         self.skips = set()
@@ -325,6 +331,11 @@ class World:
         self.limits = _engine.Limits()
         for name, value in (limits or {}).items():
             setattr(self.limits, name, value)
+        if verify is not None:
+            compares = _engine.Compares
+            waits = compares.until_deadline if verify_wait else compares.what_has_come
+            self.limits.compares = waits
+            self.limits.on_contradiction = getattr(_engine.OnContradiction, verify)
 
         self.ancestors = []
         for rank in range(plan.size):
@@ -349,7 +360,7 @@ class World:
         self.limits.deadline_share = engine._deadline_share(self.plan, rank)
         return _engine.LoneNode(
             engine._family(self.plan, rank, sections=True),
-            engine._decoder(self.plan, rank, self.debug),
+            engine._decoder(self.plan, rank, self.compares),
             self.limits,
             self.wires[rank],
         )
@@ -548,6 +559,7 @@ class World:
 
     def advance(self, rank):
         more = self.nodes[rank].advance()
+        self.news[rank] += self.nodes[rank].take_news()
         self.check_end(rank)
         return more
 

@@ -54,6 +54,10 @@ struct Call {
   // Whether this rank has something to add to a sum.
   bool sums() const { return up && !skipped && why_not.empty(); }
   bool leaves_out(std::size_t child) const { return !erased.empty() && erased[child]; }
+  void leave_out(std::size_t child, std::size_t children) {
+    erased.resize(children);
+    erased[child] = true;
+  }
 };
 
 }  // namespace jaxcoded

@@ -49,6 +49,7 @@ enum Flag : std::uint8_t {
   shares = 16,  // of an offer: the body begins with the sender's `Progress`
   closed = 8,   // of an alert: it only counts if the root has closed the group
   approximate = 32,  // of an offer: the pieces that were not offered before are not exact
+  not_finite = 16,  // of an alert: whose messages have NaN or infinities, which are summed
   overdue = 64,      // of an alert: whom the sender waits for after its deadline
   continued = 128,   // the body goes on in the sender's next message (wires only)
   ended = 16,         // of bye: what I have offered can be had no more

@@ -9,6 +9,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
+#include <numeric>
 #include <tuple>
 
 #include "engine.h"
@@ -495,8 +497,20 @@ NB_MODULE(_engine, module) {
         return coefficients(self, self.approximate(answered));
       })
       .def_prop_ro("questions", &Decoder::questions)
-      .def("check", [](Decoder& self, std::vector<Parity::Check> checks) {
-        self.check(Parity(std::move(checks), self.parts()));
+      .def("check", [](Decoder& self, std::vector<Parity::Check> checks,
+                       const std::vector<std::tuple<double, double, double>>& below) {
+        const CodeTensor& code = self.tensor();
+        std::vector<double> sizes;
+        for (std::size_t row = 0; row < code.rows; ++row) {
+          const double* const values = code.row(row);
+          sizes.push_back(std::accumulate(values, values + code.partitions * code.slices, 0.0,
+                                          [](double sum, double b) { return sum + std::abs(b); }));
+        }
+        std::vector<Below> children;
+        for (const auto& [amplification, layers, widest] : below) {
+          children.push_back({amplification, layers, widest});
+        }
+        self.check(Parity(std::move(checks), std::move(sizes), std::move(children)));
       });
   nb::class_<Erasures>(module, "Erasures")
       .def("__init__", [](Erasures* self, Rank root,
@@ -517,6 +531,14 @@ NB_MODULE(_engine, module) {
       .value("wait", OnDeadline::wait)
       .value("raise", OnDeadline::raise)
       .value("approximate", OnDeadline::approximate);
+  nb::enum_<Compares>(module, "Compares")
+      .value("what_has_come", Compares::what_has_come)
+      .value("until_deadline", Compares::until_deadline)
+      .value("all", Compares::all);
+  nb::enum_<OnContradiction>(module, "OnContradiction")
+      .value("raise", OnContradiction::raise)
+      .value("warn", OnContradiction::warn)
+      .value("drop", OnContradiction::drop);
   nb::class_<Limits>(module, "Limits")
       .def(nb::init<>())
       .def_rw("piece_bytes", &Limits::piece_bytes)
@@ -530,6 +552,8 @@ NB_MODULE(_engine, module) {
       .def_rw("stuck_seconds", &Limits::stuck_seconds)
       .def_rw("silent_seconds", &Limits::silent_seconds)
       .def_rw("on_deadline", &Limits::on_deadline)
+      .def_rw("compares", &Limits::compares)
+      .def_rw("on_contradiction", &Limits::on_contradiction)
       .def_rw("deadline_seconds", &Limits::deadline_seconds)
       .def_rw("deadline_rounds", &Limits::deadline_rounds)
       .def_rw("deadline_share", &Limits::deadline_share)
@@ -608,6 +632,7 @@ NB_MODULE(_engine, module) {
   query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
   query("fetched_bytes", [](Member& its) { return its.node->fetched_bytes(); });
   query("formed_bytes", [](Member& its) { return its.node->formed_bytes(); });
+  query("compared_rounds", [](Member& its) { return its.node->compared_rounds(); });
   query("status", [](Member& its) { return its.node->status(); });
 
   module.def("telemetry", &telemetry);

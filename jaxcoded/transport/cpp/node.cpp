@@ -287,6 +287,11 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::alert:
       if (head.flags & Flag::overdue) {
         if (child) on_overdue(*child, message);
+      } else if (head.flags & not_finite) {
+        if (child) {
+          child->not_finite_round = head.round;
+          tell_not_finite(head.round, std::string(message.text()));
+        }
       } else if (head.flags & closed) {
         refuse(head.round, std::string(message.text()));
       } else {

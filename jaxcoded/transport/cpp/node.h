@@ -68,6 +68,20 @@ enum class OnDeadline {
   approximate,  // it goes on with what has come
 };
 
+// Which messages of its children a parent compares, if it does.
+enum class Compares {
+  what_has_come,   // when the sum can be formed
+  until_deadline,  // those of all who live, as far as they come before the deadline
+  all,
+};
+
+// What it does where they do not fit.
+enum class OnContradiction {
+  raise,  // the round fails
+  warn,   // it says so, and goes on
+  drop,   // it goes on without the child that is wrong; if it does not know which one, the round fails
+};
+
 struct Limits {
   std::uint64_t piece_bytes = 256 << 10;     // what is decoded at a time
   std::uint64_t announced_bytes = 1 << 20;   // what is announced at a time
@@ -80,6 +94,8 @@ struct Limits {
   double stuck_seconds = std::numeric_limits<double>::infinity();  // before a child is asked why it does not call
   double silent_seconds = 1;                 // least time before who does not answer is not waited for
   OnDeadline on_deadline = OnDeadline::wait;
+  Compares compares = Compares::all;
+  OnContradiction on_contradiction = OnContradiction::raise;
   double deadline_seconds = 0;               // from the start of a round; 0: none
   double deadline_rounds = 0;                // or so many times the median of such rounds; 0: none
   double deadline_share = 1;                 // of this rank: those below it come earlier
@@ -212,6 +228,8 @@ class Node {
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
   // Of sections of sums, see `Section`.
   std::uint64_t formed_bytes() const { return formed_bytes_; }
+  // Of the rounds of this rank: in how many it had more messages than it needed, and compared them.
+  std::uint64_t compared_rounds() const { return compared_rounds_; }
   // The first round that failed here without the root, which it does not know of; 0: there is none.
   Round failed_alone() const { return failed_alone_.first(); }
 
@@ -226,6 +244,7 @@ class Node {
     Offer offer = {};         // the latest
     Round overdue_round = 0;  // in which it waits after its deadline,
     std::string overdue = {};  // and for whom
+    Round not_finite_round = 0;  // in which NaN or infinities below it have been told of
     Round done = 1;
     Round told = 0;  // a round that it has called, as it says
     bool dead = false;
@@ -362,12 +381,19 @@ class Node {
   std::optional<bool> follow_sections();
   double sections_at() const;
 
-  // Looking for mistakes.
-  std::optional<std::vector<bool>> all_heard() const;
+  // Whether messages fit.
+  bool awaits_all() const { return decoder_.checked() && limits_.compares == Compares::all; }
+  bool awaits_more(const std::vector<bool>& heard) const;
   std::shared_ptr<const Decoding> choose_checked();
   std::vector<const std::byte*> checked(const Decoding& decoding,
                                         std::span<const std::byte* const> messages);
-  bool consistent();
+  bool accepted();
+  bool accepted(const Contradiction& wrong);
+  bool accepted_not_finite(const std::vector<std::size_t>& children);
+  void tell_not_finite(Round round, const std::string& text);
+  bool can_do_without(const std::vector<std::size_t>& children);
+  void leave_out(const std::vector<std::size_t>& children);
+  std::string about_round() const;
   bool counted();
   bool all_may_come() const;
 
@@ -530,7 +556,7 @@ class Node {
   // Calls that do not fit.
   Signatures signatures_;
   Alerts alerts_;  // at the root
-  std::uint64_t fetched_bytes_ = 0, formed_bytes_ = 0;
+  std::uint64_t fetched_bytes_ = 0, formed_bytes_ = 0, compared_rounds_ = 0;
 };
 
 }  // namespace jaxcoded

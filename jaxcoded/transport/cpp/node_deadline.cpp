@@ -211,7 +211,7 @@ std::string Node::lacking() const {
   return "rank " + std::to_string(family_.rank) + " waits for " + listed(missing) +
          (decoder_.parts() > 1 ? " or parts of theirs"
                                : "; it needs " +
-                                     (decoder_.checked() ? "all" : std::to_string(decoder_.enough())) +
+                                     (awaits_all() ? "all" : std::to_string(decoder_.enough())) +
                                      " of its " + std::to_string(children_.size()) + " children") +
          skipped + theirs;
 }

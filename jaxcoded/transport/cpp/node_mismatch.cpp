@@ -68,13 +68,13 @@ void Node::check_offers() {
     return;
   }
   // With too many children gone for good, waiting would never end.
-  if (departures_.closed().empty() || (decoder_.checked() && all_may_come())) return;
+  if (departures_.closed().empty() || (awaits_all() && all_may_come())) return;
   const std::vector<bool> possible = may_offer(up_.decoded.pieces);
   std::vector<std::size_t> rows;
   for (std::size_t row : rows_in_order()) {
     if (possible[row]) rows.push_back(row);
   }
-  if (!decoder_.checked() && decoder_.decode(rows, possible)) return;
+  if (!awaits_all() && decoder_.decode(rows, possible)) return;
   if (!root() && up_.call.erased.empty()) return retire();
   const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
                            up_.call.signature + ", but " + who_left();

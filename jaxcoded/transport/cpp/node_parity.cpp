@@ -1,5 +1,5 @@
-// A node that looks for mistakes: it waits for all of its children, and compares their messages
-// before it hands on the sum. And a root that knows how many examples the sum is of.
+// A node that compares the messages of its children before it hands on their sum, and what it does
+// where they do not fit. And a root that knows how many examples the sum is of.
 #include "node.h"
 
 #include <algorithm>
@@ -30,22 +30,6 @@ std::string percent(double share) {
 
 }  // namespace
 
-// The rows that take part, once all of their messages are there: those of all children but the
-// erased ones and those that have nothing to contribute.
-std::optional<std::vector<bool>> Node::all_heard() const {
-  const std::size_t parts = decoder_.parts();
-  const std::uint32_t all = up_.of_child().size();
-  std::vector<bool> out(decoder_.rows());
-  for (std::size_t row = 0; row < out.size(); ++row) {
-    const Child& child = children_[row / parts];
-    if (up_.call.leaves_out(row / parts)) continue;
-    if (skips(child)) continue;
-    if (!usable(row, up_.decoded.pieces) || child.offer.exact < all) return std::nullopt;
-    out[row] = true;
-  }
-  return out;
-}
-
 // Whether no child is waited for that has closed the group.
 bool Node::all_may_come() const {
   const std::vector<bool> possible = may_offer(up_.decoded.pieces);
@@ -58,21 +42,53 @@ bool Node::all_may_come() const {
   return true;
 }
 
+// Whether more messages are waited for than these, before they are compared.
+bool Node::awaits_more(const std::vector<bool>& heard) const {
+  if (limits_.compares == Compares::what_has_come) return false;
+  if (limits_.compares == Compares::until_deadline && up_.overdue) return false;
+  for (std::size_t row = 0; row < heard.size(); ++row) {
+    const std::size_t number = row / decoder_.parts();
+    const Child& child = children_[number];
+    if (heard[row] || up_.call.leaves_out(number) || skips(child) || child.dead) continue;
+    if (!awaits_all() && (child.retired || stalled(child))) continue;
+    return true;
+  }
+  return false;
+}
+
+// What to decode from, once all that is compared is here: whole messages, as what has gone up cannot
+// be taken back.
 std::shared_ptr<const Decoding> Node::choose_checked() {
   if (up_.decoding) return up_.decoding;
-  const auto heard = all_heard();
-  if (!heard) return nullptr;
-  up_.brought.clear();
-  for (std::size_t row = 0; row < heard->size(); ++row) {
-    if ((*heard)[row]) up_.brought.push_back(row);
+  const std::uint32_t last = up_.incoming.size() - 1;
+  for (const bool with_stalled : {false, true}) {
+    std::vector<bool> heard(decoder_.rows());
+    up_.brought.clear();
+    for (std::size_t row = 0; row < heard.size(); ++row) {
+      const Child& child = child_of_row(row);
+      const bool exact = child.offer.exact > up_.piece_of_row(row, last);
+      heard[row] = usable(row, last) && exact && (with_stalled || !stalled(child));
+      if (heard[row]) up_.brought.push_back(row);
+    }
+    if (awaits_more(heard)) return nullptr;
+    up_.decoding = decoder_.decode(up_.brought, may_come(last));
+    if (!up_.decoding) continue;
+    const auto begin = [&](Parity& parity, const std::vector<bool>& rows) {
+      const Call& call = up_.call;  // of all parts the vectors are alike
+      parity.begin(call.fingerprint, rows,
+                   std::span(up_.incoming.segments()).first(call.total.size()), call.apart);
+    };
+    begin(*decoder_.parity(), heard);
+    for (auto& [child, others] : up_.without) {
+      std::vector<bool> rows = heard;
+      const auto first = rows.begin() + static_cast<std::ptrdiff_t>(child * decoder_.parts());
+      std::fill_n(first, decoder_.parts(), false);
+      begin(others, rows);
+    }
+    up_.own_finite = true;
+    return up_.decoding;
   }
-  up_.decoding = decoder_.decode(up_.brought, *heard);
-  if (!up_.decoding) return nullptr;
-  // of all parts the vectors are alike
-  const Call& call = up_.call;
-  decoder_.parity()->begin(call.fingerprint, *heard,
-                           std::span(up_.incoming.segments()).first(call.total.size()), call.apart);
-  return up_.decoding;
+  return nullptr;
 }
 
 // Look at a piece of the messages that were brought. Those of the decoding.
@@ -82,7 +98,14 @@ std::vector<const std::byte*> Node::checked(const Decoding& decoding,
   for (std::size_t i = 0; i < up_.brought.size(); ++i) of_rows[up_.brought[i]] = messages[i];
   const Piece& piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) {
-    decoder_.parity()->add(piece.segment % up_.call.total.size(), piece.first, of_rows, piece.count);
+    const std::size_t vector = piece.segment % up_.call.total.size();
+    decoder_.parity()->add(vector, piece.first, of_rows, piece.count);
+    for (auto& without : up_.without) without.others.add(vector, piece.first, of_rows, piece.count);
+    const Segment& part = up_.incoming.segments()[piece.segment];
+    for (std::size_t u = 0; adds_own() && up_.own_finite && u < decoder_.slices(); ++u) {
+      const std::byte* own = up_.call.own[piece.segment] + u * part.bytes() + piece.offset;
+      up_.own_finite = finite(part.dtype, own, piece.count);
+    }
   }
   std::vector<const std::byte*> out;
   for (const std::size_t row : decoding.rows) out.push_back(of_rows[row]);
@@ -105,27 +128,121 @@ bool Node::counted() {
   return false;
 }
 
-// Whether the messages fit. If they do not, the round fails on every rank.
-bool Node::consistent() {
-  const auto wrong = decoder_.parity()->contradiction();
-  if (!wrong) return true;
-  std::vector<Rank> ranks;
-  for (const std::size_t child : wrong->children) ranks.push_back(children_[child].rank);
-  const bool one = ranks.size() == 1;
-  std::string text = "InconsistentMessages: round " + std::to_string(next_) + ", " +
-                     up_.call.signature + ": what " + listed(ranks) + (one ? " has" : " have") +
-                     " sent to rank " + std::to_string(family_.rank);
-  if (!wrong->finite) {
-    fail(text + " has NaN or infinities");
+std::string Node::about_round() const {
+  return "round " + std::to_string(next_) + ", " + up_.call.signature + ": ";
+}
+
+// All messages were looked at. Whether the sum is to be handed on; otherwise the round fails, or it is
+// formed again.
+bool Node::accepted() {
+  Parity& parity = *decoder_.parity();
+  const std::vector<std::size_t> not_finite = parity.not_finite();
+  if (!not_finite.empty() || !up_.own_finite) return accepted_not_finite(not_finite);
+  if (const auto wrong = parity.contradiction()) return accepted(*wrong);
+  compared_rounds_ += parity.compares();
+  parity.remember();
+  if (!up_.without.empty()) {
+    news_.push_back(about_round() + "messages that did not fit together did so when rank " +
+                    std::to_string(family_.rank) + " fetched them once more");
+  }
+  return true;
+}
+
+bool Node::accepted(const Contradiction& wrong) {
+  if (up_.without.empty()) {
+    for (const std::size_t child : wrong.children) up_.without.push_back({child, *decoder_.parity()});
+    start_again_without({});
     return false;
   }
-  text += one           ? " does not fit with what its other children have sent"
-          : wrong->each ? " does not fit together (which of them is wrong, more redundancy would tell)"
-                        : " does not fit together (several of them are wrong)";
-  text += ": it is off by " + percent(wrong->mismatch) + ", and rounding explains " +
-          percent(wrong->allowed) + causes;
-  fail(text);
+  std::vector<std::size_t> alone;
+  for (auto& [child, others] : up_.without) {
+    if (!others.contradiction()) alone.push_back(child);
+  }
+  const bool one = alone.size() == 1;
+  std::vector<Rank> ranks;
+  for (const std::size_t child : alone.empty() ? wrong.children : alone) {
+    ranks.push_back(children_[child].rank);
+  }
+  const std::string text =
+      about_round() + "what " + listed(ranks) + (ranks.size() == 1 ? " has" : " have") + " sent to rank " +
+      std::to_string(family_.rank) +
+      (one             ? " does not fit with what its other children have sent"
+       : alone.empty() ? " does not fit together (several of them are wrong)"
+                       : " does not fit together (which of them is wrong, more redundancy would tell)") +
+      ": it is off by " + percent(wrong.mismatch) + ", and rounding explains " + percent(wrong.allowed);
+  compared_rounds_ += 1;
+  if (limits_.on_contradiction == OnContradiction::warn) {
+    news_.push_back(text + "; the sum has it in all the same");
+    return true;
+  }
+  if (limits_.on_contradiction == OnContradiction::drop && one && can_do_without(alone)) {
+    news_.push_back(text + "; the sum does without it");
+    leave_out(alone);
+    return false;
+  }
+  fail("InconsistentMessages: " + text + causes);
   return false;
+}
+
+// The same where there are NaN or infinities in what these children have sent, or in what this rank
+// adds itself. Nobody hands them on, unless it only warns of them.
+bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
+  const bool warns = limits_.on_contradiction == OnContradiction::warn;
+  std::vector<Rank> ranks;
+  for (const std::size_t number : children) {
+    const Child& child = children_[number];
+    if (child.not_finite_round != next_) ranks.push_back(child.rank);  // those below it have not said it
+  }
+  const std::string mine = "rank " + std::to_string(family_.rank);
+  std::string text;
+  if (!ranks.empty()) {
+    text = "what " + listed(ranks) + (ranks.size() == 1 ? " has" : " have") + " sent to " + mine + " has ";
+  }
+  if (!up_.own_finite) text += (text.empty() ? "what " : "and what ") + mine + " adds itself has ";
+  text = about_round() + text + "NaN or infinities";
+  if (warns) {
+    if (!ranks.empty() || !up_.own_finite) tell_not_finite(next_, text);
+    return true;
+  }
+  if (limits_.on_contradiction == OnContradiction::drop) {
+    if (children.empty() && !root()) return true;  // its parent does without it
+    if (!children.empty() && can_do_without(children)) {
+      news_.push_back(text + "; the sum does without it");
+      leave_out(children);
+      return false;
+    }
+  }
+  fail("InconsistentMessages: " + text);
+  return false;
+}
+
+// Let it be said at the root.
+void Node::tell_not_finite(Round round, const std::string& text) {
+  if (root()) return news_.push_back(text);
+  Message message{header(Kind::alert, round)};
+  message.header.flags = Flag::not_finite;
+  message.append(text.data(), text.size());
+  wire_.send(family_.ancestors.front(), message);
+}
+
+// Whether this rank has, or may get, what it needs without these children.
+bool Node::can_do_without(const std::vector<std::size_t>& children) {
+  std::vector<bool> possible = may_come(up_.incoming.size() - 1);
+  for (const std::size_t child : children) {
+    const auto first = possible.begin() + static_cast<std::ptrdiff_t>(child * decoder_.parts());
+    std::fill_n(first, decoder_.parts(), false);
+  }
+  std::vector<std::size_t> rows;
+  for (std::size_t row = 0; row < possible.size(); ++row) {
+    if (possible[row]) rows.push_back(row);
+  }
+  return decoder_.decode(rows, possible) != nullptr;
+}
+
+void Node::leave_out(const std::vector<std::size_t>& children) {
+  for (const std::size_t child : children) up_.call.leave_out(child, children_.size());
+  up_.without.clear();
+  start_again_without({});
 }
 
 }  // namespace jaxcoded

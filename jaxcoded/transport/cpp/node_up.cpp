@@ -278,7 +278,7 @@ bool Node::gather() {
     if (decoder_.checked()) inputs = checked(*decoding, inputs);
     decode(*decoding, inputs);
     const bool all = up_.all_decoded();
-    if (decoder_.checked() && all && !consistent()) return false;
+    if (decoder_.checked() && all && !accepted()) return !up_.all_decoded();
     if (root() && (decoder_.checked() ? all : up_.decoded.pieces == 1) && !counted()) return false;
     up_.waiting_since = wire_.now();
     if (!all && bytes < limits_.announced_bytes) continue;
@@ -396,14 +396,14 @@ void Node::watch_for_stalls() {
   if (up_.call.shared) return watch_members();
   if (up_.delegated) return;  // see `mend_sections`
   if (!calling() || !up_.decoding || up_.all_decoded()) return;
-  if (decoder_.checked()) return;  // nobody's message will do instead
+  if (awaits_all()) return;  // nobody's message will do instead
   const double now = wire_.now();
   const double least = std::max(limits_.stall_seconds, up_.waiting_since - up_.started);
   if (now - up_.waiting_since < least) return;
   up_.waiting_since = now;
   if (pinned()) {
     std::vector<std::size_t> late;
-    for (std::size_t row : up_.decoding->rows) {
+    for (std::size_t row : decoder_.checked() ? up_.brought : up_.decoding->rows) {
       const auto& slots = child_of_row(row).offer.slots;
       const auto slot = slots.find(up_.piece_of_row(row, up_.decoded.pieces));
       const bool asked = slot != slots.end();

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <bit>
 #include <cfenv>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -172,6 +174,17 @@ void widen_as(double* out, const T* from, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) out[i] = wide(from[i]);
 }
 
+// Without a branch, so that it becomes vector code.
+template <class T>
+bool finite_as(const T* from, std::size_t count) {
+  using Wide = decltype(wide(T{}));
+  bool all = true;
+  for (std::size_t i = 0; i < count; ++i) {
+    all &= std::abs(wide(from[i])) <= std::numeric_limits<Wide>::max();
+  }
+  return all;
+}
+
 }  // namespace
 
 std::size_t size_of(DType dtype) {
@@ -207,6 +220,21 @@ void combine(DType dtype, std::byte* out, const std::byte* own,
       return combine_float64(out, own, inputs, coefficients, count);
     case DType::bytes:
       return;
+  }
+}
+
+bool finite(DType dtype, const std::byte* from, std::size_t count) {
+  switch (dtype) {
+    case DType::float16:
+      return finite_as(reinterpret_cast<const Float16*>(from), count);
+    case DType::bfloat16:
+      return finite_as(reinterpret_cast<const BFloat16*>(from), count);
+    case DType::float32:
+      return finite_as(reinterpret_cast<const float*>(from), count);
+    case DType::float64:
+      return finite_as(reinterpret_cast<const double*>(from), count);
+    default:
+      return true;
   }
 }
 

@@ -20,6 +20,9 @@ void combine(DType dtype, std::byte* out, const std::byte* own,
              std::span<const std::byte* const> inputs, std::span<const double> coefficients,
              std::size_t count);
 
+// Whether there are neither NaN nor infinities among them.
+bool finite(DType dtype, const std::byte* from, std::size_t count);
+
 // Numbers of that type as double. Of `bytes` there are none: zeros.
 void widen(DType dtype, double* out, const std::byte* from, std::size_t count);
 

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -12,8 +14,10 @@ using Vector = std::vector<double>;
 // Of a unit vector, what is left of it if it is a combination of others.
 constexpr double nothing = 1e-9;
 
-// Elements at a time, so that sums stay in the first cache.
+// Elements at a time, so that sums stay in the first cache; a multiple of
 constexpr std::size_t block = 256;
+// sums that are formed side by side, so that they become vector code.
+constexpr std::size_t lanes = 8;
 
 double product(const Vector& a, const Vector& b) {
   return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
@@ -30,10 +34,12 @@ Vector rest(Vector v, const std::vector<Vector>& basis) {
   return v;
 }
 
+double norm(const Vector& v) { return std::sqrt(product(v, v)); }
+
 void normalize(Vector& v) {
-  const double norm = std::sqrt(product(v, v));
-  if (norm > 0) {
-    for (double& x : v) x /= norm;
+  const double size = norm(v);
+  if (size > 0) {
+    for (double& x : v) x /= size;
   }
 }
 
@@ -84,21 +90,38 @@ Parity::Check combined(const Vector& combination, const std::vector<Parity::Chec
   return out;
 }
 
-// What a sum may be off, as a share of what is added to it. Ranks that hold the same examples compute
-// their gradients in other orders and batches, and lose as many digits as gradients of examples
-// cancel. In float32 that was 2e-6 at most in trainings that were looked at, and some 1e-3 where
-// matrices are multiplied in fewer bits, as GPUs do; what a plan's amplification may make of it is
-// 1e-3 as well. Types of 16 bits were off by one eps. Mistakes are off by 0.01 and mostly more.
-double allowed(DType dtype) {
-  constexpr double computed = 0x1p-8;
-  constexpr double roundings = 8;
+// How far an honest rank's numbers may be from those that others would have computed, as a share of
+// the largest. Ranks that hold the same examples compute their gradients in other orders and batches,
+// and lose as many digits as gradients of examples cancel. In float32 that was 2e-6 at most in
+// trainings that were looked at, and some 1e-3 where matrices are multiplied in fewer bits, as GPUs
+// do. Types of 16 bits, in which numbers are rounded from layer to layer of the model, were off by one
+// eps. Mistakes are off by 0.01 and mostly more.
+double computed(DType dtype) {
+  constexpr double all = 0x1p-8;
+  constexpr double roundings = 4;
   switch (dtype) {
     case DType::float16:
-      return computed + roundings * 0x1p-10;
+      return all + roundings * 0x1p-10;
     case DType::bfloat16:
-      return computed + roundings * 0x1p-7;
+      return all + roundings * 0x1p-7;
     default:
-      return computed;
+      return all;
+  }
+}
+
+// What is rounded on the way to this parent: a message of 16 bits as it is made, and in every layer;
+// in every layer the sums, which are of float32 at least.
+double carried(DType dtype, const Below& below) {
+  const double sums = below.layers * (below.widest + 3);
+  switch (dtype) {
+    case DType::float16:
+      return (1 + below.layers) * 0x1p-11 + sums * 0x1p-24;
+    case DType::bfloat16:
+      return (1 + below.layers) * 0x1p-8 + sums * 0x1p-24;
+    case DType::float64:
+      return (1 + sums) * 0x1p-53;
+    default:
+      return (1 + sums) * 0x1p-24;
   }
 }
 
@@ -112,16 +135,39 @@ double noise(DType dtype) {
 
 }  // namespace
 
-Parity::Parity(std::vector<Check> checks, std::size_t parts)
-    : checks_(std::move(checks)), parts_(parts) {}
+void Parity::Size::add(const double* values, std::size_t count) {
+  double sums[lanes] = {}, most[lanes] = {};
+  for (std::size_t first = 0; first < count; first += lanes) {
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+      const double x = values[first + lane], size = std::abs(x);
+      sums[lane] += x * x;
+      most[lane] = size > most[lane] ? size : most[lane];
+    }
+  }
+  for (const double sum : sums) squares += sum;
+  for (const double size : most) largest = std::max(largest, size);
+}
+
+Parity::Size& Parity::Size::operator+=(const Size& other) {
+  squares += other.squares;
+  largest = std::max(largest, other.largest);
+  return *this;
+}
+
+double Parity::in(Norm norm, const Size& size) {
+  return norm == Norm::maximum ? size.largest : std::sqrt(size.squares);
+}
+
+Parity::Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below)
+    : checks_(std::move(checks)), sizes_(std::move(sizes)), below_(std::move(below)) {}
 
 // Where elements of that kind are summed.
 std::size_t Parity::sums_of(std::size_t vector, int kind) {
   std::size_t s = 0;
   while (s < sums_.size() && (sums_[s].vector != vector || sums_[s].kind != kind)) ++s;
   if (s == sums_.size()) {
-    sums_.push_back({sums_[vector].dtype, vector, kind, Vector(rows_.size()),
-                     std::vector<Check>(active_.size(), Check(active_.size()))});
+    sums_.push_back({sums_[vector].dtype, vector, kind, std::vector<Size>(rows_.size()),
+                     std::vector<Size>(active_.size())});
   }
   return s;
 }
@@ -137,14 +183,17 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
     }
     active_.clear();
     for (const Vector& combination : combinations(checks_, absent)) {
-      active_.push_back(combined(combination, checks_));
-      for (const std::size_t row : absent) active_.back()[row] = 0;
+      Check& check = active_.emplace_back(combined(combination, checks_));
+      for (const std::size_t row : absent) check[row] = 0;
+      // no message, however large, shows in a check that has nothing to do with it
+      for (double& h : check) h = std::abs(h) < nothing * norm(check) ? 0 : h;
     }
   }
+  finite_.assign(rows.size(), true);
   sums_.clear();
   for (std::size_t v = 0; v < vectors.size(); ++v) {
-    sums_.push_back({vectors[v].dtype, v, -1, Vector(rows.size()),
-                     std::vector<Check>(active_.size(), Check(active_.size()))});
+    sums_.push_back({vectors[v].dtype, v, -1, std::vector<Size>(rows.size()),
+                     std::vector<Size>(active_.size())});
   }
   runs_.assign(vectors.size(), {});
   for (const Apart& it : apart) {
@@ -158,7 +207,7 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
 
 void Parity::add(std::size_t vector, std::uint64_t first,
                  std::span<const std::byte* const> messages, std::size_t count) {
-  if (active_.empty() || sums_[vector].dtype == DType::bytes) return;
+  if (sums_[vector].dtype == DType::bytes) return;
   const std::uint64_t end = first + count;
   std::uint64_t next = first;
   const auto add_to = [&](std::size_t sums, std::uint64_t until) {
@@ -178,129 +227,137 @@ void Parity::add(std::size_t vector, std::uint64_t first,
 void Parity::add_run(Sums& sums, std::span<const std::byte* const> messages, std::uint64_t from,
                      std::size_t count) {
   const std::size_t size = size_of(sums.dtype);
-  std::vector<double> wide(rows_.size() * block), checked(active_.size() * block);
+  std::vector<double> wide(rows_.size() * block), checked(block);
   for (std::size_t first = 0; first < count; first += block) {
     const std::size_t n = std::min(block, count - first);
+    const std::size_t padded = (n + lanes - 1) / lanes * lanes;
     for (std::size_t row = 0; row < rows_.size(); ++row) {
       if (!rows_[row]) continue;
       double* const values = &wide[row * block];
       widen(sums.dtype, values, messages[row] + (from + first) * size, n);
-      sums.squares[row] += std::inner_product(values, values + n, values, 0.0);
+      std::fill(values + n, values + padded, 0.0);
+      Size its;
+      its.add(values, padded);
+      sums.rows[row] += its;
+      if (!std::isfinite(its.squares)) {  // or their squares are too large, which is no harm
+        const auto number = [](double x) { return std::isfinite(x); };
+        finite_[row] = finite_[row] && std::all_of(values, values + n, number);
+      }
     }
-    std::ranges::fill(checked, 0.0);
     for (std::size_t c = 0; c < active_.size(); ++c) {
-      double* const sum = &checked[c * block];
+      std::fill_n(checked.begin(), padded, 0.0);
       for (std::size_t row = 0; row < rows_.size(); ++row) {
         const double h = active_[c][row];
         if (h == 0) continue;
         const double* const values = &wide[row * block];
-        for (std::size_t i = 0; i < n; ++i) sum[i] += h * values[i];
+        for (std::size_t i = 0; i < padded; ++i) checked[i] += h * values[i];
       }
-      for (std::size_t d = 0; d <= c; ++d) {
-        const double more = std::inner_product(sum, sum + n, &checked[d * block], 0.0);
-        sums.products[c][d] += more;
-        if (d != c) sums.products[d][c] += more;
-      }
+      sums.checks[c].add(checked.data(), padded);
     }
   }
 }
 
-std::size_t Parity::children() const { return rows_.size() / parts_; }
-
-// Combinations of the active checks that have nothing to do with a child.
-std::vector<Vector> Parity::without(std::size_t child) const {
-  std::vector<std::size_t> rows(parts_);
-  std::iota(rows.begin(), rows.end(), child * parts_);
-  return combinations(active_, rows);
+std::vector<std::size_t> Parity::not_finite() const {
+  std::vector<std::size_t> out;
+  for (std::size_t row = 0; row < rows_.size(); ++row) {
+    const std::size_t child = row / parts();
+    if (!finite_[row] && (out.empty() || out.back() != child)) out.push_back(child);
+  }
+  return out;
 }
 
-// All is added: what of the messages is there in all, and which sums are compared.
+// All is added: how large each message is, and what of it is compared with what.
 void Parity::settle() {
-  Vector all(rows_.size());
+  all_.assign(rows_.size(), {});
   for (const Sums& sums : sums_) {
-    for (std::size_t row = 0; row < all.size(); ++row) all[row] += sums.squares[row];
-  }
-  if (largest_.size() >= most_calls && !largest_.contains(call_)) largest_.clear();
-  Vector& largest = largest_[call_];
-  largest.resize(all.size());
-  for (std::size_t row = 0; row < all.size(); ++row) {
-    if (std::isfinite(all[row])) largest[row] = std::max(largest[row], all[row]);
+    for (std::size_t row = 0; row < all_.size(); ++row) all_[row] += sums.rows[row];
   }
   for (Sums& sums : sums_) {
     if (sums.kind != 0) continue;
     const Sums& rest = sums_[sums.vector];
-    for (std::size_t row = 0; row < rows_.size(); ++row) sums.squares[row] += rest.squares[row];
-    for (std::size_t c = 0; c < active_.size(); ++c) {
-      for (std::size_t d = 0; d < active_.size(); ++d) sums.products[c][d] += rest.products[c][d];
+    for (std::size_t row = 0; row < rows_.size(); ++row) sums.rows[row] += rest.rows[row];
+    for (std::size_t c = 0; c < active_.size(); ++c) sums.checks[c] += rest.checks[c];
+  }
+}
+
+// How large the gradients are of which these messages are made: as the second largest child tells,
+// for a single one may tell anything.
+double Parity::scale(const Check& check, const std::vector<Size>& rows, Norm norm) const {
+  double first = 0, second = 0;
+  std::size_t concerned = 0;
+  for (std::size_t child = 0; child < below_.size(); ++child) {
+    double its = 0;
+    bool has = false;
+    for (std::size_t row = child * parts(); row < (child + 1) * parts(); ++row) {
+      if (check[row] == 0) continue;
+      has = true;
+      if (sizes_[row] > 0) its = std::max(its, in(norm, rows[row]) / sizes_[row]);
     }
+    concerned += has;
+    second = std::max(second, std::min(first, its));
+    first = std::max(first, its);
   }
+  return concerned > 1 ? second : first;
 }
 
-Parity::Mismatch Parity::mismatch(const Check& combination, const Sums& sums) const {
-  const Check check = combined(combination, active_);
-  const Vector& largest = largest_.at(call_);
-  double added = 0, all = 0;
+// What rounding explains of a sum that should be 0.
+double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
+  const double here = scale(check, sums.rows, norm);
+  double everywhere = scale(check, all_, norm);
+  if (const auto before = remembered_.find(call_); before != remembered_.end()) {
+    everywhere = std::max(everywhere, before->second.at(norm));
+  }
+  double out = 0;
   for (std::size_t row = 0; row < check.size(); ++row) {
-    added += check[row] * check[row] * sums.squares[row];
-    all += check[row] * check[row] * largest[row];
+    const Below& below = below_[row / parts()];
+    const double share = computed(sums.dtype) + carried(sums.dtype, below);
+    out += std::abs(check[row]) * sizes_[row] * below.amplification *
+           (share * here + noise(sums.dtype) * everywhere);
   }
-  double found = 0;
-  for (std::size_t c = 0; c < active_.size(); ++c) {
-    found += combination[c] * product(combination, sums.products[c]);
-  }
-  if (added <= 0) return {};
-  return {std::sqrt(std::max(found, 0.0) / added),
-          allowed(sums.dtype) + noise(sums.dtype) * std::sqrt(all / added)};
-}
-
-bool Parity::holds(const Check& combination) const {
-  return std::ranges::all_of(sums_, [&](const Sums& sums) {
-    const Mismatch found = mismatch(combination, sums);
-    return found.share <= found.allowed;
-  });
+  return out;
 }
 
 std::optional<Contradiction> Parity::contradiction() {
   settle();
   Contradiction out;
-  std::vector<bool> concerned(children());
-  for (const Sums& sums : sums_) {
-    for (std::size_t row = 0; row < rows_.size(); ++row) {
-      if (std::isfinite(sums.squares[row])) continue;
-      out.finite = false;
-      concerned[row / parts_] = true;
-    }
-  }
+  std::vector<bool> concerned(below_.size());
   double worst = 0;
-  for (std::size_t c = 0; out.finite && c < active_.size(); ++c) {
-    Check unit(active_.size());
-    unit[c] = 1;
-    if (holds(unit)) continue;
-    for (std::size_t row = 0; row < rows_.size(); ++row) {
-      if (active_[c][row] != 0) concerned[row / parts_] = true;
-    }
+  for (std::size_t c = 0; c < active_.size(); ++c) {
+    const Check& check = active_[c];
     for (const Sums& sums : sums_) {
-      const Mismatch found = mismatch(unit, sums);
-      if (found.share <= worst * found.allowed) continue;
-      worst = found.share / found.allowed;
-      out.mismatch = found.share;
-      out.allowed = found.allowed;
+      for (const Norm norm : norms) {
+        const double found = in(norm, sums.checks[c]), allowed = bound(check, sums, norm);
+        if (found <= allowed) continue;  // which NaN is not
+        double added = 0;
+        for (std::size_t row = 0; row < check.size(); ++row) {
+          if (check[row] != 0) concerned[row / parts()] = true;
+          added += std::abs(check[row]) * in(norm, sums.rows[row]);
+        }
+        const double excess =
+            allowed > 0 ? found / allowed : std::numeric_limits<double>::infinity();
+        if (excess <= worst) continue;
+        worst = excess;
+        out.mismatch = found / added;
+        out.allowed = allowed / added;
+      }
     }
   }
-  std::vector<std::size_t> alone;
-  for (std::size_t child = 0; child < children(); ++child) {
-    if (!concerned[child]) continue;
-    out.children.push_back(child);
-    if (!out.finite) continue;
-    const std::vector<Vector> others = without(child);
-    if (std::ranges::all_of(others, [&](const Check& it) { return holds(it); })) {
-      alone.push_back(child);
-    }
+  for (std::size_t child = 0; child < concerned.size(); ++child) {
+    if (concerned[child]) out.children.push_back(child);
   }
   if (out.children.empty()) return std::nullopt;
-  out.each = !alone.empty();
-  if (out.each) out.children = std::move(alone);
   return out;
+}
+
+void Parity::remember() {
+  if (remembered_.size() >= most_calls && !remembered_.contains(call_)) remembered_.clear();
+  for (const Check& check : active_) {
+    for (const Norm norm : norms) {
+      double& largest = remembered_[call_][norm];
+      const double its = scale(check, all_, norm);
+      if (std::isfinite(its)) largest = std::max(largest, its);
+    }
+  }
 }
 
 }  // namespace jaxcoded

@@ -2,7 +2,7 @@
 //
 // Messages are linear in the gradients that they are made of, so with every left null vector h of
 // the code's matrix Σ h[row] · message[row] is 0 but for rounding, whatever the gradients are: a
-// parity check. Any two decodings differ by such sums.
+// parity check. Any two decodings differ by such sums. docs/theory.md has the bound for rounding.
 #pragma once
 
 #include <map>
@@ -23,12 +23,17 @@ struct Apart {
              // known, together with all the rest of the vector
 };
 
+// What lies below a child, and how much rounding that means.
+struct Below {
+  double amplification = 1;  // the largest product of the codes' κ down a path
+  double layers = 0;
+  double widest = 0;  // the most children of a parent
+};
+
 // What parity checks found wrong.
 struct Contradiction {
   std::vector<std::size_t> children;  // that have to do with it
-  bool each = false;    // each of them alone would explain it; otherwise several of them are wrong
-  bool finite = true;   // or their messages have NaN or infinities
-  double mismatch = 0;  // of a sum that should be 0, as a share of the norm of what is added
+  double mismatch = 0;  // of a sum that should be 0, as a share of the sizes of what is added
   double allowed = 0;   // for rounding
 };
 
@@ -36,8 +41,9 @@ class Parity {
  public:
   using Check = std::vector<double>;  // a number for each row
 
-  // `checks`: linearly independent, of about unit size. `parts`: rows of each child.
-  Parity(std::vector<Check> checks, std::size_t parts);
+  // `checks`: linearly independent, of about unit size. `sizes`: of each row of the code, what it
+  // makes of gradients of size 1 at most. `below`: for each child.
+  Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below);
 
   // Messages follow of these rows and no others, each of such vectors. `call`: equal for calls whose
   // messages are alike.
@@ -46,46 +52,62 @@ class Parity {
   // So many elements of a vector of all of them, from `first` on, by row.
   void add(std::size_t vector, std::uint64_t first, std::span<const std::byte* const> messages,
            std::size_t count);
-  // What is wrong with all that was added.
+  // Whether there is anything to compare in these rows.
+  bool compares() const { return !active_.empty(); }
+
+  // Of all that was added: the children whose messages have NaN or infinities,
+  std::vector<std::size_t> not_finite() const;
+  // and what is wrong where there are none. Asked once.
   std::optional<Contradiction> contradiction();
+  // It is right: its sizes tell later rounds of the call what rounding may be.
+  void remember();
 
  private:
+  // Of numbers, in both norms in which they are compared: a mistake in many of them shows in the
+  // first, and in a single one in the second.
+  struct Size {
+    double squares = 0, largest = 0;
+
+    void add(const double* values, std::size_t count);
+    Size& operator+=(const Size& other);
+  };
+  enum class Norm { euclidean, maximum };
+  static constexpr Norm norms[] = {Norm::euclidean, Norm::maximum};
+  static double in(Norm norm, const Size& size);
+
   struct Sums {
     DType dtype;
     std::size_t vector;
-    int kind;                      // see `Apart`; of the rest -1
-    std::vector<double> squares;   // of each row's message
-    std::vector<Check> products;   // of the checks' sums with each other
+    int kind;                  // see `Apart`; of the rest -1
+    std::vector<Size> rows;    // of each row's message,
+    std::vector<Size> checks;  // and of the sums that should be 0
   };
   // Elements [first, end) of a vector, and where they are summed.
   struct Run {
     std::uint64_t first, end;
     std::size_t sums;
   };
-  // The norm of the sum that should be 0, as a share of the norm of what is added; and what of that
-  // rounding explains.
-  struct Mismatch {
-    double share = 0, allowed = 0;
-  };
   static constexpr std::size_t most_calls = 1024;
 
-  std::size_t children() const;
-  std::vector<Check> without(std::size_t child) const;
+  std::size_t parts() const { return sizes_.size() / below_.size(); }
   std::size_t sums_of(std::size_t vector, int kind);
   void add_run(Sums& sums, std::span<const std::byte* const> messages, std::uint64_t from,
                std::size_t count);
   void settle();
-  Mismatch mismatch(const Check& combination, const Sums& sums) const;
-  bool holds(const Check& combination) const;
+  double scale(const Check& check, const std::vector<Size>& rows, Norm norm) const;
+  double bound(const Check& check, const Sums& sums, Norm norm) const;
 
   std::vector<Check> checks_;  // all of them,
-  std::size_t parts_;
+  std::vector<double> sizes_;
+  std::vector<Below> below_;
   std::vector<Check> active_;  // and those without rows that do not take part
   std::vector<bool> rows_;
+  std::vector<bool> finite_;  // by row
   std::vector<Sums> sums_;  // of the rest of each vector, then of what is apart
   std::vector<std::vector<Run>> runs_;  // of what is apart, by vector, in order
-  // Of each row the squares of all of its message, the largest of any round of a call.
-  std::map<std::uint64_t, std::vector<double>> largest_;
+  std::vector<Size> all_;  // of each row, all of its message
+  // Of gradients, as messages tell: the largest of any round of a call.
+  std::map<std::uint64_t, std::map<Norm, double>> remembered_;
   std::uint64_t call_ = 0;
 };
 

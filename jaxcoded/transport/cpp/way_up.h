@@ -43,6 +43,14 @@ struct WayUp {
   // What it is formed from.
   std::shared_ptr<const Decoding> decoding = {};
   std::vector<std::size_t> brought = {};  // rows that are fetched to be checked
+  bool own_finite = true;                 // as far as it is checked
+  // Whether the messages fit without a child, for each that may be wrong. They are looked at once
+  // more for it.
+  struct Without {
+    std::size_t child;
+    Parity others;
+  };
+  std::vector<Without> without = {};
   double waiting_since = 0;               // for a piece
   std::set<Rank> stalled = {};            // children whose pieces do not come
 

@@ -1,4 +1,4 @@
-"""Whether a group looks for mistakes, and what it can see."""
+"""Whether parents compare what their children send, and what a group can see of it."""
 
 import os
 from typing import Any
@@ -8,6 +8,7 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.deadline import Deadline
 
 VARIABLE = "JAXCODED_DEBUG"
+POLICIES = ("warn", "drop", "raise")
 
 
 def asked(debug: Any) -> Any:
@@ -19,12 +20,25 @@ def asked(debug: Any) -> Any:
     return {"": False, "0": False, "1": True}.get(value, f"{VARIABLE}={value}")
 
 
-def check(debug: Any) -> None:
-    """Raise unless ``debug`` is a bool, as `asked` found it.
+def check(debug: Any, verify: Any, verify_wait: Any) -> None:
+    """Raise unless ``debug`` is a bool, as `asked` found it, and the others are sound.
 
     Raises:
-        ValueError: it is not.
+        ValueError: they are not.
     """
+    if verify not in (None, *POLICIES):
+        raise ValueError(
+            f"verify must be one of {', '.join(POLICIES)} or None, got {verify!r}"
+        )
+    if not isinstance(verify_wait, bool):
+        raise ValueError(  # noqa: TRY004  # as the others
+            f"verify_wait must be True or False, got {verify_wait!r}"
+        )
+    if verify_wait and verify is None:
+        raise ValueError(
+            "verify_wait=True means nothing without verify: say what is to happen, "
+            f"verify={' or '.join(map(repr, POLICIES))}"
+        )
     if not isinstance(debug, bool):
         raise ValueError(  # noqa: TRY004  # it may be a text of the environment
             f"debug must be True, False or None ({VARIABLE} 1 or 0), got "
@@ -32,14 +46,20 @@ def check(debug: Any) -> None:
         )
 
 
-def why_not(plan: Plan, deadline: Deadline, transport: str) -> str:
-    """Why a group cannot look for mistakes, in words; empty if it can."""
+def why_not(plan: Plan, deadline: Deadline, transport: str, option: str) -> str:
+    """Why a group cannot have ``debug`` or ``verify``, in words; empty if it can."""
     if transport != "engine":
         return "needs the engine"
     if deadline.action == "approximate":
-        return 'waits for all ranks, so that on_deadline="approximate" means nothing'
+        return (
+            'waits for all ranks, so that on_deadline="approximate" means nothing'
+            if option == "debug"
+            else 'compares exact sums: on_deadline must be "wait" or "raise"'
+        )
     if plan.placement is not None:
-        return ""  # examples are counted
+        if option == "debug":
+            return ""  # examples are counted
+        return "has nothing to compare: each block of shared work is computed once"
     if plan.size > 1 and not plan.checked:
         return (
             f"has nothing to compare: {_unseen(plan)}; take more stragglers or another "
@@ -52,8 +72,7 @@ def gaps(plan: Plan) -> str:
     """The mistakes that a group cannot see, in words; empty if there are none."""
     if plan.placement is not None:
         return ""
-    unseen = _unseen(plan)
-    return unseen and f"debug does not see all mistakes: {unseen}"
+    return _unseen(plan)
 
 
 def _unseen(plan: Plan) -> str:

@@ -1,0 +1,98 @@
+"""What does it cost to verify sums?
+
+    scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/verify.py
+
+Jitted all-reduces of a donated float32 vector, ordered by a token, of groups with the same plan:
+without ``verify``, with it, and with ``verify_wait``. Nobody lies. Every repetition times all of
+them one after the other. Times are of the slowest rank. Prints medians, the medians of the ratios
+within a repetition, and in how many rounds the root had something to compare, and stores them.
+"""
+
+import argparse
+import contextlib
+import csv
+import pathlib
+
+import numpy as np
+from mpi4py import MPI
+from tqdm import tqdm
+from wire import prepared, seconds
+
+import jaxcoded
+
+comm = MPI.COMM_WORLD
+OPTIONS = {
+    "without": {},
+    "verify": {"verify": "drop"},
+    "verify, wait": {"verify": "drop", "verify_wait": True},
+}
+
+
+def compared(group):
+    """Rounds in which the root had more than it needed."""
+    return comm.bcast(group.transport.statistics()["compared_rounds"], group.plan.root)
+
+
+def measure(groups, sizes, repetitions):
+    """Rows of bytes, name, seconds, ratio, and the share of rounds that were compared."""
+    rows = []
+    with tqdm(total=len(sizes) * repetitions, disable=comm.rank != 0) as progress:
+        for size in sizes:
+            calls = max(2, min(30, 4_000_000 // size))
+            runs = {name: prepared(group, None, size) for name, group in groups.items()}
+            for run in runs.values():
+                run()
+            before = {name: compared(group) for name, group in groups.items()}
+            times = {name: [] for name in groups}
+            for _ in range(repetitions):
+                for name, run in runs.items():
+                    times[name].append(seconds(run, calls))
+                progress.update()
+            for name, group in groups.items():
+                ratios = np.array(times[name]) / np.array(times["without"])
+                share = (compared(group) - before[name]) / (calls * repetitions)
+                rows.append(
+                    (4 * size, name, np.median(times[name]), np.median(ratios), share)
+                )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--kilobytes", type=int, nargs="+", default=[4, 1000, 16_000])
+    parser.add_argument("--stragglers", type=int, default=2)
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    args = parser.parse_args()
+    sizes = [1_000, 4_000] if args.smoke else [250 * kb for kb in args.kilobytes]
+    with contextlib.ExitStack() as stack:
+        groups = {
+            name: stack.enter_context(
+                jaxcoded.CodedGroup(
+                    comm,
+                    fanout=comm.size - 1,
+                    stragglers=args.stragglers,
+                    transport="engine",
+                    options=jaxcoded.Options(**options),
+                )
+            )
+            for name, options in OPTIONS.items()
+        }
+        rows = measure(groups, sizes, 2 if args.smoke else args.repetitions)
+    if comm.rank:
+        return
+    code = groups["without"].plan.code
+    print(f"{comm.size} ranks, {code}, any {args.stragglers} of them may be late")
+    print(f"{'bytes':>10}  {'':14}{'median':>12}{'÷ without':>12}{'compared':>12}")
+    for size, name, median, ratio, share in rows:
+        print(f"{size:10}  {name:14}{median * 1e3:9.3f} ms{ratio:12.2f}{share:12.0%}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / f"verify-{comm.size}.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["bytes", "options", "seconds", "ratio", "compared"])
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""Nodes that compare what they have beyond what they need: honest rounds pass, and who lies is
+found, named, and left out."""
+
+import dataclasses
+import functools
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded
+
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+
+from simulation import (
+    DONE,
+    EXAMPLES,
+    FAILED,
+    Call,
+    World,
+    held,
+    random_plan,
+    random_world,
+    tolerated,
+)
+from test_node_parity import run, sound_script
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=60)
+seeds = st.integers(0, 2**32 - 1)
+POLICIES = ["warn", "drop", "raise"]
+# of a number: mantissa bits, exponent bits
+FORMAT = {
+    "float16": (10, 5),
+    "bfloat16": (7, 8),
+    "float32": (23, 8),
+    "float64": (52, 11),
+}
+
+
+def flip(vector, element, bit):
+    """Flip a bit of a number: 0 is the lowest one of its exponent."""
+    unsigned = vector.view(f"u{vector.itemsize}")
+    unsigned[element] ^= unsigned.dtype.type(1 << FORMAT[str(vector.dtype)][0] + bit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flipped(Call):
+    """Some ranks' vectors have a flipped bit: rank, vector, element, bit of the exponent."""
+
+    flips: tuple[tuple[int, int, int, int], ...] = ()
+
+    def own(self, plan, rank):
+        vectors = super().own(plan, rank)
+        for liar, vector, element, bit in self.flips:
+            if liar == rank:
+                flip(vectors[vector], element, bit)
+        return vectors
+
+    def effect(self, plan, rank):
+        """What the flips have made of a rank's vectors, in the last number that is not
+        as it should be."""
+        for right, wrong in zip(super().own(plan, rank), self.own(plan, rank)):
+            with np.errstate(invalid="ignore"):
+                changed = wrong.astype(np.float64) - right.astype(np.float64)
+            if changed.any() or not np.isfinite(changed).all():
+                return np.abs(changed).max()
+        return 0.0
+
+
+def below(plan, rank):
+    """Amplification, layers and the widest family below a rank."""
+    if plan.codings[rank] is None:
+        return 1.0, 0, 0
+    children = plan.coded_children(rank)
+    theirs = [below(plan, child) for child in children]
+    kappa = plan.codings[rank].code.amplification * max(t[0] for t in theirs)
+    return (
+        kappa,
+        1 + max(t[1] for t in theirs),
+        max(len(children), *(t[2] for t in theirs)),
+    )
+
+
+def shows(plan, call, liar):
+    """Whether a parent that has heard all children cannot overlook what one of them did:
+    by the bound of docs/theory.md, with the largest gradient that any of them tells of."""
+    parent = plan.parents[liar]
+    if parent not in plan.checked:
+        return False
+    code, children = plan.codings[parent].code, plan.coded_children(parent)
+    honest = Call(call.segments, call.seed)
+    messages, _ = honest.messages(plan)
+    sizes = np.abs(code.B).sum((1, 2))
+    scale = max(
+        np.abs(v).max(initial=0) / size
+        for child, rows in zip(children, sizes.reshape(len(children), -1))
+        for v in messages[child]
+        for size in rows
+        if size
+    )
+    dtype = jnp.dtype(call.segments[0][0])
+    u = float(jnp.finfo(dtype).eps) / 2
+    share = 2.0**-8 + (8 * u if dtype.itemsize == 2 else 0)
+    noise = 16 * (u if dtype.itemsize == 8 else 2.0**-24)
+    bounds = 0.0
+    for row in range(len(sizes)):
+        kappa, layers, widest = below(plan, children[row // code.parts])
+        sums = layers * (widest + 3)
+        if dtype.itemsize == 2:
+            carried = (1 + layers) * u + sums * 2.0**-24
+        else:
+            carried = (1 + sums) * u
+        bounds = bounds + np.abs(code.parity_checks[:, row]) * sizes[row] * kappa * (
+            share + carried + noise
+        )
+    first = children.index(liar) * code.parts
+    mine = np.abs(code.parity_checks[:, first : first + code.parts]).max(1)
+    return bool((mine * call.effect(plan, liar) > 2.02 * bounds * scale).any())
+
+
+# Honest rounds.
+
+
+@many
+@given(seeds)
+def test_honest_rounds_pass(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng)
+    kind = rng.choice(["allreduce", "allreduce", "reduce", "broadcast"])
+    script = sound_script(plan, rng, rng.randint(1, 4), kind=kind)
+    world = random_world(
+        plan,
+        0,
+        rng,
+        script=script,
+        verify=rng.choice(POLICIES),
+        verify_wait=rng.random() < 0.5,
+        **rng.choice([{}, {"twice": 0.2}, {"again": 0.1}]),
+    )
+    run(world, rng.choice([0, 200, 1000]))
+    world.assert_done()
+    assert not any(world.news)
+
+
+@many
+@given(seeds)
+def test_nobody_waits_for_who_is_late(seed):
+    """Or, with ``verify_wait``, until the deadline."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    waits = rng.random() < 0.5
+    world = random_world(
+        plan,
+        0,
+        rng,
+        script=sound_script(plan, rng, 2),
+        verify="raise",
+        verify_wait=waits,
+        limits={"deadline_seconds": 5.0},
+    )
+    late = tolerated(plan, rng)
+    world.frozen |= late
+    others = [
+        rank
+        for rank in range(plan.size)
+        if not late.intersection([rank, *world.ancestors[rank]])
+    ]
+    world.settle()
+    world.assert_done(others)
+    world.frozen.clear()
+    world.settle()
+    world.assert_done()
+
+
+class Cancelling(Call):
+    """Gradients that cancel in most sums, summed one after the other in the dtype, by
+    every rank in an order of its own. The first number counts the examples."""
+
+    words = "gradients that cancel"
+    fingerprint = 88
+
+    @functools.cached_property
+    def gradients(self):
+        rng = np.random.default_rng(self.seed)
+        out = []
+        for dtype, count in self.segments:
+            common = rng.standard_normal(count)
+            signs = rng.permutation(np.arange(EXAMPLES) % 2 * 2 - 1)[:, None]
+            rest = 10.0 ** rng.uniform(-7, 0) * rng.standard_normal((EXAMPLES, count))
+            gradients = signs * common + rest
+            gradients[:, 0] = 1
+            out.append(gradients.astype(jnp.dtype(dtype)))
+        return out
+
+    def own(self, plan, rank):
+        indices, coefficients = held(plan, rank)
+        slices, order = plan.slices_above[rank], np.arange(len(indices))
+        np.random.default_rng([self.seed, rank]).shuffle(order)
+        out = []
+        for part in range(plan.parts_above[rank]):
+            for g in self.gradients:
+                # of 16 bits is what travels: ranks add up in 32
+                total = np.zeros(g.shape[1] // slices, np.float32)
+                for example in order:
+                    pieces = g[indices[example]].astype(np.float32)
+                    for c, piece in zip(
+                        coefficients[example, part], pieces.reshape(slices, -1)
+                    ):
+                        total += np.float32(c) * piece
+                out.append(total.astype(g.dtype))
+        return out
+
+
+def honest(code, dtype, rounds, seed):
+    slices = 2 if code == "gaussian_mds" else 1
+    plan = make_plan(7, fanout=6, stragglers=2, code=code, slices=slices)
+    count = 16 * plan.padding_multiple
+    script = [
+        Cancelling(((dtype, count),), seed * rounds + r, apart=((0, 0, 1, 1),))
+        for r in range(rounds)
+    ]
+    world = World(
+        plan,
+        script,
+        random.Random(seed),
+        inline=(1 << 20,),
+        verify="raise",
+        verify_wait=True,
+    )
+    world.settle()
+    for r in range(rounds):
+        assert world.ends[0][r + 1].outcome == DONE, world.ends[0][r + 1].error
+    assert not any(world.news)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
+@pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_honest_gradients_that_cancel_pass(code, dtype, times):
+    """10,000 rounds in all, where everything is run."""
+    for seed in range(times):
+        honest(code, dtype, 100, seed)
+
+
+# Liars.
+
+CODES = [
+    # code, children, stragglers, slices; whether the very child is found
+    ("fractional_repetition", 4, 1, 1, False),
+    ("fractional_repetition", 6, 2, 1, True),
+    ("cyclic_repetition", 3, 1, 1, False),
+    ("cyclic_repetition", 5, 2, 1, True),
+    ("gaussian_mds", 8, 2, 2, True),
+    ("polynomial", 7, 2, 2, True),
+]
+
+
+def named(text):
+    """The ranks that a text says are wrong."""
+    words = text.partition("what rank")[2].partition(" sent to rank ")[0]
+    return {int(word) for word in words.replace(",", " ").split() if word.isdigit()}
+
+
+def judge(world, policy, round, liar, *, found, one):
+    """Whether a round has ended as it should where a rank lies."""
+    ends = [ends[round] for ends in world.ends]
+    at = f"round {round}, "
+    said = [text for news in world.news for text in news if at in text]
+    if policy != "raise" and ends[0].outcome == DONE:
+        assert not found or any(liar in named(text) for text in said), said
+        without = [text.endswith("; the sum does without it") for text in said]
+        assert all(without) if policy == "drop" else not any(without)
+        return
+    assert all(end == ends[0] for end in ends), ends
+    if found:
+        assert ends[0].outcome == FAILED
+    if ends[0].outcome == FAILED:
+        text = ends[0].error
+        assert text.startswith(f"InconsistentMessages: round {round}, "), text
+        # what was too small for its parent may show further up
+        suspects = {liar} if found else {liar, *world.ancestors[liar]}
+        assert suspects & named(text), text
+        assert len(named(text)) == 1 or not one, text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("code", "children", "stragglers", "slices", "one"), CODES)
+def test_a_flipped_bit_is_found(code, children, stragglers, slices, one, policy, dtype):
+    """Whoever lies, and whichever bit of the exponent it is."""
+    options = {"fanout": children, "stragglers": stragglers}
+    plan = make_plan(children + 1, **options, code=code, slices=slices)
+    rng = random.Random(f"{code} {policy} {dtype}")
+    count = 8 * plan.padding_multiple
+    segments, length = ((dtype, count),), count // slices
+    script, seen = [], 0
+    for liar in range(1, children + 1):
+        for bit in range(FORMAT[dtype][1]):
+            script.append(Call(segments, rng.randrange(2**32)))
+            flips = ((liar, 0, rng.randrange(length), bit),)
+            script.append(
+                Lie(segments, rng.randrange(2**32), flips=flips, policy=policy)
+            )
+    how = {"verify": policy, "verify_wait": True}
+    world = random_world(plan, 0, rng, script=script, **how)
+    world.settle()
+    for round, call in enumerate(script, 1):
+        if isinstance(call, Lie):
+            (((liar, *_),), found) = call.flips, call.shows(plan)
+            seen += found
+            huge = call.effect(plan, liar) > 1e6
+            judge(world, policy, round, liar, found=found, one=one and huge)
+            if policy == "drop" and one and huge:
+                assert world.ends[0][round].outcome == DONE
+        else:
+            assert all(ends[round].outcome == DONE for ends in world.ends)
+    assert seen >= len(script) // 8  # those flips of which most make a number larger
+
+
+@dataclasses.dataclass(frozen=True)
+class Lie(Flipped):
+    """A round that the parents' policy makes something of."""
+
+    policy: str = "warn"
+
+    def shows(self, plan):
+        ((liar, *_),) = self.flips
+        finite = np.isfinite(self.effect(plan, liar))
+        return not finite or shows(plan, self, liar)
+
+    def check(self, plan, rank, vectors):
+        if self.policy == "drop" and self.shows(plan):
+            super().check(plan, rank, vectors)
+
+    def check_message(self, plan, rank, segment, first, actual):
+        return True
+
+
+@many
+@given(seeds)
+def test_a_liar_anywhere_is_found(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    policy = rng.choice(POLICIES)
+    sound = sound_script(plan, rng, 2)
+    liar = rng.choice([rank for rank in range(plan.size) if rank != plan.root])
+    kinds = sound[1].segments
+    vector = rng.randrange(len(kinds))
+    length = kinds[vector][1] // plan.slices_above[liar]
+    bit = rng.randrange(FORMAT[kinds[vector][0]][1])
+    flips = ((liar, vector, rng.randrange(length), bit),)
+    lie = Lie(kinds, sound[1].seed, flips=flips, policy=policy)
+    world = random_world(
+        plan,
+        0,
+        rng,
+        script=[sound[0], lie, sound[0]],
+        verify=policy,
+        verify_wait=True,
+    )
+    run(world, rng.choice([0, 300]))
+    judge(world, policy, 2, liar, found=lie.shows(plan), one=False)
+    for round in (1, 3):
+        assert all(ends[round].outcome == DONE for ends in world.ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class NotFinite(Lie):
+    """A rank's vectors have an infinity or NaN."""
+
+    liar: int = 0
+    value: float = np.nan
+
+    def own(self, plan, rank):
+        vectors = super().own(plan, rank)
+        if rank == self.liar:
+            vectors[-1][len(vectors[-1]) // 2] = self.value
+        return vectors
+
+    def shows(self, plan):
+        return True
+
+
+@many
+@given(seeds)
+def test_nan_is_traced_to_its_rank(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2)
+    policy, liar = rng.choice(POLICIES), rng.randrange(plan.size)
+    (sound,) = sound_script(plan, rng, 1)
+    wrong = NotFinite(
+        sound.segments,
+        sound.seed,
+        policy=policy,
+        liar=liar,
+        value=rng.choice([np.nan, np.inf, -np.inf]),
+    )
+    world = random_world(
+        plan, 0, rng, script=[sound, wrong, sound], verify=policy, verify_wait=True
+    )
+    run(world, rng.choice([0, 300]))
+    ends = [ends[2] for ends in world.ends]
+    assert len({end.outcome for end in ends}) == 1
+    if policy == "drop" and ends[0].outcome == DONE:
+        texts = world.news[plan.parents[liar]]
+        assert liar != plan.root
+    elif policy == "warn":
+        texts = world.news[plan.root]
+        assert ends[0].outcome == DONE
+    else:
+        texts = list({end.error for end in ends})
+        assert ends[0].outcome == FAILED
+    (text,) = texts
+    sent = f"what rank {liar} has sent to rank {plan.parents[liar]} has NaN or inf"
+    itself = f"what rank {liar} adds itself has NaN or infinities"
+    assert itself in text or (sent in text and liar != plan.root), text
+    for round in (1, 3):
+        assert all(ends[round].outcome == DONE for ends in world.ends)
