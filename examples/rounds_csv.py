@@ -34,26 +34,27 @@ def arrivals(seen):
             yield number, rank, came - seen.started[at], seen.used[at, child], lag
 
 
+def write(path, *rows, mode="a"):
+    with path.open(mode, newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
 def train(comm, folder, steps=30, slow=2):
     """Returns the weight that is trained."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    mine, root = folder / f"rounds-{comm.rank}.csv", folder / "arrivals.csv"
+    header = ["round", "called", "work", "waited", "decided by", "left out"]
+    write(mine, header, mode="w")
+
+    def ended(seen):  # called on a thread of its own; holds up no round
+        seconds = seen.started, seen.work, seen.ended - seen.started
+        rounded = (round(each, 6) for each in seconds)
+        write(mine, [seen.number, *rounded, seen.decided_by, seen.skipped])
+
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
-    with (
-        (folder / f"rounds-{comm.rank}.csv").open("w", buffering=1, newline="") as file,
-        jaxcoded.CodedGroup(comm, stragglers=1) as group,
-    ):
-        rounds = csv.writer(file)
-        rounds.writerow(["round", "called", "work", "waited", "decided by", "left out"])
-
-        def write(round_):
-            waited = round_.ended - round_.started
-            seconds = (round(s, 6) for s in (round_.started, round_.work, waited))
-            rounds.writerow(
-                [round_.number, *seconds, round_.decided_by, round_.skipped]
-            )
-
-        group.on_round(write)  # on a thread of its own; holds up no round
+    with jaxcoded.CodedGroup(comm, stragglers=1) as group:
+        group.on_round(ended)
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
         indices, weights = group.assignment(len(x))
         w = jnp.zeros(())
@@ -63,10 +64,8 @@ def train(comm, folder, steps=30, slow=2):
             _, grad = jax.block_until_ready(step(w, x[indices], weights))
             w = w - 0.1 * grad
         if group.rank == 0:
-            with (folder / "arrivals.csv").open("w", newline="") as other:
-                out = csv.writer(other)
-                out.writerow(["round", "rank", "arrived", "used", "lag"])
-                out.writerows(arrivals(group.telemetry()))
+            header = ["round", "rank", "arrived", "used", "lag"]
+            write(root, header, *arrivals(group.telemetry()), mode="w")
     return w
 
 
