@@ -34,7 +34,7 @@ def train(comm, epochs=5):
         indices, weights = item
         return ((images[indices] / 16).astype(np.float32), labels[indices]), weights
 
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=2)") as group:
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=1)") as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
 
         @jax.jit

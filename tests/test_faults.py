@@ -824,7 +824,7 @@ FAULT = """\
 """
 
 
-SHARED, CODED = 'code="shared(replicas=2)"', "stragglers=1"
+SHARED, CODED = 'code="shared(replicas=1)"', "stragglers=1"
 
 
 def start(
