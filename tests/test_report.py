@@ -322,6 +322,7 @@ FILES = {
                 for name, value in (("loads", 1), ("step_times", 0.1), ("silent", 0))
             },
             parents=np.array([-1]),
+            computed=np.zeros((ROUNDS, 1, 3), np.int64),
             peers=np.zeros(0, np.int64),
             link_bytes=np.zeros(0, np.int64),
             link_seconds=np.zeros(0),

@@ -11,7 +11,7 @@ from jaxcoded._files import array, contents
 from jaxcoded.plan import Plan
 
 # The dtype and the axes of each array: rounds R, children C, ranks N, and ranks that this one has got
-# something from L. See `Telemetry`.
+# something from L; K kinds of blocks. See `Telemetry`.
 _ARRAYS: dict[str, tuple[type, str]] = {
     "parents": (np.int64, "N"),
     "loads": (np.float64, "N"),
@@ -24,7 +24,11 @@ _ARRAYS: dict[str, tuple[type, str]] = {
     "failed": (np.bool_, "R"),
     "skipped": (np.bool_, "R"),
     "approximate": (np.bool_, "R"),
+    "shared": (np.bool_, "R"),
     "loop": (np.bool_, "R"),
+    "busy": (np.float64, "R"),
+    "blocks": (np.int64, "R"),
+    "computed": (np.int64, "RNK"),
     "children": (np.int64, "C"),
     "arrived": (np.float64, "RC"),
     "used": (np.bool_, "RC"),
@@ -80,7 +84,7 @@ def _checked(values: dict[str, np.ndarray]) -> dict[str, Any]:
     if rank.shape or rank.dtype.kind != "i" or plan.shape or plan.dtype.kind != "U":
         raise ValueError("rank must be an integer, and plan a text")
     made = Plan.from_json(str(plan))
-    axes: dict[str, int] = {"N": made.size}
+    axes: dict[str, int] = {"N": made.size, "K": 3}
     for name, (dtype, letters) in _ARRAYS.items():
         its = values[name]
         known = its.dtype == dtype and its.ndim == len(letters)
@@ -109,8 +113,13 @@ def _checked(values: dict[str, np.ndarray]) -> dict[str, Any]:
     require("peers", (peers >= 0) & (peers < made.size))
     require("peers", len(np.unique(peers)) == len(peers))
     require("decided_by", (deciders >= -1) & (deciders < made.size))
+    shared, computed = values["shared"], values["computed"]
+    require("shared", made.placement is not None or not shared.any())
+    require("computed", (computed >= 0) & (computed < 2**32))
+    require("computed", not computed[~shared].any())
+    require("blocks", (values["blocks"] >= 0) & (values["blocks"] < 2**32))
     require("link_bytes", values["link_bytes"] >= 0)
-    for name in ("link_seconds", "silent"):
+    for name in ("link_seconds", "silent", "busy"):
         require(name, values[name] >= 0)
     for name in ("work", "step_times"):
         require(name, np.isnan(values[name]) | (values[name] >= 0))
