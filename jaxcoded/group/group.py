@@ -68,8 +68,8 @@ class CodedGroup:
             have it, and otherwise mpi4jax with a warning.
         seed: of random codes.
         speeds: relative speed of each rank; see `make_plan`.
-        options: how the group makes its rounds: deadlines, memory, telemetry, what it verifies;
-            see `Options`.
+        options: how the group makes its rounds: deadlines, memory, telemetry, what is
+            verified; see `Options`.
         record: where work is shared, a file that rank 0 writes: who has computed which
             blocks of each round, in which order.
         replay: a file written with ``record`` by a group of the same plan. Each round is
@@ -79,8 +79,8 @@ class CodedGroup:
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
         ValueError: no such plan, ``transport="engine"`` where it cannot be used, or
-            ``debug=True`` without the engine, without any redundancy, or with
-            ``on_deadline="approximate"``. Raised on every rank.
+            ``debug=True`` or ``verify`` without the engine, without any redundancy, or
+            with ``on_deadline="approximate"``. Raised on every rank.
         GroupMismatch: ranks gave different arguments, or run different builds of jaxcoded.
             Raised on every rank; the message names them.
 

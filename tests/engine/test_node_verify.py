@@ -18,6 +18,7 @@ from simulation import (
     DONE,
     EXAMPLES,
     FAILED,
+    MESSAGE,
     Call,
     World,
     held,
@@ -420,3 +421,30 @@ def test_nan_is_traced_to_its_rank(seed):
     assert itself in text or (sent in text and liar != plan.root), text
     for round in (1, 3):
         assert all(ends[round].outcome == DONE for ends in world.ends)
+
+
+class Shaken(World):
+    """A piece of the first message of a rank changes on its way."""
+
+    liar, flipped = 2, False
+
+    def fetch(self, request, address, size):
+        data = super().fetch(request, address, size)
+        if self.flipped or not data or (request[1], request[2]) != (self.liar, MESSAGE):
+            return data
+        self.flipped, numbers = True, np.frombuffer(data, np.float32).copy()
+        flip(numbers, 0, 0)
+        return numbers.tobytes()
+
+
+@pytest.mark.parametrize("verify", POLICIES)
+def test_what_changed_on_its_way_is_fetched_once_more(verify):
+    plan = make_plan(4, fanout=3, stragglers=1, code="cyclic_repetition")
+    call = Call((("float32", 9),), 1)
+    options = {"verify": verify, "verify_wait": True}
+    world = Shaken(plan, [call], random.Random(0), **options)
+    world.settle()
+    assert world.flipped
+    world.assert_done()
+    (text,) = world.news[0]
+    assert "messages that did not fit together did so when rank 0 fetched them" in text

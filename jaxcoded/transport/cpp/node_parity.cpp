@@ -170,15 +170,15 @@ bool Node::accepted(const Contradiction& wrong) {
        : alone.empty() ? " does not fit together (several of them are wrong)"
                        : " does not fit together (which of them is wrong, more redundancy would tell)") +
       ": it is off by " + percent(wrong.mismatch) + ", and rounding explains " + percent(wrong.allowed);
-  compared_rounds_ += 1;
-  if (limits_.on_contradiction == OnContradiction::warn) {
-    news_.push_back(text + "; the sum has it in all the same");
-    return true;
-  }
   if (limits_.on_contradiction == OnContradiction::drop && one && can_do_without(alone)) {
     news_.push_back(text + "; the sum does without it");
     leave_out(alone);
     return false;
+  }
+  ++compared_rounds_;
+  if (limits_.on_contradiction == OnContradiction::warn) {
+    news_.push_back(text + "; the sum has it in all the same");
+    return true;
   }
   fail("InconsistentMessages: " + text + causes);
   return false;
