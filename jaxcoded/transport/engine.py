@@ -667,7 +667,7 @@ def leave(seconds: float) -> None:
         seconds: for which ranks below get what they lack.
     """
     groups = _open.values()
-    if all(it._rank != it._plan.root or it._plan.size == 1 for it in groups):
+    if groups and all(it._rank != it._plan.root for it in groups):
         _engine.stop(seconds, "", 0)
 
 

@@ -30,7 +30,7 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
     it decides the rounds: it ends at once, and for the others it has died.
 
     Neither ``finally`` nor ``atexit`` run. Replaces the program's handler of ``SIGTERM``. Call it on
-    the main thread, after the first group is made.
+    the main thread.
 
     Args:
         notice: seconds from the signal until the process must be gone, 10 or more to be of use where

@@ -378,7 +378,7 @@ class Player:
             if (phase, it) in self._befallen:
                 continue
             self._befallen.add((phase, it))
-            self._dying |= it.kind == "kill"
+            self._dying |= it.kind in ("kill", "leave")
             if it.delay:
                 threading.Timer(it.delay, self._happen, [it]).start()
             else:
@@ -398,6 +398,8 @@ class Player:
                 mine["cut"] = now + it.seconds
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "leave":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "loop":
                 mine["kill"] = now + it.seconds
                 while True:
@@ -457,6 +459,7 @@ def say(text):
 
 def main():
     comm = world
+    jaxcoded.leave_on_sigterm(COMES)
     schedules = pickle.loads((directory / "schedules").read_bytes())
     for number, each in enumerate(schedules, 1):
         mine["schedule"], mine["steps"], mine["progress"] = number, 0, time.monotonic()

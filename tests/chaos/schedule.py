@@ -33,7 +33,9 @@ class Fault:
     Attributes:
         kind: "sleep"; "stop" (SIGSTOP, and later SIGCONT); "kill" (SIGKILL); "loop" and "lock",
             endless loops of the program, the latter with Python's lock, in which it is killed
-            later; "exit" (it leaves the program, and is killed while it waits for the others); "cut" (the cable of its host is cut, and mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
+            later; "exit" (it leaves the program, and is killed while it waits for the others);
+            "leave" (SIGTERM, of which it leaves in order); "cut" (the cable of its host is cut, and
+            mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
             program catches).
         rank: of those with which the schedule begins.
         step: in which it happens, from 1 in each phase; the one after the last is `recovered`.
@@ -55,7 +57,7 @@ class Fault:
         return f"rank {self.rank}: {self.kind} in step {self.step}{delay}{length}"
 
 
-FATAL = ("kill", "loop", "lock", "exit")
+FATAL = ("kill", "loop", "lock", "exit", "leave")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,13 +267,17 @@ def _phase(
     faults = []
     together = rng.randint(2, steps)  # the dead of a step that fails, more or less
     for rank in dead:
-        kind = rng.choice(("kill",) * 4 + ("loop", "lock", *("exit",) * (not fails)))
+        kind = rng.choice(
+            ("kill",) * 4 + ("loop", "lock", *("exit", "leave") * (not fails))
+        )
         step = (
             min(steps, together + rng.randint(0, 1)) if fails else rng.randint(2, steps)
         )
         if (root_dies or not fails) and kind == "kill" and rng.random() < 0.2:
             step = steps + 1  # while the others recover
-        if kind == "kill":
+        if kind == "leave":
+            faults.append(Fault(kind, living[rank], step, _delay(rng)))
+        elif kind == "kill":
             delay = rng.uniform(0.0, 0.3) if step > steps else _delay(rng)
             faults.append(Fault(kind, living[rank], step, delay))
         else:
