@@ -1,7 +1,7 @@
 """Numbers and tables as texts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def unit(largest: float) -> tuple[float, str]:
@@ -31,6 +31,25 @@ def seconds(value: float, endless: str = "unknown") -> str:
         return "0 s"
     size, name = unit(abs(value))
     return f"{value / size:.3g} {name}"
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """Some ranks in words.
+
+    Example:
+        >>> from jaxcoded import _format
+        >>> _format.ranks([3]), _format.ranks([5, 0, 1, 2])
+        ('rank 3', 'ranks 0–2, 5')
+    """
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    said = ", ".join("–".join(map(str, span)) for span in spans)
+    only = len(spans) == 1 and len(spans[0]) == 1
+    return f"rank{'s' * (not only)} {said}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

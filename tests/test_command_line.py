@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 from commands import main
 
-from jaxcoded import codes
+from jaxcoded import _format, codes
 from jaxcoded._progress import progress
-from jaxcoded.cli import cluster, output
+from jaxcoded.cli import cluster
 from jaxcoded.cli.main import COMMANDS
 from jaxcoded.cli.main import main as group
 from jaxcoded.planner.measurement import Link, Measurement
@@ -57,6 +57,7 @@ def test_the_library_imports_neither_click_nor_rich():
         "sys.modules['click'] = sys.modules['rich'] = None\n"
         "import jaxcoded\n"
         "for name in jaxcoded.__all__: getattr(jaxcoded, name)\n"
+        "from jaxcoded.cli import job, launcher  # for scripts/mpirun\n"
     )
     assert done.returncode == 0, done.stderr
 
@@ -212,10 +213,10 @@ def test_progress_is_for_terminals():
 
 
 def test_ranks_in_words():
-    assert output.ranks([0]) == "rank 0"
-    assert output.ranks([4, 0, 2, 1]) == "ranks 0–2, 4"
-    assert output.ranks([5, 4]) == "ranks 4–5"
-    assert output.ranks([1, 3]) == "ranks 1, 3"
+    assert _format.ranks([0]) == "rank 0"
+    assert _format.ranks([4, 0, 2, 1]) == "ranks 0–2, 4"
+    assert _format.ranks([5, 4]) == "ranks 4–5"
+    assert _format.ranks([1, 3]) == "ranks 1, 3"
 
 
 # Simulations.

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from jaxcoded.cli import job, launcher
+from jaxcoded.cli import job, launcher, output
 
 _SECONDS = 120.0
 _MARK = "jaxcoded answers "  # the line may stand among what others print
@@ -33,16 +33,19 @@ def answered(
     command, environment = launcher.command(
         mpirun, ranks, program, named=False, hosts=hosts, hostfile=hostfile
     )
-    with tempfile.TemporaryFile("w+") as output:
+    with (
+        tempfile.TemporaryFile("w+") as printed,
+        output.waiting(f"asking {ranks} ranks"),
+    ):
         status = job.play(
             command,
             environment,
             seconds=_SECONDS,
             own_files=not (hosts or hostfile),
-            output=output,
+            output=printed,
         )
-        output.seek(0)
-        said = output.read()
+        printed.seek(0)
+        said = printed.read()
     lines = [line for line in said.splitlines() if line.startswith(_MARK)]
     if status == 0 and lines:
         return json.loads(lines[-1].removeprefix(_MARK))

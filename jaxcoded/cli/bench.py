@@ -1,6 +1,7 @@
 """Measure the links between ranks and how fast each rank is, for jaxcoded plan.
 
     jaxcoded bench -n 4 --save cluster.json
+
     jaxcoded plan --measured cluster.json --payload 4MB --compute 1.2
 
 Without -n it measures the ranks of the job that it is started in:
@@ -20,7 +21,7 @@ import numpy as np
 
 from jaxcoded import _format, _require
 from jaxcoded._progress import progress
-from jaxcoded.cli import asking, launcher, output
+from jaxcoded.cli import asking, launcher, output, places
 from jaxcoded.planner.measurement import Measurement
 
 _TURN = 5e-3  # seconds of computing, many times
@@ -28,13 +29,13 @@ _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.bench"]
 _MANY = 32  # rows of a table
 
 
-@click.command(help=__doc__)
+@click.command("bench", help=__doc__)
 @click.option(
     *("-n", "--ranks"),
     type=int,
-    help="That are started here. Default: those of the job that this is a rank of.",
+    help="Ranks to start. Default: none, this is one of a job.",
 )
-@launcher.options
+@places.options
 @click.option(
     "--save",
     metavar="FILE",
@@ -46,13 +47,13 @@ def command(
     save: str | None,
     json: bool,
     mpirun: str | None,
-    **places: str | None,
+    **where: str | None,
 ) -> None:
     """Measure, and print."""
     if save is not None and not pathlib.Path(save).absolute().parent.is_dir():
         raise ValueError(f"--save {save}: there is no such folder")
     if ranks is None:
-        if any(value is not None for value in (mpirun, *places.values())):
+        if any(value is not None for value in (mpirun, *where.values())):
             raise ValueError(
                 "--mpirun, --hosts and --hostfile are for ranks that are started here: how "
                 "many? Give -n"
@@ -62,7 +63,7 @@ def command(
         ranks = _require.integer("--ranks", ranks, 2)
         chosen = launcher.found(mpirun)
         launcher.check_fits(chosen)
-        said = asking.answered(chosen, ranks, _PROGRAM, **places)
+        said = asking.answered(chosen, ranks, _PROGRAM, **where)
         seen = Measurement.from_fields(said)
     if seen is None:
         return

@@ -93,43 +93,45 @@ def _sentence(what: object) -> str:
 _COMMON = ("n", "stragglers", "slices", "seed")
 _OPTIONS = (
     click.Option(
-        ["-n", "--ranks"], type=int, help="In the job. Default: those of --measured."
+        ["-n", "--ranks"],
+        type=int,
+        help="Ranks in the job. Default: those of --measured.",
     ),
     click.Option(
         ["--payload"],
         metavar="BYTES",
-        help="Summed in every step, such as 4e6 or 4MB.",
+        help="What is summed in every step, such as 4e6 or 4MB.",
     ),
     click.Option(
         ["--parameters"],
         metavar="COUNT",
-        help="Of the model, such as 25M or 7B (billions), whose gradient is summed in every "
-        "step: instead of --payload.",
+        help="Instead of --payload: of the model whose gradient is summed in every step, such as "
+        "25M or 7B (billions).",
     ),
     click.Option(
         ["--dtype"],
         type=click.Choice(list(_ITEM_BYTES)),
-        help="Of the gradient, with --parameters. Default: float32.",
+        help="Type of the gradient, with --parameters. Default: float32.",
     ),
     click.Option(
         ["--compute"],
         required=True,
         metavar="SECONDS",
-        help="Such as 1.2 or 500ms, that one usual rank would take for the gradient of the "
-        "whole batch on its own: about the uncoded computation of a step times the number of "
+        help="What one usual rank would take for the gradient of the whole batch on its own, "
+        "such as 1.2 or 500ms: about the uncoded computation of a step times the number of "
         "ranks.",
     ),
     click.Option(
         ["--model"],
         metavar="MODEL",
-        help="Of the stragglers: one of those below, such as 'pareto(shape=1.5)' or "
+        help="Model of the stragglers: one of those below, such as 'pareto(shape=1.5)' or "
         "'bursty(begin=0.01) + fixed(factor=3)'. Default: those of --measured, or none.",
     ),
     click.Option(
         ["--trace"],
         type=_FILE,
-        help="Of the stragglers: factors that were measured, .npy or text with commas, a line "
-        "for each round and a column for each rank.",
+        help="Instead of a model: how many times as long ranks took, a line for each step and a "
+        "column for each rank, .npy or text with commas.",
     ),
     click.Option(
         ["--measured"],
@@ -144,13 +146,17 @@ _OPTIONS = (
         type=float,
         help="Gb/s that a port can send. Default: the same.",
     ),
-    click.Option(["--latency"], type=float, help="Seconds. Default: 50e-6."),
+    click.Option(
+        ["--latency"],
+        type=float,
+        help="Seconds until a small message is there. Default: 50e-6.",
+    ),
     click.Option(
         ["--seed"],
         type=int,
         default=0,
         show_default=True,
-        help="Of the draws, and of random codes.",
+        help="Seed of the draws, and of random codes.",
     ),
 )
 

@@ -15,19 +15,23 @@ from typing import Any
 import click
 
 from jaxcoded import _format, _require
-from jaxcoded.cli import asking, findings, launcher, machine, output
+from jaxcoded.cli import asking, findings, launcher, machine, output, places
 from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding
 
 _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
 
 
-@click.command(help=__doc__)
+@click.command("doctor", help=__doc__)
 @click.option(
-    *("-n", "--ranks"), type=int, default=2, show_default=True, help="That sum."
+    *("-n", "--ranks"),
+    type=int,
+    default=2,
+    show_default=True,
+    help="Ranks that sum with each other.",
 )
-@launcher.options
+@places.options
 @output.json_option
-def command(ranks: int, mpirun: str | None, json: bool, **places: str | None) -> int:
+def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> int:
     """Print what was found, and return the status."""
     ranks = _require.integer("--ranks", ranks, 1)
     chosen: launcher.Launcher | str
@@ -40,7 +44,7 @@ def command(ranks: int, mpirun: str | None, json: bool, **places: str | None) ->
         words = "were not started, for what is bad above"
         found.append(Finding("ranks", BAD, words))
     else:
-        found += _tried(ranks, chosen, places)
+        found += _tried(ranks, chosen, where)
     if json:
         output.as_json([dataclasses.asdict(each) for each in found])
     else:
@@ -49,11 +53,11 @@ def command(ranks: int, mpirun: str | None, json: bool, **places: str | None) ->
 
 
 def _tried(
-    ranks: int, mpirun: launcher.Launcher, places: dict[str, str | None]
+    ranks: int, mpirun: launcher.Launcher, where: dict[str, str | None]
 ) -> Iterator[Finding]:
     """What a job of so many ranks says."""
     try:
-        everything = asking.answered(mpirun, ranks, _PROGRAM, **places)
+        everything = asking.answered(mpirun, ranks, _PROGRAM, **where)
     except asking.NoAnswer as failure:
         yield Finding("ranks", BAD, str(failure))
         return

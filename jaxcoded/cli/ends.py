@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from jaxcoded import _format
-from jaxcoded.cli import output, rank
+from jaxcoded.cli import rank
 
 # without what a program would import, which takes time
 WRAPPER = [
@@ -69,10 +69,10 @@ class Ends:
             after = _format.seconds(self.told[numbers[0]][1])
             first = "the first " * (len(numbers) > 1)
             how = f"status {code}" if code >= 0 else f"killed by {_name(-code)}"
-            lines.append(f"{output.ranks(numbers)}: {how}, {first}after {after}")
+            lines.append(f"{_format.ranks(numbers)}: {how}, {first}after {after}")
         if missing:
             lines.append(
-                f"{output.ranks(missing)}: no word of it, as when mpirun ends the job"
+                f"{_format.ranks(missing)}: no word of it, as when mpirun ends the job"
             )
         return lines
 

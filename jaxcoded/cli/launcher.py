@@ -7,10 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import click
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
@@ -137,26 +135,6 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
         mpi = MPICH
     number = re.search(r"(\d+)\.\d", said)
     return Launcher(path, mpi, int(number[1]) if number else 0)
-
-
-def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of which mpirun, and on which hosts."""
-    for option in (
-        click.option(
-            "--mpirun",
-            metavar="COMMAND",
-            help="The one to use. Default: $JAXCODED_MPIRUN, that of this Python, or on the "
-            "PATH.",
-        ),
-        click.option(
-            "--hostfile",
-            metavar="FILE",
-            help="A file of hosts, in the form that the MPI reads.",
-        ),
-        click.option("--hosts", help="And how many ranks on each: a:2,b:2."),
-    ):
-        command = option(command)
-    return command
 
 
 def command(

@@ -99,7 +99,7 @@ def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     is_eager=True,
     expose_value=False,
     callback=_version,
-    help="Say which one it is.",
+    help="Print the version.",
 )
 def main() -> None:
     """Coded collective operations for JAX over MPI."""

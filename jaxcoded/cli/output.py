@@ -1,10 +1,11 @@
 """How results look: on a terminal, and as plain text of one width where there is none."""
 
+import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -31,6 +32,14 @@ def say(words: str = "") -> None:
 def code(line: str) -> None:
     """A line to copy, which is never wrapped."""
     _console().print(Text(line, "bold"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on a terminal what is being waited for."""
+    console = Console(stderr=True)
+    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+        yield
 
 
 def as_json(value: Any) -> None:
@@ -100,25 +109,6 @@ def show(what: RenderableType) -> None:
         console.print(what)
     # rich fills up lines
     print(*map(str.rstrip, capture.get().splitlines()), sep="\n")
-
-
-def ranks(numbers: Iterable[int]) -> str:
-    """Some ranks in words.
-
-    Example:
-        >>> from jaxcoded.cli import output
-        >>> output.ranks([3]), output.ranks([5, 0, 1, 2])
-        ('rank 3', 'ranks 0–2, 5')
-    """
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    said = ", ".join("–".join(map(str, span)) for span in spans)
-    only = len(spans) == 1 and len(spans[0]) == 1
-    return f"rank{'s' * (not only)} {said}"
 
 
 def _console() -> Console:

@@ -9,6 +9,7 @@ Without a --model it takes the links and ranks that jaxcoded bench has measured 
 that all are alike.
 """
 
+import math
 from typing import Any
 
 import click
@@ -23,18 +24,18 @@ from jaxcoded.transport.options import PIECE
 
 _HEADER = (
     *("", "fan-out", "s", "m", "code", "piece", "root", "step", "± error"),
-    *("5 … 95 % of steps", "load", "message", "κ"),
+    *("5 … 95 %", "load", "message", "κ"),
 )
 _LEGEND = (
     "s: children of each parent that may be late; m: messages are so many times shorter; piece: "
     "bytes in which they move; root: whether it computes too\n"
     "shared: others compute a late rank's blocks; replicas: how many others hold its data\n"
-    "step: mean of up to {} simulated steps; load: part of the batch that the busiest rank "
+    "step: mean of up to {} simulated steps; 5 … 95 %: of them; load: part of the batch that the busiest rank "
     "computes; κ: how much rounding may grow"
 )
 
 
-@click.command(cls=Command, help=__doc__)
+@click.command("plan", cls=Command, help=__doc__)
 @click.option(
     "--replicas",
     type=int,
@@ -44,10 +45,12 @@ _LEGEND = (
 @click.option(
     "--reading",
     metavar="SECONDS",
-    help="That a rank would take to read the data of the whole batch, of which it reads in "
+    help="What a rank would take to read the data of the whole batch, of which it reads in "
     "every step what it holds. Default: 0.",
 )
-@click.option("--top", type=int, default=5, show_default=True, help="Coded rows.")
+@click.option(
+    "--top", type=int, default=5, show_default=True, help="Coded plans to show."
+)
 @output.json_option
 def command(
     cluster: Cluster,
@@ -110,7 +113,7 @@ def _as_text(ranking: Ranking, top: int, seed: int) -> None:
         _HEADER,
         [_row(e, ranking.best) for e in chosen],
         wraps=["code"],
-        extra=["piece", "message", "5 … 95 % of steps"],
+        extra=["piece", "message", "5 … 95 %"],
         best=chosen.index(ranking.best),
     )
     output.say()
@@ -135,7 +138,7 @@ def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
         ("yes" if it.root_computes else "no") if it.tree else "–",
         _seconds(estimate.step),
         _seconds(estimate.error),
-        f"{_seconds(low)} … {_seconds(high)}",
+        _span(low, high),
         f"{estimate.load:.3g}",
         _bytes(estimate.message),
         f"{estimate.amplification:.3g}",
@@ -191,6 +194,13 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
         "message": estimate.message,
         "amplification": estimate.amplification,
     }
+
+
+def _span(low: float, high: float) -> str:
+    if not math.isfinite(high):
+        return f"{_seconds(low)} … never"
+    size, unit = _format.unit(high)
+    return f"{low / size:.3g} … {high / size:.3g} {unit}"
 
 
 def _seconds(value: float) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 import numpy as np
 
+from jaxcoded import _format
 from jaxcoded._format import seconds, unit
 from jaxcoded.cli import analysis, output
 from jaxcoded.cli.pictures import COLOURS, picture
@@ -28,7 +29,7 @@ _POINTS = 3000  # of a row
 _COLUMNS = 200  # of rounds in a picture
 
 
-@click.command(help=__doc__)
+@click.command("report", help=__doc__)
 @click.argument(
     "files",
     nargs=-1,
@@ -265,7 +266,7 @@ def _say_plans(found: _Found) -> None:
         ranks = [rank for rank, it in enumerate(took.source) if it == source]
         if ranks:
             output.say(
-                f"of {output.ranks(ranks)} {known} is known: their own files, or those of "
+                f"of {_format.ranks(ranks)} {known} is known: their own files, or those of "
                 "their parents, may say more"
             )
     plans = sorted(found.ranked, key=lambda plan: plan.seconds)

@@ -13,10 +13,10 @@ import sys
 import click
 
 from jaxcoded import _require
-from jaxcoded.cli import ends, job, launcher
+from jaxcoded.cli import ends, job, launcher, places
 
 
-@click.command(help=__doc__, context_settings={"allow_interspersed_args": False})
+@click.command("run", help=__doc__, context_settings={"allow_interspersed_args": False})
 @click.option(
     *("-n", "--ranks"),
     type=int,
@@ -36,17 +36,17 @@ from jaxcoded.cli import ends, job, launcher
     help="What the others do after an uncaught error of a rank. Default: abort; with --ft "
     "go-on.",
 )
-@launcher.options
+@places.options
 @click.option(
     "--timeout",
     type=float,
     metavar="SECONDS",
-    help="After which the job is ended.",
+    help="End the job after so long.",
 )
 @click.option(
     "--plain", is_flag=True, help="Output without the ranks in front of the lines."
 )
-@click.option("-m", "module", is_flag=True, help="The program is the name of a module.")
+@click.option("-m", "module", is_flag=True, help="PROGRAM is the name of a module.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -73,8 +73,8 @@ def command(
     if on_error is None:
         on_error = "go-on" if fault_tolerant else "abort"
     away = hosts is not None or hostfile is not None
-    places = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
-    with ends.listening(places if away else ()) as heard:
+    names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
+    with ends.listening(names if away else ()) as heard:
         words, environment = launcher.command(
             chosen,
             ranks,

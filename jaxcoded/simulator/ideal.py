@@ -35,8 +35,8 @@ def ideal_seconds(
     Example:
         >>> from jaxcoded.simulator import ideal_seconds
         >>> # 3 usual ranks, and one that takes twice as long: 1 / 3.5
-        >>> float(ideal_seconds(4, work=0.7, stragglers="fixed(factor=2)", rounds=1)[0])
-        0.2
+        >>> ideal_seconds(4, work=0.7, stragglers="fixed(factor=2)", rounds=1).round(9).tolist()
+        [0.2]
     """
     size = _require.integer("size", size, 1)
     rounds = _require.integer("rounds", rounds, 1)
