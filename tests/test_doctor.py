@@ -1,5 +1,6 @@
 """``jaxcoded doctor``: what it finds here, and what it says of machines that lack something."""
 
+import importlib.metadata
 import json
 
 import pytest
@@ -76,6 +77,16 @@ def test_what_ranks_have_found():
         found = states(doctor._of_ranks(3, [*usual[:2], usual[2] | {key: value}]))
         assert found.pop(about) == state
         assert set(found.values()) == {GOOD}
+
+
+def test_packages_that_are_missing(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    found = states(machine.examined(1, "there is no mpirun"))
+    assert found["jax"] == found["mpi4py"] == found["mpirun"] == BAD
+    assert found["mpi4jax"] == GOOD  # the engine does without
 
 
 def test_limits_of_a_container(tmp_path, monkeypatch):

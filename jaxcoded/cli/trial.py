@@ -2,7 +2,7 @@
 what they found."""
 
 import ctypes
-import importlib
+import importlib.util
 import os
 import time
 from typing import Any
@@ -43,6 +43,9 @@ def main() -> None:
 
 
 def _imported(name: str) -> str:
+    """Why it cannot be, if it is installed."""
+    if importlib.util.find_spec(name) is None:
+        return ""
     try:
         importlib.import_module(name)
     except (ImportError, OSError) as error:
