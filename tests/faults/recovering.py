@@ -46,6 +46,8 @@ logging.getLogger("jaxcoded").addHandler(
         {"emit": lambda _, it: heard.append(it.getMessage())},
     )()
 )
+if any(hangs):
+    logging.getLogger("jaxcoded").addHandler(logging.StreamHandler())
 size = board.size
 options = jaxcoded.Options()
 if set(hangs) - {"", "leaves"} and way in FAILS:  # who hangs holds the others up
@@ -146,7 +148,6 @@ def train(to):
 
 def leave(*, busy):
     """As a machine that is taken back makes this rank, with its last step in flight."""
-    logging.getLogger("jaxcoded").addHandler(logging.StreamHandler())
     if busy:
         threading.Timer(0.5 * SLOWNESS, os.kill, (os.getpid(), signal.SIGTERM)).start()
         hang("busy")
