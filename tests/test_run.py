@@ -1,9 +1,11 @@
 """``jaxcoded run`` on a few ranks, and what it tells the mpirun of each MPI."""
 
+import contextlib
 import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -254,6 +256,7 @@ def test_ends_in_words(hosts, monkeypatch):
             3: 44,
             4: -40,
         }
+    assert heard.failure == 44
     words = [re.sub("after .*", "after", line) for line in heard.words(7)]
     assert words == [
         "ranks 0–1: status 0, the first after",
@@ -264,11 +267,22 @@ def test_ends_in_words(hosts, monkeypatch):
     ]
     del heard.told[2], heard.told[3], heard.told[4]
     assert heard.words(2) == []
+    assert heard.failure == 0
     assert heard.words(3)[-1] == f"rank 2: {NOT_HEARD}"
 
 
 def test_others_are_not_believed():
     with ends.listening() as heard:
+        host, port, token = heard.variables["JAXCODED_ENDS"].split(":")
+        for said in ("", "x\n", "é 0 1\n", f"{token} x 1\n", "x" * 1000, "0 0 0\n"):
+            with (
+                contextlib.suppress(ConnectionError),
+                socket.create_connection((host, int(port)), 60) as line,
+            ):
+                line.sendall(said.encode())
+                line.shutdown(socket.SHUT_WR)
+                line.recv(1)
+        assert not heard.told
         heard.variables["JAXCODED_ENDS"] += "0"
         process = ended(heard, 0, "")
         process.communicate(timeout=60)

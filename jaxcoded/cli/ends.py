@@ -46,7 +46,8 @@ class Ends:
                 caller, _ = self._line.accept()
             except OSError:
                 return
-            with caller, contextlib.suppress(OSError, ValueError):
+            # whoever else calls may say anything
+            with caller, contextlib.suppress(OSError, ValueError, TypeError):
                 caller.settimeout(_PATIENCE)
                 said = caller.makefile("rb").readline(_LONGEST).decode()
                 token, number, code = said.split()
@@ -54,6 +55,11 @@ class Ends:
                     ended = int(code), time.monotonic() - self._begun
                     self.told.setdefault(int(number), ended)
                 caller.sendall(b".")
+
+    @property
+    def failure(self) -> int:
+        """The first status of a rank that is not 0, signals apart; 0 if there is none."""
+        return next((code for code, _ in self.told.values() if code > 0), 0)
 
     def words(self, ranks: int) -> list[str]:
         """A line for all that ended alike, in the order in which the first of them did; none if

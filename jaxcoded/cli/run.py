@@ -91,6 +91,7 @@ def command(
             variables=heard.variables,
         )
         status = job.play(words, environment, seconds=timeout, own_files=not away)
+    status = status or heard.failure  # which MPICH does not always tell
     said = [_words(chosen, status, fault_tolerant, timeout), *heard.words(ranks)]
     for line in filter(None, said):
         print(f"jaxcoded run: {line}", file=sys.stderr)
