@@ -45,6 +45,8 @@ _dce_rules = _found("jax.interpreters.partial_eval", "dce_rules")
 _emit_python_callback = _found("jax.interpreters.mlir", "emit_python_callback")
 _TokenSet = _found("jax.interpreters.mlir", "TokenSet")
 
+_pcast = _found("jax.lax", "pcast")
+
 # The type of an effect's value in compiled programs; its place differs between versions.
 _TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
     "jax._src.core", "abstract_token"
@@ -96,6 +98,38 @@ def effects_barrier(told: Container[str] = ()) -> None:
     for text in dict.fromkeys(failed):
         if text not in told:
             logger.warning("a round had failed: %s", text)
+
+
+def varying(x: Any) -> tuple[str, ...]:
+    """The axes of a manual mesh along which a value differs, as far as JAX says: inside
+    ``shard_map``.
+
+    Args:
+        x: an array, its type, or a ``jax.ShapeDtypeStruct``.
+    """
+    described = isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    aval = x if described else jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
+    axes = getattr(aval, "vma", None) if kind is None else kind.varying
+    return tuple(sorted(axes or ()))
+
+
+def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> jax.core.ShapedArray:
+    """The type of an array of this shape, and of the dtype of another one or the one given, that
+    differs along the same axes as the other one.
+
+    Args:
+        x: the other array, or its type.
+    """
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    if varying(aval):
+        return aval.update(shape=shape, dtype=dtype, weak_type=False)
+    return jax.core.ShapedArray(shape, aval.dtype if dtype is None else dtype)
+
+
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A value that is the same on all devices as one that may differ along these axes."""
+    return _pcast(x, axes, to="varying") if axes else x
 
 
 def devices(context: Any) -> int:

@@ -34,6 +34,14 @@ NO_REDUNDANCY = (
     "test_value_and_grad.py::test_aux_is_local",
     "test_value_and_grad.py::test_scan_over_batches",
 )
+# On 2 ranks without what 4 ranks of four devices each say.
+TOGETHER = (
+    "test_devices.py::test_batches_of_an_epoch",
+    "test_devices.py::test_beside_collectives",
+    "test_devices.py::test_in_a_scan",
+    "test_devices.py::test_started_rounds",
+    "test_devices.py::test_sums_of_what_the_compiler",
+)
 # On 13 ranks, which take turns on a few cores, only the sums themselves: what a second layer
 # of parents has a part in.
 SUMS = (
@@ -100,7 +108,7 @@ def chosen(ranks, exhaustive):
         sums = [f"tests/mpi/{name}" for name in SUMS]
         return [*sums, "-k", SUMS_OF_MPI4JAX, *without(*ALIKE)]
     if ranks == 2 and not exhaustive:
-        return [f"tests/mpi/{name}" for name in NO_REDUNDANCY]
+        return [f"tests/mpi/{name}" for name in NO_REDUNDANCY] + without(*TOGETHER)
     places = ["tests/mpi", *(f"--ignore=tests/mpi/{name}" for name in ON_ANY_TREE)]
     if ranks == 7:  # the other transport is tried on the other trees
         places += ["-k", "not mpi4jax"]
@@ -118,10 +126,29 @@ def test_under_mpirun(ranks, request):
     places = chosen(ranks, exhaustive)
     if exhaustive:
         places.append("--exhaustive")
+    # of test_devices.py the rest is in a job of its own
+    run(ranks, places, devices=2 if ranks == 2 else 1)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(LIMIT + 30)
+def test_several_devices(request):
+    """4 ranks of 4 devices each, which call together."""
+    places = ["tests/mpi/test_devices.py"]
+    if request.config.getoption("exhaustive"):
+        places += ["tests/mpi/test_examples.py::test_hsdp", "--exhaustive"]
+    else:
+        places += ["-k", "engine and not test_several and not test_any"]
+    run(4, places, devices=4)
+
+
+def run(ranks, places, devices):
+    """The tests at these places on so many ranks, of so many devices each."""
     environment = {}
-    if ranks == 2:  # only there tests/mpi/test_devices.py runs
+    if devices > 1:
         flags = os.environ.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2"
+        count = f"--xla_force_host_platform_device_count={devices}"
+        environment["XLA_FLAGS"] = f"{flags} {count}"
     job = mpirun(
         ranks,
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"),

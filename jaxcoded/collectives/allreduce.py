@@ -270,11 +270,16 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
     check_open(group)
     with group.failing("tree_bcast"):
         vectors, packing = pack(x, floats_only=False)
-        if token is not None:
-            token = primitive.checked_token(token)
-    collective = Collective(f"tree_bcast of {packing}{_tokened(token)}", up=False)
+        request = Request("tree_bcast", token=token).checked(group)
+    token = request.token
+    collective = Collective(
+        f"tree_bcast of {packing}{_tokened(token)}",
+        up=False,
+        devices=request.devices,
+        splits=packing.splits_of_vectors,
+    )
     out, token = carried(
-        TreeRound(group.index, collective), vectors, group, token=token
+        TreeRound(group.index, collective), vectors, group, request.extras, token
     )
     group.alike = True
     result = unpack(out, packing)
@@ -435,7 +440,14 @@ def coded_sum(packing: Packing, group: CodedGroup, request: Request) -> Collecti
     call = f"{request.name} of {packing}{request.about}{group.plan_words}"
     call += ", with its residual" * request.residual + _tokened(request.token)
     apart = packing.apart(request.apart) if group.options.compares else ()
-    return Collective(call, down=request.down, apart=apart, examples=request.examples)
+    return Collective(
+        call,
+        down=request.down,
+        devices=request.devices,
+        splits=(*packing.splits_of_vectors, *[()] * request.residual),
+        apart=apart,
+        examples=request.examples,
+    )
 
 
 def _tokened(token: jax.Array | None) -> str:

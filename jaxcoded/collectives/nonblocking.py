@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from jaxcoded import _require
+from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives.allreduce import (
     CodedSum,
     TreeRound,
@@ -240,7 +240,7 @@ def coded_allreduce_done(
         out: Sequence[jax.Array] = flight
         if group.transport.most_started:
             wires = [
-                ShapedArray(shape.shape, wire)
+                _jax_compat.like(shape, shape.shape, wire)
                 for shape, wire in zip(shapes, packing.wires)
             ]
             out, token = group.transport.finish(

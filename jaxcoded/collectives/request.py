@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _jax_compat
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport import primitive
+from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.primitive import Extras
 
 
@@ -24,7 +26,7 @@ class Request:
         last_part: whether what is summed is the last part of this rank's message, of
             which the others have gone ahead.
         apart: keys, see `Packing.apart`.
-        examples: see `Collective`.
+        examples, devices: see `Collective`.
     """
 
     name: str = "coded_allreduce"
@@ -40,6 +42,7 @@ class Request:
     last_part: bool = False
     apart: tuple[str, ...] = ()
     examples: tuple[float, float] | None = None
+    devices: Devices | None = None
 
     def checked(self, group: CodedGroup) -> "Request":
         """The same, of arrays, if it is sound.
@@ -48,8 +51,16 @@ class Request:
             TypeError, ValueError: the message names the value and the remedy.
         """
         erasures, skip, token = self.erasures, self.skip, self.token
+        for name in ("skip", "erasures", "token", "divisor"):
+            value = getattr(self, name)
+            if isinstance(value, jax.Array) and _jax_compat.varying(value):
+                raise ValueError(
+                    f"{name} is one for all devices, but differs between those of this shard_map "
+                    "as far as JAX knows: hand it in with the in_specs P()"
+                )
         return dataclasses.replace(
             self,
+            devices=group.transport.devices(token),
             about=self.about + _checked_divisor(self.divisor),
             erasures=None
             if erasures is None
@@ -60,7 +71,8 @@ class Request:
 
     @property
     def extras(self) -> Extras:
-        return Extras(self.skip, self.erasures)
+        place = None if self.devices is None else self.devices.place()
+        return Extras(self.skip, self.erasures, place)
 
 
 def _checked_divisor(divisor: Any) -> str:

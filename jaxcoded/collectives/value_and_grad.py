@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _jax_compat
 from jaxcoded.collectives import reduced, shared
 from jaxcoded.collectives.allreduce import CodedSum, begin, summed
 from jaxcoded.collectives.request import Request
@@ -176,6 +177,7 @@ def coded_value_and_grad(
             batch = jax.tree.map(jnp.asarray, batch)
             coding, about = _checked_weights(weights, group, own_weights)
             _check_shapes(batch, coding, group)
+            group.transport.devices(token)  # before anything is said of its batch
             shares = group.plan.placement is not None
             if shares:
                 _check_shared(group.plan, erasures, own_weights)
@@ -270,7 +272,12 @@ def _weighted(
 ) -> tuple[Any, Any]:
     """``Σ w ℓ``, ``∇ Σ w ℓ`` and, with the weights that are to be ``counted``, ``Σ w``; and the
     auxiliary data. Zeros, and no gradient computed, where all weights are 0 or this rank is
-    ``behind``."""
+    ``behind``. Where the batch is split over devices, of all of them: they decide alike, as they may
+    need each other for the gradient."""
+    split = _jax_compat.varying(weights)
+
+    def over_devices(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, split) if split else x
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         out = per_example_loss(params, batch)
@@ -293,6 +300,12 @@ def _weighted(
                 "per_example_loss must return losses in floating point, got "
                 f"{losses.dtype}: cast what they are computed from"
             )
+        if alone := set(_jax_compat.varying(losses)).difference(split):
+            raise ValueError(
+                f"the losses differ along the axes {sorted(alone)} of the devices, over which the "
+                "weights are not split: where devices share an example let its loss be their sum "
+                "(jax.lax.psum)"
+            )
         w = weights.astype(accumulator(losses.dtype))
         # padding has weight 0 and must not count, whatever its loss is; its gradient is
         # finite, as padding repeats an example that is there
@@ -302,15 +315,15 @@ def _weighted(
     def compute() -> tuple[Any, Any]:
         value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
         (loss, (count, aux)), grads = value_and_grad(params)
-        sums = {"loss": loss, "grads": grads}
+        sums = {"loss": over_devices(loss), "grads": grads}
         if counted is not None:
-            sums |= _counts(count, counted)
+            sums |= _counts(over_devices(count), counted)
         return sums, aux
 
     def skip() -> tuple[Any, Any]:
         return jax.tree.map(_zeros, jax.eval_shape(compute))
 
-    needed = jnp.any(weights != 0)
+    needed = over_devices(jnp.any(weights != 0).astype(jnp.int32)) > 0
     if behind is not None:
         needed &= behind == 0
     return jax.lax.cond(needed, compute, skip)
@@ -440,7 +453,9 @@ def _checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype)
+    return _jax_compat.vary(
+        jnp.zeros(like.shape, like.dtype), _jax_compat.varying(like)
+    )
 
 
 def _check_parameters(params: Any) -> None:

@@ -28,6 +28,7 @@ class Epoch:
         seed: int | None,
         epoch: int,
         drop_last: bool,
+        multiple: int,
     ) -> None:
         n = _require.integer("n", n, 1, np.iinfo(np.int64).max)
         most = np.iinfo(np.int32).max  # `Weights.present` is int32
@@ -46,7 +47,7 @@ class Epoch:
             how = f"shuffled with seed {seed}"
             self._order = np.random.default_rng([seed, epoch]).permutation(n)
         self._order.setflags(write=False)  # batches are views of it
-        self._positions, weights = assigned(plan, rank, batch_size)
+        self._positions, weights = assigned(plan, rank, batch_size, multiple)
         self._weights = dataclasses.replace(
             weights, present=np.int32(batch_size), order=f" of {n} examples {how}"
         )

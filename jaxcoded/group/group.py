@@ -479,11 +479,15 @@ class CodedGroup:
         """Whether `close` was called."""
         return self.index not in _groups
 
-    def assignment(self, batch_size: int) -> tuple[np.ndarray, Weights]:
+    def assignment(
+        self, batch_size: int, *, multiple: int = 1
+    ) -> tuple[np.ndarray, Weights]:
         """What this rank reads of a global batch, and its coding weights.
 
         Args:
             batch_size: number of examples in the global batch.
+            multiple: pad to a length that is a multiple of this, such as the number of devices
+                over which this rank splits what it reads (``docs/devices.md``).
 
         Returns:
             indices: int64 ``(length,)`` into the global batch, of one length ≥ 1 on all
@@ -496,9 +500,10 @@ class CodedGroup:
                 `coded_value_and_grad`; see `jaxcoded.plan.assignment.assignment`.
 
         Raises:
-            ValueError: ``batch_size < 1``.
+            ValueError: ``batch_size < 1`` or ``multiple < 1``, or a ``multiple`` with slices or
+                parts.
         """
-        return assigned(self.plan, self.rank, batch_size)
+        return assigned(self.plan, self.rank, batch_size, multiple)
 
     def epoch(
         self,
@@ -508,6 +513,7 @@ class CodedGroup:
         seed: int | None,
         epoch: int = 0,
         drop_last: bool = False,
+        multiple: int = 1,
     ) -> Epoch:
         """The minibatches of one pass over a data set, with what this rank reads of each.
 
@@ -536,6 +542,7 @@ class CodedGroup:
                 evaluation. Another seed is compiled anew, another epoch is not.
             epoch: the number of this pass, for another order in each.
             drop_last: leave out a smaller last batch.
+            multiple: as for `assignment`.
 
             All are the same on all ranks: `coded_value_and_grad` raises ``GroupMismatch``
             where ``n``, ``batch_size`` or ``seed`` are not.
@@ -565,6 +572,7 @@ class CodedGroup:
                 seed=seed,
                 epoch=epoch,
                 drop_last=drop_last,
+                multiple=multiple,
             )
 
     def blocks(self, batch_size: int) -> Blocks:

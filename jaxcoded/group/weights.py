@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.plan import Plan
 from jaxcoded.plan.assignment import assignment
 
@@ -138,9 +139,21 @@ class Weights:
     __hash__ = None  # type: ignore[assignment]  # as arrays
 
 
-def assigned(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, Weights]:
+def assigned(
+    plan: Plan, rank: int, batch_size: int, multiple: int = 1
+) -> tuple[np.ndarray, Weights]:
     """What a rank reads of a batch, and its weights in JAX's default float dtype; see
     `CodedGroup.assignment`."""
+    multiple = _require.integer("multiple", multiple, 1)
     indices, weights = assignment(plan, rank, batch_size)
+    if multiple > 1:
+        if weights.ndim != 1:
+            raise ValueError(
+                f"multiple={multiple} cannot be given in a group with slices or parts "
+                f"({plan.code}), whose weights belong to chunks: leave it out"
+            )
+        padding = -len(indices) % multiple
+        indices = np.append(indices, np.repeat(indices[:1], padding))
+        weights = np.append(weights, np.zeros(padding))
     values = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
     return indices, Weights(values, int(batch_size), plan.fingerprint, rank)

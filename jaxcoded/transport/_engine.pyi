@@ -87,6 +87,10 @@ done_handler: Any
 lag_handler: Any
 slices_handler: Any
 take_handler: Any
+devices_round_handler: Any
+devices_start_handler: Any
+devices_done_handler: Any
+devices_lag_handler: Any
 cuda_round_handler: Any
 cuda_part_handler: Any
 cuda_lag_handler: Any

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 from jaxcoded.plan import Plan
+from jaxcoded.transport import devices
+from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.packing import Apart
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
 
@@ -26,6 +28,8 @@ class Collective:
         up: the ranks' vectors are summed; otherwise the root's are told.
         down: every rank gets the result; otherwise the root alone, zeros elsewhere.
         batch: the sizes of the axes made by ``vmap``.
+        devices: those of this process that call together, if there are several.
+        splits: for each vector, over which of their axes it is split.
         apart: in a group that looks for mistakes, what is not compared with the rest.
         examples: what the first number of the sum should be, as far as it is known, and
             the share of it that rounding explains. Transports may look at it: a round
@@ -36,13 +40,20 @@ class Collective:
     up: bool = True
     down: bool = True
     batch: tuple[int, ...] = ()
+    devices: Devices | None = None
+    splits: tuple[tuple[str, ...], ...] = ()
     apart: tuple[Apart, ...] = ()
     examples: tuple[float, float] | None = None
 
     @property
     def signature(self) -> str:
         """What all ranks must agree on."""
-        return f"{self.call}, batched {list(self.batch)}" if self.batch else self.call
+        words = self.call
+        if self.batch:
+            words += f", batched {list(self.batch)}"
+        if self.devices is not None:
+            words += f", on devices [{self.devices}]"
+        return words
 
 
 class Transport(abc.ABC):
@@ -57,6 +68,19 @@ class Transport(abc.ABC):
     # How many rounds can be started before the first is finished. None: a started round
     # would not go on while its rank computes.
     most_started = 0
+
+    def devices(self, token: Any) -> Devices | None:
+        """The devices of the program that is traced here, if several call together.
+
+        Args:
+            token: what orders the call, if anything.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if devices.of_program() is not None:
+            raise ValueError(f"without the engine {devices.REMEDY}")
+        return None
 
     @abc.abstractmethod
     def carry(

@@ -6,6 +6,7 @@ opened for a group, and its calls become JAX primitives.
 
 import atexit
 import copy
+import dataclasses
 import functools
 import logging
 import os
@@ -19,12 +20,14 @@ import numpy as np
 from jax.core import ShapedArray
 from mpi4py import MPI
 
-from jaxcoded import errors
+from jaxcoded import _jax_compat, errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
-from jaxcoded.transport import ending, engine_primitive, extension
+from jaxcoded.transport import devices, ending, engine_primitive, extension
 from jaxcoded.transport.agreement import gathered, on_all, told
 from jaxcoded.transport.base import Collective, Dealt, Transport
+from jaxcoded.transport.devices import Devices
+from jaxcoded.transport.engine_primitive import Together
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
@@ -182,6 +185,23 @@ class Engine(Transport):
         _engine.enter(self._own.py2f(), plan.root, ending.SILENT_SECONDS)
         _open[index] = self
 
+    def devices(self, token: Any) -> Devices | None:
+        found = devices.of_program()
+        if found is None:
+            return None
+        if token is None:
+            raise ValueError(
+                "inside shard_map over several devices JAX keeps no order of effects: order the "
+                f"calls by a token, as token=jnp.int32(0). For {devices.REMEDY}"
+            )
+        if self._plan.encoded or self._plan.placement is not None:
+            raise ValueError(
+                f"a group with code={self._plan.code!r} and slices={self._plan.slices} sends what is "
+                "made of chunks of the batch, or shares its work: on several devices take a code "
+                'with one part and slices=1, such as the default code="auto"'
+            )
+        return found
+
     def carry(
         self,
         collective: Collective,
@@ -192,6 +212,8 @@ class Engine(Transport):
         last_part: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         plan, rank = self._plan, self._rank
+        collective, together = Together.of(collective, extras.place)
+        extras = dataclasses.replace(extras, place=None)
         # a parent joins slices and parts one after the other, whatever the batch: they
         # come first
         moved = [
@@ -210,9 +232,10 @@ class Engine(Transport):
         out, token = engine_primitive.call(
             "jaxcoded_round",
             [*jax.tree.leaves(extras), *moved],
-            [ShapedArray(shape, v.dtype) for shape, v in zip(shapes, moved)],
+            [_jax_compat.like(v, shape) for shape, v in zip(shapes, moved)],
             token,
             engine_primitive.stacked(collective, vectors, plan.encoded),
+            together,
             group=self._index,
             parts=1 if last_part or not collective.up else plan.parts_above[rank],
             last_part=int(last_part),
@@ -304,12 +327,15 @@ class Engine(Transport):
         token: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         plan, rank = self._plan, self._rank
+        collective, together = Together.of(collective, extras.place)
+        extras = dataclasses.replace(extras, place=None)
         (number,), token = engine_primitive.call(
             "jaxcoded_start",
             [*jax.tree.leaves(extras), *vectors],
             [ShapedArray((), np.uint32)],
             token,
             collective,
+            together,
             group=self._index,
             parts=plan.parts_above[rank],
             slices=plan.slices_above[rank],
@@ -325,8 +351,18 @@ class Engine(Transport):
         after: Sequence[jax.Array],
         token: jax.Array | None,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
+        splits = tuple(map(_jax_compat.varying, results))
+        found = self.devices(token)
+        collective = Collective("", devices=found, splits=splits)
+        place = None if found is None else found.place()
+        _, together = Together.of(collective, place)
         return engine_primitive.call(
-            "jaxcoded_done", [number, *after], results, token, group=self._index
+            "jaxcoded_done",
+            [number, *after],
+            results,
+            token,
+            together=together,
+            group=self._index,
         )
 
     def check_sum(self, dtype: np.dtype) -> None:
@@ -336,8 +372,14 @@ class Engine(Transport):
             )
 
     def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        found = self.devices(token)
         (lag,), token = engine_primitive.call(
-            "jaxcoded_lag", [], [ShapedArray((), np.int32)], token, group=self._index
+            "jaxcoded_lag",
+            [],
+            [ShapedArray((), np.int32)],
+            token,
+            together=None if found is None else Together(found, found.place()),
+            group=self._index,
         )
         return lag, token
 

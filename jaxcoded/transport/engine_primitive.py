@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jax.ffi import ffi_lowering, register_ffi_target
 from jax.interpreters import ad, batching, mlir, xla
 
 from jaxcoded import _jax_compat
-from jaxcoded.transport import one_device
 from jaxcoded.transport.base import Collective
+from jaxcoded.transport.devices import PATIENCE, Devices, check
 from jaxcoded.transport.order import ORDER
 from jaxcoded.transport.packing import Apart
 
@@ -29,7 +29,8 @@ def register(engine: Any) -> None:
         for name in ("round", "part", "lag"):
             handler = getattr(engine, f"{prefix}{name}_handler")
             register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
-    for name in ("start", "done", "take", "computed"):
+    together = [f"devices_{name}" for name in ("round", "start", "done", "lag")]
+    for name in ("start", "done", "take", "computed", *together):
         handler = getattr(engine, f"{name}_handler")
         register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
 
@@ -65,6 +66,41 @@ def _behind(collective: Collective, number: int) -> Collective:
     return dataclasses.replace(collective, apart=apart)
 
 
+class Together(NamedTuple):
+    """How the devices of a process call together.
+
+    Attributes:
+        devices: they.
+        place: int32, which of them this is.
+        owners: for each vector and each of them, who has the same and brings it.
+    """
+
+    devices: Devices
+    place: jax.Array
+    owners: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, collective: Collective, place: jax.Array | None
+    ) -> tuple[Collective, "Together | None"]:
+        """Of a collective, which is of the vectors that all bring then."""
+        if collective.devices is None:
+            return collective, None
+        assert place is not None
+        owners = [collective.devices.owners(split) for split in collective.splits]
+        numbers = [len(set(each)) for each in owners]
+        first = [sum(numbers[:vector]) for vector in range(len(owners))]
+        apart = tuple(
+            each._replace(vector=first[each.vector] + number)
+            for each in collective.apart
+            for number in range(numbers[each.vector])
+        )
+        flat = tuple(owner for each in owners for owner in each)
+        return dataclasses.replace(collective, apart=apart), cls(
+            collective.devices, place, flat
+        )
+
+
 call_p = Primitive("coded_engine_call")
 call_p.multiple_results = True
 call_p.def_impl(functools.partial(xla.apply_primitive, call_p))
@@ -76,18 +112,23 @@ def call(
     results: Sequence[ShapedArray],
     token: jax.Array | None,
     collective: Collective | None = None,
+    together: "Together | None" = None,
     **attributes: int,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """Call the engine, in the order of the rounds or of the token. It gets the attributes
     and those of the collective."""
     tokens = [] if token is None else [token]
+    places = [] if together is None else [together.place]
     out = call_p.bind(
+        *places,
         *tokens,
         *operands,
         target=target,
         results=tuple(results),
         tokened=bool(tokens),
         collective=collective,
+        devices=together and together.devices,
+        owners=() if together is None else together.owners,
         attributes=tuple(attributes.items()),
     )
     return (out, None) if token is None else (out[1:], out[0])
@@ -95,10 +136,11 @@ def call(
 
 @call_p.def_effectful_abstract_eval
 def _abstract_eval(
-    *avals: Any, target: str, results: Any, tokened: bool, **_: Any
+    *avals: Any, target: str, results: Any, tokened: bool, devices: Any, **_: Any
 ) -> Any:
     if tokened:
-        return [ShapedArray(avals[0].shape, avals[0].dtype), *results], set()
+        token = avals[devices is not None]
+        return [_jax_compat.like(token, token.shape), *results], set()
     return list(results), {ORDER}
 
 
@@ -127,12 +169,24 @@ def _lowering(
     results: Any,
     tokened: bool,
     collective: Collective | None,
+    devices: Devices | None,
+    owners: Any,
     attributes: Any,
+    platform: str,
 ) -> Any:
-    one_device.check(ctx)
-    values = {name: np.int64(value) for name, value in attributes}
+    check(ctx, devices, platform)
+    values: dict[str, Any] = {name: np.int64(value) for name, value in attributes}
     if collective is not None:
         values |= _attributes(collective, target)
+    name = target
+    if devices is not None:
+        name = target.replace("jaxcoded_", "jaxcoded_devices_")
+        values |= {
+            "devices": np.int64(devices.number),
+            "patience": np.float64(PATIENCE),
+        }
+        if target != "jaxcoded_lag":  # which has no vectors
+            values["owners"] = np.array(owners, np.int64)
 
     def lower(ctx: Any, *operands: Any) -> Any:
         """With what gives the order in front of the operands and the results."""
@@ -148,10 +202,8 @@ def _lowering(
             == (out.shape, out.dtype)
         }
         if tokened:
-            aliases[0] = 0
-        rule = ffi_lowering(
-            target, has_side_effect=True, operand_output_aliases=aliases
-        )
+            aliases[int(devices is not None)] = 0
+        rule = ffi_lowering(name, has_side_effect=True, operand_output_aliases=aliases)
         return rule(ctx, *operands, **values)
 
     if tokened:
@@ -159,9 +211,13 @@ def _lowering(
     return _jax_compat.lower_in_order(ctx, ORDER, lower, operands)
 
 
-mlir.register_lowering(call_p, _lowering, platform="cpu")
+mlir.register_lowering(
+    call_p, functools.partial(_lowering, platform="cpu"), platform="cpu"
+)
 with contextlib.suppress(NotImplementedError):  # a JAX that knows of no CUDA
-    mlir.register_lowering(call_p, _lowering, platform="cuda")
+    mlir.register_lowering(
+        call_p, functools.partial(_lowering, platform="cuda"), platform="cuda"
+    )
 
 
 def _batch(
@@ -172,6 +228,8 @@ def _batch(
     results: Any,
     tokened: bool,
     collective: Collective,
+    devices: Devices | None,
+    owners: Any,
     attributes: Any,
 ) -> tuple[Any, Any]:
     """One part of the stacked payload, as `Engine.carry` stacks it: behind the vector's
@@ -204,6 +262,8 @@ def _batch(
         collective=dataclasses.replace(
             _behind(collective, size), batch=(size, *collective.batch)
         ),
+        devices=devices,
+        owners=owners,
         attributes=attributes,
     )
     return out, []

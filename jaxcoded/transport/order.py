@@ -6,7 +6,7 @@ import jax
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat
-from jaxcoded.transport import one_device
+from jaxcoded.transport import devices
 
 # mpi4jax orders its operations by an effect of its own. Where it is installed rounds take part in
 # that order, so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
@@ -34,7 +34,9 @@ class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not ex
         return isinstance(other, _Effect)
 
     def __repr__(self) -> str:
-        return f"the order of messages between ranks. On several devices: {one_device.REMEDY}"
+        return (
+            f"the order of messages between ranks. On several devices: {devices.REMEDY}"
+        )
 
 
 ORDER = _Order()

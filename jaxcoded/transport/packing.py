@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _jax_compat
 from jaxcoded.transport.slicing import slices
 
 _MOST_WORDS = 300  # characters of a packing's description
@@ -45,11 +46,14 @@ class Kind(NamedTuple):
         wire: in which the vector travels.
         alone: they are numbers, in a vector with so many zeros that each slice of it but
             the first is zero.
+        split: axes of a mesh of this process's devices over which they are split; along all
+            others they are the same.
     """
 
     dtype: np.dtype
     wire: np.dtype
     alone: bool = False
+    split: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Packing:
         multiple: into so many slices vectors can be cut. Codes with slices add up number
             ``j`` of all of them, and an approximate sum does not separate them. So with more
             than one the leaves of no axes are alone: a loss is large beside gradients.
+        splits: of the leaves, see `Kind`.
     """
 
     structure: Any
@@ -74,6 +79,7 @@ class Packing:
     dtypes: tuple[np.dtype, ...]
     wire_dtype: np.dtype | None = None
     multiple: int = 1
+    splits: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, tree: Any, wire_dtype: Any = None, multiple: int = 1) -> "Packing":
@@ -89,6 +95,7 @@ class Packing:
             tuple(np.dtype(leaf.dtype) for leaf in leaves),
             checked_wire_dtype(wire_dtype),
             multiple,
+            tuple(_jax_compat.varying(leaf) for leaf in leaves),
         )
 
     @property
@@ -100,8 +107,9 @@ class Packing:
                 dtype,
                 wire if wire and shape and dtype == np.float32 else dtype,
                 self.multiple > 1 and not shape,
+                split,
             )
-            for shape, dtype in zip(self.shapes, self.dtypes)
+            for shape, dtype, split in zip(self.shapes, self.dtypes, self.splits)
         )
 
     def __str__(self) -> str:
@@ -113,6 +121,7 @@ class Packing:
         leaves = [
             f"{jax.tree_util.keystr(path)} {kind.dtype}{list(shape)}".lstrip()
             + f" as {kind.wire}" * (kind.wire != kind.dtype)
+            + f" split over {' and '.join(kind.split)}" * bool(kind.split)
             for (path, _), shape, kind in zip(
                 jax.tree_util.tree_leaves_with_path(places), self.shapes, self.kinds
             )
@@ -156,6 +165,11 @@ class Packing:
                 number = 1 + keys.index(path[0].key)
                 out.append(Apart(vectors.index(kind), first, count, number))
         return tuple(out)
+
+    @property
+    def splits_of_vectors(self) -> tuple[tuple[str, ...], ...]:
+        """Over which axes of a mesh each vector is split."""
+        return tuple(kind.split for kind in self.vectors)
 
     @property
     def wires(self) -> tuple[np.dtype, ...]:

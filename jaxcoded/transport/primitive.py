@@ -62,7 +62,9 @@ def checked_token(token: Any) -> jax.Array:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["skip", "erasures"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["skip", "erasures", "place"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Extras:
@@ -71,10 +73,12 @@ class Extras:
     Attributes:
         skip: int32, not 0 where this rank has nothing to contribute.
         erasures: bool ``(size,)``, ranks to leave out.
+        place: int32, which of the devices this is, where several call together.
     """
 
     skip: Any = None
     erasures: Any = None
+    place: Any = None
 
 
 NO_EXTRAS = Extras()
@@ -111,7 +115,7 @@ class Specification(abc.ABC):
     def results(self, vectors: Sequence[Any]) -> list[ShapedArray]:
         """What comes of vectors like these: of `carry`."""
         return [
-            ShapedArray((*v.shape[:-1], self.result_length(v.shape[-1])), v.dtype)
+            _jax_compat.like(v, (*v.shape[:-1], self.result_length(v.shape[-1])))
             for v in vectors
         ]
 
@@ -181,7 +185,7 @@ def _abstract_eval(
 ) -> Any:
     vectors, rest = _split(avals, extras.num_leaves + tokened)
     if transposed:
-        return [ShapedArray(aval.shape, aval.dtype) for aval in vectors], set()
+        return [_jax_compat.like(aval, aval.shape) for aval in vectors], set()
     out = spec.results(vectors)
     if tokened:
         return [*out, rest[-1]], set()

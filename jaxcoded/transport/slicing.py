@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
 from jax.interpreters import ad, batching, mlir, xla
 
+from jaxcoded import _jax_compat
 from jaxcoded.transport import extension
 
 try:
@@ -51,7 +52,7 @@ slices_p.def_impl(functools.partial(xla.apply_primitive, slices_p))
 
 @slices_p.def_abstract_eval
 def _abstract_eval(vector: Any, *, starts: Any, sizes: Any) -> list[ShapedArray]:
-    return [ShapedArray((size,), vector.dtype) for size in sizes]
+    return [_jax_compat.like(vector, (size,)) for size in sizes]
 
 
 def _by_xla(vector: jax.Array, *, starts: Any, sizes: Any) -> list[jax.Array]:

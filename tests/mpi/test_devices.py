@@ -1,23 +1,26 @@
-"""Ranks with several devices: a collective runs on any one of them, and on no more than one.
+"""Ranks with several devices: a collective runs on any one of them, or, inside `shard_map`, on all.
 
-`tests/test_mpirun.py` gives the ranks of one job two devices each."""
+`tests/test_mpirun.py` gives the ranks of one job two devices each, and those of another one four."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from marks import engine_only
+from marks import SIZE, engine_only, redundant, several
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
-from together import finish
+from together import finish, one_late, wait_for_all
 
 import jaxcoded
 from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
+from jaxcoded.transport import engine_primitive
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
-VECTOR = per_example(6)
-SPLIT = PartitionSpec("x")
+VECTOR = per_example(8)
+SPLIT, SAME = PartitionSpec("x"), PartitionSpec()
+four = pytest.mark.skipif(jax.device_count() < 4, reason="fewer than four devices")
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +126,14 @@ def test_value_and_grad_on_another_device(group):
 
 
 def halved(own):
-    """A contribution that is computed on both devices."""
+    """A contribution that is computed on all devices."""
     spread = jax.device_put(own, NamedSharding(on(jax.devices()), SPLIT))
     return mapped(lambda x: 2 * x, jax.devices())(spread / 2)
 
 
 def test_a_collective_in_a_jit_of_its_own(group, own):
     local = halved(own)
-    assert len(local.devices()) == 2
+    assert len(local.devices()) == jax.device_count()
     reduce = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
     total = reduce(jax.device_put(local, jax.local_devices()[0]))
     assert_sum(group, total, VECTOR)
@@ -140,3 +143,496 @@ def test_a_collective_in_a_jit_of_its_own(group, own):
 def test_a_collective_on_the_host(group, own):
     total = jaxcoded.host.coded_allreduce(np.asarray(halved(own)), group)
     assert_sum(group, total, VECTOR)
+
+
+# All devices of a rank together.
+
+
+def together(f, in_specs, out_specs, mesh=None, **options):
+    mesh = mesh or on(jax.devices())
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
+    )
+
+
+def total(group, **options):
+    """A sum of what is split and what is the same, in the order of a token."""
+
+    def f(x, token):
+        out = coded_allreduce(x, group, token=token, **options)
+        return out.total, out.residual, out.token
+
+    return f
+
+
+def assert_same_copies(x):
+    """What is the same on all devices has the same bits there."""
+    first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+    assert others and all(other.tobytes() == first.tobytes() for other in others)
+
+
+TREE = {
+    "split": per_example(8, 3, seed=1),
+    "same": [per_example(5, seed=2), per_example(seed=3)],
+    "half": per_example(16, seed=4, dtype="float32"),
+    "many": [per_example(4, seed=5 + i) for i in range(40)],
+}
+SPECS = {"split": SPLIT, "same": SAME, "half": SPLIT, "many": SPLIT}
+
+
+@engine_only
+@pytest.mark.parametrize(
+    "program", ["jit", pytest.param("eager", marks=pytest.mark.exhaustive)]
+)
+def test_shards_and_copies(comm, group, program):
+    """Each device has its shards of the sum, and what is the same on all has the same bits."""
+    own = contribution(group, TREE)
+    f = together(total(group, residual=True), (SPECS, SAME), (SPECS, SAME, SAME))
+    before = group.rounds
+    out, residual, token = finish(
+        (jax.jit(f) if program == "jit" else f)(own, jnp.int32(7))
+    )
+    assert group.rounds == before + 1
+    assert_sum(group, out, TREE)
+    assert residual < 1e-12 and token == 7
+    assert_same_bits(comm, out)
+    jax.tree.map(assert_same_copies, [out["same"], residual, token])
+    assert out["split"].sharding.spec[0] == "x"
+
+
+@engine_only
+def test_other_collectives(comm, group):
+    own = contribution(group, TREE)
+
+    def f(x, token):
+        told, token = jaxcoded.tree_bcast(
+            {"x": x, "rank": token * 0 + comm.rank}, group, token=token
+        )[::2]
+        reduced, token = coded_reduce(x, group, token=token)[::2]
+        halved, token = coded_allreduce(
+            x, group, divisor=2, wire_dtype="bfloat16", token=token
+        )[::2]
+        lag, token = group.lag(token=token)
+        return told["x"], told["rank"], reduced, halved, lag
+
+    run = jax.jit(together(f, (SPECS, SAME), (SPECS, SAME, SPECS, SPECS, SAME)))
+    told, rank, reduced, halved, lag = finish(run(own, jnp.int32(0)))
+    assert_same_bits(comm, (told, halved))
+    assert rank == 0 and lag >= 0
+    if comm.rank == 0:
+        assert_same_bits(comm.Split(0), [np.asarray(x) for x in jax.tree.leaves(own)])
+        assert_sum(group, reduced, TREE)
+        jax.tree.map(np.testing.assert_array_equal, told, own)
+    else:
+        comm.Split(1)
+        assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(reduced))
+    assert_sum(group, halved["split"], TREE["split"], 0.5)
+
+
+@four
+@engine_only
+def test_two_axes(comm, group):
+    """What is split over one of them is the same along the other."""
+    mesh = Mesh(np.array(jax.devices()[:4][::-1]).reshape(2, 2), ("x", "y"))
+    tree = {
+        name: per_example(8, 4, seed=i)
+        for i, name in enumerate(["x", "y", "xy", "none"])
+    }
+    specs = {
+        "x": PartitionSpec("x"),
+        "y": PartitionSpec(None, "y"),
+        "xy": PartitionSpec("y", "x"),
+        "none": SAME,
+    }
+    f = together(total(group), (specs, SAME), (specs, SAME, SAME), mesh)
+    out, _, _ = finish(jax.jit(f)(contribution(group, tree), jnp.int32(0)))
+    assert_sum(group, out, tree)
+    assert_same_bits(comm, out)
+    assert_same_copies(out["none"])
+
+
+class Model:
+    """A linear model with a hidden layer, and its training in one process, in float64."""
+
+    x = per_example(8, seed=11)
+    params = {  # noqa: RUF012
+        "w": np.random.default_rng(12).standard_normal((8, 4)),
+        "v": np.random.default_rng(13).standard_normal(4),
+    }
+    rate = 0.05
+
+    @staticmethod
+    def losses(params, x):
+        return (jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2
+
+    @classmethod
+    def trained(cls, steps):
+        def mean(params):
+            return cls.losses(params, jnp.asarray(cls.x)).mean()
+
+        params, losses = cls.params, []
+        for _ in range(steps):
+            loss, grads = jax.value_and_grad(mean)(params)
+            params = jax.tree.map(lambda p, g: p - cls.rate * g, params, grads)
+            losses.append(float(loss))
+        return params, losses
+
+
+def hsdp_losses(shards, x):
+    """Of parameters that are split over the devices, as is the batch."""
+    w = jax.lax.all_gather(shards["w"], "x", tiled=True)
+    return Model.losses({"w": w, "v": shards["v"]}, x)
+
+
+LAYOUTS = {
+    "hsdp": (hsdp_losses, {"w": SPLIT, "v": SAME}, SPLIT),
+    "batch": (Model.losses, SAME, SPLIT),
+    "copies": (Model.losses, SAME, SAME),
+}
+
+
+def train_step(group, layout, **options):
+    """(params, x, weights, token) -> (params, loss, token)"""
+    losses, params, batch = LAYOUTS[layout]
+    step = jaxcoded.coded_value_and_grad(losses, group, mean=True, **options)
+
+    def f(p, x, weights, token):
+        out = step(p, x, weights, token=token)
+        p = jax.tree.map(lambda p, g: p - Model.rate * g, p, out.grads)
+        return p, out.value, out.token
+
+    specs = (params, batch, batch, SAME)
+    return jax.jit(together(f, specs, (params, SAME, SAME)), donate_argnums=0)
+
+
+def placed(layout):
+    """The parameters where they are to be."""
+    specs = LAYOUTS[layout][1]
+    specs = specs if isinstance(specs, dict) else dict.fromkeys(Model.params, specs)
+    mesh = on(jax.devices())
+    return {
+        name: jax.device_put(jnp.array(value), NamedSharding(mesh, specs[name]))
+        for name, value in Model.params.items()
+    }
+
+
+def read(group):
+    indices, weights = group.assignment(BATCH, multiple=jax.device_count())
+    assert len(indices) % jax.device_count() == 0
+    return Model.x[indices], weights
+
+
+@engine_only
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training(comm, group, layout):
+    """As in one process, with the same bits on all ranks and devices."""
+    params, token = placed(layout), jnp.int32(0)
+    step, (x, weights) = train_step(group, layout), read(group)
+    losses = []
+    for _ in range(5):
+        params, loss, token = step(params, x, weights, token)
+        losses.append(loss)
+    expected, expected_losses = Model.trained(5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
+        *(finish(params), expected),
+    )
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
+    assert_same_bits(comm, (params, losses))
+    assert_same_copies(params["v"])
+
+
+@engine_only
+def test_in_a_scan(comm, group):
+    losses, params, batch = LAYOUTS["hsdp"]
+    step = jaxcoded.coded_value_and_grad(losses, group, mean=True, residual=True)
+    x, weights = read(group)
+
+    def f(p, x, weights, token):
+        def body(carry, _):
+            p, token = carry
+            out = step(p, x, weights, token=token)
+            p = jax.tree.map(lambda p, g: p - Model.rate * g, p, out.grads)
+            return (p, out.token), (out.value, out.residual)
+
+        return jax.lax.scan(body, (p, token), length=4)
+
+    specs = (params, batch, batch, SAME)
+    run = jax.jit(together(f, specs, ((params, SAME), (SAME, SAME))))
+    (p, _), (values, residuals) = finish(run(placed("hsdp"), x, weights, jnp.int32(0)))
+    expected, expected_losses = Model.trained(4)
+    np.testing.assert_allclose(p["w"], expected["w"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(values, expected_losses, rtol=1e-9)
+    assert residuals.max() < 1e-12
+    assert_same_bits(comm, p)
+
+
+@engine_only
+def test_batches_of_an_epoch(comm, group):
+    """Also a smaller last one."""
+    epoch = group.epoch(BATCH, 12, seed=0, multiple=jax.device_count())
+    specs = jax.tree.map(lambda leaf: SPLIT if np.ndim(leaf) else SAME, epoch[0][1])
+    step = jaxcoded.coded_value_and_grad(Model.losses, group, mean=True)
+
+    def f(x, weights, token):
+        out = step(Model.params, x, weights, token=token)
+        return out.value, out.token
+
+    run, token = jax.jit(together(f, (SPLIT, specs, SAME), (SAME, SAME))), jnp.int32(0)
+    for number, (indices, weights) in enumerate(epoch):
+        value, token = run(Model.x[indices], weights, token)
+        expected = Model.losses(Model.params, Model.x[epoch.batch(number)]).mean()
+        np.testing.assert_allclose(value, expected, rtol=1e-9)
+    assert number == 1
+
+
+@engine_only
+@pytest.mark.parametrize("late", [None, pytest.param(SIZE - 1, marks=redundant)])
+def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
+    """The gradient of a batch that is split by the arrays' own sharding, in the same jit."""
+    indices, weights = group.assignment(BATCH, multiple=jax.device_count())
+    spread = NamedSharding(on(jax.devices()), SPLIT)
+    lag = together(lambda token: group.lag(token=token), (SAME,), (SAME, SAME))
+
+    def summed(x, skip, token):
+        return coded_allreduce(x, group, skip=skip, token=token)[::2]
+
+    specs = {
+        "w": SPLIT,
+        "v": SAME,
+    }  # a layout that the gradient does not have by itself
+    reduce = together(summed, (specs, SAME, SAME), (specs, SAME))
+
+    @jax.jit
+    def gradient(x, weights, token):
+        behind, token = lag(token)
+        grads = jax.grad(lambda p: (weights @ Model.losses(p, x)).sum())(Model.params)
+        return *reduce(grads, behind > 0, token), behind
+
+    x = jax.device_put(Model.x[indices], spread)
+    values = jax.device_put(weights.values, spread)
+
+    def step():
+        return gradient(x, values, jnp.int32(0))
+
+    finish(step())
+    if late is None:
+        grads, _, behind = finish(step())
+    else:
+        grads, _, behind = one_late(comm, group, late, 1, step)
+        assert behind == 1 or comm.rank != late
+    expected = jax.grad(lambda p: Model.losses(p, Model.x).sum())(Model.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12),
+        *(grads, expected),
+    )
+    assert_same_bits(comm, grads)
+    assert_same_copies(grads["v"])
+
+
+@redundant
+@engine_only
+@pytest.mark.parametrize("layout", ["hsdp", "batch"])
+def test_a_late_rank_catches_up(comm, group, layout):
+    """It skips its gradients, on all of its devices, and ends with the same bits."""
+    step, (x, weights) = train_step(group, layout), read(group)
+    step.lower(placed(layout), x, weights, jnp.int32(0)).compile()
+
+    def steps():
+        params, token = placed(layout), jnp.int32(0)
+        for _ in range(4):
+            params, _, token = step(params, x, weights, token)
+        return params
+
+    params = one_late(comm, group, SIZE - 1, 4, steps)
+    expected, _ = Model.trained(4)
+    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-9, atol=1e-12)
+    assert_same_bits(comm, params)
+    assert_same_copies(params["v"])
+
+
+@redundant
+@engine_only
+def test_mistakes_are_looked_for(comm, transport):
+    """A shard that does not fit those of the other ranks is an error on all."""
+    debug = jaxcoded.Options(debug=True)
+    with jaxcoded.CodedGroup(comm, transport=transport, options=debug) as group:
+        step, (x, weights) = train_step(group, "hsdp"), read(group)
+        params, _, token = step(placed("hsdp"), x, weights, jnp.int32(0))
+        np.testing.assert_allclose(finish(params)["w"], Model.trained(1)[0]["w"])
+        wrong = np.array(x)
+        if comm.rank == SIZE - 1:
+            wrong *= 1.5
+        with pytest.raises(JaxRuntimeError, match=rf"InconsistentMessages.*{SIZE - 1}"):
+            finish(step(params, wrong, weights, token))
+        jaxcoded.effects_barrier()
+
+
+@engine_only
+@pytest.mark.parametrize("late", [None, pytest.param(SIZE - 1, marks=redundant)])
+def test_started_rounds(comm, group, late):
+    own = contribution(group, TREE)
+    specs = (SPECS, SAME)
+
+    def f(x, token):
+        handle, token = jaxcoded.coded_allreduce_start(
+            x, group, bucket_bytes=400, residual=True, token=token
+        )
+        other, token = jaxcoded.coded_allreduce_start(x["same"], group, token=token)
+        work = jnp.sin(x["split"])
+        out = jaxcoded.coded_allreduce_done(handle, after=work, token=token)
+        same = jaxcoded.coded_allreduce_done(other, token=out.token)
+        return out.total, out.residual, same.total
+
+    run = jax.jit(together(f, specs, (SPECS, SAME, SAME)))
+
+    def rounds():
+        return run(own, jnp.int32(0))
+
+    before = group.rounds
+    out, residual, same = finish(rounds())
+    number = group.rounds - before
+    assert number > 2
+    if late is not None:
+        out, residual, same = one_late(comm, group, late, number, rounds)
+    assert_sum(group, (out, same), (TREE, TREE["same"]))
+    assert residual < 1e-12
+    assert_same_bits(comm, (out, same))
+    jax.tree.map(assert_same_copies, (out["same"], same))
+
+
+@engine_only
+def test_beside_collectives_among_the_devices(comm, group):
+    """Sums that do not wait for each other end, in whichever order XLA begins them."""
+    number = jax.device_count()
+    around = [(i, (i + 1) % number) for i in range(number)]
+
+    def f(x, y, token):
+        out = []
+        for _ in range(3):
+            out.append(coded_allreduce(x, group, token=token))
+            token = out[-1].token
+            y = [jax.lax.ppermute(jax.lax.psum(z, "x") + z, "x", around) for z in y]
+        return [each.total for each in out], y, token
+
+    run = jax.jit(together(f, (SPLIT, SPLIT, SAME), (SPLIT, SPLIT, SAME)))
+    own, y = contribution(group, VECTOR), [np.ones((2 * number, 50))] * 6
+    token = jnp.int32(0)
+    for _ in range(5):
+        out, sums, token = run(own, y, token)
+    for each in finish(out):
+        assert_sum(group, each, VECTOR)
+    for each in sums:
+        np.testing.assert_array_equal(each, (number + 1) ** 3)
+
+
+@engine_only
+def test_a_handle_leaves_shard_map(comm, group):
+    own = contribution(group, VECTOR)
+    start = together(
+        lambda x, token: jaxcoded.coded_allreduce_start(x, group, token=token),
+        *((SPLIT, SAME), SAME),
+    )
+    done = together(
+        lambda handle, token: jaxcoded.coded_allreduce_done(handle, token=token).total,
+        *((SAME, SAME), SPLIT),
+    )
+    handle, token = jax.jit(start)(own, jnp.int32(0))
+    assert_sum(group, finish(jax.jit(done)(handle, token)), VECTOR)
+
+
+@engine_only
+def test_what_is_refused(group, own):
+    """When it is traced, with what helps."""
+
+    def refused(match, f, in_specs=(SPLIT, SAME), out_specs=SPLIT, **options):
+        before = group.rounds
+        with pytest.raises(ValueError, match=match):
+            jax.jit(together(f, in_specs, out_specs, **options))(own, jnp.int32(0))
+        assert group.rounds == before
+
+    def summed(x, token):
+        return coded_allreduce(x, group, token=token).total
+
+    refused("order the calls by a token", lambda x, token: coded_allreduce(x, group))
+    refused("leave out check_vma", summed, check_vma=False)
+    refused(
+        "skip is one for all devices",
+        lambda x, token: coded_allreduce(x, group, skip=x[0] > 0, token=token).total,
+    )
+
+    def lopsided(x, token):
+        losses = jaxcoded.coded_value_and_grad(
+            lambda w, i: w * i * x.sum(), group, own_weights=True
+        )
+        return losses(1.0, jnp.ones(3), jnp.ones(3), token=token).value * x
+
+    refused("differ along the axes", lopsided)
+    if len(jax.devices()) == 4:
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+        refused(
+            "leaves the axes y to the compiler", summed, mesh=mesh, axis_names={"x"}
+        )
+    if SIZE > 3:
+        with jaxcoded.CodedGroup(group.comm, slices=2, transport="engine") as other:
+            refused(
+                "with one part and slices=1",
+                lambda x, token: coded_allreduce(x, other, token=token).total,
+            )
+            with pytest.raises(ValueError, match="multiple=3 cannot be given"):
+                other.assignment(BATCH, multiple=3)
+    assert_sum(group, coded_allreduce(own, group), VECTOR)
+
+
+@several
+@engine_only
+def test_other_devices_on_other_ranks(comm, group, own):
+    """An error on every rank, and then all goes on."""
+    name = "x" if comm.rank else "z"
+    spec = PartitionSpec(name)
+    f = together(
+        lambda x, token: coded_allreduce(x, group, token=token).total,
+        *((spec, SAME), spec),
+        Mesh(np.array(jax.devices()), (name,)),
+    )
+    wait_for_all(comm)
+    with pytest.raises(JaxRuntimeError, match=r"GroupMismatch.*devices \[[xz]="):
+        for _ in range(2):  # in that round or the next
+            finish(jax.jit(f)(own, jnp.int32(0)))
+    jaxcoded.effects_barrier()
+    wait_for_all(comm)
+    assert_sum(group, settled(group, own), VECTOR)
+
+
+def settled(group, own):
+    """The sum, once errors that are told in a later round have been."""
+    f = together(total(group), (SPLIT, SAME), (SPLIT, SAME, SAME))
+    for _ in range(3):
+        try:
+            return finish(jax.jit(f)(own, jnp.int32(0)))[0]
+        except JaxRuntimeError as error:
+            assert "GroupMismatch" in str(error)
+    return None
+
+
+@engine_only
+def test_a_device_that_does_not_call(comm, group, own, monkeypatch):
+    """The others give up, and the other ranks are told."""
+    monkeypatch.setattr(engine_primitive, "PATIENCE", 2.0)
+
+    def f(x, token):
+        return jax.lax.cond(
+            jax.lax.axis_index("x") == 0,
+            lambda x: coded_allreduce(x, group, token=token).total,
+            lambda x: x,
+            x,
+        )
+
+    run = jax.jit(together(f, (SPLIT, SAME), SPLIT))
+    with pytest.raises(
+        JaxRuntimeError, match="devices of this process have not called"
+    ):
+        finish(run(own, jnp.int32(0)))
+    jaxcoded.effects_barrier()
+    wait_for_all(comm)
+    assert_sum(group, settled(group, own), VECTOR)

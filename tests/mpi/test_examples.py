@@ -160,6 +160,23 @@ def test_optax_chain(comm):
     assert_close(average, expected, 1e-3)
 
 
+def test_hsdp(comm):
+    """On as many devices as there are."""
+    module = example("hsdp", "sklearn")
+    trained, _ = module.train(comm, epochs=1)
+    assert (
+        trained["in"].addressable_shards[0].data.size * jax.device_count() == 64 * 128
+    )
+
+    def loss(params, batch):
+        return cross_entropy(module.logits(params, batch[0]), batch[1]).mean()
+
+    indices = batches(DIGITS, 128, 1)
+    tx = optax.adam(3e-3)
+    expected = descended(loss, module.initial(), digits(DIGITS), tx, indices)
+    assert_close(trained, expected, 1e-3)
+
+
 @not_alone
 def test_natural_gradient(comm):
     module = example("natural_gradient", "sklearn")

@@ -744,6 +744,10 @@ NB_MODULE(_engine, module) {
   handler("done_handler", done_handler);
   handler("lag_handler", lag_handler);
   handler("computed_handler", computed_handler);
+  handler("devices_round_handler", devices_round_handler);
+  handler("devices_start_handler", devices_start_handler);
+  handler("devices_done_handler", devices_done_handler);
+  handler("devices_lag_handler", devices_lag_handler);
   handler("cuda_round_handler", cuda_round_handler);
   handler("cuda_part_handler", cuda_part_handler);
   handler("cuda_lag_handler", cuda_lag_handler);

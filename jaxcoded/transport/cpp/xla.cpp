@@ -12,22 +12,6 @@ constexpr const char* no_blocks =
     "CodedError: residual=True of a sum of shared work says which part of the batch is in it, and is "
     "for the sum right after a loop over group.blocks";
 
-void pass_on(const XlaCall& call) {
-  if (!must_pass_on(call)) return;
-  std::memcpy(call.next.untyped_data(), call.order.untyped_data(), call.order.size_bytes());
-}
-
-// What the operands say, which are here.
-void read(XlaCall& call) {
-  if (call.skipped) {
-    call.request.skipped = *static_cast<const std::int32_t*>(call.skipped->untyped_data()) != 0;
-  }
-  if (call.erased) {
-    const auto* erased = static_cast<const bool*>(call.erased->untyped_data());
-    call.request.erased.assign(erased, erased + call.erased->element_count());
-  }
-}
-
 ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
                       std::string_view signature, std::int64_t fingerprint, std::int64_t up,
                       std::int64_t down, std::int64_t parts, std::int64_t last_part,
@@ -108,19 +92,12 @@ ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order
 
 // Operands after the number are for nothing but to be computed before.
 ffi::Error done_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group) {
-  pass_on({.order = *args.get<ffi::AnyBuffer>(0), .next = **results.get<ffi::AnyBuffer>(0)});
-  const auto number =
-      *static_cast<const std::uint32_t*>((*args.get<ffi::AnyBuffer>(1)).untyped_data());
-  std::vector<Segment> total;
-  std::vector<std::byte*> out;
-  for (std::size_t i = 1; i < results.size(); ++i) {
-    const ffi::AnyBuffer result = **results.get<ffi::AnyBuffer>(i);
-    total.push_back(segment_of(result));
-    out.push_back(static_cast<std::byte*>(result.untyped_data()));
-  }
-  return guarded([&] {
-    return error_of(
-        Engine::instance().finish(static_cast<std::uint64_t>(group), number, total, out));
+  auto [call, number] = done_call(args, results);
+  pass_on(call);
+  const Request& wanted = call.request;
+  return guarded([&, number = number] {
+    return error_of(Engine::instance().finish(static_cast<std::uint64_t>(group), number,
+                                              wanted.total, wanted.out));
   });
 }
 
@@ -167,22 +144,8 @@ XLA_FFI_DEFINE_HANDLER(slices_handler_impl, slices_impl,
                            .Arg<ffi::AnyBuffer>()
                            .RemainingRets()
                            .Attr<ffi::Span<const std::int64_t>>("starts"));
-XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl,
-                       ffi::Ffi::Bind()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::BufferR0<ffi::U32>>()
-                           .Attr<std::int64_t>("group")
-                           .Attr<std::string_view>("signature")
-                           .Attr<std::int64_t>("fingerprint")
-                           .Attr<std::int64_t>("parts")
-                           .Attr<std::int64_t>("slices")
-                           .Attr<std::int64_t>("skips")
-                           .Attr<std::int64_t>("erases")
-                           .Attr<ffi::Span<const std::int64_t>>("apart"));
-
-XLA_FFI_DEFINE_HANDLER(done_handler_impl, done_impl,
-                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<std::int64_t>("group"));
+XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl, bind_start(ffi::Ffi::Bind()));
+XLA_FFI_DEFINE_HANDLER(done_handler_impl, done_impl, bind_done(ffi::Ffi::Bind()));
 
 XLA_FFI_DEFINE_HANDLER(computed_handler_impl, computed_impl,
                        ffi::Ffi::Bind()

@@ -36,6 +36,14 @@ XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
 // this rank has computed.
 XLA_FFI_Error* computed_handler(XLA_FFI_CallFrame* frame);
 
+// The same in programs on several devices of this process, of which each makes the call: the first
+// operand is int32, its place among so many `devices` of the mesh. Of each vector and place `owners`
+// says who has the same, and brings it for both. For `patience` seconds they wait for each other.
+XLA_FFI_Error* devices_round_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* devices_start_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* devices_done_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* devices_lag_handler(XLA_FFI_CallFrame* frame);
+
 // The same where operands and results lie on a GPU.
 XLA_FFI_Error* cuda_round_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* cuda_part_handler(XLA_FFI_CallFrame* frame);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
@@ -153,6 +154,37 @@ inline bool must_pass_on(const XlaCall& call) {
          call.order.untyped_data() != call.next.untyped_data();
 }
 
+// Where the buffers are in the host's memory.
+inline void pass_on(const XlaCall& call) {
+  if (!must_pass_on(call)) return;
+  std::memcpy(call.next.untyped_data(), call.order.untyped_data(), call.order.size_bytes());
+}
+
+// What the operands say, which are here.
+inline void read(XlaCall& call) {
+  if (call.skipped) {
+    call.request.skipped = *static_cast<const std::int32_t*>(call.skipped->untyped_data()) != 0;
+  }
+  if (call.erased) {
+    const auto* erased = static_cast<const bool*>(call.erased->untyped_data());
+    call.request.erased.assign(erased, erased + call.erased->element_count());
+  }
+}
+
+// A started call that is called for, and its number, by which alone it is known.
+inline std::pair<XlaCall, std::uint32_t> done_call(ffi::RemainingArgs args,
+                                                   ffi::RemainingRets results) {
+  XlaCall call{.order = *args.get<ffi::AnyBuffer>(0), .next = **results.get<ffi::AnyBuffer>(0)};
+  for (std::size_t i = 1; i < results.size(); ++i) {
+    const ffi::AnyBuffer result = **results.get<ffi::AnyBuffer>(i);
+    call.request.total.push_back(segment_of(result));
+    call.request.out.push_back(static_cast<std::byte*>(result.untyped_data()));
+  }
+  const auto* number =
+      static_cast<const std::uint32_t*>((*args.get<ffi::AnyBuffer>(1)).untyped_data());
+  return {std::move(call), *number};
+}
+
 inline ffi::Error failed_precondition(const std::string& text) {
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, text);
 }
@@ -216,6 +248,27 @@ auto bind_part(Binding binding) {
       .template Attr<std::int64_t>("slices")
       .template Attr<std::int64_t>("skips")
       .template Attr<ffi::Span<const std::int64_t>>("apart");
+}
+
+template <class Binding>
+auto bind_start(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::BufferR0<ffi::U32>>()
+      .template Attr<std::int64_t>("group")
+      .template Attr<std::string_view>("signature")
+      .template Attr<std::int64_t>("fingerprint")
+      .template Attr<std::int64_t>("parts")
+      .template Attr<std::int64_t>("slices")
+      .template Attr<std::int64_t>("skips")
+      .template Attr<std::int64_t>("erases")
+      .template Attr<ffi::Span<const std::int64_t>>("apart");
+}
+
+template <class Binding>
+auto bind_done(Binding binding) {
+  return std::move(binding).RemainingArgs().RemainingRets().template Attr<std::int64_t>("group");
 }
 
 template <class Binding>

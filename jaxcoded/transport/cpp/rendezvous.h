@@ -1,0 +1,66 @@
+// The devices of one process call together: inside `shard_map` each comes with its shard, and the
+// last one makes the call for all of them.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace jaxcoded {
+
+// Who comes, and to what.
+struct Arrival {
+  std::uint64_t group = 0;
+  std::int64_t run = 0;      // of the compiled program, the same on all its devices
+  std::string call = {};     // what it calls, the same on all
+  std::size_t device = 0;    // its place on the mesh
+  std::size_t devices = 1;   // of the program
+  double seconds = 0;        // for which the others are waited for
+  void* brings = nullptr;    // what it brings, valid until `meet` returns
+};
+
+// What comes of a call.
+struct Met {
+  bool failed = false, desynchronized = false;
+  std::string error = {};
+};
+
+class Rendezvous {
+ public:
+  static Rendezvous& instance();
+
+  // Blocks until all devices of the run are here and the last of them has made the call of what they
+  // bring, in their order on the mesh. All get what came of it. It fails for all that are or will be
+  // here where programs are mixed up, devices call different things, or one does not come. Raises
+  // `Closed` where the group is closed.
+  Met meet(const Arrival& arrival, const std::function<Met(const std::vector<void*>&)>& call);
+
+ private:
+  struct Meeting {
+    std::int64_t run;
+    std::string call;
+    std::vector<void*> brought;
+    std::size_t here = 0;
+    bool over = false;
+    Met met = {};
+  };
+
+  void fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, std::string why);
+  Met refuse(const Arrival& arrival, const std::shared_ptr<Meeting>& meeting, std::string why);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::uint64_t, std::shared_ptr<Meeting>> open_;  // by group
+  // Runs that failed here: devices of theirs that come later are not to wait for those that left.
+  std::deque<std::pair<std::int64_t, std::string>> failed_;
+};
+
+}  // namespace jaxcoded

@@ -1,0 +1,122 @@
+"""Programs on several devices of one process: inside `shard_map` all of them call together.
+
+A rank is one process with one contribution and one place in the order of the rounds. So its devices
+make one call: each brings its shards, and what is the same on all of them is brought by one.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcoded import _jax_compat
+
+# Seconds for which the devices of a process wait for each other, before they give up.
+PATIENCE = 300.0
+
+REMEDY = """\
+a collective of jaxcoded runs on one device of its process, or, inside shard_map, on all devices of a \
+mesh, in the order of a token:
+    def reduce(x, token):
+        out = jaxcoded.coded_allreduce(x, group, token=token)
+        return out.total, out.token
+    reduce = jax.shard_map(reduce, mesh=mesh, in_specs=(P(), P()), out_specs=P())
+P() for what is the same on all devices, P("axis") for shards. Or, on one of them, in a jit of its own:
+    reduce = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
+    total = reduce(jax.device_put(local, jax.local_devices()[0]))
+or sum a numpy array, outside jit:
+    total = jaxcoded.host.coded_allreduce(np.asarray(local), group)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of a program, as `shard_map` has laid them out.
+
+    Attributes:
+        axes: names and sizes of the axes of the mesh.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self.axes)
+
+    @property
+    def number(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def place(self) -> jax.Array:
+        """Which of them computes this: int32, in the order of the mesh."""
+        return jax.lax.axis_index(tuple(name for name, _ in self.axes))
+
+    def owners(self, split: Sequence[str]) -> list[int]:
+        """Of a value that is split over these axes and the same along all others, for each
+        place the first one that has what is there.
+
+        Example:
+            >>> from jaxcoded.transport.devices import Devices
+            >>> mesh = Devices((("x", 2), ("y", 2)))
+            >>> mesh.owners(["x", "y"]), mesh.owners(["x"]), mesh.owners([])
+            ([0, 1, 2, 3], [0, 0, 2, 2], [0, 0, 0, 0])
+        """
+        sizes = [size for _, size in self.axes]
+        places = np.arange(self.number).reshape(sizes)
+        for axis, (name, _) in enumerate(self.axes):
+            if name not in split:
+                places = np.broadcast_to(places.take([0], axis), sizes)
+        return places.reshape(-1).tolist()
+
+
+def of_program() -> Devices | None:
+    """The devices of the program that is traced here, if they call together: inside `shard_map`
+    over several.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or mesh.size == 1:
+        return None
+    axes = tuple(zip(mesh.axis_names, mesh.axis_sizes))
+    others = [n for n, size in axes if size > 1 and n not in mesh.manual_axes]
+    if others:
+        raise ValueError(
+            f"this shard_map leaves the axes {', '.join(others)} to the compiler: a collective of "
+            "jaxcoded needs all axes of the mesh, leave out axis_names"
+        )
+    if mesh.size > jax.local_device_count():
+        raise ValueError(
+            f"this shard_map is over {mesh.size} devices, but the process has "
+            f"{jax.local_device_count()}: the devices of a mesh are those of one rank, and the group "
+            "sums over the ranks"
+        )
+    found = Devices(axes)
+    if not _jax_compat.varying(found.place()):
+        raise ValueError(
+            "inside shard_map(check_vma=False), and pmap, JAX does not tell what is split over the "
+            f"devices from what is the same on all: leave out check_vma. For {REMEDY}"
+        )
+    return found
+
+
+def check(context: Any, together: Devices | None, platform: str) -> None:
+    """Refuse to lower a collective into a program on several devices that do not call together.
+
+    Args:
+        context: ``jax.interpreters.mlir.LoweringRuleContext``.
+        together: those that do.
+        platform: for which it is lowered.
+
+    Raises:
+        ValueError: the program is for others.
+    """
+    devices = _jax_compat.devices(context)
+    if devices > 1 and together is None:
+        raise ValueError(f"this program runs on {devices} devices, but {REMEDY}")
+    if together is not None and platform != "cpu":
+        raise ValueError(
+            "the devices of a process call together on CPUs only so far: start one rank for each GPU"
+        )
