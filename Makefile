@@ -33,7 +33,7 @@ help:
 	@echo 'make smoke    a little of everything with the oldest and the newest JAX'
 	@echo 'make test-asan   the tests of the engine under the sanitizers of addresses and behavior'
 	@echo 'make test-tsan   the same under the sanitizer of threads'
-	@echo 'make fuzz     random schedules of the engine for MINUTES=$(MINUTES)'
+	@echo 'make fuzz     files, texts and messages that are nearly right, and random schedules of the engine, for MINUTES=$(MINUTES)'
 	@echo 'make chaos    random schedules of faults on processes, SEEDS=500 of them or for MINUTES=$(MINUTES)'
 	@echo 'make lint     ruff (linter and formatter) and mypy'
 	@echo 'make format   let ruff format the sources'
@@ -93,6 +93,8 @@ test-tsan: setup
 	$(python) scripts/sanitize thread $(ARGS)
 
 fuzz: setup
+	JAXCODED_EXAMPLES=$$($(python) -c 'print(round(200 * $(MINUTES) + 1))') \
+	    $(python) -m pytest -q -p no:cacheprovider tests/boundary
 	$(python) tests/engine/fuzz.py --minutes $(MINUTES) $(ARGS)
 
 chaos: setup

@@ -10,7 +10,7 @@ import json
 import os
 import resource
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 
 FEW = 25
@@ -205,7 +205,10 @@ def outcome(read, *arguments, errors=(ValueError,), **more):
     """What comes of it, or ``None`` where that is an error in words."""
     with in_memory():
         try:
-            return read(*arguments, **more)
+            found = read(*arguments, **more)
+            event("valid")  # for --hypothesis-show-statistics
+            return found
         except errors as error:
+            event("an error in words")
             assert 10 < len(str(error)) < MOST_WORDS, str(error)[:200]
     return None
