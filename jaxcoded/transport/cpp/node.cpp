@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "readable.h"
+
 namespace jaxcoded {
 namespace {
 
@@ -293,9 +295,9 @@ void Node::understand(Rank from, const Message& message) {
           tell_not_finite(head.round, std::string(message.text()));
         }
       } else if (head.flags & closed) {
-        refuse(head.round, std::string(message.text()));
+        refuse(head.round, readable(message.text()));
       } else {
-        alert(head.round, std::string(message.text()));
+        alert(head.round, readable(message.text()));
       }
       break;
     case Kind::bye:
@@ -316,7 +318,7 @@ void Node::understand(Rank from, const Message& message) {
       on_state(from, message);
       break;
     case Kind::signature:
-      signatures_.learn(head.fingerprint, message.text());
+      signatures_.learn(head.fingerprint, readable(message.text()));
       break;
     case Kind::step_times:
       on_step_times(from, message);

@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "readable.h"
+
 namespace jaxcoded {
 namespace {
 
@@ -160,7 +162,7 @@ void Node::decide_alone(const std::string& text) {
 
 void Node::on_overdue(Child& child, const Message& message) {
   child.overdue_round = message.header.round;
-  child.overdue = message.text();
+  child.overdue = readable(message.text());
 }
 
 // From here on what is summed is of what has come.

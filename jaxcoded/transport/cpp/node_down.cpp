@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "readable.h"
+
 namespace jaxcoded {
 namespace {
 
@@ -106,7 +108,7 @@ void Node::read_announcement(Announcement& news, const Message& message) const {
 // The entry of the round at the frontier, made if need be; null where there is no room for it yet.
 Entry* Node::entry_at_frontier(const Announcement& news) {
   const std::string error =
-      news.failed ? std::string(reinterpret_cast<const char*>(news.body.data()), news.body.size())
+      news.failed ? readable({reinterpret_cast<const char*>(news.body.data()), news.body.size()})
                   : std::string();
   if (Entry* entry = history_.find(frontier_)) {
     return entry->failed == news.failed ? entry

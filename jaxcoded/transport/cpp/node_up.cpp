@@ -5,6 +5,8 @@
 #include <numeric>
 #include <utility>
 
+#include "readable.h"
+
 namespace jaxcoded {
 
 void Node::on_offer(Child& child, const Message& message) {
@@ -113,7 +115,9 @@ void Node::go_without_sum() {
     if (!(child.dead || skips(child)) || up_.call.leaves_out(i)) continue;
     const std::string who = "rank " + std::to_string(child.rank);
     lacks += (lacks.empty() ? "" : ", ") +
-             (child.dead ? who + is_dead : child.offer.why.empty() ? who : child.offer.why);
+             (child.dead                ? who + is_dead
+              : child.offer.why.empty() ? who
+                                        : readable(child.offer.why));
   }
   const std::string mine = "rank " + std::to_string(family_.rank);
   if (root()) {
