@@ -616,22 +616,32 @@ def settled(group, own):
 
 
 @engine_only
-def test_a_device_that_does_not_call(comm, group, own, monkeypatch):
-    """The others give up, and the other ranks are told."""
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda x, group, token: x, "devices of this process have not called"),
+        (
+            lambda x, group, token: coded_reduce(x, group, token=token).total,
+            "the devices of this process called different things",
+        ),
+    ],
+)
+def test_devices_that_call_different_things(
+    comm, group, own, monkeypatch, other, words
+):
+    """They fail, or give up on the one that calls nothing, and the other ranks are told."""
     monkeypatch.setattr(engine_primitive, "PATIENCE", 2.0)
 
     def f(x, token):
         return jax.lax.cond(
             jax.lax.axis_index("x") == 0,
             lambda x: coded_allreduce(x, group, token=token).total,
-            lambda x: x,
+            lambda x: other(x, group, token),
             x,
         )
 
     run = jax.jit(together(f, (SPLIT, SAME), SPLIT))
-    with pytest.raises(
-        JaxRuntimeError, match="devices of this process have not called"
-    ):
+    with pytest.raises(JaxRuntimeError, match=words):
         finish(run(own, jnp.int32(0)))
     jaxcoded.effects_barrier()
     wait_for_all(comm)
