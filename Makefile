@@ -22,7 +22,7 @@ mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
 mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other or are_named or killed_rank_ends
 
 .DEFAULT_GOAL := help
-.PHONY: wheels help setup demo check test test-all test-mpich smoke test-asan test-tsan fuzz chaos lint format doctest clean
+.PHONY: help setup demo check check-all test test-all test-mpich smoke test-asan test-tsan fuzz chaos lint format doctest docs browser wheels clean
 
 help:
 	@echo 'make demo     run the main job (examples/digits.py on $(RANKS) ranks)'
@@ -39,6 +39,9 @@ help:
 	@echo 'make format   let ruff format the sources'
 	@echo 'make doctest  run the examples in the docstrings, README.md and docs'
 	@echo 'make wheels   the source archive and the wheels, in dist, tried where nothing can be compiled'
+	@echo 'make docs     the documentation as a site, in build/site, with warnings as errors'
+	@echo 'make browser  the site and the interactive page in a headless Chromium'
+	@echo 'make check-all  what takes too long for .ci/run: browser, wheels, sanitizers, chaos'
 	@echo 'make setup    only make .venv'
 	@echo 'make clean    remove .venv and everything else these commands made'
 	@echo
@@ -110,6 +113,14 @@ format: setup
 
 doctest: setup
 	$(python) -m pytest --doctest-modules --doctest-glob='*.md' jaxcoded README.md docs
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet --strict
+
+browser: docs
+	JAXCODED_BROWSER=1 $(python) -m pytest tests/browser $(ARGS)
+
+check-all: browser wheels test-asan test-tsan chaos
 
 clean:
 	@scripts/setup --remove

@@ -259,6 +259,21 @@ def test_replan_benchmark(tmp_path):
 
 
 @pytest.mark.exhaustive  # a benchmark of many seconds
+@pytest.mark.timeout(900)
+def test_one_faulty_rank_benchmark(tmp_path):
+    """What goes on is checked sum by sum in the benchmark."""
+    command = [sys.executable, "benchmarks/one_faulty_rank.py", "--smoke"]
+    which = ["--only", "shared", "--only", "mpi4jax.allreduce", "--faults"]
+    which += ["none", "slow", "stuck", "--start", str(40 * slowness())]
+    subprocess.run([*command, *which, "--out", tmp_path], cwd=ROOT, check=True)
+    with (tmp_path / "one_faulty_rank.csv").open() as file:
+        found = {(row["scheme"], row["fault"]): row for row in csv.DictReader(file)}
+    for fault in ("none", "slow", "stuck"):
+        assert found["shared", fault]["outcome"] == "goes on"
+    assert "no step any more" in found["mpi4jax.allreduce", "stuck"]["outcome"]
+
+
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_overlap_benchmark(tmp_path):
     mpirun(
         4, "-m", "mpi4py", "benchmarks/overlap.py", "--smoke", "--out", str(tmp_path)

@@ -535,6 +535,9 @@ class CodedGroup:
 
         ``epoch.batch(number)`` is the whole batch, for `blocks`. See ``docs/data.md``.
 
+        The arguments are the same on all ranks: `coded_value_and_grad` raises
+        ``GroupMismatch`` where ``n``, ``batch_size`` or ``seed`` are not.
+
         Args:
             n: the number of examples in the data set.
             batch_size: of the global batch.
@@ -543,9 +546,6 @@ class CodedGroup:
             epoch: the number of this pass, for another order in each.
             drop_last: leave out a smaller last batch.
             multiple: as for `assignment`.
-
-            All are the same on all ranks: `coded_value_and_grad` raises ``GroupMismatch``
-            where ``n``, ``batch_size`` or ``seed`` are not.
 
         Returns:
             An `Epoch`: a sequence of ``(indices, weights)``, which computes each when it is

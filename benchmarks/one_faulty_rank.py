@@ -1,0 +1,296 @@
+"""One rank is slow, stuck, stopped or killed: what does each all-reduce do?
+
+    .venv/bin/python benchmarks/one_faulty_rank.py
+
+Four processes on this machine; a rank's equal part of the work is a sleep of 20 ms. After some steps
+rank 2 computes ten times as slowly; or sleeps for good in its program, alive ("stuck", as in
+https://github.com/jax-ml/jax/issues/38503); or is stopped (SIGSTOP); or is killed (SIGKILL). Rank 0
+writes down when it has each sum, and checks it. A job that makes no step any more is ended after
+``--limit`` seconds; what is then still there is killed.
+"""
+
+import argparse
+import csv
+import itertools
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from jaxcoded.cli import job, launcher
+
+RANKS, FAULTY = 4, 2
+WORK = 0.02  # seconds of a rank's part
+EXAMPLES, NUMBERS = 48, 1000
+GRADIENTS = np.random.default_rng(0).standard_normal((EXAMPLES, NUMBERS))
+FAULTS = ("none", "slow", "stuck", "stopped", "killed")
+FIELDS = ("scheme", "fault", "before", "after", "longest", "outcome")
+SCHEMES = ("psum over gloo", "mpi4jax.allreduce", "coded", "shared")
+
+
+# The ranks' program.
+
+
+class Rank:
+    """A rank that turns faulty after some steps, and writes down those of rank 0."""
+
+    def __init__(self, args, number):
+        self.args, self.number, self.steps = args, number, 0
+        self.factor = 1
+        self.file = (args.folder / "steps").open("a") if number == 0 else None
+
+    def sleep(self, part):
+        """Compute so much of the batch."""
+        time.sleep(part * RANKS * WORK * self.factor)
+
+    def begin(self):
+        """A step. Whether there is one more."""
+        if self.steps == self.args.before and self.number == FAULTY:
+            if self.args.fault == "slow":
+                self.factor = 10
+            elif self.args.fault == "stuck":
+                time.sleep(1e6)
+            elif self.args.fault != "none":
+                kinds = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
+                os.kill(os.getpid(), kinds[self.args.fault])
+        return self.steps < self.args.before + self.args.after
+
+    def end(self, total):
+        """It has a sum."""
+        self.steps += 1
+        if self.file:
+            np.testing.assert_allclose(total, GRADIENTS.sum(0), atol=1e-3)
+            print(time.monotonic(), file=self.file, flush=True)
+
+
+def psum(args):
+    """``jax.lax.psum`` over processes of JAX's own runtime, without an MPI."""
+    import jax
+
+    number = int(os.environ["RANK"])
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(os.environ["ADDRESS"], RANKS, number)
+    mesh = jax.make_mesh((RANKS,), ("ranks",))
+    spec = jax.sharding.PartitionSpec("ranks")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    total = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, "ranks"),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=jax.sharding.PartitionSpec(),
+        )
+    )
+    own = GRADIENTS[number::RANKS].sum(0)[None].astype(np.float32)
+    rank = Rank(args, number)
+    while rank.begin():
+        rank.sleep(1 / RANKS)
+        shards = jax.make_array_from_process_local_data(sharding, own)
+        rank.end(np.asarray(total(shards).addressable_data(0))[0])
+
+
+def mpi4jax_allreduce(args):
+    import jax
+    from mpi4py import MPI
+
+    from jaxcoded import baselines
+
+    comm = MPI.COMM_WORLD
+    total = jax.jit(lambda x: baselines.allreduce(x, comm))
+    own = GRADIENTS[comm.rank :: RANKS].sum(0).astype(np.float32)
+    rank = Rank(args, comm.rank)
+    while rank.begin():
+        rank.sleep(1 / RANKS)
+        rank.end(np.asarray(total(own)))
+
+
+def coded(args):
+    """Fractional or cyclic repetition over the three workers of a root without data."""
+    from mpi4py import MPI
+
+    import jaxcoded
+
+    with jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1) as group:
+        indices, weights = group.assignment(EXAMPLES)
+        own = (weights @ GRADIENTS[indices]).astype(np.float32)
+        rank = Rank(args, group.rank)
+        while rank.begin():
+            late = group.lag() > 0
+            if not late:
+                rank.sleep(np.count_nonzero(weights) / EXAMPLES)
+            rank.end(jaxcoded.host.coded_allreduce(own, group, skip=late))
+
+
+def shared(args):
+    from mpi4py import MPI
+
+    import jaxcoded
+
+    code = "shared(replicas=2, blocks=4)"
+    with jaxcoded.CodedGroup(MPI.COMM_WORLD, code=code) as group:
+        rank = Rank(args, group.rank)
+        while rank.begin():
+            own = np.zeros(NUMBERS, np.float32)
+            with group.blocks(EXAMPLES) as blocks:
+                for block in blocks:
+                    rank.sleep(len(block.indices) / EXAMPLES)
+                    own += GRADIENTS[block.indices].sum(0).astype(np.float32)
+            rank.end(jaxcoded.host.coded_allreduce(own, group))
+
+
+PROGRAMS = dict(zip(SCHEMES, (psum, mpi4jax_allreduce, coded, shared)))
+
+
+# Jobs, and what came of them.
+
+
+def command(args, scheme, fault, folder):
+    return [
+        *(sys.executable, __file__, "--folder", str(folder), "--fault", fault),
+        *("--program", scheme, "--before", str(args.before)),
+        *("--after", str(args.after)),
+    ]
+
+
+def play_psum(command, output, finished):
+    """Processes that are started one by one. Their statuses; None of one that had to be killed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = os.environ | launcher.environment(threads=1) | {"ADDRESS": address}
+    ranks = [
+        subprocess.Popen(
+            command, env=settings | {"RANK": str(n)}, stdout=output, stderr=output
+        )
+        for n in range(RANKS)
+    ]
+    try:
+        while not finished() and any(rank.poll() is None for rank in ranks):
+            time.sleep(0.05)
+        return [rank.poll() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def play_mpi(command, output, scheme, fault, limit):
+    """A job of mpirun; with fault-tolerant MPI where it is to live on after a death."""
+    mpirun = launcher.found(None, beside=ROOT / ".venv/bin/mpirun")
+    tolerant = fault == "killed" and scheme in ("coded", "shared")
+    start = ["--with-ft", "ulfm"] if tolerant else []
+    program = command if tolerant else [command[0], "-m", "mpi4py", *command[1:]]
+    return job.play(
+        [mpirun.path, *mpirun.crowded(), *start, "-n", str(RANKS), *program],
+        os.environ | launcher.environment(threads=1),
+        seconds=limit,
+        output=output,
+    )
+
+
+def observed(args, scheme, fault):
+    """One job: the steps before the fault and after it, how it went, in words."""
+    limit = args.limit
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        steps = folder / "steps"
+        begun = time.monotonic()
+
+        def times():
+            lines = steps.read_text().split() if steps.exists() else []
+            return [float(line) for line in lines]
+
+        def finished():
+            """All steps are done, or none for too long."""
+            done = times()
+            idle = time.monotonic() - (done[-1] if done else begun + 3 * args.start)
+            return len(done) == args.before + args.after or idle > limit
+
+        with (folder / "output").open("w") as output:
+            line = command(args, scheme, fault, folder)
+            if scheme == "psum over gloo":
+                status = play_psum(line, output, finished)
+            else:  # a limit for the job: it is to end by itself after its last step
+                usual = (args.before + 12 * args.after) * 2 * WORK + args.start
+                status = play_mpi(line, output, scheme, fault, usual + limit)
+        ended = time.monotonic()
+        done = times()
+        said = (folder / "output").read_text(errors="replace")
+    if len(done) < args.before:
+        print(said[-2000:], file=sys.stderr)
+        raise RuntimeError(f"{scheme}, {fault}: only {len(done)} steps")
+    seconds = np.diff(done)
+    before, after = np.split(seconds, [args.before - 1])
+    complete = len(done) == args.before + args.after
+    if complete:
+        outcome = "goes on"
+    elif status == job.TOO_LONG or (
+        isinstance(status, list) and any(each is None for each in status[:FAULTY])
+    ):
+        outcome = f"no step any more, no error, in {limit:g} s"
+    else:
+        outcome = f"the job ends after {ended - done[-1]:.0f} s, status {status}"
+    return {
+        "scheme": scheme,
+        "fault": fault,
+        "before": float(np.median(before)),
+        "after": float(np.median(after)) if complete else None,
+        "longest": float(np.max(after)) if complete else None,
+        "outcome": outcome,
+    }
+
+
+def milliseconds(seconds):
+    return "–" if seconds is None else f"{1000 * seconds:.0f}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--before", type=int, default=20, help="steps before the fault")
+    parser.add_argument("--after", type=int, default=20, help="steps after it")
+    parser.add_argument(
+        *("--limit", "-l"), type=float, default=150, help="seconds without a step"
+    )
+    parser.add_argument(
+        "--start", type=float, default=40, help="seconds for the ranks to start"
+    )
+    parser.add_argument("--only", choices=SCHEMES, action="append", help="of them")
+    parser.add_argument("--faults", choices=FAULTS, nargs="+", default=FAULTS)
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    parser.add_argument("--program", choices=SCHEMES, help=argparse.SUPPRESS)
+    parser.add_argument("--fault", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.program:
+        PROGRAMS[args.program](args)
+        return
+    if args.smoke:
+        args.before, args.after, args.limit = 3, 5, 5
+    args.out.mkdir(parents=True, exist_ok=True)
+    jobs = list(itertools.product(args.only or SCHEMES, args.faults))
+    print("ms of a step, median before and after the fault, and the longest after it")
+    with (args.out / "one_faulty_rank.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for scheme, fault in tqdm(jobs, desc="jobs"):
+            row = observed(args, scheme, fault)
+            writer.writerow(row)
+            file.flush()
+            times = [milliseconds(row[name]) for name in FIELDS[2:5]]
+            words = [f"{scheme:18} {fault:8}", *(f"{each:>6}" for each in times)]
+            tqdm.write(" ".join([*words, "", row["outcome"]]), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

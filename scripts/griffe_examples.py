@@ -1,0 +1,15 @@
+"""Docstrings have one ``Example:`` each; Griffe knows ``Examples:``, and shows those as code."""
+
+import re
+from typing import Any
+
+import griffe
+
+
+class Examples(griffe.Extension):
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring:
+            text = obj.docstring.value
+            obj.docstring.value = re.sub(
+                r"^Example:$", "Examples:", text, flags=re.MULTILINE
+            )

@@ -1,0 +1,44 @@
+"""What the page of claims names is there, and the reference has everything that is public."""
+
+import ast
+import functools
+import pathlib
+import re
+
+import jaxcoded
+from jaxcoded import codes
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+
+
+def test_the_functions_are_there():
+    names = set(re.findall(r"`jaxcoded\.([\w.]+)`", PAGE))
+    assert len(names) > 15
+    for name in names:
+        functools.reduce(getattr, name.split("."), jaxcoded)
+
+
+def test_the_tests_are_there():
+    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE))
+    assert len(named) > 30
+    for file in {file for file, _ in named}:
+        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+        there = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert {test for its, test in named if its == file} <= there
+
+
+def test_every_line_names_a_test_or_says_that_it_is_none():
+    lines = [line for line in PAGE.splitlines() if "| `jaxcoded." in line]
+    assert len(lines) > 25
+    for line in lines:
+        assert ".py::test_" in line or "not a test" in line, line
+
+
+def test_everything_public_is_in_the_reference():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"^::: jaxcoded\.([\w.]+)$", text, re.MULTILINE))
+    named |= {name.partition(".")[0] for name in named}  # what is in a module
+    assert set(jaxcoded.__all__) <= named
+    assert {f"codes.{name}" for name in codes.NAMES} <= named
