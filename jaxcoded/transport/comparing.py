@@ -28,11 +28,12 @@ def check(debug: Any, verify: Any, verify_wait: Any) -> None:
     """
     if verify not in (None, *POLICIES):
         raise ValueError(
-            f"verify must be one of {', '.join(POLICIES)} or None, got {verify!r}"
+            f"verify must be one of {', '.join(POLICIES)} or None, got "
+            f"{_require.shown(verify)}"
         )
     if not isinstance(verify_wait, bool):
         raise ValueError(  # noqa: TRY004  # as the others
-            f"verify_wait must be True or False, got {verify_wait!r}"
+            f"verify_wait must be True or False, got {_require.shown(verify_wait)}"
         )
     if verify_wait and verify is None:
         raise ValueError(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxcoded import Options, _parse
 from jaxcoded.cli import cluster
 from jaxcoded.simulator import stragglers
-from jaxcoded.transport import debugging
+from jaxcoded.transport import comparing
 from jaxcoded.transport.deadline import ACTIONS, Deadline
 
 quantities = st.one_of(
@@ -65,6 +65,8 @@ def test_deadlines(deadline, action):
             "history_bytes": values,
             "telemetry_rounds": values,
             "debug": values,
+            "verify": st.sampled_from(["detect", "drop", "warn", "raise"]) | values,
+            "verify_wait": values,
         },
     )
 )
@@ -85,7 +87,7 @@ def test_options(given_):
 )
 def test_the_environment(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(debugging.VARIABLE, text)
+        patch.setenv(comparing.VARIABLE, text)
         found = outcome(lambda: Options().complete().check() or True)
     assert (found is True) == (text in ("", "0", "1"))
 
