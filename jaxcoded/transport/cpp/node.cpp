@@ -292,7 +292,7 @@ void Node::understand(Rank from, const Message& message) {
       } else if (head.flags & not_finite) {
         if (child) {
           child->not_finite_round = head.round;
-          tell_not_finite(head.round, std::string(message.text()));
+          tell_not_finite(head.round, readable(message.text()));
         }
       } else if (head.flags & closed) {
         refuse(head.round, readable(message.text()));
