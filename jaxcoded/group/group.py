@@ -846,7 +846,8 @@ class CodedGroup:
         A rank that lives and does not come, as its program hangs or its process is stopped, keeps the
         others here. With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
         among the dead. So is a rank that is only slow. Where steps need it, as they need the root, they
-        wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise.
+        wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise; for a root whose
+        program hangs while its engine answers, always.
 
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
