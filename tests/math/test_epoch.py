@@ -23,10 +23,11 @@ PLANS = [
 ]
 
 
-def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False):
+def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False, multiple=1):
     """Of all ranks."""
+    how = {"drop_last": drop_last, "multiple": multiple}
     return [
-        Epoch(plan, rank, n, batch_size, seed=seed, epoch=epoch, drop_last=drop_last)
+        Epoch(plan, rank, n, batch_size, seed=seed, epoch=epoch, **how)
         for rank in range(plan.size)
     ]
 
@@ -50,14 +51,18 @@ def total(plan, reads, gradients, missing):
     batch_size=st.integers(1, 30),
     drop_last=st.booleans(),
     seed=st.none() | st.integers(0, 2**40),
+    multiple=st.sampled_from([1, 4]),
 )
-def test_every_example_counts_once(plan, n, batch_size, drop_last, seed):
+def test_every_example_counts_once(plan, n, batch_size, drop_last, seed, multiple):
+    if plan.placement is not None or max(plan.slices_above + plan.parts_above) > 1:
+        multiple = 1  # is not split over devices
     if drop_last and n < batch_size:
         n, batch_size = batch_size, n
     gradients = np.random.default_rng(n).standard_normal((n, 12))
     random = np.random.default_rng(batch_size)
     with jax.enable_x64(True):
-        ranks = epochs(plan, n, batch_size, seed=seed, epoch=3, drop_last=drop_last)
+        how = {"seed": seed, "drop_last": drop_last, "multiple": multiple}
+        ranks = epochs(plan, n, batch_size, epoch=3, **how)
     seen = []
     for number in range(len(ranks[0])):
         batch = ranks[0].batch(number)
@@ -70,6 +75,7 @@ def test_every_example_counts_once(plan, n, batch_size, drop_last, seed):
             np.testing.assert_array_equal(epoch.batch(number), batch)
             assert np.isin(indices, batch).all()
             assert weights.examples == len(batch)
+            assert len(indices) % multiple == 0
             first, like = epoch[0]
             assert (indices.dtype, indices.shape) == (np.int64, first.shape)
             assert jax.tree.structure(weights) == jax.tree.structure(like)
