@@ -165,20 +165,6 @@ def test_more_replicas_than_other_ranks(comm, transport):
         )
 
 
-@engine_only
-@several
-def test_nothing_is_shared_with_a_deadline_that_gives_up_exact_sums(comm, transport):
-    with jaxcoded.CodedGroup.auto(
-        comm,
-        payload=1e4,
-        work=1.0,
-        transport=transport,
-        options=jaxcoded.Options(on_deadline="approximate", deadline=9.0),
-    ) as group:
-        assert group.plan.placement is None
-        assert "Not shared: shared work computes all of the batch" in group.planned
-
-
 @once
 @several
 @pytest.mark.parametrize(
