@@ -492,7 +492,7 @@ def test_healthy_ranks_come_to_their_end(tmp_path, who):
     ), job.stderr[-8000:]
 
 
-@pytest.mark.parametrize("way", ["atexit", "raise"])
+@pytest.mark.parametrize("way", ["atexit", more("raise")])
 def test_a_healthy_rank_in_a_function_of_atexit_is_not_cut_off(tmp_path, way):
     job = run(tmp_path, 5, "healthy.py", way, python=BARE)
     assert "ends the job without ranks [4]" in job.stderr
@@ -655,7 +655,9 @@ def test_a_rank_leaves_in_order_on_a_signal(
     [
         ("", ""),
         ("another user", "Operation not permitted; dead are ranks []"),
-        ("another namespace", "no rank that has come can see it; dead are ranks []"),
+        more(
+            "another namespace", "no rank that has come can see it; dead are ranks []"
+        ),
     ],
 )
 def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
