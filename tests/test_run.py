@@ -221,7 +221,7 @@ def test_what_each_mpirun_is_told(fake):
 
 # How a rank ended, without an MPI.
 
-NOT_HEARD = "no word of it, as when mpirun ends the job"
+NOT_HEARD = "not heard of: ended by mpirun, or on a host that is lost"
 
 
 def ended(heard, number, program):
@@ -259,7 +259,7 @@ def test_ends_in_words(hosts, monkeypatch):
     assert heard.failure == 44
     words = [re.sub("after .*", "after", line) for line in heard.words(7)]
     assert words == [
-        "ranks 0–1: status 0, the first after",
+        "ranks 0–1: status 0, the first of them after",
         "rank 2: killed by SIGKILL, after",
         "rank 3: status 44, after",
         "rank 4: killed by signal 40, after",

@@ -73,12 +73,12 @@ class Ends:
         lines = []
         for code, numbers in alike.items():
             after = _format.seconds(self.told[numbers[0]][1])
-            first = "the first " * (len(numbers) > 1)
-            how = f"status {code}" if code >= 0 else f"killed by {_name(-code)}"
+            first = "the first of them " * (len(numbers) > 1)
+            how = f"status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
             lines.append(f"{_format.ranks(numbers)}: {how}, {first}after {after}")
         if missing:
             lines.append(
-                f"{_format.ranks(missing)}: no word of it, as when mpirun ends the job"
+                f"{_format.ranks(missing)}: not heard of: ended by mpirun, or on a host that is lost"
             )
         return lines
 
@@ -118,7 +118,7 @@ def _address(hosts: Sequence[str]) -> str:
     return socket.gethostname()
 
 
-def _name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # of the real-time ones

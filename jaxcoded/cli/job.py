@@ -42,7 +42,7 @@ def play(
         output: takes what it prints and what its errors say. Default: those of this process.
 
     Returns:
-        Its status: 128 and the number of a signal that it ended of, `TOO_LONG` after too long.
+        Its status: 128 and the number of a signal that ended it, `TOO_LONG` after too long.
     """
     name = f"{os.getpid()}.{time.time_ns()}"
     settings = {**environment, _MARK: name}

@@ -8,6 +8,7 @@ it is over. docs/faults.md tells what a job survives that was started with --ft.
 """
 
 import pathlib
+import signal
 import sys
 
 import click
@@ -108,6 +109,8 @@ def _words(
         return f"the job was ended, as it took longer than {seconds:g} s"
     if status == mpirun.killed and not fault_tolerant:
         return f"a rank was killed, and the job with it (status {status}). With --ft the others go on"
-    if status > 128:
-        return f"the job ended of signal {status - 128} (status {status})"
+    if status - 128 in signal.valid_signals():
+        return (
+            f"the job was ended by {ends.signal_name(status - 128)} (status {status})"
+        )
     return f"the job failed with status {status}: see what its ranks say above"
