@@ -211,11 +211,16 @@ def test_a_rank_that_is_stuck_is_named(tmp_path, way, words):
     job = run(tmp_path, 5, "stuck.py", way, "3")
     assert set(job.reports) == {0, 1, 2, 4}, job.stderr[-8000:]
     job.of_all("digest")
-    (said,) = job.reports[1]["heard"]
+    # beside other work the first round may take longer than the deadline
+    heard = {
+        rank: [line for line in report["heard"] if ", round 1: " not in line]
+        for rank, report in job.reports.items()
+    }
+    (said,) = heard[1]
     assert "no call of rank 3 has come for " in said
     assert "rounds up to 30 are decided" in said
     assert words in said
-    assert not any(job.reports[rank]["heard"] for rank in (0, 2, 4))
+    assert not any(heard[rank] for rank in (0, 2, 4))
     if way != "stopped":
         (stands,) = re.findall("group 0, rank 3 .*", job.stderr)
         assert stands.startswith("group 0, rank 3 has not called round 10, for ")
