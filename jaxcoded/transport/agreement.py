@@ -105,6 +105,10 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
         return None
     ranks = gathered(comm, words)
     answers = list(dict.fromkeys(ranks))
+    if (
+        len(answers) == 1
+    ):  # the reduction was disturbed, as by a rank that has died meanwhile
+        return None
     who = []
     for answer in answers:
         its = [str(rank) for rank, other in enumerate(ranks) if other == answer]
