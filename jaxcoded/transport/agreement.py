@@ -105,9 +105,7 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
         return None
     ranks = gathered(comm, words)
     answers = list(dict.fromkeys(ranks))
-    if (
-        len(answers) == 1
-    ):  # the reduction was disturbed, as by a rank that has died meanwhile
+    if len(answers) == 1:  # a rank has died, which disturbed the reduction
         return None
     who = []
     for answer in answers:
