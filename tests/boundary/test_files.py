@@ -14,6 +14,7 @@ import pytest
 from documents import changed, damaged, fuzzed, in_json, in_memory, outcome
 from hypothesis import given
 from hypothesis import strategies as st
+from test_report import PLAN, seen
 
 from jaxcoded import _files, make_plan
 from jaxcoded.cli import analysis
@@ -22,44 +23,7 @@ from jaxcoded.group.telemetry import Telemetry
 from jaxcoded.planner.measurement import Link, Measurement
 from jaxcoded.simulator import Network, stragglers
 
-ROUNDS = 5
-PLAN = make_plan(4)
 NAN = float("nan")
-
-
-def seen():
-    """What the root of a star of three has seen of some rounds."""
-    begun = np.arange(float(ROUNDS))
-    arrived = begun[:, None] + [0.9, 0.9, 1.7]
-    columns = {
-        "round": range(1, ROUNDS + 1),
-        "work": [NAN] + [0.1] * (ROUNDS - 1),
-        "started": begun + 0.1,
-        "decided": begun + 0.9,
-        "ended": begun + 1.0,
-        "decider": [1] * ROUNDS,
-        "outcome": [1] * ROUNDS,
-        "skipped": [False] * ROUNDS,
-        "approximate": [False] * ROUNDS,
-        "shared": [False] * ROUNDS,
-        "loop": [False] * ROUNDS,
-        "busy": [0.0] * ROUNDS,
-        "blocks": [0] * ROUNDS,
-        "computed": [],
-        "children": [1, 2, 3],
-        "arrived": arrived.ravel(),
-        "used": arrived.ravel() <= np.repeat(begun + 0.9, 3),
-        "told": [0, 1, 2, 3],
-        "step_times": [0.1, 0.9, 0.9, 1.7],
-        "silent": [0.0] * 4,
-        "peers": [1, 2, 3],
-        "link_bytes": [6000, 6000, 4000],
-        "link_seconds": [6e-6, 6e-6, 4e-6],
-    }
-    loads = np.array([float(PLAN.load_of(rank)) for rank in range(PLAN.size)])
-    return Telemetry.of(0, PLAN.to_json(), np.array(PLAN.parents), loads, columns)
-
-
 SEEN = {name: np.asarray(value) for name, value in dataclasses.asdict(seen()).items()}
 
 
