@@ -5,7 +5,6 @@ Each job has a time limit. One that hangs is ended, and says where it was.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import re
@@ -16,6 +15,7 @@ import time
 
 import numpy as np
 import pytest
+from cases import more
 from launch import limited, needs_fault_tolerance, slowness
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -27,9 +27,7 @@ BARE, MPI4PY = (), ("-m", "mpi4py")  # with the latter an uncaught error ends th
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(LIMIT + 30)]
 
-# What befalls a leaf (rank 4 of 5) in one test befalls a rank with children (1) in the next: more
-# of both is exhaustive.
-more = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+# What befalls a leaf (rank 4 of 5) in one test befalls a rank with children (1) in the next.
 
 
 @dataclasses.dataclass
@@ -162,6 +160,7 @@ def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, lat
             assert joined > left
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_too_late_finds_a_snapshot_above_its_parent(tmp_path):
     # its parent stays stopped for longer
     job = run(tmp_path, 7, "training.py", "no", "4,1")
@@ -204,7 +203,7 @@ def test_a_parent_that_lacks_too_many_waits(tmp_path):
         more(
             "loop", "its process answers, so its program is busy or stuck at round 10"
         ),
-        ("stopped", "its process does not answer: it is stopped, dead or cut off"),
+        more("stopped", "its process does not answer: it is stopped, dead or cut off"),
     ],
 )
 def test_a_rank_that_is_stuck_is_named(tmp_path, way, words):
@@ -276,7 +275,7 @@ def test_groups_one_after_the_other(tmp_path):
     succeed(run(tmp_path, 5, "starts.py", "2", "30", limit=LIMIT), 5)
 
 
-@pytest.mark.parametrize(("end", "groups"), [("close", "5"), ("exit", "1")])
+@pytest.mark.parametrize(("end", "groups"), [("close", "5"), more("exit", "1")])
 def test_threads_whose_groups_come_and_go(tmp_path, end, groups):
     # with the sanitizers and more of it: make test-asan, make test-tsan
     job = run(tmp_path, 4, "stress.py", "0", groups, end, python=BARE)
@@ -299,7 +298,7 @@ def test_a_caught_error_disturbs_nobody(tmp_path):
     succeed(job, 5)
 
 
-@pytest.mark.parametrize("victim", [more(4), 1, 0])
+@pytest.mark.parametrize("victim", [more(4), 1, more(0)])
 def test_an_uncaught_error_ends_the_job(tmp_path, victim):
     job = run(tmp_path, 5, "errors.py", "uncaught", str(victim))
     assert job.status not in (0, 124)
@@ -308,7 +307,10 @@ def test_an_uncaught_error_ends_the_job(tmp_path, victim):
 
 @pytest.mark.parametrize(
     ("way", "victim"),
-    [("uncaught", 1), ("in-flight", 4), more("uncaught", 4), more("in-flight", 1)],
+    [
+        ("in-flight", 4),
+        *(more(*it) for it in (("uncaught", 1), ("uncaught", 4), ("in-flight", 1))),
+    ],
 )
 def test_an_uncaught_error_without_mpi4py_disturbs_nobody(tmp_path, way, victim):
     job = run(tmp_path, 5, "errors.py", way, str(victim), python=BARE)
@@ -333,7 +335,9 @@ def test_a_root_that_exits_with_an_error_says_so(tmp_path):
 # Shared work. Gradients of 20,000 floats do not travel in one message.
 
 
-@pytest.mark.parametrize("arguments", [("200", "1", "3"), ("20000", "2")])
+@pytest.mark.parametrize(
+    "arguments", [("20000", "1", "3"), *map(more, [("200", "1", "3"), ("20000", "2")])]
+)
 def test_who_is_stopped_in_a_block_holds_nobody_up(tmp_path, arguments):
     job = run(tmp_path, 4, "sharing.py", "stopped", *arguments)
     succeed(job, 4)
@@ -344,7 +348,7 @@ def test_who_is_stopped_in_a_block_holds_nobody_up(tmp_path, arguments):
     assert not any(report["close_warnings"] for report in job.reports.values())
 
 
-@pytest.mark.parametrize("arguments", [("200", "1", "3"), ("20000", "2")])
+@pytest.mark.parametrize("arguments", [("200", "1", "3"), more(("20000", "2"))])
 def test_others_compute_the_blocks_of_who_is_killed(
     tmp_path, arguments, fault_tolerant
 ):
@@ -365,7 +369,7 @@ def test_others_compute_the_blocks_of_who_is_killed(
     assert f"without ranks {victims}" in warnings
 
 
-@pytest.mark.parametrize("way", ["jit", "host"])
+@pytest.mark.parametrize("way", ["jit", more("host")])
 def test_others_go_on_with_what_they_hold(tmp_path, way):
     """More are stopped than hold a block; all that they have in common is missing meanwhile."""
     job = run(tmp_path, 4, "partial.py", way, "1", "2")
@@ -386,7 +390,7 @@ def test_an_exception_in_a_block_is_caught(tmp_path, victim):
     job.of_all("digest")
 
 
-@pytest.mark.parametrize("way", ["uncaught", "closes", "exits", "ends"])
+@pytest.mark.parametrize("way", ["uncaught", more("closes"), "exits", more("ends")])
 def test_a_rank_leaves_those_it_shares_work_with(tmp_path, way):
     job = run(tmp_path, 4, "sharing.py", way, "200", "3", python=BARE)
     assert (job.status not in (0, 124)) == (way == "uncaught"), job.stderr[-8000:]
@@ -422,7 +426,7 @@ def test_late_ranks_get_their_results_before_others_leave(tmp_path, victim):
     assert not any(report["close_warnings"] for report in job.reports.values())
 
 
-@pytest.mark.parametrize("way", ["deleted", "in-flight"])
+@pytest.mark.parametrize("way", [more("deleted"), "in-flight"])
 def test_a_group_that_is_never_closed(tmp_path, way):
     succeed(run(tmp_path, 5, "leaving.py", way, "4"), 5)
 
@@ -447,9 +451,9 @@ def test_a_rank_that_exits_early(tmp_path, victim):
 @pytest.mark.parametrize(
     ("way", "python"),
     [
-        ("interrupt", MPI4PY),
         ("interrupt", BARE),
-        ("exit-1", BARE),
+        more("interrupt", MPI4PY),
+        more("exit-1", BARE),
         more("exit-1", MPI4PY),
     ],
 )
@@ -485,7 +489,7 @@ def test_a_killed_root_is_an_error_where_mpi_is_fault_tolerant(
         assert re.search("the root, rank 0, is dead|0, which do(es)? not answer", error)
 
 
-@pytest.mark.parametrize("who", ["inside", "outside"])
+@pytest.mark.parametrize("who", [more("inside"), "outside"])
 def test_healthy_ranks_come_to_their_end(tmp_path, who):
     job = run(tmp_path, 5, "healthy.py", who)
     assert job.status == 0, job.stderr[-8000:]
@@ -545,7 +549,7 @@ def trained(job, without, *sizes):
     [
         more("trains", ["3"], [6]),
         more("trains", ["1"], [6]),
-        ("trains", ["3,6", "1"], [5, 4]),
+        more("trains", ["3,6", "1"], [5, 4]),
         ("shared", ["3,6", "1"], [5, 4]),
     ],
 )
@@ -561,9 +565,12 @@ def test_ranks_that_live_go_on_without_the_dead(
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("explicit", "ValueError: the group was made with a plan, or a code, for just"),
+        more(
+            "explicit",
+            "ValueError: the group was made with a plan, or a code, for just",
+        ),
         ("few", "ValueError: no plan for the 6 ranks that live: size=6 ranks are too"),
-        ("stopped", "CodedError: ranks [6] live, but have not called recovered"),
+        more("stopped", "CodedError: ranks [6] live, but have not called recovered"),
     ],
 )
 def test_what_keeps_ranks_from_going_on_is_an_error_and_no_end(
@@ -587,7 +594,7 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
 @pytest.mark.parametrize(
     ("way", "victims", "sizes"),
     [
-        ("root", ["0", "1"], [6, 5]),
+        more("root", ["0", "1"], [6, 5]),
         more("root", ["0,3"], [5]),
         ("root-shared", ["0"], [6]),
         ("behind", ["0"], [6]),
@@ -683,7 +690,7 @@ def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
             assert then.endswith(words)
 
 
-@pytest.mark.parametrize("told", ["1", "2,3", more(""), more("2"), more("1,2,3,4")])
+@pytest.mark.parametrize("told", ["2,3", *map(more, ("", "1", "2", "1,2,3,4"))])
 def test_the_root_dies_while_it_says_who_is_left(tmp_path, fault_tolerant, told):
     job = run(tmp_path, 6, "roll.py", told, options=fault_tolerant, limit=LIMIT)
     assert set(job.reports) == {1, 2, 3, 4}, job.stderr[-8000:]
@@ -774,7 +781,8 @@ with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
 
 
 @pytest.mark.parametrize(
-    ("way", "victim"), [("stopped", 4), ("stopped", 1), ("stopped-unclosed", 4)]
+    ("way", "victim"),
+    [more("stopped", 4), ("stopped", 1), ("stopped-unclosed", 4)],
 )
 def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
     job = run(tmp_path, 5, "leaving.py", way, str(victim), limit=40, python=BARE)
@@ -793,7 +801,7 @@ def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
             assert report["close_seconds"] < 10 * slowness()
 
 
-@pytest.mark.parametrize("victim", [-1, 4])
+@pytest.mark.parametrize("victim", [more(-1), 4])
 def test_a_program_that_finalizes_mpi_with_an_open_group(tmp_path, victim):
     job = run(tmp_path, 5, "leaving.py", "finalize", str(victim), limit=40)
     assert job.status == 0, job.stderr[-8000:]
@@ -925,7 +933,7 @@ def test_readme_starts_with_a_slow_rank(tmp_path):
     assert_trained(found, range(4))
 
 
-@pytest.mark.parametrize("option", ["--ft", "--on-error go-on"])
+@pytest.mark.parametrize("option", ["--ft", more("--on-error go-on")])
 def test_readme_starts_with_an_exception(tmp_path, option):
     if option == "--ft":
         needs_fault_tolerance()
@@ -945,7 +953,7 @@ def test_readme_starts_with_a_killed_rank(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault", ["raise RuntimeError", "os.kill(os.getpid(), signal.SIGKILL)"]
+    "fault", [more("raise RuntimeError"), "os.kill(os.getpid(), signal.SIGKILL)"]
 )
 def test_readme_starts_with_a_fault_of_the_root(tmp_path, fault):
     job, found = start(tmp_path, START, 0, fault)

@@ -47,25 +47,18 @@ TOGETHER = (
 SUMS = (
     "test_collectives.py::test_mixed_pytree",
     "test_collectives.py::test_reduce",
-    "test_collectives.py::test_bcast_of_any_dtype",
-    "test_collectives.py::test_slices",
     "test_collectives.py::test_large_message",
     "test_collectives.py::test_vmap_is_one_round",
     "test_collectives.py::test_calls_keep_their_order",
     "test_erasures.py",
     "test_schemes.py::test_exact",
-    "test_schemes.py::test_approximate",
 )
-# Programs of the other transport call Python, and every rank compiles them for itself. So on 4 ranks
-# without what rounds are to JAX, or what is summed in parts, which knows nothing of the transport, and
-# with fewer cases of what has more.
+# Programs of the other transport call Python, and every rank compiles them for itself: on 4 ranks
+# fewer of them.
 COSTLY = (
-    "test_gradients.py::test_checkpoint[mpi4jax-",
     "test_schemes.py::test_training_step[mpi4jax-",
     "test_sizes.py::test_more_elements_than_mpi_counts[7-",
     "test_sizes.py::test_more_elements_than_mpi_counts[30-",
-    "test_training.py::test_fifty_steps[mpi4jax-coded_value_and_grad_step",
-    "test_training.py::test_fifty_steps[mpi4jax-chain_step-float32",
 )
 # On 13 ranks without codes that are to a tree what `single_parity_check`, `polynomial` and `progressive`
 # are.
@@ -75,19 +68,24 @@ ALIKE = tuple(
 )
 # On 7 ranks, where 2, 4 and 13 say it.
 ON_OTHER_TREES = (
+    "test_auto_plan.py",
     "test_baselines.py",
+    "test_blocks.py",
+    "test_builds.py",
     "test_collectives.py",
     "test_deadline.py",
     "test_telemetry.py",
+    "test_value_and_grad.py",
 )
-STEPS = "test_schemes.py::test_training_step"
 AS_ON_4 = (
     "test_debug.py::test_a_fit_without_error_passes",
     "test_debug.py::test_small_gradients_are_compared",
-    "test_value_and_grad.py::test_exact",
-    "test_value_and_grad.py::test_slices",
+    "test_engine.py::test_more_vectors_than_an_inbox_holds_addresses_of",
+    "test_schemes.py::test_training_step",
+    "test_shared.py::test_dtypes",
+    "test_shared.py::test_nothing_is_missing_before_a_deadline",
 )
-MORE_SUMS = ("test_collectives.py", *SUMS[-3:])
+MORE_SUMS = ("test_collectives.py", "test_erasures.py", "test_schemes.py")
 # Of them on the other transport, whose layers are the same code: every set of ranks left out.
 SUMS_OF_MPI4JAX = (
     "engine or test_too_many or (test_every_tolerated_mask and not slices)"
@@ -114,7 +112,7 @@ def chosen(ranks, exhaustive):
         places += ["-k", "not mpi4jax"]
         if not exhaustive:
             places += [f"--ignore=tests/mpi/{name}" for name in ON_OTHER_TREES]
-            places += without(STEPS, *AS_ON_4)
+            places += without(*AS_ON_4)
     return places
 
 

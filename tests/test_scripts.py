@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from cases import more
 from launch import (
     LIMIT,
     ROOT,
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.mpi
 STEPS = 8  # of the demo
 
 
-@pytest.mark.parametrize("ranks", [7, pytest.param(13, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [7, more(13)])
 def test_demo(ranks, tmp_path):
     job = mpirun(
         ranks,
@@ -248,6 +249,7 @@ def test_telemetry_benchmark(tmp_path):
     assert all(ratio > 0 for ratio in rows.values())
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_replan_benchmark(tmp_path):
     script = ("-m", "mpi4py", "benchmarks/replan.py", "--smoke", "--out")
     job = mpirun(7, *script, str(tmp_path))
@@ -325,6 +327,7 @@ def test_scaling_benchmark(tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive  # a benchmark of many seconds
 def test_codes_benchmark(tmp_path):
     command = [sys.executable, "benchmarks/codes.py", "--smoke", "--out", tmp_path]
     subprocess.run(

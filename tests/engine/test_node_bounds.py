@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from cases import more
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -51,7 +52,7 @@ TREES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("links", ["near", "far", "inline"])
+@pytest.mark.parametrize("links", ["near", "far", more("inline")])
 def test_messages_to_a_stopped_rank(tree, links):
     parents, frozen, idle = TREES[tree]
     stragglers = 2 if tree == "star" else 1
@@ -116,7 +117,7 @@ def test_history_without_stragglers(far):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["frozen", "idle"])
-@pytest.mark.parametrize("late", [1, 4])
+@pytest.mark.parametrize("late", [1, more(4)])
 @pytest.mark.parametrize(
     ("budget", "rounds", "most", "kept"),
     [

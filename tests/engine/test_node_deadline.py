@@ -26,7 +26,7 @@ from simulation import (
 from jaxcoded import make_plan
 from jaxcoded.plan import atoms
 
-many = settings(bounded, derandomize=True, max_examples=60)
+many = settings(bounded, derandomize=True, max_examples=30)
 ROUNDS = 6
 SECONDS = 5.0
 

@@ -17,7 +17,7 @@ from simulation import FAILED, PENDING, Call, erasable, random_plan, random_worl
 
 from jaxcoded import make_plan
 
-many = settings(bounded, derandomize=True, max_examples=60)
+many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
 
 

@@ -14,7 +14,7 @@ from simulation import DESYNCHRONIZED, DONE, Call, World, random_plan, random_wo
 
 from jaxcoded import make_plan
 
-many = settings(bounded, derandomize=True, max_examples=60)
+many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
 SHORT = {"history_bytes": 0, "history_rounds": 4}
 

@@ -12,6 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from cases import more
 from hypothesis import given
 from hypothesis import strategies as st
 from independent import bounded, paper_parents, solvable
@@ -162,7 +163,7 @@ def test_two_ranks():
         (65, {"fanout": 64}),
         (257, {"fanout": 256}),
         (50, {"fanout": 49}),
-        pytest.param(256, {"fanout": 255}, marks=pytest.mark.exhaustive),
+        more(256, {"fanout": 255}),
         (400, {"fanout": 1, "stragglers": 0}),
         (2000, {}),
         (2000, {"stragglers": 3}),

@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+from cases import more
 from commands import main
 
 import jaxcoded
@@ -99,10 +100,7 @@ def gap(cluster):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cluster",
-    [
-        pytest.param(it, marks=[] if it in FEW else pytest.mark.exhaustive)
-        for it in CLUSTERS
-    ],
+    [it if it in FEW else more(it) for it in CLUSTERS],
     ids=str,
 )
 def test_within_a_tenth_of_the_exhaustive_best(cluster):
@@ -111,9 +109,7 @@ def test_within_a_tenth_of_the_exhaustive_best(cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks", [2, 3, 4, pytest.param(13, marks=pytest.mark.exhaustive), 40]
-)
+@pytest.mark.parametrize("ranks", [2, 4, *map(more, [3, 13, 40])])
 @pytest.mark.parametrize("gigabits", [1, 100])
 def test_nobody_straggles(ranks, gigabits):
     ranking = search.best_plans(ranks, 4e6, 0.1 * ranks, Network.of(gigabits))
@@ -177,7 +173,7 @@ def test_work_is_shared():
         ({"reading": 20.0}, r"shared work, replicas = 1, .*, takes \S+ times as long"),
     ],
 )
-@pytest.mark.parametrize("model", ["none", "fixed(factor=10)"])
+@pytest.mark.parametrize("model", [more("none"), "fixed(factor=10)"])
 def test_why_work_is_not_shared(asked, why, model):
     """The verdict says it, whether there is a code or not."""
     asked = {"ranks": 7, "payload": 4e3, "work": 0.7} | asked
@@ -199,10 +195,10 @@ def test_reading_costs_replicas():
     assert free.best.candidate.shared and not dear.best.candidate.shared
     some = {e.candidate: e for e in free.estimates}
     same = [(e, some[e.candidate]) for e in dear.estimates if e.candidate in some]
-    for more, less in same:
-        rounds = min(len(more.seconds), len(less.seconds))
-        read = more.seconds[:rounds] - less.seconds[:rounds]
-        assert read == pytest.approx(2.0 * more.held)
+    for dearer, cheaper in same:
+        rounds = min(len(dearer.seconds), len(cheaper.seconds))
+        read = dearer.seconds[:rounds] - cheaper.seconds[:rounds]
+        assert read == pytest.approx(2.0 * dearer.held)
 
 
 def test_numbers_of_numpy():
@@ -211,7 +207,7 @@ def test_numbers_of_numpy():
     assert (a.payload, a.work, a.verdict) == (b.payload, b.work, b.verdict)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_draws_are_common_and_repeatable():
     model = stragglers.named(HEAVY)
     one, two = (search.best_plans(5, 4e6, 1.0, stragglers=model) for _ in range(2))
@@ -338,7 +334,7 @@ def test_only_codes_that_lose_digits_end(capsys):
     assert "s = 8, m = 1, with which steps would end; 28 ranks" in said["verdict"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plans_are_those_of_the_seed(capsys):
     """The κ that was looked at is that of the group."""
     asked = ["plan", "--ranks", "38", "--payload", "1MB", "--compute", "3.8"]
@@ -533,7 +529,7 @@ def test_no_counts(text):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "payload"), [([], "4MB"), (["--dtype=bfloat16"], "2MB")]
+    ("dtype", "payload"), [more([], "4MB"), (["--dtype=bfloat16"], "2MB")]
 )
 def test_payload_from_parameters(capsys, dtype, payload):
     usual = ["plan", "--ranks=5", "--compute=1", "--json"]

@@ -18,6 +18,32 @@ from jaxcoded.transport import engine
 
 jax.config.update("jax_enable_x64", True)
 
+# What happens above the transport: what the engine says of it, mpi4jax only says again.
+ABOVE_THE_TRANSPORT = (
+    "test_auto_plan.py",
+    "test_builds.py",
+    "test_gradients.py",
+    "test_minibatches.py",
+    "test_nonblocking.py",
+    "test_sizes.py",
+    "test_training.py",
+    "test_wire_dtype.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Over mpi4jax a test of these files is exhaustive, if the engine runs it, too."""
+    names = {item.nodeid for item in items}
+    for item in items:
+        twin = item.nodeid.replace("[mpi4jax", "[engine")
+        if (
+            item.path.name in ABOVE_THE_TRANSPORT
+            and twin != item.nodeid
+            and twin in names
+        ):
+            item.add_marker(pytest.mark.exhaustive)
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import test_schemes as schemes
+from cases import more
 from jax.errors import JaxRuntimeError
 from marks import SIZE
 from mpi4py import MPI
@@ -71,16 +72,15 @@ def losses(params, batch):
 
 CODES = schemes.EXACT.get(SIZE, {}) | schemes.APPROXIMATE.get(SIZE, {})
 CODES |= {"fractional_repetition": {"stragglers": 2}, "cyclic_repetition": {}}
+ALIKE = {"adaptive", "gaussian_mds", "grouped(load=3)", "progressive"}
 # on 7 ranks, whose tree is as flat as that of 4, the codes that are not tried there
-FEW = {"random_generator(load=4)", "expander(degree=3)"} if SIZE == 7 else set(CODES)
+ON_7 = {"random_generator(load=4)", "expander(degree=3)"}
+FEW = ON_7 if SIZE == 7 else set(CODES) - ALIKE
 
 
 @pytest.mark.parametrize(
     "code",
-    [
-        pytest.param(code, marks=[] if code in FEW else pytest.mark.exhaustive)
-        for code in CODES
-    ],
+    [code if code in FEW else more(code) for code in CODES],
 )
 def test_honest_training_passes(comm, digits, code):
     x, y = digits

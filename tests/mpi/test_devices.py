@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import more
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from marks import SIZE, engine_only, redundant, several
@@ -181,9 +182,7 @@ SPECS = {"split": SPLIT, "same": SAME, "half": SPLIT, "many": SPLIT}
 
 
 @engine_only
-@pytest.mark.parametrize(
-    "program", ["jit", pytest.param("eager", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("program", ["jit", more("eager")])
 def test_shards_and_copies(comm, group, program):
     """Each device has its shards of the sum, and what is the same on all has the same bits."""
     own = contribution(group, TREE)

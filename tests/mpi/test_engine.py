@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
-from marks import SIZE, engine_only, redundant, several, slices
+from marks import SIZE, engine_only, not_alone, redundant, several, slices
 from mpi4py import MPI
 from reference import (
     BATCH,
@@ -926,6 +926,7 @@ def test_others_cannot_harm_a_page(comm, group):
 # Messages of ranks to each other.
 
 
+@not_alone
 def test_more_vectors_than_an_inbox_holds_addresses_of(group):
     """And more than 16 bits count."""
     count = 70_000

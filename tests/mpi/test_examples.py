@@ -132,7 +132,7 @@ def test_equinox(comm):
     assert_close(eqx.filter(trained, eqx.is_inexact_array), expected, 1e-3)
 
 
-@not_alone
+@with_libraries
 def test_optax_chain(comm):
     module = example("optax_chain", "sklearn")
     average = module.train(comm, epochs=1)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import every
 
 from jaxcoded import make_plan
 from jaxcoded.simulator import Layout, Network, expected_runtime, simulate
@@ -78,7 +79,7 @@ def test_optima(rate, shift, best, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "m", "expected"), ENTRIES)
+@pytest.mark.parametrize(("d", "m", "expected"), every(3, ENTRIES))
 def test_simulated(d, m, expected):
     """Within 1 % by Monte Carlo."""
     time = simulated(8, d, m, (1.6, 0.8), (6, 0.1), ROUNDS[m > 1])
