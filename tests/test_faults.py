@@ -624,9 +624,10 @@ def words_of(victims):
 @pytest.mark.parametrize(
     ("way", "victims", "sizes"),
     [
-        ("trains", ["3:lock", "1:stopped"], [6, 5]),
+        more("trains", ["3:lock", "1:stopped"], [6, 5]),
         more("trains", ["3,6:loop", "1:lock"], [5, 4]),
         more("shared", ["3:loop", "1,2:stopped"], [6, 4]),
+        ("root", ["0:loop"], [6]),
         more("root", ["0:stopped"], [6]),
         more("root-shared", ["0,3:stopped"], [5]),
         more("beyond", ["1:loop,2:stopped"], [5]),

@@ -29,7 +29,8 @@ class Options:
         on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
             once per round (``logging``, logger ``jaxcoded``), and waits on. After as
             long it logs which child calls nothing while rounds go on without it.
-            ``"raise"``: the round fails on all ranks with `DeadlineExceeded`.
+            ``"raise"``: the round fails on all ranks with `DeadlineExceeded`, also where
+            it is the root's program that has not called it.
             ``"approximate"``: parents go on with the least-squares combination of what
             has come. ``residual=True`` in a call tells how far its sum is from the
             exact one. Where work is shared the sum is of the blocks that are computed by

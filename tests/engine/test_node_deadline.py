@@ -183,6 +183,51 @@ def test_the_error_names_ranks_further_down():
     assert f"; rank {above} waits for rank {late}; it needs 2 of its 2" in error
 
 
+@many
+@given(st.integers(0, 2**32 - 1))
+def test_a_root_that_does_not_call(seed):
+    """Its engine answers, and nothing can be decided: the others hear of it, and so does the root when it
+    calls after all."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, least=2, most=9)
+    script = random_script(plan, rng, ROUNDS)
+    world = random_world(plan, ROUNDS, rng, script=script, limits=limits("raise"))
+    stuck = rng.randint(1, ROUNDS)
+    world.open = stuck - 1
+    world.settle()
+    world.idle.add(plan.root)
+    world.open = ROUNDS
+    world.settle()
+    said = {
+        number: f"DeadlineExceeded: round {number} was not decided within 5 s: "
+        f"rank {plan.root}, the root, has not called it"
+        for number in range(stuck, ROUNDS + 1)
+    }
+    for rank, ends in enumerate(world.ends):
+        if rank != plan.root:
+            errors = {n: end.error for n, end in ends.items() if end.outcome == FAILED}
+            assert errors == said
+    assert world.nodes[plan.root].lag() == len(said)
+    world.idle.clear()
+    world.settle()
+    assert all(world.ends[plan.root][number].error == said[number] for number in said)
+
+
+@pytest.mark.parametrize("action", ["wait", "approximate"])
+def test_a_root_that_does_not_call_is_waited_for(action):
+    plan = make_plan(4, stragglers=1)
+    script = [Call((("float32", 4),), seed) for seed in range(2)]
+    world = random_world(
+        plan, 2, random.Random(0), script=script, limits=limits(action)
+    )
+    world.idle.add(plan.root)
+    world.settle()
+    assert not any(world.ends)
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+
+
 def star(script):
     """A root with three children, of which it needs two, and a deadline of 3 times the
     median."""

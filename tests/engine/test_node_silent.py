@@ -144,17 +144,6 @@ def test_whoever_waits_for_the_root_is_told():
     world.assert_done()
 
 
-def test_a_root_that_only_computes_is_waited_for():
-    world = world_of(SEVEN, "raise")
-    world.idle.add(0)
-    world.open = 2
-    world.settle()
-    assert not any(2 in ends for ends in world.ends)
-    world.idle.clear()
-    world.settle()
-    world.assert_done()
-
-
 @pytest.mark.parametrize("action", ["wait", "raise", "approximate"])
 def test_a_root_that_is_known_to_be_dead(action):
     world = world_of(SEVEN, action)

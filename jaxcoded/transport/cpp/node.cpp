@@ -232,6 +232,7 @@ bool Node::advance() {
   const bool more_down = follow();
   const bool more_state = follow_state();
   watch_for_stalls();
+  fail_uncalled();
   ask();
   watch_above();
   watch_children();

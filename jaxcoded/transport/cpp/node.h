@@ -404,8 +404,11 @@ class Node {
   // Deadlines.
   bool approximates() const { return limits_.on_deadline == OnDeadline::approximate; }
   void begin_approximating();
-  double deadline(double share) const;
+  double deadline(double share) const { return deadline(share, up_.call.fingerprint); }
+  double deadline(double share, std::uint64_t fingerprint) const;
   double overdue_at() const;
+  double uncalled_at() const;
+  void fail_uncalled();
   double began() const;
   bool waits_for_children() const;
   void waited(double seconds);
@@ -416,7 +419,7 @@ class Node {
   void ask_children();
   void ask_whether_it_is_there(Child& child);
   bool only_silent_lack();
-  std::string too_late(double seconds) const;
+  static std::string too_late(Round round, double seconds);
   void watch_above();
   void decide_alone(const std::string& text);
   void on_overdue(Child& child, const Message& message);

@@ -16,10 +16,10 @@ constexpr std::size_t fewest_rounds = 5;
 
 }  // namespace
 
-// Seconds from the beginning of a round, for a parent of this share of the root's.
-double Node::deadline(double share) const {
+// Seconds from the beginning of such a round, for a parent of this share of the root's.
+double Node::deadline(double share, std::uint64_t fingerprint) const {
   if (limits_.deadline_seconds > 0) return limits_.deadline_seconds * share;
-  const auto such = waits_.find(up_.call.fingerprint);
+  const auto such = waits_.find(fingerprint);
   if (such != waits_.end() && such->second.size() >= fewest_rounds) {
     // between what such a round takes as a rule and the root's deadline
     return such->second.median() * (1 + (limits_.deadline_rounds - 1) * share);
@@ -48,7 +48,9 @@ void Node::waited(double seconds) {
   waits_[up_.call.fingerprint].add(seconds);
 }
 
-double Node::wakes_at() const { return std::min({overdue_at(), shares_at(), sections_at()}); }
+double Node::wakes_at() const {
+  return std::min({overdue_at(), uncalled_at(), shares_at(), sections_at()});
+}
 
 // When the call in progress has waited for the children for long enough.
 double Node::overdue_at() const {
@@ -56,8 +58,41 @@ double Node::overdue_at() const {
   return waits ? began() + deadline(limits_.deadline_share) : std::numeric_limits<double>::infinity();
 }
 
-// The children that lack have had their time.
+// When those below have waited for long enough for the root's program to call the round that they
+// are in. Its engine answers them meanwhile, so that they have no reason to give it up.
+double Node::uncalled_at() const {
+  double out = std::numeric_limits<double>::infinity();
+  const bool called = calling() && next_ == frontier_;
+  if (!root() || called || departures_.leaving() || limits_.on_deadline != OnDeadline::raise) return out;
+  for (const Child& child : children_) {
+    if (child.offer.round != frontier_ || child.dead) continue;
+    out = std::min(out, child.offer.seen + deadline(limits_.deadline_share, child.offer.fingerprint));
+  }
+  return out;
+}
+
+// Then the round fails. The program hears of it when it calls, as any rank that is late.
+void Node::fail_uncalled() {
+  if (wire_.now() < uncalled_at()) return;
+  const auto first = std::ranges::find(children_, frontier_, [](const Child& it) { return it.offer.round; });
+  const std::uint64_t fingerprint = first->offer.fingerprint;
+  const std::string text = too_late(frontier_, deadline(limits_.deadline_share, fingerprint)) + "rank " +
+                           std::to_string(family_.rank) + ", the root, has not called it";
+  alerts_.over();
+  Entry& entry = history_.add(
+      {.round = frontier_, .fingerprint = fingerprint, .failed = true, .error = text});
+  decided(entry, entry.layout.size());
+}
+
+// The children that lack have had their time, or the root's own program.
 void Node::miss_the_deadline() {
+  if (!up_.call.shared && !own_ready(up_.decoded.pieces)) {
+    if (root() && limits_.on_deadline == OnDeadline::raise) {
+      decide_error(too_late(next_, deadline(limits_.deadline_share)) + "rank " +
+                   std::to_string(family_.rank) + ", the root, has not called it to the end");
+    }
+    return;
+  }
   const std::string words = lacking();
   if (words.empty() || approximates()) return;
   if (!root()) {
@@ -68,14 +103,14 @@ void Node::miss_the_deadline() {
     message.append(words.data(), words.size());
     wire_.send(family_.ancestors.front(), message);
   } else if (limits_.on_deadline == OnDeadline::raise) {
-    decide_error(too_late(deadline(limits_.deadline_share)) + words);
+    decide_error(too_late(next_, deadline(limits_.deadline_share)) + words);
   }
 }
 
-std::string Node::too_late(double seconds) const {
+std::string Node::too_late(Round round, double seconds) {
   char number[32];
   std::snprintf(number, sizeof number, "%.3g", seconds);
-  return "DeadlineExceeded: round " + std::to_string(next_) + " was not decided within " + number +
+  return "DeadlineExceeded: round " + std::to_string(round) + " was not decided within " + number +
          " s: ";
 }
 
@@ -149,7 +184,7 @@ void Node::watch_above() {
   const double seconds = deadline(1);
   up_.forsaken = now - up_.started >= seconds && *silent >= limits_.silent_seconds;
   if (up_.forsaken && limits_.on_deadline != OnDeadline::wait) {
-    decide_alone(too_late(seconds) + lacking());
+    decide_alone(too_late(next_, seconds) + lacking());
   }
 }
 

@@ -256,7 +256,7 @@ bool Node::gather() {
         return false;
       }
       if (bytes && !as_a_whole()) announce_sum();
-      if (up_.overdue && (up_.call.shared || own_ready(up_.decoded.pieces))) miss_the_deadline();
+      if (up_.overdue) miss_the_deadline();
       return false;
     }
     const std::vector<std::size_t>& rows = decoder_.checked() ? up_.brought : decoding->rows;

@@ -335,7 +335,8 @@ std::optional<Contradiction> Parity::contradiction() {
         }
         const double excess =
             allowed > 0 ? found / allowed : std::numeric_limits<double>::infinity();
-        if (excess <= worst) continue;
+        // of numbers whose squares are too large another norm tells
+        if (excess <= worst || !std::isfinite(found / added)) continue;
         worst = excess;
         out.mismatch = found / added;
         out.allowed = allowed / added;
