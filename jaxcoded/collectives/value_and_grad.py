@@ -195,13 +195,16 @@ def coded_value_and_grad(
             )
             # with it, too, mistakes are found; and the scale of a loss that vanishes
             counted = mean or (group.options.compares and not own_weights)
-            partial = functools.partial(
-                _weighted,
-                per_example_loss,
-                has_aux,
-                weights if counted and isinstance(weights, Weights) else None,
-                params,
+            # what is asked for its shape, chunk after chunk, is traced once
+            gradient = jax.jit(
+                functools.partial(
+                    _gradient,
+                    per_example_loss,
+                    has_aux,
+                    weights if counted and isinstance(weights, Weights) else None,
+                )
             )
+            partial = functools.partial(_unless_behind, gradient, params)
             examples = None
             if shares:
                 compute = functools.partial(partial, None)
@@ -261,23 +264,17 @@ def coded_value_and_grad(
     return value_and_grad
 
 
-def _weighted(
+def _gradient(
     per_example_loss: Callable[[Any, Any], Any],
     has_aux: bool,
     counted: Weights | None,
     params: Any,
-    behind: jax.Array | None,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
     """``Σ w ℓ``, ``∇ Σ w ℓ`` and, with the weights that are to be ``counted``, ``Σ w``; and the
-    auxiliary data. Zeros, and no gradient computed, where all weights are 0 or this rank is
-    ``behind``. Where the batch is split over devices, of all of them: they decide alike, as they may
-    need each other for the gradient."""
+    auxiliary data."""
     split = _jax_compat.varying(weights)
-
-    def over_devices(x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, split) if split else x
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         out = per_example_loss(params, batch)
@@ -312,18 +309,39 @@ def _weighted(
         loss = jnp.sum(jnp.where(w != 0, w * losses.astype(w.dtype), 0))
         return loss, (jnp.sum(w), aux)
 
+    value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
+    (loss, (count, aux)), grads = value_and_grad(params)
+    sums = {"loss": _over_devices(loss, split), "grads": grads}
+    if counted is not None:
+        sums |= _counts(_over_devices(count, split), counted)
+    return sums, aux
+
+
+def _over_devices(x: jax.Array, split: tuple[str, ...]) -> jax.Array:
+    """The sum over the devices that a batch is split over, if it is."""
+    return jax.lax.psum(x, split) if split else x
+
+
+def _unless_behind(
+    gradient: Callable[..., tuple[Any, Any]],
+    params: Any,
+    behind: jax.Array | None,
+    batch: Any,
+    weights: jax.Array,
+) -> tuple[Any, Any]:
+    """The ``gradient`` of a batch. Zeros, and nothing computed, where all weights are 0 or this rank is
+    ``behind``. Where the batch is split over devices, of all of them: they decide alike, as they may
+    need each other for the gradient."""
+
     def compute() -> tuple[Any, Any]:
-        value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
-        (loss, (count, aux)), grads = value_and_grad(params)
-        sums = {"loss": over_devices(loss), "grads": grads}
-        if counted is not None:
-            sums |= _counts(over_devices(count), counted)
-        return sums, aux
+        return gradient(params, batch, weights)
 
     def skip() -> tuple[Any, Any]:
         return jax.tree.map(_zeros, jax.eval_shape(compute))
 
-    needed = over_devices(jnp.any(weights != 0).astype(jnp.int32)) > 0
+    split = _jax_compat.varying(weights)
+    some = jnp.any(weights != 0).astype(jnp.int32)
+    needed = _over_devices(some, split) > 0
     if behind is not None:
         needed &= behind == 0
     return jax.lax.cond(needed, compute, skip)
