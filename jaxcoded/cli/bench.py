@@ -14,6 +14,7 @@ have: what they take from each other is measured, too.
 """
 
 import pathlib
+import socket
 from typing import Any
 
 import click
@@ -21,7 +22,7 @@ import numpy as np
 
 from jaxcoded import _format, _require
 from jaxcoded._progress import progress
-from jaxcoded.cli import asking, launcher, output, places
+from jaxcoded.cli import asking, launcher, machine, output, places
 from jaxcoded.planner.measurement import Measurement
 
 _TURN = 5e-3  # seconds of computing, many times
@@ -156,6 +157,12 @@ def _show(seen: Measurement) -> None:
         f"the median link has {_format.seconds(seen.network.latency)} and "
         f"{_gigabits(seen.network.bandwidth)} Gb/s"
     )
+    ranks, cores = len(seen.hosts), machine.cores()
+    if set(seen.hosts) == {socket.gethostname()} and ranks > cores:
+        output.say(
+            f"{ranks} ranks take turns on {cores:g} cores, which makes links slow and turns uneven: "
+            "measure with no more ranks than cores, or on the cluster itself"
+        )
 
 
 def _rest(count: int, what: str) -> None:

@@ -42,7 +42,8 @@ def play(
         output: takes what it prints and what its errors say. Default: those of this process.
 
     Returns:
-        Its status: 128 and the number of a signal that ended it, `TOO_LONG` after too long.
+        Its status: 128 and the number of a signal that ended it, or that told this process to end it,
+        `TOO_LONG` after too long.
     """
     name = f"{os.getpid()}.{time.time_ns()}"
     settings = {**environment, _MARK: name}
@@ -54,7 +55,7 @@ def play(
             command, env=settings, start_new_session=True, stdout=output, stderr=output
         )
         stack.callback(_kill_all, name)
-        with _handing_on(process):
+        with _handing_on(process) as told:
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -62,6 +63,8 @@ def play(
                 _kill_later(process)
                 process.wait()
                 return TOO_LONG
+    if status and told:
+        return 128 + told[0]
     return 128 - status if status < 0 else status
 
 
@@ -74,16 +77,20 @@ def _kill_later(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Gives the signals that have told this process to end."""
+    told: list[int] = []
+
     def hand_on(number: int, _: FrameType | None) -> None:
         if process.poll() is None:
             process.send_signal(number)
             if number in _ENDING:
+                told.append(number)
                 _kill_later(process)
 
     before = {number: signal.signal(number, hand_on) for number in _HANDED_ON}
     try:
-        yield
+        yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

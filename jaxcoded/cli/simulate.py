@@ -115,6 +115,9 @@ def command(
     )
     output.say()
     output.say(f"of {rounds} steps")
+    output.say(
+        "another tree or code: --fanout, --stragglers, --code; jaxcoded plan finds the fastest"
+    )
     if path is not None:
         output.say(f"wrote {path}")
 

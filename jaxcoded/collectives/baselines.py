@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import mpi4jax
 import numpy as np
 from mpi4py import MPI
 
@@ -130,7 +129,7 @@ class _Allreduce(_Baseline):
     def sum(self, vector: jax.Array) -> jax.Array:
         wide = vector.astype(accumulator(vector.dtype))
         sums = [
-            mpi4jax.allreduce(part, op=MPI.SUM, comm=self.comm)
+            messages.mpi4jax.allreduce(part, op=MPI.SUM, comm=self.comm)
             for part in messages.cut(wide)
         ]
         return messages.joined(sums, vector.shape).astype(vector.dtype)

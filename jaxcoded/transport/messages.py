@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 try:
-    import mpi4jax
+    import mpi4jax as mpi4jax  # noqa: PLC0414  # others say it, too
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "mpi4jax is not installed: pip install mpi4jax, with a C compiler and the MPI's mpicc on the PATH"
