@@ -390,7 +390,7 @@ def test_an_exception_in_a_block_is_caught(tmp_path, victim):
     job.of_all("digest")
 
 
-@pytest.mark.parametrize("way", ["uncaught", more("closes"), "exits", more("ends")])
+@pytest.mark.parametrize("way", ["uncaught", *map(more, ["closes", "exits", "ends"])])
 def test_a_rank_leaves_those_it_shares_work_with(tmp_path, way):
     job = run(tmp_path, 4, "sharing.py", way, "200", "3", python=BARE)
     assert (job.status not in (0, 124)) == (way == "uncaught"), job.stderr[-8000:]
@@ -569,8 +569,10 @@ def test_ranks_that_live_go_on_without_the_dead(
             "explicit",
             "ValueError: the group was made with a plan, or a code, for just",
         ),
-        ("few", "ValueError: no plan for the 6 ranks that live: size=6 ranks are too"),
-        more("stopped", "CodedError: ranks [6] live, but have not called recovered"),
+        more(
+            "few", "ValueError: no plan for the 6 ranks that live: size=6 ranks are too"
+        ),
+        ("stopped", "CodedError: ranks [6] live, but have not called recovered"),
     ],
 )
 def test_what_keeps_ranks_from_going_on_is_an_error_and_no_end(
@@ -745,6 +747,7 @@ def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
     assert said.startswith("CodedError: one more rank died while the group was made")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_calls_something_else_than_recovered(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "apart", "3")
     assert set(job.reports) == {0, 1, 2, 4, 5, 6}
@@ -924,6 +927,7 @@ def test_the_first_run_finds_a_mistake(tmp_path):
     assert not found
 
 
+@pytest.mark.exhaustive
 def test_readme_starts_with_a_slow_rank(tmp_path):
     # it goes on once another one has come to the end
     fault = (
@@ -954,7 +958,7 @@ def test_readme_starts_with_a_killed_rank(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault", [more("raise RuntimeError"), "os.kill(os.getpid(), signal.SIGKILL)"]
+    "fault", ["raise RuntimeError", more("os.kill(os.getpid(), signal.SIGKILL)")]
 )
 def test_readme_starts_with_a_fault_of_the_root(tmp_path, fault):
     job, found = start(tmp_path, START, 0, fault)

@@ -66,24 +66,18 @@ ALIKE = tuple(
     f"test_schemes.py::test_exact[engine-{code}"
     for code in ("adaptive", "gaussian_mds", "linear", "reed_solomon")
 )
-# On 7 ranks, where 2, 4 and 13 say it.
-ON_OTHER_TREES = (
-    "test_auto_plan.py",
-    "test_baselines.py",
-    "test_blocks.py",
-    "test_builds.py",
-    "test_collectives.py",
-    "test_deadline.py",
-    "test_telemetry.py",
-    "test_value_and_grad.py",
-)
-AS_ON_4 = (
-    "test_debug.py::test_a_fit_without_error_passes",
-    "test_debug.py::test_small_gradients_are_compared",
-    "test_engine.py::test_more_vectors_than_an_inbox_holds_addresses_of",
-    "test_schemes.py::test_training_step",
-    "test_shared.py::test_dtypes",
-    "test_shared.py::test_nothing_is_missing_before_a_deadline",
+# On 7 ranks, a star like that of 4 with twice as many children, what their number has a part in.
+MANY_CHILDREN = (
+    "test_erasures.py",
+    "test_schemes.py::test_exact",
+    "test_schemes.py::test_vmap_of_parts",
+    "test_schemes.py::test_what_a_slow_rank_has_finished_counts",
+    "test_sections.py",
+    "test_shared.py::test_exact",
+    "test_shared.py::test_rounds_of_all_kinds_in_one_program",
+    "test_shared.py::test_slow_ranks",
+    "test_debug.py::test_honest_training_passes",
+    "test_debug.py::test_mistakes_are_found",
 )
 MORE_SUMS = ("test_collectives.py", "test_erasures.py", "test_schemes.py")
 # Of them on the other transport, whose layers are the same code: every set of ranks left out.
@@ -107,12 +101,11 @@ def chosen(ranks, exhaustive):
         return [*sums, "-k", SUMS_OF_MPI4JAX, *without(*ALIKE)]
     if ranks == 2 and not exhaustive:
         return [f"tests/mpi/{name}" for name in NO_REDUNDANCY] + without(*TOGETHER)
+    if ranks == 7 and not exhaustive:
+        return [*(f"tests/mpi/{name}" for name in MANY_CHILDREN), "-k", "not mpi4jax"]
     places = ["tests/mpi", *(f"--ignore=tests/mpi/{name}" for name in ON_ANY_TREE)]
     if ranks == 7:  # the other transport is tried on the other trees
         places += ["-k", "not mpi4jax"]
-        if not exhaustive:
-            places += [f"--ignore=tests/mpi/{name}" for name in ON_OTHER_TREES]
-            places += without(*AS_ON_4)
     return places
 
 

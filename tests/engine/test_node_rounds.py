@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from cases import more
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from independent import bounded, random_missing
@@ -74,7 +75,7 @@ def test_stragglers_hold_up_nobody(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["one", "many"])
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [more(1), 2])
 def test_a_stop_at_any_moment(hosts, slices):
     """An inner rank and a leaf stop after so many events, in the midst of their pieces."""
     plan = make_plan(21, fanout=4, slices=slices, root_computes=True)
