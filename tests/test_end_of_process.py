@@ -39,6 +39,7 @@ except jax.errors.JaxRuntimeError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["uncaught", "translated", "caught"])
 def test_an_error_is_said_once(way):
     job = subprocess.run(

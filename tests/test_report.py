@@ -332,6 +332,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_command(name, tmp_path, capsys):
     paths = []

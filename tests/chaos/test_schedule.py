@@ -16,6 +16,7 @@ def schedules():
     return [schedule(seed, ranks) for seed in SEEDS for ranks in SIZES]
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_schedules(schedules):
     again = [schedule(seed, ranks) for seed in SEEDS for ranks in SIZES]
     assert again == schedules

@@ -166,6 +166,7 @@ def test_the_first_messages_that_suffice(seed):
         assert np.abs(actual - expected).max() <= growth(code) * scale, code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

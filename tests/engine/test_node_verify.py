@@ -289,6 +289,7 @@ def judge(world, policy, round, liar, *, found, one):
         assert len(named(text)) == 1 or not one, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("code", "children", "stragglers", "slices", "one"), CODES)
@@ -342,6 +343,7 @@ class Lie(Flipped):
         return True
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_a_liar_anywhere_is_found(seed):

@@ -144,6 +144,7 @@ def test_a_rank_that_never_ends_and_shares_its_work():
     assert "a step would never end" in ranking.verdict
 
 
+@pytest.mark.slow
 def test_work_is_shared():
     """Where somebody is late, blocks are not tiny, and others have the data; by as few as
     suffice."""
@@ -164,6 +165,7 @@ def test_work_is_shared():
     assert not sharing(13, 0.1) and not sharing(65, 60.0) and not sharing(13, 1.5, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -187,6 +189,7 @@ def test_why_work_is_shared_does_not_say_why_not():
     assert "Not shared" not in ranking.verdict
 
 
+@pytest.mark.slow
 def test_reading_costs_replicas():
     """As much as what is held; if that costs more than late ranks do, nobody shares."""
     model = stragglers.named("exponential(work=0.5)")
@@ -249,6 +252,7 @@ def test_error_is_that_of_the_mean():
     assert np.median(errors) == pytest.approx(1 / 40, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 13, 40, 157])
 def test_candidates_are_those_of_make_plan(ranks):
     field = candidates(ranks)
@@ -287,6 +291,7 @@ def test_variants():
     assert isinstance(Candidate(0).layout(5), Ring)
 
 
+@pytest.mark.slow
 def test_amplification_is_bounded():
     model = stragglers.named(FIXED)
     for limit in (1.0, 1000.0):
@@ -317,6 +322,7 @@ def test_a_faster_code_that_loses_digits():
     assert "13 ranks could have it" in ranking.verdict
 
 
+@pytest.mark.slow
 def test_only_codes_that_lose_digits_end(capsys):
     dead = f"killed(ranks={tuple(range(1, 9))}, round=3)"
     asked = ["plan", "--ranks", "24", "--payload", "1kB", "--compute", "2.4"]
@@ -393,6 +399,7 @@ def test_table(capsys):
     assert jaxcoded.make_plan(7, **made).tolerance(0) == 1
 
 
+@pytest.mark.slow
 def test_shared_work_in_the_table(capsys):
     asked = [*USUAL, "--model", FIXED]
     assert main(asked) == 0

@@ -92,6 +92,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "options"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("root_computes", [False, True])
 @pytest.mark.parametrize("batch", [1, 5, *map(more, [2, 37])])

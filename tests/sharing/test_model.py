@@ -14,6 +14,7 @@ ONE, TWO = (ALL,), (ALL, ALL)  # blocks, held by both of two ranks
 VECTORS = pytest.mark.parametrize("lends", [True, False], ids=["lent", "handed over"])
 
 
+@pytest.mark.slow
 @VECTORS
 @pytest.mark.parametrize(
     "holders, faults",
@@ -40,6 +41,7 @@ def test_every_schedule(holders, faults, lends):
     assert states > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, holders, faults, lends",
     [
@@ -64,6 +66,7 @@ def test_without_a_rule_some_schedule_is_wrong(rule, holders, faults, lends):
         explore(Model(holders, 2, rules=rules, lends=lends), **faults)
 
 
+@pytest.mark.slow
 @VECTORS
 @pytest.mark.parametrize(
     "holders, pieces, faults",

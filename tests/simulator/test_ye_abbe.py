@@ -86,6 +86,7 @@ def test_simulated(d, m, expected):
     assert time == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "shift", "best", "expected"), OPTIMA)
 def test_simulated_optima(rate, shift, best, expected):
     d, _, m = best
