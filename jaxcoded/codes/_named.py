@@ -76,6 +76,11 @@ def named(
                 "to the plan or the group"
             )
     common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
+    for name_, its in parameters.items():
+        if its.default is its.empty and name_ not in common | given:
+            raise ValueError(
+                f"code={text!r}: {name} needs {name_!r}, as in '{name}({name_}=…)'"
+            )
     try:
         code = constructor(**{k: common[k] for k in common if k in parameters} | given)
     except (TypeError, ArithmeticError, MemoryError) as error:

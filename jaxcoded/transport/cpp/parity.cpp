@@ -267,7 +267,8 @@ std::vector<std::size_t> Parity::not_finite() const {
 }
 
 // All is added: how large each message is, and what of it is compared with what.
-void Parity::settle() {
+// Over all vectors, for the scale; and numbers of kind 0 with the rest of their vector, see `Apart`.
+void Parity::add_up() {
   all_.assign(rows_.size(), {});
   for (const Sums& sums : sums_) {
     for (std::size_t row = 0; row < all_.size(); ++row) all_[row] += sums.rows[row];
@@ -318,7 +319,7 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
 }
 
 std::optional<Contradiction> Parity::contradiction() {
-  settle();
+  add_up();
   Contradiction out;
   std::vector<bool> concerned(below_.size());
   double worst = 0;

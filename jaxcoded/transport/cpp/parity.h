@@ -93,7 +93,7 @@ class Parity {
   std::size_t sums_of(std::size_t vector, int kind);
   void add_run(Sums& sums, std::span<const std::byte* const> messages, std::uint64_t from,
                std::size_t count);
-  void settle();
+  void add_up();
   double scale(const Check& check, const std::vector<Size>& rows, Norm norm) const;
   double bound(const Check& check, const Sums& sums, Norm norm) const;
 
