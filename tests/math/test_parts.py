@@ -537,7 +537,7 @@ def test_codes_by_name():
         ("hamming(r=3)", "rank .* with its 3 children"),
         ("os.system('true')", "code must be"),
         ("bernoulli(load=__import__('os'))", "load is not a Python literal"),
-        ("bernoulli", "code='bernoulli': bernoulli needs 'load', as in'"),
+        ("bernoulli", "code='bernoulli': bernoulli needs 'load', as in 'b"),
         ("bernoulli(load=2, load=3)", "gives load twice"),
         ("cyclic_repetition(n=3)", "n is the same for all codes of a plan"),
         ("linear(generator={[]: 2})", "generator is not a Python literal"),
