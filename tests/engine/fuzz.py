@@ -55,7 +55,8 @@ def tests(most, seen):
 
     class Watched(simulation.World):
         def deliver(self, link):
-            seen["message: " + names[self.queues[link][0][0]]] += 1
+            kind = self.queues[link][0][0]
+            seen["message: " + (names[kind] if kind < len(names) else "nonsense")] += 1
             super().deliver(link)
 
         def submit(self, rank):
