@@ -76,6 +76,10 @@ class Limits:
     section_pieces: int
     least_piece_bytes: int
 
+def section_shares(
+    makers: list[int], choices: list[list[int]], ports: int, pieces: int
+) -> tuple[list[tuple[int, int, int]], float]: ...
+
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
 _Vector: TypeAlias = tuple[int, int, int]
 _Card: TypeAlias = tuple[int, int, int, int, int, int, int]

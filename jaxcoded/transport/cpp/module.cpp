@@ -564,6 +564,22 @@ NB_MODULE(_engine, module) {
       .def_rw("least_piece_bytes", &Limits::least_piece_bytes)
       .def("piece_for", &Limits::piece_for);
 
+  // Shares as tuples of a maker, a choice and so many pieces; and how busy the busiest port is.
+  module.def("section_shares", [](const std::vector<std::size_t>& makers,
+                                  const std::vector<std::vector<std::size_t>>& choices,
+                                  std::size_t ports, std::uint32_t pieces) {
+    const auto known = [&](std::size_t port) { return port < ports; };
+    const auto all_known = [&](const auto& some) { return std::ranges::all_of(some, known); };
+    if (makers.empty() || choices.empty() || !pieces || !all_known(makers) ||
+        !std::ranges::all_of(choices, all_known)) {
+      throw nb::value_error("there are no makers, choices, pieces, or no such ports");
+    }
+    const SectionShares found = section_shares(makers, choices, ports, pieces);
+    std::vector<std::tuple<std::size_t, std::size_t, std::uint32_t>> out;
+    for (const auto& [maker, choice, count] : found.shares) out.emplace_back(maker, choice, count);
+    return std::pair(out, found.busiest);
+  });
+
   module.attr("Closed") =
       nb::steal(PyErr_NewException("jaxcoded.transport._engine.Closed", PyExc_RuntimeError, nullptr));
   nb::register_exception_translator([](const std::exception_ptr& thrown, void* closed_type) {

@@ -33,6 +33,7 @@
 #include "offer.h"
 #include "pool.h"
 #include "signatures.h"
+#include "section_shares.h"
 #include "sections.h"
 #include "snapshots.h"
 #include "telemetry.h"
@@ -347,7 +348,12 @@ class Node {
   bool begin_sections(const std::shared_ptr<const Decoding>& decoding);
   bool gives_up() const;
   bool chosen_by_all() const;
+  SectionShares shares_of(const std::vector<Rank>& members,
+                          const std::vector<std::shared_ptr<const Decoding>>& choices) const;
+  std::vector<std::shared_ptr<const Decoding>> decodings_in_turn(std::shared_ptr<const Decoding> first);
+  std::shared_ptr<const Decoding> decoding_from(const std::vector<std::size_t>& order, bool in_time);
   std::shared_ptr<const Decoding> decoding_from(std::size_t first, bool in_time);
+  double patience_with_latecomers() const;
   void assign(std::vector<Section> sections);
   void add_terms(SectionPlan& plan, std::size_t job);
   void tell_sections(Rank to, const SectionPlan& plan, std::size_t job);
@@ -375,6 +381,7 @@ class Node {
   void tell_formed(Rank to, std::size_t index);
   void on_formed(Rank from, const Message& message);
   void formed(std::size_t index, std::uint32_t ready, std::vector<std::uint64_t> addresses);
+  void sections_came_on(std::size_t index);
   bool take_sections(Entry& entry);
   bool all_taken() const;
   void section_arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
@@ -546,6 +553,7 @@ class Node {
   Sections sections_;  // of the round at the frontier, if it is formed so
   std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the root's
   std::uint32_t section_versions_ = 0;  // given so far, in all rounds: a round may come again
+  double section_seconds_ = 0;  // that a byte of the latest sum took the root, from its plan on
   Formed formed_;  // by this rank, of the latest such round
   FailedAlone failed_alone_;
   bool desynchronized_ = false;

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 namespace jaxcoded {
@@ -20,9 +21,10 @@ namespace {
 constexpr std::size_t terms_ahead = 6;
 constexpr std::size_t results_ahead = 12;
 constexpr std::size_t results_from_one = 2;
-constexpr std::size_t most_sections = 64;
-constexpr std::size_t most_early = 256;  // messages that overtook the root's
+constexpr std::size_t most_choices = 16;  // of messages
+constexpr std::size_t early_of_each = 32;  // messages of a rank that overtook the root's
 constexpr std::size_t most_attempts = 3;  // by others than the root
+constexpr double unformed = 4;  // times as long may it take until any of a sum is formed
 
 }  // namespace
 
@@ -61,15 +63,25 @@ std::optional<bool> Node::delegate() {
   // Whoever comes a little later is of use, too.
   const double now = wire_.now();
   if (!up_.sufficient_at) up_.sufficient_at = now;
-  const auto here = [&](const Child& child) { return child.retired || child.dead || takes_part(child); };
-  if (!std::ranges::all_of(children_, here) && now < up_.sufficient_at + limits_.stall_seconds) {
-    return false;
-  }
+  if (now < up_.sufficient_at + patience_with_latecomers()) return false;
   if (!begin_sections(decoding)) {
     up_.whole = true;
     return {};
   }
   return true;
+}
+
+// Seconds to wait for them: no more than it would save that they send and form a part, too.
+double Node::patience_with_latecomers() const {
+  const auto comes = [&](const Child& child) { return !child.retired && !child.dead; };
+  const auto here = [&](const Child& child) { return takes_part(child); };
+  const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
+  const auto now = static_cast<std::size_t>(std::ranges::count_if(children_, here));
+  if (now >= most) return 0;
+  const double before = evenly_shared(decoder_.enough(), now + 1);
+  const double after = evenly_shared(decoder_.enough(), most + 1);
+  const double lasts = section_seconds_ * static_cast<double>(up_.outgoing.bytes());
+  return std::max(limits_.stall_seconds, lasts * (before / after - 1));
 }
 
 // Whether a child waits for this round and may form a part of it.
@@ -87,29 +99,61 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
   const auto readable = [&](std::size_t row) {
     return child_of_row(row).offer.addresses.size() == up_.incoming.segments().size();
   };
-  const std::uint32_t pieces = up_.incoming.size();
-  const auto count = static_cast<std::uint32_t>(
-      std::min<std::size_t>({it.members.size() + 1, most_sections, pieces}));
+  const auto choices = chosen_by_all() ? std::vector{decoding} : decodings_in_turn(decoding);
+  for (const auto& choice : choices) {
+    if (!std::ranges::all_of(choice->rows, readable)) return false;
+  }
   it.since = wire_.now();
   std::vector<Section> sections;
-  for (std::uint32_t i = 0; i < count; ++i) {
-    const auto bound = [&](std::uint64_t k) { return static_cast<std::uint32_t>(pieces * k / count); };
-    sections.push_back({.first = bound(i),
-                        .last = bound(i + 1),
-                        .maker = i < it.members.size() ? it.members[i] : family_.rank,
+  std::uint32_t first = 0;
+  for (const SectionShare& share : shares_of(it.members, choices).shares) {
+    const bool own = share.maker == it.members.size();
+    sections.push_back({.first = first,
+                        .last = first + share.pieces,
+                        .maker = own ? family_.rank : it.members[share.maker],
                         .version = ++section_versions_});
-    auto& own = it.decodings.emplace_back(decoding);
-    // Of several copies each serves some sections.
-    if (auto other = chosen_by_all() ? nullptr : decoding_from(i * decoder_.rows() / count, true)) {
-      own = std::move(other);
-    }
-    if (!std::ranges::all_of(own->rows, readable)) return false;
+    it.decodings.push_back(choices[share.choice]);
+    first += share.pieces;
   }
-  it.moved.assign(count, it.since);
-  it.attempts.assign(count, 0);
+  it.paces.assign(sections.size(), {.moved = it.since});
+  it.attempts.assign(sections.size(), 0);
   up_.delegated = std::move(it);
   assign(std::move(sections));
   return true;
+}
+
+// Who of these, and of this rank as the last one, forms how much, and from which messages.
+SectionShares Node::shares_of(const std::vector<Rank>& members,
+                              const std::vector<std::shared_ptr<const Decoding>>& choices) const {
+  const std::size_t own = children_.size();
+  const auto port = [&](Rank rank) {
+    const auto same = [&](const Child& child) { return child.rank == rank; };
+    return static_cast<std::size_t>(std::ranges::find_if(children_, same) - children_.begin());
+  };
+  std::vector<std::size_t> makers;
+  for (const Rank rank : members) makers.push_back(port(rank));
+  makers.push_back(own);
+  std::vector<std::vector<std::size_t>> messages;
+  for (const auto& choice : choices) {
+    auto& ports = messages.emplace_back(choice->rows);  // one of each child
+    if (adds_own()) ports.push_back(own);
+  }
+  return section_shares(makers, messages, own + 1, up_.incoming.size());
+}
+
+// Choices of messages, of which the first is known, that use all messages about equally often.
+std::vector<std::shared_ptr<const Decoding>> Node::decodings_in_turn(
+    std::shared_ptr<const Decoding> first) {
+  std::vector<std::size_t> order(decoder_.rows()), used(decoder_.rows());
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::shared_ptr<const Decoding>> out;
+  for (auto next = std::move(first); next && out.size() < most_choices; next = decoding_from(order, true)) {
+    if (std::ranges::any_of(out, [&](const auto& it) { return it->rows == next->rows; })) break;
+    for (const std::size_t row : next->rows) ++used[row];
+    out.push_back(std::move(next));
+    std::ranges::stable_sort(order, {}, [&](std::size_t row) { return used[row]; });
+  }
+  return out;
 }
 
 // Whether nobody is waited for any more.
@@ -120,16 +164,22 @@ bool Node::gives_up() const {
 // Whether all of the sum is of one choice of messages, which is not this function's.
 bool Node::chosen_by_all() const { return pinned() || up_.call.shared || sums_blocks(); }
 
-// Messages that suffice for all of the sum, those from `first` on before others.
-std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_time) {
+// Messages that suffice for all of the sum, the first of them in this order.
+std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_t>& order, bool in_time) {
   const std::uint32_t last = up_.incoming.size() - 1;
   std::vector<std::size_t> here;
-  for (std::size_t i = 0; i < decoder_.rows(); ++i) {
-    const std::size_t row = (first + i) % decoder_.rows();
+  for (const std::size_t row : order) {
     const Child& child = child_of_row(row);
     if (usable(row, last) && !child.dead && !(in_time && stalled(child))) here.push_back(row);
   }
   return decoder_.decode(here, may_offer(last));
+}
+
+// The same, those from `first` on before others.
+std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_time) {
+  std::vector<std::size_t> order(decoder_.rows());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = (first + i) % order.size();
+  return decoding_from(order, in_time);
 }
 
 // Say who forms which section, where that has changed.
@@ -142,7 +192,7 @@ void Node::assign(std::vector<Section> sections) {
   for (std::size_t i = 0; i < sections.size(); ++i) {
     if (!is_new(i)) continue;
     jobs.push_back(i);
-    it.moved[i] = wire_.now();
+    it.paces[i].begin(wire_.now());
     for (const std::size_t row : it.decodings[i]->rows) {
       telemetry_.used(next_, child_of_row(row).column);
     }
@@ -226,6 +276,10 @@ bool Node::oversee() {
   }
   const bool more = take_sections(*begin_entry());
   if (!all_taken()) return more;
+  if (!up_.all_decoded()) {
+    const double lasted = wire_.now() - up_.delegated->since;
+    section_seconds_ = lasted / static_cast<double>(up_.outgoing.bytes());
+  }
   while (!up_.all_decoded()) skip_piece();
   if (!counted()) return false;
   announce_sum();
@@ -239,6 +293,11 @@ bool Node::mend_sections() {
   for (const Child& child : children_) {
     if (!child.asked) up_.stalled.erase(child.rank);  // it has answered since
   }
+  // On slow cables all are slow. Before any of it is formed, that none is says little.
+  double longest = 0;
+  for (const Pace& pace : it.paces) longest = std::max(longest, pace.longest);
+  const double patience = longest > 0 ? std::max(limits_.silent_seconds, 2 * longest)
+                                      : unformed * limits_.silent_seconds;
   std::vector<Section> sections;
   bool changed = false;
   for (std::size_t i = 0; i < sections_.all.size(); ++i) {
@@ -256,8 +315,7 @@ bool Node::mend_sections() {
     if (late && chosen_by_all() && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
-    const double patience = std::max(limits_.silent_seconds, it.moved[i] - it.since);
-    const bool stuck = now - it.moved[i] >= patience;
+    const bool stuck = now - it.paces[i].moved >= patience;
     std::shared_ptr<const Decoding> other;
     if ((lost || late) && !chosen_by_all()) {
       other = decoding_from(i, true);
@@ -355,7 +413,7 @@ void Node::learn_sections(SectionPlan plan) {
   }
   Sections& it = sections_;
   it.members = std::move(plan.members);
-  it.moved = wire_.now();
+  it.pace.begin(wire_.now());
   const auto before = std::exchange(it.all, {});
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
     const Section& section = plan.sections[i];
@@ -621,7 +679,7 @@ void Node::on_formed(Rank from, const Message& message) {
     std::erase_if(early_, [&](const auto& it) {  // it says more
       return it.first == from && it.second.header.last == head.last;
     });
-    if (early_.size() < most_early) early_.emplace_back(from, message);
+    if (early_.size() < early_of_each * (family_.siblings.size() + 1)) early_.emplace_back(from, message);
     return;
   }
   Sections::Known& it = sections_.all[head.last];
@@ -663,10 +721,20 @@ void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint6
   Sections::Known& it = sections_.all[index];
   it.formed = ready;
   it.addresses = std::move(addresses);
-  sections_.moved = wire_.now();
-  if (!root()) return upstream_.moved(sections_.moved);
-  up_.delegated->moved[index] = sections_.moved;
+  sections_came_on(index);
+  if (!root()) return;
   for (const Rank rank : up_.delegated->joined) tell_formed(rank, index);
+}
+
+// Some of it came.
+void Node::sections_came_on(std::size_t index) {
+  const double now = wire_.now();
+  sections_.pace.move(now);
+  if (root()) {
+    up_.delegated->paces[index].move(now);
+  } else {
+    upstream_.moved(now);
+  }
 }
 
 // Fetch what has been formed. Whether there is more to do at once.
@@ -714,8 +782,9 @@ bool Node::take_sections(Entry& entry) {
     }
     while (it.taken < it.formed && entry.here[it.taken]) ++it.taken;
   }
-  if (bytes) sections_.moved = wire_.now();
-  if (bytes && !root()) upstream_.moved(sections_.moved);
+  if (!bytes) return false;
+  sections_.pace.move(wire_.now());
+  if (!root()) upstream_.moved(sections_.pace.moved);
   return false;
 }
 
@@ -741,12 +810,7 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
   std::memcpy(entry.at[to.segment] + to.offset, data.data(), data.size());
   entry.here[piece] = true;
   while (it.taken < it.formed && entry.here[it.taken]) ++it.taken;
-  sections_.moved = wire_.now();
-  if (root()) {
-    up_.delegated->moved[sections_.of_piece(piece)] = sections_.moved;
-  } else {
-    upstream_.moved(sections_.moved);
-  }
+  sections_came_on(sections_.of_piece(piece));
 }
 
 // Go on with the sections of the round at the frontier. Whether there is more to do at once; nothing
@@ -765,9 +829,10 @@ std::optional<bool> Node::follow_sections() {
     if (!decided || !entry) return more;
     if (!all_taken()) {
       if (!sections_.decided_at) sections_.decided_at = wire_.now();
-      const double since = std::max(sections_.moved, sections_.decided_at);
+      const double since = std::max(sections_.pace.moved, sections_.decided_at);
+      const double patience = std::max(limits_.orphan_seconds, 2 * sections_.pace.longest);
       const bool gone = std::ranges::any_of(sections_.all, &Sections::Known::gone);
-      if (!gone && wire_.now() - since < limits_.orphan_seconds) return more;
+      if (!gone && wire_.now() - since < patience) return more;
     }
   }
   end_sections();
@@ -777,7 +842,7 @@ std::optional<bool> Node::follow_sections() {
 // When somebody who says nothing of the sections is to be asked, or given up.
 double Node::sections_at() const {
   if (root() && calling() && up_.sufficient_at && !up_.delegated && !up_.all_decoded() && !up_.whole) {
-    return up_.sufficient_at + limits_.stall_seconds;
+    return up_.sufficient_at + patience_with_latecomers();
   }
   return sections_.round ? wire_.now() + limits_.orphan_seconds
                          : std::numeric_limits<double>::infinity();

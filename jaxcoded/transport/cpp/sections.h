@@ -171,6 +171,18 @@ struct Formed {
   }
 };
 
+// How something comes on.
+struct Pace {
+  double moved = 0;    // when it last did
+  double longest = 0;  // that it ever took
+
+  void begin(double now) { *this = {.moved = now}; }
+  void move(double now) {
+    longest = std::max(longest, now - moved);
+    moved = now;
+  }
+};
+
 // What a rank of the family knows of the round that is formed in sections.
 struct Sections {
   Round round = 0;  // 0: none
@@ -186,7 +198,7 @@ struct Sections {
   std::vector<Rank> members = {};
   std::map<std::uint32_t, Rank> asked = {};  // pieces on their way, and from whom
   std::deque<Forming> forming = {};
-  double moved = 0;       // when anything of it came last
+  Pace pace = {};         // in which anything of it comes
   double decided_at = 0;  // when this rank heard that the root has all of it
 
   std::size_t of_piece(std::uint32_t piece) const {
@@ -199,7 +211,7 @@ struct Sections {
 // At the root: what it has asked for.
 struct Delegated {
   std::vector<std::shared_ptr<const Decoding>> decodings = {};  // by section
-  std::vector<double> moved = {};                               // when it last came on
+  std::vector<Pace> paces = {};                                 // of each
   std::vector<Rank> members = {};  // who is told by the makers,
   std::vector<Rank> joined = {};   // and who by the root, as they came later
   std::vector<std::size_t> attempts = {};  // of others to form a section again

@@ -1,0 +1,124 @@
+// Who forms how much of a sum, and from which messages.
+//
+// What a port has to send and to fetch depends on both: its messages go to those who form sections
+// from them, and its own section goes to everybody. A round takes as long as the busiest port, so
+// pieces go, one after the other, to where the busiest one stays the least busy.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <tuple>
+#include <vector>
+
+namespace jaxcoded {
+
+// So many neighbouring pieces are formed by this maker from the messages of this choice.
+struct SectionShare {
+  std::size_t maker = 0, choice = 0;  // by their index
+  std::uint32_t pieces = 0;
+
+  bool operator==(const SectionShare&) const = default;
+};
+
+struct SectionShares {
+  std::vector<SectionShare> shares = {};
+  double busiest = 0;  // what the busiest port sends or fetches, in lengths of the sum
+};
+
+// The same if it could be shared evenly among so many makers: each message goes to all, and all get
+// all of the sum.
+inline double evenly_shared(std::size_t messages, std::size_t makers) {
+  return static_cast<double>(messages + makers - 1) / static_cast<double>(makers);
+}
+
+// `makers`: who is there, and may form some of it. `choices`: whose messages suffice for it, any of
+// them. Both are numbers of ports.
+inline SectionShares section_shares(std::span<const std::size_t> makers,
+                                    std::span<const std::vector<std::size_t>> choices,
+                                    std::size_t ports, std::uint32_t pieces) {
+  constexpr std::size_t units_of_each = 16;  // as fine as it is of use
+  const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
+  const double receivers = static_cast<double>(makers.size()) - 1;
+  std::vector<double> sends(ports), fetches(ports);
+  for (const std::size_t port : makers) fetches[port] = static_cast<double>(units);
+
+  // Whether a maker's own message is of a choice; it need not be sent.
+  std::vector<std::vector<bool>> own(choices.size(), std::vector<bool>(ports));
+  for (std::size_t c = 0; c < choices.size(); ++c) {
+    for (const std::size_t port : choices[c]) own[c][port] = true;
+  }
+  // Of the ports of a choice, the one that sends most, and what the second one sends.
+  struct Most {
+    std::size_t port = 0;
+    double first = -1, second = -1;
+  };
+  std::vector<Most> most(choices.size());
+  const auto look = [&](std::size_t c) {
+    most[c] = {};
+    for (const std::size_t port : choices[c]) {
+      if (sends[port] > most[c].first) {
+        most[c] = {.port = port, .first = sends[port], .second = most[c].first};
+      } else {
+        most[c].second = std::max(most[c].second, sends[port]);
+      }
+    }
+  };
+  for (std::size_t c = 0; c < choices.size(); ++c) look(c);
+  // How busy the busiest of the ports would be that move one more unit, and how much would move.
+  const auto cost = [&](std::size_t m, std::size_t c) {
+    const std::size_t port = makers[m];
+    const double terms = static_cast<double>(choices[c].size()) - own[c][port];
+    const double others = most[c].port == port ? most[c].second : most[c].first;
+    const double busiest =
+        std::max({sends[port] + receivers, fetches[port] + terms - 1, others + 1});
+    return std::tuple(busiest, terms, sends[port] + fetches[port]);
+  };
+
+  std::vector<std::vector<std::size_t>> given(makers.size(), std::vector<std::size_t>(choices.size()));
+  for (std::size_t unit = 0; unit < units; ++unit) {
+    std::size_t maker = 0, choice = 0;
+    auto least = cost(0, 0);
+    for (std::size_t m = 0; m < makers.size(); ++m) {
+      for (std::size_t c = 0; c < choices.size(); ++c) {
+        if (const auto it = cost(m, c); it < least) {
+          least = it;
+          maker = m;
+          choice = c;
+        }
+      }
+    }
+    ++given[maker][choice];
+    const std::size_t port = makers[maker];
+    for (const std::size_t other : choices[choice]) sends[other] += 1;
+    fetches[port] += static_cast<double>(choices[choice].size()) - 1;
+    if (own[choice][port]) {
+      sends[port] -= 1;
+      fetches[port] -= 1;
+    }
+    sends[port] += receivers;
+    for (std::size_t c = 0; c < choices.size(); ++c) look(c);
+  }
+
+  SectionShares out;
+  std::size_t before = 0;
+  const auto bound = [&](std::size_t unit) {
+    return static_cast<std::uint32_t>(std::uint64_t{pieces} * unit / units);
+  };
+  for (std::size_t m = 0; m < makers.size(); ++m) {
+    for (std::size_t c = 0; c < choices.size(); ++c) {
+      if (!given[m][c]) continue;
+      const std::size_t until = before + given[m][c];
+      out.shares.push_back({.maker = m, .choice = c, .pieces = bound(until) - bound(before)});
+      before = until;
+    }
+  }
+  for (std::size_t port = 0; port < ports; ++port) {
+    out.busiest = std::max({out.busiest, sends[port] / static_cast<double>(units),
+                            fetches[port] / static_cast<double>(units)});
+  }
+  return out;
+}
+
+}  // namespace jaxcoded

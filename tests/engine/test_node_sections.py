@@ -1,0 +1,104 @@
+"""Who forms how much of a long sum, and from which messages."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+engine = pytest.importorskip(
+    "jaxcoded.transport._engine", reason="built without the engine"
+)
+
+
+def traffic(makers, choices, ports, given):
+    """What each port sends and fetches, by counting one piece after the other."""
+    sends, fetches = [0] * ports, [0] * ports
+    for maker, choice, pieces in given:
+        for _ in range(pieces):
+            for other in choices[choice]:
+                if other != makers[maker]:
+                    sends[other] += 1
+                    fetches[makers[maker]] += 1
+            for other in makers:
+                if other != makers[maker]:
+                    sends[makers[maker]] += 1
+                    fetches[other] += 1
+    return sends, fetches
+
+
+def repeated(workers, copies, late=()):
+    """Makers and choices of fractional repetition below a root without data, which is the
+    last port; the late ones are not there."""
+    makers = [port for port in range(workers + 1) if port not in late]
+    choices = []
+    for turn in range(copies):
+        there = [
+            [port for port in range(first, first + copies) if port not in late]
+            for first in range(0, workers, copies)
+        ]
+        choices.append([some[turn % len(some)] for some in there])
+    return makers, choices
+
+
+@st.composite
+def families(draw):
+    ports = draw(st.integers(2, 12))
+    numbers = st.sets(st.integers(0, ports - 1), min_size=1).map(sorted)
+    makers = draw(numbers)
+    choices = draw(st.lists(numbers, min_size=1, max_size=4))
+    return makers, choices, ports
+
+
+@given(families(), st.integers(1, 300))
+def test_every_piece_is_formed_once_and_the_busiest_port_is_counted(family, pieces):
+    makers, choices, ports = family
+    shares, busiest = engine.section_shares(makers, choices, ports, pieces)
+    assert sum(count for *_, count in shares) == pieces
+    assert all(count > 0 for *_, count in shares)
+    assert len({tuple(share[:2]) for share in shares}) == len(shares)
+    if pieces <= 16 * len(makers):  # more are given out several at a time
+        most = max(map(max, traffic(makers, choices, ports, shares)))
+        assert busiest == pytest.approx(most / pieces)
+
+
+@given(families(), st.integers(1, 5))
+def test_it_is_near_the_best_there_is(family, pieces):
+    makers, choices, ports = family
+    makers, choices = makers[:4], choices[:2]
+    ways = list(itertools.product(range(len(makers)), range(len(choices))))
+    best = min(
+        max(map(max, traffic(makers, choices, ports, [(*way, 1) for way in chosen])))
+        for chosen in itertools.combinations_with_replacement(ways, pieces)
+    )
+    _, busiest = engine.section_shares(makers, choices, ports, pieces)
+    # one piece more or less is sent to all others
+    assert busiest * pieces <= best + len(makers)
+
+
+@pytest.mark.parametrize(
+    "workers, copies", [(12, 1), (12, 2), (12, 3), (30, 2), (84, 2)]
+)
+def test_all_ports_are_as_busy_where_all_are_there(workers, copies):
+    """``(t + n − 1) / n`` lengths of the sum, of ``t`` messages and ``n`` ranks, less what
+    a rank that forms a section has of it."""
+    makers, choices = repeated(workers, copies)
+    even = (workers // copies + workers) / (workers + 1)
+    _, busiest = engine.section_shares(makers, choices, workers + 1, 8 * (workers + 1))
+    assert even - 1 / copies / 8 < busiest < 1.03 * even
+
+
+def test_who_has_no_copy_that_is_there_forms_less():
+    makers, choices = repeated(12, 2, late=[11])
+    shares, busiest = engine.section_shares(makers, choices, 13, 78)
+    formed = dict.fromkeys(makers, 0)
+    for maker, _, pieces in shares:
+        formed[makers[maker]] += pieces
+    assert formed[10] < min(formed[rank] for rank in range(10))
+    assert busiest < 1.55  # 1.9 with equal sections
+
+
+def test_one_maker_forms_all_of_it():
+    shares, busiest = engine.section_shares([2], [[0, 1, 2]], 3, 100)
+    assert shares == [(0, 0, 100)]
+    assert busiest == 2
