@@ -254,6 +254,34 @@ void MpiWire::open_inbox(std::size_t peer, const MPI_Status& status, Node& node)
   }
 }
 
+// What has become of everything that is on its way, in its order. One look at the network for all of
+// it: a look for each takes more time than what comes.
+std::vector<MpiWire::Completion> MpiWire::complete_some() {
+  std::vector<MPI_Request> requests;
+  for (const Outgoing& it : outgoing_) requests.push_back(it.request);
+  for (const Fetching& it : fetches_) requests.push_back(it.request);
+  std::vector<Completion> out(requests.size());
+  if (requests.empty()) return out;
+  std::vector<int> indices(requests.size());
+  std::vector<MPI_Status> statuses(requests.size());
+  int count = 0, outcome = MPI_SUCCESS;
+  for (int look = 0; look < 2 && count <= 0; ++look) {  // as with inboxes
+    outcome = MPI_Testsome(static_cast<int>(requests.size()), requests.data(), &count,
+                           indices.data(), statuses.data());
+  }
+  for (int i = 0; i < count; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    Completion& it = out[static_cast<std::size_t>(indices[at])];
+    it.status = statuses[at];
+    const bool well = outcome != MPI_ERR_IN_STATUS || it.status.MPI_ERROR == MPI_SUCCESS;
+    it.state = well ? Completion::done : Completion::failed;
+  }
+  std::size_t next = 0;
+  for (Outgoing& it : outgoing_) it.request = requests[next++];
+  for (Fetching& it : fetches_) it.request = requests[next++];
+  return out;
+}
+
 bool MpiWire::poll(Node& node) {
   bool news = false;
   for (std::size_t i = 0; i < inboxes_.size(); ++i) {
@@ -261,26 +289,26 @@ bool MpiWire::poll(Node& node) {
   }
   // An inbox holds one message. All that was sent before the last wake-up must be seen now.
   for (int i = 0; i < most_at_once && open_inboxes(node); ++i) news = true;
+  const std::vector<Completion> completions = complete_some();
+  auto completion = completions.begin();
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
-    int sent = 0;
-    const bool over = MPI_Test(&it->request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent;
-    it = over ? outgoing_.erase(it) : std::next(it);
+    it = completion++->state == Completion::pending ? std::next(it) : outgoing_.erase(it);
   }
-  for (auto it = fetches_.begin(); it != fetches_.end();) {
-    int here = 0;
-    MPI_Status status;
-    const bool lost = MPI_Test(&it->request, &here, &status) != MPI_SUCCESS;
-    if (!here && !lost) {
+  // What has come may make the node ask for more, at the end of the list.
+  for (auto it = fetches_.begin(); completion != completions.end(); ++completion) {
+    if (completion->state == Completion::pending) {
       ++it;
       continue;
     }
+    const bool lost = completion->state == Completion::failed;
+    const MPI_Status& status = completion->status;
     int bytes = 0;
     if (!lost) MPI_Get_count(&status, MPI_BYTE, &bytes);
     const Stamp expected{session_, it->object.round, it->object.version, it->piece,
                          static_cast<std::uint64_t>(it->object.what)};
     const bool stamped = static_cast<std::size_t>(bytes) >= sizeof(Stamp);
     if (stamped && std::memcmp(it->bytes.data(), &expected, sizeof expected) != 0) {
-      receive(*it);  // an answer to somebody else, who has left
+      receive(*it++);  // an answer to somebody else, who has left
       continue;
     }
     const Fetching fetched = std::move(*it);

@@ -77,8 +77,13 @@ class MpiWire : public Wire {
     std::uint32_t piece;
     std::vector<std::byte> bytes;
   };
+  struct Completion {
+    enum { pending, done, failed } state = pending;
+    MPI_Status status = {};
+  };
 
   bool open_inboxes(Node& node);
+  std::vector<Completion> complete_some();
   void open_inbox(std::size_t peer, const MPI_Status& status, Node& node);
   void receive(std::size_t peer);
   void post(Rank to, int tag, std::vector<std::byte> bytes);

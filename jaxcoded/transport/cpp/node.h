@@ -104,12 +104,14 @@ struct Limits {
   double step_times_seconds = 1;             // between messages of how fast ranks are
   std::uint64_t sections_from = 0;           // bytes of a sum that is formed in sections; 0: none
   std::uint64_t section_pieces = 0;          // in which so many pieces are wanted of a sum
-  std::uint64_t least_piece_bytes = 16 << 10;  // but none shorter
+  std::uint64_t least_piece_bytes = 16 << 10;  // but none shorter,
+  std::uint64_t most_piece_bytes = 60 << 10;   // and none longer than what MPI sends at once
 
   // Of a vector of so many bytes.
   std::uint64_t piece_for(std::uint64_t bytes) const {
     if (!section_pieces || !sections_from || bytes < sections_from) return piece_bytes;
-    return std::min(piece_bytes, std::max(least_piece_bytes, bytes / section_pieces));
+    const std::uint64_t wanted = std::clamp(bytes / section_pieces, least_piece_bytes, most_piece_bytes);
+    return std::min(piece_bytes, wanted);
   }
 };
 

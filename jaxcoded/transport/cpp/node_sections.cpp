@@ -17,10 +17,11 @@ namespace jaxcoded {
 namespace {
 
 // Pieces on their way at a time where that takes time: those that a section is formed from, those of
-// the result, and of these from one rank. Receivers set the pace, or ports overflow.
-constexpr std::size_t terms_ahead = 6;
-constexpr std::size_t results_ahead = 12;
-constexpr std::size_t results_from_one = 2;
+// the result, and of these from one rank at least. Receivers set the pace, or ports overflow; but what
+// is asked for waits behind what was asked for before it.
+constexpr std::size_t terms_ahead = 24;
+constexpr std::size_t results_ahead = 48;
+constexpr std::size_t results_from_one = 4;
 constexpr std::size_t most_choices = 16;  // of messages
 constexpr std::size_t early_of_each = 32;  // messages of a rank that overtook the root's
 constexpr std::size_t most_attempts = 3;  // by others than the root
@@ -741,6 +742,7 @@ void Node::sections_came_on(std::size_t index) {
 bool Node::take_sections(Entry& entry) {
   const std::size_t count = sections_.all.size();
   std::uint64_t bytes = 0;
+  const std::size_t from_one = std::max(results_from_one, results_ahead / std::max<std::size_t>(count, 1));
   for (std::size_t turn = 1; turn <= count; ++turn) {
     // everybody begins with another one
     Sections::Known& it = sections_.all[(turn + static_cast<std::size_t>(family_.rank)) % count];
@@ -761,7 +763,7 @@ bool Node::take_sections(Entry& entry) {
       }
       const bool direct = wire_.direct(maker);
       if (direct && bytes >= limits_.announced_bytes) return true;
-      if (!direct && (sections_.asked.size() >= results_ahead || on_their_way >= results_from_one)) {
+      if (!direct && (sections_.asked.size() >= results_ahead || on_their_way >= from_one)) {
         break;
       }
       fetched_bytes_ += piece.bytes;
