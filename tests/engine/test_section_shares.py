@@ -1,4 +1,4 @@
-"""Who forms how much of a long sum, and from which messages."""
+"""Who forms how much of a long sum that is formed in sections, and from which messages."""
 
 import itertools
 
