@@ -12,6 +12,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import (
     ALERT,
+    ASK,
     BYE,
     DELEGATE,
     DONE,
@@ -208,6 +209,34 @@ def test_an_alert_of_a_round_that_nobody_lives_to_see():
         assert any("cannot read a message of rank" in text for text in failed.values())
         late = [text for round, text in failed.items() if round >= 7]
         assert late and all(text.startswith("GroupMismatch: ") for text in late), failed
+
+
+def test_a_parent_that_asks_does_not_put_off_who_waits_for_it():
+    """It asks why a child does not call, which waits for a result whose announcement was lost."""
+    plan = make_plan(2, stragglers=0)
+    script = [Call((("float32", 9),), seed) for seed in range(ROUNDS)]
+    limits = {"stuck_seconds": 0.05}
+    world = GarblingWorld(plan, script, random.Random(0), limits=limits)
+    for world.open in range(1, 4):  # long rounds, after which a result is awaited longer
+        world.idle = {0}
+        world.sweep_all()
+        world.clock += 1
+        world.idle = set()
+        world.sweep_all()
+    seen = []
+
+    def garble(link, message):
+        kind = Header(message).kind
+        seen.append(kind)
+        return cut(message) if kind == RESULTS and seen.count(RESULTS) == 1 else message
+
+    world.garble = garble
+    world.open = ROUNDS
+    world.settle()
+    assert ASK in seen
+    for rank in range(2):
+        outcomes = [world.ends[rank][round].outcome for round in range(1, ROUNDS + 1)]
+        assert sorted(outcomes) == [DONE] * (ROUNDS - 1) + [FAILED], outcomes
 
 
 @pytest.mark.parametrize(

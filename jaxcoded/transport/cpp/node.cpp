@@ -270,7 +270,7 @@ void Node::understand(Rank from, const Message& message) {
     child->asked = 0;
     child->heard = now;
   }
-  upstream_.heard(from, now);
+  upstream_.heard(from, head.kind == Kind::ask, now);
   if (!root() && from == upstream_.parent()) parent_heard_ = now;
   if (listener != listeners_.end()) listener->second.heard();
   if (up_.held_back && from == upstream_.parent()) {

@@ -18,11 +18,12 @@ class Upstream {
  public:
   explicit Upstream(const std::vector<Rank>& above) : above_(above) {}
 
-  // A rank has sent something.
-  void heard(Rank rank, double now) {
+  // A rank has sent something. Where it only asks whether this one is there, it lives, but nobody
+  // knows whether it has what this one waits for.
+  void heard(Rank rank, bool asks, double now) {
     asked_.erase(rank);
     if (above_.empty()) return;
-    if (rank == source()) heard_at_ = now;
+    if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
       unanswered_ = refusing_ = false;
       source_ = 0;
@@ -44,7 +45,7 @@ class Upstream {
   Signatures::Known& introduced() { return introduced_; }
   // Who is relied on.
   Rank source() const { return above_[source_]; }
-  // For how long it has said nothing, and nothing has come.
+  // For how long it has said nothing but questions, and nothing has come.
   double silent_since() const { return heard_at_; }
   double stuck_since() const { return stuck_since_; }
 
