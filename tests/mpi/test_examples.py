@@ -1,6 +1,7 @@
 """The examples do on any number of ranks what one process does without the library."""
 
 import csv
+import functools
 import importlib.util
 import itertools
 import pathlib
@@ -250,6 +251,8 @@ def test_shakespeare(comm, monkeypatch):
     module = example("shakespeare")
     monkeypatch.setattr(module, "PLAYS", pathlib.Path("missing"))
     monkeypatch.setattr(module, "LAYERS", 1)
+    # Adam divides by gradients, also by those that are hardly more than rounding
+    monkeypatch.setattr(optax, "adam", functools.partial(optax.adam, eps=1e-3))
     text = module.read()
     assert len(text) > 100_000
     assert (text < 128).all()
@@ -262,8 +265,7 @@ def test_shakespeare(comm, monkeypatch):
         *(module.initial(jax.random.key(0)), [module.sequences(text, starts)]),
         *(optax.adam(1e-2), indices),
     )
-    # Adam divides by gradients, also by those that are hardly more than rounding
-    assert_close(params, expected, 3e-3)
+    assert_close(params, expected)
     assert losses[0] == pytest.approx(np.log(128), rel=0.2)
     assert losses[1] < losses[0]
     assert len(module.write(params, "a", 3)) == 4
