@@ -217,7 +217,7 @@ def test_a_parent_that_asks_does_not_put_off_who_waits_for_it():
     script = [Call((("float32", 9),), seed) for seed in range(ROUNDS)]
     limits = {"stuck_seconds": 0.05}
     world = GarblingWorld(plan, script, random.Random(0), limits=limits)
-    for world.open in range(1, 4):  # long rounds, after which a result is awaited longer
+    for world.open in (1, 2, 3):  # long rounds, after which one waits longer
         world.idle = {0}
         world.sweep_all()
         world.clock += 1

@@ -73,7 +73,8 @@ def nonsense(rng, message):
             fields[at] = rng.choice([n for n in NUMBERS if n < 2**32])
         elif how == 3:
             at = rng.randrange(4, 8)
-            fields[at] = rng.choice([*NUMBERS, fields[at] + 1, max(fields[at], 1) - 1])
+            near = [(fields[at] + 1) % 2**64, max(fields[at], 1) - 1]
+            fields[at] = rng.choice([*NUMBERS, *near])
         elif how == 4:
             del body[rng.randint(0, len(body)) :]
         elif how == 5:

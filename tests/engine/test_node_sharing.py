@@ -30,6 +30,7 @@ from simulation import (
 from jaxcoded import make_plan
 
 SHARES, HERE, ORDER = 16, 13, 14  # as `Flag` and `Kind` in message.h
+GRANT = 0  # as `Order::Kind` in ledger.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -694,6 +695,33 @@ def test_a_block_that_is_returned_and_computed():
     its.settle()
     assert seen
     assert_failed_once(its, "what it says of its blocks")
+
+
+@pytest.mark.parametrize("block", [0, 99], ids=["another rank's", "no rank's"])
+def test_blocks_that_a_rank_does_not_hold(block):
+    """It is not to compute them, as it has no data for them."""
+    plan = make_plan(4, code="shared(replicas=1, blocks=4)")
+    script = [Call((("float32", 5),), seed) for seed in range(3)]
+    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
+    assert 2 not in plan.placement.holders[0]
+    seen = []
+
+    def garble(link, message):
+        head = Header(message)
+        of = head.kind == ORDER and head.ready == GRANT and link[1] == 2
+        if seen or not of:
+            return message
+        seen.append(message)
+        start = HEADER.size
+        return message[:start] + struct.pack("<I", block) + message[start + 4 :]
+
+    its.garble = garble
+    its.idle = {1}
+    its.settle()
+    its.idle = set()
+    its.settle()
+    assert seen
+    assert_failed_once(its, "rank 2 cannot read a message of rank 0, kind 14 of round")
 
 
 def test_what_is_decided_is_not_failed_by_what_is_said_later():

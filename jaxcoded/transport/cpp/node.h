@@ -538,6 +538,7 @@ class Node {
   std::optional<std::map<Round, Dealt>> replayed_;  // by whose divisions the work is shared
   std::vector<Block> own_blocks_;
   std::size_t owned_ = 0;  // blocks, also where it does not begin with them
+  std::vector<bool> holds_;  // by block, whether this rank may compute it
   bool asks_first_ = false;  // before it begins with them
   Round computed_round_ = 0;  // the latest of blocks at this rank, and which it has computed
   std::vector<Block> computed_ = {};

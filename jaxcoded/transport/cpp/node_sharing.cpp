@@ -13,8 +13,10 @@ namespace jaxcoded {
 
 void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
   own_blocks_.clear();
+  holds_.clear();
   for (Block block = 0; block < holders.size(); ++block) {
     if (holders[block].front() == family_.rank) own_blocks_.push_back(block);
+    holds_.push_back(std::ranges::find(holders[block], family_.rank) != holders[block].end());
   }
   owned_ = own_blocks_.size();
   if (!root()) return;
@@ -124,9 +126,14 @@ void Node::on_order(const Message& message) {
   // What is not of this call is old: who gives orders has heard of a call before.
   if (!calling() || !up_.call.shared || head.round != next_ || head.last <= up_.orders) return;
   up_.orders = head.last;
+  auto blocks = message.values<Block>(0, head.segments);
+  // no program can compute what is not in its data
+  for (const Block block : blocks) {
+    if (block >= holds_.size() || !holds_[block]) throw Damaged();
+  }
   follow_order({.member = 0,
                 .kind = static_cast<Order::Kind>(head.ready),
-                .blocks = message.values<Block>(0, head.segments),
+                .blocks = std::move(blocks),
                 .generation = static_cast<std::uint32_t>(head.fingerprint)});
 }
 
