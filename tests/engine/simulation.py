@@ -567,6 +567,10 @@ class World:
         """What the rounds before this one have made, the same on all ranks."""
         return random.Random(round).randbytes(self.snapshot_bytes)
 
+    def check_state(self, rank, round):
+        """Whether the snapshot that a rank has fetched is that of a round."""
+        assert self.nodes[rank].state() == self.state(round), (rank, round)
+
     def recover(self, rank):
         """Fetch a snapshot if need be, and go on with it. Whether anything was done."""
         node = self.nodes[rank]
@@ -578,7 +582,7 @@ class World:
             return True
         if not (round := node.state_round()):
             return False
-        assert node.state() == self.state(round)
+        self.check_state(rank, round)
         node.resume()
         assert (node.next_round(), node.desynchronized()) == (round, False)
         self.asking.discard(rank)
