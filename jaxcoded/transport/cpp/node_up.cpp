@@ -406,8 +406,11 @@ void Node::watch_for_stalls() {
   if (now - up_.waiting_since < least) return;
   up_.waiting_since = now;
   if (pinned()) {
+    // until the deadline those that live are waited for
+    const bool waits = decoder_.checked() && limits_.compares == Compares::until_deadline && !up_.overdue;
     std::vector<std::size_t> late;
     for (std::size_t row : decoder_.checked() ? up_.brought : up_.decoding->rows) {
+      if (waits && !child_of_row(row).dead) continue;
       const auto& slots = child_of_row(row).offer.slots;
       const auto slot = slots.find(up_.piece_of_row(row, up_.decoded.pieces));
       const bool asked = slot != slots.end();
