@@ -149,12 +149,40 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
     finally:
         job.kill()
         job.wait()
-    assert (status == 124) if how == "limit" else (status != 0)
+    assert status == (124 if how == "limit" else 128 + signal.SIGTERM)
     # killed is not gone at once
     end = time.monotonic() + 30 * slowness()
     while any(map(alive, ranks)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(map(alive, ranks))
+
+
+@pytest.mark.parametrize(
+    ("name", "launchers", "status"),
+    [
+        ("TERM", 3, 128 + signal.SIGTERM),
+        ("HUP", 3, 128 + signal.SIGHUP),
+        ("TERM", 0, 0),  # the job has ended in order
+    ],
+)
+def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
+    name, launchers, status
+):
+    # until it is handed on, since nothing tells when that can be
+    launcher = (
+        f"trap 'exit {launchers}' {name}; "
+        f"while :; do kill -{name} $PPID; sleep 0.05; done"
+    )
+    program = (
+        "import os, signal, sys\n"
+        "from jaxcoded.cli import job\n"
+        f"signal.signal(signal.SIG{name}, lambda *_: None)\n"
+        f"sys.exit(job.play(['sh', '-c', {launcher!r}], os.environ))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], check=False, timeout=60 * slowness()
+    )
+    assert told.returncode == status
 
 
 @pytest.mark.parametrize(
