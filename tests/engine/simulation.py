@@ -265,6 +265,7 @@ class World:
         news: what nodes have said, by rank.
         deviations: the calls of ranks that call something else, by ``(rank, round)``.
         skips: ``(rank, round)`` where a rank has nothing to contribute.
+        begins_with: how many of a rank's vectors are ready as it calls, by ``(rank, round)``.
         open: the last round that ranks may call.
         frozen: stopped processes. Others can still read their memory.
         idle: ranks that do not call, but whose engine runs.
@@ -308,6 +309,7 @@ class World:
         self.echoes = []
         self.deviations = {}
         self.skips = set()
+        self.begins_with = {}
         self.clock = 0.0
         self.frozen = set()
         self.idle = set()
@@ -468,6 +470,7 @@ class World:
         known = len(own)
         if len(own) > len(out) and self.rng.random() < self.staged:
             known = len(out) * self.rng.randrange(1, len(own) // len(out))
+        known = self.begins_with.get((rank, round), known)
         running = self.running[rank] = Running(round, call, own, out, known)
         running.message = [(DTYPES[str(v.dtype)], len(v)) for v in own]
         erased = []
@@ -502,7 +505,8 @@ class World:
     def extend(self, rank):
         """One more part of a rank's call is ready."""
         running, node = self.running[rank], self.nodes[rank]
-        first, running.known = running.known, running.known + len(running.out)
+        first = running.known
+        running.known = min(first + len(running.out), len(running.own))
         node.extend(vectors(running.own[first : running.known]))
         if running.known == len(running.own):
             node.complete(vectors(running.out))

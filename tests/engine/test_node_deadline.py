@@ -213,6 +213,40 @@ def test_a_root_that_does_not_call(seed):
     assert all(world.ends[plan.root][number].error == said[number] for number in said)
 
 
+@pytest.mark.parametrize("action", ["raise", "wait", "approximate"])
+def test_a_root_that_does_not_call_to_the_end(action):
+    """It brings the first of its vectors, and hangs."""
+    plan = make_plan(4, stragglers=1)
+    segments = ("float32", 4), ("float64", 4)
+    script = [Call(segments, seed) for seed in range(3)]
+    world = random_world(
+        plan, 3, random.Random(0), script=script, limits=limits(action)
+    )
+    world.begins_with[plan.root, 2] = 1
+    world.open = 1
+    world.settle()
+    world.open = 2
+    world.submit(plan.root)
+    world.idle.add(plan.root)
+    for _ in range(2 * int(SECONDS)):  # who waits goes on asking
+        world.sweep_all()
+        world.clock += 1
+    for ends in world.ends:
+        if action == "raise":
+            assert ends[2].error == (
+                "DeadlineExceeded: round 2 was not decided within 5 s: "
+                f"rank {plan.root}, the root, has not called it to the end"
+            )
+        else:
+            assert 2 not in ends
+    world.idle.clear()
+    world.open = 3
+    world.settle()
+    for ends in world.ends:
+        assert ends[3].outcome == DONE
+        assert ends[2].outcome == (FAILED if action == "raise" else DONE)
+
+
 @pytest.mark.parametrize("action", ["wait", "approximate"])
 def test_a_root_that_does_not_call_is_waited_for(action):
     plan = make_plan(4, stragglers=1)
