@@ -5,7 +5,8 @@
 
 Nobody straggles. A step is the gradient of a perceptron of 8 equal layers and its
 all-reduce, in one jitted function: in one round after the backward pass; in a round for
-each layer, started as soon as its gradient is there and waited for at the end; or in one
+each layer, started as soon as its gradient is there and waited for at the end, by one group or
+by two that take turns; or in one
 round that is waited for after the backward pass of the next step, as where gradients of
 several batches are added up. The number of examples is chosen so that computing takes as long as the round. The settings
 take turns; times are of the slowest rank. On one host the ranks compute and communicate
@@ -41,7 +42,7 @@ def gradients(weights, x):
     return jax.grad(loss)(weights)
 
 
-def settings(group, width):
+def settings(group, other, width):
     """Steps ``(weights, x, token) -> (weights, token)``, by name."""
     layer = 4 * width**2
 
@@ -61,6 +62,13 @@ def settings(group, width):
         )
         return jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
 
+    def taking_turns(weights, x, token):
+        grads = gradients(weights, x)
+        handle, token = jaxcoded.coded_allreduce_start(
+            grads, [group, other], bucket_bytes=layer, token=token
+        )
+        return jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
+
     def without_after(weights, x, token):
         handle, token = jaxcoded.coded_allreduce_start(
             gradients(weights, x), group, bucket_bytes=layer, token=token
@@ -73,6 +81,7 @@ def settings(group, width):
         "one round at the end": jax.jit(blocking),
         "a round for each layer": jax.jit(buckets),
         "the same without after=": jax.jit(without_after),
+        "by two groups in turns": jax.jit(taking_turns),
         "the round of the step before": step_before(group),
     }
 
@@ -132,8 +141,11 @@ def main():
         for _ in range(LAYERS)
     ]
     hosts = len(set(comm.allgather(socket.gethostname())))
-    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
-        steps = settings(group, width)
+    with (
+        jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group,
+        jaxcoded.CodedGroup.from_plan(comm, group.plan) as other,
+    ):
+        steps = settings(group, other, width)
         communicate = seconds(steps["communicate alone"], weights, jnp.zeros(1), count)
         examples = 64
         for _ in range(3):

@@ -4,7 +4,7 @@
         .venv/bin/python -m mpi4py benchmarks/sections.py
 
 One family: all ranks are the root's children. Jitted all-reduces of float32 vectors, ordered by a
-token and donated, take turns. With one worker late, the time is that of the slowest other rank; the
+token and donated, take turns; a root without data hands in zeros. With one worker late, the time is that of the slowest other rank; the
 late one calls when the others are done. Times are of the slowest rank, ratios medians of the ratios
 within a repetition. The traffic is what the busiest rank fetches, in lengths of the vector.
 """
@@ -54,11 +54,12 @@ def coded(group, size):
         lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
         donate_argnums=(0, 1),
     )
-    x, token = jnp.ones(size, jnp.float32), jnp.int32(0)
+    own = float(group.plan.load_of(comm.rank) > 0)
+    x, token = jnp.full(size, own, jnp.float32), jnp.int32(0)
 
     def run():
         nonlocal x, token
-        x, _, token = step(x * 0 + 1, token)
+        x, _, token = step(x * 0 + own, token)
         x.block_until_ready()
 
     return run

@@ -33,7 +33,7 @@ _NAME = "coded_allreduce"
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["rounds", "divisor"],
-    meta_fields=["group", "packings", "results", "structure", "residual", "tokened"],
+    meta_fields=["groups", "packings", "results", "structure", "residual", "tokened"],
 )
 @dataclasses.dataclass(frozen=True)
 class Handle:
@@ -46,7 +46,7 @@ class Handle:
         rounds: for each round the uint32 number by which the engine knows it; with the
             mpi4jax transport its vectors, which are there already.
         divisor: what to divide by.
-        group: the index of the group.
+        groups: of each round, the index of its group.
         packings, results: of each round, the pytree that it sums, and its vectors.
         structure: the pytree of the leaves of all rounds, where there are several.
         residual: whether the residual is found, too.
@@ -55,7 +55,7 @@ class Handle:
 
     rounds: tuple[tuple[jax.Array, ...], ...]
     divisor: jax.Array | None
-    group: int
+    groups: tuple[int, ...]
     packings: tuple[Packing, ...]
     results: tuple[tuple[ShapedArray, ...], ...]
     structure: Any  # jax.tree_util.PyTreeDef
@@ -95,7 +95,7 @@ class _Start(TreeRound):
 
 def coded_allreduce_start(
     x: Any,
-    group: CodedGroup,
+    group: CodedGroup | Sequence[CodedGroup],
     *,
     divisor: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
@@ -121,8 +121,11 @@ def coded_allreduce_start(
     differentiated nor batched by ``vmap``.
 
     Args:
-        x, group, divisor, erasures, skip, residual, wire_dtype: as for
-            `coded_allreduce`.
+        x, divisor, erasures, skip, residual, wire_dtype: as for `coded_allreduce`.
+        group: as for `coded_allreduce`; or several of one plan, for the rounds of
+            ``bucket_bytes`` to take turns. The rounds of a group go one after the other,
+            those of several groups at the same time: where cables are slow, the end of
+            one is no time lost for the next.
         bucket_bytes: start several rounds, each of leaves of about so many bytes
             (≥ 1). A bucket goes as soon as its own leaves are computed, and the one with
             the last leaves goes first, as a backward pass finds them. At most 64.
@@ -140,7 +143,8 @@ def coded_allreduce_start(
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
         TypeError: ``bucket_bytes`` comes with an `Encoded`, which is one message.
-        ValueError: ``bucket_bytes`` is not an integer ≥ 1, or makes more than 64 rounds.
+        ValueError: ``bucket_bytes`` is not an integer ≥ 1, or makes more than 64 rounds
+            of a group; or there are no groups, or of several plans.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -155,9 +159,9 @@ def coded_allreduce_start(
         Array([0., 1., 2.], dtype=float32)
         >>> group.close()
     """
-    check_open(group)
-    with group.failing(_NAME):
-        buckets, structure = _buckets(x, bucket_bytes, group)
+    groups = _taking_turns(group)
+    with groups[0].failing(_NAME):
+        buckets, structure = _buckets(x, bucket_bytes, groups)
     request = Request(
         _NAME,
         divisor=divisor,
@@ -168,21 +172,22 @@ def coded_allreduce_start(
         token=token,
     )
     # all that can be wrong is found before the first of them starts
-    ready = [prepared(bucket, group, request) for bucket in buckets]
+    turns = [groups[number % len(groups)] for number in range(len(buckets))]
+    ready = [prepared(bucket, its, request) for bucket, its in zip(buckets, turns)]
     if divisor is not None and not isinstance(divisor, jax.core.Tracer):
         divisor = jnp.asarray(divisor, float)  # also of an integer beyond int32
     flights, packings, shapes = [], [], []
     first = token = ready[0].request.token
-    for its in ready:
-        start = _Start(group.index, its.spec.collective, wires=its.spec.wires)
-        out, token = carried(start, its.vectors, group, its.request.extras, token)
+    for its, turn in zip(ready, turns):
+        start = _Start(turn.index, its.spec.collective, wires=its.spec.wires)
+        out, token = carried(start, its.vectors, turn, its.request.extras, token)
         flights.append(tuple(out))
         packings.append(its.packing)
         shapes.append(tuple(its.spec.results(its.vectors)))
     handle = Handle(
         tuple(flights),
         divisor,
-        group.index,
+        tuple(turn.index for turn in turns),
         tuple(packings),
         tuple(shapes),
         structure,
@@ -230,13 +235,15 @@ def coded_allreduce_done(
                 else "without a token, so coded_allreduce_done takes none"
             )
         )
-    group = find(handle.group)
+    groups = [find(index) for index in handle.groups]
     if token is not None:
         token = primitive.checked_token(token)
     before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
     sums: list[Any] = []
     residuals: list[jax.Array] = []
-    for flight, packing, shapes in zip(handle.rounds, handle.packings, handle.results):
+    for group, flight, packing, shapes in zip(
+        groups, handle.rounds, handle.packings, handle.results
+    ):
         out: Sequence[jax.Array] = flight
         if group.transport.most_started:
             wires = [
@@ -262,8 +269,25 @@ def coded_allreduce_done(
     return CodedSum(total, residual, token)
 
 
+def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup, ...]:
+    """The groups whose rounds take turns, checked."""
+    groups = tuple(group) if isinstance(group, list | tuple) else (group,)
+    if not groups:
+        raise ValueError("there are no groups to take turns: hand in one or several")
+    for its in groups:
+        check_open(its)
+    if any(its.plan != groups[0].plan for its in groups):
+        raise ValueError(
+            "groups whose rounds take turns must have one plan, or parts of the gradient "
+            "would be sums of different assignments: open the others with "
+            "CodedGroup.from_plan(comm, group.plan)"
+        )
+    # where a round ends as it starts, nothing is gained, and nothing orders those of two groups
+    return groups if groups[0].transport.most_started else groups[:1]
+
+
 def _buckets(
-    x: Any, bucket_bytes: int | None, group: CodedGroup
+    x: Any, bucket_bytes: int | None, groups: tuple[CodedGroup, ...]
 ) -> tuple[list[Any], Any]:
     """What to start, the last leaves first, and the pytree that it is; ``None`` where
     that is the first bucket."""
@@ -285,7 +309,7 @@ def _buckets(
             held = 0
         buckets[-1].insert(0, leaf)
         held += size
-    most = group.transport.most_started
+    most = len(groups) * groups[0].transport.most_started
     if most and len(buckets) > most:
         raise ValueError(
             f"bucket_bytes={bucket_bytes} makes {len(buckets)} rounds, but at most {most} "

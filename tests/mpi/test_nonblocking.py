@@ -151,6 +151,48 @@ def test_buckets(comm, group, form, bucket_bytes):
 
 
 @forms
+@late_ranks
+def test_buckets_of_groups_that_take_turns(comm, group, transport, late, form):
+    """Each group has every other round, where rounds go on by themselves."""
+    tree = jax.tree.map(jnp.asarray, contribution(group, TREE))
+
+    with jaxcoded.CodedGroup.from_plan(
+        comm, group.plan, transport=transport, options=group.options
+    ) as other:
+
+        @jax.jit
+        def program(tree, token):
+            calls = Calls([group, other], form, token)
+            handle = calls.start(tree, bucket_bytes=1)
+            return calls.done(handle), calls.last
+
+        before, token = group.rounds, jnp.int32(0)
+        for turn in range(3):
+            if turn == 1:
+                wait_for_all(comm)
+                if late == RANK:
+                    time.sleep(0.2)
+            total, token = finish(program(tree, token))
+            assert_sum(group, total, TREE)
+            assert_same_bits(comm, total)
+        rounds = (2, 2) if group.transport.most_started else (4, 0)
+        assert (group.rounds - before, other.rounds) == tuple(3 * n for n in rounds)
+
+
+def test_groups_that_cannot_take_turns(comm, group, transport):
+    with pytest.raises(ValueError, match="no groups"):
+        coded_allreduce_start(jnp.ones(3), [])
+    with pytest.raises(TypeError, match="got a int"):
+        coded_allreduce_start(jnp.ones(3), [group, 3])
+    if SIZE > 2:
+        with (
+            jaxcoded.CodedGroup(comm, fanout=1, stragglers=0, transport=transport) as other,
+            pytest.raises(ValueError, match="must have one plan"),
+        ):
+            coded_allreduce_start(jnp.ones(3), [group, other])
+
+
+@forms
 def test_from_one_step_of_a_scan_to_the_next(comm, group, own, form):
     @jax.jit
     def program(x, token):

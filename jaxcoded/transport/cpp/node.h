@@ -350,7 +350,8 @@ class Node {
   bool begin_sections(const std::shared_ptr<const Decoding>& decoding);
   bool gives_up() const;
   bool chosen_by_all() const;
-  SectionShares shares_of(const std::vector<Rank>& members,
+  bool own_is_zero() const;
+  SectionShares shares_of(const Delegated& it,
                           const std::vector<std::shared_ptr<const Decoding>>& choices) const;
   std::vector<std::shared_ptr<const Decoding>> decodings_in_turn(std::shared_ptr<const Decoding> first);
   std::shared_ptr<const Decoding> decoding_from(const std::vector<std::size_t>& order, bool in_time);
@@ -553,6 +554,7 @@ class Node {
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
+  std::vector<std::byte> zeros_ = {};  // a piece of a root's vector that is nothing else
   Sections sections_;  // of the round at the frontier, if it is formed so
   std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the root's
   std::uint32_t section_versions_ = 0;  // given so far, in all rounds: a round may come again

@@ -105,9 +105,10 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
     if (!std::ranges::all_of(choice->rows, readable)) return false;
   }
   it.since = wire_.now();
+  if (adds_own()) it.of_root = own_is_zero() ? OfRoot::zero : OfRoot::term;
   std::vector<Section> sections;
   std::uint32_t first = 0;
-  for (const SectionShare& share : shares_of(it.members, choices).shares) {
+  for (const SectionShare& share : shares_of(it, choices).shares) {
     const bool own = share.maker == it.members.size();
     sections.push_back({.first = first,
                         .last = first + share.pieces,
@@ -123,8 +124,19 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
   return true;
 }
 
-// Who of these, and of this rank as the last one, forms how much, and from which messages.
-SectionShares Node::shares_of(const std::vector<Rank>& members,
+// Whether this rank hands in zeros: a root without data does. They are added all the same, so that the
+// bits do not depend on where.
+bool Node::own_is_zero() const {
+  for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
+    const std::byte* begin = up_.call.own[s];
+    const std::uint64_t bytes = up_.incoming.segments()[s].bytes();
+    if (bytes && (begin[0] != std::byte{0} || std::memcmp(begin, begin + 1, bytes - 1) != 0)) return false;
+  }
+  return true;
+}
+
+// Who of the members, and of this rank as the last one, forms how much, and from which messages.
+SectionShares Node::shares_of(const Delegated& it,
                               const std::vector<std::shared_ptr<const Decoding>>& choices) const {
   const std::size_t own = children_.size();
   const auto port = [&](Rank rank) {
@@ -132,12 +144,12 @@ SectionShares Node::shares_of(const std::vector<Rank>& members,
     return static_cast<std::size_t>(std::ranges::find_if(children_, same) - children_.begin());
   };
   std::vector<std::size_t> makers;
-  for (const Rank rank : members) makers.push_back(port(rank));
+  for (const Rank rank : it.members) makers.push_back(port(rank));
   makers.push_back(own);
   std::vector<std::vector<std::size_t>> messages;
   for (const auto& choice : choices) {
     auto& ports = messages.emplace_back(choice->rows);  // one of each child
-    if (adds_own()) ports.push_back(own);
+    if (it.of_root == OfRoot::term) ports.push_back(own);
   }
   return section_shares(makers, messages, own + 1, up_.incoming.size());
 }
@@ -221,8 +233,8 @@ void Node::assign(std::vector<Section> sections) {
 void Node::add_terms(SectionPlan& plan, std::size_t job) {
   const Decoding& decoding = *up_.delegated->decodings[job];
   plan.terms.clear();
-  plan.adds_root = adds_own();
-  if (plan.adds_root) {
+  plan.of_root = up_.delegated->of_root;
+  if (plan.of_root == OfRoot::term) {
     Term& own = plan.terms.emplace_back();
     own.rank = family_.rank;
     if (up_.call.shared) own.version = up_.share.version().number();
@@ -399,7 +411,7 @@ void Node::on_delegate(Rank from, const Message& message) {
   if (mine) {
     if (head.ready >= plan.sections.size()) throw Damaged();
     if (plan.sections[head.ready].maker != family_.rank) throw Damaged();
-    if (plan.adds_root && plan.terms.front().rank != from) throw Damaged();
+    if (plan.of_root == OfRoot::term && plan.terms.front().rank != from) throw Damaged();
   }
   learn_sections(plan);
   if (mine && !has_begun(plan.sections[head.ready])) begin_forming(plan, head.ready);
@@ -474,7 +486,7 @@ void Node::begin_forming(const SectionPlan& plan, std::size_t job) {
   const Section& section = plan.sections[job];
   sections_.forming.push_back({.index = job,
                                .section = section,
-                               .adds_root = plan.adds_root,
+                               .of_root = plan.of_root,
                                .terms = plan.terms,
                                .next = section.first});
   if (formed_.round != next_) formed_ = {.round = next_, .layout = sections_.layout};
@@ -508,11 +520,15 @@ bool Node::form() {
     const Piece& piece = formed_.layout[it.next];
     std::vector<double> coefficients;
     for (const Term& term : it.terms) coefficients.push_back(term.coefficient);
-    const std::size_t own = it.adds_root ? 1 : 0;
+    const std::size_t own = it.of_root == OfRoot::term ? 1 : 0;
+    const std::byte* of_root = own ? inputs.front() : nullptr;
+    if (it.of_root == OfRoot::zero) {
+      zeros_.resize(std::max<std::size_t>(zeros_.size(), piece.bytes));
+      of_root = zeros_.data();
+    }
     if (piece.count) {
-      combine(formed_.layout.segments()[piece.segment].dtype, formed_.at(part, it.next),
-              own ? inputs.front() : nullptr, std::span(inputs).subspan(own),
-              std::span(coefficients).subspan(own), piece.count);
+      combine(formed_.layout.segments()[piece.segment].dtype, formed_.at(part, it.next), of_root,
+              std::span(inputs).subspan(own), std::span(coefficients).subspan(own), piece.count);
     }
     it.slots.erase(it.slots.lower_bound({it.next, 0}), it.slots.lower_bound({it.next + 1, 0}));
     ++it.next;

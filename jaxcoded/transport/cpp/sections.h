@@ -38,12 +38,19 @@ struct Term {
   std::vector<std::uint64_t> addresses = {};  // by segment
 };
 
+// The root's own vector in a section.
+enum class OfRoot : std::uint8_t {
+  none,  // is not added,
+  term,  // is the first term,
+  zero,  // or is all zeros, which nobody has to fetch
+};
+
 // What a rank is told of a round: all sections, who else is told, and what its own section is formed
 // from.
 struct SectionPlan {
   std::vector<Section> sections = {};
   std::vector<Rank> members = {};
-  bool adds_root = false;  // the first term is the root's own vector
+  OfRoot of_root = OfRoot::none;
   std::vector<Term> terms = {};
 
   void append_to(Message& message) const {
@@ -52,7 +59,7 @@ struct SectionPlan {
     add(members.size());
     add(terms.size());
     add(terms.empty() ? 0 : terms.front().addresses.size());
-    add(adds_root);
+    add(static_cast<std::uint64_t>(of_root));
     for (const Section& it : sections) {
       add(std::uint64_t{it.first} << 32 | it.last);
       add(static_cast<std::uint64_t>(it.maker) << 32 | it.version);
@@ -78,7 +85,9 @@ struct SectionPlan {
     };
     const std::uint64_t sections = next(), members = next(), terms = next(), addresses = next();
     SectionPlan out;
-    out.adds_root = next() != 0;
+    const std::uint64_t of_root = next();
+    if (of_root > static_cast<std::uint64_t>(OfRoot::zero)) throw Damaged();
+    out.of_root = static_cast<OfRoot>(of_root);
     if (std::max({sections, members, terms}) > all.size()) throw Damaged();
     if (terms && addresses != segments) throw Damaged();
     const auto rank = [&](std::uint64_t number) {
@@ -117,7 +126,7 @@ struct SectionPlan {
 struct Forming {
   std::size_t index = 0;
   Section section = {};
-  bool adds_root = false;
+  OfRoot of_root = OfRoot::none;
   std::vector<Term> terms = {};
   std::uint32_t next = 0;  // its piece
 
@@ -210,6 +219,7 @@ struct Sections {
 
 // At the root: what it has asked for.
 struct Delegated {
+  OfRoot of_root = OfRoot::none;
   std::vector<std::shared_ptr<const Decoding>> decodings = {};  // by section
   std::vector<Pace> paces = {};                                 // of each
   std::vector<Rank> members = {};  // who is told by the makers,
