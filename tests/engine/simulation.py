@@ -695,7 +695,21 @@ class World:
                 raise AssertionError(f"rank {rank} never comes to rest")
             if self.recover(rank):
                 moved = NEWS
-        return moved
+        return max(moved, self._on_their_way())
+
+    def _on_their_way(self):
+        """As `sweep`, of what ranks that are not stopped have not got yet."""
+        stopped = self.frozen | self.dead
+        pieces = [r[1] for r in self.requests] + [a[0] for a in self.answers]
+        if set(pieces) - stopped:
+            return NEWS
+        kinds = {
+            message[0]
+            for (_, to), queue in self.queues.items()
+            for message in queue
+            if to not in stopped
+        }
+        return NEWS if kinds - {WANT, NOTE} else int(bool(kinds))
 
     def sweep_all(self):
         """As `settle`, but no time passes."""

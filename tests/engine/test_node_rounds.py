@@ -49,6 +49,28 @@ def test_every_sum_is_exact(seed):
     assert len(world.results) == rounds
 
 
+@many
+@given(seeds)
+def test_nothing_waits_for_time_to_pass(seed):
+    """Where everybody is there, what comes is all that a node needs to go on."""
+    rng = random.Random(seed)
+    plan = random_plan(rng)
+    world = random_world(plan, 4, rng)
+    world.sweep_all()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_pieces_that_come_together(length):
+    """More of them than are handed on at a time."""
+    plan = make_plan(2, stragglers=0)
+    script = [Call((("float64", length),), seed) for seed in range(8)]
+    limits = {"piece_bytes": 8, "announced_bytes": 8}
+    world = World(plan, script, random.Random(0), hosts=[0, 1], limits=limits)
+    world.sweep_all()
+    world.assert_done()
+
+
 @pytest.mark.slow
 @many
 @given(seeds)

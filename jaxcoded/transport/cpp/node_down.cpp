@@ -208,7 +208,7 @@ bool Node::follow() {
     bytes += entry->layout[ready].bytes;
     ++ready;
   }
-  const bool more = ready < news.ready && !asked_pieces_.contains(ready);
+  const bool more = ready < news.ready && (entry->here[ready] || !asked_pieces_.contains(ready));
   const bool last = ready == entry->layout.size();
   decided(*entry, ready);
   return more || (last && announced_.contains(frontier_));
