@@ -105,7 +105,7 @@ def alone(steps):
 
 
 w, step = jax.numpy.zeros(WIDTH), make_step(group)
-steps = 0
+steps, meetings = 0, 0
 
 
 def train(to):
@@ -157,15 +157,17 @@ def leave(*, busy):
 
 def recover(round_):
     """Go on without those that have fallen in a round."""
-    global group
+    global group, meetings
     how = hangs[round_] if round_ < len(victims) else ""
     if not how or how.startswith("leaves"):
         group = group.recovered()
         return
     jax.block_until_ready(w)
-    board.note(steps + MET)
+    # not of steps: some may have a result more that a stopped root could not tell to all
+    meetings += 1
+    board.note(MET + meetings)
     fallen = {rank for ranks in victims[: round_ + 1] for rank in ranks}
-    board.wait(set(range(size)) - fallen, steps + MET)
+    board.wait(set(range(size)) - fallen, MET + meetings)
     group = group.recovered(timeout=COMES, put_out=True)
 
 
