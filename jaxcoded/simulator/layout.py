@@ -56,6 +56,11 @@ class Layout:
         return np.concatenate([[0], np.cumsum(self.counts)[:-1]]) + 1
 
     @functools.cached_property
+    def one_family(self) -> bool:
+        """Whether all ranks are the root's children, with messages as long as the sum."""
+        return bool(self.counts[0] == self.size - 1 and (self.messages == 1).all())
+
+    @functools.cached_property
     def layers(self) -> list[slice]:
         """The ranks of each layer, the root's first."""
         layers = [slice(0, 1)]

@@ -5,6 +5,9 @@ import math
 
 from jaxcoded import _require
 
+# Bytes of a sum from which sections pay between hosts, measured in benchmarks/README.md.
+SECTIONS_FROM = 64 << 10
+
 
 @dataclasses.dataclass(frozen=True)
 class Network:
@@ -22,6 +25,9 @@ class Network:
             other.
         piece: bytes in which the engine moves long messages.
         inline: bytes up to which a message comes with its offer.
+        sections_from: bytes of a sum from which ranks that are all the root's children form
+            it in sections (``docs/engine.md``); 0: none. Default: what the engine does, 64 KiB
+            between hosts, and 0 where ranks read each other's memory (``trips=1``).
 
     Raises:
         ValueError: a number is negative, or a bandwidth or a piece is 0.
@@ -30,6 +36,8 @@ class Network:
         >>> from jaxcoded.simulator import Network
         >>> Network.of(gigabits=10).bandwidth
         1250000000.0
+        >>> Network().sections_from, Network(trips=1).sections_from
+        (65536, 0)
     """
 
     latency: float = 50e-6
@@ -41,6 +49,7 @@ class Network:
     trips: int = 3
     piece: int = 256 * 1024
     inline: int = 4096
+    sections_from: int | None = None
 
     def __post_init__(self) -> None:
         _require.integer("trips", self.trips, 1)
@@ -48,6 +57,10 @@ class Network:
         _require.integer("inline", self.inline, 0)
         if self.send_bandwidth is None:
             object.__setattr__(self, "send_bandwidth", self.bandwidth)
+        if self.sections_from is None:
+            least = SECTIONS_FROM if self.trips > 1 else 0
+            object.__setattr__(self, "sections_from", least)
+        _require.integer("sections_from", self.sections_from, 0)
         for name in ("latency", "overhead", "call"):
             value = getattr(self, name)
             if not (_require.is_number(value) and 0 <= value < math.inf):

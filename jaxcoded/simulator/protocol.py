@@ -4,7 +4,7 @@ What is simulated is what ``docs/engine.md`` describes: ranks tell their parents
 have, a parent that has called fetches from the first children that suffice, piece by
 piece, adds up and tells its parent; results go down the same way. A rank to which a round
 is decided before it calls it leaves its work out and takes the result. Ports serve one
-message at a time. A round is a few array operations per layer, so that millions of ranks
+message at a time. Long sums of one family are formed in sections (`sections`). A round is a few array operations per layer, so that millions of ranks
 take well under a second.
 
 What is left out: the bound of the history (a rank is never out of it), control messages,
@@ -15,7 +15,6 @@ import dataclasses
 import statistics
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from jaxcoded import _require
 from jaxcoded.simulator.layout import Layout
 from jaxcoded.simulator.network import Network
 from jaxcoded.simulator.ring import Ring
+from jaxcoded.simulator.sections import Sections, forms_sections
 from jaxcoded.simulator.sharing import Sharing
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
+from jaxcoded.simulator.way_up import Parents, WayUp
 
 _PATIENCE = 0.1  # seconds, and 4 median rounds, until an orphan asks further up
 
@@ -114,7 +115,11 @@ def simulate(
     delays = as_model(stragglers).rounds(layout.size, seed)
     if isinstance(layout, Ring):
         return _ring(layout, network, payload, work, delays, rounds)
-    job = _Job(layout, network, payload)
+    job: Sections | _Job = (
+        Sections(layout, network, payload)
+        if forms_sections(layout, network, payload)
+        else _Job(layout, network, payload)
+    )
     numbers = layout.ranks
     free = np.zeros(layout.size)
     frozen = np.full(layout.size, -np.inf)
@@ -133,7 +138,7 @@ def simulate(
         frozen = np.where(delay.stopped, free + delay.seconds, frozen)
         if sharing is not None:
             called, busy = sharing.round(free, delay)
-        up = job.up(called)
+        up = job.up(called, busy)
         if not np.isfinite(up.last[0]):
             break
         used += up.used & (called > -np.inf)
@@ -176,86 +181,6 @@ def _ring(
             break
     done = np.full(n, np.isfinite(ends).sum())
     return Outcome(ends, done, np.zeros(n, np.int64))
-
-
-class _Up(NamedTuple):
-    """A round on the way up: float64 and bool ``(N,)``.
-
-    Attributes:
-        first: when the first piece of each rank's sum is there.
-        last: when the last one is.
-        used: whether a rank's message enters the root's sum.
-    """
-
-    first: np.ndarray
-    last: np.ndarray
-    used: np.ndarray
-
-
-class _Parents:
-    """Parents of one layer, alike in the number of their children and how many they
-    need."""
-
-    def __init__(
-        self, layout: Layout, network: Network, payload: float, ranks: np.ndarray
-    ) -> None:
-        self.ranks, self.latency = ranks, network.latency
-        self.count = int(layout.counts[ranks[0]])
-        self.needs = int(layout.needs[ranks[0]])
-        self.copies = int(layout.copies[ranks[0]])
-        children = layout.first[ranks][:, None] + np.arange(self.count)
-        start = int(children[0, 0])
-        self.rows = np.arange(len(ranks))[:, None]
-        neighbours = int(children[-1, -1]) - start + 1 == children.size
-        self.children: slice | np.ndarray = (
-            slice(start, start + children.size) if neighbours else children.ravel()
-        )
-        length = payload * layout.messages[start]
-        inlined = length <= network.inline
-        self.pieces = max(1, int(np.ceil(length / network.piece)))
-        piece = length / self.pieces
-        # a processor, and for short messages the port, takes one offer at a time
-        handling = network.overhead + (piece / network.bandwidth if inlined else 0.0)
-        self.turns = handling * np.arange(self.needs)
-        self.handling = handling * self.needs
-        # pieces that were asked for come one after the other
-        self.asked = 0.0 if inlined else (network.trips - 1) * network.latency
-        self.period = self.needs * network.overhead + max(
-            0.0 if inlined else self.needs * piece / network.bandwidth,
-            0.0 if inlined else piece / network.sending,
-            self.needs * piece / network.combine,
-        )
-
-    def sum_up(
-        self,
-        called: np.ndarray,
-        first: np.ndarray,
-        last: np.ndarray,
-        used: np.ndarray,
-    ) -> None:
-        """Enter when the first and the last piece of the sums of these parents are there,
-        from those of their children, and which children they use."""
-        heard = first[self.children].reshape(-1, self.count) + self.latency
-        if self.copies > 1:  # the first of each class
-            classes = heard.reshape(len(heard), -1, self.copies)
-            chosen = classes.argmin(axis=2) + np.arange(self.needs) * self.copies
-        elif self.needs < self.count:
-            chosen = np.argpartition(heard, self.needs - 1, axis=1)[:, : self.needs]
-        else:
-            chosen = np.arange(self.count)[None]
-        enough = np.sort(heard[self.rows, chosen], axis=1) - self.turns
-        enough = enough.max(axis=1) + self.handling
-        begun = np.maximum(called[self.ranks], enough) + self.asked + self.period
-        complete = last[self.children].reshape(-1, self.count)
-        slowest = complete[self.rows, chosen].max(axis=1)
-        done = np.maximum(
-            begun + (self.pieces - 1) * self.period,
-            slowest + self.latency + self.asked + self.period,
-        )
-        first[self.ranks], last[self.ranks] = begun, done
-        taken = np.zeros(heard.shape, bool)
-        taken[self.rows, chosen] = True
-        used[self.children] = taken.ravel()
 
 
 class _Below:
@@ -307,7 +232,7 @@ class _Job:
         # when those below each rank ask further up, while it passes on nothing
         self.asked = np.full(layout.size, -np.inf)
 
-    def _alike(self, ranks: np.ndarray) -> list[_Parents]:
+    def _alike(self, ranks: np.ndarray) -> list[Parents]:
         layout = self.layout
         ranks = ranks[layout.counts[ranks] > 0]
         if not len(ranks):
@@ -317,14 +242,12 @@ class _Job:
         )
         kinds, kind = np.unique(keys, axis=1, return_inverse=True)
         return [
-            _Parents(
-                layout, self.network, self.payload, ranks[np.ravel(kind) == number]
-            )
+            Parents(layout, self.network, self.payload, ranks[np.ravel(kind) == number])
             for number in range(kinds.shape[1])
         ]
 
-    def up(self, called: np.ndarray) -> _Up:
-        """The sums of a round that each rank calls at a time."""
+    def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
+        """The sums of a round that each rank calls at a time, whatever it computes beside."""
         first, last = called.copy(), called.copy()
         used = np.zeros(self.layout.size, bool)
         for parents in self.parents:
@@ -333,9 +256,9 @@ class _Job:
             2:
         ]:  # a late rank leaves out those below it, too
             used[layer] &= used[self.layout.parents[layer]]
-        return _Up(first, last, used)
+        return WayUp(first, last, used)
 
-    def down(self, up: _Up, frozen: np.ndarray, patience: float) -> np.ndarray:
+    def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
         """When each rank has the result.
 
         Args:

@@ -23,6 +23,7 @@ from mpi4py import MPI
 from jaxcoded import _jax_compat, errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
+from jaxcoded.simulator.network import SECTIONS_FROM
 from jaxcoded.transport import devices, ending, engine_primitive, extension
 from jaxcoded.transport.agreement import gathered, on_all, told
 from jaxcoded.transport.base import Collective, Dealt, Transport
@@ -47,9 +48,6 @@ _DTYPES = {
     for i, name in enumerate(["float16", "bfloat16", "float32", "float64"])
 }
 _BYTES = 0
-# Bytes of a sum from which sections pay, measured in benchmarks/README.md.
-_SECTIONS_FROM = 0
-_SECTIONS_BETWEEN_HOSTS_FROM = 64 << 10
 # How much longer a rank waits for its children than they do for theirs.
 _GIVE_UP_SECONDS = 0.5
 # After which a child that calls nothing is named in the log, where no deadline says when.
@@ -614,7 +612,7 @@ def _sections_from(comm: MPI.Intracomm, options: Options) -> int:
     if options.sections_from is not None:
         return options.sections_from
     hosts = set(gathered(comm, MPI.Get_processor_name()))
-    return _SECTIONS_FROM if len(hosts) == 1 else _SECTIONS_BETWEEN_HOSTS_FROM
+    return 0 if len(hosts) == 1 else SECTIONS_FROM
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
