@@ -18,12 +18,13 @@ _STALL = 0.002  # seconds that the root waits for those who come a little later
 _MOST = 64  # sections
 _LEAST_PIECE = 16 << 10  # bytes
 _PIECES = 2  # of each rank's section, at least
-_AHEAD = 12  # pieces of sections that a rank asks for at a time
+_AHEAD = 6  # pieces that a section is formed from, which its maker asks for at a time
 
-# How much longer than it has to a busy port takes where ranks fetch from so many others that they
-# wait for some while other ports are idle. Of rounds of 20 to 100 ranks that were played piece by
-# piece, as in tests/simulator/test_simulated_sections.py.
-_IDLE = 0.4
+# By which part the busiest ports take longer than they have to where ranks fetch from many more
+# others than they ask at a time, since they wait for some of these while other ports are idle. About
+# what rounds of up to 64 ranks took that were played piece by piece, as in
+# tests/simulator/test_simulated_sections.py.
+_IDLE = 0.3
 
 
 class Traffic(NamedTuple):
@@ -95,16 +96,12 @@ class Sections:
         begun = min(max(suffices, comes.max()), suffices + _STALL)
         there = comes <= begun
         traffic = self.traffic(there, called[1:] > -np.inf)
-        ranks = 1 + int(there.sum())
-        # word of the sections, and a piece to form and one that is formed
-        formed = begun + 2 * network.trips * latency
-        formed += self._moving(traffic, ranks)
-        # each maker sends its last piece to one after the other
-        turns = (ranks - 1) * self.payload / self.pieces / network.sending
-        done = formed + turns / 2
+        root, everybody = self._moving(traffic)
+        # word of the sections, a piece to form, and one that is formed
+        begun += 2 * network.trips * latency
         last = np.full(self.layout.size, np.inf)
-        last[1:][there] = max(formed + turns, done + latency)
-        last[0] = done
+        last[0] = begun + root
+        last[1:][there] = max(begun + everybody, last[0] + latency)
         return WayUp(last, last, traffic.used)
 
     def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
@@ -195,14 +192,37 @@ class Sections:
         inside = (place - start) % len(rows) < needed
         return serves, inside & (makers > 0) & usable[makers - 1], needed
 
-    def _moving(self, traffic: Traffic, ranks: int) -> float:
-        """Seconds until all sections are formed and, but for the last pieces, where they should be."""
-        network, piece = self.network, self.payload / self.pieces
-        sent = traffic.terms_sent + traffic.sections_sent
-        received = traffic.terms_received + traffic.sections_received
-        port = np.maximum(sent / network.sending, received / network.bandwidth)
-        port *= 1 + _IDLE * max(0.0, 1 - _AHEAD / max(ranks - 1, 1))
+    def _moving(self, traffic: Traffic) -> tuple[float, float]:
+        """Seconds until the root has all sections, and until everybody has."""
+        network = self.network
+        terms, sections = traffic.terms_received, traffic.sections_received
+        most = -(-self.pieces // traffic.sections)  # pieces of a section
+        ways = [
+            (
+                traffic.terms_sent / network.sending,
+                traffic.sections_sent / network.sending,
+            ),
+            (terms / network.bandwidth, sections / network.bandwidth),
+            (terms / network.combine, np.zeros(len(terms))),
+        ]
+        everybody = _phases(ways, most)
+        # it waits for what others send, not for what it sends them
+        ways[0] = ways[0][0][1:], ways[0][1][1:]
+        root = _phases(ways, most)
         # pieces that come and go, and word of those that can be had
-        handled = (sent + received + traffic.sections_received) / piece
-        added = traffic.terms_received / network.combine
-        return float((handled * network.overhead + np.maximum(port, added)).max())
+        handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
+        handling = float(handled.max()) * self.pieces / self.payload * network.overhead
+        ranks = int((sections > 0).sum())
+        idle = 1 + _IDLE * max(0.0, 1 - _AHEAD / max(ranks - 1, 1))
+        # each maker sends its last piece to one after the other
+        turns = (ranks - 1) * self.payload / self.pieces / network.sending
+        return handling + idle * root - turns / 2, handling + idle * everybody
+
+
+def _phases(ways: list[tuple[np.ndarray, np.ndarray]], pieces: int) -> float:
+    """Seconds of the busiest ports and processors: until the first pieces of all sections are formed,
+    until the last ones are, and until these are everywhere."""
+    first = max(float(terms.max()) for terms, _ in ways) / pieces
+    last = max(float(sections.max()) for _, sections in ways) / pieces
+    both = max(float((terms + sections).max()) for terms, sections in ways)
+    return first + both * (1 - 1 / pieces) + last

@@ -1,0 +1,135 @@
+"""A sum in sections, played piece by piece: who asks whom for what, as in ``node_sections.cpp``.
+
+Ports send and receive one piece at a time, in the order in which they are asked for or come.
+"""
+
+import collections
+import heapq
+import itertools
+
+TERMS_AHEAD, SECTIONS_AHEAD, FROM_ONE = 6, 12, 2
+
+
+class Play:
+    """One round that everybody has called.
+
+    Args:
+        terms: of each section, the ranks whose messages it is formed from; its maker is the next
+            rank, and the root, 0, that of the last one if there are as many sections as ranks.
+        ranks: how many.
+        pieces: of the sum.
+        sending, receiving: seconds of a port for a piece.
+        latency: seconds.
+
+    Attributes:
+        here: when each rank has all of the sum.
+        sent, received: pieces, of each rank.
+    """
+
+    def __init__(self, terms, ranks, pieces, sending, receiving, latency):
+        self.terms, self.ranks, self.pieces = terms, ranks, pieces
+        self.seconds = {"out": sending, "in": receiving}
+        self.latency = latency
+        count = len(terms)
+        self.bounds = [pieces * k // count for k in range(count + 1)]
+        self.makers = [(k + 1) % ranks for k in range(count)]
+        self.section_of = {maker: k for k, maker in enumerate(self.makers)}
+        self.free = collections.defaultdict(float)  # when each port is
+        self.sent, self.received = [0] * ranks, [0] * ranks
+        self.next = {k: self.bounds[k] for k in range(count)}  # piece to form
+        self.known = [dict(self.next) for _ in range(ranks)]  # what can be had
+        self.asked = [set() for _ in range(ranks)]
+        self.terms_here = [set() for _ in range(ranks)]
+        self.terms_asked = [set() for _ in range(ranks)]
+        self.have = [set() for _ in range(ranks)]
+        self.here = [0.0] * ranks
+        self.events, self.numbers = [], itertools.count()
+        for rank in range(ranks):
+            self.at(latency if rank else 0.0, self.form, rank)
+        while self.events:
+            now, _, action, arguments = heapq.heappop(self.events)
+            action(now, *arguments)
+        assert all(len(pieces_here) == pieces for pieces_here in self.have)
+
+    def at(self, time, action, *arguments):
+        heapq.heappush(self.events, (time, next(self.numbers), action, arguments))
+
+    def through(self, now, way, rank, action, *arguments):
+        """Once a port is free, a piece goes through it."""
+        self.free[way, rank] = max(self.free[way, rank], now) + self.seconds[way]
+        self.at(self.free[way, rank], action, *arguments)
+
+    def ask(self, now, source, rank, arrived, *what):
+        self.at(now + self.latency, self.send, source, rank, arrived, *what)
+
+    def send(self, now, source, *arguments):
+        self.sent[source] += 1
+        self.through(now, "out", source, self.travel, *arguments)
+
+    def travel(self, now, *arguments):
+        self.at(now + self.latency, self.receive, *arguments)
+
+    def receive(self, now, rank, arrived, *what):
+        self.received[rank] += 1
+        self.through(now, "in", rank, arrived, rank, *what)
+
+    def form(self, now, rank):
+        """Ask for terms, and form what can be formed."""
+        if rank not in self.section_of:
+            return
+        k = self.section_of[rank]
+        terms, asked, there = (
+            self.terms[k],
+            self.terms_asked[rank],
+            self.terms_here[rank],
+        )
+        for piece in range(self.next[k], self.bounds[k + 1]):
+            for turn in range(len(terms)):
+                source = terms[(turn + k) % len(terms)]
+                if source == rank or (piece, source) in asked:
+                    continue
+                if len(asked) - len(there) < TERMS_AHEAD:
+                    asked.add((piece, source))
+                    self.ask(now, source, rank, self.term, piece, source)
+        while self.next[k] < self.bounds[k + 1] and all(
+            term == rank or (self.next[k], term) in there for term in terms
+        ):
+            self.next[k] += 1
+            for other in range(self.ranks):
+                later = 0.0 if other == rank else self.latency
+                self.at(now + later, self.told, other, k, self.next[k])
+
+    def term(self, now, rank, *which):
+        self.terms_here[rank].add(which)
+        self.form(now, rank)
+
+    def told(self, now, rank, k, ready):
+        self.known[rank][k] = max(self.known[rank][k], ready)
+        self.take(now, rank)
+
+    def take(self, now, rank):
+        """Ask for what others have formed; everybody begins with another one."""
+        have, asked = self.have[rank], self.asked[rank]
+        for turn in range(1, len(self.terms) + 1):
+            k = (turn + rank) % len(self.terms)
+            mine = self.makers[k] == rank
+            ready = range(self.bounds[k], self.known[rank][k])
+            on_their_way = sum(piece in asked for piece in ready)
+            for piece in ready:
+                if piece in have or piece in asked:
+                    continue
+                if mine:
+                    have.add(piece)
+                    continue
+                if len(asked) >= SECTIONS_AHEAD or on_their_way >= FROM_ONE:
+                    break
+                asked.add(piece)
+                on_their_way += 1
+                self.ask(now, self.makers[k], rank, self.piece, piece)
+        if len(have) == self.pieces and not self.here[rank]:
+            self.here[rank] = now
+
+    def piece(self, now, rank, piece):
+        self.asked[rank].remove(piece)
+        self.have[rank].add(piece)
+        self.take(now, rank)
