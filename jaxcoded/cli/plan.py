@@ -20,6 +20,7 @@ from jaxcoded._progress import progress
 from jaxcoded.cli import output
 from jaxcoded.cli.cluster import Cluster, Command
 from jaxcoded.planner import Estimate, LeftOut, Ranking, best_plans
+from jaxcoded.simulator.sections import IN_SECTIONS
 from jaxcoded.transport.options import PIECE
 
 _HEADER = (
@@ -118,6 +119,8 @@ def _as_text(ranking: Ranking, top: int, seed: int) -> None:
     )
     output.say()
     output.say(_LEGEND.format(max(len(e.seconds) for e in ranking.estimates)))
+    if any(e.in_sections for e in chosen):
+        output.say(f"fan-out {ranking.ranks - 1}, shared: {IN_SECTIONS}")
     output.say()
     output.say(ranking.verdict)
     output.code(_python(ranking, seed))
@@ -187,6 +190,7 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
         "replicas": it.replicas if it.shared else None,
         "code": estimate.code,
         "piece": it.piece if it.tree else None,
+        "in_sections": estimate.in_sections,
         "root_computes": it.root_computes if it.tree else None,
         **{key: output.finite(value) for key, value in times.items()},
         "load": estimate.load,

@@ -22,6 +22,7 @@ from jaxcoded.cli.pictures import picture
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.plan.parent_code import AUTO
 from jaxcoded.simulator import Layout, Ring, ideal_seconds, simulate
+from jaxcoded.simulator.sections import IN_SECTIONS, forms_sections
 from jaxcoded.simulator.stragglers import Delays, Stragglers
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -115,6 +116,8 @@ def command(
     )
     output.say()
     output.say(f"of {rounds} steps")
+    if forms_sections(Layout.of(plan), cluster.network, cluster.payload):
+        output.say(f"this plan: {IN_SECTIONS}")
     output.say(
         "another tree or code: --fanout, --stragglers, --code; jaxcoded plan finds the fastest"
     )

@@ -193,8 +193,14 @@ class CodedGroup:
         def choose(own: MPI.Intracomm) -> automatic.Choice:
             wanted = (options or Options()).complete()
             missing = "" if transport == "mpi4jax" else engine.missing()
-            cannot = group._why_not_shared(transport, wanted, gathered(own, missing))
-            return automatic.choose(own, payload, work, seed, replicas, reading, cannot)
+            reasons = gathered(own, missing)
+            cannot = group._why_not_shared(transport, wanted, reasons)
+            # who compares messages sums by the root
+            whole = transport == "mpi4jax" or any(reasons) or wanted.compares
+            return automatic.choose(
+                *(own, payload, work, seed, replicas, reading, cannot),
+                0 if whole else wanted.sections_from,
+            )
 
         group._open(
             comm,

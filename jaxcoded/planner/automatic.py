@@ -16,6 +16,7 @@ from jaxcoded.planner import Ranking, best_plans
 from jaxcoded.planner.candidates import checked_replicas
 from jaxcoded.planner.measurement import Measurement
 from jaxcoded.planner.measuring import measured
+from jaxcoded.simulator.sections import IN_SECTIONS
 from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import PIECE
 
@@ -79,6 +80,7 @@ def choose(
     replicas: int | None = None,
     reading: float = 0.0,
     not_shared: str = "",
+    sections_from: int | None = None,
 ) -> Choice:
     """Measure, and plan. Collective; rank 0 decides.
 
@@ -90,6 +92,8 @@ def choose(
         seed: of random codes.
         replicas, reading: as in `best_plans`.
         not_shared: why this group cannot share work, in words that follow "shared work".
+        sections_from: bytes from which this group forms sums in sections; 0: none. Default:
+            as usual on its hosts.
 
     Raises:
         RuntimeError: ``work`` failed on a rank. Raised on every rank.
@@ -104,6 +108,9 @@ def choose(
         mine = functools.partial(work, part) if callable(work) else float(work) * part
         seen = measured(comm, mine, lambda done: tell(0.4 * done))
         seconds = seen.work / part
+        network = seen.network
+        if sections_from is not None:
+            network = dataclasses.replace(network, sections_from=sections_from)
         answer: dict[str, Any] = {}
         if comm.rank == 0:
             try:
@@ -111,7 +118,7 @@ def choose(
                     size,
                     float(payload),
                     seconds,
-                    seen.network,
+                    network,
                     seen.stragglers,
                     seed=seed,
                     replicas=0 if not_shared else replicas,
@@ -154,6 +161,8 @@ def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
             ". Work is shared by coded_value_and_grad and by group.blocks; other sums wait "
             "for all ranks (give replicas=0 where a program has only these)"
         )
+    if best.in_sections:
+        words += f". Its {IN_SECTIONS}"
     if not ranking.best.candidate.tree:
         words += ". A ring would be faster than any group: jaxcoded.baselines"
     return words

@@ -19,6 +19,7 @@ from jaxcoded.planner.candidates import (
     why_not_shared,
 )
 from jaxcoded.simulator import Layout, Network, simulate
+from jaxcoded.simulator.sections import forms_sections
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
 
@@ -45,6 +46,7 @@ class Estimate:
         code: the kinds of codes in its plan.
         amplification: the plan's κ.
         held: the largest part of the batch whose data a rank holds.
+        in_sections: whether its sums are formed in sections (``docs/engine.md``).
     """
 
     candidate: Candidate
@@ -54,6 +56,7 @@ class Estimate:
     code: str
     amplification: float
     held: float = 0.0
+    in_sections: bool = False
 
     @property
     def step(self) -> float:
@@ -245,6 +248,8 @@ def _behind(other: Estimate, best: Estimate) -> str:
     """Why something is not worth it."""
     if math.isinf(other.step):
         return "with which a step would never end"
+    if best.step <= other.step < (1 + _GAIN / 2) * best.step:
+        return "takes as long"
     if other.step >= best.step:
         return f"takes {other.step / best.step:.3g} times as long"
     gain = 1 - other.step / best.step
@@ -459,9 +464,14 @@ class _Search:
                     ", ".join(kinds),
                     plan.amplification if plan else 1.0,
                     it.held(layout),
+                    isinstance(layout, Layout)
+                    and forms_sections(layout, self._network(it), self.payload),
                 )
             )
         return sorted(out, key=lambda estimate: estimate.step)
+
+    def _network(self, candidate: Candidate) -> Network:
+        return dataclasses.replace(self.network, piece=candidate.piece)
 
     def _exceeds(self, candidate: Candidate) -> bool:
         if not candidate.coded:
@@ -525,7 +535,7 @@ class _Search:
             self.progress(min(1.0, start + (self.done - start) * part))
             outcome = simulate(
                 layout,
-                dataclasses.replace(self.network, piece=candidate.piece),
+                self._network(candidate),
                 payload=self.payload,
                 work=self.work,
                 stragglers=self.stragglers,

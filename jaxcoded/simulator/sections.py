@@ -13,6 +13,8 @@ from jaxcoded.simulator.layout import Layout
 from jaxcoded.simulator.network import Network
 from jaxcoded.simulator.way_up import WayUp
 
+IN_SECTIONS = "long sums are formed in sections"  # in words
+
 # As in the engine (``node.h``, ``node_sections.cpp``, ``engine.py``).
 _STALL = 0.002  # seconds that the root waits for those who come a little later
 _MOST = 64  # sections
@@ -20,9 +22,9 @@ _LEAST_PIECE = 16 << 10  # bytes
 _PIECES = 2  # of each rank's section, at least
 _AHEAD = 6  # pieces that a section is formed from, which its maker asks for at a time
 
-# By which part the busiest ports take longer than they have to where ranks fetch from many more
-# others than they ask at a time, since they wait for some of these while other ports are idle. About
-# what rounds of up to 64 ranks took that were played piece by piece, as in
+# By which part the busiest ports take longer than they have to, where sections are formed from many
+# more messages than their makers ask for at a time, since these wait for some while other ports are
+# idle. About what rounds of up to 64 ranks took that were played piece by piece, as in
 # tests/simulator/test_simulated_sections.py.
 _IDLE = 0.3
 
@@ -37,6 +39,7 @@ class Traffic(NamedTuple):
         sections_received: of those of others.
         used: bool ``(N,)``, whether its message enters the sum.
         sections: how many there are.
+        terms: from how many messages each is formed.
     """
 
     terms_sent: np.ndarray
@@ -45,6 +48,7 @@ class Traffic(NamedTuple):
     sections_received: np.ndarray
     used: np.ndarray
     sections: int
+    terms: int
 
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
@@ -140,7 +144,15 @@ class Sections:
         received = np.zeros(self.layout.size)
         received[0] = self.payload
         received[1:][there] = self.payload
-        return Traffic(sent, fetched, own * (ranks - 1), received - own, used, count)
+        return Traffic(
+            terms_sent=sent,
+            terms_received=fetched,
+            sections_sent=own * (ranks - 1),
+            sections_received=received - own,
+            used=used,
+            sections=count,
+            terms=terms + self.adds_root,
+        )
 
     def _suffices(self, heard: np.ndarray) -> float:
         """When the root knows of messages that suffice."""
@@ -213,7 +225,7 @@ class Sections:
         handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
         handling = float(handled.max()) * self.pieces / self.payload * network.overhead
         ranks = int((sections > 0).sum())
-        idle = 1 + _IDLE * max(0.0, 1 - _AHEAD / max(ranks - 1, 1))
+        idle = 1 + _IDLE * max(0.0, 1 - _AHEAD / max(traffic.terms, 1))
         # each maker sends its last piece to one after the other
         turns = (ranks - 1) * self.payload / self.pieces / network.sending
         return handling + idle * root - turns / 2, handling + idle * everybody

@@ -206,3 +206,36 @@ def test_pieces_of_no_size(comm, transport, piece):
             transport=transport,
             options=jaxcoded.Options(piece_bytes=piece),
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"sections_from": 1000}, 1000),
+        ({"sections_from": 0}, 0),
+        ({"sections_from": 1000, "verify": "warn"}, 0),
+    ],
+)
+def test_sections_are_counted_on_where_the_group_has_them(
+    comm, transport, monkeypatch, options, expected
+):
+    """As the hosts have it (``None``), but not where messages are compared or without the engine."""
+    choose, seen = automatic.choose, []
+
+    def recording(*arguments):
+        seen.append(arguments[-1])
+        return choose(*arguments)
+
+    monkeypatch.setattr(automatic, "choose", recording)
+    if transport == "mpi4jax":
+        options, expected = {**options, "verify": None}, 0
+    with jaxcoded.CodedGroup.auto(
+        comm,
+        payload=1e4,
+        work=1e-3,
+        replicas=0,
+        transport=transport,
+        options=jaxcoded.Options(**options),
+    ):
+        assert seen == [expected]

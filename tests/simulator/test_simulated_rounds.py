@@ -12,6 +12,7 @@ import jaxcoded
 from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 FREE = {"latency": 0.0, "overhead": 0.0, "call": 0.0, "bandwidth": np.inf}
+BY_ROOT = {"sections_from": 0}
 
 
 def by_hand(plan, network, payload, work, model, rounds, seed):
@@ -113,7 +114,7 @@ def test_against_rounds_by_hand(size, fanout, s, model, payload, work, seed):
     except ValueError:
         return  # no such plan
     network = Network(
-        latency=1e-3, bandwidth=1e8, send_bandwidth=np.inf, combine=np.inf
+        latency=1e-3, bandwidth=1e8, send_bandwidth=np.inf, combine=np.inf, **BY_ROOT
     )
     delays = stragglers.named(model)
     arguments = network, payload, work, delays, 12, seed
@@ -211,7 +212,7 @@ def test_ring_waits_for_the_slowest():
 
 def test_star_sends_to_one_after_the_other():
     """Up and down the port of the root is what takes time."""
-    free = {"latency": 0, "overhead": 0, "call": 0, "combine": np.inf}
+    free = {"latency": 0, "overhead": 0, "call": 0, "combine": np.inf} | BY_ROOT
     job = {"payload": 50e6, "work": 0, "rounds": 4}
     whole = Network(bandwidth=1e8, piece=50_000_000, **free)
     out = simulate(Layout.balanced(11, 10), whole, **job)
