@@ -9,6 +9,7 @@ takes 1 + x times as long, x exponential with mean 0.2), a heavy one (x Pareto w
 1.5 and scale 0.2), and the last rank always ten times slower. Links of 1, 10 and 100 Gb/s,
 50 µs away.
 
+Stars sum by the root, or in sections, as the engine does between hosts.
 Of trees, stars and codes the best of some fan-outs and numbers of stragglers is shown, as
 a user would choose: what is compared is "with a code" and "without one", not one setting
 of each. Medians over rounds, as means of heavy tails need more rounds than there is time
@@ -17,6 +18,7 @@ for. Prints who is fastest where, and stores all with a picture.
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import pathlib
 
@@ -34,6 +36,7 @@ MODELS = {
 GIGABITS = (1, 10, 100)
 WORK, PAYLOAD = 0.1, 100e6  # seconds of a rank's equal part; bytes
 FANOUTS = (2, 4, 8, 16, 32, 100)
+IN_SECTIONS = "in sections"  # as the engine forms long sums between hosts
 
 
 def layouts(size):
@@ -41,13 +44,15 @@ def layouts(size):
     star = size - 1
     trees = [n for n in FANOUTS if n < star]
     lost = sorted({max(1, round(star * part)) for part in (0.01, 0.05)})
+    stars = {"": Layout.balanced(size, star)}
+    coded_stars = {f"s={s}": Layout.balanced(size, star, s) for s in lost if s < star}
     chosen = {
         "ring": {"": Ring(size)},
         "tree": {f"n={n}": Layout.balanced(size, n) for n in trees},
-        "star": {"": Layout.balanced(size, star)},
-        "coded star": {
-            f"s={s}": Layout.balanced(size, star, s) for s in lost if s < star
-        },
+        "star": stars,
+        "coded star": coded_stars,
+        f"star {IN_SECTIONS}": stars,
+        f"coded star {IN_SECTIONS}": coded_stars,
         "coded tree": {
             f"n={n} s={s}": Layout.balanced(size, n, s)
             for n, s in itertools.product(trees, (1, 2, 4))
@@ -66,11 +71,14 @@ def study(sizes, most_rounds, events):
             rounds = int(np.clip(events / size, 5, most_rounds))
             for (name, model), rate in itertools.product(MODELS.items(), GIGABITS):
                 for scheme, some in schemes.items():
+                    network = Network.of(rate)
+                    if not scheme.endswith(IN_SECTIONS):
+                        network = dataclasses.replace(network, sections_from=0)
                     times = {
                         which: np.median(
                             simulate(
                                 layout,
-                                Network.of(rate),
+                                network,
                                 payload=PAYLOAD,
                                 work=WORK * size,
                                 stragglers=model,

@@ -4,8 +4,8 @@
 
 Real jobs on this machine, and the same jobs simulated: equal plans, equal delays (a
 straggler model draws the same numbers in both), and a network whose latency is that of messages
-there and back and whose bandwidth is that of a copy in memory or of the cable: nothing is fitted to
-rounds. Computation is a sleep. Some jobs run on one host, where computing takes the time; some on
+there and back, whose bandwidth is that of a copy in memory or of the cable, and whose overhead is what
+small messages cost a processor while all ranks send some: nothing is fitted to rounds. Computation is a sleep. Some jobs run on one host, where computing takes the time; some on
 several hosts (network namespaces) whose cables take the time. Compares the median time of a round,
 from result to result at the root, with no barrier in between; the first and the last number of
 every sum are checked. Then asks how long the simulator takes for a million ranks. Prints a table
@@ -111,6 +111,7 @@ SETTINGS = {
         Setting(3, 0, "none", 4000, 0.0),
         Setting(3, 1, "none", 4000, 0.0),
         Setting(3, 1, "exponential(work=1)", 1000, 0.3),
+        Setting(3, 1, "none", 20000, 0.0),
     ],
     (13, 13): [
         Setting(3, 0, "none", 2000, 0.0),
@@ -118,6 +119,9 @@ SETTINGS = {
         Setting(12, 0, "none", 1000, 0.0),
         Setting(3, 1, "exponential(work=0.5)", 1000, 2.0),
         Setting(12, 1, "pareto(shape=1.5, scale=0.2)", 400, 2.0),
+        Setting(12, 0, "none", 2000, 0.0),
+        Setting(12, 1, "none", 2000, 0.0),
+        Setting(12, 1, "fixed(factor=4)", 2000, 2.0),
     ],
 }
 SMOKE = {
@@ -138,7 +142,7 @@ def run_job(settings, rounds, out):
     from jaxcoded.transport.agreement import wait
 
     comm = MPI.COMM_WORLD
-    stored = {"latency": latency(comm), "ends": []}
+    stored = {"latency": latency(comm), "overhead": overhead(comm), "ends": []}
     for setting in settings:
         size = setting.kilobytes * 250
         delays = stragglers.named(setting.model).rounds(comm.size)
@@ -219,6 +223,27 @@ def latency(comm, times=100):
     return taken
 
 
+def overhead(comm, count=1000, times=5):
+    """Seconds of a processor for a small message that goes or comes, while all ranks are busy with
+    some: each sends them to the next one."""
+    from mpi4py import MPI
+
+    from jaxcoded.transport.agreement import wait
+
+    there, note = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    taken = []
+    for _ in range(times):
+        wait(comm.Ibarrier())
+        start = time.perf_counter()
+        requests = [comm.Irecv(there, before) for _ in range(count)]
+        requests += [comm.Isend(note, after) for _ in range(count)]
+        while not MPI.Request.Testall(requests):
+            time.sleep(1e-3)  # others need this core
+        taken.append((time.perf_counter() - start) / (2 * count))
+    return float(np.median(taken))
+
+
 def copying():
     """Bytes per second of a copy in memory by one core."""
     source, target = np.ones(2**24, np.uint8), np.empty(2**24, np.uint8)
@@ -259,15 +284,16 @@ def real(hosts, ranks, settings, rounds, directory, limit):
 
 def network_of(hosts, measured):
     """What was measured of the links, for the simulator."""
+    costs = {name: measured[name] for name in ("latency", "overhead")}
     if hosts > 1:
         # a cable is throttled where it begins; two cores carry what arrives
         return Network(
-            latency=measured["latency"],
+            **costs,
             bandwidth=copying() / hosts,
             send_bandwidth=GOODPUT,
         )
     # ranks read each other's memory, on two cores
-    return Network(latency=measured["latency"], bandwidth=copying() / 2, trips=1)
+    return Network(**costs, bandwidth=copying() / 2, trips=1)
 
 
 def compare(places, rounds, limit, progress):
