@@ -85,6 +85,10 @@ class Sections:
         self.pieces = _pieces(layout, network, payload)
         # its vector is added, whatever it is; where work is shared, if there are blocks in it
         self.adds_root = layout.placement is None or layout.loads[0] > 0
+        self._late = 0  # ranks, in this round
+        self._sends_until = (
+            -np.inf
+        )  # when the root has sent results to those who were late
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
         """The sum of a round, once those who are there in time have formed it.
@@ -99,30 +103,47 @@ class Sections:
         suffices = max(called[0], self._suffices(heard))
         begun = min(max(suffices, comes.max()), suffices + _STALL)
         there = comes <= begun
-        traffic = self.traffic(there, called[1:] > -np.inf)
+        has_message = called[1:] > -np.inf
+        joins = np.zeros(self.children, bool)
+        traffic = self.traffic(there, has_message, joins)
         root, everybody = self._moving(traffic)
         # word of the sections, a piece to form, and one that is formed
         begun += 2 * network.trips * latency
+        joins = ~there & (comes <= begun + root)
+        if joins.any():
+            traffic = self.traffic(there, has_message, joins)
+            root, everybody = self._moving(traffic)
+        # the root's port may still be sending older results to those who are late
+        terms = traffic.terms_sent[0] / network.sending
+        begun += max(0.0, self._sends_until + terms - (begun + root))
         last = np.full(self.layout.size, np.inf)
         last[0] = begun + root
-        last[1:][there] = max(begun + everybody, last[0] + latency)
+        done = max(begun + everybody, last[0] + latency)
+        last[1:][there] = done
+        fetched = comes + network.trips * latency + self.payload / network.bandwidth
+        last[1:][joins] = np.maximum(fetched, done)[joins]
+        self._late = int((np.isinf(last[1:]) & np.isfinite(comes)).sum())
         return WayUp(last, last, traffic.used)
 
     def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
         """When each rank has the result; who was late gets it from the root. See `_Job.down`."""
         network = self.network
-        late = int(np.isinf(up.last).sum())
-        fetched = up.last[0] + network.trips * network.latency + network.overhead
-        fetched += self.payload * max(1 / network.bandwidth, late / network.sending)
+        sent = self._late * self.payload / network.sending
+        self._sends_until = max(self._sends_until, up.last[0]) + sent
+        fetched = up.last[0] + self.payload / network.bandwidth
+        fetched = max(fetched, self._sends_until) + network.trips * network.latency
         done = np.where(np.isinf(up.last), fetched, up.last)
         return np.where(np.isposinf(frozen), np.inf, np.maximum(done, frozen))
 
-    def traffic(self, there: np.ndarray, has_message: np.ndarray) -> Traffic:
+    def traffic(
+        self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
+    ) -> Traffic:
         """What ports carry.
 
         Args:
             there: bool ``(N − 1,)``, which children are there in time, so that they form sections.
             has_message: bool ``(N − 1,)``, which of them have a message that may be used.
+            joins: bool ``(N − 1,)``, which others come while the sum is formed, and fetch it, too.
         """
         makers = np.append(np.flatnonzero(there) + 1, 0)
         ranks = len(makers)
@@ -143,11 +164,11 @@ class Sections:
         sent[makers] -= uses_own * sizes
         received = np.zeros(self.layout.size)
         received[0] = self.payload
-        received[1:][there] = self.payload
+        received[1:][there | joins] = self.payload
         return Traffic(
             terms_sent=sent,
             terms_received=fetched,
-            sections_sent=own * (ranks - 1),
+            sections_sent=own * (ranks - 1 + np.count_nonzero(joins)),
             sections_received=received - own,
             used=used,
             sections=count,

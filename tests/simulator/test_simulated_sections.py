@@ -52,14 +52,16 @@ def test_what_is_sent_is_received(shape, payload, seed, computes):
     job = Sections(layout, CABLE, payload)
     there, has = rng.random(n) < 0.8, rng.random(n) < 0.9
     there[rng.integers(n)] = True
-    it = job.traffic(there, has)
+    joins = ~there & (rng.random(n) < 0.5)
+    it = job.traffic(there, has, joins)
     assert it.terms_sent.sum() == pytest.approx(it.terms_received.sum())
     assert it.sections_sent.sum() == pytest.approx(it.sections_received.sum())
     assert all((column >= -1e-6 * payload).all() for column in it[:4])
-    # everybody who is there fetches all but its own section, and nobody else does anything
-    ranks = 1 + there.sum()
-    assert it.sections_received.sum() == pytest.approx((ranks - 1) * payload)
-    away = np.append(False, ~there)
+    # everybody fetches all but its own section, and who is not there sends nothing
+    fetching = there.sum() + joins.sum()
+    assert it.sections_received.sum() == pytest.approx(fetching * payload)
+    assert not any(it[way][1:][joins].any() for way in (0, 1, 2))
+    away = np.append(False, ~there & ~joins)
     assert not any(column[away].any() for column in it[:4])
     assert not it.used[1:][~(there & has)].any()
 
@@ -71,7 +73,7 @@ def test_ports_carry_as_much_as_the_engine_says(n, s, share):
     """V / (s + 1) up and V down, less what a rank has itself; the root's own vector goes to all."""
     payload = 256 * 1024.0 * 12 * (n + 1)
     everybody = np.ones(n, bool)
-    it = Sections(star(n, s), CABLE, payload).traffic(everybody, everybody)
+    it = Sections(star(n, s), CABLE, payload).traffic(everybody, everybody, ~everybody)
     own = payload / (n + 1)
     np.testing.assert_allclose(it.sections_sent, payload - own)
     np.testing.assert_allclose(it.sections_received, payload - own)
@@ -103,7 +105,7 @@ def test_near_rounds_played_piece_by_piece(n, s, payload, both_ways):
         )
     job = Sections(star(n, s), network, payload)
     everybody = np.ones(n, bool)
-    traffic = job.traffic(everybody, everybody)
+    traffic = job.traffic(everybody, everybody, ~everybody)
     piece = payload / job.pieces
     played = Play(
         list(terms(n, s, job.copies, traffic.sections)),
@@ -194,16 +196,31 @@ def test_a_late_rank_is_waited_for_if_it_is_needed(s, waits):
 
 
 def test_who_comes_soon_forms_a_section_too():
-    """2 ms after messages suffice, as the engine waits."""
-    job = Sections(star(12, 1), CABLE, 2e6)
-    called = np.zeros(13)
-    for later, used in ((0.001, True), (0.003, False)):
+    """2 ms after messages suffice, as the engine waits; later it fetches what the others form, and
+    once the root has all, the result from the root."""
+    payload, called = 2e6, np.zeros(13)
+    for later, used, in_time in (
+        (0.001, True, True),
+        (0.003, False, True),
+        (0.5, False, False),
+    ):
+        job = Sections(star(12, 1), CABLE, payload)
         called[12] = later
         up = job.up(called, called)
         assert up.used[12] == used
-        assert np.isfinite(up.last[12]) == used
-    here = job.down(up, np.full(13, -np.inf), 1.0)
-    assert here[12] > here[1:12].max()  # from the root, once it has all
+        assert np.isfinite(up.last[12]) == in_time
+        here = job.down(up, np.full(13, -np.inf), 1.0)
+        if in_time:
+            assert here[12] == up.last[12]
+        else:
+            fetching = here[12] - up.last[0]
+            assert fetching == pytest.approx(payload / CABLE.bandwidth, rel=0.02)
+            # meanwhile the root has less to spare for the next round
+            called[:] = here
+            again = job.up(called, called).last[0]
+            fresh = Sections(star(12, 1), CABLE, payload).up(called, called).last[0]
+            assert again >= fresh
+    assert job.up(np.zeros(13), np.zeros(13)).last[0] > 2 * up.last[0]
 
 
 def test_a_dead_rank_without_redundancy_ends_the_job():
