@@ -142,7 +142,7 @@ def draw(rows, path):
         handles, names = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names))
         figure.suptitle(
-            "Coded trees win large jobs with heavy tails, and small ones with a slow rank",
+            "Coded trees win large jobs with heavy tails, coded stars small ones with a slow rank",
             x=0.01,
             ha="left",
         )
