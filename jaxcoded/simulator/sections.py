@@ -2,7 +2,8 @@
 
 The root chooses the messages and cuts the sum into sections; each has a maker, who fetches its part
 of these messages, and everybody fetches all sections. All ports are in use at the same time, so what
-counts is what the busiest one has to send or to receive, whatever the order is.
+counts is what the busiest one has to send or to receive, whatever the order is; and who forms how
+much is chosen so that this is as little as it can be.
 """
 
 from typing import NamedTuple
@@ -10,23 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxcoded.simulator.layout import Layout
-from jaxcoded.simulator.network import Network
+from jaxcoded.simulator.network import SECTION_PIECES, Network
 from jaxcoded.simulator.way_up import WayUp
 
 IN_SECTIONS = "long sums are formed in sections"  # in words
 
-# As in the engine (``node.h``, ``node_sections.cpp``, ``engine.py``).
-_STALL = 0.002  # seconds that the root waits for those who come a little later
-_MOST = 64  # sections
-_LEAST_PIECE = 16 << 10  # bytes
-_PIECES = 2  # of each rank's section, at least
-_AHEAD = 6  # pieces that a section is formed from, which its maker asks for at a time
+# As in the engine (``node.h``).
+_STALL = 0.002  # seconds that the root waits, at least, for those who come a little later
+_LEAST_PIECE, _MOST_PIECE = 16 << 10, 60 << 10  # bytes
 
-# By which part the busiest ports take longer than they have to, where sections are formed from many
-# more messages than their makers ask for at a time, since these wait for some while other ports are
-# idle. About what rounds of up to 64 ranks took that were played piece by piece, as in
-# tests/simulator/test_simulated_sections.py.
-_IDLE = 0.3
+# The part of the time in which the busiest port is busy.
+_BUSY = 0.9
 
 
 class Traffic(NamedTuple):
@@ -38,8 +33,7 @@ class Traffic(NamedTuple):
         sections_sent: of its own section, to everybody.
         sections_received: of those of others.
         used: bool ``(N,)``, whether its message enters the sum.
-        sections: how many there are.
-        terms: from how many messages each is formed.
+        pieces: of the longest section.
     """
 
     terms_sent: np.ndarray
@@ -47,8 +41,7 @@ class Traffic(NamedTuple):
     sections_sent: np.ndarray
     sections_received: np.ndarray
     used: np.ndarray
-    sections: int
-    terms: int
+    pieces: int
 
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
@@ -71,8 +64,9 @@ def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
 
 
 def _pieces(layout: Layout, network: Network, payload: float) -> int:
-    shortest = max(_LEAST_PIECE, payload / (_PIECES * layout.size))
-    return max(1, int(np.ceil(payload / min(network.piece, shortest))))
+    wanted = payload / (SECTION_PIECES * layout.size)
+    piece = min(network.piece, max(_LEAST_PIECE, min(wanted, _MOST_PIECE)))
+    return max(1, int(np.ceil(payload / piece)))
 
 
 class Sections:
@@ -83,12 +77,11 @@ class Sections:
         self.children = layout.size - 1
         self.needs, self.copies = int(layout.needs[0]), int(layout.copies[0])
         self.pieces = _pieces(layout, network, payload)
-        # its vector is added, whatever it is; where work is shared, if there are blocks in it
-        self.adds_root = layout.placement is None or layout.loads[0] > 0
+        self.sends_root = bool(layout.loads[0] > 0)  # zeros are not sent
         self._late = 0  # ranks, in this round
-        self._sends_until = (
-            -np.inf
-        )  # when the root has sent results to those who were late
+        self._lasted = 0.0  # seconds, the last time that a sum was formed
+        # when the root has sent results to those who were late
+        self._sends_until = -np.inf
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
         """The sum of a round, once those who are there in time have formed it.
@@ -101,7 +94,7 @@ class Sections:
         heard = called[1:] + latency
         comes = np.maximum(called, busy)[1:] + latency
         suffices = max(called[0], self._suffices(heard))
-        begun = min(max(suffices, comes.max()), suffices + _STALL)
+        begun = self._begun(suffices, comes)
         there = comes <= begun
         has_message = called[1:] > -np.inf
         joins = np.zeros(self.children, bool)
@@ -118,6 +111,7 @@ class Sections:
         begun += max(0.0, self._sends_until + terms - (begun + root))
         last = np.full(self.layout.size, np.inf)
         last[0] = begun + root
+        self._lasted = root
         done = max(begun + everybody, last[0] + latency)
         last[1:][there] = done
         fetched = comes + network.trips * latency + self.payload / network.bandwidth
@@ -145,35 +139,33 @@ class Sections:
             has_message: bool ``(N − 1,)``, which of them have a message that may be used.
             joins: bool ``(N − 1,)``, which others come while the sum is formed, and fetch it, too.
         """
-        makers = np.append(np.flatnonzero(there) + 1, 0)
-        ranks = len(makers)
-        count = min(ranks, _MOST, self.pieces)
-        bounds = self.pieces * np.arange(count + 1) // count
-        sizes = np.diff(bounds) * self.payload / self.pieces
-        makers = makers[:count]
-        own = np.zeros(self.layout.size)
-        own[makers] = sizes
-        serves, uses_own, terms = self._turns(there & has_message, makers, sizes)
-        served = np.concatenate([[self.adds_root * self.payload], serves])
-        used = served > 0
+        usable = np.append(self.sends_root, there & has_message)
+        serves, terms = self._serves(usable)
+        own = self._sections(np.append(True, there), usable, serves, terms)
+        # a maker forms its section from its own message, which is not sent to it
+        uses_own = np.minimum(own, serves)
+        fetching = np.append(True, there | joins)
+        used = serves > 0
         used[0] = False
-        uses_own[makers == 0] = self.adds_root
-        fetched = np.zeros(self.layout.size)
-        fetched[makers] = (terms + self.adds_root - uses_own) * sizes
-        sent = served.copy()
-        sent[makers] -= uses_own * sizes
-        received = np.zeros(self.layout.size)
-        received[0] = self.payload
-        received[1:][there | joins] = self.payload
         return Traffic(
-            terms_sent=sent,
-            terms_received=fetched,
-            sections_sent=own * (ranks - 1 + np.count_nonzero(joins)),
-            sections_received=received - own,
+            terms_sent=(serves - uses_own) * self.payload,
+            terms_received=(own * terms - uses_own) * self.payload,
+            sections_sent=own * (fetching.sum() - 1) * self.payload,
+            sections_received=(fetching - own) * self.payload,
             used=used,
-            sections=count,
-            terms=terms + self.adds_root,
+            pieces=round(own.max() * self.pieces),
         )
+
+    def _begun(self, suffices: float, comes: np.ndarray) -> float:
+        """When the root no longer waits for those who come a little later: no longer than it saves
+        that they form a part, too."""
+        comes = np.sort(comes[np.isfinite(comes)])
+        there = np.arange(1, len(comes) + 1)
+        lasts = (self.needs + there) / (there + 1)  # vectors through each port
+        patience = np.maximum(_STALL, self._lasted * (lasts / lasts[-1] - 1))
+        patience[-1] = 0.0
+        begins = np.maximum(comes, suffices + patience)
+        return float(begins[begins < np.append(comes[1:], np.inf)][0])
 
     def _suffices(self, heard: np.ndarray) -> float:
         """When the root knows of messages that suffice."""
@@ -185,51 +177,56 @@ class Sections:
         waits = np.sort(heard) - overhead * np.arange(len(heard))
         return float(waits.max() + overhead * len(heard))
 
-    def _turns(
-        self, usable: np.ndarray, makers: np.ndarray, sizes: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Which messages the sections are formed from: copies take turns, and so does who is not
-        needed.
-
-        Returns:
-            The bytes for which each child's message is used, float64 ``(N − 1,)``; whether each
-            section is formed from its maker's message; and from how many each is.
-        """
-        count = len(sizes)
-        serves, number = np.zeros(self.children), np.arange(count)
+    def _serves(self, usable: np.ndarray) -> tuple[np.ndarray, int]:
+        """For how much of the sum each rank's message is used, float64 ``(N,)``, and of how many
+        messages it is the sum: copies take turns, and so does who is not needed."""
+        children = usable[1:]
         if self.copies > 1:
-            table = usable.reshape(-1, self.copies)
-            place = np.cumsum(table, axis=1) - 1
+            table = children.reshape(-1, self.copies)
             alike = table.sum(axis=1)
-            for many in np.unique(alike[alike > 0]):
-                share = np.bincount(number % many, sizes, minlength=many)
-                mine = table & (alike == many)[:, None]
-                serves.reshape(table.shape)[mine] = share[place[mine]]
-            of_all = np.repeat(alike, self.copies)[makers - 1]
-            turn = number % np.maximum(of_all, 1)
-            uses_own = usable[makers - 1] & (place.ravel()[makers - 1] == turn)
-            return serves, uses_own & (makers > 0), int((alike > 0).sum())
-        rows = np.flatnonzero(usable)
-        needed = min(self.needs, len(rows))
-        if not needed:
-            return serves, np.zeros(count, bool), 0
-        start = np.searchsorted(rows, number * self.children // count) % len(rows)
-        # those before the start, in a circle, are not needed
-        left = len(rows) - needed
-        change = np.zeros(2 * len(rows) + 1)
-        np.add.at(change, start + needed, sizes)
-        np.add.at(change, start + needed + left, -sizes)
-        unused = np.cumsum(change[:-1]).reshape(2, -1).sum(axis=0)
-        serves[rows] = np.maximum(sizes.sum() - unused, 0.0)
-        place = np.searchsorted(rows, makers - 1)
-        inside = (place - start) % len(rows) < needed
-        return serves, inside & (makers > 0) & usable[makers - 1], needed
+            terms = int((alike > 0).sum())
+            part = np.repeat(1 / np.maximum(alike, 1), self.copies)
+        else:
+            terms = min(self.needs, int(children.sum()))
+            part = np.full(self.children, terms / max(int(children.sum()), 1))
+        return usable * np.append(1.0, part), terms + int(usable[0])
+
+    def _sections(
+        self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: int
+    ) -> np.ndarray:
+        """How much of the sum each maker forms, float64 ``(N,)``, in whole pieces: so much that no
+        port sends or receives more than it must.
+
+        A port sends its message, less what it forms from it, and its section to all others; it
+        receives what its section is formed from, and the other sections. Both grow with its section.
+        """
+        receivers = np.count_nonzero(makers) - 1
+        sends = np.maximum(receivers - usable, 1e-9)[makers]
+        receives = np.maximum(terms - 1.0 - usable, 1e-9)[makers]
+        already = serves[makers]
+
+        def formed(most: float) -> np.ndarray:
+            room = np.minimum((most - already) / sends, (most - 1) / receives)
+            return np.maximum(room, 0.0)
+
+        least, most = 0.0, 1.0 + terms + receivers
+        for _ in range(40):
+            middle = (least + most) / 2
+            if formed(middle).sum() < 1:
+                least = middle
+            else:
+                most = middle
+        bounds = np.cumsum(formed(most))
+        bounds = np.round(bounds / bounds[-1] * self.pieces)
+        own = np.zeros(self.layout.size)
+        own[makers] = np.diff(bounds, prepend=0.0) / self.pieces
+        return own
 
     def _moving(self, traffic: Traffic) -> tuple[float, float]:
         """Seconds until the root has all sections, and until everybody has."""
         network = self.network
         terms, sections = traffic.terms_received, traffic.sections_received
-        most = -(-self.pieces // traffic.sections)  # pieces of a section
+        most = traffic.pieces
         ways = [
             (
                 traffic.terms_sent / network.sending,
@@ -246,10 +243,9 @@ class Sections:
         handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
         handling = float(handled.max()) * self.pieces / self.payload * network.overhead
         ranks = int((sections > 0).sum())
-        idle = 1 + _IDLE * max(0.0, 1 - _AHEAD / max(traffic.terms, 1))
         # each maker sends its last piece to one after the other
         turns = (ranks - 1) * self.payload / self.pieces / network.sending
-        return handling + idle * root - turns / 2, handling + idle * everybody
+        return handling + root / _BUSY - turns / 2, handling + everybody / _BUSY
 
 
 def _phases(ways: list[tuple[np.ndarray, np.ndarray]], pieces: int) -> float:

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from jaxcoded import _jax_compat, errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
-from jaxcoded.simulator.network import SECTIONS_FROM
+from jaxcoded.simulator.network import SECTION_PIECES, SECTIONS_FROM
 from jaxcoded.transport import devices, ending, engine_primitive, extension
 from jaxcoded.transport.agreement import gathered, on_all, told
 from jaxcoded.transport.base import Collective, Dealt, Transport
@@ -153,7 +153,7 @@ class Engine(Transport):
             )
         if _one_family(plan):
             limits.sections_from = _sections_from(comm, options)
-            limits.section_pieces = 2 * plan.size
+            limits.section_pieces = SECTION_PIECES * plan.size
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any gets any further
         # every rank draws the same session: old messages are told from new ones by it

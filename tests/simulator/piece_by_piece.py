@@ -7,17 +7,16 @@ import collections
 import heapq
 import itertools
 
-TERMS_AHEAD, SECTIONS_AHEAD, FROM_ONE = 6, 12, 2
+TERMS_AHEAD, SECTIONS_AHEAD, FROM_ONE = 24, 48, 4
 
 
 class Play:
     """One round that everybody has called.
 
     Args:
-        terms: of each section, the ranks whose messages it is formed from; its maker is the next
-            rank, and the root, 0, that of the last one if there are as many sections as ranks.
+        sections: of each, its maker, the ranks whose messages it is formed from, and of how many
+            pieces it is.
         ranks: how many.
-        pieces: of the sum.
         sending, receiving: seconds of a port for a piece.
         latency: seconds.
 
@@ -26,14 +25,14 @@ class Play:
         sent, received: pieces, of each rank.
     """
 
-    def __init__(self, terms, ranks, pieces, sending, receiving, latency):
-        self.terms, self.ranks, self.pieces = terms, ranks, pieces
+    def __init__(self, sections, ranks, sending, receiving, latency):
+        self.ranks = ranks
         self.seconds = {"out": sending, "in": receiving}
         self.latency = latency
-        count = len(terms)
-        self.bounds = [pieces * k // count for k in range(count + 1)]
-        self.makers = [(k + 1) % ranks for k in range(count)]
-        self.section_of = {maker: k for k, maker in enumerate(self.makers)}
+        self.makers, self.terms, lengths = zip(*sections)
+        self.bounds = [0, *itertools.accumulate(lengths)]
+        self.pieces, count = self.bounds[-1], len(sections)
+        self.from_one = max(FROM_ONE, SECTIONS_AHEAD // count)
         self.free = collections.defaultdict(float)  # when each port is
         self.sent, self.received = [0] * ranks, [0] * ranks
         self.next = {k: self.bounds[k] for k in range(count)}  # piece to form
@@ -49,7 +48,7 @@ class Play:
         while self.events:
             now, _, action, arguments = heapq.heappop(self.events)
             action(now, *arguments)
-        assert all(len(pieces_here) == pieces for pieces_here in self.have)
+        assert all(len(pieces_here) == self.pieces for pieces_here in self.have)
 
     def at(self, time, action, *arguments):
         heapq.heappush(self.events, (time, next(self.numbers), action, arguments))
@@ -74,15 +73,16 @@ class Play:
         self.through(now, "in", rank, arrived, rank, *what)
 
     def form(self, now, rank):
-        """Ask for terms, and form what can be formed."""
-        if rank not in self.section_of:
+        """Ask for terms of its first section that is not formed, and form what can be."""
+        mine = [
+            k
+            for k, maker in enumerate(self.makers)
+            if maker == rank and self.next[k] < self.bounds[k + 1]
+        ]
+        if not mine:
             return
-        k = self.section_of[rank]
-        terms, asked, there = (
-            self.terms[k],
-            self.terms_asked[rank],
-            self.terms_here[rank],
-        )
+        k, asked, there = mine[0], self.terms_asked[rank], self.terms_here[rank]
+        terms = self.terms[k]
         for piece in range(self.next[k], self.bounds[k + 1]):
             for turn in range(len(terms)):
                 source = terms[(turn + k) % len(terms)]
@@ -98,6 +98,8 @@ class Play:
             for other in range(self.ranks):
                 later = 0.0 if other == rank else self.latency
                 self.at(now + later, self.told, other, k, self.next[k])
+        if self.next[k] == self.bounds[k + 1]:
+            self.form(now, rank)
 
     def term(self, now, rank, *which):
         self.terms_here[rank].add(which)
@@ -121,7 +123,7 @@ class Play:
                 if mine:
                     have.add(piece)
                     continue
-                if len(asked) >= SECTIONS_AHEAD or on_their_way >= FROM_ONE:
+                if len(asked) >= SECTIONS_AHEAD or on_their_way >= self.from_one:
                     break
                 asked.add(piece)
                 on_their_way += 1
