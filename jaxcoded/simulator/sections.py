@@ -159,6 +159,8 @@ class Sections:
         """When the root no longer waits for those who come a little later: no longer than it saves
         that they form a part, too."""
         comes = np.sort(comes[np.isfinite(comes)])
+        if not comes.size or not np.isfinite(suffices):
+            return np.inf
         there = np.arange(1, len(comes) + 1)
         lasts = (self.needs + there) / (there + 1)  # vectors through each port
         patience = np.maximum(_STALL, self._lasted * (lasts / lasts[-1] - 1))
@@ -231,10 +233,9 @@ class Sections:
         # pieces that come and go, and word of those that can be had
         handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
         handling = float(handled.max()) * self.pieces / self.payload * network.overhead
-        # until first pieces are formed, and while each maker sends its last one to all others
+        # until first pieces are formed, and while all take the last one of each maker
         ranks = np.count_nonzero(sections)
-        slower = min(network.sending, network.bandwidth)
-        turns = (ranks - 1) * self.payload / self.pieces / slower
+        turns = (ranks - 1) * self.payload / self.pieces / network.bandwidth
         return (  # the root waits for what others send, not for what it sends them
             handling + float(others + turns / 2) / _BUSY,
             handling + float(max(others, sent[0]) + turns) / _BUSY,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from piece_by_piece import Play
 import jaxcoded
 from jaxcoded.planner import search
 from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
-from jaxcoded.simulator.network import SECTIONS_FROM
+from jaxcoded.simulator.network import SECTION_PIECES, SECTIONS_FROM
 from jaxcoded.simulator.sections import Sections, forms_sections
 
 # A cable of 200 Mbit/s without the headers of TCP, both ways.
@@ -47,8 +48,7 @@ def test_what_is_sent_is_received(shape, payload, seed, computes):
     rng = np.random.default_rng(seed)
     n, s = shape
     layout = star(n, s)
-    if computes:
-        layout.loads[0] = layout.loads.max()
+    layout.loads[0] = computes
     job = Sections(layout, CABLE, payload)
     there, has = rng.random(n) < 0.8, rng.random(n) < 0.9
     there[rng.integers(n)] = True
@@ -66,30 +66,106 @@ def test_what_is_sent_is_received(shape, payload, seed, computes):
     assert not it.used[1:][~(there & has)].any()
 
 
-@pytest.mark.parametrize(
-    ("n", "s", "share"), [(12, 0, 1), (12, 1, 1 / 2), (12, 3, 1 / 4), (6, 2, 1 / 3)]
-)
-def test_ports_carry_as_much_as_the_engine_says(n, s, share):
-    """V / (s + 1) up and V down, less what a rank has itself; the root's own vector goes to all."""
-    payload = 256 * 1024.0 * 12 * (n + 1)
+@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize("s", [0, 1, 2, 3, 5])
+def test_ports_carry_as_much_as_can_be_said_in_advance(s, computes):
+    """Messages to all and sections to all, less what a rank has itself; equal copies take turns."""
+    n = 12
+    layout = star(n, s)
+    layout.loads[0] = computes
+    payload = 60 * 1024.0 * 100 * (n + 1)
     everybody = np.ones(n, bool)
-    it = Sections(star(n, s), CABLE, payload).traffic(everybody, everybody, ~everybody)
-    own = payload / (n + 1)
-    np.testing.assert_allclose(it.sections_sent, payload - own)
-    np.testing.assert_allclose(it.sections_received, payload - own)
-    np.testing.assert_allclose(it.terms_received[1:], own * n * share)
-    np.testing.assert_allclose(it.terms_sent[0], payload - own)
-    # each of the copies forms a section itself, and a turn is a section
-    np.testing.assert_allclose(it.terms_sent[1:], share * payload, atol=1.6 * own)
+    it = Sections(layout, CABLE, payload).traffic(everybody, everybody, ~everybody)
+    own = payload - it.sections_received
+    terms = n / (s + 1) + computes
+    np.testing.assert_allclose(it.sections_sent, n * own)
+    np.testing.assert_allclose(it.terms_received[1:], (terms - 1) * own[1:])
+    np.testing.assert_allclose(it.terms_sent[1:], payload / (s + 1) - own[1:])
+    assert it.terms_sent[0] == computes * (payload - own[0])
+    # nobody's port could be less busy by more than a piece for each rank
+    busiest = max(_sent(it).max(), _received(it).max())
+    assert busiest >= (terms + n) * payload / (n + 1) - own.max()
+    for ports in (_sent(it), _received(it)):
+        assert ports.mean() <= busiest <= (terms + n) * payload / (n + 1) + 61440 * n
 
 
-def terms(n, s, copies, count):
-    """From whose messages each section is formed where everybody is there."""
-    for k in range(count):
-        if copies > 1:
-            yield [0, *(first + k % copies for first in range(1, n + 1, copies))]
-        else:
-            yield [0, *((k * n // count + i) % n + 1 for i in range(n - s))]
+def _sent(traffic):
+    return traffic.terms_sent + traffic.sections_sent
+
+
+def _received(traffic):
+    return traffic.terms_received + traffic.sections_received
+
+
+def as_in_the_engine(layout, late=()):
+    """Who may form sections, and messages of which they can be formed."""
+    n, copies = layout.size - 1, int(layout.copies[0])
+    there = [rank for rank in range(1, n + 1) if rank not in late]
+    root = [0] * bool(layout.loads[0])
+    choices = []
+    if copies > 1:
+        classes = np.arange(1, n + 1).reshape(-1, copies)
+        for turn in range(copies):
+            alike = [[int(it) for it in row if it in there] for row in classes]
+            choices.append([some[turn % len(some)] for some in alike] + root)
+    else:
+        needs = int(layout.needs[0])
+        used = dict.fromkeys(there, 0)
+        while len(choices) < 16:
+            chosen = sorted(sorted(there, key=used.__getitem__)[:needs])
+            if chosen + root in choices:
+                break
+            for rank in chosen:
+                used[rank] += 1
+            choices.append(chosen + root)
+    return [*there, 0], choices
+
+
+@pytest.mark.parametrize(
+    ("n", "s", "late"),
+    [
+        *((12, s, ()) for s in (0, 1, 2, 3)),
+        *((12, s, (12,)) for s in (1, 2, 3)),
+        *((12, s, (1, 12)) for s in (1, 2, 3)),
+        *((84, s, ()) for s in (0, 1, 2)),
+        *((84, s, late) for s in (1, 2) for late in ((84,), (3, 9))),
+        *((13, 3, late) for late in ((), (5,))),
+    ],
+)
+@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize("payload", [2e5, 2e6, 20e6])
+def test_the_busiest_port_is_as_busy_as_the_engine_makes_it(
+    n, s, late, computes, payload
+):
+    engine = pytest.importorskip(
+        "jaxcoded.transport._engine", reason="built without the engine"
+    )
+    layout = star(n, s)
+    layout.loads[0] = computes
+    job = Sections(layout, CABLE, payload)
+    there = np.array([rank not in late for rank in range(1, n + 1)])
+    traffic = job.traffic(there, there, np.zeros(n, bool))
+    busiest = max(_sent(traffic).max(), _received(traffic).max()) / payload
+    makers, choices = as_in_the_engine(layout, late)
+    _, in_engine = engine.section_shares(makers, choices, n + 1, job.pieces)
+    # one piece more or less is sent to all others, and the engine gives them out without a thought of
+    # what a port that sends more than others will have to send later
+    piece = len(makers) / job.pieces
+    assert busiest - piece <= in_engine <= busiest * (1.35 if computes else 1.15) + piece
+
+
+@pytest.mark.parametrize("bytes_", [65536, 4e5, 416e3, 2e6, 20e6, 1e9])
+@pytest.mark.parametrize("n", [1, 12, 300])
+def test_pieces_are_as_long_as_the_engines(bytes_, n):
+    engine = pytest.importorskip(
+        "jaxcoded.transport._engine", reason="built without the engine"
+    )
+    limits = engine.Limits()
+    limits.sections_from = SECTIONS_FROM
+    limits.section_pieces = SECTION_PIECES * (n + 1)
+    in_engine = math.ceil(bytes_ / limits.piece_for(int(bytes_)))
+    pieces = Sections(star(n), Network(), float(bytes_)).pieces
+    assert pieces == pytest.approx(in_engine, abs=1)
 
 
 @pytest.mark.parametrize("both_ways", [True, False])
@@ -98,42 +174,50 @@ def terms(n, s, copies, count):
     ("n", "s"), [(3, 1), (6, 0), (6, 1), (12, 0), (12, 1), (12, 3), (20, 0), (39, 2)]
 )
 def test_near_rounds_played_piece_by_piece(n, s, payload, both_ways):
+    engine = pytest.importorskip(
+        "jaxcoded.transport._engine", reason="built without the engine"
+    )
     network = dataclasses.replace(CABLE, **FREE)
     if not both_ways:  # ports that receive as fast as memory
         network = dataclasses.replace(
             network, bandwidth=4e8, send_bandwidth=CABLE.bandwidth
         )
-    job = Sections(star(n, s), network, payload)
+    layout = star(n, s)
+    job = Sections(layout, network, payload)
     everybody = np.ones(n, bool)
     traffic = job.traffic(everybody, everybody, ~everybody)
     piece = payload / job.pieces
+    makers, choices = as_in_the_engine(layout)
+    shares, _ = engine.section_shares(makers, choices, n + 1, job.pieces)
     played = Play(
-        list(terms(n, s, job.copies, traffic.sections)),
+        [(makers[maker], choices[choice], count) for maker, choice, count in shares],
         n + 1,
-        job.pieces,
         piece / network.sending,
         piece / network.bandwidth,
         network.latency,
     )
-    sent = traffic.terms_sent + traffic.sections_sent
-    received = traffic.terms_received + traffic.sections_received
-    np.testing.assert_allclose(sent / piece, played.sent)
-    np.testing.assert_allclose(received / piece, played.received)
+    for simulated, ports in (
+        (_sent(traffic), played.sent),
+        (_received(traffic), played.received),
+    ):
+        assert max(ports) == pytest.approx(simulated.max() / piece, abs=n, rel=0.15)
     up = job.up(np.zeros(n + 1), np.zeros(n + 1))
-    assert 0.75 <= up.last[1:].max() / max(played.here) <= 1.25
+    # real ports are idle for longer, above all in short rounds
+    assert 0.75 <= up.last[1:].max() / max(played.here) <= 1.4
 
 
 def test_time_of_the_busiest_port():
-    """Equal ports and few ranks: what it carries, and latencies."""
+    """Equal ports and few ranks: what it carries, the pieces at both ends, and latencies."""
     network = dataclasses.replace(CABLE, **FREE)
-    payload = 256 * 1024.0 * 12 * 4
-    carries = 2 * payload * 3 / 4  # all messages, and all sections, but for its own
-    expected = carries / network.bandwidth + 6 * network.latency
-    # the offer, and before that the result
-    expected += network.latency
-    assert seconds(star(3), network, payload) == pytest.approx(expected, rel=1e-9)
+    piece = 60 * 1024.0
+    payload = 100 * piece * 4
+    carries = 1.5 * payload  # its message to the three others, and a fourth of the sum
+    expected = (carries + 3 * piece) / network.bandwidth
+    taken = seconds(star(3), network, payload)
+    assert taken == pytest.approx(expected / 0.92, rel=0.02)
     slow = dataclasses.replace(network, latency=0.01)
-    more = seconds(star(3), slow, payload) - seconds(star(3), network, payload)
+    more = seconds(star(3), slow, payload) - taken
+    # word that results are there, offers, and six more until all have it
     assert more == pytest.approx(7 * (0.01 - 2e-4), rel=1e-6)
 
 
@@ -220,7 +304,7 @@ def test_who_comes_soon_forms_a_section_too():
             again = job.up(called, called).last[0]
             fresh = Sections(star(12, 1), CABLE, payload).up(called, called).last[0]
             assert again >= fresh
-    assert job.up(np.zeros(13), np.zeros(13)).last[0] > 2 * up.last[0]
+    assert job.up(np.zeros(13), np.zeros(13)).last[0] > 1.3 * up.last[0]
 
 
 def test_a_dead_rank_without_redundancy_ends_the_job():
@@ -243,13 +327,31 @@ def test_shared_work_ends_with_a_sum_in_sections():
     assert short[0] == short[1]
 
 
-def test_figures_of_thirteen_hosts():
-    """In `benchmarks/README.md` they take 0.2 and 1.4 to 2.0 s, by the root 1.5 and 6 to 10 s."""
-    off = dataclasses.replace(CABLE, sections_from=0)
-    for s in (0, 1):
-        assert 0.15 < seconds(star(12, s), CABLE, 2e6) < 0.25
-        assert 1.4 < seconds(star(12, s), CABLE, 20e6) < 2.1
-        assert 6 < seconds(star(12, s), off, 20e6) < 11
+@pytest.mark.parametrize(
+    ("s", "late", "payload", "real"),
+    [
+        *((1, False, 2e6, 0.169), (1, False, 20e6, 1.30)),
+        *((1, True, 2e6, 0.198), (1, True, 20e6, 1.57)),
+        (0, False, 20e6, 1.70),
+    ],
+)
+def test_figures_of_thirteen_hosts(s, late, payload, real):
+    """Measured, as in `benchmarks/README.md`, with cables of 200 Mbit/s and 13 hosts' processors on
+    few cores; who is late calls when the others are done."""
+    network = Network(latency=1e-4, bandwidth=23.9e6, overhead=3e-5)
+    layout = star(12, s)
+    layout.loads[0] = s == 0  # its vector was not zero then
+    job, called, taken = Sections(layout, network, payload), np.zeros(13), []
+    for _ in range(4):
+        here = job.down(job.up(called, called), np.full(13, -np.inf), 1.0)
+        done = here[:12].max()
+        taken.append(done - called[0])
+        called[:] = done
+        if late:
+            called[12] = max(here[12], done + 0.999 * taken[-1])
+    assert taken[-1] == pytest.approx(real, rel=0.15)
+    off = dataclasses.replace(network, sections_from=0)
+    assert seconds(layout, off, payload) > 4 * taken[-1]
 
 
 @pytest.mark.parametrize("payload", [2e6, 20e6])
@@ -265,7 +367,8 @@ def test_the_ring_moves_as_much():
     """A star in sections without redundancy is the ring's two halves, but for its latencies."""
     quick = dataclasses.replace(CABLE, latency=0.0, **FREE)
     ring, sections = (seconds(it, quick, 50e6) for it in (Ring(4), star(3)))
-    assert sections == pytest.approx(ring, rel=0.02)
+    # whose ports are never idle
+    assert sections == pytest.approx(ring / 0.92, rel=0.02)
     far = dataclasses.replace(CABLE, latency=0.05)
     ring, sections = (seconds(it, far, 1e6) for it in (Ring(13), star(12)))
     assert sections < 0.5 * ring
