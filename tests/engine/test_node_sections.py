@@ -34,14 +34,14 @@ def sent(plan):
 
 
 @pytest.mark.parametrize(
-    ("n", "s"), [(3, 0), (5, 1), (12, 1), (12, 2), (12, 4), (13, 3), (70, 1), (80, 2)]
+    ("n", "s"), [(3, 0), (12, 0), (12, 1), (12, 2), (6, 1), (70, 1)]
 )
 def test_as_simulated(n, s):
+    """Copies of a message take turns, and all form equal sections: but for a piece or two."""
     plan = make_plan(n + 1, fanout=n, stragglers=s, root_computes=False)
     payload = 2.0 * PIECE * plan.size
     everybody = np.ones(n, bool)
     job = Sections(Layout.of(plan), Network(piece=PIECE), payload)
-    piece = PIECE
     traffic = job.traffic(everybody, everybody, ~everybody)
     found = sent(plan)
     for kind, simulated in (
@@ -49,4 +49,5 @@ def test_as_simulated(n, s):
         (SECTION, traffic.sections_sent),
     ):
         in_engine = [found[kind, rank] for rank in range(plan.size)]
-        print(kind, np.abs(simulated / piece - in_engine).max(), in_engine, simulated/piece)
+        np.testing.assert_allclose(simulated / PIECE, in_engine, atol=2)
+    assert not found[MESSAGE, 0]  # zeros are not sent
