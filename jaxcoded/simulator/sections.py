@@ -21,9 +21,9 @@ _STALL = 0.002  # seconds that the root waits, at least, for those who come a li
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 60 << 10  # bytes
 
 # The part of the time in which the busiest port is busy, but for the first and last pieces. Measured
-# on 13 hosts with 200 Mbit/s (benchmarks/README.md); rounds played piece by piece, without processors
-# that others need, have 0.9 to 1 (tests/simulator/test_simulated_sections.py).
-_BUSY = 0.92
+# on 13 hosts with 200 Mbit/s, whose figures are in tests/simulator/test_simulated_sections.py. In
+# rounds that are played piece by piece there, without processors that others need, it is 0.9 to 1.
+_BUSY = 0.9
 
 
 class Traffic(NamedTuple):
@@ -107,12 +107,13 @@ class Sections:
             traffic = self.traffic(there, has_message, joins)
             root, everybody = self._moving(traffic)
         # the root's port may still be sending older results to those who are late
-        terms = traffic.terms_sent[0] / network.sending
-        begun += max(0.0, self._sends_until + terms - (begun + root))
+        terms = self._sends_until + traffic.terms_sent[0] / network.sending
+        begun += max(0.0, terms - (begun + root))
         last = np.full(self.layout.size, np.inf)
         last[0] = begun + root
         self._lasted = root
-        done = max(begun + everybody, last[0] + latency)
+        section = terms + traffic.sections_sent[0] / network.sending
+        done = max(begun + everybody, last[0] + latency, section)
         last[1:][there] = done
         fetched = comes + network.trips * latency + self.payload / network.bandwidth
         last[1:][joins] = np.maximum(fetched, done)[joins]
