@@ -17,7 +17,9 @@ from jaxcoded.simulator.way_up import WayUp
 IN_SECTIONS = "long sums are formed in sections"  # in words
 
 # As in the engine (``node.h``).
-_STALL = 0.002  # seconds that the root waits, at least, for those who come a little later
+_STALL = (
+    0.002  # seconds that the root waits, at least, for those who come a little later
+)
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 60 << 10  # bytes
 
 # The part of the time in which the busiest port is busy, but for the first and last pieces. Measured

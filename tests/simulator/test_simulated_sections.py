@@ -151,7 +151,9 @@ def test_the_busiest_port_is_as_busy_as_the_engine_makes_it(
     # one piece more or less is sent to all others, and the engine gives them out without a thought of
     # what a port that sends more than others will have to send later
     piece = len(makers) / job.pieces
-    assert busiest - piece <= in_engine <= busiest * (1.35 if computes else 1.15) + piece
+    assert (
+        busiest - piece <= in_engine <= busiest * (1.35 if computes else 1.15) + piece
+    )
 
 
 @pytest.mark.parametrize("bytes_", [65536, 4e5, 416e3, 2e6, 20e6, 1e9])
