@@ -29,7 +29,7 @@ _BUSY = 0.9
 
 
 class Traffic(NamedTuple):
-    """What each rank's port carries in a round, float64 ``(N,)`` in bytes, and who forms what.
+    """What each rank's port carries in a round, float64 ``(N,)`` in bytes, and whose messages count.
 
     Attributes:
         terms_sent: of its message, to the makers.
