@@ -41,7 +41,13 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   constexpr std::size_t units_of_each = 16;  // as fine as it is of use
   const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
   const double receivers = static_cast<double>(makers.size()) - 1;
-  std::vector<double> sends(ports), fetches(ports);
+  // What each port moves in all: what it does so far, and for the rest of its message what it would if
+  // choices took turns. Without that, who alone has a message would be given too much early on.
+  std::vector<double> turns(ports), sends(ports), fetches(ports);
+  for (const auto& choice : choices) {
+    for (const std::size_t port : choice) turns[port] += 1.0 / static_cast<double>(choices.size());
+  }
+  for (std::size_t port = 0; port < ports; ++port) sends[port] = static_cast<double>(units) * turns[port];
   for (const std::size_t port : makers) fetches[port] = static_cast<double>(units);
 
   // Whether a maker's own message is of a choice; it need not be sent.
@@ -52,16 +58,17 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   // Of the ports of a choice, the one that sends most, and what the second one sends.
   struct Most {
     std::size_t port = 0;
-    double first = -1, second = -1;
+    double first = -2, second = -2;
   };
   std::vector<Most> most(choices.size());
   const auto look = [&](std::size_t c) {
     most[c] = {};
     for (const std::size_t port : choices[c]) {
-      if (sends[port] > most[c].first) {
-        most[c] = {.port = port, .first = sends[port], .second = most[c].first};
+      const double load = sends[port] - turns[port];
+      if (load > most[c].first) {
+        most[c] = {.port = port, .first = load, .second = most[c].first};
       } else {
-        most[c].second = std::max(most[c].second, sends[port]);
+        most[c].second = std::max(most[c].second, load);
       }
     }
   };
@@ -71,8 +78,8 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     const std::size_t port = makers[m];
     const double terms = static_cast<double>(choices[c].size()) - own[c][port];
     const double others = most[c].port == port ? most[c].second : most[c].first;
-    const double busiest =
-        std::max({sends[port] + receivers, fetches[port] + terms - 1, others + 1});
+    const double busiest = std::max(
+        {sends[port] - turns[port] + receivers, fetches[port] + terms - 1, others + 1});
     return std::tuple(busiest, terms, sends[port] + fetches[port]);
   };
 
@@ -91,6 +98,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     }
     ++given[maker][choice];
     const std::size_t port = makers[maker];
+    for (std::size_t it = 0; it < ports; ++it) sends[it] -= turns[it];
     for (const std::size_t other : choices[choice]) sends[other] += 1;
     fetches[port] += static_cast<double>(choices[choice].size()) - 1;
     if (own[choice][port]) {
