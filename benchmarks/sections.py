@@ -4,7 +4,7 @@
         .venv/bin/python -m mpi4py benchmarks/sections.py
 
 One family: all ranks are the root's children. Jitted all-reduces of float32 vectors, ordered by a
-token and donated, take turns; a root without data hands in zeros. With one worker late, the time is that of the slowest other rank; the
+token and donated, take turns, once their inputs are there; a root without data hands in zeros. With one worker late, the time is that of the slowest other rank; the
 late one calls when the others are done. Times are of the slowest rank, ratios medians of the ratios
 within a repetition. The traffic is what the busiest rank fetches, in lengths of the vector.
 """
@@ -50,45 +50,43 @@ def groups(stragglers):
 
 
 def coded(group, size):
+    """What makes an input, and what sums it."""
     step = jax.jit(
         lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
         donate_argnums=(0, 1),
     )
     own = float(group.plan.load_of(comm.rank) > 0)
-    x, token = jnp.full(size, own, jnp.float32), jnp.int32(0)
+    token = jnp.int32(0)
 
-    def run():
-        nonlocal x, token
-        x, _, token = step(x * 0 + own, token)
-        x.block_until_ready()
+    def run(x):
+        nonlocal token
+        total, _, token = step(x, token)
+        total.block_until_ready()
 
-    return run
+    return lambda: jnp.full(size, own, jnp.float32), run
 
 
 def plain(collective, size):
     step = jax.jit(lambda x: collective(x, comm), donate_argnums=0)
-
-    def run():
-        step(jnp.ones(size, jnp.float32)).block_until_ready()
-
-    return run
+    return lambda: jnp.ones(size, jnp.float32), lambda x: step(x).block_until_ready()
 
 
 def mpi(size):
     own, total = np.ones((2, size), np.float32)
-    return lambda: comm.Allreduce(own, total)
+    return lambda: own, lambda x: comm.Allreduce(x, total)
 
 
-def seconds(run, late):
+def seconds(make, run, late):
     """Of the slowest rank; of the slowest other one, if one is late."""
+    x = jax.block_until_ready(make())
     barrier()
     if late and comm.rank == LATE:
         barrier()
-        run()
+        run(x)
         own = 0.0
     else:
         start = time.perf_counter()
-        run()
+        run(x)
         own = time.perf_counter() - start
         if late:
             barrier()
@@ -110,9 +108,9 @@ def measure(size, made, repetitions, progress):
     times = {key: [] for key in runs}
     moved = dict.fromkeys(runs, 0.0)
     for repetition in range(-1, repetitions):  # the first one compiles
-        for (name, late), run in runs.items():
+        for (name, late), (make, run) in runs.items():
             before = fetched(made[name]) if name in made else 0
-            took = seconds(run, late)
+            took = seconds(make, run, late)
             if repetition < 0:
                 continue
             times[name, late].append(took)
