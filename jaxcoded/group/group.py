@@ -313,8 +313,13 @@ class CodedGroup:
             build.check(self._comm)
             self.plan = self._agreed_plan(transport, request, checked)
             if chooser is not None:
-                self.plan, piece, self._planned = chooser(self._comm)
-                wanted = dataclasses.replace(wanted, piece_bytes=piece)
+                choice = chooser(self._comm)
+                self.plan, self._planned = choice.plan, choice.words
+                wanted = dataclasses.replace(wanted, piece_bytes=choice.piece)
+                if choice.sections_from is not None:
+                    wanted = dataclasses.replace(
+                        wanted, sections_from=choice.sections_from
+                    )
             self.index = next(_indices)
             self._record.open(self._comm, self.plan)
             self._roll = recovery.Roll(self._comm, self.plan.root)

@@ -14,8 +14,10 @@ from jaxcoded._progress import progress
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import Ranking, best_plans
 from jaxcoded.planner.candidates import checked_replicas
+from jaxcoded.planner.crossover import sections_pay_from
 from jaxcoded.planner.measurement import Measurement
 from jaxcoded.planner.measuring import measured
+from jaxcoded.simulator import Layout
 from jaxcoded.simulator.sections import IN_SECTIONS
 from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import PIECE
@@ -29,11 +31,14 @@ class Choice(NamedTuple):
     Attributes:
         plan: of the group.
         piece: bytes in which its messages move.
+        sections_from: bytes from which it is to form sums in sections; ``None``: as it would
+            without being told.
         words: why.
     """
 
     plan: Plan
     piece: int
+    sections_from: int | None
     words: str
 
 
@@ -93,7 +98,7 @@ def choose(
         replicas, reading: as in `best_plans`.
         not_shared: why this group cannot share work, in words that follow "shared work".
         sections_from: bytes from which this group forms sums in sections; 0: none. Default:
-            as usual on its hosts.
+            as is expected to pay between its hosts.
 
     Raises:
         RuntimeError: ``work`` failed on a rank. Raised on every rank.
@@ -102,7 +107,7 @@ def choose(
     size = comm.size
     if size == 1:
         alone = make_plan(1, stragglers=0, seed=seed)
-        return Choice(alone, PIECE, "one rank: nothing to plan")
+        return Choice(alone, PIECE, None, "one rank: nothing to plan")
     with progress("measuring and planning", quiet=comm.rank > 0) as tell:
         part = 1 / (size - 1)
         mine = functools.partial(work, part) if callable(work) else float(work) * part
@@ -128,9 +133,14 @@ def choose(
                 if not_shared:
                     ranking = dataclasses.replace(ranking, not_shared=not_shared)
                 best = ranking.best_tree.candidate
+                plan = best.plan(size, seed)
+                pays_from = None
+                if sections_from is None and network.sections_from:
+                    pays_from = sections_pay_from(Layout.of(plan), network)
                 answer = {
-                    "plan": best.plan(size, seed).to_json(),
+                    "plan": plan.to_json(),
                     "piece": best.piece,
+                    "sections_from": pays_from,
                     "words": _words(seen, seconds, ranking),
                 }
             except Exception as error:  # noqa: BLE001  # the others wait for an answer
@@ -140,7 +150,12 @@ def choose(
         raise ValueError(f"CodedGroup.auto failed on rank 0: {answer['error']}")
     if comm.rank == 0:
         logger.info("%s", answer["words"])
-    return Choice(Plan.from_json(answer["plan"]), answer["piece"], answer["words"])
+    return Choice(
+        Plan.from_json(answer["plan"]),
+        answer["piece"],
+        answer["sections_from"],
+        answer["words"],
+    )
 
 
 def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:

@@ -186,7 +186,9 @@ def test_groups_that_cannot_take_turns(comm, group, transport):
         coded_allreduce_start(jnp.ones(3), [group, 3])
     if SIZE > 2:
         with (
-            jaxcoded.CodedGroup(comm, fanout=1, stragglers=0, transport=transport) as other,
+            jaxcoded.CodedGroup(
+                comm, fanout=1, stragglers=0, transport=transport
+            ) as other,
             pytest.raises(ValueError, match="must have one plan"),
         ):
             coded_allreduce_start(jnp.ones(3), [group, other])

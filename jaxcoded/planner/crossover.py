@@ -1,0 +1,45 @@
+"""From how many bytes on it pays to form sums in sections."""
+
+import dataclasses
+
+from jaxcoded.simulator import Layout, Network, simulate
+
+_LEAST, _MOST = 12, 26  # powers of two: shorter sums come with a control message
+
+
+def sections_pay_from(layout: Layout, network: Network) -> int:
+    """Bytes of a sum, a power of two, from which on all ranks of a family are expected to form it
+    sooner in sections than the root by itself, with nobody late; 0: never, up to 64 MiB.
+
+    Slow cables gain early, as the root's is the bottleneck. Where latency is what takes the time,
+    sections cost more of it.
+
+    Args:
+        layout: of the plan; no others than families form sections (``docs/engine.md``).
+        network: measured.
+
+    Example:
+        >>> from jaxcoded.planner.crossover import sections_pay_from
+        >>> from jaxcoded.simulator import Layout, Network
+        >>> star = Layout.balanced(13, 12, 1)
+        >>> [sections_pay_from(star, Network.of(rate, latency=1e-3)) for rate in (1, 10)]
+        [32768, 262144]
+    """
+    if not layout.one_family:
+        return 0
+    found = 0
+    for power in range(_MOST, _LEAST - 1, -1):
+        in_sections, by_root = (
+            simulate(
+                layout,
+                dataclasses.replace(network, sections_from=least),
+                payload=2.0**power,
+                work=0.0,
+                rounds=2,
+            ).seconds[-1]
+            for least in (1, 0)
+        )
+        if in_sections >= by_root:
+            break
+        found = 1 << power
+    return found

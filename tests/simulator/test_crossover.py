@@ -1,0 +1,51 @@
+"""From how many bytes on sections pay."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxcoded.planner.crossover import sections_pay_from
+from jaxcoded.simulator import Layout, Network, simulate
+
+
+def seconds(layout, network, payload, least):
+    network = dataclasses.replace(network, sections_from=least)
+    job = simulate(layout, network, payload=payload, work=0.0, rounds=3)
+    return job.seconds[-1]
+
+
+@given(
+    ranks=st.integers(2, 40),
+    s=st.integers(0, 2),
+    gigabits=st.sampled_from([0.1, 1, 10, 100]),
+    latency=st.sampled_from([1e-5, 1e-4, 1e-3]),
+)
+@settings(max_examples=40)
+def test_they_pay_from_there_on_and_not_before(ranks, s, gigabits, latency):
+    layout = Layout.balanced(ranks, ranks - 1, min(s, ranks - 2))
+    network = Network.of(gigabits, latency=latency)
+    least = sections_pay_from(layout, network)
+    for power in range(12, 27):
+        payload = 1 << power
+        gain = seconds(layout, network, payload, 0) / seconds(
+            layout, network, payload, 1
+        )
+        if least and payload >= least:
+            assert gain > 1
+        elif payload == (least or 1 << 27) // 2:
+            assert gain <= 1
+
+
+def test_latency_puts_it_off():
+    star = Layout.balanced(13, 12, 1)
+    latencies = (1e-5, 1e-4, 1e-3, 1e-2)
+    found = [sections_pay_from(star, Network.of(10, latency=it)) for it in latencies]
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+
+
+@pytest.mark.parametrize("fanout", [2, 3])
+def test_trees_form_none(fanout):
+    assert sections_pay_from(Layout.balanced(13, fanout), Network.of(1)) == 0
