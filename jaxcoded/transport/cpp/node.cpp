@@ -306,14 +306,15 @@ void Node::understand(Rank from, const Message& message) {
       check_offers();
       break;
     case Kind::result:
+      if (!is_above(from)) break;
       newest_ = std::max({newest_, head.round, head.last});
       on_result(from, message);
       break;
     case Kind::note:
-      newest_ = std::max(newest_, head.last);
+      if (is_above(from)) newest_ = std::max(newest_, head.last);
       break;
     case Kind::gone:
-      on_gone(from, head.round, head.last);
+      if (is_above(from)) on_gone(from, head.round, head.last);
       break;
     case Kind::state:
       on_state(from, message);

@@ -452,6 +452,7 @@ class Node {
   void lost_source();
   void hand_over(const Entry& entry);
   std::size_t height(Rank ancestor) const;
+  bool is_above(Rank rank) const;
   bool awaited_below() const;
   void ask();
   void want(Rank rank);
