@@ -148,8 +148,8 @@ def test_the_busiest_port_is_as_busy_as_the_engine_makes_it(
     busiest = max(_sent(traffic).max(), _received(traffic).max()) / payload
     makers, choices = as_in_the_engine(layout, late)
     _, in_engine = engine.section_shares(makers, choices, n + 1, job.pieces)
-    # one piece more or less is sent to all others, and the engine gives them out without a thought of
-    # what a port that sends more than others will have to send later
+    # one piece more or less is sent to all others, and the engine, which gives out one after the
+    # other, does not find the least there is
     piece = len(makers) / job.pieces
     assert (
         busiest - piece <= in_engine <= busiest * (1.35 if computes else 1.15) + piece
