@@ -5,6 +5,7 @@ from jaxcoded import codes as codes
 from jaxcoded import errors as errors
 from jaxcoded import planner as planner
 from jaxcoded import simulator as simulator
+from jaxcoded._version import __version__ as __version__
 from jaxcoded.codes import GradientCode as GradientCode
 from jaxcoded.collectives import baselines as baselines
 from jaxcoded.collectives import host as host

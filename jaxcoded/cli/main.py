@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import click
 
+import jaxcoded
+
 # Each is a module of jaxcoded.cli, whose docstring is its help, with a `command`.
 COMMANDS = ("doctor", "run", "bench", "plan", "simulate", "report")
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
@@ -82,11 +84,8 @@ def _summary(name: str) -> str:
 
 
 def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-    # looked for only where it is asked for: a checkout need not be installed
     if asked:
-        import importlib.metadata
-
-        click.echo(f"jaxcoded {importlib.metadata.version('jaxcoded')}")
+        click.echo(f"jaxcoded {jaxcoded.__version__}")
         ctx.exit()
 
 

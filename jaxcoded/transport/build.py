@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded._version import __version__
 from jaxcoded.errors import GroupMismatch
 from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import disagreement
@@ -23,14 +24,10 @@ from jaxcoded.transport.agreement import disagreement
 @functools.cache
 def required() -> str:
     """What must be the same on all ranks, in words."""
-    try:
-        version = importlib.metadata.version("jaxcoded")
-    except importlib.metadata.PackageNotFoundError:
-        version = "that is not installed"
     # `CodedGroup.epoch` shuffles alike on all ranks, and NumPy may draw otherwise in another version
     drawn = np.random.default_rng([1, 2]).permutation(1000).astype("<i8")
     draws = hashlib.sha256(drawn.tobytes()).hexdigest()[:8]
-    return f"jaxcoded {version}, {sys.byteorder}-endian numbers, random draws {draws} of NumPy"
+    return f"jaxcoded {__version__}, {sys.byteorder}-endian numbers, random draws {draws} of NumPy"
 
 
 @functools.cache

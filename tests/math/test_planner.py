@@ -558,6 +558,7 @@ def test_version(capsys):
     assert main(["--version"]) == 0
     version = importlib.metadata.version("jaxcoded")
     assert capsys.readouterr().out == f"jaxcoded {version}\n"
+    assert jaxcoded.__version__ == version
 
 
 def test_as_a_command():
