@@ -33,6 +33,7 @@ def seen(plan=PLAN, **changes):
         "ended": begun + 1.0,
         "decider": [1] * ROUNDS,
         "outcome": [1] * ROUNDS,
+        "payload": [1000] * ROUNDS,
         "skipped": [False] * ROUNDS,
         "approximate": [False] * ROUNDS,
         "shared": [False] * ROUNDS,
@@ -257,13 +258,9 @@ def test_alternatives(plan):
 
 
 def test_network():
-    links, payload = analysis.network(seen(), PLAN)
+    links, payload = analysis.network(seen(payload=[1000, 2000] * (ROUNDS // 2)))
     assert links.bandwidth == pytest.approx(1e9)
-    assert payload == pytest.approx(1000)
-    child = dataclasses.replace(of_child(3), peers=np.array([0]))
-    child = dataclasses.replace(child, link_bytes=np.array([1200]))
-    child = dataclasses.replace(child, link_seconds=np.zeros(1))
-    assert analysis.network(child, PLAN)[1] == pytest.approx(200)
+    assert payload == 1500
 
 
 def kept(rows):
@@ -276,6 +273,7 @@ def kept(rows):
         "ended",
         "decided_by",
         "failed",
+        "payload",
         "skipped",
         "approximate",
         "shared",

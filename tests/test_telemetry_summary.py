@@ -23,6 +23,7 @@ def seen(**changes):
         "ended": [0.6, 1.6, 2.6, 3.6],
         "decider": [1, 2, 2, 0],
         "outcome": [1, 1, 2, 1],
+        "payload": [1_000_000] * 4,
         "skipped": [False] * 4,
         "approximate": [False, False, False, True],
         "shared": [False] * 4,

@@ -256,7 +256,7 @@ def work(files: Sequence[Telemetry]) -> Work:
     return Work(rounds, seconds, tuple(source))
 
 
-def network(seen: Telemetry, plan: Plan) -> tuple[Network, float]:
+def network(seen: Telemetry) -> tuple[Network, float]:
     """The links and the mean payload in bytes, as far as a rank has seen them.
 
     Latency is not measured: that of `Network` is taken.
@@ -264,17 +264,7 @@ def network(seen: Telemetry, plan: Plan) -> tuple[Network, float]:
     took = seen.link_seconds > 0
     rates = seen.link_bytes[took] / seen.link_seconds[took]
     links = Network(bandwidth=float(np.median(rates))) if len(rates) else Network()
-    if not len(seen.rounds):
-        return links, 0.0
-    came = dict(zip(seen.peers.tolist(), seen.link_bytes.tolist()))
-    results = came.get(plan.parents[seen.rank], 0) / seen.rounds[-1]
-    payloads = [float(results)] if seen.rank != plan.root else []
-    for column, child in enumerate(seen.children.tolist()):
-        share = seen.used[:, column].mean()
-        if share >= 0.5:
-            part = plan.parts_above[child] / plan.slices_above[child]
-            payloads.append(came.get(child, 0) / (share * seen.rounds[-1]) / part)
-    return links, float(np.median(payloads)) if payloads else 0.0
+    return links, float(seen.payload.mean()) if len(seen.payload) else 0.0
 
 
 def alternatives(
@@ -347,7 +337,7 @@ def compare(files: Sequence[Telemetry]) -> list[Predicted]:
     took = work(files)
     if not len(took.rounds):
         return []
-    links, payload = network(seen, plan)
+    links, payload = network(seen)
     model = _model(took, seen.loads)
     speeds = seen.speeds if seen.rank == plan.root else None
     out = []

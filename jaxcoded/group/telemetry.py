@@ -64,6 +64,7 @@ class Telemetry:
         decided_by: int64 ``(R,)``, whose message or call completed the sum, a child or
             this rank; -1 where there was none.
         failed: bool ``(R,)``, whether the round ended with an error.
+        payload: int64 ``(R,)``, bytes of what was summed, or handed down, once.
         skipped: bool ``(R,)``, whether this rank had nothing to contribute.
         approximate: bool ``(R,)``, whether this rank's deadline was over and it went on
             with what had come.
@@ -110,6 +111,7 @@ class Telemetry:
     ended: np.ndarray
     decided_by: np.ndarray
     failed: np.ndarray
+    payload: np.ndarray
     skipped: np.ndarray
     approximate: np.ndarray
     shared: np.ndarray
@@ -164,6 +166,7 @@ class Telemetry:
             ended=column("ended", np.float64),
             decided_by=column("decider", np.int64),
             failed=outcome != _DONE,
+            payload=column("payload", np.int64),
             skipped=column("skipped", bool),
             approximate=column("approximate", bool),
             shared=column("shared", bool),

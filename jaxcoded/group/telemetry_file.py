@@ -22,6 +22,7 @@ _ARRAYS: dict[str, tuple[type, str]] = {
     "ended": (np.float64, "R"),
     "decided_by": (np.int64, "R"),
     "failed": (np.bool_, "R"),
+    "payload": (np.int64, "R"),
     "skipped": (np.bool_, "R"),
     "approximate": (np.bool_, "R"),
     "shared": (np.bool_, "R"),
@@ -118,7 +119,8 @@ def _checked(values: dict[str, np.ndarray]) -> dict[str, Any]:
     require("computed", (computed >= 0) & (computed < 2**32))
     require("computed", not computed[~shared].any())
     require("blocks", (values["blocks"] >= 0) & (values["blocks"] < 2**32))
-    require("link_bytes", values["link_bytes"] >= 0)
+    for name in ("payload", "link_bytes"):
+        require(name, (values[name] >= 0) & (values[name] < 2**56))
     for name in ("link_seconds", "silent", "busy"):
         require(name, values[name] >= 0)
     for name in ("work", "step_times"):

@@ -19,8 +19,10 @@ from simulation import (
     FAILED,
     FAILURE,
     FORMED,
+    GONE,
     HEADER,
     INLINED,
+    NOTE,
     OFFER,
     PENDING,
     RESULTS,
@@ -417,6 +419,37 @@ def test_only_who_forms_a_section_says_so(forger):
             assert UNREADABLE.format(2, 1) in error
         else:
             assert not any(errors)
+
+
+@pytest.mark.parametrize("kind", [RESULTS, NOTE, GONE])
+def test_siblings_know_no_results(kind):
+    """A word of one of them about a round far ahead is passed over; nobody is asked for that."""
+    plan = make_plan(4, fanout=3, stragglers=0)
+    script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
+    world = GarblingWorld(
+        plan,
+        script,
+        random.Random(0),
+        hosts=range(4),
+        limits={"piece_bytes": 64, "announced_bytes": 128, "sections_from": 1},
+    )
+    forged = HEADER.pack(kind, 0, 0, 1, 1000, 1000, 0, 0, 0)
+    seen, said = [], set()
+
+    def garble(on, message):
+        if on == (2, 1):
+            said.add(Header(message).kind)
+        if (on[1], Header(message).round) == (2, 3) and not seen:
+            seen.append(message)
+            world.nodes[2].deliver(1, forged)
+        return message
+
+    world.garble = garble
+    world.settle()
+    assert seen
+    for rank in range(4):
+        assert not any(world.ends[rank][r].error for r in range(1, ROUNDS + 1))
+    assert said == {FORMED}
 
 
 @many

@@ -29,6 +29,7 @@ from reference import (
     rounding,
 )
 from together import (
+    SLOWNESS,
     compilations,
     finish,
     late_ranks,
@@ -703,32 +704,30 @@ def test_other_threads_get_their_turn(comm, transport):
 def test_a_snapshot_holds_up_no_other_thread(comm, transport):
     state = np.ones(1 << 27, np.uint8)
 
-    def longest_look():
-        """Of another thread at the group, as a share of the time that a snapshot takes."""
+    def looks_meanwhile():
+        """How often another thread has looked at the group while a snapshot was taken."""
         over, looks = threading.Event(), []
 
         def look():
             while not over.is_set():
-                start = time.perf_counter()
                 group.transport.status()
-                looks.append(time.perf_counter() - start)
+                looks.append(1)
 
         looking = threading.Thread(target=look)
         looking.start()
         wait_until(lambda: looks)
         looks.clear()
-        start = time.perf_counter()
         group.transport.keep_state(state)
-        seconds = time.perf_counter() - start
+        count = len(looks)
         over.set()
         looking.join()
-        return max(looks) / seconds
+        return count
 
     with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
         wait_for_all(comm)
         if RANK == group.plan.root:
-            # other processes may hold up the thread
-            assert min(longest_look() for _ in range(5)) < 0.5
+            # one before and one after it need no turn; other processes may hold up the thread
+            wait_until(lambda: looks_meanwhile() > 2)
         wait_for_all(comm)
 
 
@@ -764,12 +763,12 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         stragglers=0,
         fanout=3 if SIZE == 13 else None,
         transport=transport,
-        options=jaxcoded.Options(deadline=0.7),
+        options=jaxcoded.Options(deadline=0.7 * SLOWNESS),
     ) as group:
         parents, waited_for = group.plan.parents, SIZE - 1
         wait_for_all(comm)
         if RANK == SIZE - 1:
-            time.sleep(1.6)
+            time.sleep(1.6 * SLOWNESS)
         lags = []
         asking = logging.Handler()
         asking.emit = lambda record: lags.append(group.lag())

@@ -12,7 +12,7 @@ import pytest
 from marks import SIZE, engine_only, mpi4jax_only, redundant, several
 from mpi4py import MPI
 from reference import BATCH, assert_sum, contribution, per_example
-from together import wait_for_all, wait_until
+from together import SLOWNESS, wait_for_all, wait_until
 
 import jaxcoded
 from jaxcoded import host
@@ -55,6 +55,7 @@ def test_who_was_late_and_by_how_much(comm, fresh):
     assert seen.rounds.tolist() == [1, 2, 3, 4, 5, 6]
     assert not (seen.failed | seen.skipped | seen.approximate).any()
     assert (seen.ended >= seen.started).all()
+    assert (seen.payload == x.nbytes).all()
     assert np.isnan(seen.work[0])
     np.testing.assert_allclose(seen.work[1:], (seen.started[1:] - seen.ended[:-1]))
     if RANK == parent:
@@ -152,7 +153,7 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
     """A slow rank is found out, and gets less of the data, on all ranks."""
     group, slow = fresh, leaf(fresh)
     for _ in range(30):
-        time.sleep(0.3 if RANK == slow else 0.03)
+        time.sleep((0.3 if RANK == slow else 0.03) * SLOWNESS)
         host.coded_allreduce(
             np.asarray(contribution(group, VECTOR)), group, skip=group.lag() > 0
         )

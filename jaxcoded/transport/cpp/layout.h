@@ -19,6 +19,12 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
+inline std::uint64_t bytes_of(const std::vector<Segment>& segments) {
+  std::uint64_t out = 0;
+  for (const Segment& segment : segments) out += segment.bytes();
+  return out;
+}
+
 // This machine's memory, swapped or not. No message is longer: what another rank says of its length
 // is nonsense then, and there would be no room for it.
 inline std::uint64_t most_bytes() {

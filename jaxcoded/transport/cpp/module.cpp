@@ -201,6 +201,7 @@ nb::dict telemetry(std::uint64_t index) {
   column("ended", records, [](const RoundRecord& it) { return it.ended; });
   column("decider", records, [](const RoundRecord& it) { return it.decider; });
   column("outcome", records, [](const RoundRecord& it) { return it.outcome; });
+  column("payload", records, [](const RoundRecord& it) { return it.payload; });
   column("skipped", records, [](const RoundRecord& it) { return it.skipped; });
   column("approximate", records, [](const RoundRecord& it) { return it.approximate; });
   column("shared", records, [](const RoundRecord& it) { return it.shared; });

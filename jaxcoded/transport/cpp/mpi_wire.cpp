@@ -256,14 +256,15 @@ void MpiWire::open_inbox(std::size_t peer, const MPI_Status& status, Node& node)
 
 // What has become of everything that is on its way, in its order. One look at the network for all of
 // it: a look for each takes more time than what comes.
-std::vector<MpiWire::Completion> MpiWire::complete_some() {
-  std::vector<MPI_Request> requests;
+const std::vector<MpiWire::Completion>& MpiWire::complete_some() {
+  auto& [requests, indices, statuses, found] = look_;
+  requests.clear();
   for (const Outgoing& it : outgoing_) requests.push_back(it.request);
   for (const Fetching& it : fetches_) requests.push_back(it.request);
-  std::vector<Completion> out(requests.size());
-  if (requests.empty()) return out;
-  std::vector<int> indices(requests.size());
-  std::vector<MPI_Status> statuses(requests.size());
+  found.assign(requests.size(), {});
+  if (requests.empty()) return found;
+  indices.resize(requests.size());
+  statuses.resize(requests.size());
   int count = 0, outcome = MPI_SUCCESS;
   for (int look = 0; look < 2 && count <= 0; ++look) {  // as with inboxes
     outcome = MPI_Testsome(static_cast<int>(requests.size()), requests.data(), &count,
@@ -271,7 +272,7 @@ std::vector<MpiWire::Completion> MpiWire::complete_some() {
   }
   for (int i = 0; i < count; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    Completion& it = out[static_cast<std::size_t>(indices[at])];
+    Completion& it = found[static_cast<std::size_t>(indices[at])];
     it.status = statuses[at];
     const bool well = outcome != MPI_ERR_IN_STATUS || it.status.MPI_ERROR == MPI_SUCCESS;
     it.state = well ? Completion::done : Completion::failed;
@@ -279,7 +280,7 @@ std::vector<MpiWire::Completion> MpiWire::complete_some() {
   std::size_t next = 0;
   for (Outgoing& it : outgoing_) it.request = requests[next++];
   for (Fetching& it : fetches_) it.request = requests[next++];
-  return out;
+  return found;
 }
 
 bool MpiWire::poll(Node& node) {
@@ -289,7 +290,7 @@ bool MpiWire::poll(Node& node) {
   }
   // An inbox holds one message. All that was sent before the last wake-up must be seen now.
   for (int i = 0; i < most_at_once && open_inboxes(node); ++i) news = true;
-  const std::vector<Completion> completions = complete_some();
+  const std::vector<Completion>& completions = complete_some();
   auto completion = completions.begin();
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
     it = completion++->state == Completion::pending ? std::next(it) : outgoing_.erase(it);

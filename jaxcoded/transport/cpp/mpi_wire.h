@@ -81,9 +81,16 @@ class MpiWire : public Wire {
     enum { pending, done, failed } state = pending;
     MPI_Status status = {};
   };
+  // What looking at requests takes; kept, as it is done in every turn.
+  struct Look {
+    std::vector<MPI_Request> requests = {};
+    std::vector<int> indices = {};
+    std::vector<MPI_Status> statuses = {};
+    std::vector<Completion> found = {};  // of each request
+  };
 
   bool open_inboxes(Node& node);
-  std::vector<Completion> complete_some();
+  const std::vector<Completion>& complete_some();
   void open_inbox(std::size_t peer, const MPI_Status& status, Node& node);
   void receive(std::size_t peer);
   void post(Rank to, int tag, std::vector<std::byte> bytes);
@@ -100,6 +107,7 @@ class MpiWire : public Wire {
   std::vector<MPI_Status> statuses_;
   std::list<Outgoing> outgoing_;
   std::list<Fetching> fetches_;
+  Look look_;
   int next_tag_;
   bool silent_peers_ = false;
 };

@@ -193,7 +193,7 @@ void Node::finish(Outcome outcome, std::string error) {
   for (Child& child : children_) child.offer.slots.clear();
   if (outcome == Outcome::desynchronized) return;
   const double now = ended_at_ = wire_.now();
-  telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome));
+  telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome), bytes_of(up_.call.total));
   if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);
   if (now - told_step_times_ > limits_.step_times_seconds) tell_step_times();
   if (!up_.overdue) {  // deadlines must not grow with the rounds that miss them

@@ -73,7 +73,8 @@ double Node::uncalled_at() const {
 
 // Then the round fails. The program hears of it when it calls, as any rank that is late.
 void Node::fail_uncalled() {
-  if (wire_.now() < uncalled_at()) return;
+  const double at = uncalled_at();
+  if (at == std::numeric_limits<double>::infinity() || wire_.now() < at) return;
   const auto first = std::ranges::find(children_, frontier_, [](const Child& it) { return it.offer.round; });
   const std::uint64_t fingerprint = first->offer.fingerprint;
   const std::string text = too_late(frontier_, deadline(limits_.deadline_share, fingerprint)) + "rank " +

@@ -281,7 +281,8 @@ void Node::ask() {
     want(upstream_.source());
   }
   if (!mine && !awaited_below()) return;
-  if (wire_.now() - upstream_.silent_since() < patience(upstream_.stuck_since())) return;
+  const double quiet = wire_.now() - upstream_.silent_since();
+  if (quiet < limits_.orphan_seconds || quiet < patience(upstream_.stuck_since())) return;
   // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word
   // when it is asked. Who has not answered is not asked again.
   const auto source = announced_.find(frontier_);

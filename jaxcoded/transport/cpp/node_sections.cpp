@@ -31,9 +31,7 @@ constexpr double unformed = 4;  // times as long may it take until any of a sum 
 
 // Of all messages of a round with this result.
 std::uint64_t Node::piece_bytes(const std::vector<Segment>& total) const {
-  std::uint64_t bytes = 0;
-  for (const Segment& segment : total) bytes += segment.bytes();
-  return limits_.piece_for(bytes);
+  return limits_.piece_for(bytes_of(total));
 }
 
 Layout Node::laid_out(const std::vector<Segment>& total) const {
@@ -494,7 +492,7 @@ void Node::begin_forming(const SectionPlan& plan, std::size_t job) {
 }
 
 void Node::end_sections() {
-  sections_ = {};
+  if (sections_.round) sections_ = {};
   early_.clear();
   up_.delegated.reset();
 }

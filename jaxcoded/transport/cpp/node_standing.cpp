@@ -63,22 +63,27 @@ bool Node::in_program() const {
 // Of a child whose calls do not come while rounds are decided without it, it is said once what is
 // known. Its engine answers where its program is stuck, and tells where that is.
 void Node::watch_children() {
-  const double now = wire_.now();
   for (Child& child : children_) {
     Child::Behind& it = child.behind;
     const Round called = child.called();
-    if (child.left || child.retired || called >= newest_ || called != it.called) {
-      it = {.called = called, .since = now};
+    if (child.left || child.retired || called >= newest_) {
+      it = {};
       continue;
     }
+    const double now = wire_.now();
+    if (!it.since || called != it.called) it = {.called = called, .since = now};
     if (it.said) continue;
-    const std::string known = "; the last call that is known is that of " + numbered(called) +
-                              ", and rounds up to " + std::to_string(newest_) + " are decided";
-    const std::string without = "no call of " + named(child.rank) + " has come for " +
-                                seconds_in_words(now - it.since) + known;
+    const auto known = [&] {
+      return "; the last call that is known is that of " + numbered(called) +
+             ", and rounds up to " + std::to_string(newest_) + " are decided";
+    };
+    const auto without = [&] {
+      return "no call of " + named(child.rank) + " has come for " + seconds_in_words(now - it.since) +
+             known();
+    };
     if (child.dead) {
       it.said = true;
-      news_.push_back(named(child.rank) + " is dead, as MPI reports" + known);
+      news_.push_back(named(child.rank) + " is dead, as MPI reports" + known());
     } else if (now - it.since < limits_.stuck_seconds) {
       continue;
     } else if (it.asked == 0) {
@@ -87,14 +92,14 @@ void Node::watch_children() {
     } else if (it.answered >= it.asked) {
       if (it.in_program && it.next <= newest_) {
         it.said = true;
-        news_.push_back(without + "; its process answers, so its program is busy or stuck at " +
+        news_.push_back(without() + "; its process answers, so its program is busy or stuck at " +
                         numbered(it.next));
       } else {
         it = {.called = called, .since = now};
       }
     } else if (now - it.asked >= limits_.silent_seconds) {
       it.said = true;
-      news_.push_back(without + "; its process does not answer: it is stopped, dead or cut off, and was "
+      news_.push_back(without() + "; its process does not answer: it is stopped, dead or cut off, and was "
                                 "heard of " + seconds_in_words(now - child.heard) + " ago");
     }
   }

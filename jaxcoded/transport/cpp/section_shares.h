@@ -18,8 +18,6 @@ namespace jaxcoded {
 struct SectionShare {
   std::size_t maker = 0, choice = 0;  // by their index
   std::uint32_t pieces = 0;
-
-  bool operator==(const SectionShare&) const = default;
 };
 
 struct SectionShares {

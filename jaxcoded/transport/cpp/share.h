@@ -7,7 +7,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -117,7 +116,7 @@ class Share {
   std::optional<Block> take() {
     if (queue_.empty()) return {};
     computes_ = queue_.front();
-    queue_.pop_front();
+    queue_.erase(queue_.begin());
     wanted_ = true;
     fresh_ = false;
     return computes_;
@@ -155,7 +154,7 @@ class Share {
 
  private:
   bool empties_;
-  std::deque<Block> queue_;
+  std::vector<Block> queue_;
   std::optional<Block> computes_;
   bool wanted_ = false;  // it was neither recalled nor dropped
   bool fresh_ = false;

@@ -20,6 +20,7 @@ struct RoundRecord {
   double ended = never;    // its result was here
   Rank decider = -1;       // whose message completed the sum: a child's, or this rank's own
   std::uint8_t outcome = 0;
+  std::uint64_t payload = 0;  // bytes of the result
   bool skipped = false;
   bool approximate = false;
   bool shared = false;  // who computes what was settled meanwhile,
@@ -98,12 +99,13 @@ class Telemetry {
       record.decider = children[child];
     }
   }
-  void ended(Round round, double now, std::uint8_t outcome) {
+  void ended(Round round, double now, std::uint8_t outcome, std::uint64_t payload) {
     ended_ = now;
     if (!on()) return;
     RoundRecord& record = at(round);
     record.ended = now;
     record.outcome = outcome;
+    record.payload = payload;
   }
 
   // The rounds that have ended, the oldest first.
