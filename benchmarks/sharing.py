@@ -175,11 +175,12 @@ def meet():
 def turn(collective, problem, steps):
     """Seconds of each of these steps but the first, from sum to sum."""
     meet()
-    ends, theta = [], np.zeros(FEATURES, np.float32)
+    ends, totals, theta = [], [], np.zeros(FEATURES, np.float32)
     for step in steps:
         problem.begin(step)
-        total = collective(theta, Unpaced())
+        totals.append(collective(theta, Unpaced()))
         ends.append(time.perf_counter())
+    for total in totals:  # a look at one takes some of a millisecond
         np.testing.assert_allclose(total, problem.exact, atol=1e-3)
     return np.diff(ends)
 

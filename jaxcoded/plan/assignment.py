@@ -1,13 +1,16 @@
 """From a plan and a batch size to the examples that each rank reads and their coding
 weights."""
 
+import itertools
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 
 import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
+from jaxcoded.plan.dealing import dealt, kept
 from jaxcoded.plan.placement import Placement
 
 
@@ -37,28 +40,21 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
         sizes = np.diff(plan.placement.examples(batch_size))
         owned = (plan.placement.owned(rank) for rank in range(plan.size))
         return np.array([sizes[list(blocks)].sum() for blocks in owned], np.int64)
-    assigned = np.zeros(plan.size, np.int64)
-    own = np.zeros(plan.size, np.int64)
+    assigned, own = np.zeros((2, plan.size), np.int64)
     assigned[plan.root] = _require.integer("batch_size", batch_size, 1)
     for rank in plan.tree.order:
-        own[rank] = _own(plan, rank, int(assigned[rank]))
+        own[rank] = kept(plan, rank, Fraction(int(assigned[rank])), whole=True)
         coding = plan.codings[rank]
         if coding is not None:
-            sizes = coding.partition_sizes(int(assigned[rank] - own[rank]))
+            rest = Fraction(int(assigned[rank] - own[rank]))
+            sizes = np.diff(np.array(coding.cuts(rest, whole=True), np.int64))
             assigned[list(plan.coded_children(rank))] = coding.code.support @ sizes
     return own
 
 
 def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The examples of one rank, and their coefficients in its message.
-
-    A rank keeps ``v/c`` of what it is assigned (``v``: its speed, 1 where all are equal;
-    ``c``: the capacity of its subtree), see `Plan.own_share`, and codes the rest over its
-    children. Coefficients multiply down the path; with slices,
-    a coefficient is a vector, and slice ``u`` of a parent cut into ``m`` is slices
-    ``u·m … u·m + m−1`` of the child. With parts there is one such vector for each, and
-    part ``p`` of a parent with ``P'`` parts to a child is parts ``p·P' … p·P' + P'−1``
-    of the child.
+    """The examples of one rank, and their coefficients in its message; see
+    `jaxcoded.plan.dealing.dealt`.
 
     Args:
         plan: the plan.
@@ -76,34 +72,24 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
         ValueError: ``batch_size < 1``, or no such rank.
     """
     rank = _require.integer("rank", rank, 0, plan.size - 1)
-    indices = np.arange(_require.integer("batch_size", batch_size, 1))
+    batch_size = _require.integer("batch_size", batch_size, 1)
     if plan.placement is not None:
         starts = plan.placement.examples(batch_size)
-        owned = plan.placement.owned(rank)
-        blocks = [indices[starts[block] : starts[block + 1]] for block in owned]
-        mine = np.concatenate([indices[:0], *blocks])
-        return mine, np.ones((len(mine), 1, 1))
-    coefficients = np.ones((batch_size, 1, 1))
-    path = [rank]
-    while path[-1] != plan.root:
-        path.append(plan.tree.parents[path[-1]])
-    for parent, child in zip(path[:0:-1], path[-2::-1]):
-        own = _own(plan, parent, len(indices))
-        coding = plan.codings[parent]
-        assert coding is not None
-        row = plan.coded_children(parent).index(child)
-        partition = np.repeat(
-            np.arange(coding.code.k), coding.partition_sizes(len(indices) - own)
-        )
-        held = coding.code.support[row][partition]
-        indices = indices[own:][held]
-        parts = coding.code.parts
-        steps = coding.code.B[row * parts : (row + 1) * parts, partition[held]]
-        coefficients = np.einsum(
-            "epu,Pev->epPuv", coefficients[own:][held], steps
-        ).reshape(len(indices), plan.parts_above[child], plan.slices_above[child])
-    own = _own(plan, rank, len(indices))
-    return indices[:own], coefficients[:own]
+        spans = [
+            (starts[block], starts[block + 1]) for block in plan.placement.owned(rank)
+        ]
+        weights = [np.ones((1, 1))] * len(spans)
+    else:
+        path = [rank]
+        while path[-1] != plan.root:
+            path.append(plan.tree.parents[path[-1]])
+        runs = dealt(plan, Fraction(batch_size), path, whole=True)[rank]
+        spans = [(int(run.start), int(run.end)) for run in runs]
+        weights = [run.coefficients for run in runs]
+    indices = np.concatenate([np.arange(0), *itertools.starmap(np.arange, spans)])
+    grid = plan.parts_above[rank], plan.slices_above[rank]
+    table = np.array(weights).reshape(-1, *grid)
+    return indices, np.repeat(table, [end - start for start, end in spans], axis=0)
 
 
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -233,9 +219,3 @@ def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
 
     best = min(candidates, key=lambda size: (chunks(size) * size, -size))
     return chunks(best), best
-
-
-def _own(plan: Plan, rank: int, assigned: int) -> int:
-    """How many of the examples assigned to its subtree a rank computes itself."""
-    share = plan.own_share(rank)
-    return -(-assigned * share.numerator // share.denominator)

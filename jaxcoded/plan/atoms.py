@@ -9,19 +9,11 @@ settled during the round.
 import functools
 import itertools
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxcoded.plan import Plan
-
-
-class _Run(NamedTuple):
-    """A part of the batch and its coefficients ``(P, M)`` in a rank's messages."""
-
-    start: Fraction
-    end: Fraction
-    coefficients: np.ndarray
+from jaxcoded.plan.dealing import Run, dealt
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +37,7 @@ def coefficients(plan: Plan, rank: int) -> np.ndarray:
     bounds = _bounds(plan)
     place = {bound: i for i, bound in enumerate(bounds)}
     out = np.zeros((len(bounds) - 1, plan.parts_above[rank], plan.slices_above[rank]))
-    for run in _own(plan)[rank]:
+    for run in _runs(plan)[rank]:
         out[place[run.start] : place[run.end]] = run.coefficients
     return out
 
@@ -92,51 +84,11 @@ def _bounds(plan: Plan) -> tuple[Fraction, ...]:
     if plan.placement is not None:
         blocks = len(plan.placement.holders)
         return tuple(Fraction(block, blocks) for block in range(blocks + 1))
-    ends = {bound for runs in _own(plan) for run in runs for bound in run[:2]}
+    ends = {bound for runs in _runs(plan).values() for run in runs for bound in run[:2]}
     return tuple(sorted(ends | {Fraction(0), Fraction(1)}))
 
 
 @functools.lru_cache(maxsize=64)
-def _own(plan: Plan) -> tuple[tuple[_Run, ...], ...]:
-    """What each rank computes itself, as `assignment.shares` deals it out, but of a
-    batch that can be cut anywhere."""
-    assigned: list[list[_Run]] = [[] for _ in range(plan.size)]
-    assigned[plan.root] = [_Run(Fraction(0), Fraction(1), np.ones((1, 1)))]
-    for rank in plan.tree.order:
-        total = sum((run.end - run.start for run in assigned[rank]), Fraction(0))
-        own = total * plan.own_share(rank)
-        coding = plan.codings[rank]
-        if coding is None:
-            continue
-        ends = itertools.accumulate(
-            (size * (total - own) for size in coding.code.sizes), initial=own
-        )
-        B = coding.code.B.reshape(
-            coding.code.n, coding.code.parts, coding.code.k, coding.code.m
-        )
-        for j, (start, end) in enumerate(itertools.pairwise(ends)):
-            partition = _between(assigned[rank], start, end)
-            for row, child in enumerate(plan.coded_children(rank)):
-                if coding.code.support[row, j]:
-                    assigned[child] += [
-                        run._replace(
-                            coefficients=np.kron(run.coefficients, B[row, :, j])
-                        )
-                        for run in partition
-                    ]
-        assigned[rank] = _between(assigned[rank], Fraction(0), own)
-    return tuple(map(tuple, assigned))
-
-
-def _between(runs: list[_Run], start: Fraction, end: Fraction) -> list[_Run]:
-    """What lies between two positions of runs laid end to end."""
-    out = []
-    position = Fraction(0)
-    for run in runs:
-        # from the position of the run to that of the batch
-        shift = run.start - position
-        position += run.end - run.start
-        first, last = max(start + shift, run.start), min(end + shift, run.end)
-        if first < last:
-            out.append(run._replace(start=first, end=last))
-    return out
+def _runs(plan: Plan) -> dict[int, list[Run]]:
+    """What each rank computes itself, of a batch that can be cut anywhere."""
+    return dealt(plan, Fraction(1), range(plan.size), whole=False)

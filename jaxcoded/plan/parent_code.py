@@ -4,6 +4,7 @@ capacity."""
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -34,11 +35,12 @@ class Coding:
     rows: tuple[int, ...]
     capacity: Fraction
 
-    def partition_sizes(self, examples: int) -> np.ndarray:
-        """Int ``(k,)``: ``examples`` cut into the partitions. A cyclic run of them
+    def cuts(self, size: Fraction, *, whole: bool) -> list[Fraction]:
+        """Where a set of this size is cut into the ``k`` partitions, from 0 to its end.
+        ``whole``: it consists of examples, which are not cut; a cyclic run of partitions
         misses its share by less than 1."""
-        cuts = _ends(self.code.sizes)
-        return np.diff([cut.numerator * examples // cut.denominator for cut in cuts])
+        ends = [end * size for end in _ends(self.code.sizes)]
+        return [Fraction(math.floor(end)) for end in ends] if whole else ends
 
 
 def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:

@@ -64,7 +64,7 @@ def test_nobody_gets_more_than_its_capacity_and_nothing_is_wasted(case):
 @given(parents(), st.integers(0, 200))
 def test_partitions_add_up_and_runs_of_them_miss_less_than_one(case, examples):
     coding = coding_of(*case, 0)
-    sizes = coding.partition_sizes(examples)
+    sizes = np.diff(coding.cuts(Fraction(examples), whole=True)).astype(int)
     assert sizes.sum() == examples and (sizes >= 0).all()
     for share, held in zip(coding.code.shares, coding.code.support @ sizes):
         assert abs(held - share * examples) < 1
