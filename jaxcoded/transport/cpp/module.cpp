@@ -180,7 +180,7 @@ nb::dict telemetry(std::uint64_t index) {
           used.push_back(known.was_used(record.round, child));
         }
         for (const Computed& it : known.computed(record.round)) {
-          computed.insert(computed.end(), {it.own, it.others, it.in_vain});
+          computed.insert(computed.end(), {it.own, it.others, it.unused});
         }
       }
       step_times = its.node->step_times();
