@@ -200,7 +200,7 @@ class Telemetry:
 
         Load divided by the time between calls, or by the time for which nothing was
         heard of a rank if that is longer, and longer than the second after which a rank
-        that lives shows it. Only the root knows of all ranks. Who has not been
+        that lives shows it. Only the root knows of all ranks. One that has not been
         measured, or has no data, counts as the median of the others.
         """
         known = self.measured

@@ -59,7 +59,7 @@ class Ledger {
   // It takes no part any more.
   void lost(std::size_t member);
   // The time for the round is over: nobody begins with another block. The one that a member computes
-  // is waited for as long as one takes as a rule; then its vector counts for nothing.
+  // is waited for as long as one takes as a rule; then its vector is not used.
   void close(double now);
   bool closed() const { return closed_at_.has_value(); }
 

@@ -3,8 +3,8 @@
 // The root chooses the messages, as for any sum, and asks those who are there to form a section each;
 // whoever has formed some of it tells all others, who fetch it. Nobody ends its call before the root
 // has all sections: until then messages stay where they are, so that a section can be formed again,
-// and what was fetched of it before counts for nothing. From then on the round is decided as any
-// other, and who lacks something gets it from whoever formed it, or else from the root.
+// and what was fetched of it before is not used. From then on the round is decided as any
+// other, and a rank that lacks something gets it from its maker, or else from the root.
 #include "node.h"
 
 #include <algorithm>

@@ -12,8 +12,8 @@
 
 namespace jaxcoded {
 
-// The parent is asked first, and again as soon as it sends something. Who does not answer is not
-// asked twice, so that nothing piles up in front of a rank that is frozen or dead.
+// The parent is asked first, and again as soon as it sends something. A rank that does not answer is
+// not asked twice, so that nothing piles up in front of one that is frozen or dead.
 class Upstream {
  public:
   explicit Upstream(const std::vector<Rank>& above) : above_(above) {}
