@@ -121,7 +121,7 @@ def own(owner: int, blocks: int, time: float) -> list[tuple[int, str, float]]:
 def slow(file: pathlib.Path) -> None:
     """Four ranks of three blocks each, one three times slower: 9 units for all."""
     it = Picture(720, 236, "Four ranks; one takes three times as long, and all wait")
-    it.words(24, 32, "One slow rank holds up all", "title")
+    it.words(24, 32, "One slow rank delays all", "title")
     rows = [(f"rank {rank}", own(rank, 3, 1.0)) for rank in range(3)]
     rows.append(("rank 3, slow", own(3, 3, 3.0)))
     timeline(it, 124, 56, 60, rows, 9)

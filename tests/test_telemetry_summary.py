@@ -182,10 +182,11 @@ def test_shared_work():
     lines = its.summary().splitlines()
     assert "this rank computed 15.2 blocks a round, 10 ms each" in lines
     assert (
-        "of 48 blocks a round 9.75 were computed by others than their owners, and 0.5 more in vain"
+        "of 48 blocks a round 9.75 were computed by others than their owners, "
+        "and 0.5 more were not used"
     ) in lines
     assert (
-        "rank 3 computed 2.25 of its 12 blocks, and others the rest; 0.5 in vain"
+        "rank 3 computed 2.25 of its 12 blocks, and others the rest; 0.5 more were not used"
     ) in lines
     assert (
         "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms a round"

@@ -501,7 +501,7 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
             figure,
             ("its own", _BLUE),
             ("of others", _GREEN),
-            ("in vain", _RED),
+            ("not used", _RED),
         )
 
 

@@ -30,14 +30,14 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
     """
     n = _require.integer("n", n, 1)
     stragglers = _require.integer("stragglers", stragglers, 0, n - 1)
-    replicas = stragglers + 1
-    if n % replicas:
+    copies = stragglers + 1
+    if n % copies:
         raise ValueError(
-            f"fractional repetition needs s + 1 = {replicas} to divide n = {n}; "
-            f"take n = {n // replicas * replicas or replicas} children or cyclic repetition"
+            f"fractional repetition needs s + 1 = {copies} to divide n = {n}; "
+            f"take n = {n // copies * copies or copies} children or cyclic repetition"
         )
     return GradientCode(
-        np.kron(np.eye(n // replicas), np.ones((replicas, replicas))),
+        np.kron(np.eye(n // copies), np.ones((copies, copies))),
         stragglers,
         "fractional_repetition",
     )

@@ -228,7 +228,7 @@ class GradientCode:
             TypeError: neither bools nor integers.
         """
         missing = ~self._answered(answered)
-        return bool(self._solve(self._missing_replicas(missing)[None])[1][0])
+        return bool(self._solve(self._missing_classes(missing)[None])[1][0])
 
     def sufficient(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
         """Whether a parent goes on with these children: they are decodable or, in an
@@ -242,7 +242,7 @@ class GradientCode:
             answered: as for `decodable`.
         """
         if not self.approximate:
-            missing = self._missing_replicas(~self._answered(answered))
+            missing = self._missing_classes(~self._answered(answered))
             return self._exact(missing) is not None
         complete = self._answered(answered).reshape(self.n, self.parts).all(axis=1)
         return int(complete.sum()) >= self.n - self.stragglers
@@ -250,7 +250,7 @@ class GradientCode:
     def decode(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> Decoding:
         """The coefficients that rebuild the sum from these children.
 
-        Of equal rows of ``B`` (replicas, as in fractional repetition) the first that
+        Of equal rows of ``B`` (copies, as in fractional repetition) the first that
         answered is used and the others get 0. Where the set is `sufficient` the solution
         of least norm is returned; otherwise the least-squares one, with its residual.
         One-step decoding has its own rule.
@@ -320,7 +320,7 @@ class GradientCode:
         """
         silent = np.flatnonzero(~self.B.any(axis=(1, 2)))
         checks = [np.eye(len(self.B))[silent]]
-        members = self._replicas[1]
+        members = self._copies[1]
         scaled = (self.B / self._units[:, None, None]).reshape(len(self.B), -1)
         for _, copies in self._blocks:
             for classes in copies:
@@ -337,7 +337,7 @@ class GradientCode:
     @functools.cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray]:
         """Of `_solve`, for the sets that the code must answer."""
-        return self._solve(self._missing_replicas(self._hardest()))[:2]
+        return self._solve(self._missing_classes(self._hardest()))[:2]
 
     @property
     def _value(self) -> tuple[Any, ...]:
@@ -357,34 +357,34 @@ class GradientCode:
             getattr(self, field.name) for field in dataclasses.fields(self)
         )
 
-    # Decoding. Replicas (equal rows) collapse to one; the reduced matrix M falls into
+    # Decoding. Copies (equal rows) collapse to one; the reduced matrix M falls into
     # blocks that are solved one by one.
 
     @property
     def classes(self) -> tuple[int, ...]:
         """The class of each row of ``B``; rows of one class are equal, so that one of
         them will do."""
-        return tuple(self._replicas[1].tolist())
+        return tuple(self._copies[1].tolist())
 
     @functools.cached_property
-    def _replicas(self) -> tuple[np.ndarray, np.ndarray]:
+    def _copies(self) -> tuple[np.ndarray, np.ndarray]:
         """First of each class of equal rows, and the class of each row."""
         first, classes = _blocks.alike(self.B.reshape(len(self.B), -1))
         order = np.argsort(first)
         return first[order], np.argsort(order)[classes]
 
-    def _missing_replicas(self, missing: np.ndarray) -> np.ndarray:
+    def _missing_classes(self, missing: np.ndarray) -> np.ndarray:
         """Bool ``(..., rows)`` to bool ``(..., classes)``: the classes of which no row
         is there."""
-        first, classes = self._replicas
+        first, classes = self._copies
         order = np.argsort(classes, kind="stable")
         starts = np.searchsorted(classes[order], np.arange(len(first)))
         return np.logical_and.reduceat(missing[..., order], starts, axis=-1)
 
     @functools.cached_property
     def _rows(self) -> np.ndarray:
-        """``M``: one row ``(k·m,)`` for each class of replicas, in units of `_units`."""
-        first = self._replicas[0]
+        """``M``: one row ``(k·m,)`` for each class of copies, in units of `_units`."""
+        first = self._copies[0]
         return self.B[first].reshape(len(first), -1) / self._units[first, None]
 
     @functools.cached_property
@@ -436,14 +436,14 @@ class GradientCode:
     def _promised(self, missing: np.ndarray) -> np.ndarray | None:
         """Bool ``(classes,)``: classes with all that a promise asks for, as the first
         children have it, if none of them is missing."""
-        heard = ~missing[self._replicas[1]].reshape(self.n, self.parts)
+        heard = ~missing[self._copies[1]].reshape(self.n, self.parts)
         came = np.logical_and.accumulate(heard, axis=1).sum(axis=1)
         for late, parts, first in self._all_promises:
             others = np.flatnonzero(came >= parts)[: self.n - late]
             if len(others) == self.n - late and came.min() >= first:
                 needed = np.full(self.n, first)
                 needed[others] = parts
-                return ~self._missing_replicas(self._beyond(needed))
+                return ~self._missing_classes(self._beyond(needed))
         return None
 
     @property
@@ -471,7 +471,7 @@ class GradientCode:
 
     def _best(self, mask: np.ndarray) -> np.ndarray:
         """The exact coefficients, or those with the least residual."""
-        missing = self._missing_replicas(~mask)
+        missing = self._missing_classes(~mask)
         reduced = self._exact(missing)
         if reduced is None:
             reduced = np.zeros((self.m, len(missing)))
@@ -482,7 +482,7 @@ class GradientCode:
                     )
         coefficients = np.zeros((self.m, len(self.B)))
         answered = np.flatnonzero(mask)
-        heard, first = np.unique(self._replicas[1][answered], return_index=True)
+        heard, first = np.unique(self._copies[1][answered], return_index=True)
         rows = answered[first]
         coefficients[:, rows] = reduced[:, heard] / self._units[rows]
         return coefficients
@@ -554,8 +554,8 @@ class GradientCode:
         """
         if _count(self.n, late) <= most:
             return self._patterns(np.arange(self.n), late, most)
-        holds = np.zeros((self.n, len(self._replicas[0])), bool)
-        holds[np.arange(len(self.B)) // self.parts, self._replicas[1]] = True
+        holds = np.zeros((self.n, len(self._copies[0])), bool)
+        holds[np.arange(len(self.B)) // self.parts, self._copies[1]] = True
         kinds = {}
         for kind, (_, copies) in enumerate(self._blocks):
             for rows in copies:
@@ -590,7 +590,7 @@ class GradientCode:
                     "than 20,000 patterns; pass stragglers="
                 )
             children = _masks(self.n, itertools.combinations(range(self.n), s))
-            missing = self._missing_replicas(self._rows_of(children))
+            missing = self._missing_classes(self._rows_of(children))
             if not self._solve(missing)[1].all():
                 if s == 0:
                     raise ValueError(

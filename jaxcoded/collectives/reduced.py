@@ -11,9 +11,9 @@ import jax
 _known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
-def note(tree: Any, group: int) -> None:
+def note(pytree: Any, group: int) -> None:
     """These leaves are reduced over the group with this index."""
-    for leaf in jax.tree.leaves(tree):
+    for leaf in jax.tree.leaves(pytree):
         _known[id(leaf)] = (
             weakref.ref(leaf, functools.partial(_forget, id(leaf))),
             group,
@@ -24,13 +24,13 @@ def _forget(key: int, _: Any) -> None:
     _known.pop(key, None)
 
 
-def check(tree: Any, group: int) -> None:
+def check(pytree: Any, group: int) -> None:
     """Raise if a leaf is known to be reduced over the group with this index.
 
     Raises:
         ValueError: the message names the leaf.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
         found = _known.get(id(leaf))
         if found is not None and found[0]() is leaf and found[1] == group:
             raise ValueError(

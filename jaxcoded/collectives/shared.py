@@ -87,9 +87,9 @@ def summed(
         else []
     )
 
-    def flat(tree: Any) -> list[jax.Array]:
+    def flat(pytree: Any) -> list[jax.Array]:
         """The leaves that have elements, in the dtypes in which they are summed."""
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+        leaves = [leaf for leaf in jax.tree.leaves(pytree) if leaf.size]
         return [leaf.reshape(-1).astype(accumulator(leaf.dtype)) for leaf in leaves]
 
     def take(

@@ -73,8 +73,8 @@ class CodedGroup:
         record: where work is shared, a file that rank 0 writes: who has computed which
             blocks of each round, in which order.
         replay: a file written with ``record`` by a group of the same plan. Each round is
-            divided as it was then, in numbers of the same bits, and waits for whoever is
-            late; see ``docs/sharing.md``.
+            divided as it was then, in numbers of the same bits, and waits for late
+            ranks; see ``docs/sharing.md``.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator.
@@ -590,7 +590,7 @@ class CodedGroup:
         """The blocks of a batch that this rank computes, for programs that add up
         gradients over microbatches; in a group whose work is shared (``code="shared(…)"``).
 
-        Whoever is done gets blocks of whoever is late. Once all are computed the loop ends,
+        A rank that is done gets blocks of one that is late. Once all are computed the loop ends,
         on all ranks, and the next collective sums what they have added up:
 
             with group.blocks(batch_size) as blocks:
@@ -652,8 +652,8 @@ class CodedGroup:
         `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
         transport, always.
 
-        Outside ``jit`` this waits for this rank's own rounds in flight; of calls ordered by
-        a token it knows nothing unless it has the token, too. To leave out a gradient of your own, hand
+        Outside ``jit`` this waits for this rank's own rounds in flight; pass the token to
+        include calls that a token orders. To leave out a gradient of your own, hand
         `jaxcoded.coded_allreduce` ``skip=True`` with that very call: zeros alone would
         count as a contribution if the round is not decided yet.
 
@@ -854,8 +854,8 @@ class CodedGroup:
         becomes the root, rank 0, and the group is not ``alike``: until it has handed on its state
         with `tree_bcast`, sums are an error.
 
-        A rank that lives and does not come, as its program hangs or its process is stopped, keeps the
-        others here. With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
+        A rank that is alive but does not call this, as its program hangs or its process is stopped,
+        keeps the others here. With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
         among the dead. So is a rank that is only slow. Where steps need it, as they need the root, they
         wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise; for a root whose
         program hangs while its engine answers, always.
@@ -865,7 +865,7 @@ class CodedGroup:
         Args:
             plan: makes the plan for so many ranks, the same on all of them. Default: with the
                 arguments that this group was made with, `make_plan`.
-            timeout: seconds for which ranks that live and do not come are waited for.
+            timeout: seconds for which ranks that are alive but do not call this are waited for.
             put_out: whether the processes of those are killed then (``SIGKILL``): by any rank that has
                 come of the same host and pid namespace, if it may. What the root says counts.
 

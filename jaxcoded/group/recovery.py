@@ -41,8 +41,8 @@ class Roll:
     ranks that live.
 
     MPI's own way to shrink a communicator waits for every rank that is not dead, for a
-    stopped one too. So all meet at one rank before, which waits for so long and no longer. Who has not
-    come by then can be put out: whoever can kill its process does so, and nobody goes on before MPI has
+    stopped one too. So all meet at one rank before, which waits for so long and no longer. A rank that has
+    not come by then can be put out: one that can kill its process does so, and nobody goes on before MPI has
     reported it dead, so that there are never two roots.
 
     Args:
@@ -74,7 +74,7 @@ class Roll:
         Args:
             announce: tells all ranks what the root says; returns None if it decides nothing any more,
                 and nothing as long as it does not come.
-            seconds: for which ranks that live and do not come are waited for.
+            seconds: for which ranks that are alive but do not come are waited for.
             rounds: that this rank knows.
             put_out: whether these are put out then.
 

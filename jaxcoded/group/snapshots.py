@@ -88,8 +88,8 @@ def _as(leaf: Any, values: np.ndarray) -> Any:
     return values[()] if isinstance(leaf, np.generic) else values.copy()
 
 
-def _digest(tree: Any) -> np.ndarray:
-    leaves, structure = jax.tree.flatten(tree)
+def _digest(pytree: Any) -> np.ndarray:
+    leaves, structure = jax.tree.flatten(pytree)
     table = [
         (leaf.shape, leaf.dtype.name, leaf.dtype.byteorder)
         for leaf in map(_aval, leaves)
@@ -98,8 +98,8 @@ def _digest(tree: Any) -> np.ndarray:
     return np.frombuffer(digest, np.uint8)
 
 
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(_aval, tree)
+def _abstract(pytree: Any) -> Any:
+    return jax.tree.map(_aval, pytree)
 
 
 def _aval(leaf: Any) -> jax.ShapeDtypeStruct:

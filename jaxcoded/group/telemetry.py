@@ -72,9 +72,9 @@ class Telemetry:
         loop: bool ``(R,)``, whether it was a loop over `CodedGroup.blocks`, whose sum is
             the next round.
         busy: float64 ``(R,)``, seconds for which this rank computed blocks of it.
-        blocks: int64 ``(R,)``, how many, also in vain.
+        blocks: int64 ``(R,)``, how many, also those not used.
         computed: int64 ``(R, N, 3)``, at the root, how many blocks each rank has computed: of
-            its own and of others, for the sum, and in vain, as far as the root knows. Zeros
+            its own and of others, in the sum, and not used, as far as the root knows. Zeros
             elsewhere.
         children: int64 ``(C,)``, this rank's children.
         arrived: float64 ``(R, C)``, when each was first heard of in that round, or in a
@@ -200,7 +200,7 @@ class Telemetry:
 
         Load divided by the time between calls, or by the time for which nothing was
         heard of a rank if that is longer, and longer than the second after which a rank
-        that lives shows it. Only the root knows of all ranks. Who has not been
+        that lives shows it. Only the root knows of all ranks. One that has not been
         measured, or has no data, counts as the median of the others.
         """
         known = self.measured
@@ -307,17 +307,18 @@ class Telemetry:
         others = mean[:, 1].sum()
         lines.append(
             f"of {len(placement.holders)} blocks a round {others:.3g} were computed by "
-            f"others than their owners, and {mean[:, 2].sum():.3g} more in vain"
+            f"others than their owners, and {mean[:, 2].sum():.3g} more were not used"
         )
         lacks = placement.blocks - mean[list(placement.ranks), 0]
         for column in np.argsort(-lacks, kind="stable"):
             if lacks[column] <= _OFTEN * placement.blocks:
                 break
             rank = placement.ranks[column]
+            unused = mean[rank, 2]
             lines.append(
                 f"rank {rank} computed {mean[rank, 0]:.3g} of its {placement.blocks} blocks, "
                 "and others the rest"
-                + (f"; {mean[rank, 2]:.3g} in vain" if mean[rank, 2] >= 0.05 else "")
+                + (f"; {unused:.3g} more were not used" if unused >= 0.05 else "")
             )
         return lines
 

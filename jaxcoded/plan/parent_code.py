@@ -155,13 +155,11 @@ def _ranked(
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
     """Groups of alike children: sorted by capacity, each group gets what its weakest
     child can hold."""
-    n, replicas = len(capacities), stragglers + 1
+    n, copies = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))
-    weakest = [
-        capacities[rows[first + replicas - 1]] for first in range(0, n, replicas)
-    ]
-    sizes = tuple(c for c in weakest for _ in range(replicas))
+    weakest = [capacities[rows[first + copies - 1]] for first in range(0, n, copies)]
+    sizes = tuple(c for c in weakest for _ in range(copies))
     code = dataclasses.replace(code, sizes=sizes)
     return Coding(code, rows, sum(weakest, Fraction(0)))
 

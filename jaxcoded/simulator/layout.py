@@ -172,14 +172,14 @@ class Layout:
             coded[inner] = largest_coded_sets(below, counts[inner], (s + m)[inner])
             it._repeat(inner, below, coded[inner], s, m)
             capacity[inner] += coded[inner]
-        given = np.zeros(size)
-        given[0] = capacity[0]
+        assigned = np.zeros(size)
+        assigned[0] = capacity[0]
         for layer in it.layers[1:]:
             above = parents[layer]
             share = np.minimum(capacity[layer] / coded[above], 1.0)
-            given[layer] = given[above] * coded[above] / capacity[above] * share
+            assigned[layer] = assigned[above] * coded[above] / capacity[above] * share
             it.messages[layer] = it.messages[above] / m[above]
-        it.loads[:] = given * own / capacity / capacity[0]
+        it.loads[:] = assigned * own / capacity / capacity[0]
         return it
 
     def _repeat(

@@ -98,7 +98,7 @@ class _Member:
         self.blocks: list[int] = []
         self.first = 0
         self.begins = self.ends = called
-        self.busy = called  # with what counts for nothing, until then
+        self.busy = called  # with what is not used, until then
         self.recalled: dict[int, int] = {}  # blocks, unanswered, and for whom
         self.kept: set[int] = set()  # recalled, but its rank had added it
         self.promised = 0  # blocks that are recalled for it

@@ -24,7 +24,7 @@ from jaxcoded.transport.agreement import disagreement
 @functools.cache
 def required() -> str:
     """What must be the same on all ranks, in words."""
-    # `CodedGroup.epoch` shuffles alike on all ranks, and NumPy may draw otherwise in another version
+    # `CodedGroup.epoch` shuffles alike on all ranks, and NumPy may draw differently in another version
     drawn = np.random.default_rng([1, 2]).permutation(1000).astype("<i8")
     draws = hashlib.sha256(drawn.tobytes()).hexdigest()[:8]
     return f"jaxcoded {__version__}, {sys.byteorder}-endian numbers, random draws {draws} of NumPy"

@@ -701,7 +701,7 @@ _open: dict[int, Engine] = {}
 def leave(seconds: float) -> None:
     """Leave all groups as at the end of the process, of which no more calls can come.
 
-    A root leaves nothing in order: its refusals would be errors of rounds that another root repeats.
+    A root leaves nothing in order: it would fail rounds that another root repeats.
 
     Args:
         seconds: for which ranks below get what they lack.

@@ -52,14 +52,14 @@ def accumulator(dtype: Any) -> np.dtype:
     return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
-def divided(tree: Any, number: Any) -> Any:
+def divided(pytree: Any, number: Any) -> Any:
     """Every leaf of a pytree divided by a number in the leaf's accumulator dtype."""
 
     def divide(leaf: jax.Array) -> jax.Array:
         wide = accumulator(leaf.dtype)
         return (leaf.astype(wide) / jnp.asarray(number, wide)).astype(leaf.dtype)
 
-    return jax.tree.map(divide, tree)
+    return jax.tree.map(divide, pytree)
 
 
 @jax.jit
@@ -263,15 +263,15 @@ def _rows(vector: jax.Array, parts: int) -> jax.Array:
 def _pack_stacked(
     partials: Any, wire_dtype: Any, multiple: int
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """`pack` of each of the stacked trees: vectors ``(k, q)``, and the packing of one
-    tree."""
+    """`pack` of each of the stacked pytrees: vectors ``(k, q)``, and the packing of one
+    of them."""
     packed = functools.partial(pack, wire_dtype=wire_dtype, multiple=multiple)
     packing = packed(jax.tree.map(lambda leaf: leaf[0], partials))[1]
-    return jax.vmap(lambda tree: packed(tree)[0])(partials), packing
+    return jax.vmap(lambda one: packed(one)[0])(partials), packing
 
 
-def _check_leading_axis(tree: Any, length: int, what: str) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+def _check_leading_axis(pytree: Any, length: int, what: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
             raise ValueError(
                 f"leaf{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; "

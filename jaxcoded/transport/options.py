@@ -16,8 +16,8 @@ _MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How a group makes its rounds. All of it is for the engine: with mpi4jax a deadline
-    that does more than wait, ``debug=True`` and ``verify``, are errors, and the rest means
-    nothing.
+    that does more than wait, ``debug=True`` and ``verify``, are errors, and the other
+    options have no effect.
 
     Attributes:
         deadline: how long the root waits for more children than a round can do
@@ -27,8 +27,9 @@ class Options:
             further down, ``h`` layers above the lowest leaf below it, has ``h / H`` of
             the time. Never needed for up to ``stragglers`` late children.
         on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
-            once per round (``logging``, logger ``jaxcoded``), and waits on. After as
-            long it logs which child calls nothing while rounds go on without it.
+            once per round (``logging``, logger ``jaxcoded``), and waits on. After the
+            same time again it logs which child calls nothing while rounds go on without
+            it.
             ``"raise"``: the round fails on all ranks with `DeadlineExceeded`, also where
             it is the root's program that has not called it.
             ``"approximate"``: parents go on with the least-squares combination of what

@@ -82,13 +82,13 @@ class Packing:
     splits: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def of(cls, tree: Any, wire_dtype: Any = None, multiple: int = 1) -> "Packing":
+    def of(cls, pytree: Any, wire_dtype: Any = None, multiple: int = 1) -> "Packing":
         """The packing of a pytree of arrays or ``jax.ShapeDtypeStruct``.
 
         Raises:
             ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
         """
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(pytree)
         return cls(
             structure,
             tuple(leaf.shape for leaf in leaves),
@@ -178,7 +178,7 @@ class Packing:
 
 
 def pack(
-    tree: Any,
+    pytree: Any,
     *,
     floats_only: bool = True,
     wire_dtype: Any = None,
@@ -187,7 +187,7 @@ def pack(
     """Fuse the leaves of a pytree into one vector per dtype, or `Kind` of it.
 
     Args:
-        tree: pytree of arrays and Python numbers. Empty leaves take part with no
+        pytree: of arrays and Python numbers. Empty leaves take part with no
             element.
         floats_only: refuse leaves that are not floating point.
         wire_dtype, multiple: see `Packing`. The vectors themselves are in the dtypes of the
@@ -212,7 +212,7 @@ def pack(
         >>> [v.tolist() for v in vectors]
         [[1.0, 1.0, 1.0], [5.0, 0.0]]
     """
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    paths, structure = jax.tree_util.tree_flatten_with_path(pytree)
     leaves = [_array(leaf, _place(path), floats_only) for path, leaf in paths]
     packing = Packing.of(jax.tree.unflatten(structure, leaves), wire_dtype, multiple)
     vectors = []

@@ -279,7 +279,7 @@ def check_division(its, replicas, schedule):
     counted = [block for blocks in its["division"] for block in blocks]
     assert sorted(counted) == list(range(RANKS * BLOCKS))
     for rank, blocks in enumerate(its["division"]):
-        its_runs = [r for r in runs if r["rank"] == rank and r["vain"] is None]
+        its_runs = [r for r in runs if r["rank"] == rank and r["unused"] is None]
         for block in blocks:
             spent = sum(
                 computed(schedule, rank, r["end"])

@@ -89,7 +89,7 @@ class Phase:
 
     @property
     def root_dies(self) -> bool:
-        """Then who knows most becomes the root, and ranks have other numbers."""
+        """Then the rank with the most results becomes the root, and ranks have other numbers."""
         return self.living[0] in self.dead
 
     def errs(self, step: int) -> bool:

@@ -73,9 +73,9 @@ def test_equal_communicators_are_one_to_jit():
     """mpi4py may make a new Python object for the same communicator."""
     again, other = MPI.Intracomm(COMM), COMM.Dup()
     assert again is not COMM
-    carriers = [baselines._Ring(baselines._Communicator(c)) for c in (COMM, again)]
-    assert len(set(carriers)) == 1
-    assert baselines._Ring(baselines._Communicator(other)) not in carriers
+    rings = [baselines._Ring(baselines._Communicator(c)) for c in (COMM, again)]
+    assert len(set(rings)) == 1
+    assert baselines._Ring(baselines._Communicator(other)) not in rings
     other.Free()
 
 

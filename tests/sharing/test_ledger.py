@@ -155,7 +155,7 @@ def test_closed_while_only_those_hold_blocks_who_are_stopped():
     step = its.run(faults=faults)
     assert its.ledger.missing == sum(set(h) <= stopped for h in its.holders) > 0
     assert closes <= step < closes + 0.03  # the patience
-    # all of the others' blocks, and what was in vain
+    # all of the others' blocks, and those not used
     assert its.computed <= WORKERS * BLOCKS - its.ledger.missing + 5 * len(stopped)
 
 

@@ -35,7 +35,7 @@ class World:
         empties: whether programs can empty their vectors.
         stopped, dead: processes.
         orders: how many of each kind were given in this round.
-        computed: blocks that were computed in this round, also in vain.
+        computed: blocks that were computed in this round, also those not used.
         told: how often members said how far they are.
     """
 

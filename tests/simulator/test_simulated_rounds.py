@@ -72,9 +72,9 @@ def by_hand(plan, network, payload, work, model, rounds, seed):
         ask, _ = moving(payload, 1)
         for rank in tree.order[1:]:
             above = tree.parents[rank]
-            brothers = len(tree.children[above])
+            siblings = len(tree.children[above])
             piece = payload / pieces_of(payload)
-            take = brothers * network.overhead
+            take = siblings * network.overhead
             if payload > network.inline:
                 take += piece / network.bandwidth
             clock, mine = 0.0, []

@@ -8,7 +8,7 @@ namespace jaxcoded {
 struct Computed {
   std::uint32_t own = 0;      // in the sum: of its own,
   std::uint32_t others = 0;   // and of others
-  std::uint32_t in_vain = 0;  // begun, and not in the sum, as far as the root knows
+  std::uint32_t unused = 0;   // begun, and not in the sum, as far as the root knows
 };
 
 }  // namespace jaxcoded

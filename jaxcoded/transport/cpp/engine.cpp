@@ -88,7 +88,7 @@ void fail(Flight& flight, const char* why) {
 }  // namespace
 
 std::uint64_t Member::ahead() const {
-  return queue.size() - begun();
+  return queue.size() - has_open_call();
 }
 
 std::uint64_t Member::lag() const {
@@ -220,9 +220,9 @@ Call Engine::call_of(Member& its, Request& request) {
 
 // The last call of the queue, in place of one whose last parts never came.
 void Engine::enqueue(Member& its, std::shared_ptr<Flight> flight) {
-  if (its.begun() && its.queue.back()->shared) {
+  if (its.has_open_call() && its.queue.back()->shared) {
     leave_share(its);
-  } else if (its.begun()) {
+  } else if (its.has_open_call()) {
     const std::shared_ptr<Flight> before = std::move(its.queue.back());
     its.queue.pop_back();
     if (before->submitted) {
@@ -276,8 +276,8 @@ Result Engine::run(std::uint64_t index, Request request) {
   Member& its = member(index);
   if (its.running) return {Outcome::failed, two_threads};
   std::shared_ptr<Flight> flight;
-  if (request.begun) {
-    if (!its.begun()) return {Outcome::failed, broken_off};
+  if (request.continues) {
+    if (!its.has_open_call()) return {Outcome::failed, broken_off};
     flight = its.queue.back();
     Call& call = flight->call;
     if (flight->submitted) {
@@ -310,7 +310,7 @@ Result Engine::run(std::uint64_t index, Request request) {
 void Engine::leave_share(std::uint64_t index) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  if (its.begun() && its.queue.back()->shared) leave_share(its);
+  if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
   work(its);
   page_->wake_up.send();
 }
@@ -319,10 +319,14 @@ Taken Engine::take(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   if (its.running) return {.error = two_threads};
-  if (request.begun && !(its.begun() && its.queue.back()->shared)) return {.error = broken_off};
-  if (!request.begun && its.begun() && its.queue.back()->looped) return {.error = broken_off};
+  if (request.continues && !(its.has_open_call() && its.queue.back()->shared)) {
+    return {.error = broken_off};
+  }
+  if (!request.continues && its.has_open_call() && its.queue.back()->looped) {
+    return {.error = broken_off};
+  }
   const std::vector<const std::byte*> own = std::move(request.own);
-  if (!request.begun) {
+  if (!request.continues) {
     request.own.clear();
     auto opened = std::make_shared<Flight>();
     opened->call = call_of(its, request);
@@ -351,7 +355,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   }
   if (!ended) return {.error = process_ends};
   // The progress thread goes on where that is more than to wait for messages.
-  if (!request.begun || its.root || its.wire->unfinished()) page_->wake_up.send();
+  if (!request.continues || its.root || its.wire->unfinished()) page_->wake_up.send();
   return {.work = taken};
 }
 
@@ -359,9 +363,9 @@ std::string Engine::extend(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   if (its.running) return two_threads;
-  if (request.begun && !its.begun()) return broken_off;
-  if (!request.begun || !request.skipped) {
-    auto flight = request.begun ? its.queue.back() : std::make_shared<Flight>();
+  if (request.continues && !its.has_open_call()) return broken_off;
+  if (!request.continues || !request.skipped) {
+    auto flight = request.continues ? its.queue.back() : std::make_shared<Flight>();
     flight->pool = its.pool;
     if (request.feed) {
       flight->feed = request.feed;
@@ -370,7 +374,7 @@ std::string Engine::extend(std::uint64_t index, Request request) {
       copy(own, request.own, request.message.data());
       request.own.assign(own.begin(), own.end());
     }
-    if (!request.begun) {
+    if (!request.continues) {
       flight->call = call_of(its, request);
       flight->call.complete = false;
       flight->open = true;
@@ -639,7 +643,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   }
   its.closing = true;
   wait_until_nobody_is_in(lock, its.inside);
-  if (its.begun() && its.queue.back()->shared) leave_share(its);
+  if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
   drive(lock, [&] { return its.queue.empty(); }, until);
   its.node->leave({});
   if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();

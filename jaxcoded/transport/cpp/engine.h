@@ -67,7 +67,7 @@ struct Member {
   int inside = 0;             // and so many in `wait`
 
   // Whether the last call of the queue is open.
-  bool begun() const { return !queue.empty() && queue.back()->open; }
+  bool has_open_call() const { return !queue.empty() && queue.back()->open; }
   // Rounds that were called and that the node does not count yet.
   std::uint64_t ahead() const;
   // Rounds that are decided and that this rank has not called yet.
@@ -87,7 +87,7 @@ struct Request {
   std::vector<bool> erased = {};  // ranks left out; empty: none
   std::vector<Apart> apart = {};
   Examples examples = {};
-  bool begun = false;        // parts of it were here before
+  bool continues = false;    // the open call, of which parts are here
   std::shared_ptr<Feed> feed = {};  // what brings and takes the vectors, if they are not here
 };
 
@@ -138,8 +138,8 @@ class Engine {
   // `message` and `total` are those of the round. What a feed brings is not copied. In words, why
   // not; empty otherwise.
   std::string extend(std::uint64_t index, Request request);
-  // The next block to compute in a round that `run` will follow, with `begun`. What was given before
-  // is computed, and `own`, this rank's vectors, are there until this returns. Blocks.
+  // The next block to compute in a round that `run` will follow, which `continues` it. What was
+  // given before is computed, and `own`, this rank's vectors, are there until this returns. Blocks.
   Taken take(std::uint64_t index, Request request);
   // The program comes for no more blocks of such a round.
   void leave_share(std::uint64_t index);

@@ -58,7 +58,7 @@ void Ledger::begin(double now) {
   free_.clear();
   closed_at_.reset();
   times_taken_.assign(holders_.size(), 0);
-  in_vain_.assign(members_.size(), 0);
+  unused_.assign(members_.size(), 0);
   for (std::size_t m = 0; m < members_.size(); ++m) {
     Member& member = members_[m];
     const bool lost = member.state == Member::State::lost;
@@ -103,7 +103,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   if (progress.generation > member.generation) throw Damaged();  // it has not begun
   if (progress.generation < member.generation) return;
   if (progress.out) {
-    count_in_vain(m);
+    count_unused(m);
     release(member);
     member = {.state = Member::State::out, .seconds = member.seconds};
     return;
@@ -135,7 +135,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     }
     if (member.left() && member.blocks[member.added] == recall.block) {
       ++times_taken_[recall.block];
-      ++in_vain_[m];
+      ++unused_[m];
       member.since = now;
     }
     const auto returned = std::ranges::find(member.blocks, recall.block);
@@ -152,7 +152,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
 void Ledger::give_up(std::size_t m, double now) {
   Member& member = members_[m];
   if (!member.here()) return;
-  count_in_vain(m);
+  count_unused(m);
   release(member);
   member = {.state = Member::State::given_up,
             .generation = member.generation + 1,
@@ -164,7 +164,7 @@ void Ledger::give_up(std::size_t m, double now) {
 
 void Ledger::lost(std::size_t m) {
   if (members_[m].state == Member::State::lost) return;
-  if (members_[m].here()) count_in_vain(m);
+  if (members_[m].here()) count_unused(m);
   release(members_[m]);
   members_[m] = {.state = Member::State::lost};
 }
@@ -184,8 +184,8 @@ void Ledger::close(double now) {
 }
 
 // All that it has computed, and what it computes.
-void Ledger::count_in_vain(std::size_t m) {
-  in_vain_[m] += members_[m].added + (members_[m].left() > 0);
+void Ledger::count_unused(std::size_t m) {
+  unused_[m] += members_[m].added + (members_[m].left() > 0);
 }
 
 void Ledger::break_promise(const Recall& recall) {
@@ -265,7 +265,7 @@ std::vector<Computed> Ledger::computed() const {
     for (const Block block : members_[m].blocks) {
       ++(holders_[block].front() == m ? out[m].own : out[m].others);
     }
-    out[m].in_vain = in_vain_[m];
+    out[m].unused = unused_[m];
   }
   return out;
 }

@@ -59,7 +59,7 @@ class Ledger {
   // It takes no part any more.
   void lost(std::size_t member);
   // The time for the round is over: nobody begins with another block. The one that a member computes
-  // is waited for as long as one takes as a rule; then its vector counts for nothing.
+  // is waited for as long as one takes as a rule; then its vector is not used.
   void close(double now);
   bool closed() const { return closed_at_.has_value(); }
 
@@ -97,7 +97,7 @@ class Ledger {
     std::uint32_t added = 0, answered = 0;  // see `Progress`
     std::vector<Block> blocks = {};  // granted and not returned, in order
     std::deque<Recall> recalls = {};  // that are not answered
-    std::set<Block> kept = {};        // blocks that were recalled in vain
+    std::set<Block> kept = {};        // blocks that were recalled and not returned
     std::uint32_t promised = 0;      // blocks that are recalled for it
     std::uint32_t times_given_up = 0;
     std::optional<double> held = {};  // it was told to hold and has not answered, since
@@ -134,7 +134,7 @@ class Ledger {
   void recall(std::size_t from, Block block, std::optional<std::size_t> beneficiary, double now);
   void break_promise(const Recall& recall);
   void release(Member& member);
-  void count_in_vain(std::size_t member);
+  void count_unused(std::size_t member);
   double closing_ends() const;
   void order(std::size_t member, Order::Kind kind, std::vector<Block> blocks);
 
@@ -147,7 +147,7 @@ class Ledger {
   bool divided_ = false;    // for good: nobody computes another one's blocks
   std::optional<double> closed_at_ = {};
   std::set<Block> free_;
-  std::vector<std::uint32_t> in_vain_;      // blocks that each member has computed for nothing
+  std::vector<std::uint32_t> unused_;       // blocks that each member has computed, not for the sum
   std::vector<std::uint32_t> times_taken_;  // back while it was computed, each block
   std::vector<Order> orders_;
 };

@@ -146,7 +146,8 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
 // The next block of a round whose vectors follow in another one; nothing at its end.
 std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::string signature,
                           bool first) {
-  Request request{.fingerprint = fingerprint, .signature = std::move(signature), .begun = !first};
+  Request request{
+      .fingerprint = fingerprint, .signature = std::move(signature), .continues = !first};
   const Taken taken = Engine::instance().take(index, std::move(request));
   if (!taken.error.empty()) throw Closed{taken.error};
   if (!taken.work) return {};
@@ -155,7 +156,7 @@ std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::s
 
 // The end of such a round.
 std::tuple<int, std::string> end_of_blocks(std::uint64_t index) {
-  const Result result = Engine::instance().run(index, {.begun = true});
+  const Result result = Engine::instance().run(index, {.continues = true});
   return {static_cast<int>(result.outcome), result.error};
 }
 
@@ -180,7 +181,7 @@ nb::dict telemetry(std::uint64_t index) {
           used.push_back(known.was_used(record.round, child));
         }
         for (const Computed& it : known.computed(record.round)) {
-          computed.insert(computed.end(), {it.own, it.others, it.in_vain});
+          computed.insert(computed.end(), {it.own, it.others, it.unused});
         }
       }
       step_times = its.node->step_times();
@@ -299,7 +300,7 @@ State state_of(std::span<const std::byte> data) {
 
 // A call whose vectors lie on a GPU, as the handlers for XLA make it.
 DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
-                       std::string signature, bool begun, std::uint64_t skipped,
+                       std::string signature, bool continues, std::uint64_t skipped,
                        const std::vector<Vector>& own) {
   return {.stream = reinterpret_cast<cuda::Stream>(stream),
           .group = index,
@@ -307,18 +308,18 @@ DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t 
                       .signature = std::move(signature),
                       .message = segments_of(own),
                       .own = pointers_of<const std::byte>(own),
-                      .begun = begun},
+                      .continues = continues},
           .skipped = reinterpret_cast<const void*>(skipped)};
 }
 
 std::tuple<int, std::string> device_run(std::uint64_t index, std::uint64_t stream,
                                         std::uint64_t fingerprint, std::string signature, bool up,
-                                        bool down, bool begun, std::uint64_t skipped,
+                                        bool down, bool continues, std::uint64_t skipped,
                                         std::uint64_t erased, std::size_t ranks,
                                         const std::vector<Vector>& own,
                                         const std::vector<Vector>& out) {
   DeviceCall call =
-      device_call(index, stream, fingerprint, std::move(signature), begun, skipped, own);
+      device_call(index, stream, fingerprint, std::move(signature), continues, skipped, own);
   call.erased = reinterpret_cast<const void*>(erased);
   call.ranks = ranks;
   call.request.up = up;
@@ -330,11 +331,11 @@ std::tuple<int, std::string> device_run(std::uint64_t index, std::uint64_t strea
 }
 
 std::string device_extend(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
-                          std::string signature, bool begun, std::uint64_t skipped,
+                          std::string signature, bool continues, std::uint64_t skipped,
                           const std::vector<Vector>& own, const std::vector<Vector>& message,
                           const std::vector<Vector>& total) {
   DeviceCall call =
-      device_call(index, stream, fingerprint, std::move(signature), begun, skipped, own);
+      device_call(index, stream, fingerprint, std::move(signature), continues, skipped, own);
   call.request.message = segments_of(message);
   call.request.total = segments_of(total);
   return extend_on_device(std::move(call));

@@ -505,7 +505,7 @@ class Node {
   static std::string listed(const std::vector<Rank>& ranks);
 
   // Pieces that are asked for at a time of one rank where it takes time. With more, those of one
-  // child crowd out its brothers' in the port of their parent, and layers take turns.
+  // child crowd out its siblings' in the port of their parent, and layers take turns.
   static constexpr std::uint32_t pieces_ahead = 2;
 
   Family family_;

@@ -156,11 +156,11 @@ void Node::ask_whether_it_is_there(Child& child) {
 bool Node::only_silent_lack() {
   if (!approximates() || up_.all_decoded()) return false;
   if (deals()) return only_silent_hold();
-  const bool in_vain = too_few_left(up_.decoded.pieces);
+  const bool too_few = too_few_left(up_.decoded.pieces);
   bool some = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (children_[i].retired || !lacks(i)) continue;
-    if (!silent(children_[i]) && !(in_vain && skips(children_[i]))) return false;
+    if (!silent(children_[i]) && !(too_few && skips(children_[i]))) return false;
     some = true;
   }
   return some;

@@ -284,7 +284,7 @@ void Node::ask() {
   const double quiet = wire_.now() - upstream_.silent_since();
   if (quiet < limits_.orphan_seconds || quiet < patience(upstream_.stuck_since())) return;
   // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word
-  // when it is asked. Who has not answered is not asked again.
+  // when it is asked. A rank that has not answered is not asked again.
   const auto source = announced_.find(frontier_);
   const bool announced = source != announced_.end();
   const Rank silent = announced ? source->second.from : upstream_.source();

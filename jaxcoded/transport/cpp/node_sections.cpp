@@ -3,8 +3,8 @@
 // The root chooses the messages, as for any sum, and asks those who are there to form a section each;
 // whoever has formed some of it tells all others, who fetch it. Nobody ends its call before the root
 // has all sections: until then messages stay where they are, so that a section can be formed again,
-// and what was fetched of it before counts for nothing. From then on the round is decided as any
-// other, and who lacks something gets it from whoever formed it, or else from the root.
+// and what was fetched of it before is not used. From then on the round is decided as any
+// other, and a rank that lacks something gets it from its maker, or else from the root.
 #include "node.h"
 
 #include <algorithm>
@@ -115,7 +115,7 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
     it.decodings.push_back(choices[share.choice]);
     first += share.pieces;
   }
-  it.paces.assign(sections.size(), {.moved = it.since});
+  it.flows.assign(sections.size(), {.moved = it.since});
   it.attempts.assign(sections.size(), 0);
   up_.delegated = std::move(it);
   assign(std::move(sections));
@@ -203,7 +203,7 @@ void Node::assign(std::vector<Section> sections) {
   for (std::size_t i = 0; i < sections.size(); ++i) {
     if (!is_new(i)) continue;
     jobs.push_back(i);
-    it.paces[i].begin(wire_.now());
+    it.flows[i].begin(wire_.now());
     for (const std::size_t row : it.decodings[i]->rows) {
       telemetry_.used(next_, child_of_row(row).column);
     }
@@ -306,7 +306,7 @@ bool Node::mend_sections() {
   }
   // On slow cables all are slow. Before any of it is formed, that none is says little.
   double longest = 0;
-  for (const Pace& pace : it.paces) longest = std::max(longest, pace.longest);
+  for (const Flow& flow : it.flows) longest = std::max(longest, flow.longest);
   const double patience = longest > 0 ? std::max(limits_.silent_seconds, 2 * longest)
                                       : unformed * limits_.silent_seconds;
   std::vector<Section> sections;
@@ -326,7 +326,7 @@ bool Node::mend_sections() {
     if (late && chosen_by_all() && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
-    const bool stuck = now - it.paces[i].moved >= patience;
+    const bool stuck = now - it.flows[i].moved >= patience;
     std::shared_ptr<const Decoding> other;
     if ((lost || late) && !chosen_by_all()) {
       other = decoding_from(i, true);
@@ -424,7 +424,7 @@ void Node::learn_sections(SectionPlan plan) {
   }
   Sections& it = sections_;
   it.members = std::move(plan.members);
-  it.pace.begin(wire_.now());
+  it.flow.begin(wire_.now());
   const auto before = std::exchange(it.all, {});
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
     const Section& section = plan.sections[i];
@@ -744,9 +744,9 @@ void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint6
 // Some of it came.
 void Node::sections_came_on(std::size_t index) {
   const double now = wire_.now();
-  sections_.pace.move(now);
+  sections_.flow.move(now);
   if (root()) {
-    up_.delegated->paces[index].move(now);
+    up_.delegated->flows[index].move(now);
   } else {
     upstream_.moved(now);
   }
@@ -799,8 +799,8 @@ bool Node::take_sections(Entry& entry) {
     while (it.taken < it.formed && entry.here[it.taken]) ++it.taken;
   }
   if (!bytes) return false;
-  sections_.pace.move(wire_.now());
-  if (!root()) upstream_.moved(sections_.pace.moved);
+  sections_.flow.move(wire_.now());
+  if (!root()) upstream_.moved(sections_.flow.moved);
   return false;
 }
 
@@ -845,8 +845,8 @@ std::optional<bool> Node::follow_sections() {
     if (!decided || !entry) return more;
     if (!all_taken()) {
       if (!sections_.decided_at) sections_.decided_at = wire_.now();
-      const double since = std::max(sections_.pace.moved, sections_.decided_at);
-      const double patience = std::max(limits_.orphan_seconds, 2 * sections_.pace.longest);
+      const double since = std::max(sections_.flow.moved, sections_.decided_at);
+      const double patience = std::max(limits_.orphan_seconds, 2 * sections_.flow.longest);
       const bool gone = std::ranges::any_of(sections_.all, &Sections::Known::gone);
       if (!gone && wire_.now() - since < patience) return more;
     }

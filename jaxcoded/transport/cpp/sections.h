@@ -180,8 +180,8 @@ struct Formed {
   }
 };
 
-// How something comes on.
-struct Pace {
+// How something comes on, piece by piece.
+struct Flow {
   double moved = 0;    // when it last did
   double longest = 0;  // that it ever took
 
@@ -207,7 +207,7 @@ struct Sections {
   std::vector<Rank> members = {};
   std::map<std::uint32_t, Rank> asked = {};  // pieces on their way, and from whom
   std::deque<Forming> forming = {};
-  Pace pace = {};         // in which anything of it comes
+  Flow flow = {};         // of all sections
   double decided_at = 0;  // when this rank heard that the root has all of it
 
   std::size_t of_piece(std::uint32_t piece) const {
@@ -221,7 +221,7 @@ struct Sections {
 struct Delegated {
   OfRoot of_root = OfRoot::none;
   std::vector<std::shared_ptr<const Decoding>> decodings = {};  // by section
-  std::vector<Pace> paces = {};                                 // of each
+  std::vector<Flow> flows = {};                                 // of each
   std::vector<Rank> members = {};  // who is told by the makers,
   std::vector<Rank> joined = {};   // and who by the root, as they came later
   std::vector<std::size_t> attempts = {};  // of others to form a section again

@@ -513,13 +513,13 @@ class DeviceFlight : public Feed {
 
 // The flight that parts of this call began, or a new one.
 std::shared_ptr<DeviceFlight> flight_of(const DeviceCall& call) {
-  std::shared_ptr<Feed> begun;
-  if (call.request.begun) {
-    begun = Engine::instance().with(call.group, [](Member& its) {
-      return its.begun() ? its.queue.back()->feed : nullptr;
+  std::shared_ptr<Feed> feed;
+  if (call.request.continues) {
+    feed = Engine::instance().with(call.group, [](Member& its) {
+      return its.has_open_call() ? its.queue.back()->feed : nullptr;
     });
   }
-  auto flight = std::dynamic_pointer_cast<DeviceFlight>(begun);
+  auto flight = std::dynamic_pointer_cast<DeviceFlight>(feed);
   return flight ? flight : std::make_shared<DeviceFlight>();
 }
 

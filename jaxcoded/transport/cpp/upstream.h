@@ -12,8 +12,8 @@
 
 namespace jaxcoded {
 
-// The parent is asked first, and again as soon as it sends something. Who does not answer is not
-// asked twice, so that nothing piles up in front of a rank that is frozen or dead.
+// The parent is asked first, and again as soon as it sends something. A rank that does not answer is
+// not asked twice, so that nothing piles up in front of one that is frozen or dead.
 class Upstream {
  public:
   explicit Upstream(const std::vector<Rank>& above) : above_(above) {}
@@ -76,7 +76,7 @@ class Upstream {
   }
   // It may be asked: it has answered what it was asked before, and it may have the result.
   bool may_ask(Rank rank) const { return !asked_.contains(rank) && !gone_from_.contains(rank); }
-  // The nearest one that may be asked, where the parent has not been offered something in vain.
+  // The nearest one that may be asked, the parent only if it has answered what it was offered.
   std::optional<Rank> next() const {
     for (const Rank rank : above_) {
       if (may_ask(rank) && !(unanswered_ && rank == parent())) return rank;

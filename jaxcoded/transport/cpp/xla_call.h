@@ -87,7 +87,7 @@ inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   Request& request = call.request;
   request.up = up != 0;
   request.down = down != 0;
-  request.begun = last_part != 0;
+  request.continues = last_part != 0;
   if (examples.size() == 2) request.examples = {examples[0], examples[1]};
   for (std::size_t i = 1; i < results.size(); ++i) {
     const ffi::AnyBuffer out = result(i);
@@ -106,7 +106,7 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
                                  skips, 0, apart);
   append_parts(call, 1);
   Request& request = call.request;
-  request.begun = number != 0;
+  request.continues = number != 0;
   // so many parts like this one make the message, and so many slices the result
   const std::vector<Segment> one = request.message;
   for (std::int64_t part = 1; part < parts; ++part) {
@@ -126,7 +126,7 @@ inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::stri
   XlaCall call = collective_call(args, next, signature, fingerprint, 0, 0, apart);
   append_parts(call, 1);
   Request& request = call.request;
-  request.begun = first == 0;
+  request.continues = first == 0;
   request.total = request.message;
   if (examples.size() == 2) request.examples = {examples[0], examples[1]};
   return call;
