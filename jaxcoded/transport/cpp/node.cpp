@@ -185,8 +185,8 @@ void Node::finish(Outcome outcome, std::string error) {
   error_ = std::move(error);
   if (up_.call.shared) telemetry_.worked(next_, up_.busy, up_.blocks);
   if (up_.call.shared && !up_.call.lends()) {
-    computed_round_ = next_;
-    computed_ = up_.share.blocks();
+    work_.computed_round = next_;
+    work_.computed = up_.share.blocks();
   }
   up_.sum = {};
   up_.own_copy = {};

@@ -26,7 +26,6 @@
 #include "departures.h"
 #include "failed_alone.h"
 #include "history.h"
-#include "ledger.h"
 #include "listener.h"
 #include "median.h"
 #include "message.h"
@@ -34,6 +33,7 @@
 #include "pool.h"
 #include "section_shares.h"
 #include "sections.h"
+#include "shared_work.h"
 #include "signatures.h"
 #include "snapshots.h"
 #include "telemetry.h"
@@ -129,9 +129,9 @@ class Node {
   // Where the work of a round is shared: which ranks hold each block, its owner first.
   void share_blocks(const std::vector<std::vector<Rank>>& holders);
   // Who has computed what in the latest such round, as the root has it.
-  Division division() const { return ledger_ ? ledger_->division() : Division(); }
+  Division division() const { return work_.ledger ? work_.ledger->division() : Division(); }
   // Called at the root with each such round, once its work is done.
-  void on_dealt(std::function<void(const Dealt&)> hook) { dealt_hook_ = std::move(hook); }
+  void on_dealt(std::function<void(const Dealt&)> hook) { work_.hook = std::move(hook); }
   // From now on it is divided as it was in these rounds, which the root has. On every rank.
   void replay(const std::vector<Dealt>& rounds);
   // The program has computed its block, if it had one, and waits for the next; its vectors as they
@@ -145,8 +145,8 @@ class Node {
   void leave_share();
   // What this rank has computed in the round before, if that was of blocks whose sum is the next one.
   std::optional<std::vector<Block>> computed() const {
-    const bool follows = computed_round_ && computed_round_ + 1 == next_;
-    return follows ? std::optional(computed_) : std::nullopt;
+    const bool follows = work_.computed_round && work_.computed_round + 1 == next_;
+    return follows ? std::optional(work_.computed) : std::nullopt;
   }
 
   // What came of a call that was not complete is not to be used. Another one takes its place, in
@@ -325,10 +325,10 @@ class Node {
   void begin_sharing();
   bool deals() const;
   bool deal();
-  bool follows_blocks() const { return dealt_ != 0 && dealt_ + 1 == next_; }
+  bool follows_blocks() const { return work_.dealt != 0 && work_.dealt + 1 == next_; }
   // Whether the call in progress is the sum of what was computed in the round before.
-  bool sums_blocks() const { return follows_blocks() && dealt_all_ && !up_.call.shared; }
-  void dealt(bool all) { dealt_ = next_, dealt_all_ = all; }
+  bool sums_blocks() const { return follows_blocks() && work_.dealt_all && !up_.call.shared; }
+  void dealt(bool all) { work_.dealt = next_, work_.dealt_all = all; }
   std::string why_not_after_blocks() const;
   void leave_out_the_others();
   std::shared_ptr<const Decoding> choose_dealt(std::uint32_t piece);
@@ -535,17 +535,7 @@ class Node {
   std::uint64_t offers_seen_ = 0;
   std::vector<std::size_t> rows_;  // see `rows_in_order`
   std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
-  std::optional<Ledger> ledger_;  // at the root, where work is shared
-  std::function<void(const Dealt&)> dealt_hook_;
-  std::optional<std::map<Round, Dealt>> replayed_;  // by whose divisions the work is shared
-  std::vector<Block> own_blocks_;
-  std::size_t owned_ = 0;  // blocks, also where it does not begin with them
-  std::vector<bool> holds_;  // by block, whether this rank may compute it
-  bool asks_first_ = false;  // before it begins with them
-  Round computed_round_ = 0;  // the latest of blocks at this rank, and which it has computed
-  std::vector<Block> computed_ = {};
-  Round dealt_ = 0;  // the latest round whose blocks are in vectors that the next round sums,
-  bool dealt_all_ = false;  // and whether they are all
+  SharedWork work_;
 
   // The way down.
   History history_;

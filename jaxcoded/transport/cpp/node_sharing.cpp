@@ -12,13 +12,13 @@
 namespace jaxcoded {
 
 void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
-  own_blocks_.clear();
-  holds_.clear();
+  work_.own.clear();
+  work_.holds.clear();
   for (Block block = 0; block < holders.size(); ++block) {
-    if (holders[block].front() == family_.rank) own_blocks_.push_back(block);
-    holds_.push_back(std::ranges::find(holders[block], family_.rank) != holders[block].end());
+    if (holders[block].front() == family_.rank) work_.own.push_back(block);
+    work_.holds.push_back(std::ranges::find(holders[block], family_.rank) != holders[block].end());
   }
-  owned_ = own_blocks_.size();
+  work_.owned = work_.own.size();
   if (!root()) return;
   std::vector<std::vector<std::size_t>> members;
   for (const auto& ranks : holders) {
@@ -29,21 +29,21 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
       of_block.push_back(rank == family_.rank ? 0 : static_cast<std::size_t>(child - children_.begin()) + 1);
     }
   }
-  ledger_.emplace(std::move(members), children_.size() + 1, limits_.orphan_seconds);
+  work_.ledger.emplace(std::move(members), children_.size() + 1, limits_.orphan_seconds);
 }
 
 void Node::replay(const std::vector<Dealt>& rounds) {
-  own_blocks_.clear();  // whose they are the root says
-  replayed_.emplace();
-  for (const Dealt& dealt : rounds) replayed_->emplace(dealt.round, dealt);
+  work_.own.clear();  // whose they are the root says
+  work_.replayed.emplace();
+  for (const Dealt& dealt : rounds) work_.replayed->emplace(dealt.round, dealt);
 }
 
 // --- The program and its blocks ---
 
 // With its own blocks, unless it is to ask first, or the round is over already.
 void Node::begin_share() {
-  const bool claims = up_.in_time && !asks_first_;
-  up_.share = Share(up_.call.lends(), claims ? own_blocks_ : std::vector<Block>());
+  const bool claims = up_.in_time && !work_.asks_first;
+  up_.share = Share(up_.call.lends(), claims ? work_.own : std::vector<Block>());
   up_.added_at = up_.started;
   if (up_.call.skipped) up_.share.leave();
 }
@@ -101,7 +101,7 @@ Progress Node::progress() { return up_.share.progress(wire_.now() - up_.added_at
 void Node::tell_share() {
   if (newest_ >= next_) return;
   if (root()) {
-    if (ledger_) ledger_->heard(0, progress(), wire_.now());
+    if (work_.ledger) work_.ledger->heard(0, progress(), wire_.now());
     return;
   }
   const Rank parent = family_.ancestors.front();
@@ -119,7 +119,7 @@ void Node::tell_share() {
 void Node::on_order(const Message& message) {
   const Header& head = message.header;
   if (static_cast<Order::Kind>(head.ready) == Order::Kind::hold) {
-    asks_first_ = true;
+    work_.asks_first = true;
     wire_.send(family_.ancestors.front(), Message{header(Kind::will_ask, next_ + calling())});
     return;
   }
@@ -129,7 +129,7 @@ void Node::on_order(const Message& message) {
   auto blocks = message.values<Block>(0, head.segments);
   // no program can compute what is not in its data
   for (const Block block : blocks) {
-    if (block >= holds_.size() || !holds_[block]) throw Damaged();
+    if (block >= work_.holds.size() || !work_.holds[block]) throw Damaged();
   }
   follow_order({.member = 0,
                 .kind = static_cast<Order::Kind>(head.ready),
@@ -140,7 +140,7 @@ void Node::on_order(const Message& message) {
 void Node::follow_order(const Order& order) {
   switch (order.kind) {
     case Order::Kind::grant:
-      asks_first_ = false;
+      work_.asks_first = false;
       up_.share.grant(order.blocks);
       return;  // how much of it is computed says that it was heard
     case Order::Kind::recall:
@@ -161,9 +161,9 @@ void Node::follow_order(const Order& order) {
 void Node::hear_share(std::size_t child) {
   const Offer& offer = children_[child].offer;
   if (!deals() || offer.round != next_ || offer.fingerprint != up_.call.fingerprint) return;
-  ledger_->arrived(child + 1, offer.progress.claims, wire_.now());
+  work_.ledger->arrived(child + 1, offer.progress.claims, wire_.now());
   try {
-    ledger_->heard(child + 1, offer.progress, wire_.now());
+    work_.ledger->heard(child + 1, offer.progress, wire_.now());
   } catch (const Damaged&) {
     garbled(children_[child].rank, "what it says of its blocks");
   }
@@ -172,15 +172,15 @@ void Node::hear_share(std::size_t child) {
 // Why the work of this call cannot be divided as it was before, where it is to be; or empty.
 std::string Node::why_not_as_before() const {
   const Call& call = up_.call;
-  if (!replayed_ || !call.shared) return {};
+  if (!work_.replayed || !call.shared) return {};
   const std::string round = "CodedError: round " + std::to_string(next_);
-  const auto found = replayed_->find(next_);
-  if (found != replayed_->end()) {
+  const auto found = work_.replayed->find(next_);
+  if (found != work_.replayed->end()) {
     if (found->second.call == call.signature) return {};
     return round + " is not the recorded one: ranks called " + call.signature +
            ", the record has " + found->second.call + "; replay= needs the same program";
   }
-  const Round last = replayed_->empty() ? 0 : replayed_->rbegin()->first;
+  const Round last = work_.replayed->empty() ? 0 : work_.replayed->rbegin()->first;
   return round + " cannot be replayed: the record " +
          (next_ > last ? "ends with round " + std::to_string(last)
                        : "does not have it (it failed then, or shared no work)") +
@@ -189,39 +189,39 @@ std::string Node::why_not_as_before() const {
 
 // A child asks first, from a round on.
 void Node::on_will_ask(std::size_t child, Round from) {
-  if (deals() && from <= next_) ledger_->will_ask(child + 1);
+  if (deals() && from <= next_) work_.ledger->will_ask(child + 1);
 }
 
 void Node::begin_sharing() {
   const Progress own = progress();
   const double now = wire_.now();
-  if (replayed_) ledger_.emplace(replayed_->at(next_).division, limits_.orphan_seconds);
-  ledger_->begin(now);
-  ledger_->arrived(0, own.claims, now);
-  ledger_->heard(0, own, now);
+  if (work_.replayed) work_.ledger.emplace(work_.replayed->at(next_).division, limits_.orphan_seconds);
+  work_.ledger->begin(now);
+  work_.ledger->arrived(0, own.claims, now);
+  work_.ledger->heard(0, own, now);
   for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
 }
 
 // Whether this rank says who computes what in its call.
 bool Node::deals() const {
-  return root() && ledger_ && calling() && up_.call.shared && !up_.all_decoded();
+  return root() && work_.ledger && calling() && up_.call.shared && !up_.all_decoded();
 }
 
 // Let everybody have something to compute. Whether all is computed.
 bool Node::deal() {
   const double now = wire_.now();
-  if (up_.overdue && approximates()) ledger_->close(now);
+  if (up_.overdue && approximates()) work_.ledger->close(now);
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
     const bool mine = child.offer.round == next_;
     if (child.dead || (child.retired && !(mine && !child.offer.withdrawn))) {
-      ledger_->lost(i + 1);
+      work_.ledger->lost(i + 1);
     } else if ((mine && child.offer.withdrawn) || does_not_answer(child)) {
-      ledger_->will_ask(i + 1);  // if it is only expected
-      ledger_->give_up(i + 1, now);
+      work_.ledger->will_ask(i + 1);  // if it is only expected
+      work_.ledger->give_up(i + 1, now);
     }
   }
-  for (auto orders = ledger_->orders(now); !orders.empty(); orders = ledger_->orders(now)) {
+  for (auto orders = work_.ledger->orders(now); !orders.empty(); orders = work_.ledger->orders(now)) {
     for (const Order& order : orders) {
       if (order.member == 0) {
         follow_order(order);
@@ -236,22 +236,22 @@ bool Node::deal() {
       wire_.send(children_[order.member - 1].rank, message);
     }
   }
-  if (const auto orphans = ledger_->orphans(); !orphans.empty() && !approximates()) {
+  if (const auto orphans = work_.ledger->orphans(); !orphans.empty() && !approximates()) {
     std::string dead;
     for (const Child& child : children_) {
       if (child.dead) dead += ", rank " + std::to_string(child.rank) + is_dead;
     }
     decide_error("CodedError: round " + std::to_string(next_) + ": nobody who is left " +
-                 (replayed_ ? "may compute" : "holds") + " the " + std::to_string(orphans.size()) +
+                 (work_.replayed ? "may compute" : "holds") + " the " + std::to_string(orphans.size()) +
                  " blocks from " + std::to_string(orphans.front()) + " on" +
                  (dead.empty() ? "" : "; it lacks" + dead.substr(1)) + ": " +
-                 (replayed_ ? "replay= needs every rank that computed in the recorded round"
+                 (work_.replayed ? "replay= needs every rank that computed in the recorded round"
                             : dead.empty() ? "give each to more ranks with replicas="
                                            : "go on with group.recovered(), or give each to more "
                                              "ranks with replicas="));
     return false;
   }
-  return ledger_->settled();
+  return work_.ledger->settled();
 }
 
 // Whether a child was there when all was computed: where its vector follows later, nobody can stand
@@ -264,12 +264,12 @@ bool Node::is_there(Child& child) {
 
 // The vectors that hold the blocks, once they can be had.
 std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
-  if (!ledger_->settled()) return nullptr;
+  if (!work_.ledger->settled()) return nullptr;
   bool there = true;
   auto out = std::make_shared<Decoding>();
-  std::vector<Version> versions{ledger_->version(0)};
+  std::vector<Version> versions{work_.ledger->version(0)};
   for (std::size_t i = 0; i < children_.size(); ++i) {
-    const Version version = versions.emplace_back(ledger_->version(i + 1));
+    const Version version = versions.emplace_back(work_.ledger->version(i + 1));
     if (!version.blocks) continue;
     if (!usable(i, piece) || children_[i].offer.progress.version() != version) return nullptr;
     there &= up_.call.lends() || is_there(children_[i]);
@@ -291,10 +291,10 @@ std::string Node::why_not_after_blocks() const {
   const bool sums = call.up && !call.shared;
   std::string why;
   if (!follows_blocks()) {
-    if (!dealt_ || !sums) return {};
+    if (!work_.dealt || !sums) return {};
     why = "only the sum right after group.blocks is of what was computed there: sum all of it in one "
           "call, as coded_allreduce((gradients, loss), group), and anything else in a group of its own";
-  } else if (dealt_all_) {
+  } else if (work_.dealt_all) {
     if (sums) return {};
     why = "after group.blocks the sum of what was computed is to come, with coded_allreduce";
   } else {
@@ -309,7 +309,7 @@ std::string Node::why_not_after_blocks() const {
 void Node::leave_out_the_others() {
   up_.call.erased.resize(children_.size());
   for (std::size_t i = 0; i < children_.size(); ++i) {
-    up_.call.erased[i] = !ledger_->version(i + 1).blocks;
+    up_.call.erased[i] = !work_.ledger->version(i + 1).blocks;
   }
 }
 
@@ -341,7 +341,7 @@ std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
 
 // Whether the sum of the call in progress is not of all blocks, as the root has it.
 bool Node::lacks_blocks() const {
-  return root() && ledger_ && (up_.call.shared || sums_blocks()) && ledger_->missing();
+  return root() && work_.ledger && (up_.call.shared || sums_blocks()) && work_.ledger->missing();
 }
 
 // --- Who does not answer ---
@@ -356,30 +356,30 @@ bool Node::does_not_answer(const Child& child) const {
 // Whether all that lacks is what only those could compute who have not answered for long.
 bool Node::only_silent_hold() const {
   std::vector<bool> silent(children_.size() + 1);
-  bool lacks = ledger_->missing() > 0;
+  bool lacks = work_.ledger->missing() > 0;
   for (std::size_t i = 0; i <= children_.size(); ++i) {
     silent[i] = i > 0 && (this->silent(children_[i - 1]) || children_[i - 1].retired);
-    if (!ledger_->left(i)) continue;
+    if (!work_.ledger->left(i)) continue;
     if (!silent[i]) return false;
     lacks = true;
   }
-  return lacks && ledger_->orphans(silent).size() == ledger_->missing();
+  return lacks && work_.ledger->orphans(silent).size() == work_.ledger->missing();
 }
 
 // Whose vectors should be here, but do not come, although they are asked whether they are there.
 void Node::watch_members() {
-  if (!deals() || !ledger_->settled()) return;
+  if (!deals() || !work_.ledger->settled()) return;
   const double now = wire_.now();
   for (std::size_t i = 0; i < children_.size(); ++i) {
     Child& child = children_[i];
-    if (!ledger_->version(i + 1).blocks) continue;
+    if (!work_.ledger->version(i + 1).blocks) continue;
     if (up_.call.lends() ? child.offer.has(up_.decoded.pieces) : child.there == next_) continue;
     const double quiet = now - std::max(child.heard, up_.waiting_since);
     if (quiet < limits_.orphan_seconds) continue;
     if (!child.asked) {
       ask_whether_it_is_there(child);
-    } else if (now - child.asked >= limits_.silent_seconds && ledger_->replaceable(i + 1)) {
-      ledger_->give_up(i + 1, now);
+    } else if (now - child.asked >= limits_.silent_seconds && work_.ledger->replaceable(i + 1)) {
+      work_.ledger->give_up(i + 1, now);
     }
   }
 }
@@ -388,16 +388,16 @@ double Node::shares_at() const {
   if (!deals()) return std::numeric_limits<double>::infinity();
   const double now = wire_.now();
   // whose vector does not come is asked
-  return ledger_->settled() ? now + limits_.orphan_seconds : ledger_->wakes_at(now);
+  return work_.ledger->settled() ? now + limits_.orphan_seconds : work_.ledger->wakes_at(now);
 }
 
 std::string Node::lacking_blocks() const {
   std::vector<Rank> busy;
-  std::size_t blocks = ledger_->left(0);
+  std::size_t blocks = work_.ledger->left(0);
   if (blocks) busy.push_back(family_.rank);
   for (std::size_t i = 0; i < children_.size(); ++i) {
-    const std::size_t left = ledger_->left(i + 1);
-    const bool lacks = left || (ledger_->version(i + 1).blocks && !usable(i, up_.decoded.pieces));
+    const std::size_t left = work_.ledger->left(i + 1);
+    const bool lacks = left || (work_.ledger->version(i + 1).blocks && !usable(i, up_.decoded.pieces));
     if (lacks) busy.push_back(children_[i].rank);
     blocks += left;
   }

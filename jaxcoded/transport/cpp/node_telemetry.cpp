@@ -19,7 +19,7 @@ void Node::sum_complete() {
 
 // Who has computed what of a round, in the order of the telemetry's columns.
 void Node::remember_division() {
-  const std::vector<Computed> by_member = ledger_->computed();
+  const std::vector<Computed> by_member = work_.ledger->computed();
   std::vector<Computed> out(by_member.size());
   out[0] = by_member[0];
   for (std::size_t i = 0; i < children_.size(); ++i) out[children_[i].column + 1] = by_member[i + 1];
@@ -40,7 +40,7 @@ double Node::own_work() const {
     double work = record->work;
     if (record->shared) {
       if (!record->blocks) continue;
-      work += record->busy / record->blocks * static_cast<double>(owned_);
+      work += record->busy / record->blocks * static_cast<double>(work_.owned);
     }
     works.push_back(work);
   }

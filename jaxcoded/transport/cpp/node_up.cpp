@@ -196,7 +196,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
 // Whether this rank's own vectors are here as far as that piece of `up_.incoming`.
 bool Node::own_ready(std::uint32_t piece) const {
   const Piece& it = up_.incoming[piece];
-  if (up_.call.shared) return up_.lent || !ledger_->version(0).blocks;
+  if (up_.call.shared) return up_.lent || !work_.ledger->version(0).blocks;
   if (up_.call.skipped || !it.count) return true;
   if (it.segment >= up_.call.own.size()) return false;
   if (!up_.call.feed) return true;
@@ -296,7 +296,7 @@ bool Node::gather() {
 
 // Whether this rank's own vectors are a part of the sum.
 bool Node::adds_own() const {
-  if (up_.call.shared || sums_blocks()) return ledger_->version(0).blocks > 0;
+  if (up_.call.shared || sums_blocks()) return work_.ledger->version(0).blocks > 0;
   return !up_.call.skipped;
 }
 
@@ -329,7 +329,7 @@ void Node::announce_sum() {
   if (!root()) return offer();
   if (up_.call.shared && !up_.call.lends()) dealt(true);
   if (up_.call.shared) remember_division();
-  if (up_.call.shared && dealt_hook_) dealt_hook_({next_, up_.call.signature, ledger_->division()});
+  if (up_.call.shared && work_.hook) work_.hook({next_, up_.call.signature, work_.ledger->division()});
   Entry& entry = *history_.find(next_);
   if (up_.call.down) {
     decided(entry, up_.summed(entry.layout, entry.ready));

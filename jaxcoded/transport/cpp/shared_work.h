@@ -1,0 +1,34 @@
+// What a rank keeps of work that is shared, from round to round.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "ledger.h"
+#include "message.h"
+#include "share.h"
+
+namespace jaxcoded {
+
+struct SharedWork {
+  // Blocks of this rank.
+  std::vector<Block> own = {};      // it begins with these,
+  std::size_t owned = 0;            // so many, also where it does not begin with them
+  std::vector<bool> holds = {};     // by block, whether it may compute it
+  bool asks_first = false;          // before it begins with its own
+  Round computed_round = 0;         // the latest of blocks, and which it has computed
+  std::vector<Block> computed = {};
+
+  Round dealt = 0;         // the latest round whose blocks are in vectors that the next round sums,
+  bool dealt_all = false;  // and whether they are all
+
+  // At the root.
+  std::optional<Ledger> ledger = {};
+  std::optional<std::map<Round, Dealt>> replayed = {};  // by whose divisions the work is shared
+  std::function<void(const Dealt&)> hook = {};
+};
+
+}  // namespace jaxcoded
