@@ -26,6 +26,24 @@ def _found(module: str, name: str) -> Any:
         ) from None
 
 
+def _module(name: str, *taken: str) -> Any:
+    for each in taken:
+        _found(name, each)
+    return importlib.import_module(name)
+
+
+# What operations of one's own take. JAX's tutorials use these, its reference does not have them.
+ad = _module(
+    "jax.interpreters.ad",
+    *("Zero", "deflinear2", "instantiate_zeros", "is_undefined_primal"),
+    *("primitive_jvps", "primitive_transposes"),
+)
+batching = _module("jax.interpreters.batching", "bdim_at_front", "primitive_batchers")
+mlir = _module(
+    "jax.interpreters.mlir", "LoweringRuleContext", "lower_fun", "register_lowering"
+)
+apply_primitive = _found("jax.interpreters.xla", "apply_primitive")
+
 _trace_ctx = _found("jax._src.core", "trace_ctx")
 _runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
 _Effect = _found("jax._src.effects", "Effect")

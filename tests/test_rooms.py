@@ -56,8 +56,12 @@ for room in ("codes", "plan", "simulator"):
     package = importlib.import_module(f"jaxcoded.{room}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"jaxcoded.{room}.{module.name}")
-import jaxcoded.planner.search
-print(jaxcoded.make_plan(7, stragglers=1, fanout=2).describe())
+from jaxcoded.planner.search import best_plans
+from jaxcoded.simulator import Layout, Network, simulate
+plan = jaxcoded.make_plan(7, stragglers=1, fanout=2)
+print(plan.describe())
+print(simulate(Layout.of(plan), Network(), payload=1e6, work=0.1, rounds=3))
+print(best_plans(4, payload=1e6, work=0.1))
 """
 
 
@@ -71,3 +75,13 @@ def test_plans_need_neither_mpi_nor_jax():
     )
     assert done.returncode == 0, done.stderr
     assert "7 ranks" in done.stdout
+
+
+def test_names_of_jax_that_may_move_are_in_one_file():
+    for path in PACKAGE.rglob("*.py"):
+        moving = {
+            name
+            for name in imports(path)
+            if name.startswith(("jax._src", "jax.interpreters"))
+        }
+        assert not moving, f"{path} imports {moving}"

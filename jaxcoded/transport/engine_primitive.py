@@ -14,9 +14,9 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
-from jax.interpreters import ad, batching, mlir, xla
 
 from jaxcoded import _jax_compat
+from jaxcoded._jax_compat import ad, apply_primitive, batching, mlir
 from jaxcoded.transport.base import Collective
 from jaxcoded.transport.devices import PATIENCE, Devices, check
 from jaxcoded.transport.order import ORDER
@@ -103,7 +103,7 @@ class Together(NamedTuple):
 
 call_p = Primitive("coded_engine_call")
 call_p.multiple_results = True
-call_p.def_impl(functools.partial(xla.apply_primitive, call_p))
+call_p.def_impl(functools.partial(apply_primitive, call_p))
 
 
 def call(

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
 
 from jaxcoded import _jax_compat
+from jaxcoded._jax_compat import ad, apply_primitive, batching, mlir
 from jaxcoded.transport import ending
 from jaxcoded.transport.order import ORDER
 
@@ -171,7 +171,7 @@ def run(
 
 round_p = Primitive("coded_round")
 round_p.multiple_results = True
-round_p.def_impl(functools.partial(xla.apply_primitive, round_p))
+round_p.def_impl(functools.partial(apply_primitive, round_p))
 
 
 def _split(operands: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:

@@ -14,9 +14,9 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
-from jax.interpreters import ad, batching, mlir, xla
 
 from jaxcoded import _jax_compat
+from jaxcoded._jax_compat import ad, apply_primitive, batching, mlir
 from jaxcoded.transport import extension
 
 try:
@@ -47,7 +47,7 @@ def slices(
 
 slices_p = Primitive("coded_slices")
 slices_p.multiple_results = True
-slices_p.def_impl(functools.partial(xla.apply_primitive, slices_p))
+slices_p.def_impl(functools.partial(apply_primitive, slices_p))
 
 
 @slices_p.def_abstract_eval

@@ -102,3 +102,9 @@ def test_one_maker_forms_all_of_it():
     shares, busiest = engine.section_shares([2], [[0, 1, 2]], 3, 100)
     assert shares == [(0, 0, 100)]
     assert busiest == 2
+
+
+def test_the_simulator_knows_how_long_the_engine_waits():
+    limits = _engine.Limits()
+    assert sections._STALL == limits.stall_seconds
+    assert sharing._PATIENCE == limits.orphan_seconds
