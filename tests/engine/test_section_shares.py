@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxcoded.simulator import sections, sharing
+
 engine = pytest.importorskip(
     "jaxcoded.transport._engine", reason="built without the engine"
 )
@@ -105,6 +107,6 @@ def test_one_maker_forms_all_of_it():
 
 
 def test_the_simulator_knows_how_long_the_engine_waits():
-    limits = _engine.Limits()
+    limits = engine.Limits()
     assert sections._STALL == limits.stall_seconds
     assert sharing._PATIENCE == limits.orphan_seconds
