@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,13 @@ class Handle:
     structure: Any  # jax.tree_util.PyTreeDef
     residual: bool
     tokened: bool
+
+
+class Started(NamedTuple):
+    """A round that was started, and the token for the next call."""
+
+    handle: Handle
+    token: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +141,8 @@ def coded_allreduce_start(
             the one that this returns to the next call, `coded_allreduce_done` too.
 
     Returns:
-        A `Handle`; with a ``token`` the pair of it and the token for the next call.
+        A `Handle`; with a ``token`` the named tuple ``(handle, token)``, with the token for the
+        next call.
 
         The engine keeps what was started and not done: up to 64 rounds of a group, each
         with a copy of its vectors. For one more it waits for the end of the oldest, and
@@ -194,7 +202,7 @@ def coded_allreduce_start(
         residual,
         first is not None,
     )
-    return handle if token is None else (handle, token)
+    return handle if token is None else Started(handle, token)
 
 
 def coded_allreduce_done(

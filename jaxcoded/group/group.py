@@ -194,7 +194,7 @@ class CodedGroup:
             wanted = (options or Options()).complete()
             missing = "" if transport == "mpi4jax" else engine.missing()
             reasons = gathered(own, missing)
-            cannot = group._why_not_shared(transport, wanted, reasons)
+            cannot = group._why_not_shared(transport, reasons)
             # who compares messages sums by the root
             whole = transport == "mpi4jax" or any(reasons) or wanted.compares
             return automatic.choose(
@@ -348,7 +348,7 @@ class CodedGroup:
         reason = "" if transport == "mpi4jax" else engine.missing()
         reasons = gathered(self._comm, reason)
         if self.plan.placement is not None and (
-            why := self._why_not_shared(transport, options, reasons)
+            why := self._why_not_shared(transport, reasons)
         ):
             raise ValueError(f"code={self.plan.code!r} {why}")
         if transport != "mpi4jax" and not any(reasons):
@@ -387,9 +387,7 @@ class CodedGroup:
         options = self._comparing(options, "mpi4jax", explicit)
         return Mpi4jax(self.index, self._comm, self.plan), options
 
-    def _why_not_shared(
-        self, transport: str, options: Options, reasons: list[str]
-    ) -> str:
+    def _why_not_shared(self, transport: str, reasons: list[str]) -> str:
         """Why this group cannot share work, in words; empty if it can."""
         if transport == "mpi4jax" or any(reasons):
             said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
