@@ -231,8 +231,8 @@ def coded_allreduce_done(
     """
     if not isinstance(handle, Handle):
         raise TypeError(
-            "handle must be what coded_allreduce_start returned (with a token, the first "
-            f"of the pair), got a {type(handle).__name__}"
+            "handle must be what coded_allreduce_start returned (with a token, the handle "
+            f"in that), got a {type(handle).__name__}"
         )
     if handle.tokened != (token is not None):
         raise ValueError(

@@ -642,7 +642,7 @@ def test_never_done(comm, transport):
 
 @once
 def test_what_is_no_handle(group, own):
-    with pytest.raises(TypeError, match=r"handle must be what .* got a tuple"):
+    with pytest.raises(TypeError, match=r"handle must be what .* got a Started"):
         coded_allreduce_done(coded_allreduce_start(own, group, token=jnp.int32(0)))
     handle, _ = coded_allreduce_start(own, group, token=jnp.int32(0))
     started = "^calls are ordered by tokens or by effects: the round was started "
