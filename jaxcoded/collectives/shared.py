@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
+from jaxcoded.collectives import marks
 from jaxcoded.collectives.allreduce import CodedSum, coded_sum, residual_of
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup
@@ -46,6 +47,7 @@ def summed(
     weights: Weights,
     group: CodedGroup,
     request: Request,
+    key: jax.Array | None = None,
 ) -> tuple[CodedSum, Any]:
     """The sum of ``compute`` over all blocks of the batch, in one round.
 
@@ -60,6 +62,8 @@ def summed(
         weights: what `CodedGroup.assignment` gives with them.
         group: whose work is shared.
         request: what is asked for, checked.
+        key: what ranks must have in common, see `jaxcoded.collectives.marks`; it is compared
+            by the ``"count"`` in what ``compute`` gives.
 
     Returns:
         The sum, on every rank the same; and the auxiliary data, stacked over the blocks
@@ -75,6 +79,7 @@ def summed(
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
     starts = placement.examples(weights.batch_size)[:-1]
+    marked = marks.weights(placement, weights.batch_size)
     with group.failing(request.name):
         local, aux = like(batch, weights, group, compute)
         packing = Packing.of(local, request.wire_dtype)
@@ -117,6 +122,9 @@ def summed(
             fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
         )
         local, aux = compute(examples, ones)
+        if key is not None:
+            mark = (key * jnp.asarray(marked)[block]).astype(local["count"].dtype)
+            local = {**local, "count": local["count"] + mark}
         added = [*flat(local), *(probe.at[block].set(1.0) for probe in probes)]
         sums = [s + x for s, x in zip(sums, added)]
         auxes = jax.tree.map(lambda all, one: all.at[at].set(one), auxes, aux)

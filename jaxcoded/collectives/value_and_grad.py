@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import _jax_compat
-from jaxcoded.collectives import reduced, shared
+from jaxcoded.collectives import marks, reduced, shared
 from jaxcoded.collectives.allreduce import CodedSum, begin, summed
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_open
@@ -217,8 +217,11 @@ def coded_value_and_grad(
                 ).checked(group)
         if shares:  # a round that fails is not this rank's mistake
             assert isinstance(weights, Weights)
+            key = None
+            if examples is not None:
+                key = marks.key(weights.number, params if group.options.debug else None)
             return result(
-                *shared.summed(compute, batch, weights, group, request),
+                *shared.summed(compute, batch, weights, group, request, key),
                 weights,
                 examples,
             )

@@ -40,6 +40,7 @@ class Epoch:
                 f"drop_last=True leaves no batch: {n} examples are fewer than "
                 f"batch_size={batch_size}; take a smaller batch_size, or keep the last one"
             )
+        self._before = epoch * self._batches  # batches, as far as one can know
         if seed is None:
             how, self._order = "in order", np.arange(n)
         else:
@@ -62,7 +63,11 @@ class Epoch:
         """What this rank reads of one batch, and its coding weights: shapes and dtypes are the
         same for all batches."""
         batch = self.batch(number)
-        positions, weights = self._positions, self._weights
+        positions = self._positions
+        counted = self._before + operator.index(number) % len(self)
+        weights = dataclasses.replace(
+            self._weights, number=np.int32(counted % np.iinfo(np.int32).max)
+        )
         if len(batch) == self.batch_size:
             return batch[positions], weights
         # Those that are not there are the last of the batch, and so of each chunk and block: its

@@ -33,7 +33,7 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["values", "present"],
+    data_fields=["values", "present", "number"],
     meta_fields=["batch_size", "plan", "rank", "order"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +52,8 @@ class Weights:
         rank: whose weights they are.
         present: of weights of an epoch, how many examples of the batch there are, int32.
             A leaf of the pytree, so that a smaller last batch is no other program.
+        number: of weights of an epoch, which batch of which epoch, int32: the same on all ranks. A
+            leaf, too.
         order: of weights of an epoch, the data set and its order, in words.
 
     Example:
@@ -68,6 +70,7 @@ class Weights:
     plan: str
     rank: int
     present: Any = None
+    number: Any = None
     order: str = ""
 
     @property

@@ -22,6 +22,10 @@ constexpr const char* miscounted =
     ". The values of some rank's weights are not those that group.assignment gave it, and the "
     "gradient is as wrong. Hand them on as they are; a group with debug=True finds out whose they are";
 
+constexpr const char* miscounted_blocks =
+    ". Some rank is at another batch, its parameters are not those of the others (tree_bcast hands on "
+    "one rank's), or its weights are not those that group.epoch gave it: the gradient is of no use";
+
 std::string percent(double share) {
   char out[32];
   std::snprintf(out, sizeof out, "%.3g %%", 100 * share);
@@ -124,7 +128,7 @@ bool Node::counted() {
   char counts[96];
   std::snprintf(counts, sizeof counts, "%.9g examples were counted, not %.9g", count, number);
   decide_error("InconsistentMessages: round " + std::to_string(next_) + ", " + up_.call.signature +
-               ": " + counts + miscounted);
+               ": " + counts + (up_.call.shared ? miscounted_blocks : miscounted));
   return false;
 }
 
