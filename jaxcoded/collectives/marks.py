@@ -46,7 +46,10 @@ def key(number: Any, params: Any = None) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    return (x * jnp.uint32(2654435761)) >> 16
+    """As MurmurHash3 ends."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _checksum(pytree: Any) -> jax.Array:
