@@ -13,7 +13,7 @@ import time
 import pytest
 from launch import ROOT, limited, slowness
 
-from jaxcoded.cli import ends, launcher
+from jaxcoded.cli import ends, launcher, places
 
 pytestmark = pytest.mark.mpi
 
@@ -247,6 +247,48 @@ def test_what_each_mpirun_is_told(fake):
             options(version, fault_tolerant=True)
 
 
+def test_where_a_host_may_be_lost_slurm_ends_no_daemons(fake, monkeypatch):
+    monkeypatch.delenv("SLURM_NO_KILL", raising=False)
+    five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
+    for fault_tolerant, expected in ((True, "set"), (False, None)):
+        _, environment = launcher.command(
+            five, 2, [], hosts="a:1,b:1", fault_tolerant=fault_tolerant
+        )
+        # srun refuses most other values
+        assert environment.get("SLURM_NO_KILL") == expected
+
+
+@pytest.mark.parametrize(
+    "names, tasks, hosts",
+    [
+        ("a b c", "2(x2),1", "a:2,b:2,c:1"),
+        ("a b", "3,1", "a:3,b:1"),
+        ("a", "2", "a:2"),
+        ("here", "2", None),
+        ("a b", "", "a,b"),
+        ("a b", "2(x3)", "a,b"),
+        ("", "2", None),
+    ],
+)
+def test_the_hosts_of_a_job_of_slurm(names, tasks, hosts, tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\n[ "$*" = "show hostnames n[1-9]" ] && printf "%s\\n" {names}\n'
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURMD_NODENAME", "here")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    assert places.of_slurm() is None
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-9]")
+    scontrol.chmod(0o755)
+    assert places.of_slurm() == hosts
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "others")
+    assert places.of_slurm() is None  # it fails
+    monkeypatch.setenv("PATH", "/none")
+    assert places.of_slurm() is None
+
+
 # How a rank ended, without an MPI.
 
 NOT_HEARD = "not heard of: ended by mpirun, or on a host that is lost"
@@ -297,6 +339,21 @@ def test_ends_in_words(hosts, monkeypatch):
     assert heard.words(2) == []
     assert heard.failure == 0
     assert heard.words(3)[-1] == f"rank 2: {NOT_HEARD}"
+
+
+def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
+    """Whatever the launcher makes of it, such as one that has lost its daemons."""
+    with ends.listening() as heard:
+        assert heard.failure == 0  # no rank can be heard
+        process = ended(heard, 0, "import sys; print(1, flush=True); sys.stdin.read()")
+        while not heard.begun:
+            time.sleep(0.01)
+        assert heard.failure == 1
+        process.kill()
+        process.communicate(timeout=60)
+        assert heard.failure == 1
+        ended(heard, 1, "").communicate(timeout=60)
+        assert heard.failure == 0
 
 
 def test_others_are_not_believed():

@@ -78,8 +78,8 @@ def test_slurm_job(tmp_path):
         program.chmod(0o755)
     slurm = {
         "SLURM_JOB_NODELIST": "here",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_TASKS_PER_NODE": "2",
+        "SLURM_NTASKS": "2",
         "SLURM_CPUS_PER_TASK": "1",
     }
     script = ["bash", str(ROOT / "examples/job.slurm")]

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from jaxcoded.cli import job, launcher, output
+from jaxcoded.cli import job, launcher, output, places
 
 _SECONDS = 120.0
 _MARK = "jaxcoded answers "  # the line may stand among what others print
@@ -30,6 +30,8 @@ def answered(
     Raises:
         NoAnswer: the job failed, or took too long.
     """
+    if hosts is None and hostfile is None:
+        hosts = places.of_slurm()
     command, environment = launcher.command(
         mpirun, ranks, program, named=False, hosts=hosts, hostfile=hostfile
     )

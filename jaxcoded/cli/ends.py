@@ -29,15 +29,17 @@ class Ends:
         variables: of the environment, with which they tell it.
         told: of each rank its status, or minus the signal that it died of, and after how many
             seconds; in the order in which they ended.
+        begun: the ranks that have told that they run.
     """
 
     def __init__(self, line: socket.socket, host: str) -> None:
         self._line, self._token = line, secrets.token_hex(8)
-        self._begun = time.monotonic()
+        self._since = time.monotonic()
         self.variables = {
             rank.VARIABLE: f"{host}:{line.getsockname()[1]}:{self._token}"
         }
         self.told: dict[int, tuple[int, float]] = {}
+        self.begun: set[int] = set()
 
     def hear(self) -> None:
         """Listen until the line is closed."""
@@ -51,15 +53,22 @@ class Ends:
                 caller.settimeout(_PATIENCE)
                 said = caller.makefile("rb").readline(_LONGEST).decode()
                 token, number, code = said.split()
-                if secrets.compare_digest(token, self._token):
-                    ended = int(code), time.monotonic() - self._begun
+                if not secrets.compare_digest(token, self._token):
+                    continue
+                if code == "begun":
+                    self.begun.add(int(number))
+                else:
+                    ended = int(code), time.monotonic() - self._since
                     self.told.setdefault(int(number), ended)
                 caller.sendall(b".")
 
     @property
     def failure(self) -> int:
-        """The first status of a rank that is not 0, signals apart; 0 if there is none."""
-        return next((code for code, _ in self.told.values() if code > 0), 0)
+        """The first status of a rank that is not 0, signals apart; if there is none, 1 where ranks
+        have begun and none has ended with status 0, else 0."""
+        codes = [code for code, _ in self.told.values()]
+        none_ended = bool(self.begun) and 0 not in codes
+        return next((code for code in codes if code > 0), int(none_ended))
 
     def words(self, ranks: int) -> list[str]:
         """A line for all that ended alike, in the order in which the first of them did; none if

@@ -164,6 +164,9 @@ def command(
     # as many threads as a rank has cores, as if all hosts were like this one
     added = environment(max(1, len(os.sched_getaffinity(0)) // here)) | {**variables}
     told = mpirun.options(ranks, hosts=hosts, environment=list(added), **options)
+    if options.get("fault_tolerant"):
+        # Open MPI starts its daemons by srun, which ends all of them where one host is lost
+        added["SLURM_NO_KILL"] = "set"
     program = [*wrapper, sys.executable, *arguments]
     return [mpirun.path, *told, *program], {**os.environ, **added}
 

@@ -1,5 +1,8 @@
 """Options of commands that start ranks: by which mpirun, and on which hosts."""
 
+import os
+import re
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +23,39 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="FILE",
             help="A file of hosts, in the form that the MPI reads.",
         ),
-        click.option("--hosts", help="Hosts, and how many ranks on each: a:2,b:2."),
+        click.option(
+            "--hosts",
+            help="Hosts, and how many ranks on each: a:2,b:2. Default: those of the job of Slurm, "
+            "else this one.",
+        ),
     ):
         command = option(command)
     return command
+
+
+def of_slurm() -> str | None:
+    """The hosts of the job of Slurm that this is a part of, and how many tasks each has: ``"a:2,b:2"``;
+    ``None`` if there is no such job, or it has this host alone."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed:
+        return None
+    try:
+        said = subprocess.run(
+            ["scontrol", "show", "hostnames", listed],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # as in a container
+        return None
+    names = said.stdout.split()
+    if names in ([], [os.environ.get("SLURMD_NODENAME")]):
+        return None
+    tasks: list[str] = []
+    for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
+        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each):  # 2(x3): 2, 2, 2
+            tasks += [found[1]] * int(found[2] or 1)
+    if len(tasks) != len(names):
+        return ",".join(names)
+    return ",".join(f"{name}:{count}" for name, count in zip(names, tasks))

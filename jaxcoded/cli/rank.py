@@ -1,4 +1,5 @@
-"""Starts the program of a rank as its child, tells `jaxcoded run` how that ends, and ends alike.
+"""Starts the program of a rank as its child, tells `jaxcoded run` when it begins and how it ends,
+and ends alike.
 
 Runs by itself, without the package: `python -I -S rank.py COMMAND...`.
 
@@ -36,6 +37,7 @@ def main() -> None:
         if os.getppid() == here:
             os.execvp(sys.argv[1], sys.argv[1:])
         os._exit(1)
+    _tell("begun")
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)  # or minus a signal
     _tell(code)
@@ -47,7 +49,7 @@ def main() -> None:
     os._exit(code & 255)
 
 
-def _tell(code: int) -> None:
+def _tell(code: int | str) -> None:
     """Best effort: where nobody hears it the job goes on."""
     host, port, token = os.environ[VARIABLE].rsplit(":", 2)
     rank = next((os.environ[name] for name in _RANK if name in os.environ), "-1")

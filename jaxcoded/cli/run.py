@@ -73,6 +73,8 @@ def command(
     launcher.check_fits(chosen)
     if on_error is None:
         on_error = "go-on" if fault_tolerant else "abort"
+    if hosts is None and hostfile is None:
+        hosts = places.of_slurm()
     away = hosts is not None or hostfile is not None
     names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
     with ends.listening(names if away else ()) as heard:
@@ -92,7 +94,8 @@ def command(
             variables=heard.variables,
         )
         status = job.play(words, environment, seconds=timeout, own_files=not away)
-    status = status or heard.failure  # which MPICH does not always tell
+    # which MPICH does not always tell, nor Open MPI where it has lost its daemons
+    status = status or heard.failure
     said = [_words(chosen, status, fault_tolerant, timeout), *heard.words(ranks)]
     for line in filter(None, said):
         print(f"jaxcoded run: {line}", file=sys.stderr)
