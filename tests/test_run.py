@@ -247,15 +247,22 @@ def test_what_each_mpirun_is_told(fake):
             options(version, fault_tolerant=True)
 
 
-def test_where_a_host_may_be_lost_slurm_ends_no_daemons(fake, monkeypatch):
-    monkeypatch.delenv("SLURM_NO_KILL", raising=False)
+def test_where_a_host_may_be_lost_the_others_are_not_ended(fake, monkeypatch):
     five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
-    for fault_tolerant, expected in ((True, "set"), (False, None)):
+    names = "SLURM_NO_KILL", "PRTE_MCA_oob_tcp_keepalive_time"
+
+    def told(fault_tolerant):
         _, environment = launcher.command(
             five, 2, [], hosts="a:1,b:1", fault_tolerant=fault_tolerant
         )
-        # srun refuses most other values
-        assert environment.get("SLURM_NO_KILL") == expected
+        return [environment.get(name) for name in names]
+
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert told(False) == [None, None]
+    assert told(True) == ["set", "0"]
+    monkeypatch.setenv(names[1], "60")
+    assert told(True) == ["set", "60"]
 
 
 @pytest.mark.parametrize(

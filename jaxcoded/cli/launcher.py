@@ -12,6 +12,14 @@ from typing import Any
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
+# Of Open MPI's mpirun, where a host may be lost
+_GOES_ON = {
+    # which ends the job where it finds a daemon gone: it asks none whether it is there
+    "PRTE_MCA_oob_tcp_keepalive_time": "0",
+    # its daemons are a step of Slurm, which ends all of them with one; srun refuses "1"
+    "SLURM_NO_KILL": "set",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
@@ -164,11 +172,9 @@ def command(
     # as many threads as a rank has cores, as if all hosts were like this one
     added = environment(max(1, len(os.sched_getaffinity(0)) // here)) | {**variables}
     told = mpirun.options(ranks, hosts=hosts, environment=list(added), **options)
-    if options.get("fault_tolerant"):
-        # Open MPI starts its daemons by srun, which ends all of them where one host is lost
-        added["SLURM_NO_KILL"] = "set"
     program = [*wrapper, sys.executable, *arguments]
-    return [mpirun.path, *told, *program], {**os.environ, **added}
+    alone = _GOES_ON if options.get("fault_tolerant") else {}
+    return [mpirun.path, *told, *program], {**alone, **os.environ, **added}
 
 
 def environment(threads: int) -> dict[str, str]:
