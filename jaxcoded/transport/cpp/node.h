@@ -351,6 +351,7 @@ class Node {
   bool gives_up() const;
   bool chosen_by_all() const;
   bool own_is_zero() const;
+  bool fetchable(const Decoding& choice);
   SectionShares shares_of(const Delegated& it,
                           const std::vector<std::shared_ptr<const Decoding>>& choices) const;
   std::vector<std::shared_ptr<const Decoding>> decodings_in_turn(std::shared_ptr<const Decoding> first);

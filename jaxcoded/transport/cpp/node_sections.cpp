@@ -95,12 +95,9 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
     if (takes_part(child)) it.members.push_back(child.rank);
   }
   if (it.members.empty() || decoder_.slices() > 1 || decoder_.parts() > 1) return false;
-  const auto readable = [&](std::size_t row) {
-    return child_of_row(row).offer.addresses.size() == up_.incoming.segments().size();
-  };
   const auto choices = chosen_by_all() ? std::vector{decoding} : decodings_in_turn(decoding);
   for (const auto& choice : choices) {
-    if (!std::ranges::all_of(choice->rows, readable)) return false;
+    if (!fetchable(*choice)) return false;
   }
   it.since = wire_.now();
   if (adds_own()) it.of_root = own_is_zero() ? OfRoot::zero : OfRoot::term;
@@ -131,6 +128,13 @@ bool Node::own_is_zero() const {
     if (bytes && (begin[0] != std::byte{0} || std::memcmp(begin, begin + 1, bytes - 1) != 0)) return false;
   }
   return true;
+}
+
+// Whether others can fetch these messages: short ones come within offers.
+bool Node::fetchable(const Decoding& choice) {
+  return std::ranges::all_of(choice.rows, [&](std::size_t row) {
+    return child_of_row(row).offer.addresses.size() == up_.incoming.segments().size();
+  });
 }
 
 // Who of the members, and of this rank as the last one, forms how much, and from which messages.
@@ -333,6 +337,7 @@ bool Node::mend_sections() {
       if (!other && lost && !gives_up()) other = decoding_from(i, false);
       if (!other && (lost || gives_up())) return false;
     }
+    if (other && !fetchable(*other)) return false;
     if (!other && !left && !stuck) continue;
     if (other) it.decodings[i] = std::move(other);
     if (left || stuck) section.maker = stand_in(i);
