@@ -27,7 +27,7 @@ def weights(placement: Placement, batch_size: int) -> np.ndarray:
     own = np.random.default_rng(0).integers(1, _MOST, (owners, placement.blocks))
     if owners == 1:
         return np.zeros(placement.blocks, np.float32)
-    own[1::2] = -own[: owners - 1 : 2][: len(own[1::2])]
+    own[1::2] = -own[: owners - 1 : 2]
     if owners % 2:  # the last three among themselves
         own[-2] = abs(own[-2])
         own[-1] = -own[-2] - own[-3]
