@@ -133,8 +133,17 @@ def stop_and_go(world, rng, rounds=ROUNDS):
 @many
 @given(st.integers(0, 2**32 - 1))
 def test_what_has_come_is_used_and_the_residual_tells(seed):
+    what_has_come(seed, 9)
+
+
+def test_a_section_is_not_formed_again_from_what_came_within_offers():
+    """Such messages have no address; this schedule read one."""
+    what_has_come(3880313583, 3)
+
+
+def what_has_come(seed, most):
     rng = random.Random(seed)
-    plan = random_plan(rng, least=2, most=9)
+    plan = random_plan(rng, least=2, most=most)
     world = random_world(
         plan,
         ROUNDS,
