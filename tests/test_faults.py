@@ -178,8 +178,9 @@ def test_random_sleeps(tmp_path, rounds):
     for rank, report in job.reports.items():
         early, late = report["early"], report["late"]
         assert late["memory"] < early["memory"] + 4, f"rank {rank}"
+        # at most: a thread that JAX or MPI began with may end at any time
         for name in ("threads", "files"):
-            assert late[name] == early[name], f"rank {rank}: {name}"
+            assert late[name] <= early[name], f"rank {rank}: {name}"
 
 
 def test_a_parent_that_lacks_too_many_waits(tmp_path):
