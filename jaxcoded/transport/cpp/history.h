@@ -26,7 +26,7 @@ struct Entry {
 
   bool complete() const { return ready == layout.size(); }
   const std::byte* data(std::uint32_t piece) const {
-    const Piece& it = layout[piece];
+    const Piece it = layout[piece];
     return at.empty() ? nullptr : at[it.segment] + it.offset;
   }
 };

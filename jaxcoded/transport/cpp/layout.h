@@ -38,56 +38,67 @@ inline std::uint64_t most_bytes() {
 
 // Elements [first, first + count) of a segment: what is decoded and handed on as a whole.
 struct Piece {
-  std::size_t segment;
-  std::uint64_t first;
-  std::uint64_t count;
-  std::uint64_t offset;  // bytes from the segment's start
-  std::uint64_t bytes;
+  std::size_t segment = 0;
+  std::uint64_t first = 0;
+  std::uint64_t count = 0;
+  std::uint64_t offset = 0;  // bytes from the segment's start
+  std::uint64_t bytes = 0;
 };
 
 // The pieces of a message. There is always one, if need be of no elements: a message of nothing
-// is a message too.
+// is a message too. They are worked out when they are asked for: a layout is made several times a round.
 class Layout {
  public:
-  Layout() : Layout({}, 1) {}
+  Layout() = default;
 
   Layout(std::vector<Segment> segments, std::uint64_t piece_bytes) : segments_(std::move(segments)) {
-    for (std::size_t s = 0; s < segments_.size(); ++s) {
-      const Segment& segment = segments_[s];
-      starts_.push_back(bytes_);
-      firsts_.push_back(size());
+    places_.reserve(segments_.size());
+    for (const Segment& segment : segments_) {
+      const std::uint64_t step = std::max<std::uint64_t>(piece_bytes / size_of(segment.dtype), 1);
+      places_.push_back({.start = bytes_, .step = step, .first = pieces_});
       bytes_ += (segment.bytes() + alignment - 1) / alignment * alignment;
-      const std::uint64_t size = size_of(segment.dtype);
-      const std::uint64_t step = std::max<std::uint64_t>(piece_bytes / size, 1);
-      for (std::uint64_t first = 0; first < segment.count; first += step) {
-        const std::uint64_t count = std::min(step, segment.count - first);
-        pieces_.push_back({s, first, count, first * size, count * size});
-      }
+      pieces_ += static_cast<std::uint32_t>((segment.count + step - 1) / step);
     }
-    if (pieces_.empty()) pieces_.push_back({0, 0, 0, 0, 0});
   }
 
   const std::vector<Segment>& segments() const { return segments_; }
-  std::uint32_t size() const { return static_cast<std::uint32_t>(pieces_.size()); }
-  const Piece& operator[](std::uint32_t piece) const { return pieces_[piece]; }
+  std::uint32_t size() const { return std::max<std::uint32_t>(pieces_, 1); }
+
+  Piece operator[](std::uint32_t piece) const {
+    if (!pieces_) return {};
+    std::size_t s = 0;
+    if (places_.size() > 1) {  // the last one that begins there or before; those of nothing have no piece
+      const auto after = std::ranges::upper_bound(places_, piece, {}, &Place::first);
+      s = static_cast<std::size_t>(after - places_.begin()) - 1;
+    }
+    const std::uint64_t size = size_of(segments_[s].dtype);
+    const std::uint64_t first = (piece - places_[s].first) * places_[s].step;
+    const std::uint64_t count = std::min(places_[s].step, segments_[s].count - first);
+    return {s, first, count, first * size, count * size};
+  }
 
   // Bytes of a copy in one block of memory, in which segment `s` starts at `start(s)`.
   std::uint64_t bytes() const { return bytes_; }
-  std::uint64_t start(std::size_t segment) const { return starts_[segment]; }
+  std::uint64_t start(std::size_t segment) const { return places_[segment].start; }
 
   // The first piece of a segment; one that does not exist for the segment after the last.
   std::uint32_t first(std::size_t segment) const {
-    return segment < firsts_.size() ? firsts_[segment] : size();
+    return segment < places_.size() ? places_[segment].first : size();
   }
 
  private:
   static constexpr std::uint64_t alignment = 64;
 
+  struct Place {
+    std::uint64_t start;  // bytes
+    std::uint64_t step;   // elements of a piece
+    std::uint32_t first;  // piece
+  };
+
   std::vector<Segment> segments_;
-  std::vector<Piece> pieces_;
-  std::vector<std::uint64_t> starts_;
-  std::vector<std::uint32_t> firsts_;
+  std::vector<Place> places_;
   std::uint64_t bytes_ = 0;
+  std::uint32_t pieces_ = 0;
 };
 
 }  // namespace jaxcoded

@@ -396,7 +396,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
       return;
     }
     if (piece < entry->ready || piece >= entry->here.size() || entry->here[piece]) return;
-    const Piece& it = entry->layout[piece];
+    const Piece it = entry->layout[piece];
     std::memcpy(entry->at[it.segment] + it.offset, data.data(), data.size());
     entry->here[piece] = true;
     upstream_.moved(wire_.now());
@@ -443,7 +443,7 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
     const bool offered = root() ? adds_own() && own_ready(piece) : up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;
-    const Piece& it = up_.outgoing[piece];
+    const Piece it = up_.outgoing[piece];
     if (root()) {
       return std::span<const std::byte>{up_.call.own[it.segment] + it.offset, it.bytes};
     }

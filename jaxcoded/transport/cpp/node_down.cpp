@@ -169,7 +169,7 @@ bool Node::follow() {
   }
   if (!news.body.empty()) {
     for (std::uint32_t p = entry->ready; p < entry->layout.size(); ++p) {
-      const Piece& it = entry->layout[p];
+      const Piece it = entry->layout[p];
       if (it.bytes == 0) continue;
       std::memcpy(entry->at[it.segment] + it.offset,
                   news.body.data() + entry->layout.start(it.segment) + it.offset, it.bytes);
@@ -183,7 +183,7 @@ bool Node::follow() {
   std::uint32_t ready = entry->ready;
   while (ready < news.ready && bytes < limits_.announced_bytes) {
     for (std::uint32_t p = ready; p < std::min(news.ready, ready + ahead); ++p) {
-      const Piece& piece = entry->layout[p];
+      const Piece piece = entry->layout[p];
       if (entry->here[p] || asked_pieces_.contains(p)) continue;
       if (piece.bytes == 0) {
         entry->here[p] = true;
@@ -243,7 +243,7 @@ void Node::hand_over(const Entry& entry) {
   }
   if (up_.call.down && (entry.buffer || up_.call.feed)) {
     for (; up_.given < entry.ready; ++up_.given) {
-      const Piece& it = entry.layout[up_.given];
+      const Piece it = entry.layout[up_.given];
       if (!it.bytes) continue;
       if (entry.buffer && !up_.call.out.empty()) {
         std::memcpy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes);

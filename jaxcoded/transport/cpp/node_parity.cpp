@@ -100,7 +100,7 @@ std::vector<const std::byte*> Node::checked(const Decoding& decoding,
                                             std::span<const std::byte* const> messages) {
   std::vector<const std::byte*> of_rows(decoder_.rows());
   for (std::size_t i = 0; i < up_.brought.size(); ++i) of_rows[up_.brought[i]] = messages[i];
-  const Piece& piece = up_.incoming[up_.decoded.pieces];
+  const Piece piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) {
     const std::size_t vector = piece.segment % up_.call.total.size();
     decoder_.parity()->add(vector, piece.first, of_rows, piece.count);

@@ -520,7 +520,7 @@ bool Node::form() {
     std::vector<const std::byte*> inputs;
     if (!bring_terms(it, inputs)) return true;
     if (inputs.size() < it.terms.size()) break;
-    const Piece& piece = formed_.layout[it.next];
+    const Piece piece = formed_.layout[it.next];
     std::vector<double> coefficients;
     for (const Term& term : it.terms) coefficients.push_back(term.coefficient);
     const std::size_t own = it.of_root == OfRoot::term ? 1 : 0;
@@ -559,7 +559,7 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   const Layout& layout = sections_.layout;
   const Object::What what = Object::What::message;
   for (std::uint32_t p = it.next; p < it.section.last; ++p) {
-    const Piece& piece = layout[p];
+    const Piece piece = layout[p];
     for (std::size_t turn = 0; turn < count && piece.bytes; ++turn) {
       const std::size_t i = (turn + it.index) % count;  // everybody begins with another one
       const Term& term = it.terms[i];
@@ -585,7 +585,7 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
     }
     if (!it.pending || it.pending >= terms_ahead) break;
   }
-  const Piece& piece = layout[it.next];
+  const Piece piece = layout[it.next];
   for (std::size_t i = 0; i < count; ++i) {
     const Term& term = it.terms[i];
     if (!piece.bytes) {
@@ -721,7 +721,7 @@ void Node::on_formed(Rank from, const Message& message) {
     Entry& entry = *begin_entry();
     at = 0;
     for (std::uint32_t p = it.section.first; p < head.ready; ++p) {
-      const Piece& piece = entry.layout[p];
+      const Piece piece = entry.layout[p];
       std::memcpy(entry.at[piece.segment] + piece.offset, message.body.data() + at, piece.bytes);
       at += piece.bytes;
       entry.here[p] = true;
@@ -769,7 +769,7 @@ bool Node::take_sections(Entry& entry) {
     std::size_t on_their_way = 0;
     for (std::uint32_t p = it.taken; p < it.formed && !it.gone; ++p) {
       if (entry.here[p]) continue;
-      const Piece& piece = entry.layout[p];
+      const Piece piece = entry.layout[p];
       std::byte* to = piece.bytes ? entry.at[piece.segment] + piece.offset : nullptr;
       if (maker == family_.rank || !piece.bytes) {
         if (piece.bytes) std::memcpy(to, piece_of_section(sections_.of_piece(p), p), piece.bytes);
@@ -827,7 +827,7 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
     return;
   }
   Entry& entry = *history_.find(sections_.round);
-  const Piece& to = entry.layout[piece];
+  const Piece to = entry.layout[piece];
   std::memcpy(entry.at[to.segment] + to.offset, data.data(), data.size());
   entry.here[piece] = true;
   while (it.taken < it.formed && entry.here[it.taken]) ++it.taken;

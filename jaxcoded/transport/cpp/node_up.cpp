@@ -164,12 +164,12 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   Offer& offer = child_of_row(row).offer;
   const Layout& layout = up_.of_child();
   const std::uint32_t first = up_.piece_of_row(row, piece);
-  const Piece& it = layout[first];
+  const Piece it = layout[first];
   if (it.bytes == 0) return nothing;
   if (!offer.body.empty()) return offer.body.data() + layout.start(it.segment) + it.offset;
   const std::uint32_t ahead = wire_.direct(child) ? 1 : pieces_ahead;
   for (std::uint32_t p = first; p < std::min(offer.ready, first + ahead); ++p) {
-    const Piece& wanted = layout[p];
+    const Piece wanted = layout[p];
     // a part that may not be needed
     if (p != first && decoder_.parts() > 1 && wanted.segment != it.segment) break;
     const auto [slot, added] = offer.slots.try_emplace(p);
@@ -195,7 +195,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
 
 // Whether this rank's own vectors are here as far as that piece of `up_.incoming`.
 bool Node::own_ready(std::uint32_t piece) const {
-  const Piece& it = up_.incoming[piece];
+  const Piece it = up_.incoming[piece];
   if (up_.call.shared) return up_.lent || !work_.ledger->version(0).blocks;
   if (up_.call.skipped || !it.count) return true;
   if (it.segment >= up_.call.own.size()) return false;
@@ -302,7 +302,7 @@ bool Node::adds_own() const {
 
 void Node::decode(const Decoding& decoding, std::span<const std::byte* const> inputs) {
   for (std::size_t row : decoding.rows) telemetry_.used(next_, child_of_row(row).column);
-  const Piece& piece = up_.incoming[up_.decoded.pieces];
+  const Piece piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) {
     const Segment& part = up_.incoming.segments()[piece.segment];
     for (std::size_t u = 0; u < decoder_.slices(); ++u) {
@@ -316,7 +316,7 @@ void Node::decode(const Decoding& decoding, std::span<const std::byte* const> in
 }
 
 void Node::skip_piece() {
-  const Piece& piece = up_.incoming[up_.decoded.pieces];
+  const Piece piece = up_.incoming[up_.decoded.pieces];
   if (piece.count) up_.decoded.elements[piece.segment] += piece.count;
   for (std::size_t row = 0; row < decoder_.rows(); ++row) {
     child_of_row(row).offer.slots.erase(up_.piece_of_row(row, up_.decoded.pieces));

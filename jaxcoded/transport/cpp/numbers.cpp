@@ -187,20 +187,6 @@ bool finite_as(const T* from, std::size_t count) {
 
 }  // namespace
 
-std::size_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::float16:
-    case DType::bfloat16:
-      return 2;
-    case DType::float32:
-      return 4;
-    case DType::float64:
-      return 8;
-    default:
-      return 1;
-  }
-}
-
 void combine(DType dtype, std::byte* out, const std::byte* own,
              std::span<const std::byte* const> inputs, std::span<const double> coefficients,
              std::size_t count) {

@@ -9,7 +9,19 @@ namespace jaxcoded {
 
 enum class DType : std::uint8_t { bytes, float16, bfloat16, float32, float64 };
 
-std::size_t size_of(DType dtype);
+constexpr std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::float16:
+    case DType::bfloat16:
+      return 2;
+    case DType::float32:
+      return 4;
+    case DType::float64:
+      return 8;
+    default:
+      return 1;
+  }
+}
 
 // out[i] = own[i] + Σ_k coefficients[k] · inputs[k][i] for i < count, in one pass.
 //

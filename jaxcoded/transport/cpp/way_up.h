@@ -121,7 +121,7 @@ struct WayUp {
   std::uint32_t summed(const Layout& layout, std::uint32_t piece) const {
     if (all_decoded()) return layout.size();
     for (; piece < layout.size(); ++piece) {
-      const Piece& it = layout[piece];
+      const Piece it = layout[piece];
       if (!it.count) break;
       const std::uint64_t part = incoming.segments()[it.segment].count;
       const std::uint64_t known = decoded.elements[it.segment];
