@@ -4,6 +4,7 @@ What is summed is known: example ``e`` of a global batch has the gradient ``NUMB
 for one vector ``v``. Each rank encodes, or adds up, those of its own examples.
 """
 
+import functools
 import itertools
 import socket
 from collections.abc import Callable
@@ -87,17 +88,18 @@ def kept(call):
 def with_token(group, donate=True):
     """Ordered by a token. Messages of slices are shorter than sums, and kept."""
     donate = donate and not group.plan.encoded
-    jitted = jax.jit(
-        lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
-        donate_argnums=(0, 1) if donate else 1,
-    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else 1)
+    def jitted(x, token):
+        summed = jaxcoded.coded_allreduce(x, group, token=token)
+        return summed.total, summed.token  # a named tuple takes JAX longer, and stays in a step
 
     def prepare(x):
         token = jnp.int32(0)
 
         def run():
             nonlocal x, token
-            out, _, token = jitted(x, token)
+            out, token = jitted(x, token)
             out.block_until_ready()
             x = out if donate else x
             return out

@@ -15,8 +15,9 @@
 namespace jaxcoded {
 namespace {
 
-// After the last news a thread looks again and again for this long before it sleeps.
-constexpr double spin_seconds = 20e-6;
+// After the last news a thread hands on the processor and looks again for this long before it sleeps. To
+// sleep and be woken takes longer than the rest of a short round: 76 µs in place of 56 on 4 ranks.
+constexpr double spin_seconds = 60e-6;
 // Without wake-ups (peers on other hosts), naps between looks grow from the one to the other.
 constexpr double shortest_nap = 20e-6;
 constexpr double longest_nap = 1e-3;
@@ -465,8 +466,13 @@ bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(
 bool Engine::poll() {
   bool news = false;
   if (stopping_) return news;
+  // Where MPI has nothing it hands the processor to another process: whoever has more to do here
+  // looks only where a message may have come.
+  const std::uint32_t sent = page_->wake_up.sent();
+  const bool look = sent != looked_ || hears_nothing();
+  looked_ = sent;
   for (auto& [index, its] : members_) {
-    bool its_news = its.wire->poll(*its.node);
+    bool its_news = look && its.wire->poll(*its.node);
     its_news |= its.node->advance();
     its_news |= fly(its);
     news |= its_news;
@@ -541,6 +547,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()
       do {
         if (quiet >= spin_seconds) {
           wake_up.sleep(WakeUp::driver, seen, longest);
+          looked_.reset();  // MPI tells of dead ranks without a wake-up
           nap_ = std::min(nap_ * 1.5, longest_nap);
           break;
         }
@@ -589,6 +596,7 @@ void Engine::progress() {
     lock.unlock();
     wake_up.sleep(WakeUp::progress, seen, sleep);
     lock.lock();
+    looked_.reset();
   }
 }
 

@@ -222,6 +222,7 @@ class Engine {
   bool stopping_ = false;    // and nothing is done,
   bool finalizing_ = false;  // nor answered
   double nap_ = 0;
+  std::optional<std::uint32_t> looked_ = {};  // at what MPI has, after so many wake-ups
   EndOfJob end_of_job_;
   int at_finalize_ = MPI_KEYVAL_INVALID;  // of MPI_COMM_SELF, whose attributes end first
   double answers_at_ = 0;
