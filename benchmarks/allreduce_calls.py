@@ -92,7 +92,8 @@ def with_token(group, donate=True):
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else 1)
     def jitted(x, token):
         summed = jaxcoded.coded_allreduce(x, group, token=token)
-        return summed.total, summed.token  # a named tuple takes JAX longer, and stays in a step
+        # out of a jit, a named tuple takes JAX longer; in a step it stays inside
+        return summed.total, summed.token
 
     def prepare(x):
         token = jnp.int32(0)
