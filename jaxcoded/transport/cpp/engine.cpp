@@ -136,6 +136,8 @@ void Engine::let_read(const std::vector<Card>& cards) { page_.let_read(cards); }
 
 Validity& Engine::validity(std::uint64_t slot) { return page_->validity[slot]; }
 
+const std::atomic<std::uint32_t>& Engine::messages(std::uint64_t slot) { return page_->messages[slot]; }
+
 void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
                   Member member) {
   std::unique_lock lock(mutex_);
@@ -252,7 +254,7 @@ bool Engine::fly(Member& its) {
       node.submit(std::move(flight.call));
       flight.submitted = news = true;
       // a process that was stopped finds out the time first, and then what has come meanwhile
-      if (node.wakes_at() <= now()) its.wire->poll(node);
+      if (node.wakes_at() <= now()) its.wire->poll(node, true);
       node.advance();
     }
     if (node.outcome() == Outcome::pending || flight.open) break;
@@ -466,13 +468,11 @@ bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(
 bool Engine::poll() {
   bool news = false;
   if (stopping_) return news;
-  // Where MPI has nothing it hands the processor to another process: whoever has more to do here
-  // looks only where a message may have come.
-  const std::uint32_t sent = page_->wake_up.sent();
-  const bool look = sent != looked_ || hears_nothing();
-  looked_ = sent;
+  const double time = now();
+  const bool anyway = time >= asks_mpi_at_;  // which tells of dead ranks without a message
+  if (anyway) asks_mpi_at_ = time + shortest_timer;
   for (auto& [index, its] : members_) {
-    bool its_news = look && its.wire->poll(*its.node);
+    bool its_news = its.wire->poll(*its.node, anyway);
     its_news |= its.node->advance();
     its_news |= fly(its);
     news |= its_news;
@@ -547,7 +547,6 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()
       do {
         if (quiet >= spin_seconds) {
           wake_up.sleep(WakeUp::driver, seen, longest);
-          looked_.reset();  // MPI tells of dead ranks without a wake-up
           nap_ = std::min(nap_ * 1.5, longest_nap);
           break;
         }
@@ -596,7 +595,6 @@ void Engine::progress() {
     lock.unlock();
     wake_up.sleep(WakeUp::progress, seen, sleep);
     lock.lock();
-    looked_.reset();
   }
 }
 

@@ -1,6 +1,7 @@
 // The process's engine: its groups, its progress thread, and who does the work when.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -122,6 +123,7 @@ class Engine {
   // It was opened here, but not on all ranks: nobody has called anything.
   void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
+  const std::atomic<std::uint32_t>& messages(std::uint64_t slot);
   // The group of this communicator is open on all ranks; see `EndOfJob`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
 
@@ -222,7 +224,7 @@ class Engine {
   bool stopping_ = false;    // and nothing is done,
   bool finalizing_ = false;  // nor answered
   double nap_ = 0;
-  std::optional<std::uint32_t> looked_ = {};  // at what MPI has, after so many wake-ups
+  double asks_mpi_at_ = 0;  // again, for each group
   EndOfJob end_of_job_;
   int at_finalize_ = MPI_KEYVAL_INVALID;  // of MPI_COMM_SELF, whose attributes end first
   double answers_at_ = 0;

@@ -48,10 +48,12 @@ bool fault_tolerant() {
 }
 
 MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
-                 const std::vector<Card>& cards, Validity& validity)
+                 const std::vector<Card>& cards, Validity& validity,
+                 const std::atomic<std::uint32_t>& messages)
     : comm_(comm),
       session_(session),
       validity_(validity),
+      messages_(messages),
       ranks_(peers),
       inboxes_(peers.size(), MPI_REQUEST_NULL),
       indices_(peers.size()),
@@ -108,7 +110,7 @@ void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
   int sent = 0;
   if (MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent) outgoing_.pop_back();
   if (const auto peer = peers_.find(to); peer != peers_.end() && peer->second.page) {
-    peer->second.page->wake_up().send();
+    peer->second.page->tell();
   }
 }
 
@@ -283,7 +285,10 @@ const std::vector<MpiWire::Completion>& MpiWire::complete_some() {
   return found;
 }
 
-bool MpiWire::poll(Node& node) {
+bool MpiWire::poll(Node& node, bool anyway) {
+  const std::uint32_t messages = messages_.load();
+  if (!anyway && messages == looked_at_ && !silent_peers_ && !unfinished()) return false;
+  looked_at_ = messages;
   bool news = false;
   for (std::size_t i = 0; i < inboxes_.size(); ++i) {
     if (inboxes_[i] == MPI_REQUEST_NULL) receive(i);  // it had an error

@@ -4,9 +4,11 @@
 
 #include <mpi.h>
 
+#include <atomic>
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "node.h"
@@ -36,7 +38,8 @@ class MpiWire : public Wire {
   // their way, and would be taken for those of the next communicator. `cards` are those of all its
   // ranks; `peers` the ranks that this one ever speaks with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
-          const std::vector<Card>& cards, Validity& validity);
+          const std::vector<Card>& cards, Validity& validity,
+          const std::atomic<std::uint32_t>& messages);
   ~MpiWire() override;
 
   void send(Rank to, const Message& message) override;
@@ -47,8 +50,9 @@ class MpiWire : public Wire {
   bool direct(Rank from) const override;
   double now() const override;
 
-  // Hand what has come to the node. Whether anything has.
-  bool poll(Node& node);
+  // Hand what has come to the node. Whether anything has. Where MPI has nothing it hands the
+  // processor to another process, so it is asked only where a message has been sent, or `anyway`.
+  bool poll(Node& node, bool anyway);
   // Whether something may come without a wake-up.
   bool silent_peers() const { return silent_peers_; }
   bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
@@ -100,6 +104,8 @@ class MpiWire : public Wire {
   MPI_Comm comm_;
   std::uint64_t session_;
   Validity& validity_;
+  const std::atomic<std::uint32_t>& messages_;  // so many that peers with pages have sent,
+  std::optional<std::uint32_t> looked_at_ = {};  // when MPI was asked last
   std::map<Rank, Peer> peers_;
   std::vector<Rank> ranks_;               // of the inboxes
   std::vector<MPI_Request> inboxes_;

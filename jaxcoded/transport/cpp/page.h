@@ -1,5 +1,5 @@
-// Memory that processes of one host share: wake-ups, and words that say which of a rank's objects
-// may still be fetched.
+// Memory that processes of one host share: wake-ups, the number of messages of each group, and words
+// that say which of a rank's objects may still be fetched.
 #pragma once
 
 #include <array>
@@ -45,14 +45,15 @@ struct Validity {
   std::array<std::atomic<std::uint64_t>, Object::kinds> first_valid{};
 };
 
-// The memory that a process shares. Others write to its wake-ups alone: what they only read lies on
-// other pages, which they map for reading.
+// The memory that a process shares. Others write to its wake-ups and counts alone: what they only read
+// lies on other pages, which they map for reading.
 struct Page {
   static constexpr std::size_t most_groups = 100;
   static constexpr std::size_t writable = 64 << 10;  // whole pages, however large they are here
 
   alignas(64) WakeUp wake_up;
-  alignas(64) std::array<std::byte, writable - 64> unused;
+  alignas(64) std::array<std::atomic<std::uint32_t>, most_groups> messages;  // sent to each, so far
+  std::array<std::byte, writable - 64 - sizeof messages> unused;
   std::uint64_t magic;
   std::array<Validity, most_groups> validity;
 };
@@ -64,7 +65,7 @@ struct Card {
   std::int64_t descriptor;
   std::uint64_t magic;
   std::uint64_t magic_address;
-  std::uint64_t slot;    // of the group in `validity`
+  std::uint64_t slot;    // of the group on the page
   std::uint64_t ticket;  // of the group
   std::uint64_t host;  // a hash of the host's name
 };
@@ -101,7 +102,11 @@ class PeerPage {
   static std::unique_ptr<PeerPage> open(const Card& card);
   ~PeerPage();
 
-  WakeUp& wake_up() const { return page_->wake_up; }
+  // A message has been sent to the group.
+  void tell() const {
+    page_->messages[card_.slot].fetch_add(1);
+    page_->wake_up.send();
+  }
   // Whether its memory can be read.
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).
