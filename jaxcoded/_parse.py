@@ -1,6 +1,7 @@
 """What is read from texts: calls such as ``"bernoulli(load=4)"``, numbers with units, and JSON."""
 
 import ast
+import difflib
 import json
 import math
 import re
@@ -14,7 +15,7 @@ LONGEST = 4096  # letters of a call
 
 
 def parsed(
-    what: str, text: str, names: Collection[str], besides: str = ""
+    what: str, text: str, names: Collection[str], besides: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
     """The name in a text, and its keyword arguments.
 
@@ -22,13 +23,14 @@ def parsed(
         what: the text is of, for the messages.
         text: a name, or a call of it with keyword arguments that are Python literals.
         names: that there are.
-        besides: what else one may write, for the messages.
+        besides: what else one may write, which is for others to read, for the messages.
 
     Raises:
         ValueError: it has none of the names, or is not in this form.
     """
     check_text(what, text)
-    wanted = f"{what} must be {besides}one of {', '.join(names)}"
+    others = "".join(f"{name!r}, " for name in besides)[:-2] + " or " if besides else ""
+    wanted = f"{what} must be {others}one of {', '.join(names)}"
     try:
         with warnings.catch_warnings():  # of what is strange, but Python
             warnings.simplefilter("ignore")
@@ -36,11 +38,14 @@ def parsed(
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
         raise ValueError(f"{wanted}; got {text!r}") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.func.id not in names:
-        raise ValueError(f"{wanted}; got {text!r}")
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    if name not in names:
+        close = _close(name, (*besides, *names))
+        meant = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"{wanted}; got {text!r}{meant}")
     if call.args:
         raise ValueError(
-            f"{what}={text!r}: arguments need their names, as in {call.func.id}(name=value)"
+            f"{what}={text!r}: arguments need their names, as in {name}(name=value)"
         )
     arguments: dict[str, Any] = {}
     for keyword in call.keywords:
@@ -52,7 +57,13 @@ def parsed(
             raise ValueError(
                 f"{what}={text!r}: {keyword.arg} is not a Python literal"
             ) from None
-    return call.func.id, arguments
+    return name, arguments
+
+
+def _close(name: str, names: Collection[str]) -> list[str]:
+    """The names that may be meant."""
+    begun = [each for each in names if len(name) > 2 and each.startswith(name)]
+    return begun or difflib.get_close_matches(name, names, n=2, cutoff=0.7)
 
 
 def check_text(what: str, text: Any) -> None:

@@ -509,7 +509,7 @@ def _checked_weights(
         return array, ", with weights of their own"
     if not isinstance(weights, Weights):
         raise TypeError(
-            "weights must be what group.assignment returned, as it is: the code can only "
+            "weights must be what group.epoch or group.assignment gave, as it is: the code can only "
             "decode what was weighted with its own coefficients, and anything else gives "
             f"a wrong sum. Got {_kind(weights)}. (Weights of your own, of which "
             "you know better: coded_value_and_grad(..., own_weights=True))"
@@ -540,8 +540,9 @@ def _kind(weights: Any) -> str:
         )
     if weights is None:
         return (
-            "none: indices, weights = group.assignment(batch_size), and call this with "
-            "params, batch[indices] and weights"
+            "none: take them from for indices, weights in group.epoch(examples, batch_size), or "
+            "indices, weights = group.assignment(batch_size), and call this with params, "
+            "batch[indices] and weights"
         )
     return f"a {type(weights).__name__}"
 
@@ -561,5 +562,5 @@ def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, but the weights are for {length} examples: "
-                "index the global batch with group.assignment's indices"
+                "index the data with the indices that came with them"
             )

@@ -440,8 +440,10 @@ def test_description_of_a_root_with_data_and_of_one_rank():
         (
             13,
             {"code": "raptor"},
-            "code must be 'auto', 'shared' or one of uncoded, .*; got 'raptor'",
+            "code must be 'auto', 'shared' or one of uncoded, .*; got 'raptor'$",
         ),
+        (13, {"code": "share(replicas=2)"}, r"'share\(.*: did you mean 'shared'\?$"),
+        (13, {"code": "cyclic"}, "'cyclic': did you mean 'cyclic_repetition'\\?$"),
         (13, {"code": ["auto"]}, "code has 1 entries for 2 layers of parents"),
         (
             13,
