@@ -30,7 +30,9 @@ def states(findings):
 
 
 @pytest.mark.mpi
-def test_all_is_well_here(capfd):
+def test_all_is_well_here(capfd, tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise RuntimeError('not that one')")
+    monkeypatch.chdir(tmp_path)
     assert main(["doctor", "-n", "2", "--json"]) == 0
     found = {each["about"]: each for each in json.loads(capfd.readouterr().out)}
     assert found["ranks"]["found"].startswith("2 on ")

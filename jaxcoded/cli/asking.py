@@ -32,8 +32,9 @@ def answered(
     """
     if hosts is None and hostfile is None:
         hosts = places.of_slurm()
+    # a file of the user's in this folder must not pass for a module, such as random.py
     command, environment = launcher.command(
-        mpirun, ranks, program, named=False, hosts=hosts, hostfile=hostfile
+        mpirun, ranks, ["-P", *program], named=False, hosts=hosts, hostfile=hostfile
     )
     with (
         tempfile.TemporaryFile("w+") as printed,
