@@ -486,6 +486,9 @@ bool Engine::poll() {
       }
     }
   }
+  if (!news) {
+    for (auto& [index, its] : members_) its.wire->has_all();
+  }
   return news;
 }
 

@@ -104,14 +104,18 @@ void MpiWire::receive(Fetching& it) {
 }
 
 void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
-  Outgoing& it = outgoing_.emplace_back(MPI_REQUEST_NULL, std::move(bytes));
+  Outgoing& it = outgoing_.emplace_back(MPI_REQUEST_NULL, to, std::move(bytes));
   MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, to, tag, comm_,
             &it.request);
   int sent = 0;
   if (MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent) outgoing_.pop_back();
-  if (const auto peer = peers_.find(to); peer != peers_.end() && peer->second.page) {
-    peer->second.page->tell();
-  }
+  tell(to);
+}
+
+// There is something for that rank to ask MPI for.
+void MpiWire::tell(Rank to) const {
+  const auto peer = peers_.find(to);
+  if (peer != peers_.end() && peer->second.page) peer->second.page->tell();
 }
 
 // What an inbox cannot hold goes in several messages, which arrive one after the other.
@@ -286,9 +290,8 @@ const std::vector<MpiWire::Completion>& MpiWire::complete_some() {
 }
 
 bool MpiWire::poll(Node& node, bool anyway) {
-  const std::uint32_t messages = messages_.load();
-  if (!anyway && messages == looked_at_ && !silent_peers_ && !unfinished()) return false;
-  looked_at_ = messages;
+  sent_ = messages_.load();
+  if (!anyway && sent_ == had_ && !silent_peers_ && !unfinished()) return false;
   bool news = false;
   for (std::size_t i = 0; i < inboxes_.size(); ++i) {
     if (inboxes_[i] == MPI_REQUEST_NULL) receive(i);  // it had an error
@@ -298,7 +301,11 @@ bool MpiWire::poll(Node& node, bool anyway) {
   const std::vector<Completion>& completions = complete_some();
   auto completion = completions.begin();
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
-    it = completion++->state == Completion::pending ? std::next(it) : outgoing_.erase(it);
+    if (completion++->state != Completion::pending) {
+      it = outgoing_.erase(it);
+    } else {
+      tell(it++->to);  // MPI sends a long one in parts
+    }
   }
   // What has come may make the node ask for more, at the end of the list.
   for (auto it = fetches_.begin(); completion != completions.end(); ++completion) {

@@ -51,8 +51,11 @@ class MpiWire : public Wire {
   double now() const override;
 
   // Hand what has come to the node. Whether anything has. Where MPI has nothing it hands the
-  // processor to another process, so it is asked only where a message has been sent, or `anyway`.
+  // processor to another process, so it is asked only where more has been sent than the node has, or
+  // `anyway`.
   bool poll(Node& node, bool anyway);
+  // It has all that had been sent before: no group's latest look has found anything.
+  void has_all() { had_ = sent_; }
   // Whether something may come without a wake-up.
   bool silent_peers() const { return silent_peers_; }
   bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
@@ -71,6 +74,7 @@ class MpiWire : public Wire {
   };
   struct Outgoing {
     MPI_Request request;
+    Rank to;
     std::vector<std::byte> bytes;
   };
   struct Fetching {
@@ -98,14 +102,16 @@ class MpiWire : public Wire {
   void open_inbox(std::size_t peer, const MPI_Status& status, Node& node);
   void receive(std::size_t peer);
   void post(Rank to, int tag, std::vector<std::byte> bytes);
+  void tell(Rank to) const;
   void answer(Rank from, const Header& pull, const Node& node);
   void receive(Fetching& it);
 
   MPI_Comm comm_;
   std::uint64_t session_;
   Validity& validity_;
-  const std::atomic<std::uint32_t>& messages_;  // so many that peers with pages have sent,
-  std::optional<std::uint32_t> looked_at_ = {};  // when MPI was asked last
+  const std::atomic<std::uint32_t>& messages_;  // so many have peers with pages sent;
+  std::uint32_t sent_ = 0;                       // when MPI was asked last,
+  std::optional<std::uint32_t> had_ = {};        // and when it had no more
   std::map<Rank, Peer> peers_;
   std::vector<Rank> ranks_;               // of the inboxes
   std::vector<MPI_Request> inboxes_;

@@ -104,7 +104,7 @@ struct SectionPlan {
                             .version = static_cast<std::uint32_t>(whose)};
       const bool known = std::ranges::any_of(
           out.sections, [&](const Section& it) { return it.version == section.version; });
-      if (section.first != end || section.last < end || !section.version || known) throw Damaged();
+      if (section.first != end || section.last <= end || !section.version || known) throw Damaged();
       end = section.last;
       out.sections.push_back(section);
     }
