@@ -460,7 +460,7 @@ def test_weights_that_are_not_those_of_the_assignment(group, other):
     params, batch = problem(12)
     indices, weights = group.assignment(12)
     wrong, batch = other(weights), share(batch, indices)
-    message = r"what group\.assignment returned.*own_weights=True"
+    message = r"what group\.epoch or group\.assignment gave.*own_weights=True"
     raises(message, loss, group, batch, wrong, TypeError)
     step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
     with pytest.raises(TypeError, match=message):
