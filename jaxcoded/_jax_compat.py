@@ -7,7 +7,7 @@ imported.
 import importlib
 import logging
 from collections.abc import Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -33,6 +33,11 @@ def _module(name: str, *taken: str) -> Any:
 
 
 # What operations of one's own take. JAX's tutorials use these, its reference does not have them.
+if TYPE_CHECKING:
+    from jax.core import ShapedArray, Tracer
+else:
+    ShapedArray = _found("jax.core", "ShapedArray")
+    Tracer = _found("jax.core", "Tracer")
 ad = _module(
     "jax.interpreters.ad",
     *("Zero", "deflinear2", "instantiate_zeros", "is_undefined_primal"),
@@ -125,24 +130,24 @@ def varying(x: Any) -> tuple[str, ...]:
     Args:
         x: an array, its type, or a ``jax.ShapeDtypeStruct``.
     """
-    described = isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    described = isinstance(x, jax.ShapeDtypeStruct | ShapedArray)
     aval = x if described else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
     axes = getattr(aval, "vma", None) if kind is None else kind.varying
     return tuple(sorted(axes or ()))
 
 
-def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> jax.core.ShapedArray:
+def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
     """The type of an array of this shape, and of the dtype of another one or the one given, that
     differs along the same axes as the other one.
 
     Args:
         x: the other array, or its type.
     """
-    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     if varying(aval):
         return aval.update(shape=shape, dtype=dtype, weak_type=False)
-    return jax.core.ShapedArray(shape, aval.dtype if dtype is None else dtype)
+    return ShapedArray(shape, aval.dtype if dtype is None else dtype)
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -324,7 +324,7 @@ def test_ends_in_words(hosts, monkeypatch):
             ]
         ):
             process = ended(heard, number, program)
-            process.communicate(b"a", timeout=60)
+            process.communicate(b"a", timeout=60 * slowness())
             assert process.returncode == status
         assert {rank: code for rank, (code, _) in heard.told.items()} == {
             0: 0,
@@ -357,9 +357,9 @@ def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
             time.sleep(0.01)
         assert heard.failure == 1
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=60 * slowness())
         assert heard.failure == 1
-        ended(heard, 1, "").communicate(timeout=60)
+        ended(heard, 1, "").communicate(timeout=60 * slowness())
         assert heard.failure == 0
 
 
@@ -377,11 +377,11 @@ def test_others_are_not_believed():
         assert not heard.told
         heard.variables["JAXCODED_ENDS"] += "0"
         process = ended(heard, 0, "")
-        process.communicate(timeout=60)
+        process.communicate(timeout=60 * slowness())
         assert process.returncode == 0  # the job goes on all the same
         heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"  # nobody listens
         process = ended(heard, 0, "")
-        process.communicate(timeout=60)
+        process.communicate(timeout=60 * slowness())
         assert process.returncode == 0
         assert not heard.told
 

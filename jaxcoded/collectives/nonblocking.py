@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 
 from jaxcoded import _jax_compat, _require
+from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.collectives.allreduce import (
     CodedSum,
     TreeRound,
@@ -182,7 +182,7 @@ def coded_allreduce_start(
     # all that can be wrong is found before the first of them starts
     turns = [groups[number % len(groups)] for number in range(len(buckets))]
     ready = [prepared(bucket, its, request) for bucket, its in zip(buckets, turns)]
-    if divisor is not None and not isinstance(divisor, jax.core.Tracer):
+    if divisor is not None and not isinstance(divisor, _jax_compat.Tracer):
         divisor = jnp.asarray(divisor, float)  # also of an integer beyond int32
     flights, packings, shapes = [], [], []
     first = token = ready[0].request.token

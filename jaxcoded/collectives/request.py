@@ -79,7 +79,7 @@ def _checked_divisor(divisor: Any) -> str:
     """``divisor`` in words, as far as it is known."""
     if divisor is None:
         return ""
-    if isinstance(divisor, jax.core.Tracer):
+    if isinstance(divisor, _jax_compat.Tracer):
         if divisor.ndim:
             raise ValueError(
                 f"divisor is one number, got an array of shape {divisor.shape}"

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 
+from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.collectives import marks
 from jaxcoded.collectives.allreduce import CodedSum, coded_sum, residual_of
 from jaxcoded.collectives.request import Request

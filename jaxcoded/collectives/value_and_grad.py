@@ -533,7 +533,7 @@ def _check_shared(plan: Plan, erasures: Any, own_weights: bool) -> None:
 
 
 def _kind(weights: Any) -> str:
-    if isinstance(weights, jax.core.Tracer):
+    if isinstance(weights, _jax_compat.Tracer):
         return (
             f"a plain array, {weights.dtype}{list(weights.shape)}, inside jit: hand the "
             "Weights themselves to the compiled function"

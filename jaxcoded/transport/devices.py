@@ -106,7 +106,7 @@ def check(context: Any, together: Devices | None, platform: str) -> None:
     """Refuse to lower a collective into a program on several devices that do not call together.
 
     Args:
-        context: ``jax.interpreters.mlir.LoweringRuleContext``.
+        context: ``mlir.LoweringRuleContext``.
         together: those that do.
         platform: for which it is lowered.
 

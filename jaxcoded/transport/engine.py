@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, errors
+from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.simulator.network import SECTION_PIECES, SECTIONS_FROM

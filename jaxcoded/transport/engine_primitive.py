@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
 
 from jaxcoded import _jax_compat
-from jaxcoded._jax_compat import ad, apply_primitive, batching, mlir
+from jaxcoded._jax_compat import ShapedArray, ad, apply_primitive, batching, mlir
 from jaxcoded.transport.base import Collective
 from jaxcoded.transport.devices import PATIENCE, Devices, check
 from jaxcoded.transport.order import ORDER

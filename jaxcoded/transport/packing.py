@@ -258,7 +258,7 @@ def _runs(
     small = [
         i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
     ]
-    if len(small) < _MANY or not isinstance(vector, jax.core.Tracer):
+    if len(small) < _MANY or not isinstance(vector, _jax_compat.Tracer):
         small = []
     out: list[Any] = [None] * len(sizes)
     copied = slices(vector, [starts[i] for i in small], [sizes[i] for i in small])

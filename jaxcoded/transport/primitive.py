@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from jaxcoded import _jax_compat
-from jaxcoded._jax_compat import ad, apply_primitive, batching, mlir
+from jaxcoded._jax_compat import ShapedArray, ad, apply_primitive, batching, mlir
 from jaxcoded.transport import ending
 from jaxcoded.transport.order import ORDER
 

@@ -340,7 +340,7 @@ def test_stages(plan, batch):
 
 
 @each_plan
-def test_cells(plan):
+def test_atoms(plan):
     """They cover the batch once, and say what `shares` says of a batch that divides."""
     sizes = atoms.sizes(plan)
     assert sizes.min() > 0 and sizes.sum() == pytest.approx(1)
