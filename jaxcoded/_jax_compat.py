@@ -34,7 +34,10 @@ def _module(name: str, *taken: str) -> Any:
 
 # What operations of one's own take. JAX's tutorials use these, its reference does not have them.
 if TYPE_CHECKING:
-    from jax.core import ShapedArray, Tracer
+    from jax import core
+
+    ShapedArray = core.ShapedArray
+    Tracer = core.Tracer
 else:
     ShapedArray = _found("jax.core", "ShapedArray")
     Tracer = _found("jax.core", "Tracer")
