@@ -23,13 +23,13 @@ def parsed(
         what: the text is of, for the messages.
         text: a name, or a call of it with keyword arguments that are Python literals.
         names: that there are.
-        besides: what else one may write, which is for others to read, for the messages.
+        besides: other names, which the caller takes, for the messages.
 
     Raises:
         ValueError: it has none of the names, or is not in this form.
     """
     check_text(what, text)
-    others = "".join(f"{name!r}, " for name in besides)[:-2] + " or " if besides else ""
+    others = ", ".join(map(repr, besides)) + " or " if besides else ""
     wanted = f"{what} must be {others}one of {', '.join(names)}"
     try:
         with warnings.catch_warnings():  # of what is strange, but Python

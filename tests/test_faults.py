@@ -178,9 +178,9 @@ def test_random_sleeps(tmp_path, rounds):
     for rank, report in job.reports.items():
         early, late = report["early"], report["late"]
         assert late["memory"] < early["memory"] + 4, f"rank {rank}"
-        # at most: a thread that JAX or MPI began with may end at any time
-        for name in ("threads", "files"):
-            assert late[name] <= early[name], f"rank {rank}: {name}"
+        assert late["files"] == early["files"], f"rank {rank}"
+        # one that was there may end: 19 after 20 was seen once
+        assert late["threads"] <= early["threads"], f"rank {rank}"
 
 
 def test_a_parent_that_lacks_too_many_waits(tmp_path):

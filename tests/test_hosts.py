@@ -93,9 +93,9 @@ def test_random_sleeps(hosts, tmp_path):
     reports, _ = faulty(hosts, tmp_path, "sleeps.py", "3", "150", "40,5000")
     assert max(report["lag"] for report in reports) > 0
     for report in reports:
-        # at most: a thread that JAX or MPI began with may end at any time
-        for name in ("threads", "files"):
-            assert report["late"][name] <= report["early"][name], name
+        assert report["late"]["files"] == report["early"]["files"]
+        # one that was there may end: 19 after 20 was seen once
+        assert report["late"]["threads"] <= report["early"]["threads"]
 
 
 @pytest.mark.exhaustive

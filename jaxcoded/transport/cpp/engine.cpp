@@ -15,8 +15,8 @@
 namespace jaxcoded {
 namespace {
 
-// After the last news a thread hands on the processor and looks again for this long before it sleeps. To
-// sleep and be woken takes longer than the rest of a short round: 76 µs in place of 56 on 4 ranks.
+// After the last news a thread polls for this long before it sleeps, and yields its core each time. To fall
+// asleep and be woken takes longer than the rest of a short round: 76 µs in place of 56 on 4 ranks.
 constexpr double spin_seconds = 60e-6;
 // Without wake-ups (peers on other hosts), naps between looks grow from the one to the other.
 constexpr double shortest_nap = 20e-6;

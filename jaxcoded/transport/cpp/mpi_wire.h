@@ -50,9 +50,8 @@ class MpiWire : public Wire {
   bool direct(Rank from) const override;
   double now() const override;
 
-  // Hand what has come to the node. Whether anything has. Where MPI has nothing it hands the
-  // processor to another process, so it is asked only where more has been sent than the node has, or
-  // `anyway`.
+  // Hand what has come to the node. Whether anything has. Where MPI finds nothing it may yield the
+  // core, so it is asked only where more has been sent than the node has, or `anyway`.
   bool poll(Node& node, bool anyway);
   // It has all that had been sent before: no group's latest look has found anything.
   void has_all() { had_ = sent_; }
