@@ -249,6 +249,30 @@ def test_what_is_rounding_alone_is_no_mistake(code):
         assert world.ends[0][2].outcome == outcome
 
 
+@dataclasses.dataclass(frozen=True)
+class Vanishing(Wrong):
+    """Gradients that cancel over the whole batch, and what they are differences of."""
+
+    @functools.cached_property
+    def gradients(self):
+        narrow, wide = Call.gradients.func(self)
+        narrow[-1] = -narrow[:-1].sum(0)
+        return [narrow, np.full_like(wide, 8)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("culprits, outcome", [((), 1), ((3,), FAILED)])
+def test_messages_of_16_bits_that_cancel(dtype, culprits, outcome):
+    """Each child of the root has the whole batch, and its own children parts of it: what is
+    left of them is what rounding made of the parts."""
+    plan = make_plan(5, fanout=2, stragglers=1, code="fractional_repetition")
+    for seed in range(5):
+        call = Vanishing(((dtype, 40), ("float32", 1)), seed, culprits=culprits)
+        world = random_world(plan, 0, random.Random(seed), script=[call], debug=True)
+        run(world, 300)
+        assert [ends[1].outcome for ends in world.ends] == [outcome] * plan.size
+
+
 @many
 @given(seeds)
 def test_a_count_that_is_not_that_of_the_examples(seed):

@@ -109,15 +109,15 @@ double computed(DType dtype) {
   }
 }
 
-// What is rounded on the way to this parent: a message of 16 bits as it is made, and in every layer;
-// in every layer the sums, which are of float32 at least.
+// What is rounded on the way to this parent, as a share of the largest: a message of 16 bits as it is
+// made; in every layer the sums, which are of float32 at least.
 double carried(DType dtype, const Below& below) {
   const double sums = below.layers * (below.widest + 3);
   switch (dtype) {
     case DType::float16:
-      return (1 + below.layers) * 0x1p-11 + sums * 0x1p-24;
+      return 0x1p-11 + sums * 0x1p-24;
     case DType::bfloat16:
-      return (1 + below.layers) * 0x1p-8 + sums * 0x1p-24;
+      return 0x1p-8 + sums * 0x1p-24;
     case DType::float64:
       return (1 + sums) * 0x1p-53;
     default:
@@ -126,11 +126,19 @@ double carried(DType dtype, const Below& below) {
 }
 
 // And as a share of all that travels with it: gradients that vanish, as where a model fits its data,
-// are differences of numbers that do not. In 16 bits they are rounded once more, each by a share of
-// itself.
-double noise(DType dtype) {
+// are differences of numbers that do not. So are messages of 16 bits, which were rounded below.
+double noise(DType dtype, const Below& below) {
   constexpr double roundings = 8;
-  return roundings * (dtype == DType::float64 ? 0x1p-52 : 0x1p-23);
+  switch (dtype) {
+    case DType::float16:
+      return roundings * 0x1p-23 + below.layers * 0x1p-11;
+    case DType::bfloat16:
+      return roundings * 0x1p-23 + below.layers * 0x1p-8;
+    case DType::float64:
+      return roundings * 0x1p-52;
+    default:
+      return roundings * 0x1p-23;
+  }
 }
 
 }  // namespace
@@ -313,7 +321,7 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
     const Below& below = below_[row / parts()];
     const double share = computed(sums.dtype) + carried(sums.dtype, below);
     out += std::abs(check[row]) * sizes_[row] * below.amplification *
-           (share * here + noise(sums.dtype) * everywhere);
+           (share * here + noise(sums.dtype, below) * everywhere);
   }
   return out;
 }
