@@ -39,7 +39,13 @@ from together import (
 )
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, host, tree_bcast
+from jaxcoded import (
+    coded_allreduce,
+    coded_allreduce_start,
+    coded_reduce,
+    host,
+    tree_bcast,
+)
 from jaxcoded.group import snapshots
 from jaxcoded.transport import engine
 from jaxcoded.transport.base import Collective
@@ -529,26 +535,47 @@ def test_a_group_for_each_thread(comm, group, transport, own):
 
 
 @several
-def test_two_threads_in_one_group(comm, group, own):
-    """The second call at the same time is refused, and the first one goes on."""
-    own, totals = np.asarray(own), []
-    before = group.rounds
-    wait_for_all(comm)
-    if RANK == 0:
-        first = threading.Thread(
-            target=lambda: totals.append(host.coded_allreduce(own, group))
-        )
+@pytest.mark.parametrize("second", ["collective", "started"])
+@pytest.mark.parametrize("culprit", sorted({0, SIZE - 1}))
+def test_two_threads_in_one_group(comm, group, transport, culprit, second):
+    """Which of the two met the other ranks nobody knows: both are refused, all ranks hear of it,
+    and the group makes no more sums."""
+    other = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    own = contribution(group, VECTOR)
+
+    def call():
+        host.coded_allreduce(own, other)
+
+    def start():
+        jax.block_until_ready(coded_allreduce_start(own, other))
+        jaxcoded.effects_barrier()
+
+    heard = []
+
+    def refused(call):
+        for _ in range(2):  # a round that the others had when it happened, and one more
+            try:
+                call()
+            except (jaxcoded.errors.CodedError, JaxRuntimeError) as error:
+                heard.append(str(error))
+                return
+
+    if culprit == RANK:
+        first = threading.Thread(target=refused, args=(call,))
         first.start()
-        time.sleep(0.2)
-        with pytest.raises(jaxcoded.errors.CodedError, match="two threads called"):
-            host.coded_allreduce(own, group)
+        wait_until(lambda: "calls round 1" in other.transport.status())
+        refused(call if second == "collective" else start)
         wait_for_all(comm)
         first.join()
+        refused(call)
+        assert len(heard) == 3, heard
     else:
         wait_for_all(comm)
-        totals.append(host.coded_allreduce(own, group))
-    assert_sum(group, totals[0], VECTOR)
-    assert group.rounds == before + 1
+        refused(call)
+        refused(call)
+        assert len(heard) == 2, heard
+    assert all("two threads called" in words for words in heard), heard
+    other.close(0)
 
 
 # Ranks that are too late.

@@ -721,30 +721,6 @@ def test_handles_are_not_batched(group, own):
     np.testing.assert_allclose(grad, VECTOR.sum(), rtol=1e-9)
 
 
-@several
-@engine_only
-def test_two_threads(comm, group, own):
-    """A round cannot be started while another thread's call waits."""
-    wait_for_all(comm)
-    totals, before = [], group.rounds
-    if RANK == 0:
-        waits = threading.Thread(
-            target=lambda: totals.append(host.coded_allreduce(np.asarray(own), group))
-        )
-        waits.start()
-        time.sleep(0.2)
-        with pytest.raises(JaxRuntimeError, match="two threads called"):
-            jax.block_until_ready(coded_allreduce_start(own, group))
-        jaxcoded.effects_barrier()
-        wait_for_all(comm)
-        waits.join()
-    else:
-        wait_for_all(comm)
-        totals.append(coded_allreduce_done(coded_allreduce_start(own, group)))
-    assert_sum(group, totals[0], VECTOR)
-    assert group.rounds == before + 1
-
-
 # The end.
 
 

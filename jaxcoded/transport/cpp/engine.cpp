@@ -34,9 +34,9 @@ constexpr double finalize_seconds = 5;
 constexpr double answer_seconds = 0.2;
 
 constexpr const char* two_threads =
-    "two threads called collectives of one group at the same time: let one thread call them, or "
-    "make a group for each thread; a program on several devices calls from threads of its own until its "
-    "results are ready";
+    "two threads called collectives of one group at the same time, and nobody knows what was summed with "
+    "what: let one thread call them, or make a group for each thread (a new one, this one ends here); a "
+    "program on several devices calls from threads of its own until its results are ready";
 constexpr const char* broken_off =
     "a collective of the group was called before another one was over: let the first one end before "
     "the next begins, such as a loop over group.blocks; with tokens, hand on the one that the first "
@@ -221,6 +221,27 @@ Call Engine::call_of(Member& its, Request& request) {
   return call;
 }
 
+// In words, if the group carries out no calls: where two threads called it, either may have met the
+// other's at other ranks, from the first call on.
+std::string Engine::why_not(Member& its) {
+  if (its.running && its.mixed_up.empty()) {
+    its.mixed_up = two_threads;
+    its.node->alarm(two_threads);
+    page_->wake_up.send();
+  }
+  return its.mixed_up;
+}
+
+// A thread comes back from `run` or `take`. Why what it got is of no use; empty if it is.
+std::string Engine::returned(std::uint64_t index) {
+  const auto still = members_.find(index);
+  if (still == members_.end()) return {};
+  Member& its = still->second;
+  its.running = false;
+  if (!its.mixed_up.empty()) leave(its, its.mixed_up);
+  return its.mixed_up;
+}
+
 // The last call of the queue, in place of one whose last parts never came.
 void Engine::enqueue(Member& its, std::shared_ptr<Flight> flight) {
   if (its.has_open_call() && its.queue.back()->shared) {
@@ -260,6 +281,7 @@ bool Engine::fly(Member& its) {
     if (node.outcome() == Outcome::pending || flight.open) break;
     flight.outcome = node.outcome();
     flight.error = node.error();
+    if (flight.error.ends_with(two_threads) && its.mixed_up.empty()) its.mixed_up = flight.error;
     its.queue.pop_front();
     news = true;
   }
@@ -277,7 +299,7 @@ void Engine::work(Member& its) {
 Result Engine::run(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  if (its.running) return {Outcome::failed, two_threads};
+  if (std::string why = why_not(its); !why.empty()) return {Outcome::failed, std::move(why)};
   std::shared_ptr<Flight> flight;
   if (request.continues) {
     if (!its.has_open_call()) return {Outcome::failed, broken_off};
@@ -302,9 +324,7 @@ Result Engine::run(std::uint64_t index, Request request) {
   if (flight->outcome == Outcome::pending) {
     its.running = true;
     drive(lock, [&] { return flight->outcome != Outcome::pending; }, 1e300);
-    if (const auto still = members_.find(index); still != members_.end()) {
-      still->second.running = false;
-    }
+    if (std::string why = returned(index); !why.empty()) return {Outcome::failed, std::move(why)};
   }
   if (flight->outcome == Outcome::pending) return {Outcome::failed, process_ends};
   return {flight->outcome, std::move(flight->error)};
@@ -321,7 +341,7 @@ void Engine::leave_share(std::uint64_t index) {
 Taken Engine::take(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  if (its.running) return {.error = two_threads};
+  if (std::string why = why_not(its); !why.empty()) return {.error = std::move(why)};
   if (request.continues && !(its.has_open_call() && its.queue.back()->shared)) {
     return {.error = broken_off};
   }
@@ -344,7 +364,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   bool lent = false;
   std::optional<Work> taken;
   const auto done = [&] {
-    if (taken) return true;
+    if (taken || !its.mixed_up.empty()) return true;
     if (!flight->submitted) return false;  // rounds that were started before are not over
     if (!std::exchange(lent, true)) node.come_for_block(own);
     taken = node.take_block();
@@ -353,9 +373,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   work(its);
   its.running = true;
   const bool ended = drive(lock, done, 1e300);
-  if (const auto still = members_.find(index); still != members_.end()) {
-    still->second.running = false;
-  }
+  if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
   // The progress thread goes on where that is more than to wait for messages.
   if (!request.continues || its.root || its.wire->unfinished()) page_->wake_up.send();
@@ -365,7 +383,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
 std::string Engine::extend(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  if (its.running) return two_threads;
+  if (std::string why = why_not(its); !why.empty()) return why;
   if (request.continues && !its.has_open_call()) return broken_off;
   if (!request.continues || !request.skipped) {
     auto flight = request.continues ? its.queue.back() : std::make_shared<Flight>();
@@ -413,7 +431,7 @@ Started Engine::start(std::uint64_t index, Request request) {
   copy(own, request.own, request.message.data());
   lock.lock();
   its = &member(index);
-  if (its->running) return {0, two_threads};
+  if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
   request.own.assign(own.begin(), own.end());
   request.out = flight->result;
   flight->total = request.total;
@@ -430,6 +448,7 @@ Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vect
                       const std::vector<std::byte*>& out) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
+  if (!its.mixed_up.empty()) return {Outcome::failed, its.mixed_up};
   const auto found =
       std::ranges::find(its.started, number, [](const auto& it) { return it->number; });
   if (found == its.started.end()) {
@@ -627,7 +646,7 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
 // The node's own call may still end; those behind it will not begin.
 void Engine::leave(Member& its, const std::string& failure) {
   while (its.queue.size() > 1) {
-    fail(*its.queue.back(), process_ends);
+    fail(*its.queue.back(), "GroupClosed: the group has failed, or the process ends");
     its.queue.pop_back();
   }
   its.node->leave(failure);

@@ -63,7 +63,8 @@ struct Member {
   // Calls that were started and not called for yet, over or not, in their order.
   std::deque<std::shared_ptr<Flight>> started;
   std::uint32_t numbers = 0;  // given to started calls
-  bool running = false;       // a thread is in `run`
+  bool running = false;       // a thread is in `run` or `take`,
+  std::string mixed_up;       // or two were, here or elsewhere: why no call is carried out any more
   bool closing = false;       // or in `close`,
   int inside = 0;             // and so many in `wait`
 
@@ -193,6 +194,8 @@ class Engine {
   std::string standing() const;
   Call call_of(Member& member, Request& request);
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
+  std::string why_not(Member& member);
+  std::string returned(std::uint64_t index);
   void leave_share(Member& member);
   bool fly(Member& member);
   void work(Member& member);

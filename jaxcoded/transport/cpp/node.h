@@ -192,6 +192,8 @@ class Node {
   // This rank makes no more calls, after a failure in words or, where they are empty, as it should.
   // `left`: nobody below needs it any more.
   void leave(const std::string& failure = {});
+  // What it calls is of no use, as it says: a round fails on every rank.
+  void alarm(const std::string& why);
   bool left() const { return departures_.gone(); }
   // Leave without those below that still need it.
   void give_up();

@@ -110,6 +110,10 @@ void Node::alert(Round round, const std::string& text) {
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
 
+void Node::alarm(const std::string& why) {
+  alert(next_, "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
+}
+
 void Node::decide_error(std::string text, bool alone) {
   alerts_.over();
   if (root() && calling() && up_.call.shared && !up_.call.lends()) dealt(false);
