@@ -133,9 +133,10 @@ def drawn(model, steps, blocks, work):
     return Slept(np.full((steps, WORKERS * blocks), work / blocks), np.array(slowness))
 
 
-def replayed(path, job, steps, work):
+def replayed(path, job, steps, work, cut):
     """The steps of a job, such that a worker works so many seconds on average. What a
-    microbatch takes is its own work times how slow its rank is in all steps together."""
+    microbatch takes is its own work times how slow its rank is in all steps together.
+    Each is cut into so many equal blocks."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["job"] == job]
     if not rows:
@@ -155,6 +156,7 @@ def replayed(path, job, steps, work):
     seconds = seconds[:steps] * (work / seconds.sum(axis=2).mean())
     slowness = seconds.mean(axis=(0, 2)) / seconds.mean()
     work_of = (seconds / slowness[:, None]).reshape(len(seconds), -1)
+    work_of = np.repeat(work_of / cut, cut, axis=1)
     return Slept(work_of, np.tile(slowness, (len(seconds), 1)))
 
 
@@ -279,6 +281,7 @@ def main():
     parser.add_argument("--killed", action="store_true", help="a worker, in one scheme")
     parser.add_argument("--job", help="in the file, instead of models")
     parser.add_argument("--trace", type=pathlib.Path, help="the file, .csv.gz")
+    parser.add_argument("--cut", type=int, default=1, help="each into so many blocks")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
     if WORKERS < 2:
@@ -289,7 +292,7 @@ def main():
         args.work, args.steps = min(args.work, 12), min(args.steps, 3)
     work, steps = args.work * 1e-3, args.steps + 1  # the first one is not counted
     if args.job:
-        problems = {args.job: replayed(args.trace, args.job, steps, work)}
+        problems = {args.job: replayed(args.trace, args.job, steps, work, args.cut)}
         args.blocks = problems[args.job].examples // WORKERS
     else:
         known = models(steps)

@@ -39,13 +39,13 @@ def key(number: Any, params: Any = None) -> jax.Array:
     """A float32 from 0 to 62 of the number of a batch, an int32 or None, and of a pytree of
     parameters. Batches that follow each other have different ones."""
     its = jnp.uint32(0 if number is None else number)
-    out = 9 * (its % 7) + _mixed(its) % 9
+    out = 9 * (its % 7) + mixed(its) % 9
     if params is not None:
-        out += _mixed(_checksum(params))
+        out += mixed(_checksum(params))
     return (out % _KEYS).astype(jnp.float32)
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def mixed(x: jax.Array) -> jax.Array:
     """As MurmurHash3 ends."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)

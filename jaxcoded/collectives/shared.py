@@ -1,5 +1,6 @@
 """The sum of what blocks of the batch give, each computed by whoever has time for it."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded._jax_compat import ShapedArray
-from jaxcoded.collectives import marks
+from jaxcoded.collectives import audit, marks
 from jaxcoded.collectives.allreduce import CodedSum, coded_sum, residual_of
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup
@@ -85,12 +86,16 @@ def summed(
         packing = Packing.of(local, request.wire_dtype)
         collective = coded_sum(packing, group, request)
     kinds = [kind for kind, n in zip(packing.kinds, _counts(packing)) if n]
-    # in a sum that may be of a part of the batch, which blocks are in it
-    probes = (
-        [jnp.zeros(len(sizes), jnp.float32)]
-        if request.residual and group.approximate
-        else []
-    )
+    # one more vector: in a sum that may be of a part of the batch, which blocks are in it;
+    # in a group that looks for mistakes, whose sums are whole, what is told of audits
+    probes, audited = [], None
+    if request.residual and group.approximate:
+        probes = [jnp.zeros(len(sizes), jnp.float32)]
+    if group.options.compares and placement.replicas:
+        told_of = tuple(leaf for leaf in jax.tree.leaves(local) if leaf.size)
+        audited = audit.Audit(group.size, told_of)
+        probes.append(audited.zeros())
+        collective = dataclasses.replace(collective, audits=audited.eps)
 
     def flat(pytree: Any) -> list[jax.Array]:
         """The leaves that have elements, in the dtypes in which they are summed."""
@@ -108,7 +113,7 @@ def summed(
         return state[0][0] >= 0
 
     def one_more(state: Any) -> Any:
-        (block, fresh), sums, auxes, token = state
+        (block, fresh, kind), sums, auxes, token = state
         at = jnp.asarray(where)[block]
         examples = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), batches
@@ -125,7 +130,17 @@ def summed(
         if key is not None:
             mark = (key * jnp.asarray(marked)[block]).astype(local["count"].dtype)
             local = {**local, "count": local["count"] + mark}
-        added = [*flat(local), *(probe.at[block].set(1.0) for probe in probes)]
+        added = flat(local)
+        if audited is not None:
+            # what it gives only to compare is not added
+            added = [jnp.where(audit.added(kind), x, 0) for x in added]
+            aux = jax.tree.map(
+                lambda all, one: jnp.where(audit.added(kind), one, all[at]), auxes, aux
+            )
+            leaves = [leaf for leaf in jax.tree.leaves(local) if leaf.size]
+            added.append(audited.told(kind, group.rank, leaves))
+        elif probes:
+            added.append(probes[0].at[block].set(1.0))
         sums = [s + x for s, x in zip(sums, added)]
         auxes = jax.tree.map(lambda all, one: all.at[at].set(one), auxes, aux)
         work, token = take(sums, token)
@@ -153,7 +168,7 @@ def summed(
     residual = None
     if request.residual:
         residual = jnp.zeros((), jnp.float32)
-        if probes:
+        if group.approximate:
             residual = residual_of(group, out[-1])
     total = jax.tree.unflatten(packing.structure, leaves)
     return CodedSum(total, residual, token), auxes

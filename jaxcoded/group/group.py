@@ -411,6 +411,11 @@ class CodedGroup:
         }
         if why_not.get("verify"):
             raise ValueError(f"{verify} {why_not['verify']}")
+        if options.verify_wait and self.plan.placement is not None:
+            raise ValueError(
+                "verify_wait=True means nothing where work is shared, as there are no more "
+                "messages than needed: leave it out"
+            )
         ignored = why_not.get("debug")
         if ignored and explicit:
             raise ValueError(f"debug=True {ignored}")
@@ -630,6 +635,11 @@ class CodedGroup:
                 raise ValueError(
                     f"this group has a code ({self.plan.code!r}), and does not share its "
                     'work: make it with code="shared(replicas=2)", or take its assignment'
+                )
+            if self.options.verify is not None and not self.options.debug:
+                raise ValueError(
+                    "verify sees only what coded_value_and_grad computes, not what a program adds "
+                    "up itself: leave it out, or use coded_value_and_grad"
                 )
         return Blocks(self.transport, self.plan.placement, batch_size)
 

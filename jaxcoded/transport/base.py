@@ -34,6 +34,8 @@ class Collective:
         examples: what the first number of the sum should be, as far as it is known, and
             the share of it that rounding explains. Transports may look at it: a round
             in which it is another one is an error on all ranks then.
+        audits: of work that is shared, what of one block in each round two ranks compute,
+            to compare: see `jaxcoded.collectives.audit.Audit.eps`.
     """
 
     call: str
@@ -44,6 +46,7 @@ class Collective:
     splits: tuple[tuple[str, ...], ...] = ()
     apart: tuple[Apart, ...] = ()
     examples: tuple[float, float] | None = None
+    audits: tuple[float, ...] = ()
 
     @property
     def signature(self) -> str:

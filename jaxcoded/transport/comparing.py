@@ -58,9 +58,9 @@ def why_not(plan: Plan, deadline: Deadline, transport: str, option: str) -> str:
             else 'compares exact sums: on_deadline must be "wait" or "raise"'
         )
     if plan.placement is not None:
-        if option == "debug":
-            return ""  # examples are counted
-        return "has nothing to compare: each block of shared work is computed once"
+        if option == "debug" or plan.placement.replicas:
+            return ""  # examples are counted, and blocks are audited
+        return "has nothing to compare: each block lies on one rank alone; take replicas=1 or more"
     if plan.size > 1 and not plan.checked:
         return (
             f"has nothing to compare: {_unseen(plan)}; take more stragglers or another "

@@ -278,7 +278,7 @@ class Engine(Transport):
         (work,), token = engine_primitive.call(
             "jaxcoded_take",
             vectors,
-            [ShapedArray((2,), np.int32)],
+            [ShapedArray((3,), np.int32)],
             token,
             collective,
             group=self._index,

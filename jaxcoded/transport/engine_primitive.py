@@ -153,6 +153,8 @@ def _attributes(collective: Collective, target: str) -> dict[str, Any]:
     }
     if target in ("jaxcoded_round", "jaxcoded_take"):
         attributes["examples"] = np.array(collective.examples or (), np.float64)
+    if target == "jaxcoded_take":
+        attributes["audits"] = np.array(collective.audits, np.float64)
     if target == "jaxcoded_round":  # the others begin a sum for all ranks
         attributes |= {
             "up": np.int64(collective.up),

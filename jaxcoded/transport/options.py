@@ -62,7 +62,9 @@ class Options:
             on; ``"drop"`` logs it, and forms the sum without the child that is wrong, or
             fails the round where that is not known, or the others do not suffice. One
             message more than needed tells which children may be wrong, two tell which
-            one is. ``debug=True`` does more, and takes its place.
+            one is. Where work is shared two ranks compute one block of each round, which
+            tells that one of them is wrong; ``"drop"`` fails the round then. ``debug=True``
+            does more, and takes its place.
         verify_wait: wait for the messages of all children that live, at most until the
             deadline, so that there are as many as can be. Otherwise those are compared
             that have come when the sum can be formed: often none too many.

@@ -246,7 +246,8 @@ class Player:
 
     def _train(self, phase: Phase) -> bool:
         """Whether this rank is to go on."""
-        steps = Steps(self._of, self._training, self._group, keeps=phase.fails)
+        keeps = phase.fails or phase.root_dies
+        steps = Steps(self._of, self._training, self._group, keeps)
         first, self._met = self._number, set()
         past = phase.steps + (2 if phase.fails else 0)  # it fails by then
         while self._number < first + past:
@@ -319,7 +320,7 @@ class Player:
     def _judge(self, phase, error):
         """Whether this error is to come."""
         text = str(error)
-        if not phase.fails:
+        if not (phase.fails or phase.root_dies):  # before who is late has all results
             raise Wrong(f"step {self._number + 1} failed: {text}") from error
         dead = [phase.living.index(rank) for rank in phase.dead]
         named = [

@@ -124,7 +124,9 @@ def work(pipe, seed, only, most, replay):
     """Run schedules and tell of each, until the process is ended."""
     seen = collections.Counter()
     known = tests(most, seen)
-    names = [name for name in known if not only or name == only]
+    names = [
+        name for name, it in known.items() if not only or only in (name, it.__module__)
+    ]
     rng = random.Random(seed)
     while True:
         name = rng.choice(names)
@@ -243,7 +245,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", help="the name of a test")
+    parser.add_argument("--only", help="the name of a test, or of a file of them")
     parser.add_argument("--most", type=int, default=14, help="ranks of a plan")
     parser.add_argument("--replay", type=int, help="the seed of one schedule")
     given = parser.parse_args()

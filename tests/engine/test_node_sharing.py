@@ -1,6 +1,7 @@
 """Nodes that share the work of a round: each block in the sum once, whoever is late."""
 
 import dataclasses
+import functools
 import itertools
 import random
 import re
@@ -31,6 +32,7 @@ from jaxcoded import make_plan
 
 SHARES, HERE, ORDER = 16, 13, 14  # as `Flag` and `Kind` in message.h
 GRANT = 0  # as `Order::Kind` in ledger.h
+ONLY_TOLD = 2  # as `Audit` in node.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +75,30 @@ class Sharing(Running):
     taken: list = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True)
+class Audited(Call):
+    """A sum whose last vector tells of the blocks that two ranks have computed."""
+
+    @functools.cached_property
+    def gradients(self):
+        return Call.gradients.func(dataclasses.replace(self, segments=self.segments[:-1]))
+
+    def check(self, plan, rank, vectors):
+        *vectors, told = vectors
+        super().check(plan, rank, vectors)
+        each = 1 + 2 * len(vectors)
+        assert not told[: plan.size].any()
+        first, second = told[plan.size :].reshape(2, each)
+        assert first[0] in (0, 1) and second[0] in (0, 1)
+        if first[0] and second[0]:
+            np.testing.assert_array_equal(first, second)
+
+
 class World(simulation.World):
     """Ranks of which some rounds share the work.
 
     Attributes:
+        wrong: ranks that compute something else than the others.
         shared: those rounds.
         computed: by round, how many blocks were computed.
         dealt: those that are over: number, call, and the blocks of each member.
@@ -86,6 +108,7 @@ class World(simulation.World):
         super().__init__(plan, script, rng, **options)
         self.shared = shared
         self.computed = {}
+        self.wrong = set()
         self.parts = {}  # of the batch that are in vectors, by round
         self.dealt = []
         self.said = set()  # ranks that have said that they are there
@@ -130,7 +153,8 @@ class World(simulation.World):
         if running.of:
             call.computed[rank] = running.sums
             call = running.call
-        node.share(call.fingerprint, call.signature, vectors(out))
+        eps = [2.0**-23] * len(call.segments[:-1]) if isinstance(call, Audited) else []
+        node.share(call.fingerprint, call.signature, vectors(out), audits=eps)
         self._comes(rank)
         self.check_end(rank)
 
@@ -166,17 +190,24 @@ class World(simulation.World):
             self.nodes[rank].complete(vectors(running.out))
             self.check_end(rank)
             return
-        block, fresh = running.work
+        block, fresh, audit = running.work
         running.work = None
         assert rank in self.plan.placement.holders[block]
         self.computed[running.round] = self.computed.get(running.round, 0) + 1
         first, last = self.starts[block : block + 2]
         assert not (fresh and running.of)
         of = running.of or running.call
-        for wide, gradients in zip(running.sums, of.gradients):
-            wide[:] = (0 if fresh else wide) + gradients[first:last].astype(float).sum(
-                0
-            )
+        factor = 1.5 if rank in self.wrong else 1
+        given = [factor * g[first:last].astype(float).sum(0) for g in of.gradients]
+        if isinstance(of, Audited):
+            its = [1, *itertools.chain(*((np.linalg.norm(g), g.sum()) for g in given))]
+            zeros = np.zeros(len(its))
+            second = audit == ONLY_TOLD
+            told = [zeros if second or not audit else its, its if second else zeros]
+            given = [0 * g if second else g for g in given]
+            given.append(np.concatenate([np.zeros(self.plan.size), *told]))
+        for wide, its in zip(running.sums, given, strict=True):
+            wide[:] = (0 if fresh else wide) + its
         self._comes(rank)
 
     def leave_share(self, rank):
@@ -187,6 +218,8 @@ class World(simulation.World):
         self.check_end(rank)
 
     def _check_result(self, rank, running):
+        if self.wrong:
+            return
         before = self.ends[rank].get(running.round - 1)
         after_failure = isinstance(running.call, Sum) and before.outcome != DONE
         if not (getattr(running, "left", False) or after_failure):
@@ -213,17 +246,20 @@ class World(simulation.World):
                 for n in range(len(others) + 1)
                 for some in itertools.combinations(others, n)
             ]
-        actual = [vector.tobytes() for vector in running.out]
+        actual = [vector.tobytes() for vector in self._data(running)]
         assert any(
             self._sums(running, [*filter(None, own), *some]) == actual
             for some in choices
         ), (running.round, division)
         self.parts[running.round] = len(blocks) / len(self.plan.placement.holders)
 
+    def _data(self, running):
+        return running.out[: len(running.call.gradients)]
+
     def _sums(self, running, division):
         """The bytes of the sums of these members' vectors, in order."""
         out = []
-        for gradients, actual in zip(running.call.gradients, running.out):
+        for gradients, actual in zip(running.call.gradients, self._data(running)):
             total = None
             for blocks in division:
                 vector = np.zeros(actual.size)
@@ -258,12 +294,16 @@ def world(
     rounds=4,
     handed_over=None,
     approximate=False,
+    audited=None,
     **options,
 ):
     """A family of any size, in which some rounds share the work; or ``approximate``, all, after
-    whose deadlines a part of it will do."""
+    whose deadlines a part of it will do; or ``audited``, all, in one call each."""
     size = size or rng.randint(2, 6)
-    handed_over = rng.random() < 0.4 if handed_over is None else handed_over
+    if audited is None:
+        audited = not (handed_over or approximate) and rng.random() < 0.3
+    if handed_over is None:
+        handed_over = not audited and rng.random() < 0.4
     root_computes = size == 2 or rng.random() < 0.7
     others = size - 1 - (not root_computes)
     replicas = rng.randint(1, min(3, others)) if others else 0
@@ -291,6 +331,14 @@ def world(
         ]
     elif approximate:
         shared = set(range(1, rounds + 1))
+    elif audited:
+        shared = set(range(1, rounds + 1))
+        script = [
+            Audited(
+                (*segments, ("float32", size + 2 * (1 + 2 * len(segments)))), round
+            )
+            for round, segments in enumerate(call.segments for call in script)
+        ]
     limits = {"piece_bytes": rng.choice([16, 64, 1 << 18]), "telemetry_rounds": 4}
     if approximate:
         action = simulation._engine.OnDeadline.approximate
@@ -350,7 +398,7 @@ def assert_done_if_anybody_could(its):
 def test_replayed(seed):
     """Under another schedule: the same ranks compute the same blocks, and the bits are equal."""
     rng = random.Random(seed)
-    its = world(rng)
+    its = world(rng, audited=False)
 
     def played(its):
         for _ in range(rng.randint(1, 6)):
@@ -400,7 +448,7 @@ def test_replayed_without_a_rank_that_computed(seed):
 def test_whoever_is_stopped_for_good(seed):
     """As many as others hold the blocks of, from any moment on; then they come back."""
     rng = random.Random(seed)
-    its = world(rng, handed_over=False)
+    its = world(rng, audited=False, handed_over=False)
     its.shared = set(range(1, len(its.script) + 1))
     workers = set(range(its.plan.size)) - {its.plan.root}
     for _ in range(rng.randint(0, 200)):
@@ -560,6 +608,29 @@ def test_nobody_is_late():
     its.settle()
     its.assert_done()
     assert its.computed == {1: 12, 2: 12, 3: 12}
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_a_rank_that_computes_something_else(seed):
+    """It is found in a round in which one of its blocks is computed by another one too, and in
+    no other; a block of a rank that is not in time is not compared."""
+    rng = random.Random(seed)
+    its = world(rng, size=rng.randint(3, 5), rounds=30, audited=True)
+    if not its.plan.placement.replicas:
+        return
+    culprit = rng.choice(its.plan.placement.ranks)
+    its.wrong = {culprit}
+    its.settle()
+    failed = [round for round, end in its.ends[0].items() if end.outcome == FAILED]
+    assert failed
+    for ends in its.ends:
+        assert failed == [r for r, end in ends.items() if end.outcome == FAILED]
+    for round in failed:
+        text = its.ends[0][round].error
+        assert text.startswith(f"InconsistentMessages: round {round}, "), text
+        named = re.search(r"what ranks (\d+), (\d+) have computed of block", text)
+        assert str(culprit) in named.groups(), text
 
 
 def test_blocks_that_nobody_holds():

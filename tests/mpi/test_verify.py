@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ pytestmark = [
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(50, dtype="float32")
 LIAR = 2
-
 
 def opened(comm, verify, **options):
     how = {"verify_wait": True, "deadline": None}
@@ -111,6 +111,107 @@ def test_training_without_a_rank_that_computes_nan(comm, caplog):
     assert RANK or said in texts[0]
 
 
+def sharing(comm, **options):
+    return jaxcoded.CodedGroup(
+        comm,
+        code="shared(replicas=2, blocks=3)",
+        transport="engine",
+        options=jaxcoded.Options(**options),
+    )
+
+
+def step_of(group, rows, losses):
+    """The gradient of a mean loss over the batch, and the arguments for it."""
+    indices, weights = group.assignment(len(rows))
+    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+    return lambda: step(
+        jnp.ones(rows.shape[1], np.float32), jnp.asarray(rows[indices]), weights
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options", [{"verify": "warn"}, {"verify": "raise"}, {"debug": True}]
+)
+def test_shared_work_of_honest_ranks(comm, caplog, options, dtype):
+    """The sum is that of the whole batch, blocks are compared, and there is no alarm."""
+    caplog.set_level(logging.WARNING, "jaxcoded")
+    rows = VECTOR.astype(np.float32)
+
+    def losses(params, batch):
+        narrow = (batch * params).astype(dtype)
+        return jnp.sum(jnp.tanh(narrow), axis=-1).astype(jnp.float32)
+
+    reference = jax.jit(jax.grad(lambda w: losses(w, rows).mean()))
+    with sharing(comm, **options) as group:
+        step = step_of(group, rows, losses)
+        for _ in range(50):
+            _, gradient = step()
+            assert_same_bits(comm, gradient)
+            expected = reference(jnp.ones(rows.shape[1], np.float32))
+            np.testing.assert_allclose(
+                gradient, expected, atol=1e-6 if dtype == "float32" else 0.02
+            )
+        if RANK == 0:
+            assert group.transport.statistics()["compared_rounds"]
+    assert not logged(caplog)
+
+
+@pytest.mark.parametrize("verify", ["warn", "drop", "raise"])
+def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, verify):
+    """It is named, with one of those that have computed its block too."""
+    caplog.set_level(logging.WARNING, "jaxcoded")
+    rows = VECTOR.astype(np.float32)
+
+    @jax.custom_vjp
+    def lies(params):
+        return params
+
+    lies.defvjp(lambda params: (params, None), lambda _, g: (g.at[7].mul(2.0**64),))
+
+    def losses(params, batch):
+        return batch @ (lies(params) if RANK == LIAR else params)
+
+    with sharing(comm, verify=verify) as group:
+        step = step_of(group, rows, losses)
+        texts = []
+        for _ in range(1000):  # of late ranks nothing is compared
+            try:
+                jax.block_until_ready(step())
+            except JaxRuntimeError as error:
+                assert verify != "warn"
+                texts.append(str(error))
+                break
+        rounds = comm.allgather(group.rounds)
+        assert len(set(rounds)) == 1
+    if verify == "warn":
+        texts = logged(caplog)
+        assert (RANK == 0) == bool(texts)
+    else:
+        assert texts
+    for text in texts:
+        one, other = re.search(r"what ranks (\d+), (\d+) have computed", text).groups()
+        assert str(LIAR) in (one, other) and one != other
+
+
+def test_shared_work_of_a_rank_that_computes_nan(comm):
+    def losses(params, batch):
+        return batch @ params * (jnp.nan if RANK == LIAR else 1)
+
+    with sharing(comm, verify="raise") as group:
+        step = step_of(group, VECTOR.astype(np.float32), losses)
+        words = f"what rank {LIAR} has computed has NaN or infinities"
+        with pytest.raises(JaxRuntimeError, match=words):
+            for _ in range(1000):  # others may have computed all that it has
+                jax.block_until_ready(step())
+
+
+def test_blocks_on_the_host_cannot_be_verified(comm):
+    with sharing(comm, verify="raise") as group:
+        with pytest.raises(ValueError, match="verify sees only what coded_value_and_grad"):
+            group.blocks(12)
+
+
 def test_without_waiting_whoever_has_come_is_compared(comm):
     """The right sum in any case, and with a stopped rank no wait."""
     with opened(comm, "raise", verify_wait=False, code="cyclic_repetition") as group:
@@ -135,8 +236,12 @@ def test_without_waiting_whoever_has_come_is_compared(comm):
             'verify="warn" compares exact sums',
         ),
         (
-            {"code": "shared(replicas=2)", "stragglers": 0},
-            "each block of shared work is computed once",
+            {"code": "shared(replicas=0)", "stragglers": 0, "verify_wait": False},
+            "each block lies on one rank alone; take replicas=1 or more",
+        ),
+        (
+            {"code": "shared(replicas=2)"},
+            "verify_wait=True means nothing where work is shared",
         ),
     ],
 )

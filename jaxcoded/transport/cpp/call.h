@@ -28,6 +28,10 @@ struct Examples {
   double allowed = 0;  // for rounding, as a share
 };
 
+// What of a block is compared that two ranks have computed: of each of its vectors the eps of the
+// numbers in which it is computed; see node_audit.cpp. The last of the call's vectors tells of it.
+using Audits = std::vector<double>;
+
 struct Call {
   std::uint64_t fingerprint = 0;  // equal on ranks that call the same
   std::string signature;          // what is called
@@ -45,6 +49,7 @@ struct Call {
   std::vector<bool> erased;           // children left out, by row, or for want of theirs; empty: none
   std::vector<Apart> apart;           // what is not compared with the rest, equal on all ranks,
   Examples examples;                  // and this too
+  Audits audits;                      // and this
   Feed* feed = nullptr;               // what brings `own` and takes `out`; null if both are here.
                                       // All of `own` is, unless the call goes both up and down
 

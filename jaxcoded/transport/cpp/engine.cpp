@@ -212,6 +212,7 @@ Call Engine::call_of(Member& its, Request& request) {
   call.out = std::move(request.out);
   call.apart = std::move(request.apart);
   call.examples = request.examples;
+  call.audits = std::move(request.audits);
   call.feed = request.feed.get();
   if (its.root && call.feed && call.why_not.empty()) {
     if (const std::string why = call.feed->failure(); !why.empty()) {

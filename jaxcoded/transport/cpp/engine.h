@@ -89,6 +89,7 @@ struct Request {
   std::vector<bool> erased = {};  // ranks left out; empty: none
   std::vector<Apart> apart = {};
   Examples examples = {};
+  Audits audits = {};
   bool continues = false;    // the open call, of which parts are here
   std::shared_ptr<Feed> feed = {};  // what brings and takes the vectors, if they are not here
 };

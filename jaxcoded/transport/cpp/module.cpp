@@ -412,14 +412,17 @@ class LoneNode {
                   .complete = complete,
                   .erased = std::move(erased),
                   .apart = apart_of(apart),
-                  .examples = {examples.first, examples.second}});
+                  .examples = {examples.first, examples.second},
+                  .audits = {}});
   }
   void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
   void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
   void deliver(Rank from, nb::bytes message) { node_.deliver(from, Message::from(span_of(message))); }
   // A call whose work is shared.
-  void share(std::uint64_t fingerprint, std::string signature, const std::vector<Vector>& total) {
+  void share(std::uint64_t fingerprint, std::string signature, const std::vector<Vector>& total,
+             const Audits& audits) {
     Call call;
+    call.audits = audits;
     call.fingerprint = fingerprint;
     call.signature = std::move(signature);
     call.message = call.total = segments_of(total);
@@ -430,10 +433,10 @@ class LoneNode {
   void come_for_block(const std::vector<Vector>& own) {
     node_.come_for_block(pointers_of<const std::byte>(own));
   }
-  std::optional<std::pair<Block, bool>> take_block() {
+  std::optional<std::tuple<Block, bool, int>> take_block() {
     const auto work = node_.take_block();
     if (!work) return {};
-    return std::pair(work->block, work->fresh);
+    return std::tuple(work->block, work->fresh, static_cast<int>(work->audit));
   }
   void arrived(Rank from, int what, Round round, std::uint32_t piece, nb::bytes data,
                std::uint64_t version) {
@@ -710,7 +713,8 @@ NB_MODULE(_engine, module) {
       .def("replay", [](LoneNode& self, const std::vector<DealtTuple>& rounds) {
         self.node().replay(dealt_in(rounds));
       })
-      .def("share", &LoneNode::share)
+      .def("share", &LoneNode::share, nb::arg("fingerprint"), nb::arg("signature"), nb::arg("total"),
+           nb::arg("audits") = Audits())
       .def("come_for_block", &LoneNode::come_for_block)
       .def("take_block", &LoneNode::take_block)
       .def("no_more_blocks", [](LoneNode& self) { return self.node().no_more_blocks(); })

@@ -43,10 +43,13 @@
 
 namespace jaxcoded {
 
-// A block to compute. `fresh`: nothing that was computed before is to be in the vector.
+// A block to compute. `fresh`: nothing that was computed before is to be in the vector. `audit`:
+// whether what comes of it is to be told of, or told of and not added.
+enum class Audit : std::uint8_t { none, told, only_told };
 struct Work {
   Block block;
   bool fresh;
+  Audit audit = Audit::none;
 };
 
 enum class Outcome { pending, done, failed, desynchronized };
@@ -325,6 +328,9 @@ class Node {
   std::string why_not_as_before() const;
   void on_will_ask(std::size_t child, Round from);
   void begin_sharing();
+  std::optional<Block> audited() const;
+  Rank auditor(Block block) const;
+  bool audited_alike();
   bool deals() const;
   bool deal();
   bool follows_blocks() const { return work_.dealt != 0 && work_.dealt + 1 == next_; }

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdio>
 
+#include "percent.h"
+
 namespace jaxcoded {
 namespace {
 
@@ -25,12 +27,6 @@ constexpr const char* miscounted =
 constexpr const char* miscounted_blocks =
     ". Some rank is at another batch, its parameters are not those of the others (tree_bcast hands on "
     "one rank's), or its weights are not those that group.epoch gave it: the gradient is of no use";
-
-std::string percent(double share) {
-  char out[32];
-  std::snprintf(out, sizeof out, "%.3g %%", 100 * share);
-  return out;
-}
 
 }  // namespace
 

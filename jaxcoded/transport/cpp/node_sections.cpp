@@ -42,7 +42,7 @@ Layout Node::laid_out(const std::vector<Segment>& total) const {
 
 bool Node::may_delegate() const {
   return limits_.sections_from && up_.call.up && up_.call.down && !up_.whole &&
-         !decoder_.checked() && !up_.approximating && up_.decoded.pieces == 0 &&
+         up_.call.audits.empty() && !decoder_.checked() && !up_.approximating && up_.decoded.pieces == 0 &&
          up_.incoming.size() > 1 && up_.outgoing.bytes() >= limits_.sections_from;
 }
 

@@ -13,10 +13,9 @@ namespace jaxcoded {
 
 void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
   work_.own.clear();
-  work_.holds.clear();
+  work_.holders = holders;
   for (Block block = 0; block < holders.size(); ++block) {
     if (holders[block].front() == family_.rank) work_.own.push_back(block);
-    work_.holds.push_back(std::ranges::find(holders[block], family_.rank) != holders[block].end());
   }
   work_.owned = work_.own.size();
   if (!root()) return;
@@ -46,6 +45,8 @@ void Node::begin_share() {
   up_.share = Share(up_.call.lends(), claims ? work_.own : std::vector<Block>());
   up_.added_at = up_.started;
   if (up_.call.skipped) up_.share.leave();
+  const auto block = audited();
+  up_.audits = claims && block && auditor(*block) == family_.rank;
 }
 
 void Node::come_for_block(const std::vector<const std::byte*>& own) {
@@ -71,11 +72,16 @@ std::optional<Work> Node::take_block() {
     return std::nullopt;
   }
   const bool fresh = up_.share.fresh();
+  const auto audit = audited();
+  if (std::exchange(up_.audits, false)) {
+    stop_lending();
+    return Work{*audit, fresh, Audit::only_told};
+  }
   const auto block = up_.share.take();
   if (!block) return std::nullopt;
   up_.computing_since = wire_.now();
   stop_lending();
-  return Work{*block, fresh};
+  return Work{*block, fresh, block == audit ? Audit::told : Audit::none};
 }
 
 void Node::stop_lending() {
@@ -129,7 +135,7 @@ void Node::on_order(const Message& message) {
   auto blocks = message.values<Block>(0, head.segments);
   // no program can compute what is not in its data
   for (const Block block : blocks) {
-    if (block >= work_.holds.size() || !work_.holds[block]) throw Damaged();
+    if (!work_.holds(family_.rank, block)) throw Damaged();
   }
   follow_order({.member = 0,
                 .kind = static_cast<Order::Kind>(head.ready),

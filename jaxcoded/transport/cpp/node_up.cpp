@@ -284,6 +284,7 @@ bool Node::gather() {
     const bool all = up_.all_decoded();
     if (decoder_.checked() && all && !accepted()) return !up_.all_decoded();
     if (root() && (decoder_.checked() ? all : up_.decoded.pieces == 1) && !counted()) return false;
+    if (root() && all && !audited_alike()) return false;
     up_.waiting_since = wire_.now();
     if (!all && bytes < limits_.announced_bytes) continue;
     // What may be formed again is announced as a whole.

@@ -90,25 +90,6 @@ Parity::Check combined(const Vector& combination, const std::vector<Parity::Chec
   return out;
 }
 
-// How far an honest rank's numbers may be from those that others would have computed, as a share of
-// the largest. Ranks that hold the same examples compute their gradients in other orders and batches,
-// and lose as many digits as gradients of examples cancel. In float32 that was 2e-6 at most in
-// trainings that were looked at, and some 1e-3 where matrices are multiplied in fewer bits, as GPUs
-// do. Types of 16 bits, in which numbers are rounded from layer to layer of the model, were off by one
-// eps. Mistakes are off by 0.01 and mostly more.
-double computed(DType dtype) {
-  constexpr double all = 0x1p-8;
-  constexpr double roundings = 4;
-  switch (dtype) {
-    case DType::float16:
-      return all + roundings * 0x1p-10;
-    case DType::bfloat16:
-      return all + roundings * 0x1p-7;
-    default:
-      return all;
-  }
-}
-
 // What is rounded on the way to this parent, as a share of the largest: a message of 16 bits as it is
 // made; in every layer the sums, which are of float32 at least.
 double carried(DType dtype, const Below& below) {
@@ -128,20 +109,42 @@ double carried(DType dtype, const Below& below) {
 // And as a share of all that travels with it: gradients that vanish, as where a model fits its data,
 // are differences of numbers that do not. So are messages of 16 bits, which were rounded below.
 double noise(DType dtype, const Below& below) {
-  constexpr double roundings = 8;
   switch (dtype) {
     case DType::float16:
-      return roundings * 0x1p-23 + below.layers * 0x1p-11;
+      return of_all + below.layers * 0x1p-11;
     case DType::bfloat16:
-      return roundings * 0x1p-23 + below.layers * 0x1p-8;
+      return of_all + below.layers * 0x1p-8;
     case DType::float64:
-      return roundings * 0x1p-52;
+      return 8 * 0x1p-52;
     default:
-      return roundings * 0x1p-23;
+      return of_all;
+  }
+}
+
+double eps(DType dtype) {
+  switch (dtype) {
+    case DType::float16:
+      return 0x1p-10;
+    case DType::bfloat16:
+      return 0x1p-7;
+    case DType::float64:
+      return 0x1p-52;
+    default:
+      return 0x1p-23;
   }
 }
 
 }  // namespace
+
+// Ranks that hold the same examples compute their gradients in other orders and batches, and lose as
+// many digits as gradients of examples cancel. In float32 that was 2e-6 at most in trainings that were
+// looked at, and some 1e-3 where matrices are multiplied in fewer bits, as GPUs do. Types of 16 bits,
+// in which numbers are rounded from layer to layer of the model, were off by one eps. Mistakes are off
+// by 0.01 and mostly more.
+double of_programs(double eps) {
+  constexpr double all = 0x1p-8, narrow = 0x1p-12, roundings = 4;
+  return all + (eps > narrow ? roundings * eps : 0);
+}
 
 void Parity::Size::add(const double* values, std::size_t count) {
   double sums[lanes] = {}, most[lanes] = {};
@@ -319,7 +322,7 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   double out = 0;
   for (std::size_t row = 0; row < check.size(); ++row) {
     const Below& below = below_[row / parts()];
-    const double share = computed(sums.dtype) + carried(sums.dtype, below);
+    const double share = of_programs(eps(sums.dtype)) + carried(sums.dtype, below);
     out += std::abs(check[row]) * sizes_[row] * below.amplification *
            (share * here + noise(sums.dtype, below) * everywhere);
   }

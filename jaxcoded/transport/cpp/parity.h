@@ -23,6 +23,12 @@ struct Apart {
              // known, together with all the rest of the vector
 };
 
+// How far an honest rank's numbers may be from those that others would have computed, as a share of
+// the largest: of numbers that are computed with this eps;
+double of_programs(double eps);
+// and as a share of all that travels with it, as numbers that vanish are differences of others.
+inline constexpr double of_all = 8 * 0x1p-23;
+
 // What lies below a child, and how much rounding that means.
 struct Below {
   double amplification = 1;  // the largest product of the codes' κ down a path

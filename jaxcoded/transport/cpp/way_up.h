@@ -60,6 +60,7 @@ struct WayUp {
   double busy = 0;      // seconds for which blocks were computed,
   std::uint32_t blocks = 0;     // so many,
   double computing_since = 0;   // and the one that is
+  bool audits = false;  // it is to compute a block first that is another one's
   std::vector<Version> versions = {};  // of all members: what the pieces so far are formed from
   bool lent = false;        // `call.own` is there as long as the program waits
   std::uint64_t orders = 0;  // so many were given, or heard

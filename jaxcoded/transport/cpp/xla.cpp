@@ -42,12 +42,13 @@ ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
   });
 }
 
-// The block, and whether nothing that was computed before is to be in the vectors.
+// The block, whether nothing that was computed before is to be in the vectors, and its `Audit`.
 ffi::Error take_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
                      ffi::ResultBuffer<ffi::S32> work, std::int64_t group,
                      std::string_view signature, std::int64_t fingerprint, std::int64_t first,
-                     ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples) {
-  XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples);
+                     ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
+                     ffi::Span<const double> audits) {
+  XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples, audits);
   pass_on(call);
   return guarded([&] {
     const Taken taken =
@@ -55,6 +56,7 @@ ffi::Error take_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
     if (!taken.error.empty()) return failed_precondition(taken.error);
     work->typed_data()[0] = taken.work ? static_cast<std::int32_t>(taken.work->block) : -1;
     work->typed_data()[1] = taken.work && taken.work->fresh;
+    work->typed_data()[2] = taken.work ? static_cast<std::int32_t>(taken.work->audit) : 0;
     return ffi::Error::Success();
   });
 }
@@ -138,7 +140,8 @@ XLA_FFI_DEFINE_HANDLER(take_handler_impl, take_impl,
                            .Attr<std::int64_t>("fingerprint")
                            .Attr<std::int64_t>("first")
                            .Attr<ffi::Span<const std::int64_t>>("apart")
-                           .Attr<ffi::Span<const double>>("examples"));
+                           .Attr<ffi::Span<const double>>("examples")
+                           .Attr<ffi::Span<const double>>("audits"));
 XLA_FFI_DEFINE_HANDLER(slices_handler_impl, slices_impl,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()

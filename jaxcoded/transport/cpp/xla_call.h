@@ -122,13 +122,15 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
 // The next block of a round whose work is shared.
 inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                          std::int64_t fingerprint, std::int64_t first,
-                         ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples) {
+                         ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
+                         ffi::Span<const double> audits) {
   XlaCall call = collective_call(args, next, signature, fingerprint, 0, 0, apart);
   append_parts(call, 1);
   Request& request = call.request;
   request.continues = first == 0;
   request.total = request.message;
   if (examples.size() == 2) request.examples = {examples[0], examples[1]};
+  request.audits.assign(audits.begin(), audits.end());
   return call;
 }
 

@@ -1,0 +1,69 @@
+"""Whether two ranks compute the same of a block, where work is shared.
+
+Each block is computed by one rank there, so there is no surplus to compare. In a group that looks
+for mistakes the engine lets a second one compute one block of each round, and both tell of it in
+one more vector of the sum, see ``transport/cpp/node_audit.cpp``: of each leaf the norm, and the sum
+of its numbers with signs that look like chance. A number that is off shows in that by as much,
+whichever it is.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoded.collectives.marks import mixed
+
+# What the engine says of a block.
+_NONE, _ONLY_TOLD = 0, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """
+    Attributes:
+        ranks: of the group.
+        leaves: what a block gives: ``jax.ShapeDtypeStruct``s.
+    """
+
+    ranks: int
+    leaves: tuple[Any, ...]
+
+    @property
+    def eps(self) -> tuple[float, ...]:
+        """Of the numbers in which each leaf is computed."""
+        return tuple(float(jnp.finfo(leaf.dtype).eps) for leaf in self.leaves)
+
+    def zeros(self) -> jax.Array:
+        """A vector in which nothing is told."""
+        return jnp.zeros(self.ranks + 2 * (1 + 2 * len(self.leaves)), jnp.float32)
+
+    def told(self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]) -> jax.Array:
+        """What a rank adds to the vector for a block that gave these leaves, of which the
+        engine has said ``kind``."""
+        sketch = jnp.stack([number for leaf in leaves for number in _sketch(leaf)])
+        finite = jnp.all(jnp.isfinite(sketch[1::2]))
+        its = jnp.concatenate([jnp.ones(1), sketch])
+        its = jnp.where((kind != _NONE) & finite, its, 0)
+        second = kind == _ONLY_TOLD
+        return jnp.concatenate(
+            [
+                jnp.where(jnp.arange(self.ranks) == rank, 1 - finite, 0),
+                jnp.where(second, 0, its),
+                jnp.where(second, its, 0),
+            ]
+        ).astype(jnp.float32)
+
+
+def added(kind: jax.Array) -> jax.Array:
+    """Whether such a block is a part of the sum."""
+    return kind != _ONLY_TOLD
+
+
+def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The norm of a leaf, and the sum of its numbers, each with its sign."""
+    x = leaf.reshape(-1).astype(jnp.float32)
+    minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
+    return jnp.sqrt(jnp.sum(x * x)), jnp.sum(jnp.where(minus == 1, -x, x))

@@ -1,0 +1,111 @@
+// A block of shared work that two ranks compute, so that it shows if one of them is at fault.
+//
+// In each round one block is audited, another one each time: of those who hold its data besides its
+// owner, one computes it before its own blocks, and does not add it. Whoever computes it for the sum,
+// and that one, tell of it in the last vector of the sum, of float32:
+//
+//     rank by rank, how many of its blocks had NaN or infinities;
+//     whether the block was computed for the sum (1), and of each of its vectors the Euclidean norm
+//     and the sum of its numbers, each with a sign of its own that looks like chance;
+//     the same of whoever computed it a second time.
+//
+// Where one of the two is not in the sum, as it was late, there is nothing to compare.
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "node.h"
+#include "percent.h"
+
+namespace jaxcoded {
+namespace {
+
+constexpr const char* different =
+    ". Likely causes: memory or a processor at fault; parameters, data or a loss that are not the same "
+    "on all ranks; dropout or augmentation that belongs to the rank and not to the example";
+
+// As SplitMix64 ends.
+std::uint64_t mixed(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+}  // namespace
+
+// The block of the call in progress, if there is one.
+std::optional<Block> Node::audited() const {
+  if (up_.call.audits.empty() || work_.holders.empty()) return {};
+  return static_cast<Block>(mixed(2 * next_) % work_.holders.size());
+}
+
+// Who computes it a second time.
+Rank Node::auditor(Block block) const {
+  const std::vector<Rank>& holders = work_.holders[block];
+  if (holders.size() < 2) return holders.front();
+  return holders[1 + mixed(2 * next_ + 1) % (holders.size() - 1)];
+}
+
+// Whether what was told of the round's blocks fits together. If not, it may be said and no more.
+bool Node::audited_alike() {
+  const auto block = audited();
+  if (!block) return true;
+  const std::size_t vectors = up_.call.audits.size(), ranks = children_.size() + 1;
+  std::vector<double> told(ranks + 2 * (1 + 2 * vectors));
+  if (up_.incoming.segments().back() != Segment{DType::float32, told.size()}) {
+    decide_error("CodedError: " + about_round() + "what is told of audits is of another shape");
+    return false;
+  }
+  widen(DType::float32, told.data(), up_.sum_at.back(), told.size());
+  const bool warns = limits_.on_contradiction == OnContradiction::warn;
+  const auto wrong = [&](const std::string& text) {
+    if (warns) {
+      news_.push_back(about_round() + text);
+    } else {
+      decide_error("InconsistentMessages: " + about_round() + text);
+    }
+    return warns;
+  };
+  std::vector<Rank> not_finite;
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    if (told[rank] != 0) not_finite.push_back(static_cast<Rank>(rank));
+  }
+  if (!not_finite.empty()) {
+    return wrong("what " + listed(not_finite) + (not_finite.size() == 1 ? " has" : " have") +
+                 " computed has NaN or infinities");
+  }
+  const double* const first = told.data() + ranks;
+  const double* const second = first + 1 + 2 * vectors;
+  if (first[0] != 1 || second[0] != 1) return true;
+  ++compared_rounds_;
+  // A wrong one cannot raise what is allowed.
+  const auto size = [&](std::size_t v) { return std::min(first[1 + 2 * v], second[1 + 2 * v]); };
+  double largest = 0;
+  for (std::size_t v = 0; v < vectors; ++v) largest = std::max(largest, size(v));
+  double worst = 1, mismatch = 0, explained = 0;
+  for (std::size_t v = 0; v < vectors; ++v) {
+    const double allowed = of_programs(up_.call.audits[v]) * size(v) + of_all * largest;
+    for (const std::size_t i : {1 + 2 * v, 2 + 2 * v}) {
+      const double excess = std::abs(first[i] - second[i]) / allowed;
+      // of zeros it is NaN, and of numbers whose squares are too large the sum tells
+      if (!(excess > worst) || std::isinf(excess)) continue;
+      worst = excess;
+      const double its = std::max(size(v), of_all * largest);
+      mismatch = std::abs(first[i] - second[i]) / its;
+      explained = allowed / its;
+    }
+  }
+  if (worst <= 1) return true;
+  std::vector<Rank> both{auditor(*block)};
+  const Division division = work_.ledger->division();
+  for (std::size_t member = 0; member < division.size(); ++member) {
+    if (std::ranges::find(division[member], *block) == division[member].end()) continue;
+    both.insert(both.begin(), member ? children_[member - 1].rank : family_.rank);
+  }
+  return wrong("what " + listed(both) + " have computed of block " + std::to_string(*block) +
+               " is not the same: it is off by " + percent(mismatch) + ", and rounding explains " +
+               percent(explained) + different);
+}
+
+}  // namespace jaxcoded
