@@ -26,6 +26,7 @@ class Scheme:
         without: what carries it if that is not the engine: ``"ring"`` or ``"mpi4jax"``.
         in_jit: whether gradients are computed by a compiled program also where they need
             not be.
+        verify: see `jaxcoded.Options`.
     """
 
     label: str
@@ -37,6 +38,7 @@ class Scheme:
     exact: bool = True
     without: str = ""
     in_jit: bool = False
+    verify: str | None = None
 
     def plan(self, size):
         """For so many ranks, the root without data among them."""
@@ -86,7 +88,10 @@ def opened(scheme, comm, patience=PATIENCE):
         yield Uncoded(scheme, comm)
         return
     group = jaxcoded.CodedGroup.from_plan(
-        comm, scheme.plan(comm.size), transport="engine"
+        comm,
+        scheme.plan(comm.size),
+        transport="engine",
+        options=jaxcoded.Options(verify=scheme.verify),
     )
     if group.plan.encoded or scheme.in_jit:
         yield Compiled(group)

@@ -22,6 +22,7 @@ job, step, rank, microbatch, seconds), on as many workers as the job had ranks.
 import argparse
 import contextlib
 import csv
+import dataclasses
 import functools
 import gzip
 import json
@@ -72,6 +73,11 @@ def schemes(blocks):
         for in_jit in (False, True)
         for replicas in (WORKERS - 1, min(3, WORKERS - 1))
     ]
+    shared.append(
+        dataclasses.replace(
+            shared[-1], label=f"{shared[-1].label}, verified", verify="raise"
+        )
+    )
     others = [
         Scheme("uncoded", stragglers=0),
         Scheme("fractional repetition", code="fractional_repetition"),
