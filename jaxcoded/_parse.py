@@ -36,7 +36,9 @@ def parsed(
             warnings.simplefilter("ignore")
             node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
-        raise ValueError(f"{wanted}; got {text!r}") from None
+        unclosed = text.count("(") > text.count(")")
+        why = ": a closing parenthesis is missing" * unclosed
+        raise ValueError(f"{wanted}; got {text!r}{why}") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = call.func.id if isinstance(call.func, ast.Name) else ""
     if name not in names:

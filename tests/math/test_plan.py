@@ -443,6 +443,11 @@ def test_description_of_a_root_with_data_and_of_one_rank():
             "code must be 'auto', 'shared' or one of uncoded, .*; got 'raptor'$",
         ),
         (13, {"code": "share(replicas=2)"}, r"'share\(.*: did you mean 'shared'\?$"),
+        (
+            13,
+            {"code": "shared(replicas=1"},
+            r"got 'shared\(replicas=1': a closing parenthesis is missing$",
+        ),
         (13, {"code": "cyclic"}, "'cyclic': did you mean 'cyclic_repetition'\\?$"),
         (13, {"code": ["auto"]}, "code has 1 entries for 2 layers of parents"),
         (
