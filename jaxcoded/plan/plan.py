@@ -115,11 +115,11 @@ class Plan:
         placed = self.placement
         assert placed is not None
         # 1 is what it is where nobody says anything
-        if self.stragglers > max(placed.replicas, 1):
+        if tree.size > 1 and self.stragglers not in (1, placed.replicas):
             raise ValueError(
-                f"code={text!r} goes on without any {placed.replicas} ranks, not "
-                f"{self.stragglers}: give replicas={self.stragglers}, or leave stragglers "
-                "out"
+                f"stragglers={self.stragglers} contradicts code={text!r}: as many ranks as it "
+                f"has replicas, {placed.replicas}, may be missing; give "
+                f"replicas={self.stragglers}, or leave stragglers out"
             )
         object.__setattr__(self, "stragglers", placed.replicas)
 

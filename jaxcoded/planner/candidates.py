@@ -101,7 +101,7 @@ class Candidate:
         return make_plan(
             ranks,
             fanout=self.fanout,
-            stragglers=self.stragglers,
+            stragglers=self.replicas if self.shared else self.stragglers,
             slices=self.slices,
             code=self.code,
             root_computes=self.root_computes,

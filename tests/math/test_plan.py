@@ -572,8 +572,18 @@ def test_shared_work():
         ({"code": "shared", "slices": 2}, "has no slices"),
         ({"code": "shared", "speeds": [1, 1, 1, 1, 2]}, "leave speeds out"),
         ({"code": "shared", "stragglers": 3}, "give replicas=3"),
+        (
+            {"code": "shared(replicas=1)", "stragglers": 0},
+            r"stragglers=0 contradicts code='shared\(replicas=1\)'.* give replicas=0, or leave",
+        ),
     ],
 )
 def test_what_cannot_be_shared(arguments, words):
     with pytest.raises(ValueError, match=words):
         make_plan(5, **arguments)
+
+
+def test_as_many_stragglers_as_replicas():
+    for size in (1, 5):
+        asked = make_plan(size, code="shared(replicas=2)", stragglers=2)
+        assert asked == make_plan(size, code="shared(replicas=2)")
