@@ -4,6 +4,7 @@ import math
 import numbers
 import operator
 import reprlib
+import sys
 from typing import Any
 
 _short = reprlib.Repr()
@@ -19,6 +20,24 @@ def shown(value: Any) -> str:
         "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'"
     """
     return _short.repr(value)
+
+
+def kind(value: Any) -> str:
+    """What a value is, with its article.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxcoded import _require
+        >>> _require.kind(3), _require.kind(np.zeros((2, 3)))
+        ('an int', 'a numpy array of shape (2, 3) and dtype float64')
+    """
+    for library, name in (("numpy", "ndarray"), ("jax", "Array")):
+        # who has not imported the library has no such value
+        array: Any = getattr(sys.modules.get(library), name, ())
+        if isinstance(value, array):
+            return f"a {library} array of shape {value.shape} and dtype {value.dtype}"
+    its = type(value).__name__
+    return f"{'an' if its[0] in 'aeiouAEIOU' else 'a'} {its}"
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -159,7 +159,7 @@ def test_under_jit_vmap_and_grad():
         (True, "^leaf has dtype bool: coded sums"),
         (np.complex64(1), "^leaf has dtype complex64: coded sums"),
         ({"name": "x"}, r"^leaf at \['name'\] is a str, which is not an array"),
-        ([object()], r"^leaf at \[0\] is a object, which is not an array"),
+        ([object()], r"^leaf at \[0\] is an object, which is not an array"),
     ],
 )  # fmt: skip
 def test_wrong_leaves(tree, message):

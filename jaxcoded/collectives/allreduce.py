@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_alike, check_open, find
@@ -485,7 +486,7 @@ def _message(
         raise TypeError(
             f"this group has slices or parts ({plan.code}, slices={plan.slices}): its "
             f"messages are not one weighted gradient, so {request.name} takes what "
-            f"jaxcoded.kernels.encode made, not a {type(x).__name__}; "
+            f"jaxcoded.kernels.encode made, not {_require.kind(x)}; "
             "coded_value_and_grad does both"
         )
     return pack(x, wire_dtype=wire_dtype)

@@ -68,7 +68,7 @@ def coded_allreduce(
     with group.failing("coded_allreduce"):
         if not hasattr(array, "__array__") and not _require.is_number(array):
             raise TypeError(
-                f"the sum is of one numpy array, got a {type(array).__name__}: "
+                f"the sum is of one numpy array, got {_require.kind(array)}: "
                 "jaxcoded.coded_allreduce sums lists and other pytrees of arrays"
             )
         array = np.asarray(array)
@@ -77,7 +77,7 @@ def coded_allreduce(
             weakref.ref(group), array.shape, array.dtype, wire_dtype
         )
         if out is not None and not isinstance(out, np.ndarray):
-            raise TypeError(f"out must be a numpy array, got a {type(out).__name__}")
+            raise TypeError(f"out must be a numpy array, got {_require.kind(out)}")
         result = np.empty_like(array) if out is None else out
         if (result.shape, result.dtype) != (array.shape, array.dtype):
             raise ValueError(

@@ -232,7 +232,7 @@ def coded_allreduce_done(
     if not isinstance(handle, Handle):
         raise TypeError(
             "handle must be what coded_allreduce_start returned (with a token, the handle "
-            f"in that), got a {type(handle).__name__}"
+            f"in that), got {_require.kind(handle)}"
         )
     if handle.tokened != (token is not None):
         raise ValueError(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import _jax_compat
+from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import marks, reduced, shared
 from jaxcoded.collectives.allreduce import CodedSum, begin, summed
 from jaxcoded.collectives.request import Request
@@ -486,7 +486,7 @@ def _check_parameters(params: Any) -> None:
         if dtype is None and isinstance(leaf, bool | int | float | complex):
             dtype = jnp.result_type(leaf)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            kind = f"a {type(leaf).__name__}" if dtype is None else f"of dtype {dtype}"
+            kind = _require.kind(leaf) if dtype is None else f"of dtype {dtype}"
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} is {kind}, which has no gradient: "
                 "partition the model, hand over its floating-point leaves as params, and "
@@ -544,7 +544,7 @@ def _kind(weights: Any) -> str:
             "indices, weights = group.assignment(batch_size), and call this with params, "
             "batch[indices] and weights"
         )
-    return f"a {type(weights).__name__}"
+    return _require.kind(weights)
 
 
 def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.errors import CodedError
 from jaxcoded.plan.placement import Placement
 from jaxcoded.transport import primitive
@@ -82,7 +83,7 @@ class Blocks:
         if self._over:
             return
         self._over = True
-        why = "leaving them early" if kind is None else f"a {kind.__name__}"
+        why = "leaving them early" if error is None else _require.kind(error)
         self._transport.leave_blocks()
         self._transport.note_failure(f" after {why} in group.blocks")
         if error is None:

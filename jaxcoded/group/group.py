@@ -255,7 +255,7 @@ class CodedGroup:
         def fitting(size: int) -> Plan:
             if not isinstance(plan, Plan):
                 raise TypeError(
-                    f"plan must be a jaxcoded.Plan, got {type(plan).__name__}"
+                    f"plan must be a jaxcoded.Plan, got {_require.kind(plan)}"
                 )
             if plan.size != size:
                 raise ValueError(
@@ -288,7 +288,7 @@ class CodedGroup:
         def checked(size: int) -> Plan:
             if not isinstance(given, Options):
                 raise TypeError(
-                    f"options must be jaxcoded.Options, got a {type(given).__name__}"
+                    f"options must be jaxcoded.Options, got {_require.kind(given)}"
                 )
             wanted.check()
             plan = planner(size)
@@ -1025,7 +1025,7 @@ class CodedGroup:
         try:
             yield
         except Exception as error:
-            self.transport.note_failure(f" after a {type(error).__name__} in {call}")
+            self.transport.note_failure(f" after {_require.kind(error)} in {call}")
             raise
 
     def __enter__(self) -> Self:
@@ -1071,7 +1071,7 @@ def check_open(group: object) -> None:
     """
     if not isinstance(group, CodedGroup):
         raise TypeError(
-            f"group must be a jaxcoded.CodedGroup, got a {type(group).__name__}"
+            f"group must be a jaxcoded.CodedGroup, got {_require.kind(group)}"
         )
     find(group.index)
 

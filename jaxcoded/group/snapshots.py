@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _require
 from jaxcoded.transport.packing import Packing
 
 _DIGEST = 32  # bytes
@@ -66,7 +67,7 @@ def _bytes_of(leaf: Any, path: Any) -> np.ndarray:
         array = None
     if array is None or array.dtype.hasobject:
         raise TypeError(
-            f"leaf {jax.tree_util.keystr(path)} is a {type(leaf).__name__}, not an array "
+            f"leaf {jax.tree_util.keystr(path)} is {_require.kind(leaf)}, not an array "
             "of numbers: keep jax.random.key_data of a key, and leave out what is not "
             "part of the state"
         )

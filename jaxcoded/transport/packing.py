@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import _jax_compat
+from jaxcoded import _jax_compat, _require
 from jaxcoded.transport.slicing import slices
 
 _MOST_WORDS = 300  # characters of a packing's description
@@ -306,7 +306,7 @@ def _array(leaf: Any, place: str, floats_only: bool) -> jax.Array:
         array = jnp.asarray(leaf)
     except (TypeError, ValueError):
         raise TypeError(
-            f"leaf{place} is a {type(leaf).__name__}, which is not an array: leave it out "
+            f"leaf{place} is {_require.kind(leaf)}, which is not an array: leave it out "
             "of the tree"
         ) from None
     if floats_only and not jnp.issubdtype(array.dtype, jnp.floating):

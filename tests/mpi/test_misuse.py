@@ -352,7 +352,7 @@ def test_impossible_arguments(comm):
         match=f"the plan is for {SIZE + 3} ranks, but the communicator has {SIZE}",
     ):
         jaxcoded.CodedGroup.from_plan(comm, jaxcoded.make_plan(SIZE + 3))
-    with pytest.raises(TypeError, match="plan must be a jaxcoded.Plan, got str"):
+    with pytest.raises(TypeError, match="plan must be a jaxcoded.Plan, got a str"):
         jaxcoded.CodedGroup.from_plan(comm, "star")
 
 
@@ -406,8 +406,17 @@ def test_mean_must_be_a_number(group, mean):
 
 @pytest.mark.parametrize("collective", [coded_allreduce, coded_reduce, tree_bcast])
 def test_a_communicator_is_no_group(comm, collective):
-    with pytest.raises(TypeError, match="group must be a jaxcoded.CodedGroup, got a"):
+    with pytest.raises(TypeError, match="must be a jaxcoded.CodedGroup, got an Intra"):
         collective(np.ones(2), comm)
+
+
+@once
+@pytest.mark.parametrize("library", [np, jnp])
+def test_an_array_is_no_group(group, library):
+    array = library.ones(2, np.float32)
+    what = f"got a {'jax' if library is jnp else 'numpy'} array of shape (2,) and dtype float32"
+    with pytest.raises(TypeError, match=re.escape(what)):
+        coded_allreduce(group, array)
 
 
 @once

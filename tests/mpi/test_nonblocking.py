@@ -182,7 +182,7 @@ def test_buckets_of_groups_that_take_turns(comm, group, transport, late, form):
 def test_groups_that_cannot_take_turns(comm, group, transport):
     with pytest.raises(ValueError, match="no groups"):
         coded_allreduce_start(jnp.ones(3), [])
-    with pytest.raises(TypeError, match="got a int"):
+    with pytest.raises(TypeError, match="got an int"):
         coded_allreduce_start(jnp.ones(3), [group, 3])
     if SIZE > 2:
         with (
