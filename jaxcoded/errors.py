@@ -56,7 +56,7 @@ class Desynchronized(CodedError):
 
 
 class TooManyErasures(CodedError):
-    """A round was asked to leave out more ranks than the plan can do without."""
+    """A round was asked to leave out more ranks than the plan can do without, or more are dead."""
 
 
 @contextlib.contextmanager

@@ -247,7 +247,8 @@ bool Node::deal() {
     for (const Child& child : children_) {
       if (child.dead) dead += ", rank " + std::to_string(child.rank) + is_dead;
     }
-    decide_error("CodedError: round " + std::to_string(next_) + ": nobody who is left " +
+    decide_error((work_.replayed ? "CodedError: round " : "TooManyErasures: round ") +
+                 std::to_string(next_) + ": nobody who is left " +
                  (work_.replayed ? "may compute" : "holds") + " the " + std::to_string(orphans.size()) +
                  " blocks from " + std::to_string(orphans.front()) + " on" +
                  (dead.empty() ? "" : "; it lacks" + dead.substr(1)) + ": " +
