@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -998,6 +999,7 @@ class CodedGroup:
         if self.closed:
             return
         primitive.effects_barrier()
+        begun = time.monotonic()
         try:
             absent = self.transport.close(timeout)
         except GroupClosed:
@@ -1006,9 +1008,15 @@ class CodedGroup:
             _groups.pop(self.index, None)
         self._record.close()
         if absent:
+            waited = time.monotonic() - begun >= timeout
+            why = (
+                f"were not there after {timeout:g} s"
+                if waited
+                else "a rank below has given them up"
+            )
             warnings.warn(
                 f"rank {self.rank} closed the group without ranks {absent} and "
-                f"those below them: they are dead, or were not there after {timeout} s",
+                f"those below them: they are dead, or {why}",
                 RuntimeWarning,
                 stacklevel=2,
             )

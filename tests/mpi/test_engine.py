@@ -385,6 +385,18 @@ def test_close_names_those_that_do_not_come(comm, transport):
     assert group.closed
 
 
+@pytest.mark.parametrize(
+    ("timeout", "why"),
+    [(0.0, "were not there after 0 s"), (60.0, "a rank below has given them up")],
+)
+def test_close_says_whether_it_has_waited(comm, transport, monkeypatch, timeout, why):
+    group = jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
+    close = group.transport.close
+    monkeypatch.setattr(group.transport, "close", lambda given: close(given) or [3])
+    with pytest.warns(RuntimeWarning, match=f"they are dead, or {why}$"):
+        group.close(timeout)
+
+
 # Numpy arrays.
 
 
