@@ -832,6 +832,49 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
             )
 
 
+@several
+def test_groups_that_are_called_in_another_order(comm, transport, caplog):
+    """Whoever waits for a rank says that this one waits in another group."""
+    last, logger = SIZE - 1, logging.getLogger("jaxcoded")
+
+    def tell(_):
+        logger.removeHandler(tells)
+        comm.send(None, last)
+
+    def make(**options):
+        return jaxcoded.CodedGroup(
+            comm,
+            stragglers=0,
+            fanout=3 if SIZE == 13 else None,
+            transport=transport,
+            options=jaxcoded.Options(**options),
+        )
+
+    with make(deadline=0.1) as group, make() as other:
+        own = np.asarray(contribution(group, VECTOR))
+        parent = group.plan.parents[last]
+        if RANK == last:
+            ahead = threading.Thread(target=host.coded_allreduce, args=(own, other))
+            ahead.start()
+            comm.recv(source=parent)
+            total = host.coded_allreduce(own, group)
+            ahead.join()
+        else:
+            if RANK == parent:
+                offered = re.compile(f"child {last} offers [1-9][0-9]* of round 1")
+                wait_until(lambda: offered.search(other.transport.status()))
+                tells = logging.Handler()
+                tells.emit = tell
+                logger.addHandler(tells)
+            with caplog.at_level(logging.INFO, "jaxcoded"):
+                total = host.coded_allreduce(own, group)
+            host.coded_allreduce(own, other)
+        assert_sum(group, total, VECTOR)
+    if RANK == parent:
+        words = f"; but in group {other.index} .*{last} .* in round 1, which rank {RANK} has not called"
+        assert re.search(words, caplog.text), caplog.text
+
+
 def test_memory_while_nobody_is_late(comm, transport):
     """A rank keeps a round or two."""
     with jaxcoded.CodedGroup(

@@ -502,7 +502,7 @@ bool Engine::poll() {
       const std::string words = its.node->waiting_for();
       if (!words.empty()) {
         its.reported = overdue;
-        warnings_.add({index, words});
+        warnings_.add({index, words + waited_for_elsewhere(index)});
       }
     }
   }
@@ -628,6 +628,17 @@ std::string Engine::standing() const {
     out += "jaxcoded: group " + std::to_string(index) + ", " + its.node->standing() + "\n";
   }
   return out.empty() ? "jaxcoded: no group is open\n" : out;
+}
+
+// Others wait for this rank in another group, while it waits in this one.
+std::string Engine::waited_for_elsewhere(std::uint64_t index) const {
+  std::string out;
+  for (const auto& [other, its] : members_) {
+    const std::string words = its.node->waited_for();
+    if (other == index || words.empty()) continue;
+    out += (out.empty() ? "; but in group " : ", and in group ") + std::to_string(other) + " " + words;
+  }
+  return out.empty() ? out : out + ": do all ranks call their groups in one order?";
 }
 
 void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,

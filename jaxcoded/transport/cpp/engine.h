@@ -193,6 +193,7 @@ class Engine {
   bool drive(std::unique_lock<FairMutex>& lock, const std::function<bool()>& done, double until);
   void progress();
   std::string standing() const;
+  std::string waited_for_elsewhere(std::uint64_t index) const;
   Call call_of(Member& member, Request& request);
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
   std::string why_not(Member& member);

@@ -207,6 +207,8 @@ class Node {
 
   // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
   std::string waiting_for() const;
+  // Which children are in a round that this rank has not called, in words; empty if none is.
+  std::string waited_for() const;
   // Whether it has waited for longer than the deadline: 1, for those below; 2, and nobody above
   // answers.
   int overdue() const { return up_.forsaken ? 2 : up_.overdue; }

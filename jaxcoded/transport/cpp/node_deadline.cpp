@@ -259,4 +259,15 @@ std::string Node::waiting_for() const {
   return words.empty() ? words : "round " + std::to_string(next_) + ": " + words;
 }
 
+std::string Node::waited_for() const {
+  std::vector<Rank> ranks;
+  for (const Child& child : children_) {
+    const bool waits = child.offer.round == next_ && !child.offer.withdrawn && !child.dead;
+    if (waits && !calling()) ranks.push_back(child.rank);
+  }
+  if (ranks.empty()) return {};
+  return listed(ranks) + (ranks.size() == 1 ? " is" : " are") + " in round " + std::to_string(next_) +
+         ", which rank " + std::to_string(family_.rank) + " has not called";
+}
+
 }  // namespace jaxcoded
