@@ -633,20 +633,25 @@ def test_a_rank_that_computes_something_else(seed):
         assert str(culprit) in named.groups(), text
 
 
-def test_blocks_that_nobody_holds():
+@pytest.mark.parametrize(
+    ("killed", "remedy"),
+    [(True, "go on with group.recovered(), or give"), (False, "give each to more")],
+)
+def test_blocks_that_nobody_holds(killed, remedy):
     """An error in words on all who are left."""
     plan = make_plan(4, code="shared(replicas=1, blocks=2)", root_computes=False)
     its = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
     for rank in (1, 2):
-        its.kill(rank, known=True)
+        its.kill(rank, known=True) if killed else its.leave(rank)
     its.settle()
     for rank in (0, 3):
         end = its.ends[rank][1]
         said = "TooManyErasures: round 1: nobody who is left holds the 2 blocks"
         assert end.error.startswith(said), end
-        named = set(map(int, re.findall(r"rank (\d+), which is dead", end.error)))
+        how = "is dead" if killed else "has left the group"
+        named = set(map(int, re.findall(rf"rank (\d+), which {how}", end.error)))
         assert named == {1, 2}, end
-        assert "go on with group.recovered()" in end.error
+        assert f": {remedy}" in end.error
     assert its.nodes[0].outcome() != PENDING
 
 

@@ -243,19 +243,21 @@ bool Node::deal() {
     }
   }
   if (const auto orphans = work_.ledger->orphans(); !orphans.empty() && !approximates()) {
-    std::string dead;
+    std::string lacks;
     for (const Child& child : children_) {
-      if (child.dead) dead += ", rank " + std::to_string(child.rank) + is_dead;
+      if (!child.dead && !child.retired) continue;
+      lacks += ", rank " + std::to_string(child.rank) + (child.dead ? is_dead : ", which has left the group");
     }
+    const bool dead = std::ranges::any_of(children_, &Child::dead);
     decide_error((work_.replayed ? "CodedError: round " : "TooManyErasures: round ") +
                  std::to_string(next_) + ": nobody who is left " +
                  (work_.replayed ? "may compute" : "holds") + " the " + std::to_string(orphans.size()) +
                  " blocks from " + std::to_string(orphans.front()) + " on" +
-                 (dead.empty() ? "" : "; it lacks" + dead.substr(1)) + ": " +
+                 (lacks.empty() ? "" : "; it lacks" + lacks.substr(1)) + ": " +
                  (work_.replayed ? "replay= needs every rank that computed in the recorded round"
-                            : dead.empty() ? "give each to more ranks with replicas="
-                                           : "go on with group.recovered(), or give each to more "
-                                             "ranks with replicas="));
+                            : dead ? "go on with group.recovered(), or give each to more ranks with "
+                                     "replicas="
+                                   : "give each to more ranks with replicas="));
     return false;
   }
   return work_.ledger->settled();
