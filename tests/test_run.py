@@ -298,7 +298,7 @@ def test_the_hosts_of_a_job_of_slurm(names, tasks, hosts, tmp_path, monkeypatch)
 
 # How a rank ended, without an MPI.
 
-NOT_HEARD = "not heard of: ended by mpirun, or on a host that is lost"
+NOT_HEARD = "no word of the end: mpirun ended the job first, or a host does not answer"
 
 
 def ended(heard, number, program):

@@ -87,7 +87,8 @@ class Ends:
             lines.append(f"{_format.ranks(numbers)}: {how}, {first}after {after}")
         if missing:
             lines.append(
-                f"{_format.ranks(missing)}: not heard of: ended by mpirun, or on a host that is lost"
+                f"{_format.ranks(missing)}: no word of the end: mpirun ended the job first, or a host "
+                "does not answer"
             )
         return lines
 
