@@ -30,8 +30,7 @@ def answered(
     Raises:
         NoAnswer: the job failed, or took too long.
     """
-    if hosts is None and hostfile is None:
-        hosts = places.of_slurm()
+    hosts = places.chosen(hosts, hostfile)
     # a file of the user's in this folder must not pass for a module, such as random.py
     command, environment = launcher.command(
         mpirun, ranks, ["-P", *program], named=False, hosts=hosts, hostfile=hostfile

@@ -33,6 +33,11 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def chosen(hosts: str | None, hostfile: str | None) -> str | None:
+    """The hosts that were asked for, or where nothing was, those of Slurm."""
+    return of_slurm() if hosts is None and hostfile is None else hosts
+
+
 def of_slurm() -> str | None:
     """The hosts of the job of Slurm that this is a part of, and how many tasks each has: ``"a:2,b:2"``;
     ``None`` if there is no such job, or it has this host alone."""
