@@ -296,6 +296,17 @@ def test_the_hosts_of_a_job_of_slurm(names, tasks, hosts, tmp_path, monkeypatch)
     assert places.of_slurm() is None
 
 
+@pytest.mark.parametrize("hosts", ["a:2,b:2", "a:5", "a:1,b", "a,b"])
+def test_hosts_with_a_place_for_every_rank(hosts):
+    assert places.chosen(4, hosts, None) == hosts
+
+
+def test_hosts_with_too_few_places(program):
+    said = run("-n", 4, "--hosts", "a:2,b:1", program(""))
+    assert said.returncode == 2
+    assert "--hosts a:2,b:1 has room for 3 of 4 ranks: give it more" in said.stderr
+
+
 # How a rank ended, without an MPI.
 
 NOT_HEARD = "no word of the end: mpirun ended the job first, or a host does not answer"

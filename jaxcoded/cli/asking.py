@@ -30,7 +30,7 @@ def answered(
     Raises:
         NoAnswer: the job failed, or took too long.
     """
-    hosts = places.chosen(hosts, hostfile)
+    hosts = places.chosen(ranks, hosts, hostfile)
     # a file of the user's in this folder must not pass for a module, such as random.py
     command, environment = launcher.command(
         mpirun, ranks, ["-P", *program], named=False, hosts=hosts, hostfile=hostfile

@@ -33,9 +33,22 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def chosen(hosts: str | None, hostfile: str | None) -> str | None:
-    """The hosts that were asked for, or where nothing was, those of Slurm."""
-    return of_slurm() if hosts is None and hostfile is None else hosts
+def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> str | None:
+    """The hosts that were asked for so many ranks, or where nothing was, those of Slurm.
+
+    Raises:
+        ValueError: those that were asked for have fewer places.
+    """
+    if hosts is None:
+        return of_slurm() if hostfile is None else None
+    counts = [re.fullmatch(r"[^:]+:(\d+)", each) for each in hosts.split(",")]
+    room = sum(int(count[1]) for count in counts if count)
+    if all(counts) and room < ranks:  # a host without a number takes any
+        raise ValueError(
+            f"--hosts {hosts} has room for {room} of {ranks} ranks: give it more places or "
+            f"hosts, or say -n {room}"
+        )
+    return hosts
 
 
 def of_slurm() -> str | None:

@@ -73,7 +73,7 @@ def command(
     launcher.check_fits(chosen)
     if on_error is None:
         on_error = "go-on" if fault_tolerant else "abort"
-    hosts = places.chosen(hosts, hostfile)
+    hosts = places.chosen(ranks, hosts, hostfile)
     away = hosts is not None or hostfile is not None
     names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
     with ends.listening(names if away else ()) as heard:
