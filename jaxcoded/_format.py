@@ -33,6 +33,21 @@ def seconds(value: float, endless: str = "unknown") -> str:
     return f"{value / size:.3g} {name}"
 
 
+def size(count: float) -> str:
+    """Bytes in three digits, with their unit.
+
+    Example:
+        >>> from jaxcoded import _format
+        >>> _format.size(25e6)
+        '25 MB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
 def ranks(numbers: Iterable[int]) -> str:
     """Some ranks in words.
 

@@ -143,7 +143,7 @@ def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
         _seconds(estimate.error),
         _span(low, high),
         f"{estimate.load:.3g}",
-        _bytes(estimate.message),
+        _format.size(estimate.message),
         f"{estimate.amplification:.3g}",
     )
 
@@ -209,11 +209,3 @@ def _span(low: float, high: float) -> str:
 
 def _seconds(value: float) -> str:
     return _format.seconds(value, "never")
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"

@@ -257,8 +257,8 @@ class Telemetry:
         lines += self._divided_work() if self.shared.any() else self._late_children()
         lines += self._slow_ranks()
         for peer, count, seconds in zip(self.peers, self.link_bytes, self.link_seconds):
-            rate = f", {count / seconds / 1e6:.0f} MB/s" if seconds > 0 else ""
-            lines.append(f"from rank {peer}: {count / 1e6:.3g} MB{rate}")
+            rate = f", {_format.size(count / seconds)}/s" if seconds > 0 else ""
+            lines.append(f"from rank {peer}: {_format.size(count)}{rate}")
         return "\n".join(lines)
 
     def _slow_ranks(self) -> list[str]:
