@@ -40,7 +40,9 @@ class Audit:
         """A vector in which nothing is told."""
         return jnp.zeros(self.ranks + 2 * (1 + 2 * len(self.leaves)), jnp.float32)
 
-    def told(self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]) -> jax.Array:
+    def told(
+        self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]
+    ) -> jax.Array:
         """What a rank adds to the vector for a block that gave these leaves, of which the
         engine has said ``kind``."""
         sketch = jnp.stack([number for leaf in leaves for number in _sketch(leaf)])

@@ -81,7 +81,9 @@ class Audited(Call):
 
     @functools.cached_property
     def gradients(self):
-        return Call.gradients.func(dataclasses.replace(self, segments=self.segments[:-1]))
+        return Call.gradients.func(
+            dataclasses.replace(self, segments=self.segments[:-1])
+        )
 
     def check(self, plan, rank, vectors):
         *vectors, told = vectors
@@ -334,9 +336,7 @@ def world(
     elif audited:
         shared = set(range(1, rounds + 1))
         script = [
-            Audited(
-                (*segments, ("float32", size + 2 * (1 + 2 * len(segments)))), round
-            )
+            Audited((*segments, ("float32", size + 2 * (1 + 2 * len(segments)))), round)
             for round, segments in enumerate(call.segments for call in script)
         ]
     limits = {"piece_bytes": rng.choice([16, 64, 1 << 18]), "telemetry_rounds": 4}

@@ -25,6 +25,7 @@ RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(50, dtype="float32")
 LIAR = 2
 
+
 def opened(comm, verify, **options):
     how = {"verify_wait": True, "deadline": None}
     how |= {k: options.pop(k) for k in list(options) if hasattr(jaxcoded.Options, k)}
@@ -207,9 +208,11 @@ def test_shared_work_of_a_rank_that_computes_nan(comm):
 
 
 def test_blocks_on_the_host_cannot_be_verified(comm):
-    with sharing(comm, verify="raise") as group:
-        with pytest.raises(ValueError, match="verify sees only what coded_value_and_grad"):
-            group.blocks(12)
+    with (
+        sharing(comm, verify="raise") as group,
+        pytest.raises(ValueError, match="verify sees only what coded_value_and_grad"),
+    ):
+        group.blocks(12)
 
 
 def test_without_waiting_whoever_has_come_is_compared(comm):
