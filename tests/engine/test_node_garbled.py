@@ -285,6 +285,15 @@ def same_version(message):
     return _with_numbers(message, numbers)
 
 
+def no_pieces(message):
+    """There is one more section, of nothing."""
+    numbers, count, _, _ = sections(message)
+    end, (_, whose) = numbers[3 + 2 * count] % 2**32, numbers[5:7]
+    numbers[0] += 1
+    numbers[5 + 2 * count : 5 + 2 * count] = [end << 32 | end, whose + 2**20]
+    return _with_numbers(message, numbers)
+
+
 def no_such_maker(message):
     """They are formed by a rank that there is not."""
     numbers, count, _, _ = sections(message)
@@ -334,6 +343,7 @@ def shifted(message):
         (DELEGATE, cut),
         (DELEGATE, longer_body),
         (DELEGATE, same_version),
+        (DELEGATE, no_pieces),
         (DELEGATE, no_such_maker),
         (DELEGATE, other_makers),
         (DELEGATE, no_such_member),
