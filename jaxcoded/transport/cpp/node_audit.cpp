@@ -103,9 +103,14 @@ bool Node::audited_alike() {
     if (std::ranges::find(division[member], *block) == division[member].end()) continue;
     both.insert(both.begin(), member ? children_[member - 1].rank : family_.rank);
   }
+  std::string times;
+  for (const Rank rank : both) {
+    times += times.empty() ? "" : ", ";
+    times += "rank " + std::to_string(rank) + ": " + std::to_string(++work_.differed[rank]);
+  }
   return wrong("what " + listed(both) + " have computed of block " + std::to_string(*block) +
                " is not the same: it is off by " + percent(mismatch) + ", and rounding explains " +
-               percent(explained) + different);
+               percent(explained) + " (how often each was one of two that differ, " + times + ")" + different);
 }
 
 }  // namespace jaxcoded

@@ -34,6 +34,7 @@ struct SharedWork {
   std::optional<Ledger> ledger = {};
   std::optional<std::map<Round, Dealt>> replayed = {};  // by whose divisions the work is shared
   std::function<void(const Dealt&)> hook = {};
+  std::map<Rank, std::uint32_t> differed = {};  // in so many audits
 };
 
 }  // namespace jaxcoded
