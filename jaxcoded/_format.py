@@ -41,11 +41,11 @@ def size(count: float) -> str:
         >>> _format.size(25e6)
         '25 MB'
     """
-    for unit in ("B", "kB", "MB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.3g} TB"
 
 
 def ranks(numbers: Iterable[int]) -> str:

@@ -36,8 +36,9 @@ def parsed(
             warnings.simplefilter("ignore")
             node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
-        unclosed = text.count("(") > text.count(")")
-        why = ": a closing parenthesis is missing" * unclosed
+        open_ones = text.count("(") - text.count(")")
+        why = ": a closing parenthesis is missing" * (open_ones > 0)
+        why += ": there is a closing parenthesis too many" * (open_ones < 0)
         raise ValueError(f"{wanted}; got {text!r}{why}") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = call.func.id if isinstance(call.func, ast.Name) else ""

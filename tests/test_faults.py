@@ -919,7 +919,7 @@ def test_the_first_run(tmp_path):
 
 def test_the_first_run_finds_a_mistake(tmp_path):
     fault = "indices = indices[::-1]  # weights of others"
-    # where work is shared, nothing is computed twice that could be compared
+    # where work is shared, one block of a round is compared, and this is in one round
     job, found = start(
         tmp_path, FIRST_RUN, 2, fault, step=1, group=CODED, JAXCODED_DEBUG="1"
     )
@@ -947,6 +947,16 @@ def test_readme_starts_with_an_exception(tmp_path, option):
     job, found = start(tmp_path, START.replace("--ft", option), 3, fault)
     assert job.returncode not in (0, 124), job.stderr
     assert "injected" in job.stderr
+    assert_trained(found, range(3))
+
+
+def test_readme_starts_with_a_rank_that_is_stopped_for_good(tmp_path):
+    """The job ends without it, although a fault-tolerant mpirun would go on."""
+    needs_fault_tolerance()
+    fault = "os.kill(os.getpid(), signal.SIGSTOP)"
+    job, found = start(tmp_path, START, 3, fault, limit=120)
+    assert job.returncode == 0, job.stderr
+    assert "ends the job without ranks [3]" in job.stderr
     assert_trained(found, range(3))
 
 

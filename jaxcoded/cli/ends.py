@@ -30,6 +30,7 @@ class Ends:
         told: of each rank its status, or minus the signal that it died of, and after how many
             seconds; in the order in which they ended.
         begun: the ranks that have told that they run.
+        of_job: set once a rank has ended the whole job.
     """
 
     def __init__(self, line: socket.socket, host: str) -> None:
@@ -40,6 +41,7 @@ class Ends:
         }
         self.told: dict[int, tuple[int, float]] = {}
         self.begun: set[int] = set()
+        self.of_job = threading.Event()
 
     def hear(self) -> None:
         """Listen until the line is closed."""
@@ -52,7 +54,7 @@ class Ends:
             with caller, contextlib.suppress(OSError, ValueError, TypeError):
                 caller.settimeout(_PATIENCE)
                 said = caller.makefile("rb").readline(_LONGEST).decode()
-                token, number, code = said.split()
+                token, number, code, *more = said.split()
                 if not secrets.compare_digest(token, self._token):
                     continue
                 if code == "begun":
@@ -60,6 +62,8 @@ class Ends:
                 else:
                     ended = int(code), time.monotonic() - self._since
                     self.told.setdefault(int(number), ended)
+                    if more:
+                        self.of_job.set()
                 caller.sendall(b".")
 
     @property

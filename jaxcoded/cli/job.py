@@ -24,6 +24,7 @@ def play(
     environment: Mapping[str, str],
     *,
     seconds: float | None = None,
+    ended: threading.Event | None = None,
     own_files: bool = True,
     output: IO[str] | None = None,
 ) -> int:
@@ -37,12 +38,14 @@ def play(
         command: the launcher and its arguments.
         environment: of all processes.
         seconds: after which the job is ended.
+        ended: set once a rank has ended the job; a launcher that goes on all the same, as a
+            fault-tolerant one may, is ended some seconds later.
         own_files: whether it gets a directory of its own for temporary files, over which a later
             launcher would trip. Other hosts have none of that name.
         output: takes what it prints and what its errors say. Default: those of this process.
 
     Returns:
-        Its status: 128 and the number of a signal that ended it, or that told this process to end it,
+        Its status, 0 if it had to be ended after `ended`: 128 and the number of a signal that ended it, or that told this process to end it,
         `TOO_LONG` after too long.
     """
     name = f"{os.getpid()}.{time.time_ns()}"
@@ -55,6 +58,10 @@ def play(
             command, env=settings, start_new_session=True, stdout=output, stderr=output
         )
         stack.callback(_kill_all, name)
+        late: list[bool] = []
+        if ended is not None:
+            arguments = process, ended, late
+            threading.Thread(target=_end_later, args=arguments, daemon=True).start()
         with _handing_on(process) as told:
             try:
                 status = process.wait(seconds)
@@ -65,6 +72,8 @@ def play(
                 return TOO_LONG
     if status and told:
         return 128 + told[0]
+    if late:
+        return 0
     return 128 - status if status < 0 else status
 
 
@@ -74,6 +83,18 @@ def _kill_later(process: subprocess.Popen[bytes]) -> None:
     )  # a process that is gone is left alone
     timer.daemon = True
     timer.start()
+
+
+def _end_later(
+    process: subprocess.Popen[bytes], ended: threading.Event, late: list[bool]
+) -> None:
+    ended.wait()
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        late.append(True)
+        process.terminate()
+        _kill_later(process)
 
 
 @contextlib.contextmanager

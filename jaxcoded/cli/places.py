@@ -44,9 +44,9 @@ def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> str | None:
     counts = [re.fullmatch(r"[^:]+:(\d+)", each) for each in hosts.split(",")]
     room = sum(int(count[1]) for count in counts if count)
     if all(counts) and room < ranks:  # a host without a number takes any
+        fewer = f", or say -n {room}" if room else ""
         raise ValueError(
-            f"--hosts {hosts} has room for {room} of {ranks} ranks: give it more places or "
-            f"hosts, or say -n {room}"
+            f"--hosts {hosts} has room for {room} of {ranks} ranks: give it more places or hosts{fewer}"
         )
     return hosts
 

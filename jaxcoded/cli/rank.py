@@ -15,6 +15,7 @@ import signal
 import sys
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
+_PIPE = "JAXCODED_ENDS_JOB"  # a file descriptor: the program writes to it as it ends the job
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _PATIENCE = 3.0  # seconds for being heard
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -28,8 +29,11 @@ def main() -> None:
     # Python ignores these itself
     before |= dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ), signal.SIG_DFL)
     here = os.getpid()
+    heard, pipe = os.pipe()
     child = os.fork()
     if child == 0:
+        os.set_inheritable(pipe, True)
+        os.environ[_PIPE] = str(pipe)
         for number, handler in before.items():
             kept = handler == signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)
@@ -40,7 +44,12 @@ def main() -> None:
     _tell("begun")
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)  # or minus a signal
-    _tell(code)
+    os.set_blocking(heard, False)
+    try:
+        ends_job = bool(os.read(heard, 1))
+    except BlockingIOError:
+        ends_job = False
+    _tell(f"{code} ends" if ends_job else code)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one is enough
         if -code != signal.SIGKILL:

@@ -92,7 +92,9 @@ def command(
             wrapper=ends.WRAPPER,
             variables=heard.variables,
         )
-        status = job.play(words, environment, seconds=timeout, own_files=not away)
+        status = job.play(
+            words, environment, seconds=timeout, ended=heard.of_job, own_files=not away
+        )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = status or heard.failure
     said = [_words(chosen, status, fault_tolerant, timeout), *heard.words(ranks)]

@@ -4,7 +4,8 @@ Each block is computed by one rank there, so there is no surplus to compare. In 
 for mistakes the engine lets a second one compute one block of each round, and both tell of it in
 one more vector of the sum, see ``transport/cpp/node_audit.cpp``: of each leaf the norm, and the sum
 of its numbers with signs that look like chance. A number that is off shows in that by as much,
-whichever it is.
+whichever it is. Both are told as multiples of a power of 2, which is told too, so that they fit in
+float32.
 """
 
 import dataclasses
@@ -38,17 +39,21 @@ class Audit:
 
     def zeros(self) -> jax.Array:
         """A vector in which nothing is told."""
-        return jnp.zeros(self.ranks + 2 * (1 + 2 * len(self.leaves)), jnp.float32)
+        return jnp.zeros(self.ranks + 2 * (1 + 3 * len(self.leaves)), jnp.float32)
 
     def told(
         self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]
     ) -> jax.Array:
         """What a rank adds to the vector for a block that gave these leaves, of which the
         engine has said ``kind``."""
-        sketch = jnp.stack([number for leaf in leaves for number in _sketch(leaf)])
-        finite = jnp.all(jnp.isfinite(sketch[1::2]))
-        its = jnp.concatenate([jnp.ones(1), sketch])
-        its = jnp.where((kind != _NONE) & finite, its, 0)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+        its = jax.lax.cond(
+            (kind != _NONE) & finite,
+            lambda: jnp.stack(
+                [jnp.float32(1), *(x for l in leaves for x in _sketch(l))]
+            ),
+            lambda: jnp.zeros(1 + 3 * len(leaves), jnp.float32),
+        )
         second = kind == _ONLY_TOLD
         return jnp.concatenate(
             [
@@ -64,8 +69,16 @@ def added(kind: jax.Array) -> jax.Array:
     return kind != _ONLY_TOLD
 
 
-def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The norm of a leaf, and the sum of its numbers, each with its sign."""
-    x = leaf.reshape(-1).astype(jnp.float32)
+def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An exponent of 2; and, times that, the norm of a leaf, and the sum of its numbers, each with
+    its sign."""
+    x = leaf.reshape(-1)
+    if jnp.finfo(x.dtype).bits < 32:
+        x = x.astype(jnp.float32)
+    its = jnp.finfo(x.dtype)
+    exponent = jnp.floor(jnp.log2(jnp.max(jnp.abs(x))))
+    exponent = jnp.clip(exponent, its.minexp, its.maxexp - 2)  # of zeros, too
+    x = (x * jnp.exp2(-exponent)).astype(jnp.float32)
     minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
-    return jnp.sqrt(jnp.sum(x * x)), jnp.sum(jnp.where(minus == 1, -x, x))
+    total = jnp.sum(jnp.where(minus == 1, -x, x))
+    return exponent.astype(jnp.float32), jnp.sqrt(jnp.sum(x * x)), total

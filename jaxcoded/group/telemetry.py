@@ -294,7 +294,9 @@ class Telemetry:
         lines = []
         own = self.shared & (self.blocks > 0)
         if own.any():
-            each = self.busy[own].sum() / self.blocks[own].sum()
+            each = np.median(
+                self.busy[own] / self.blocks[own]
+            )  # the first ones compile
             lines.append(
                 f"this rank computed {self.blocks[self.shared].mean():.3g} blocks a round, "
                 f"{_format.seconds(each)} each"

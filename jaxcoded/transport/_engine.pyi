@@ -66,6 +66,7 @@ class Limits:
     silent_seconds: float
     on_deadline: OnDeadline
     compares: Compares
+    waits_for_all: bool
     on_contradiction: OnContradiction
     deadline_seconds: float
     deadline_rounds: float

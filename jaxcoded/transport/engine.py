@@ -144,6 +144,7 @@ class Engine(Transport):
         else:
             limits.stuck_seconds = _STUCK_SECONDS
         limits.deadline_share = _deadline_share(plan, comm.rank)
+        limits.waits_for_all = bool(options.debug)
         if options.verify and not options.debug:  # which waits for all, and raises
             limits.on_contradiction = getattr(_engine.OnContradiction, options.verify)
             limits.compares = (

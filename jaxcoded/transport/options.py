@@ -51,7 +51,8 @@ class Options:
             children and compares what they send, which the redundancy of the code
             allows: a round whose contributions are not coded sums of the same gradients
             fails with `InconsistentMessages` on all ranks, before anybody gets its sum
-            (``docs/sharp-bits.md``). Parents whose children cannot be checked are named
+            (``docs/sharp-bits.md``). Where work is shared two ranks compute one block of
+            each round, and nobody computes what others are late with. Parents whose children cannot be checked are named
             in a warning. Default: ``JAXCODED_DEBUG=1`` in the environment, which leaves
             groups as they are (with a warning) where ``debug=True`` is an error.
         verify: compare what children send with what a parent gets beyond what it needs,

@@ -88,7 +88,7 @@ class Audited(Call):
     def check(self, plan, rank, vectors):
         *vectors, told = vectors
         super().check(plan, rank, vectors)
-        each = 1 + 2 * len(vectors)
+        each = 1 + 3 * len(vectors)
         assert not told[: plan.size].any()
         first, second = told[plan.size :].reshape(2, each)
         assert first[0] in (0, 1) and second[0] in (0, 1)
@@ -202,7 +202,10 @@ class World(simulation.World):
         factor = 1.5 if rank in self.wrong else 1
         given = [factor * g[first:last].astype(float).sum(0) for g in of.gradients]
         if isinstance(of, Audited):
-            its = [1, *itertools.chain(*((np.linalg.norm(g), g.sum()) for g in given))]
+            its = [
+                1,
+                *itertools.chain(*((0, np.linalg.norm(g), g.sum()) for g in given)),
+            ]
             zeros = np.zeros(len(its))
             second = audit == ONLY_TOLD
             told = [zeros if second or not audit else its, its if second else zeros]
@@ -336,7 +339,7 @@ def world(
     elif audited:
         shared = set(range(1, rounds + 1))
         script = [
-            Audited((*segments, ("float32", size + 2 * (1 + 2 * len(segments)))), round)
+            Audited((*segments, ("float32", size + 2 * (1 + 3 * len(segments)))), round)
             for round, segments in enumerate(call.segments for call in script)
         ]
     limits = {"piece_bytes": rng.choice([16, 64, 1 << 18]), "telemetry_rounds": 4}
@@ -631,13 +634,17 @@ def test_a_rank_that_computes_something_else(seed):
         assert text.startswith(f"InconsistentMessages: round {round}, "), text
         named = re.search(r"what ranks (\d+), (\d+) have computed of block", text)
         assert str(culprit) in named.groups(), text
+        assert len(set(named.groups())) == 2, text
 
 
 @pytest.mark.parametrize(
-    ("killed", "remedy"),
-    [(True, "go on with group.recovered(), or give"), (False, "give each to more")],
+    ("killed", "kind", "remedy"),
+    [
+        (True, "TooManyErasures", "go on with group.recovered(), or give"),
+        (False, "CodedError", "all ranks are to make the same calls before they close"),
+    ],
 )
-def test_blocks_that_nobody_holds(killed, remedy):
+def test_blocks_that_nobody_holds(killed, kind, remedy):
     """An error in words on all who are left."""
     plan = make_plan(4, code="shared(replicas=1, blocks=2)", root_computes=False)
     its = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
@@ -646,7 +653,7 @@ def test_blocks_that_nobody_holds(killed, remedy):
     its.settle()
     for rank in (0, 3):
         end = its.ends[rank][1]
-        said = "TooManyErasures: round 1: nobody who is left holds the 2 blocks"
+        said = f"{kind}: round 1: nobody who is left holds the 2 blocks"
         assert end.error.startswith(said), end
         how = "is dead" if killed else "has left the group"
         named = set(map(int, re.findall(rf"rank (\d+), which {how}", end.error)))

@@ -456,7 +456,8 @@ def test_numpy_arrays_of_ranks_left_out(comm, group, own):
 @pytest.mark.parametrize("code", ["auto", "shared(replicas=1)"])
 def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, code):
     """Every rank hears who it was, also where nobody waits for a deadline."""
-    with jaxcoded.CodedGroup(comm, stragglers=0, code=code) as group:
+    stragglers = {"stragglers": 0} if code == "auto" else {}
+    with jaxcoded.CodedGroup(comm, code=code, **stragglers) as group:
         own = np.asarray(contribution(group, VECTOR))
         said = "these called with skip=True: rank 1; any 0 of its "
         with pytest.raises(jaxcoded.TooManyErasures, match=said):
@@ -587,7 +588,7 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
         refused(call)
         assert len(heard) == 2, heard
     assert all("two threads called" in words for words in heard), heard
-    other.close(0)
+    other.close()  # within its timeout, or with a warning, which is an error here
 
 
 # Ranks that are too late.

@@ -1,8 +1,11 @@
 #include "end_of_job.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <limits>
 #include <numeric>
 #include <thread>
@@ -107,6 +110,15 @@ void say(const std::string& words) {
   std::fputs(line.c_str(), stderr);
 }
 
+// A fault-tolerant mpirun may go on after MPI_Abort, so `jaxcoded run` hears of it, too, through the
+// parent of this process (`cli/rank.py`).
+void end_job(int status) {
+  if (const char* pipe = std::getenv("JAXCODED_ENDS_JOB")) {
+    [[maybe_unused]] const auto written = write(std::atoi(pipe), "!", 1);
+  }
+  MPI_Abort(MPI_COMM_WORLD, status);
+}
+
 }  // namespace
 
 void EndOfJob::enter(MPI_Comm comm, Rank root, double silent_seconds) {
@@ -141,7 +153,7 @@ void EndOfJob::end() {
   for (const auto& [rank, root] : roots_) tell(root.comm, root.rank, tag::end, &failed_);
   if (left_any()) {
     wait();
-    if (status_) MPI_Abort(MPI_COMM_WORLD, status_);
+    if (status_) end_job(status_);
   }
   go_on(below);
 #ifdef OPEN_MPI
@@ -202,7 +214,7 @@ void EndOfJob::wait() {
       say("ends the job without ranks " + remaining() +
           ", which do not say whether they are there: they are frozen or dead");
       std::fflush(stdout);
-      MPI_Abort(MPI_COMM_WORLD, status_ ? status_ : failed_);
+      end_job(status_ ? status_ : failed_);
     }
     if (time >= say_at && !others.empty()) {
       say("waits for the end of ranks " + remaining());

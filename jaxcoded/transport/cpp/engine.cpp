@@ -239,7 +239,9 @@ std::string Engine::returned(std::uint64_t index) {
   if (still == members_.end()) return {};
   Member& its = still->second;
   its.running = false;
-  if (!its.mixed_up.empty()) leave(its, its.mixed_up);
+  if (its.mixed_up.empty()) return {};
+  if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
+  leave(its, its.mixed_up);
   return its.mixed_up;
 }
 
@@ -684,7 +686,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   its.closing = true;
   wait_until_nobody_is_in(lock, its.inside);
   if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
-  drive(lock, [&] { return its.queue.empty(); }, until);
+  if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   its.node->leave({});
   if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();
   drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);

@@ -25,13 +25,14 @@ constexpr double never = std::numeric_limits<double>::infinity();
 }  // namespace
 
 Ledger::Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
-               double patience_seconds)
+               double patience_seconds, bool waits)
     : holders_(std::move(holders)),
       own_(members),
       places_(holders_.size()),
       patience_seconds_(patience_seconds),
       members_(members),
-      asks_(members) {
+      asks_(members),
+      waits_(waits) {
   for (Block block = 0; block < holders_.size(); ++block) {
     std::vector<Block>& its = own_[holders_[block].front()];
     places_[block] = its.size();
@@ -420,6 +421,7 @@ double Ledger::worth_taking(std::size_t from, double mine, double now) const {
 
 // Take back a block for a member from whoever would be done last, if that ends sooner.
 Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
+  if (waits_) return Found::nothing;
   const Member& member = members_[m];
   const double mine = done_in(member, now) + seconds(member);
   const bool idle = !member.left();

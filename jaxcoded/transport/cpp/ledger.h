@@ -40,9 +40,10 @@ struct Dealt {
 class Ledger {
  public:
   // `holders`: of each block, its owner first; members are numbered from 0. `patience_seconds`: a
-  // member that has not answered a recall for so long is given up, the first time.
+  // member that has not answered a recall for so long is given up, the first time. `waits`: nobody's
+  // blocks are taken back as it is late.
   Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
-         double patience_seconds);
+         double patience_seconds, bool waits = false);
   // Everybody computes these blocks, in this order, and nobody anything else.
   Ledger(const Division& division, double patience_seconds);
 
@@ -145,6 +146,7 @@ class Ledger {
   std::vector<Member> members_;
   std::vector<bool> asks_;  // each member, before it begins with its own blocks
   bool divided_ = false;    // for good: nobody computes another one's blocks
+  bool waits_ = false;
   std::optional<double> closed_at_ = {};
   std::set<Block> free_;
   std::vector<std::uint32_t> unused_;       // blocks that each member has computed, not for the sum

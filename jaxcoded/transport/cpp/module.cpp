@@ -559,6 +559,7 @@ NB_MODULE(_engine, module) {
       .def_rw("silent_seconds", &Limits::silent_seconds)
       .def_rw("on_deadline", &Limits::on_deadline)
       .def_rw("compares", &Limits::compares)
+      .def_rw("waits_for_all", &Limits::waits_for_all)
       .def_rw("on_contradiction", &Limits::on_contradiction)
       .def_rw("deadline_seconds", &Limits::deadline_seconds)
       .def_rw("deadline_rounds", &Limits::deadline_rounds)

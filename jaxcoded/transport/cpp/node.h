@@ -99,6 +99,7 @@ struct Limits {
   double silent_seconds = 1;                 // least time before who does not answer is not waited for
   OnDeadline on_deadline = OnDeadline::wait;
   Compares compares = Compares::all;
+  bool waits_for_all = false;  // where work is shared, nobody computes what others are late with
   OnContradiction on_contradiction = OnContradiction::raise;
   double deadline_seconds = 0;               // from the start of a round; 0: none
   double deadline_rounds = 0;                // or so many times the median of such rounds; 0: none

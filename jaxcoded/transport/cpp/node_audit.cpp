@@ -5,13 +5,16 @@
 // and that one, tell of it in the last vector of the sum, of float32:
 //
 //     rank by rank, how many of its blocks had NaN or infinities;
-//     whether the block was computed for the sum (1), and of each of its vectors the Euclidean norm
-//     and the sum of its numbers, each with a sign of its own that looks like chance;
+//     whether the block was computed for the sum (1), and of each of its vectors an exponent of 2, and
+//     times that, the Euclidean norm, and the sum of its numbers, each with a sign of its own that
+//     looks like chance;
 //     the same of whoever computed it a second time.
 //
-// Where one of the two is not in the sum, as it was late, there is nothing to compare.
+// Where one of the two is not in the sum, as it was late, there is nothing to compare; nor where the
+// auditor has taken the block over from a late rank.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -52,7 +55,7 @@ bool Node::audited_alike() {
   const auto block = audited();
   if (!block) return true;
   const std::size_t vectors = up_.call.audits.size(), ranks = children_.size() + 1;
-  std::vector<double> told(ranks + 2 * (1 + 2 * vectors));
+  std::vector<double> told(ranks + 2 * (1 + 3 * vectors));
   if (up_.incoming.segments().back() != Segment{DType::float32, told.size()}) {
     decide_error("CodedError: " + about_round() + "what is told of audits is of another shape");
     return false;
@@ -75,34 +78,37 @@ bool Node::audited_alike() {
     return wrong("what " + listed(not_finite) + (not_finite.size() == 1 ? " has" : " have") +
                  " computed has NaN or infinities");
   }
-  const double* const first = told.data() + ranks;
-  const double* const second = first + 1 + 2 * vectors;
-  if (first[0] != 1 || second[0] != 1) return true;
-  ++compared_rounds_;
-  // A wrong one cannot raise what is allowed.
-  const auto size = [&](std::size_t v) { return std::min(first[1 + 2 * v], second[1 + 2 * v]); };
-  double largest = 0;
-  for (std::size_t v = 0; v < vectors; ++v) largest = std::max(largest, size(v));
-  double worst = 1, mismatch = 0, explained = 0;
-  for (std::size_t v = 0; v < vectors; ++v) {
-    const double allowed = of_programs(up_.call.audits[v]) * size(v) + of_all * largest;
-    for (const std::size_t i : {1 + 2 * v, 2 + 2 * v}) {
-      const double excess = std::abs(first[i] - second[i]) / allowed;
-      // of zeros it is NaN, and of numbers whose squares are too large the sum tells
-      if (!(excess > worst) || std::isinf(excess)) continue;
-      worst = excess;
-      const double its = std::max(size(v), of_all * largest);
-      mismatch = std::abs(first[i] - second[i]) / its;
-      explained = allowed / its;
-    }
-  }
-  if (worst <= 1) return true;
   std::vector<Rank> both{auditor(*block)};
   const Division division = work_.ledger->division();
   for (std::size_t member = 0; member < division.size(); ++member) {
     if (std::ranges::find(division[member], *block) == division[member].end()) continue;
     both.insert(both.begin(), member ? children_[member - 1].rank : family_.rank);
   }
+  if (both.size() < 2 || both[0] == both[1]) return true;
+  const double* const first = told.data() + ranks;
+  const double* const second = first + 1 + 3 * vectors;
+  if (first[0] != 1 || second[0] != 1) return true;
+  ++compared_rounds_;
+  const auto number = [](const double* whose, std::size_t v, std::size_t i) {
+    const double* const its = whose + 1 + 3 * v;
+    return std::ldexp(its[i], static_cast<int>(its[0]));
+  };
+  // A wrong one cannot raise what is allowed.
+  const auto size = [&](std::size_t v) { return std::min(number(first, v, 1), number(second, v, 1)); };
+  double largest = 0;
+  for (std::size_t v = 0; v < vectors; ++v) largest = std::max(largest, size(v));
+  double worst = 1, mismatch = 0, explained = 0;
+  for (std::size_t v = 0; v < vectors; ++v) {
+    const double allowed = of_programs(up_.call.audits[v]) * size(v) + of_all * largest;
+    double off = 0;
+    for (const std::size_t i : {1, 2}) off = std::max(off, std::abs(number(first, v, i) - number(second, v, i)));
+    if (!(off > worst * allowed)) continue;
+    worst = allowed > 0 ? off / allowed : std::numeric_limits<double>::infinity();
+    const double larger = std::max(number(first, v, 1), number(second, v, 1));
+    mismatch = off / larger;
+    explained = allowed / larger;
+  }
+  if (worst <= 1) return true;
   std::string times;
   for (const Rank rank : both) {
     times += times.empty() ? "" : ", ";

@@ -28,7 +28,8 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
       of_block.push_back(rank == family_.rank ? 0 : static_cast<std::size_t>(child - children_.begin()) + 1);
     }
   }
-  work_.ledger.emplace(std::move(members), children_.size() + 1, limits_.orphan_seconds);
+  work_.ledger.emplace(std::move(members), children_.size() + 1, limits_.orphan_seconds,
+                       limits_.waits_for_all);
 }
 
 void Node::replay(const std::vector<Dealt>& rounds) {
@@ -249,7 +250,8 @@ bool Node::deal() {
       lacks += ", rank " + std::to_string(child.rank) + (child.dead ? is_dead : ", which has left the group");
     }
     const bool dead = std::ranges::any_of(children_, &Child::dead);
-    decide_error((work_.replayed ? "CodedError: round " : "TooManyErasures: round ") +
+    const bool left = !dead && !lacks.empty();
+    decide_error((work_.replayed || left ? "CodedError: round " : "TooManyErasures: round ") +
                  std::to_string(next_) + ": nobody who is left " +
                  (work_.replayed ? "may compute" : "holds") + " the " + std::to_string(orphans.size()) +
                  " blocks from " + std::to_string(orphans.front()) + " on" +
@@ -257,6 +259,7 @@ bool Node::deal() {
                  (work_.replayed ? "replay= needs every rank that computed in the recorded round"
                             : dead ? "go on with group.recovered(), or give each to more ranks with "
                                      "replicas="
+                            : left ? "all ranks are to make the same calls before they close the group"
                                    : "give each to more ranks with replicas="));
     return false;
   }
