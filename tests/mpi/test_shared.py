@@ -2,19 +2,26 @@
 on every rank."""
 
 import re
+import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from marks import SIZE, engine_only, several
 from mpi4py import MPI
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
-from together import assert_odd_one_out, finish, wait_for_all
+from together import SLOWNESS, assert_odd_one_out, finish, wait_for_all, wait_until
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_allreduce_done, coded_allreduce_start
+from jaxcoded import (
+    coded_allreduce,
+    coded_allreduce_done,
+    coded_allreduce_start,
+    host,
+)
 
 pytestmark = engine_only
 
@@ -280,6 +287,41 @@ def test_a_rank_that_comes_late(comm, work, steps, late):
         actual.append((steps(params, batch), params, batch))
     for out, params, batch in actual:
         assert_right(comm, out, params, batch, divisor=23)
+
+
+@several
+def test_two_threads_that_compute(comm, transport):
+    """Both are refused, all ranks hear of it, and nobody waits for what is left of it."""
+    group = jaxcoded.CodedGroup(comm, code=CODE, transport=transport)
+    indices, weights = group.assignment(BATCH)
+    summed = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: w * x, group))
+    jax.block_until_ready(summed(1.0, jnp.ones(len(indices)), weights))
+    heard = []
+
+    def refused():
+        try:
+            for _ in range(2):  # the others may have the round in which it happened
+                jax.block_until_ready(summed(1.0, jnp.ones(len(indices)), weights))
+        except JaxRuntimeError as error:
+            heard.append(str(error))
+
+    wait_for_all(comm)
+    if RANK == SIZE - 1:
+        first = threading.Thread(target=refused)
+        first.start()
+        # it has computed all of its blocks, and waits
+        waits = re.compile("calls round 2, .*, lent")
+        wait_until(lambda: waits.search(group.transport.status()))
+        with pytest.raises(jaxcoded.errors.CodedError, match="two threads called"):
+            host.coded_allreduce(np.ones(3), group)
+        first.join()
+    wait_for_all(comm)
+    if RANK < SIZE - 1:
+        refused()
+    assert len(heard) == 1 and "two threads called" in heard[0], heard
+    begun = time.monotonic()
+    group.close()
+    assert time.monotonic() - begun < 20 * SLOWNESS  # and not the 60 s of its timeout
 
 
 @pytest.mark.skipif(SIZE < 3, reason="the others hold what the late one owns")

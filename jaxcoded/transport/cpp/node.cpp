@@ -413,7 +413,7 @@ std::string Node::status() const {
                     number(newest_) + ", decoded " + number(up_.decoded.pieces) + " of " +
                     number(up_.incoming.size()) + " pieces, offered " +
                     (up_.offering ? number(up_.offered) : "nothing") +
-                    (up_.held_back ? ", held back" : "") +
+                    (up_.held_back ? ", held back" : "") + (up_.lent ? ", lent" : "") +
                     (upstream_.unanswered() ? ", unanswered" : "") + ", asks rank " +
                     (root() ? "nobody" : number(upstream_.source())) + " up to " +
                     number(upstream_.wanted());
