@@ -73,11 +73,8 @@ def schemes(blocks):
         for in_jit in (False, True)
         for replicas in (WORKERS - 1, min(3, WORKERS - 1))
     ]
-    shared.append(
-        dataclasses.replace(
-            shared[-1], label=f"{shared[-1].label}, verified", verify="raise"
-        )
-    )
+    verified = {"label": f"{shared[-1].label}, verified", "verify": "raise"}
+    shared.insert(-1, dataclasses.replace(shared[-1], **verified))
     others = [
         Scheme("uncoded", stragglers=0),
         Scheme("fractional repetition", code="fractional_repetition"),

@@ -219,6 +219,11 @@ def test_sharing_benchmark_of_a_killed_worker():
     assert len(line.split()) == 4 and min(map(float, line.split())) > 0
 
 
+def test_waits_for_shared_blocks():
+    out = mpirun(3, "-m", "mpi4py", "benchmarks/sharing_waits.py", "--smoke")
+    assert re.search(r"a step: [\d.]+ ms; waits between blocks: [\d.]+ ms", out.stdout)
+
+
 def test_sharing_benchmark(tmp_path):
     mpirun(
         5,
@@ -233,6 +238,7 @@ def test_sharing_benchmark(tmp_path):
     assert told["schemes"].keys() == {
         *("uncoded", "fractional repetition", "cyclic repetition"),
         *("shared, data on 3 others", "shared, data on 3 others, in jit"),
+        "shared, data on 3 others, in jit, verified",
     }
     for line in told["schemes"].values():
         seconds = np.array(line["seconds"])
