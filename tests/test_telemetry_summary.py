@@ -137,7 +137,7 @@ def test_summary():
         "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms "
         "a round"
     )
-    assert said[5:] == ["from rank 1: 4 MB, 2000 MB/s", "from rank 2: 0.001 MB"]
+    assert said[5:] == ["from rank 1: 4 MB, 2 GB/s", "from rank 2: 1 kB"]
     assert (
         "(median) and has not come since; its last sign of life was 3 s old"
         in seen(silent=[0.0, 0.0, 0.0, 3.0]).summary()
