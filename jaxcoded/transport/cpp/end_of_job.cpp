@@ -33,6 +33,7 @@ constexpr double ask_seconds = 1;   // between an answer and the next question
 constexpr double say_seconds = 10;  // after which a root that waits says for whom
 constexpr double look_seconds = 10e-3;
 constexpr double go_on_seconds = 1e-3;
+constexpr double heard_seconds = 0.1;  // for the last words to reach the launcher, which may lose them otherwise
 constexpr double forever = std::numeric_limits<double>::infinity();
 
 double now() {
@@ -116,6 +117,7 @@ void end_job(int status) {
   if (const char* pipe = std::getenv("JAXCODED_ENDS_JOB")) {
     [[maybe_unused]] const auto written = write(std::atoi(pipe), "!", 1);
   }
+  nap(heard_seconds);
   MPI_Abort(MPI_COMM_WORLD, status);
 }
 
