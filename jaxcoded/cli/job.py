@@ -45,8 +45,8 @@ def play(
         output: takes what it prints and what its errors say. Default: those of this process.
 
     Returns:
-        Its status, 0 if it had to be ended after `ended`: 128 and the number of a signal that ended it, or that told this process to end it,
-        `TOO_LONG` after too long.
+        Its status: 128 and the number of a signal that ended it, or that told this process to end it,
+        `TOO_LONG` after too long, 0 if it went on after `ended`.
     """
     name = f"{os.getpid()}.{time.time_ns()}"
     settings = {**environment, _MARK: name}

@@ -1,7 +1,8 @@
 """Whether ranks compute the same of a batch, where work is shared.
 
 There each block is computed by one rank, but for those that are audited, so little can be
-compared with what another one has made of it. But the examples are counted. To that count every block adds its weight times a key:
+compared with what another one has made of it. But the examples are counted. To that count every
+block adds its weight times a key:
 the number of the batch and, in the debug mode, what the parameters add up to. The weights of all
 blocks add up to 0, so the count comes out right where all of them have one key; of ranks that are
 at another batch it does not.
