@@ -15,7 +15,8 @@ import signal
 import sys
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
-_PIPE = "JAXCODED_ENDS_JOB"  # a file descriptor: the program writes to it as it ends the job
+# PID:FILE, this process and a file descriptor: its child writes to it as it ends the job
+_PIPE = "JAXCODED_ENDS_JOB"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _PATIENCE = 3.0  # seconds for being heard
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -33,7 +34,7 @@ def main() -> None:
     child = os.fork()
     if child == 0:
         os.set_inheritable(pipe, True)
-        os.environ[_PIPE] = str(pipe)
+        os.environ[_PIPE] = f"{here}:{pipe}"
         for number, handler in before.items():
             kept = handler == signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)

@@ -114,8 +114,11 @@ void say(const std::string& words) {
 // A fault-tolerant mpirun may go on after MPI_Abort, so `jaxcoded run` hears of it, too, through the
 // parent of this process (`cli/rank.py`).
 void end_job(int status) {
-  if (const char* pipe = std::getenv("JAXCODED_ENDS_JOB")) {
-    [[maybe_unused]] const auto written = write(std::atoi(pipe), "!", 1);
+  const char* const told = std::getenv("JAXCODED_ENDS_JOB");
+  int parent = 0, pipe = 0;
+  // processes that a rank has started have the variable, but not the file
+  if (told && std::sscanf(told, "%d:%d", &parent, &pipe) == 2 && parent == getppid()) {
+    [[maybe_unused]] const auto written = write(pipe, "!", 1);
   }
   nap(heard_seconds);
   MPI_Abort(MPI_COMM_WORLD, status);
