@@ -278,7 +278,7 @@ def main():
     parser.add_argument("--work", type=float, default=120, help="ms of a worker's step")
     parser.add_argument("--blocks", type=int, default=12, help="of a worker")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--models", nargs="+", choices=list(models(1)))
+    parser.add_argument("--models", nargs="+", choices=list(models(2)))
     parser.add_argument("--jit", action="store_true", help="inside of jit, too")
     parser.add_argument("--stopped", action="store_true", help="a worker, for a while")
     parser.add_argument("--killed", action="store_true", help="a worker, in one scheme")
