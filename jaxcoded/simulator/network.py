@@ -28,8 +28,9 @@ class Network:
         piece: bytes in which the engine moves long messages.
         inline: bytes up to which a message comes with its offer.
         sections_from: bytes of a sum from which ranks that are all the root's children form
-            it in sections (``docs/engine.md``); 0: none. Default: what the engine does, 64 KiB
-            between hosts, and 0 where ranks read each other's memory (``trips=1``).
+            it in sections (``docs/engine.md``); 0: none. Default: 64 KiB between hosts, as
+            the engine does, and 0 where ranks read each other's memory (``trips=1``): what
+            sections gain there, from 2 MiB on, is not simulated.
 
     Raises:
         ValueError: a number is negative, or a bandwidth or a piece is 0.

@@ -23,7 +23,6 @@ from jaxcoded import _jax_compat, errors
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
-from jaxcoded.simulator.network import SECTION_PIECES, SECTIONS_FROM
 from jaxcoded.transport import devices, ending, engine_primitive, extension
 from jaxcoded.transport.agreement import gathered, on_all, told
 from jaxcoded.transport.base import Collective, Dealt, Transport
@@ -32,6 +31,7 @@ from jaxcoded.transport.engine_primitive import Together
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
+from jaxcoded.transport.sections import sections
 
 _why_missing = ""
 try:
@@ -152,9 +152,7 @@ class Engine(Transport):
                 if options.verify_wait
                 else _engine.Compares.what_has_come
             )
-        if _one_family(plan):
-            limits.sections_from = _sections_from(comm, options)
-            limits.section_pieces = SECTION_PIECES * plan.size
+        limits.sections_from, limits.section_pieces = sections(comm, plan, options)
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any gets any further
         # every rank draws the same session: old messages are told from new ones by it
@@ -598,22 +596,6 @@ def _family(plan: Plan, rank: int, sections: bool) -> Any:
     sibling = sections and rank in family
     siblings = [other for other in family if other != rank] if sibling else []
     return _engine.Family(rank, ancestors, children, descendants, siblings)
-
-
-def _one_family(plan: Plan) -> bool:
-    """Whether all ranks below the root are its children, with messages as long as sums."""
-    coding = plan.codings[plan.root]
-    if coding is None or len(plan.tree.children[plan.root]) != plan.size - 1:
-        return False
-    return coding.code.m == coding.code.parts == 1
-
-
-def _sections_from(comm: MPI.Intracomm, options: Options) -> int:
-    """Bytes from which sums are formed in sections. Collective."""
-    if options.sections_from is not None:
-        return options.sections_from
-    hosts = set(gathered(comm, MPI.Get_processor_name()))
-    return 0 if len(hosts) == 1 else SECTIONS_FROM
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:

@@ -1,4 +1,4 @@
-// The page that processes share, without groups. Tries what its argument names, see test_page.py;
+// What processes share, without groups. Tries what its argument names, see test_page.py;
 // the exit status is 1 where something is not as it should be, and what is printed then.
 #include "page.h"
 
@@ -7,12 +7,16 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/ptrace.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <string>
+#include <vector>
 
 using namespace jaxcoded;
 
@@ -117,6 +121,108 @@ void ptracer() {
   expect(calls_of_prctl == 1, "the others on the host may");
 }
 
+// Numbers of any length and at any place, and what the reader gets instead where there are none.
+bool reads(PeerPage& peer, const std::byte* from, std::size_t bytes, std::size_t shift) {
+  std::vector<std::byte> copy(bytes + 2 * shift, std::byte{0xee});
+  const bool read = peer.read(reinterpret_cast<std::uintptr_t>(from), copy.data() + shift, bytes);
+  const auto untouched = [&](auto begin) {
+    return std::all_of(begin, begin + static_cast<std::ptrdiff_t>(shift),
+                       [](std::byte it) { return it == std::byte{0xee}; });
+  };
+  return read && std::memcmp(copy.data() + shift, from, bytes) == 0 && untouched(copy.begin()) &&
+         untouched(copy.end() - static_cast<std::ptrdiff_t>(shift));
+}
+
+void fill(std::byte* data, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) data[i] = static_cast<std::byte>(i * 7 + i / 251);
+}
+
+// Vectors of a process are the same to another one, without the kernel where they lie in its shared
+// memory: short and long ones, and at all places in lines of the cache.
+void memory() {
+  constexpr std::size_t bytes = 1 << 20;
+  OwnPage page;
+  std::byte* shared = page.memory().allocate(bytes);
+  std::vector<std::byte> alone(bytes);
+  fill(shared, bytes);
+  fill(alone.data(), bytes);
+  const Card card = page.open_slot();
+  const auto peer = PeerPage::open(card);
+  const SharedPlace place = page->memory;
+  const auto lies_in = [&](const std::byte* data) {
+    const auto at = reinterpret_cast<std::uintptr_t>(data);
+    return at >= place.address && at < place.address + place.bytes;
+  };
+  expect(place.bytes && lies_in(shared) && !lies_in(alone.data()), "pools get shared memory");
+  expect(!lies_in(page.memory().allocate(1 << 10)), "but for short vectors");
+  const PeerMemory map(card.pid, card.magic, place);
+  const auto address = reinterpret_cast<std::uintptr_t>(shared);
+  expect(map.find(address, bytes) && map.find(address, bytes) != shared, "which others map");
+  expect(!map.find(place.address + place.bytes - 1, 2) && !map.find(place.address - 1, 1) &&
+             !map.find(address, place.bytes),
+         "as far as it goes");
+  for (const std::size_t length : {std::size_t{0}, std::size_t{1}, std::size_t{63}, std::size_t{4096},
+                                   (std::size_t{128} << 10) - 1, std::size_t{128} << 10, bytes / 2 + 5}) {
+    for (std::size_t shift = 0; shift < 70; shift += 3) {
+      expect(reads(*peer, shared + shift, length, shift), "shared memory is read");
+      expect(reads(*peer, alone.data() + shift, length, shift), "and so is other memory");
+    }
+  }
+  const PeerMemory stranger(card.pid, card.magic + 1, place);
+  expect(!stranger.find(address, 1), "another process's memory is not");
+}
+
+// A vector that was announced stays as it is when its process is killed.
+void killed() {
+  constexpr std::size_t bytes = 1 << 20;
+  struct Told {
+    Card card;
+    std::uintptr_t address;
+  } told{};
+  int ends[2];
+  expect(pipe(ends) == 0, "there is a pipe");
+  const pid_t writer = fork();
+  if (writer == 0) {
+    OwnPage page;
+    std::byte* data = page.memory().allocate(bytes);
+    fill(data, bytes);
+    told = {page.open_slot(), reinterpret_cast<std::uintptr_t>(data)};
+    if (write(ends[1], &told, sizeof told) != sizeof told) _exit(2);
+    for (;;) pause();
+  }
+  expect(read(ends[0], &told, sizeof told) == sizeof told, "the writer writes");
+  const auto peer = PeerPage::open(told.card);
+  std::vector<std::byte> expected(bytes), copy(bytes);
+  fill(expected.data(), bytes);
+  expect(peer && peer->read(told.address, copy.data(), 1), "its memory is mapped");
+  kill(writer, SIGKILL);
+  waitpid(writer, nullptr, 0);
+  expect(peer->read(told.address, copy.data(), bytes) && copy == expected, "all of it is still there");
+}
+
+// What is given back is used again, and takes no memory until then.
+void reused() {
+  constexpr std::size_t bytes = 1 << 20;
+  OwnPage page;
+  struct stat status;
+  const auto resident = [&] {
+    fstat(static_cast<int>(page->memory.descriptor), &status);
+    return static_cast<std::size_t>(status.st_blocks) * 512;
+  };
+  const std::size_t before = resident();
+  std::vector<std::byte*> given;
+  for (int i = 0; i < 3; ++i) fill(given.emplace_back(page.memory().allocate(bytes)), bytes);
+  expect(resident() >= before + 3 * bytes, "it takes memory");
+  for (const int i : {0, 2, 1}) page.memory().release(given[static_cast<std::size_t>(i)], bytes);
+  expect(resident() == before, "it is given back");
+  std::byte* all = page.memory().allocate(3 * bytes);
+  expect(all == given[0], "as one");
+  std::byte* other = page.memory().allocate(page->memory.bytes);
+  expect(other < all || other > all + page->memory.bytes, "where there is no more, it is of the heap");
+  page.memory().release(other, page->memory.bytes);
+  page.memory().release(all, 3 * bytes);
+}
+
 }  // namespace
 
 // In the place of the system's.
@@ -129,7 +235,10 @@ int main(int, char** arguments) {
   const std::map<std::string, void (*)()> known{{"withdrawn", withdrawn},
                                                 {"number", number},
                                                 {"descriptor", descriptor},
-                                                {"ptracer", ptracer}};
+                                                {"ptracer", ptracer},
+                                                {"memory", memory},
+                                                {"killed", killed},
+                                                {"reused", reused}};
   known.at(arguments[1])();
   return wrong;
 }

@@ -1,4 +1,4 @@
-"""The page that processes share, without groups: page.cpp on its own."""
+"""What processes share, without groups: page.cpp on its own."""
 
 import os
 import pathlib
@@ -17,14 +17,18 @@ def program(tmp_path_factory):
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     out = tmp_path_factory.mktemp("page") / "page"
-    sources = [HERE / "page.cpp", SOURCES / "page.cpp"]
+    names = ["page", "pool", "sealed", "shared_memory"]
+    sources = [HERE / "page.cpp", *(SOURCES / f"{name}.cpp" for name in names)]
     options = ["-std=c++20", "-O2", "-pthread", f"-I{SOURCES}"]
     subprocess.run([compiler, *options, *sources, "-o", out], check=True, timeout=100)
     return out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["withdrawn", "number", "descriptor", "ptracer"])
+@pytest.mark.parametrize(
+    "what",
+    ["withdrawn", "number", "descriptor", "ptracer", "memory", "killed", "reused"],
+)
 def test_page(program, what):
     done = subprocess.run(
         [program, what],

@@ -718,7 +718,10 @@ def test_other_threads_get_their_turn(comm, transport):
     """They need not wait until the engine has nothing more to do for a round."""
     pieces = 128
     own = np.ones(pieces << 18 >> 3)  # of 256 KiB each
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    by_root = jaxcoded.Options(sections_from=0)
+    with jaxcoded.CodedGroup(
+        comm, stragglers=0, transport=transport, options=by_root
+    ) as group:
         root = group.plan.root
         host.coded_allreduce(np.ones(1), group)
         wait_for_all(comm)
@@ -970,38 +973,41 @@ except ValueError as error:
 # What ranks of one host share.
 
 
-def mapped_pages():
-    """Inode, size and access of every page of an engine in this process's memory."""
+def mapped(what):
+    """Inode, size and access of every mapping of an engine's page, or memory, in this process's."""
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
     for line in lines:
-        if "/memfd:jaxcoded" in line:
+        if f"/memfd:jaxcoded-{what}" in line:
             place, access, _, _, inode, *_ = line.split()
             first, last = (int(number, 16) for number in place.split("-"))
             yield int(inode), last - first, access
 
 
-def own_page():
+def own_file(what):
     """The descriptor of this process's own."""
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            if "/memfd:jaxcoded" in os.readlink(f"/proc/self/fd/{number}"):
+            if f"/memfd:jaxcoded-{what}" in os.readlink(f"/proc/self/fd/{number}"):
                 return int(number)
-    raise AssertionError("no page")
+    raise AssertionError(f"no {what}")
 
 
-def test_others_cannot_harm_a_page(comm, group):
-    """It cannot be cut, which would kill all that have mapped it, and others write to its
-    wake-ups alone."""
-    page = own_page()
-    seals = fcntl.fcntl(page, fcntl.F_GET_SEALS)
+@pytest.mark.parametrize("what", ["page", "memory"])
+def test_others_cannot_harm_what_is_shared(comm, group, what):
+    """It cannot be cut, which would kill all that have mapped it, and others write to the
+    page's wake-ups alone."""
+    file = own_file(what)
+    seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
     assert seals & fcntl.F_SEAL_SHRINK
     assert seals & fcntl.F_SEAL_GROW
     for size in (0, 1 << 20):
         with pytest.raises(PermissionError):
-            os.ftruncate(page, size)
-    inode = os.fstat(page).st_ino
-    others = [(size, access) for at, size, access in mapped_pages() if at != inode]
-    assert {access for _, access in others} == ({"rw-s", "r--s"} if SIZE > 1 else set())
+            os.ftruncate(file, size)
+    host.coded_allreduce(np.ones(1 << 16), group)  # which all fetch from one another
+    inode = os.fstat(file).st_ino
+    others = [(size, access) for at, size, access in mapped(what) if at != inode]
+    expected = {"r--s"} | ({"rw-s"} if what == "page" else set()) if SIZE > 1 else set()
+    assert {access for _, access in others} == expected
     assert {size for size, access in others if access == "rw-s"} <= {64 << 10}
 
 

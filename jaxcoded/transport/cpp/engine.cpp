@@ -138,6 +138,8 @@ Validity& Engine::validity(std::uint64_t slot) { return page_->validity[slot]; }
 
 const std::atomic<std::uint32_t>& Engine::messages(std::uint64_t slot) { return page_->messages[slot]; }
 
+SharedMemory& Engine::memory() { return page_.memory(); }
+
 void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
                   Member member) {
   std::unique_lock lock(mutex_);

@@ -126,6 +126,7 @@ class Engine {
   void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
   const std::atomic<std::uint32_t>& messages(std::uint64_t slot);
+  SharedMemory& memory();
   // The group of this communicator is open on all ranks; see `EndOfJob`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
 

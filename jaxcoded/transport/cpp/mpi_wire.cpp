@@ -49,10 +49,11 @@ bool fault_tolerant() {
 
 MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
                  const std::vector<Card>& cards, Validity& validity,
-                 const std::atomic<std::uint32_t>& messages)
+                 const std::atomic<std::uint32_t>& messages, SharedMemory& memory)
     : comm_(comm),
       session_(session),
       validity_(validity),
+      memory_(memory),
       messages_(messages),
       ranks_(peers),
       inboxes_(peers.size(), MPI_REQUEST_NULL),
@@ -135,7 +136,7 @@ void MpiWire::send(Rank to, const Message& message) {
 Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
                            std::byte* to, std::size_t bytes) {
   Peer& peer = peers_[from];
-  const PeerPage* page = peer.page.get();
+  PeerPage* page = peer.page.get();
   if (page && page->readable()) {
     const double before = now();
     const bool read = page->read(address, to, bytes);
@@ -175,6 +176,11 @@ void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
 void MpiWire::withdraw(Object::What what, Round first_valid) {
   validity_.first_valid[static_cast<std::size_t>(what)].store(first_valid);
   std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+Source& MpiWire::memory() {
+  const bool near = std::ranges::any_of(ranks_, [&](Rank rank) { return direct(rank); });
+  return near ? static_cast<Source&>(memory_) : heap;
 }
 
 std::size_t MpiWire::inline_bytes(Rank to) const {

@@ -39,13 +39,14 @@ class MpiWire : public Wire {
   // ranks; `peers` the ranks that this one ever speaks with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
           const std::vector<Card>& cards, Validity& validity,
-          const std::atomic<std::uint32_t>& messages);
+          const std::atomic<std::uint32_t>& messages, SharedMemory& memory);
   ~MpiWire() override;
 
   void send(Rank to, const Message& message) override;
   Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
               std::size_t bytes) override;
   void withdraw(Object::What what, Round first_valid) override;
+  Source& memory() override;
   std::size_t inline_bytes(Rank to) const override;
   bool direct(Rank from) const override;
   double now() const override;
@@ -108,6 +109,7 @@ class MpiWire : public Wire {
   MPI_Comm comm_;
   std::uint64_t session_;
   Validity& validity_;
+  SharedMemory& memory_;
   const std::atomic<std::uint32_t>& messages_;  // so many have peers with pages sent;
   std::uint32_t sent_ = 0;                       // when MPI was asked last,
   std::optional<std::uint32_t> had_ = {};        // and when it had no more

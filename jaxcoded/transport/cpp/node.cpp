@@ -18,7 +18,7 @@ Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
       decoder_(std::move(decoder)),
       limits_(limits),
       wire_(wire),
-      pool_(limits.history_bytes),
+      pool_(limits.history_bytes, wire.memory()),
       telemetry_(limits.telemetry_rounds, family_.children.size()),
       columns_(family_.children),
       parent_heard_(wire.now()),

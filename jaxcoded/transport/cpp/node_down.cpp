@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "copy.h"
 #include "readable.h"
 
 namespace jaxcoded {
@@ -246,7 +247,7 @@ void Node::hand_over(const Entry& entry) {
       const Piece it = entry.layout[up_.given];
       if (!it.bytes) continue;
       if (entry.buffer && !up_.call.out.empty()) {
-        std::memcpy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes);
+        copy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes);
       }
       if (up_.call.feed) up_.call.feed->given(it.segment, it.offset, it.bytes);
     }

@@ -13,6 +13,8 @@
 #include <numeric>
 #include <utility>
 
+#include "copy.h"
+
 namespace jaxcoded {
 namespace {
 
@@ -70,7 +72,8 @@ std::optional<bool> Node::delegate() {
   return true;
 }
 
-// Seconds to wait for them: no more than it would save that they send and form a part, too.
+// Seconds to wait for them: no more than it would save that they send and form a part, too. From another
+// host nobody comes sooner than that.
 double Node::patience_with_latecomers() const {
   const auto comes = [&](const Child& child) { return !child.retired && !child.dead; };
   const auto here = [&](const Child& child) { return takes_part(child); };
@@ -80,7 +83,9 @@ double Node::patience_with_latecomers() const {
   const double before = evenly_shared(decoder_.enough(), now + 1);
   const double after = evenly_shared(decoder_.enough(), most + 1);
   const double lasts = section_seconds_ * static_cast<double>(up_.outgoing.bytes());
-  return std::max(limits_.stall_seconds, lasts * (before / after - 1));
+  const double saved = lasts * (before / after - 1);
+  const bool near = std::ranges::all_of(children_, [&](const Child& it) { return wire_.direct(it.rank); });
+  return near ? saved : std::max(limits_.stall_seconds, saved);
 }
 
 // Whether a child waits for this round and may form a part of it.
@@ -772,7 +777,7 @@ bool Node::take_sections(Entry& entry) {
       const Piece piece = entry.layout[p];
       std::byte* to = piece.bytes ? entry.at[piece.segment] + piece.offset : nullptr;
       if (maker == family_.rank || !piece.bytes) {
-        if (piece.bytes) std::memcpy(to, piece_of_section(sections_.of_piece(p), p), piece.bytes);
+        if (piece.bytes) copy(to, piece_of_section(sections_.of_piece(p), p), piece.bytes);
         entry.here[p] = true;
         continue;
       }

@@ -1,10 +1,8 @@
 #include "page.h"
 
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -20,6 +18,8 @@
 #include <string>
 #include <string_view>
 #include <utility>
+
+#include "copy.h"
 
 namespace jaxcoded {
 namespace {
@@ -39,27 +39,11 @@ std::uint64_t host() {
   return std::hash<std::string_view>{}(name);
 }
 
-// Shared memory that shrinks kills whoever has mapped it.
-constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW;
-
-[[noreturn]] void cannot(const std::string& what) {
-  throw std::runtime_error("no memory can be shared between processes: " + what + " failed: " +
-                           std::strerror(errno));
-}
-
-Page* map(int descriptor, int protection) {
-  void* memory = mmap(nullptr, sizeof(Page), protection, MAP_SHARED, descriptor, 0);
-  if (memory == MAP_FAILED) cannot("mmap");
+Page* map(const Descriptor& file, int protection) {
+  void* memory = mmap(nullptr, sizeof(Page), protection, MAP_SHARED, file.number(), 0);
+  if (memory == MAP_FAILED) cannot_share("mmap");
   return static_cast<Page*>(memory);
 }
-
-// A descriptor, closed at the end.
-struct Descriptor {
-  int number;
-  ~Descriptor() {
-    if (number >= 0) close(number);
-  }
-};
 
 }  // namespace
 
@@ -93,22 +77,15 @@ void WakeUp::end_driving(std::uint32_t seen, bool wake_it) {
   if (wake_it || sent_.load() != seen) wake(progress);
 }
 
-OwnPage::OwnPage() {
-  Descriptor memory{
-      static_cast<int>(syscall(SYS_memfd_create, "jaxcoded", MFD_CLOEXEC | MFD_ALLOW_SEALING))};
-  if (memory.number < 0) cannot("memfd_create");
-  if (ftruncate(memory.number, sizeof(Page)) != 0) cannot("ftruncate");
-  if (fcntl(memory.number, F_ADD_SEALS, seals | F_SEAL_SEAL) != 0) cannot("fcntl(F_ADD_SEALS)");
-  page_ = new (map(memory.number, PROT_READ | PROT_WRITE)) Page;
-  descriptor_ = std::exchange(memory.number, -1);
+OwnPage::OwnPage()
+    : file_(make_sealed("jaxcoded-page", sizeof(Page))), page_(new (map(file_, PROT_READ | PROT_WRITE)) Page) {
   std::random_device random;
   magic_word = page_->magic = (std::uint64_t{random()} << 32) | random();
+  memory_ = std::make_unique<SharedMemory>(page_->magic);
+  page_->memory = memory_->place();
 }
 
-OwnPage::~OwnPage() {
-  munmap(page_, sizeof(Page));
-  close(descriptor_);
-}
+OwnPage::~OwnPage() { munmap(page_, sizeof(Page)); }
 
 Card OwnPage::open_slot() {
   for (std::uint64_t slot = 0; slot < Page::most_groups; ++slot) {
@@ -116,7 +93,7 @@ Card OwnPage::open_slot() {
     used_[slot] = true;
     for (auto& word : page_->validity[slot].first_valid) word.store(0);
     page_->validity[slot].group.store(++tickets_);
-    return {getpid(), descriptor_, page_->magic, reinterpret_cast<std::uintptr_t>(&magic_word),
+    return {getpid(), file_.number(), page_->magic, reinterpret_cast<std::uintptr_t>(&magic_word),
             slot, tickets_, host()};
   }
   throw std::runtime_error("a process can have " + std::to_string(Page::most_groups) +
@@ -141,30 +118,26 @@ void OwnPage::let_read(const std::vector<Card>& cards) const {
 
 std::unique_ptr<PeerPage> PeerPage::open(const Card& card) {
   if (card.host != host()) return nullptr;
-  const std::string path =
-      "/proc/" + std::to_string(card.pid) + "/fd/" + std::to_string(card.descriptor);
-  // A process of that number may be another one, on another host, and have anything there.
-  const Descriptor memory{::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK)};
-  if (memory.number < 0) {
-    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) cannot("open of " + path);
-    return nullptr;
-  }
-  const int sealed = fcntl(memory.number, F_GET_SEALS);
-  struct stat status;
-  if (sealed < 0 || (sealed & seals) != seals || fstat(memory.number, &status) != 0 ||
-      status.st_size != sizeof(Page)) {
-    return nullptr;
-  }
-  std::unique_ptr<PeerPage> peer(new PeerPage(card, map(memory.number, PROT_READ)));
+  const Descriptor file = open_sealed(card.pid, card.descriptor, sizeof(Page), true);
+  if (!file) return nullptr;
+  std::unique_ptr<PeerPage> peer(new PeerPage(card, map(file, PROT_READ)));
   if (peer->page_->magic != card.magic) return nullptr;
-  if (mprotect(peer->page_, Page::writable, PROT_READ | PROT_WRITE) != 0) cannot("mprotect");
-  peer->readable_ = peer->read(card.magic_address, nullptr, 0);
+  if (mprotect(peer->page_, Page::writable, PROT_READ | PROT_WRITE) != 0) cannot_share("mprotect");
+  peer->readable_ = peer->read_by_kernel(card.magic_address, nullptr, 0);
   return peer;
 }
 
 PeerPage::~PeerPage() { munmap(page_, sizeof(Page)); }
 
-bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes) const {
+bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes) {
+  if (!memory_) memory_.emplace(card_.pid, card_.magic, page_->memory);
+  const std::byte* from = memory_->find(address, bytes);
+  if (!from) return read_by_kernel(address, to, bytes);
+  copy(to, from, bytes);
+  return true;
+}
+
+bool PeerPage::read_by_kernel(std::uint64_t address, std::byte* to, std::size_t bytes) const {
   // Together with a word that says whose memory this is: the process may have ended, and another
   // one have its number.
   std::uint64_t magic = 0;

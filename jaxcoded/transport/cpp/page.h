@@ -1,5 +1,5 @@
-// Memory that processes of one host share: wake-ups, the number of messages of each group, and words
-// that say which of a rank's objects may still be fetched.
+// What processes of one host tell each other in memory that they share: wake-ups, the number of messages
+// of each group, and which of a rank's objects may still be fetched, and where.
 #pragma once
 
 #include <array>
@@ -7,10 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "message.h"
+#include "sealed.h"
+#include "shared_memory.h"
 
 namespace jaxcoded {
 
@@ -55,6 +57,7 @@ struct Page {
   alignas(64) std::array<std::atomic<std::uint32_t>, most_groups> messages;  // sent to each, so far
   std::array<std::byte, writable - 64 - sizeof messages> unused;
   std::uint64_t magic;
+  SharedPlace memory;
   std::array<Validity, most_groups> validity;
 };
 static_assert(offsetof(Page, magic) == Page::writable);
@@ -79,6 +82,8 @@ class OwnPage {
 
   Page& operator*() const { return *page_; }
   Page* operator->() const { return page_; }
+  // Where vectors are to lie that others fetch.
+  SharedMemory& memory() { return *memory_; }
   // A group's place on the page, until it is given back.
   Card open_slot();
   void close_slot(std::uint64_t slot);
@@ -88,8 +93,9 @@ class OwnPage {
   void let_read(const std::vector<Card>& cards) const;
 
  private:
+  Descriptor file_;
   Page* page_ = nullptr;
-  int descriptor_ = -1;
+  std::unique_ptr<SharedMemory> memory_;
   std::array<bool, Page::most_groups> used_{};
   std::uint64_t tickets_ = 0;
 };
@@ -110,7 +116,7 @@ class PeerPage {
   // Whether its memory can be read.
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).
-  bool read(std::uint64_t address, std::byte* to, std::size_t bytes) const;
+  bool read(std::uint64_t address, std::byte* to, std::size_t bytes);
   // Whether its objects of that round can still be read. The place may be another group's by now,
   // whose words start from 0: so it is looked at last whose they were.
   bool valid(std::size_t what, std::uint64_t round) const {
@@ -121,9 +127,12 @@ class PeerPage {
  private:
   PeerPage(const Card& card, Page* page) : card_(card), page_(page) {}
 
+  bool read_by_kernel(std::uint64_t address, std::byte* to, std::size_t bytes) const;
+
   Card card_;
   Page* page_;
   bool readable_ = false;
+  std::optional<PeerMemory> memory_;  // once something is read
 };
 
 }  // namespace jaxcoded

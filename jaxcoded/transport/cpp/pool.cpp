@@ -18,7 +18,9 @@ std::size_t rounded(std::size_t bytes) {
   return (least + step - 1) / step * step;
 }
 
-std::byte* allocate(std::size_t capacity) {
+}  // namespace
+
+std::byte* Heap::allocate(std::size_t capacity) {
   const bool large = capacity >= huge_page;
   const std::align_val_t alignment{large ? huge_page : 64};
   auto* data = static_cast<std::byte*>(::operator new(capacity, alignment));
@@ -26,13 +28,9 @@ std::byte* allocate(std::size_t capacity) {
   return data;
 }
 
-void release(std::byte* data, std::size_t capacity) {
+void Heap::release(std::byte* data, std::size_t capacity) {
   ::operator delete(data, std::align_val_t{capacity >= huge_page ? huge_page : 64});
 }
-
-}  // namespace
-
-const Source heap{allocate, release};
 
 Buffer::~Buffer() {
   if (data_) pool_->give(data_, capacity_);

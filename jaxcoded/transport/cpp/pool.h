@@ -40,17 +40,25 @@ class Buffer {
 };
 
 // Where a pool's memory comes from, aligned to 64 bytes.
-struct Source {
-  std::byte* (*allocate)(std::size_t bytes);
-  void (*release)(std::byte* data, std::size_t bytes);
+class Source {
+ public:
+  virtual ~Source() = default;
+  virtual std::byte* allocate(std::size_t bytes) = 0;
+  virtual void release(std::byte* data, std::size_t bytes) = 0;
 };
-extern const Source heap;
+
+class Heap : public Source {
+ public:
+  std::byte* allocate(std::size_t bytes) override;
+  void release(std::byte* data, std::size_t bytes) override;
+};
+inline Heap heap;
 
 // Not safe for use from several threads at once.
 class Pool {
  public:
   // Keeps up to this many unused bytes.
-  explicit Pool(std::size_t most, Source source = heap) : most_(most), source_(source) {}
+  explicit Pool(std::size_t most, Source& source = heap) : most_(most), source_(source) {}
   Pool(const Pool&) = delete;
   ~Pool();
 
@@ -69,7 +77,7 @@ class Pool {
 
   std::multimap<std::size_t, std::byte*> free_;  // by capacity
   std::size_t most_;
-  Source source_;
+  Source& source_;
   std::size_t used_ = 0;
   std::size_t kept_ = 0;
 };

@@ -30,7 +30,13 @@ constexpr std::size_t alignment = 64;
 // --- Pinned memory ---
 
 // Ordinary memory that is then pinned: other ranks must be able to read it.
-std::byte* allocate_pinned(std::size_t bytes) {
+class Pinned : public Source {
+ public:
+  std::byte* allocate(std::size_t bytes) override;
+  void release(std::byte* data, std::size_t bytes) override;
+};
+
+std::byte* Pinned::allocate(std::size_t bytes) {
   // from a huge page's start, so that there are some
   const std::size_t mapped = bytes + (bytes >= huge_page ? huge_page : 0);
   void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -59,7 +65,7 @@ std::byte* allocate_pinned(std::size_t bytes) {
   return data;
 }
 
-void release_pinned(std::byte* data, std::size_t bytes) {
+void Pinned::release(std::byte* data, std::size_t bytes) {
   driver().unpin.address(data);
   munmap(data, bytes);
 }
@@ -179,7 +185,8 @@ class Depot {
 
   std::mutex mutex_;
   std::map<cuda::Context, Lane> lanes_;
-  Pool pool_{0, {allocate_pinned, release_pinned}};
+  Pinned pinned_;
+  Pool pool_{0, pinned_};
   std::size_t most_ = 0;
   std::list<Retired> retired_;
 };

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "message.h"
+#include "pool.h"
 
 namespace jaxcoded {
 
@@ -24,6 +25,9 @@ class Wire {
 
   // The object that others may be fetching from here is about to change.
   virtual void withdraw(Object::What what, Round first_valid) = 0;
+
+  // Where vectors are to lie that others fetch.
+  virtual Source& memory() { return heap; }
 
   // Messages to `to` of up to this many bytes carry their vectors with them.
   virtual std::size_t inline_bytes(Rank to) const = 0;

@@ -1,0 +1,40 @@
+// Copies of vectors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace jaxcoded {
+
+// A piece of a long vector goes past the caches, where it would not stay until it is used: to write to
+// memory that is read first takes twice as long.
+inline void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+#if defined(__SSE2__)
+  constexpr std::size_t long_one = 128 << 10;
+  constexpr std::size_t line = 64;
+  if (bytes >= long_one) {
+    const std::size_t before = -reinterpret_cast<std::uintptr_t>(to) % line;
+    std::memcpy(to, from, before);
+    to += before, from += before, bytes -= before;
+    for (; bytes >= line; to += line, from += line, bytes -= line) {
+      const auto* in = reinterpret_cast<const __m128i*>(from);
+      auto* out = reinterpret_cast<__m128i*>(to);
+      const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1), c = _mm_loadu_si128(in + 2),
+                    d = _mm_loadu_si128(in + 3);
+      _mm_stream_si128(out, a);
+      _mm_stream_si128(out + 1, b);
+      _mm_stream_si128(out + 2, c);
+      _mm_stream_si128(out + 3, d);
+    }
+    _mm_sfence();  // such writes are seen in no order otherwise
+  }
+#endif
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
+}  // namespace jaxcoded

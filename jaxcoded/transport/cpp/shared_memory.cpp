@@ -1,0 +1,119 @@
+#include "shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <iterator>
+#include <new>
+
+namespace jaxcoded {
+namespace {
+
+// Addresses that are set aside, here and in each process that reads: no memory.
+constexpr std::size_t most = std::size_t{4} << 30;
+constexpr std::size_t least = 32 << 10;  // of what is worth whole pages
+
+std::size_t page_bytes() {
+  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+std::size_t in_pages(std::size_t bytes) {
+  return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
+}
+
+std::byte* map(const Descriptor& file, std::size_t bytes, int protection) {
+  void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, file.number(), 0);
+  return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(std::uint64_t magic) {
+  try {
+    file_ = make_sealed("jaxcoded-memory", most);
+  } catch (const std::exception&) {
+    return;
+  }
+  memory_ = map(file_, most, PROT_READ | PROT_WRITE);
+  if (!memory_) return;
+  std::memcpy(memory_, &magic, sizeof magic);
+  free_[page_bytes()] = most - page_bytes();
+}
+
+SharedMemory::~SharedMemory() {
+  if (memory_) munmap(memory_, most);
+}
+
+SharedPlace SharedMemory::place() const {
+  if (!memory_) return {};
+  return {file_.number(), reinterpret_cast<std::uintptr_t>(memory_), most};
+}
+
+std::byte* SharedMemory::allocate(std::size_t bytes) {
+  const std::size_t wanted = in_pages(bytes);
+  std::unique_lock lock(mutex_);
+  const auto found = bytes < least ? free_.end() : std::ranges::find_if(free_, [&](const auto& it) {
+    return it.second >= wanted;
+  });
+  if (found == free_.end()) return heap.allocate(bytes);
+  // Where there is no memory, writing to it would kill this process.
+  int failed = 0;
+  do {
+    failed = fallocate(file_.number(), 0, static_cast<off_t>(found->first), static_cast<off_t>(wanted));
+  } while (failed && errno == EINTR);
+  if (failed) return heap.allocate(bytes);
+  const auto [at, length] = *found;
+  free_.erase(found);
+  if (length > wanted) free_[at + wanted] = length - wanted;
+  return memory_ + at;
+}
+
+void SharedMemory::release(std::byte* data, std::size_t bytes) {
+  if (!memory_ || data < memory_ || data >= memory_ + most) return heap.release(data, bytes);
+  const auto at = static_cast<std::size_t>(data - memory_);
+  const std::size_t length = in_pages(bytes);
+  std::unique_lock lock(mutex_);
+  fallocate(file_.number(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(at),
+            static_cast<off_t>(length));
+  auto it = free_.emplace(at, length).first;
+  if (const auto next = std::next(it); next != free_.end() && at + length == next->first) {
+    it->second += next->second;
+    free_.erase(next);
+  }
+  if (it == free_.begin()) return;
+  if (const auto before = std::prev(it); before->first + before->second == at) {
+    before->second += it->second;
+    free_.erase(it);
+  }
+}
+
+PeerMemory::PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace& place) {
+  if (!place.bytes) return;
+  const Descriptor file = open_sealed(pid, place.descriptor, place.bytes, false);
+  if (!file) return;
+  memory_ = map(file, place.bytes, PROT_READ);
+  place_ = place;
+  std::uint64_t its = 0;
+  if (memory_) std::memcpy(&its, memory_, sizeof its);
+  if (its == magic) return;
+  if (memory_) munmap(const_cast<std::byte*>(memory_), place.bytes);
+  memory_ = nullptr;
+}
+
+PeerMemory::~PeerMemory() {
+  if (memory_) munmap(const_cast<std::byte*>(memory_), place_.bytes);
+}
+
+const std::byte* PeerMemory::find(std::uint64_t address, std::size_t bytes) const {
+  if (!memory_ || address < place_.address) return nullptr;
+  const std::uint64_t at = address - place_.address;
+  return at <= place_.bytes && bytes <= place_.bytes - at ? memory_ + at : nullptr;
+}
+
+}  // namespace jaxcoded
