@@ -30,14 +30,14 @@ class Choice(NamedTuple):
 
     Attributes:
         plan: of the group.
-        piece: bytes in which its messages move.
+        piece: bytes in which its messages move; ``None``: the usual ones.
         sections_from: bytes from which it is to form sums in sections; ``None``: as it would
             without being told.
         words: why.
     """
 
     plan: Plan
-    piece: int
+    piece: int | None
     sections_from: int | None
     words: str
 
@@ -107,7 +107,7 @@ def choose(
     size = comm.size
     if size == 1:
         alone = make_plan(1, stragglers=0, seed=seed)
-        return Choice(alone, PIECE, None, "one rank: nothing to plan")
+        return Choice(alone, None, None, "one rank: nothing to plan")
     with progress("measuring and planning", quiet=comm.rank > 0) as tell:
         part = 1 / (size - 1)
         mine = functools.partial(work, part) if callable(work) else float(work) * part
@@ -139,7 +139,7 @@ def choose(
                     pays_from = sections_pay_from(Layout.of(plan), network)
                 answer = {
                     "plan": plan.to_json(),
-                    "piece": best.piece,
+                    "piece": None if best.piece == PIECE else best.piece,
                     "sections_from": pays_from,
                     "words": _words(seen, seconds, ranking),
                 }

@@ -30,8 +30,8 @@ from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.engine_primitive import Together
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
+from jaxcoded.transport.pieces import pieces
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
-from jaxcoded.transport.sections import sections
 
 _why_missing = ""
 try:
@@ -130,8 +130,10 @@ class Engine(Transport):
         self.most_started = _engine.most_started if on_cpu else 0
         self._height = _height(plan, comm.rank)
         limits = _engine.Limits()
-        assert options.piece_bytes is not None
-        limits.piece_bytes = options.piece_bytes
+        cut = pieces(comm, plan, options)
+        limits.piece_bytes = cut.bytes
+        limits.sections_from = cut.sections_from
+        limits.section_pieces = cut.of_sections
         limits.history_bytes = options.history_bytes
         limits.history_most = max(limits.history_most, options.history_bytes)
         limits.telemetry_rounds = options.telemetry_rounds
@@ -152,7 +154,6 @@ class Engine(Transport):
                 if options.verify_wait
                 else _engine.Compares.what_has_come
             )
-        limits.sections_from, limits.section_pieces = sections(comm, plan, options)
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any gets any further
         # every rank draws the same session: old messages are told from new ones by it
@@ -166,7 +167,7 @@ class Engine(Transport):
                     self._own.py2f(),
                     session,
                     cards,
-                    _family(plan, comm.rank, limits.sections_from > 0),
+                    _family(plan, comm.rank, cut.sections_from > 0),
                     _decoder(plan, comm.rank, self._compares),
                     limits,
                     _erasures(plan),

@@ -7,7 +7,7 @@ from jaxcoded import _require
 from jaxcoded.transport import comparing
 from jaxcoded.transport.deadline import Deadline
 
-PIECE = 256 << 10  # bytes
+PIECE = 256 << 10  # bytes, between hosts
 LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
 _MOST = 2**62  # bytes
 _MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
@@ -37,8 +37,8 @@ class Options:
             exact one. Where work is shared the sum is of the blocks that are computed by
             then, see ``docs/sharing.md``.
         piece_bytes: bytes in which long messages move, at most 1 GiB. Shorter pieces go
-            through a deep tree sooner, longer ones cost less work. Default: 256 KiB, or
-            what `CodedGroup.auto` finds.
+            through a deep tree sooner, longer ones cost less work. Default: 256 KiB,
+            128 KiB on one host, or what `CodedGroup.auto` finds.
         sections_from: sums of so many bytes and more are formed in sections, each by
             another rank, where the plan is one family and its messages are as long as
             the vector (``docs/engine.md``); 0: none. Default: what pays on the hosts of
@@ -91,9 +91,7 @@ class Options:
 
     def complete(self) -> Self:
         """With what stands for ``None``, see `check`."""
-        piece = PIECE if self.piece_bytes is None else self.piece_bytes
-        debug = comparing.asked(self.debug)
-        return dataclasses.replace(self, piece_bytes=piece, debug=debug)
+        return dataclasses.replace(self, debug=comparing.asked(self.debug))
 
     def check(self) -> None:
         """Raise unless these options, made `complete`, are sound.
@@ -101,7 +99,8 @@ class Options:
         Raises:
             ValueError: the message names the value and the remedy.
         """
-        _require.integer("piece_bytes", self.piece_bytes, 1, LONGEST_PIECE)
+        if self.piece_bytes is not None:
+            _require.integer("piece_bytes", self.piece_bytes, 1, LONGEST_PIECE)
         if self.sections_from is not None:
             _require.integer("sections_from", self.sections_from, 0, _MOST)
         _require.integer("history_bytes", self.history_bytes, 0, _MOST)

@@ -74,7 +74,7 @@ def test_options(given_):
     options = Options(**given_).complete()
     if outcome(lambda: options.check() or True):
         most = max(
-            options.piece_bytes, options.sections_from or 0, options.history_bytes
+            options.piece_bytes or 0, options.sections_from or 0, options.history_bytes
         )
         assert 0 <= options.telemetry_rounds <= 2**24 and most <= 2**62
         assert options.waits.action in ACTIONS

@@ -76,7 +76,7 @@ void number() {
   const auto read = [&] {
     int copy = 0;
     return peer->read(reinterpret_cast<std::uintptr_t>(&value), reinterpret_cast<std::byte*>(&copy),
-                      sizeof copy) &&
+                      sizeof copy, Copy::cached) &&
            copy == value;
   };
   expect(peer && peer->readable() && read(), "memory can be read");
@@ -122,9 +122,9 @@ void ptracer() {
 }
 
 // Numbers of any length and at any place, and what the reader gets instead where there are none.
-bool reads(PeerPage& peer, const std::byte* from, std::size_t bytes, std::size_t shift) {
+bool reads(PeerPage& peer, const std::byte* from, std::size_t bytes, std::size_t shift, Copy how) {
   std::vector<std::byte> copy(bytes + 2 * shift, std::byte{0xee});
-  const bool read = peer.read(reinterpret_cast<std::uintptr_t>(from), copy.data() + shift, bytes);
+  const bool read = peer.read(reinterpret_cast<std::uintptr_t>(from), copy.data() + shift, bytes, how);
   const auto untouched = [&](auto begin) {
     return std::all_of(begin, begin + static_cast<std::ptrdiff_t>(shift),
                        [](std::byte it) { return it == std::byte{0xee}; });
@@ -164,8 +164,10 @@ void memory() {
   for (const std::size_t length : {std::size_t{0}, std::size_t{1}, std::size_t{63}, std::size_t{4096},
                                    (std::size_t{128} << 10) - 1, std::size_t{128} << 10, bytes / 2 + 5}) {
     for (std::size_t shift = 0; shift < 70; shift += 3) {
-      expect(reads(*peer, shared + shift, length, shift), "shared memory is read");
-      expect(reads(*peer, alone.data() + shift, length, shift), "and so is other memory");
+      for (const Copy how : {Copy::cached, Copy::past_caches}) {
+        expect(reads(*peer, shared + shift, length, shift, how), "shared memory is read");
+        expect(reads(*peer, alone.data() + shift, length, shift, how), "and so is other memory");
+      }
     }
   }
   const PeerMemory stranger(card.pid, card.magic + 1, place);
@@ -194,10 +196,10 @@ void killed() {
   const auto peer = PeerPage::open(told.card);
   std::vector<std::byte> expected(bytes), copy(bytes);
   fill(expected.data(), bytes);
-  expect(peer && peer->read(told.address, copy.data(), 1), "its memory is mapped");
+  expect(peer && peer->read(told.address, copy.data(), 1, Copy::cached), "its memory is mapped");
   kill(writer, SIGKILL);
   waitpid(writer, nullptr, 0);
-  expect(peer->read(told.address, copy.data(), bytes) && copy == expected, "all of it is still there");
+  expect(peer->read(told.address, copy.data(), bytes, Copy::past_caches) && copy == expected, "all of it is still there");
 }
 
 // What is given back is used again, and takes no memory until then.

@@ -718,7 +718,7 @@ def test_other_threads_get_their_turn(comm, transport):
     """They need not wait until the engine has nothing more to do for a round."""
     pieces = 128
     own = np.ones(pieces << 18 >> 3)  # of 256 KiB each
-    by_root = jaxcoded.Options(sections_from=0)
+    by_root = jaxcoded.Options(sections_from=0, piece_bytes=256 << 10)
     with jaxcoded.CodedGroup(
         comm, stragglers=0, transport=transport, options=by_root
     ) as group:

@@ -11,13 +11,19 @@
 
 namespace jaxcoded {
 
-// A piece of a long vector goes past the caches, where it would not stay until it is used: to write to
-// memory that is read first takes twice as long.
-inline void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+// Where a copy is to be. To write to memory that is read into the caches first takes twice as long.
+enum class Copy : std::uint8_t { cached, past_caches };
+
+// Of a vector of so many bytes that the program uses next.
+constexpr Copy for_program(std::uint64_t bytes) {
+  constexpr std::uint64_t stays = 512 << 10;  // in a cache until then
+  return bytes > stays ? Copy::past_caches : Copy::cached;
+}
+
+inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, [[maybe_unused]] Copy how) {
 #if defined(__SSE2__)
-  constexpr std::size_t long_one = 128 << 10;
   constexpr std::size_t line = 64;
-  if (bytes >= long_one) {
+  if (how == Copy::past_caches && bytes >= 16 * line) {
     const std::size_t before = -reinterpret_cast<std::uintptr_t>(to) % line;
     std::memcpy(to, from, before);
     to += before, from += before, bytes -= before;

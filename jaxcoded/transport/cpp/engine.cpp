@@ -143,6 +143,7 @@ SharedMemory& Engine::memory() { return page_.memory(); }
 void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
                   Member member) {
   std::unique_lock lock(mutex_);
+  member.pool = std::make_shared<Pool>(std::size_t{1} << 30, wire->memory());
   member.wire = std::move(wire);
   member.node = std::move(node);
   members_.emplace(index, std::move(member));

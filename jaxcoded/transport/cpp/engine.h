@@ -57,7 +57,7 @@ struct Member {
   bool reports = false;  // for whom a call waits after its deadline
   std::pair<Round, int> reported = {0, 0};  // the round and `Node::overdue`
   bool abandoned = false;  // this rank makes no more calls, but relays
-  std::shared_ptr<Pool> pool = std::make_shared<Pool>(std::size_t{1} << 30);
+  std::shared_ptr<Pool> pool;
   // Calls that are not over, of which the node has the first. One that is open is the last.
   std::deque<std::shared_ptr<Flight>> queue;
   // Calls that were started and not called for yet, over or not, in their order.

@@ -363,7 +363,7 @@ class PythonWire : public Wire {
     wire_.attr("send")(to, bytes_of(Message::bytes(message.header, message.body)));
   }
   Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
-              std::size_t bytes) override {
+              std::size_t bytes, Copy) override {
     nb::object data = wire_.attr("fetch")(from, static_cast<int>(object.what), object.round, piece,
                                           object.version, address, bytes);
     if (data.is_none()) return Fetch::gone;

@@ -44,7 +44,7 @@ class MpiWire : public Wire {
 
   void send(Rank to, const Message& message) override;
   Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
-              std::size_t bytes) override;
+              std::size_t bytes, Copy how) override;
   void withdraw(Object::What what, Round first_valid) override;
   Source& memory() override;
   std::size_t inline_bytes(Rank to) const override;

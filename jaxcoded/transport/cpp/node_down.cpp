@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "copy.h"
 #include "readable.h"
 
 namespace jaxcoded {
@@ -179,6 +178,8 @@ bool Node::follow() {
     return true;
   }
   entry->here.resize(entry->layout.size());
+  // others fetch it from here, or it is handed over
+  const Copy how = entry->buffer ? Copy::cached : for_program(entry->layout.bytes());
   const std::uint32_t ahead = wire_.direct(news.from) ? 1 : pieces_ahead;
   std::uint64_t bytes = 0;
   std::uint32_t ready = entry->ready;
@@ -193,7 +194,7 @@ bool Node::follow() {
       fetched_bytes_ += piece.bytes;
       switch (wire_.fetch(news.from, {Object::What::result, frontier_}, p,
                           news.addresses[piece.segment] + piece.offset,
-                          entry->at[piece.segment] + piece.offset, piece.bytes)) {
+                          entry->at[piece.segment] + piece.offset, piece.bytes, how)) {
         case Wire::Fetch::done:
           entry->here[p] = true;
           break;
@@ -247,7 +248,8 @@ void Node::hand_over(const Entry& entry) {
       const Piece it = entry.layout[up_.given];
       if (!it.bytes) continue;
       if (entry.buffer && !up_.call.out.empty()) {
-        copy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes);
+        copy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes,
+             for_program(entry.layout.bytes()));
       }
       if (up_.call.feed) up_.call.feed->given(it.segment, it.offset, it.bytes);
     }

@@ -13,8 +13,6 @@
 #include <numeric>
 #include <utility>
 
-#include "copy.h"
-
 namespace jaxcoded {
 namespace {
 
@@ -576,7 +574,7 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
       fetched_bytes_ += piece.bytes;
       switch (wire_.fetch(term.rank, {what, sections_.round, term.version}, p,
                           term.addresses[piece.segment] + piece.offset, slot.buffer.data(),
-                          piece.bytes)) {
+                          piece.bytes, Copy::cached)) {
         case Wire::Fetch::done:
           slot.here = true;
           break;
@@ -766,6 +764,7 @@ void Node::sections_came_on(std::size_t index) {
 bool Node::take_sections(Entry& entry) {
   const std::size_t count = sections_.all.size();
   std::uint64_t bytes = 0;
+  const Copy how = for_program(entry.layout.bytes());
   const std::size_t from_one = std::max(results_from_one, results_ahead / std::max<std::size_t>(count, 1));
   for (std::size_t turn = 1; turn <= count; ++turn) {
     // everybody begins with another one
@@ -777,7 +776,7 @@ bool Node::take_sections(Entry& entry) {
       const Piece piece = entry.layout[p];
       std::byte* to = piece.bytes ? entry.at[piece.segment] + piece.offset : nullptr;
       if (maker == family_.rank || !piece.bytes) {
-        if (piece.bytes) copy(to, piece_of_section(sections_.of_piece(p), p), piece.bytes);
+        if (piece.bytes) copy(to, piece_of_section(sections_.of_piece(p), p), piece.bytes, how);
         entry.here[p] = true;
         continue;
       }
@@ -792,7 +791,7 @@ bool Node::take_sections(Entry& entry) {
       }
       fetched_bytes_ += piece.bytes;
       switch (wire_.fetch(maker, {Object::What::section, sections_.round, it.section.version}, p,
-                          it.addresses[piece.segment] + piece.offset, to, piece.bytes)) {
+                          it.addresses[piece.segment] + piece.offset, to, piece.bytes, how)) {
         case Wire::Fetch::done:
           entry.here[p] = true;
           bytes += piece.bytes;

@@ -178,7 +178,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
     fetched_bytes_ += wanted.bytes;
     switch (wire_.fetch(child, {Object::What::message, next_, version_of(offer)}, p,
                         offer.addresses[wanted.segment] + wanted.offset,
-                        slot->second.buffer.data(), wanted.bytes)) {
+                        slot->second.buffer.data(), wanted.bytes, Copy::cached)) {
       case Wire::Fetch::done:
         slot->second.here = true;
         break;

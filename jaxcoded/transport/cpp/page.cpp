@@ -19,8 +19,6 @@
 #include <string_view>
 #include <utility>
 
-#include "copy.h"
-
 namespace jaxcoded {
 namespace {
 
@@ -129,11 +127,11 @@ std::unique_ptr<PeerPage> PeerPage::open(const Card& card) {
 
 PeerPage::~PeerPage() { munmap(page_, sizeof(Page)); }
 
-bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes) {
+bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how) {
   if (!memory_) memory_.emplace(card_.pid, card_.magic, page_->memory);
   const std::byte* from = memory_->find(address, bytes);
   if (!from) return read_by_kernel(address, to, bytes);
-  copy(to, from, bytes);
+  copy(to, from, bytes, how);
   return true;
 }
 

@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "copy.h"
 #include "message.h"
 #include "sealed.h"
 #include "shared_memory.h"
@@ -116,7 +117,7 @@ class PeerPage {
   // Whether its memory can be read.
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).
-  bool read(std::uint64_t address, std::byte* to, std::size_t bytes);
+  bool read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how);
   // Whether its objects of that round can still be read. The place may be another group's by now,
   // whose words start from 0: so it is looked at last whose they were.
   bool valid(std::size_t what, std::uint64_t round) const {

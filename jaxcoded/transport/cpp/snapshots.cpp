@@ -80,7 +80,8 @@ Recovery::Progress Recovery::fetch(Wire& wire, std::uint64_t bytes, std::uint32_
     const Wire::Fetch fetch =
         it.bytes == 0 ? Wire::Fetch::done
                       : wire.fetch(from_, {Object::What::state, number_}, wanted_,
-                                   address_ + it.offset, state_.data() + it.offset, it.bytes);
+                                   address_ + it.offset, state_.data() + it.offset, it.bytes,
+                                   Copy::past_caches);
     if (fetch == Wire::Fetch::gone) return gone();
     taken += it.bytes;
     if (fetch == Wire::Fetch::done && !here_[wanted_]) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "copy.h"
 #include "message.h"
 #include "pool.h"
 
@@ -15,13 +16,14 @@ class Wire {
   // Messages to one rank arrive in the order in which they were sent, or never.
   virtual void send(Rank to, const Message& message) = 0;
 
-  // Fetch a piece that `from` announced, which lies at `address` there.
+  // Fetch a piece that `from` announced, which lies at `address` there. `how`: where that is up to this
+  // process.
   //   done: it is at `to` now.
   //   pending: `Node::arrived` will be called with it.
   //   gone: `from` no longer has it.
   enum class Fetch { done, pending, gone };
   virtual Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
-                      std::byte* to, std::size_t bytes) = 0;
+                      std::byte* to, std::size_t bytes, Copy how) = 0;
 
   // The object that others may be fetching from here is about to change.
   virtual void withdraw(Object::What what, Round first_valid) = 0;
