@@ -749,6 +749,15 @@ def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
 
 
 @pytest.mark.exhaustive
+def test_ranks_that_wait_in_vain_while_they_recover(tmp_path, fault_tolerant):
+    """As Open MPI leaves them in MPI_Comm_dup, if it does."""
+    job = recover(tmp_path, fault_tolerant, "waits", "3")
+    trained(job, {3}, 6)
+    (said,) = job.of_all("said")
+    assert said.startswith("CodedError: one more rank died while the group was made")
+
+
+@pytest.mark.exhaustive
 def test_a_rank_that_calls_something_else_than_recovered(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "apart", "3")
     assert set(job.reports) == {0, 1, 2, 4, 5, 6}

@@ -918,13 +918,14 @@ class CodedGroup:
         other.alike = len({called.rounds[rank] for rank in survivors}) == 1
         failure: Exception | None = None
         try:
-            other._open(
-                smaller,
-                "engine",
-                self.options,
-                {"recovered": survivors},
-                lambda size: self._plan_without(survivors, plan),
-            )
+            with recovery.let_go(lambda: [smaller, getattr(other, "_comm", None)]):
+                other._open(
+                    smaller,
+                    "engine",
+                    self.options,
+                    {"recovered": survivors},
+                    lambda size: self._plan_without(survivors, plan),
+                )
         except Exception as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
         if not recovery.agree(smaller, failure is None):
@@ -933,8 +934,8 @@ class CodedGroup:
                 other.transport.close(0.0)
             if failure is None or isinstance(failure, MPI.Exception):
                 raise CodedError(
-                    "one more rank died while the group was made anew: this one goes on as "
-                    "it is; call recovered again"
+                    "one more rank died while the group was made anew, or did not come: this one "
+                    "goes on as it is; call recovered again"
                 ) from failure
             raise failure
         _groups.pop(self.index)

@@ -1,10 +1,12 @@
 """The ranks that live agree on who is left of a group, where MPI is fault-tolerant (ULFM)."""
 
+import contextlib
 import functools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ logger = logging.getLogger("jaxcoded")
 _WORD, _VERDICT = 32_001, 32_002
 _LATE, _DEAD = -1, -2  # of a rank that has not said how many rounds it knows
 _PAUSE = 1e-3  # seconds between two looks
+OPENS = 120.0  # seconds in which ranks have made a group, and more
 _REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
 
 
@@ -315,6 +318,32 @@ def _among(some: MPI.Comm, all_of_them: MPI.Intracomm) -> list[int]:
     """The ranks of a communicator, as another one numbers them."""
     group = all_of_them.Get_group()
     return list(MPI.Group.Translate_ranks(some.Get_group(), None, group))
+
+
+@contextlib.contextmanager
+def let_go(comms: Callable[[], list[MPI.Intracomm | None]]) -> Iterator[None]:
+    """Inside, whoever waits for others in these communicators for `OPENS` seconds gets an error instead: a
+    rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
+    then.
+
+    Args:
+        comms: those that there are by then.
+    """
+
+    def revoke() -> None:
+        for comm in comms():
+            if comm:
+                with contextlib.suppress(MPI.Exception):  # it is freed
+                    comm.Revoke()
+
+    timer = threading.Timer(OPENS, revoke)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # it may be at work
 
 
 def agree(comm: MPI.Intracomm, done: bool) -> bool:

@@ -8,7 +8,7 @@ WAY is "trains", with a code, or "shared", with shared work; "root" or
 rank 2 was stopped meanwhile, so that it knows less); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
 "explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
 not come for a while), "apart" (a rank calls something else), "again" (one more rank, the last,
-dies while the group is made anew).
+dies while the group is made anew), "waits" (the last rank keeps the others waiting there).
 """
 
 import hashlib
@@ -24,6 +24,7 @@ import numpy as np
 from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, hang
 
 import jaxcoded
+from jaxcoded.group import recovery
 from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two looks for the dead
@@ -213,6 +214,14 @@ for round_ in range(len(victims)):
         if board.rank == board.size - 1:
             engine.missing = lambda: os.kill(os.getpid(), signal.SIGKILL)
         said.append(fails())
+        group = group.recovered()
+    elif way == "waits":
+        recovery.OPENS, missing = 2.0, engine.missing
+        if board.rank == board.size - 1:
+            # the others wait for it in the new group's communicator
+            engine.missing = lambda: time.sleep(recovery.OPENS + 4.0) or ""
+        said.append(fails())
+        recovery.OPENS, engine.missing = 120.0, missing
         group = group.recovered()
     elif way == "apart":
         try:
