@@ -2,11 +2,12 @@
 
 import ast
 import difflib
+import inspect
 import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jaxcoded._require import shown
@@ -61,6 +62,40 @@ def parsed(
                 f"{what}={text!r}: {keyword.arg} is not a Python literal"
             ) from None
     return name, arguments
+
+
+def check_arguments(
+    what: str,
+    text: str,
+    function: Callable[..., Any],
+    given: Collection[str],
+    besides: Collection[str] = (),
+) -> None:
+    """Raise unless a function takes the arguments that a text gives it.
+
+    Args:
+        what, text: as in `parsed`.
+        function: of that name.
+        given: the names of its arguments in the text.
+        besides: others, which the caller gives it.
+
+    Raises:
+        ValueError: it has no such argument, or needs another one.
+    """
+    name = text.partition("(")[0].strip()
+    parameters = inspect.signature(function).parameters
+    if unknown := sorted(set(given) - parameters.keys()):
+        close = _close(unknown[0], parameters)
+        meant = f": did you mean {' or '.join(map(repr, close))}?" if close else ";"
+        raise ValueError(
+            f"{what}={text!r}: {name} has no argument {unknown[0]!r}{meant} "
+            f"{'It' if close else 'it'} has {', '.join(parameters) or 'none'}"
+        )
+    for each, its in parameters.items():
+        if its.default is its.empty and each not in {*given, *besides}:
+            raise ValueError(
+                f"{what}={text!r}: {name} needs {each!r}, as in '{name}({each}=…)'"
+            )
 
 
 def _close(name: str, names: Collection[str]) -> list[str]:

@@ -62,27 +62,17 @@ def named(
     """
     name, given = parsed(text)
     constructor: Callable[..., GradientCode] = getattr(codes, name)
-    parameters = inspect.signature(constructor).parameters
-    unknown = given.keys() - parameters.keys()
-    if unknown:
-        raise ValueError(
-            f"code={text!r}: {name} has no argument {min(unknown)!r}; it has "
-            f"{', '.join(parameters)}"
-        )
+    common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
+    _parse.check_arguments("code", text, constructor, given, common)
     for name_ in ("n", "stragglers", "slices", "seed"):
         if name_ in given:
             raise ValueError(
                 f"code={text!r}: {name_} is the same for all codes of a plan; give it "
                 "to the plan or the group"
             )
-    common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
-    for name_, its in parameters.items():
-        if its.default is its.empty and name_ not in common | given:
-            raise ValueError(
-                f"code={text!r}: {name} needs {name_!r}, as in '{name}({name_}=…)'"
-            )
+    taken = inspect.signature(constructor).parameters
     try:
-        code = constructor(**{k: common[k] for k in common if k in parameters} | given)
+        code = constructor(**{k: common[k] for k in common if k in taken} | given)
     except (TypeError, ArithmeticError, MemoryError) as error:
         raise ValueError(f"code={text!r}: {error}") from None
     if code.m not in (slices, slices * code.parts):

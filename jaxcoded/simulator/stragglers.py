@@ -391,14 +391,10 @@ def named(text: str) -> Stragglers:
     # not that of a number such as 1e+3, nor one in quotes
     for part in re.split(r"\+(?=\s*[^\W\d])" + _UNQUOTED, text):
         name, arguments = _parse.parsed("model", part, MODELS)
+        _parse.check_arguments("model", part, MODELS[name], arguments)
         try:
             models.append(MODELS[name](**arguments))
-        except TypeError as error:
-            fields = ", ".join(f.name for f in dataclasses.fields(MODELS[name]))  # type: ignore[arg-type]
-            raise ValueError(
-                f"model={part!r}: {error}; {name} has {fields or 'no arguments'}"
-            ) from None
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"model={part!r}: {error}") from None
     total = models[0]
     for model in models[1:]:

@@ -139,7 +139,10 @@ def test_wrong_trace(tmp_path):
     [
         ("slow", "model must be one of none, exponential"),
         ("pareto(1.5)", "arguments need their names"),
-        ("pareto(form=1)", "pareto has shape, scale"),
+        ("pareto(form=1)", "'form'; it has shape, scale"),
+        ("bursty(faktor=8)", "did you mean 'factor'\\? It has begin, end, factor"),
+        ("none(a=1)", "none has no argument 'a'; it has none"),
+        ("trace", r"trace needs 'path', as in 'trace\(path=…\)'"),
         ("pareto(shape=0)", "shape must be above 0"),
         ("bursty(begin=2)", "must be probabilities"),
         ("fixed(ranks='x')", "ranks must be integers"),
