@@ -180,7 +180,7 @@ void Node::watch_above() {
   if (upstream_.rootless()) {
     return decide_alone("CodedError: round " + std::to_string(next_) +
                         " cannot be decided: the root, rank " + std::to_string(family_.ancestors.back()) +
-                        ", is dead");
+                        ", is dead: go on with group.recovered()");
   }
   const double seconds = deadline(1);
   up_.forsaken = now - up_.started >= seconds && *silent >= limits_.silent_seconds;
