@@ -61,12 +61,14 @@ bool Node::in_program() const {
 }
 
 // Of a child whose calls do not come while rounds are decided without it, it is said once what is
-// known. Its engine answers where its program is stuck, and tells where that is.
+// known. Its engine answers where its program is stuck, and tells where that is. So it is where a child
+// has left while this rank makes more calls: as a rule its program has made fewer steps.
 void Node::watch_children() {
   for (Child& child : children_) {
     Child::Behind& it = child.behind;
     const Round called = child.called();
-    if (child.left || child.retired || called >= newest_) {
+    const bool leaves = child.left || child.retired;
+    if (called >= newest_ || (leaves && departures_.leaving())) {
       it = {};
       continue;
     }
@@ -81,7 +83,10 @@ void Node::watch_children() {
       return "no call of " + named(child.rank) + " has come for " + seconds_in_words(now - it.since) +
              known();
     };
-    if (child.dead) {
+    if (leaves) {
+      it.said = true;
+      news_.push_back(named(child.rank) + " has closed the group" + known() + " without it");
+    } else if (child.dead) {
       it.said = true;
       news_.push_back(named(child.rank) + " is dead, as MPI reports" + known());
     } else if (now - it.since < limits_.stuck_seconds) {
