@@ -65,6 +65,27 @@ def test_all_leave(seed):
     settle_and_leave(world, rounds)
     world.assert_done()
     assert world.dead == set(range(plan.size))
+    assert not any(
+        "has closed the group" in text for news in world.news for text in news
+    )
+
+
+def test_who_leaves_before_the_others_is_named():
+    """As a rule its program has made fewer steps than the others'."""
+    plan = make_plan(4, fanout=3, stragglers=1)
+    world = random_world(plan, 5, random.Random(0))
+    world.open = 2
+    world.settle()
+    world.leave(3)
+    world.open = 5
+    world.settle()
+    assert world.news[1:] == [[], [], []]
+    (said,) = world.news[0]
+    assert re.fullmatch(
+        r"rank 3 has closed the group; the last call that is known is that of round 2, and "
+        r"rounds up to \d are decided without it",
+        said,
+    )
 
 
 @pytest.mark.slow
