@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -122,7 +123,7 @@ void ptracer() {
 }
 
 // Numbers of any length and at any place, and what the reader gets instead where there are none.
-bool reads(PeerPage& peer, const std::byte* from, std::size_t bytes, std::size_t shift, Copy how) {
+bool reads(const PeerPage& peer, const std::byte* from, std::size_t bytes, std::size_t shift, Copy how) {
   std::vector<std::byte> copy(bytes + 2 * shift, std::byte{0xee});
   const bool read = peer.read(reinterpret_cast<std::uintptr_t>(from), copy.data() + shift, bytes, how);
   const auto untouched = [&](auto begin) {
@@ -170,8 +171,40 @@ void memory() {
       }
     }
   }
+  expect(PeerMemory::of(card.pid, card.magic, place) == PeerMemory::of(card.pid, card.magic, place),
+         "once for all groups");
   const PeerMemory stranger(card.pid, card.magic + 1, place);
   expect(!stranger.find(address, 1), "another process's memory is not");
+}
+
+// Where no file can be opened, or addresses are limited, the kernel reads.
+void without() {
+  constexpr std::size_t bytes = 1 << 20;
+  OwnPage page;
+  std::byte* data = page.memory().allocate(bytes);
+  fill(data, bytes);
+  const Card card = page.open_slot();
+  rlimit files{}, addresses{};
+  getrlimit(RLIMIT_NOFILE, &files);
+  rlimit none = files;
+  none.rlim_cur = 0;
+  setrlimit(RLIMIT_NOFILE, &none);
+  const PeerMemory unopened(card.pid, card.magic, page->memory);
+  setrlimit(RLIMIT_NOFILE, &files);
+  getrlimit(RLIMIT_AS, &addresses);
+  addresses.rlim_cur = std::size_t{64} << 30;
+  setrlimit(RLIMIT_AS, &addresses);
+  const PeerMemory unmapped(card.pid, card.magic, page->memory);
+  for (const PeerMemory* it : {&unopened, &unmapped}) {
+    expect(!it->find(reinterpret_cast<std::uintptr_t>(data), 1), "nothing is mapped");
+  }
+  const auto peer = PeerPage::open(card);
+  expect(reads(*peer, data, bytes, 3, Copy::past_caches), "all is read");
+  OwnPage other;
+  expect(!other->memory.bytes, "there is no shared memory");
+  std::byte* vector = other.memory().allocate(bytes);
+  fill(vector, bytes);
+  other.memory().release(vector, bytes);
 }
 
 // A vector that was announced stays as it is when its process is killed.
@@ -196,7 +229,7 @@ void killed() {
   const auto peer = PeerPage::open(told.card);
   std::vector<std::byte> expected(bytes), copy(bytes);
   fill(expected.data(), bytes);
-  expect(peer && peer->read(told.address, copy.data(), 1, Copy::cached), "its memory is mapped");
+  expect(peer != nullptr, "its page is mapped, and its memory");
   kill(writer, SIGKILL);
   waitpid(writer, nullptr, 0);
   expect(peer->read(told.address, copy.data(), bytes, Copy::past_caches) && copy == expected, "all of it is still there");
@@ -239,6 +272,7 @@ int main(int, char** arguments) {
                                                 {"descriptor", descriptor},
                                                 {"ptracer", ptracer},
                                                 {"memory", memory},
+                                                {"without", without},
                                                 {"killed", killed},
                                                 {"reused", reused}};
   known.at(arguments[1])();

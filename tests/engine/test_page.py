@@ -27,7 +27,16 @@ def program(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
-    ["withdrawn", "number", "descriptor", "ptracer", "memory", "killed", "reused"],
+    [
+        "withdrawn",
+        "number",
+        "descriptor",
+        "ptracer",
+        "memory",
+        "without",
+        "killed",
+        "reused",
+    ],
 )
 def test_page(program, what):
     done = subprocess.run(

@@ -136,7 +136,7 @@ void MpiWire::send(Rank to, const Message& message) {
 Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
                            std::byte* to, std::size_t bytes, Copy how) {
   Peer& peer = peers_[from];
-  PeerPage* page = peer.page.get();
+  const PeerPage* page = peer.page.get();
   if (page && page->readable()) {
     const double before = now();
     const bool read = page->read(address, to, bytes, how);

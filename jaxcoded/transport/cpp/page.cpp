@@ -121,14 +121,14 @@ std::unique_ptr<PeerPage> PeerPage::open(const Card& card) {
   std::unique_ptr<PeerPage> peer(new PeerPage(card, map(file, PROT_READ)));
   if (peer->page_->magic != card.magic) return nullptr;
   if (mprotect(peer->page_, Page::writable, PROT_READ | PROT_WRITE) != 0) cannot_share("mprotect");
+  peer->memory_ = PeerMemory::of(card.pid, card.magic, peer->page_->memory);
   peer->readable_ = peer->read_by_kernel(card.magic_address, nullptr, 0);
   return peer;
 }
 
 PeerPage::~PeerPage() { munmap(page_, sizeof(Page)); }
 
-bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how) {
-  if (!memory_) memory_.emplace(card_.pid, card_.magic, page_->memory);
+bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how) const {
   const std::byte* from = memory_->find(address, bytes);
   if (!from) return read_by_kernel(address, to, bytes);
   copy(to, from, bytes, how);

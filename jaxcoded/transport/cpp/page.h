@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "copy.h"
@@ -117,7 +116,7 @@ class PeerPage {
   // Whether its memory can be read.
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).
-  bool read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how);
+  bool read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how) const;
   // Whether its objects of that round can still be read. The place may be another group's by now,
   // whose words start from 0: so it is looked at last whose they were.
   bool valid(std::size_t what, std::uint64_t round) const {
@@ -133,7 +132,7 @@ class PeerPage {
   Card card_;
   Page* page_;
   bool readable_ = false;
-  std::optional<PeerMemory> memory_;  // once something is read
+  std::shared_ptr<const PeerMemory> memory_;
 };
 
 }  // namespace jaxcoded

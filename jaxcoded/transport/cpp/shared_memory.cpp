@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@ namespace {
 // Addresses that are set aside, here and in each process that reads: no memory.
 constexpr std::size_t most = std::size_t{4} << 30;
 constexpr std::size_t least = 32 << 10;  // of what is worth whole pages
+// Older kernels begin anew at each signal, which may be one of a timer.
+constexpr int most_attempts = 3;
 
 std::size_t page_bytes() {
   static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -27,9 +30,15 @@ std::size_t in_pages(std::size_t bytes) {
   return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
 }
 
+// Null where it cannot be, or where addresses are counted and others need them.
 std::byte* map(const Descriptor& file, std::size_t bytes, int protection) {
+  rlimit addresses{};
+  if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur != RLIM_INFINITY) return nullptr;
   void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, file.number(), 0);
-  return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+  if (memory == MAP_FAILED) return nullptr;
+  // whoever writes it to a core file would fill all of it with pages
+  madvise(memory, bytes, MADV_DONTDUMP);
+  return static_cast<std::byte*>(memory);
 }
 
 }  // namespace
@@ -63,11 +72,13 @@ std::byte* SharedMemory::allocate(std::size_t bytes) {
   });
   if (found == free_.end()) return heap.allocate(bytes);
   // Where there is no memory, writing to it would kill this process.
-  int failed = 0;
-  do {
-    failed = fallocate(file_.number(), 0, static_cast<off_t>(found->first), static_cast<off_t>(wanted));
-  } while (failed && errno == EINTR);
-  if (failed) return heap.allocate(bytes);
+  bool there = false;
+  for (int attempt = 0; attempt < most_attempts && !there; ++attempt) {
+    there = fallocate(file_.number(), 0, static_cast<off_t>(found->first),
+                      static_cast<off_t>(wanted)) == 0;
+    if (!there && errno != EINTR) break;
+  }
+  if (!there) return heap.allocate(bytes);
   const auto [at, length] = *found;
   free_.erase(found);
   if (length > wanted) free_[at + wanted] = length - wanted;
@@ -93,9 +104,25 @@ void SharedMemory::release(std::byte* data, std::size_t bytes) {
   }
 }
 
+std::shared_ptr<const PeerMemory> PeerMemory::of(std::int64_t pid, std::uint64_t magic,
+                                                 const SharedPlace& place) {
+  static std::mutex mutex;
+  static std::map<std::uint64_t, std::weak_ptr<const PeerMemory>> known;
+  std::unique_lock lock(mutex);
+  std::erase_if(known, [](const auto& it) { return it.second.expired(); });
+  std::weak_ptr<const PeerMemory>& its = known[magic];
+  std::shared_ptr<const PeerMemory> out = its.lock();
+  if (!out) its = out = std::make_shared<const PeerMemory>(pid, magic, place);
+  return out;
+}
+
 PeerMemory::PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace& place) {
   if (!place.bytes) return;
-  const Descriptor file = open_sealed(pid, place.descriptor, place.bytes, false);
+  Descriptor file;
+  try {
+    file = open_sealed(pid, place.descriptor, place.bytes, false);
+  } catch (const std::exception&) {  // no descriptors: the kernel reads
+  }
   if (!file) return;
   memory_ = map(file, place.bytes, PROT_READ);
   place_ = place;

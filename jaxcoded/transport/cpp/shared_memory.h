@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "pool.h"
@@ -41,13 +42,16 @@ class SharedMemory : public Source {
   std::map<std::size_t, std::size_t> free_;  // bytes from each place on
 };
 
-// Another process's, mapped for reading; empty by default, and where it cannot be mapped.
+// Another process's, mapped for reading. Nothing is found in it where it cannot be mapped.
 class PeerMemory {
  public:
-  PeerMemory() = default;
   PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace& place);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
+
+  // One for all groups that have to do with that process.
+  static std::shared_ptr<const PeerMemory> of(std::int64_t pid, std::uint64_t magic,
+                                              const SharedPlace& place);
 
   // Where these bytes of that process are here; null if they are not in its shared memory.
   const std::byte* find(std::uint64_t address, std::size_t bytes) const;
