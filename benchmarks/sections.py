@@ -142,7 +142,7 @@ def main():
     )
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
-    sizes = [10_000, 20_000] if args.smoke else [250 * kb for kb in args.kilobytes]
+    sizes = [200_000, 400_000] if args.smoke else [250 * kb for kb in args.kilobytes]
     repetitions = 2 if args.smoke else args.repetitions
     made = dict(groups(args.stragglers))
     rows = []

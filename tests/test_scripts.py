@@ -185,7 +185,7 @@ def test_sections_benchmark(tmp_path):
     mpirun(4, "-m", "mpi4py", *job)
     with (tmp_path / "sections-4.csv").open() as file:
         rows = list(csv.DictReader(file))
-    for bytes_ in ("40000", "80000"):
+    for bytes_ in ("800000", "1600000"):
         late = [row["late"] for row in rows if row["bytes"] == bytes_]
         assert sorted(late) == ["False"] * 5 + ["True"] * 2
     moved = {
