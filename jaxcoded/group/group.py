@@ -882,8 +882,8 @@ class CodedGroup:
             ValueError: MPI is not fault-tolerant, there is no such plan for so many ranks, the group
                 was made with a plan of its own and ``plan`` is not given, or it keeps or follows a
                 record. On every rank; this group stays open.
-            CodedError: a rank that lives has not come, and is not or cannot be put out. On every rank
-                that lives; this group stays open.
+            CodedError: a rank that lives has not come, and is not or cannot be put out; or one more died
+                while the group was made anew. On every rank that lives; this group stays open.
             GroupMismatch: other ranks called something else.
         """
         check_open(self)
