@@ -80,6 +80,30 @@ def test_there_and_back(dtype, size, form):
 
 
 @needs_engine
+@pytest.mark.parametrize("tokened", [False, True])
+def test_slices_of_arrays(tokened):
+    """XLA fuses those that are aligned with the call that takes them, where it may."""
+    with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+
+        def step(x, token):
+            for part in jnp.split(x, 4):
+                if tokened:
+                    total, *_, token = jaxcoded.coded_allreduce(
+                        part, group, token=token
+                    )
+                else:
+                    total = jaxcoded.coded_allreduce(part, group)
+                x = jnp.concatenate([total, x[: -len(total)]])
+            return x, token
+
+        x = np.arange(4 * 4096, dtype=np.float32)
+        out, _ = jax.jit(step)(x, jnp.int32(0))
+        np.testing.assert_array_equal(
+            out, np.concatenate(np.split(x, 4)[::-1]), strict=True
+        )
+
+
+@needs_engine
 def test_lag_and_erasures():
     with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
         assert int(jax.jit(lambda: group.lag())()) == 0

@@ -30,7 +30,7 @@ class Network:
         sections_from: bytes of a sum from which ranks that are all the root's children form
             it in sections (``docs/engine.md``); 0: none. Default: 64 KiB between hosts, as
             the engine does, and 0 where ranks read each other's memory (``trips=1``): what
-            sections gain there, from 2 MiB on, is not simulated.
+            sections of long sums gain there is not simulated.
 
     Raises:
         ValueError: a number is negative, or a bandwidth or a piece is 0.

@@ -15,7 +15,9 @@ from jaxcoded.transport.options import PIECE, Options
 # On one host, from what is measured in benchmarks/README.md. Bytes of a piece: those that are added up are
 # in a cache together.
 _NEAR_PIECE = 128 << 10
-_NEAR_SECTIONS_FROM = 2 << 20  # bytes of a sum
+# Bytes of a sum from which sections pay, for each core that forms them: on 2 cores from 2 MiB on; on 16, where
+# 13 ranks form them, 2 MB take a third of the time.
+_NEAR_SECTIONS_FROM = 4 << 20
 # How many times as long the root takes to fetch and add a message as another rank to copy the result: of 16 MB
 # 5 ms of CPU against 2.4.
 _ADDING = 2.0
@@ -47,8 +49,9 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     sections_from = 0
     if family and not near:
         sections_from = SECTIONS_FROM
-    elif family and pays_on_one_host(plan, len(set().union(*cores))):
-        sections_from = _NEAR_SECTIONS_FROM
+    elif family and pays_on_one_host(plan, number := len(set().union(*cores))):
+        at_once = _NEAR_SECTIONS_FROM // min(number, plan.size)
+        sections_from = max(at_once, 2 * _NEAR_PIECE)
     if family and options.sections_from is not None:
         sections_from = options.sections_from
     return Pieces(
@@ -61,7 +64,7 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:
     """Whether the root of a family on one host, which would add up all messages on its own, would keep
-    the other ranks waiting, who only copy the result.
+    the other ranks waiting, who only copy the result. Of two ranks one adds while the other copies.
 
     Example:
         >>> from jaxcoded.plan import make_plan
@@ -70,7 +73,11 @@ def pays_on_one_host(plan: Plan, cores: int) -> bool:
         [False, False, True]
         >>> pays_on_one_host(uncoded, cores=2)
         True
+        >>> pays_on_one_host(make_plan(2, stragglers=0), cores=16)
+        False
     """
+    if plan.size <= 2:
+        return False
     messages = float(Layout.of(plan).needs[0])
     return (cores - 1) * _ADDING * messages >= _AS_MUCH * (plan.size - 1)
 

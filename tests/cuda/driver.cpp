@@ -76,7 +76,7 @@ auto& pending = *new std::list<Pending>;
 auto& misuses = *new std::vector<std::string>;
 auto& failing = *new std::map<std::string, int>;  // calls of a function until one fails
 int copies_until_lost = 0;
-std::uint64_t copies = 0, copied_bytes = 0;
+std::uint64_t copies = 0, copied_bytes = 0, pins = 0;
 int most_delay = 200;                          // microseconds
 thread_local Context* current = nullptr;
 thread_local bool in_host_function = false;
@@ -238,6 +238,12 @@ API cuStreamQuery(Stream* stream) {
   return stream->queue.empty() && !stream->busy ? 0 : not_ready;
 }
 
+API cuStreamSynchronize(Stream* stream) {
+  ENTER("cuStreamSynchronize", stream->context);
+  changed.wait(lock, [&] { return stream->context->lost || (stream->queue.empty() && !stream->busy); });
+  return stream->context->lost ? lost : 0;
+}
+
 API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
   ENTER("cuStreamWaitEvent", stream->context);
   if (!event->latest) {
@@ -300,6 +306,7 @@ API cuEventSynchronize(Event* event) {
 API cuMemHostRegister_v2(void* start, std::size_t bytes, unsigned) {
   ENTER("cuMemHostRegister_v2", nullptr);
   pinned[static_cast<const char*>(start)] = bytes;
+  ++pins;
   return 0;
 }
 
@@ -464,6 +471,12 @@ API fake_misuses(char* words, std::size_t bytes) {
   std::unique_lock lock(mutex);
   if (!misuses.empty()) std::strncpy(words, misuses.front().c_str(), bytes - 1);
   return static_cast<int>(misuses.size());
+}
+
+// How often memory was pinned.
+extern "C" __attribute__((visibility("default"))) unsigned long long fake_pins() {
+  std::unique_lock lock(mutex);
+  return pins;
 }
 
 extern "C" __attribute__((visibility("default"))) unsigned long long fake_copied_bytes() {

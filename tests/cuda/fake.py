@@ -101,7 +101,7 @@ class Gpu:
         path = str(library(directory, "driver"))
         self.reason = _engine.load_cuda(path)
         self._lib = ctypes.CDLL(path)
-        for name in ("fake_allocate", "fake_copied_bytes"):
+        for name in ("fake_allocate", "fake_copied_bytes", "fake_pins"):
             getattr(self._lib, name).restype = ctypes.c_ulonglong
 
     def renew(self):
@@ -125,6 +125,10 @@ class Gpu:
 
     def copied_bytes(self):
         return self._lib.fake_copied_bytes()
+
+    def pins(self):
+        """How often memory was pinned."""
+        return self._lib.fake_pins()
 
     def pending(self):
         return self._lib.fake_pending()

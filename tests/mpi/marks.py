@@ -1,6 +1,7 @@
 """On which transports a test runs, and on how many ranks. Without a mark: on each transport, and
 on any number of ranks."""
 
+import jax
 import pytest
 from mpi4py import MPI
 
@@ -17,3 +18,6 @@ not_alone = pytest.mark.exhaustive if SIZE == 1 else lambda test: test
 slices = pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
 # The groups of these tests lose one child of every parent.
 redundant = pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+
+ON_GPU = jax.default_backend() == "gpu"
+cpus_only = pytest.mark.skipif(ON_GPU, reason="for CPUs only so far")

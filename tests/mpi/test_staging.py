@@ -33,7 +33,7 @@ import fake
 pytestmark = engine_only
 
 RANK = MPI.COMM_WORLD.rank
-CHUNK = (2 << 20) // 4  # float32 numbers that are copied at a time
+CHUNK = (4 << 20) // 4  # float32 numbers that are copied at a time
 DONE = 1
 LOST = int(SIZE > 2)  # stragglers
 CALL, NAME = "a test of staging", 1234567  # in words, and its fingerprint
@@ -346,6 +346,18 @@ def test_memory_is_used_again(comm, gpu, stream, group):
     assert len(totals) <= 2
 
 
+def test_nothing_is_pinned_anew_where_lengths_take_turns(comm, gpu, stream, group):
+    """To pin takes longer than a round. What is pinned is never more than was in use at once."""
+    lengths = [CHUNK, 1000, 3 * CHUNK, CHUNK // 2]
+    trees = [vectors_of(group, gradients(length)) for length in lengths]
+    pins = []
+    for _ in range(4):
+        for own in trees:
+            device_round(gpu, stream, group, own)
+        pins.append(gpu.pins())
+    assert pins[1] == pins[3]
+
+
 def test_copies_without_a_round(gpu, stream):
     values = np.zeros(3 * CHUNK + 7, np.float32)
     own, out = gpu.array(stream, values), gpu.array(stream, values)
@@ -390,17 +402,19 @@ def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
 
 @pytest.mark.parametrize("tokened", [False, True])
 def test_programs_for_a_gpu(group, tokened):
-    """They are made, also where there is none. Only a number that orders is aliased."""
+    """They are made, also where there is none. Only a number that orders is aliased, and slices stay
+    outside of a call that XLA's own type orders: it would compile no other."""
 
     def step(x, token):
         if tokened:
-            return jaxcoded.coded_allreduce(x, group, token=token)
-        return jaxcoded.coded_allreduce(x, group), token
+            return jaxcoded.coded_allreduce(x[64:], group, token=token)
+        return jaxcoded.coded_allreduce(x[64:], group), token
 
-    traced = jax.jit(step).trace(jnp.ones(3), jnp.int32(0))
+    traced = jax.jit(step).trace(jnp.ones(128), jnp.int32(0))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (call,) = [line for line in text.splitlines() if "@jaxcoded_round" in line]
     assert call.count("output_operand_alias<") == 1 + tokened
+    assert text.count("optimization_barrier") == (not tokened)
 
 
 # The handlers, called as XLA does.

@@ -82,8 +82,10 @@ def told(text, odd, usual, unusual):
     found = re.search(
         r"GroupMismatch: (.*) at rank (\d+), (.*) at rank (\d+): "
         r"ranks called different things in the same round; "
-        r"rank \2: round (\d+), ([^;]*); rank \4: round (\d+), ([^;\n]*)",
+        r"rank \2: round (\d+), ([^;]*); rank \4: round (\d+), ([^;\n]*?)"
+        r"(?: \[executable_name=.*)?$",
         text,
+        re.MULTILINE,
     )
     if not found:
         return False

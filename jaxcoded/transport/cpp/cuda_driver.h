@@ -47,6 +47,7 @@ struct Driver {
   Function<Stream*, unsigned> create_stream{"cuStreamCreate"};
   Function<Stream, Context*> context_of_stream{"cuStreamGetCtx"};
   Function<Stream> query_stream{"cuStreamQuery"};
+  Function<Stream> synchronize{"cuStreamSynchronize"};
   Function<Stream, Event, unsigned> wait_in_stream{"cuStreamWaitEvent"};
   Function<Stream, void (*)(void*), void*> call_in_stream{"cuLaunchHostFunc"};
   Function<Event*, unsigned> create_event{"cuEventCreate"};

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <new>
+#include <tuple>
 
 namespace jaxcoded {
 namespace {
@@ -41,10 +42,11 @@ Pool::~Pool() {
 }
 
 Buffer Pool::take(std::size_t bytes) {
-  const std::size_t capacity = rounded(bytes);
+  std::size_t capacity = rounded(bytes);
   std::byte* data = nullptr;
-  if (auto found = free_.find(capacity); found != free_.end()) {
-    data = found->second;
+  const auto found = fit_ == Fit::same ? free_.find(capacity) : free_.lower_bound(capacity);
+  if (found != free_.end()) {
+    std::tie(capacity, data) = *found;
     free_.erase(found);
     kept_ -= capacity;
   } else {
@@ -59,10 +61,11 @@ void Pool::give(std::byte* data, std::size_t capacity) {
   kept_ += capacity;
   free_.emplace(capacity, data);
   while (kept_ > most_) {
-    const auto largest = std::prev(free_.end());
-    kept_ -= largest->first;
-    source_.release(largest->second, largest->first);
-    free_.erase(largest);
+    // large ones cost most to keep, and serve most where they need not be used up
+    const auto least = fit_ == Fit::same ? std::prev(free_.end()) : free_.begin();
+    kept_ -= least->first;
+    source_.release(least->second, least->first);
+    free_.erase(least);
   }
 }
 

@@ -54,11 +54,16 @@ class Heap : public Source {
 };
 inline Heap heap;
 
+// Which unused block a pool hands out: one as large as asked for, or the smallest that is large enough,
+// where there is nothing dearer than a new one.
+enum class Fit : bool { same, enough };
+
 // Not safe for use from several threads at once.
 class Pool {
  public:
   // Keeps up to this many unused bytes.
-  explicit Pool(std::size_t most, Source& source = heap) : most_(most), source_(source) {}
+  explicit Pool(std::size_t most, Source& source = heap, Fit fit = Fit::same)
+      : most_(most), source_(source), fit_(fit) {}
   Pool(const Pool&) = delete;
   ~Pool();
 
@@ -78,6 +83,7 @@ class Pool {
   std::multimap<std::size_t, std::byte*> free_;  // by capacity
   std::size_t most_;
   Source& source_;
+  Fit fit_;
   std::size_t used_ = 0;
   std::size_t kept_ = 0;
 };

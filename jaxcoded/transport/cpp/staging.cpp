@@ -22,21 +22,23 @@ using cuda::address_of;
 using cuda::Current;
 using cuda::driver;
 
-// Copied at a time: long enough for the bus, and a small part of what is long.
-constexpr std::uint64_t stretch_bytes = 2 << 20;
+// Copied at a time: long enough for the bus and for what follows each copy, and a small part of what is
+// long.
+constexpr std::uint64_t stretch_bytes = 4 << 20;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
 constexpr std::size_t alignment = 64;
 
 // --- Pinned memory ---
 
-// Ordinary memory that is then pinned: other ranks must be able to read it.
+// Memory of the host that is then pinned: of what other ranks map, while there is room in it, else of
+// what the kernel lets them read.
 class Pinned : public Source {
  public:
   std::byte* allocate(std::size_t bytes) override;
   void release(std::byte* data, std::size_t bytes) override;
 };
 
-std::byte* Pinned::allocate(std::size_t bytes) {
+std::byte* anonymous(std::size_t bytes) {
   // from a huge page's start, so that there are some
   const std::size_t mapped = bytes + (bytes >= huge_page ? huge_page : 0);
   void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -55,10 +57,20 @@ std::byte* Pinned::allocate(std::size_t bytes) {
   }
   // A fork would leave the GPU with pages that are no longer this process's.
   madvise(data, bytes, MADV_DONTFORK);
+  return data;
+}
+
+void give_back(std::byte* data, std::size_t bytes) {
+  if (!Engine::instance().memory().take_back(data, bytes)) munmap(data, bytes);
+}
+
+std::byte* Pinned::allocate(std::size_t bytes) {
+  std::byte* data = Engine::instance().memory().find_room(bytes);
+  if (!data) data = anonymous(bytes);
   try {
     driver().pin(data, bytes, cuda::portable);
   } catch (cuda::Failure& failure) {
-    munmap(data, bytes);
+    give_back(data, bytes);
     throw cuda::Failure{std::to_string(bytes) + " bytes of memory cannot be pinned for a GPU: " +
                         failure.text};
   }
@@ -67,10 +79,10 @@ std::byte* Pinned::allocate(std::size_t bytes) {
 
 void Pinned::release(std::byte* data, std::size_t bytes) {
   driver().unpin.address(data);
-  munmap(data, bytes);
+  give_back(data, bytes);
 }
 
-// Whole pages, so that `munmap` can give them back.
+// Whole pages, so that they can be given back.
 std::size_t pages(std::size_t bytes) {
   const std::size_t unit = bytes >= huge_page ? huge_page : std::size_t{64} << 10;
   return (bytes + unit - 1) / unit * unit;
@@ -186,7 +198,7 @@ class Depot {
   std::mutex mutex_;
   std::map<cuda::Context, Lane> lanes_;
   Pinned pinned_;
-  Pool pool_{0, pinned_};
+  Pool pool_{0, pinned_, Fit::enough};  // to pin new memory takes longer than a round
   std::size_t most_ = 0;
   std::list<Retired> retired_;
 };
@@ -313,8 +325,19 @@ class DeviceFlight : public Feed {
     next_.reset();
   }
 
-  void wait_for_own() { wait_for(lane_ ? lane_->news : nullptr); }
-  void wait_for_stream() { wait_for(stream_); }
+  void wait_for_own() {
+    attempt([&] {
+      const Current current(lane_->context);
+      Mark(*lane_, lane_->news).wait();
+    });
+  }
+  // As a program does.
+  void wait_for_stream() {
+    attempt([&] {
+      const Current current(lane_->context);
+      driver().synchronize(stream_);
+    });
+  }
 
   // Where the result goes.
   void expect(DeviceCall& call) {
@@ -441,13 +464,6 @@ class DeviceFlight : public Feed {
   void note(const cuda::Failure& failure) {
     std::unique_lock lock(mutex_);
     if (failure_.empty()) failure_ = failure.text;
-  }
-
-  void wait_for(cuda::Stream stream) {
-    attempt([&] {
-      const Current current(lane_->context);
-      Mark(*lane_, stream).wait();
-    });
   }
 
   // What was to be read at once may still be on its way.
