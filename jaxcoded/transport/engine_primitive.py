@@ -214,14 +214,18 @@ def _lowering(
     return _jax_compat.lower_in_order(ctx, ORDER, lower, operands)
 
 
-def _whole(ctx: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _whole(ctx: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     """The operands, which XLA is not to take for slices of other arrays: with JAX 0.11 it fuses slices
     with the call that takes them, on GPUs, and aborts the process where that has a result of XLA's type
     for an order."""
     barrier = mlir.lower_fun(
         lambda *arrays: jax.lax.optimization_barrier(arrays), multiple_results=True
     )
-    return barrier(ctx.replace(avals_out=ctx.avals_in), *operands) if operands else ()
+    return (
+        tuple(barrier(ctx.replace(avals_out=ctx.avals_in), *operands))
+        if operands
+        else ()
+    )
 
 
 mlir.register_lowering(
