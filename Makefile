@@ -19,7 +19,7 @@ as_users := --xla_cpu_multi_thread_eigen=false
 # What changes most, on 4 ranks.
 check_tests := $(addprefix tests/mpi/test_,engine.py collectives.py erasures.py)
 mpich_tests := $(addprefix tests/mpi/test_,engine.py misuse.py baselines.py)
-mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other or are_named or killed_rank_ends
+mpich_faults := stopped_rank_behind or exits_early or error_of_the_root or caught_error or one_after_the_other or are_named or killed_rank_ends or gpus_are_divided
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check check-all test test-all test-mpich smoke test-asan test-tsan fuzz chaos lint format doctest docs browser wheels clean

@@ -13,7 +13,7 @@ import time
 import pytest
 from launch import ROOT, limited, slowness
 
-from jaxcoded.cli import ends, launcher, places
+from jaxcoded.cli import ends, launcher, places, rank
 
 pytestmark = pytest.mark.mpi
 
@@ -68,11 +68,42 @@ def test_ranks_are_named_and_get_the_arguments(program):
     assert said.returncode == 0, said.stderr
     # Open MPI says [0]<stdout>: and MPICH [0]
     lines = sorted(said.stdout.split("\n")[:2])
-    for rank, line in enumerate(lines):
-        assert line.startswith(f"[{rank}]")
+    for number, line in enumerate(lines):
+        assert line.startswith(f"[{number}]")
         assert line.endswith(" size 2 --steps 3 -n 7")
     plain = run("--plain", "-n", 1, path)
     assert plain.stdout == f"size 1 {len(os.sched_getaffinity(0))}\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "options", "shares", "preallocates"),
+    [
+        (2, "0,1,2,3", [], ["0,1", "2,3"], True),
+        (3, "0,1,2,3", [], ["0", "1", "2"], True),
+        (2, "GPU-a1,GPU-b2", [], ["GPU-a1", "GPU-b2"], True),
+        (2, "5", [], ["5", "5"], False),
+        (2, "0,1", ["--all-gpus"], ["0,1", "0,1"], True),
+        (2, "", [], ["", ""], True),
+    ],
+)
+def test_gpus_are_divided_among_the_ranks(
+    program, ranks, gpus, options, shares, preallocates
+):
+    body = """
+for name in "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE":
+    print(f"{rank} {name}={os.environ.get(name)};")
+"""
+    job = run("-n", ranks, *options, program(body), CUDA_VISIBLE_DEVICES=gpus)
+    assert job.returncode == 0, job.stderr
+    for number, share in enumerate(shares):
+        assert f"{number} CUDA_VISIBLE_DEVICES={share};" in job.stdout
+        preallocate = None if preallocates else "false"
+        assert f"{number} XLA_PYTHON_CLIENT_PREALLOCATE={preallocate};" in job.stdout
+
+
+def test_of_five_ranks_on_two_gpus_two_have_one_and_three_the_other():
+    shares = [rank.gpus_of(each, 5, ["a", "b"]) for each in range(5)]
+    assert shares == [["a"], ["a"], ["a"], ["b"], ["b"]]
 
 
 def test_an_uncaught_error_ends_the_job(program):

@@ -1,5 +1,5 @@
-"""Starts the program of a rank as its child, tells `jaxcoded run` when it begins and how it ends,
-and ends alike.
+"""Starts the program of a rank as its child, with GPUs of its own, tells `jaxcoded run` when it begins
+and how it ends, and ends alike.
 
 Runs by itself, without the package: `python -I -S rank.py COMMAND...`.
 
@@ -15,9 +15,16 @@ import signal
 import sys
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
+ALL_GPUS = "JAXCODED_ALL_GPUS"  # set where each rank is to see all GPUs of its host
 # PID:FILE, this process and a file descriptor: its child writes to it as it ends the job
 _PIPE = "JAXCODED_ENDS_JOB"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+# which rank of its host it is, and of how many: of Open MPI, and of MPICH
+_LOCAL = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 3.0  # seconds for being heard
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}
@@ -38,6 +45,8 @@ def main() -> None:
         for number, handler in before.items():
             kept = handler == signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)
+        if ALL_GPUS not in os.environ:
+            _divide_gpus()
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == here:
             os.execvp(sys.argv[1], sys.argv[1:])
@@ -57,6 +66,35 @@ def main() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(here, -code)
     os._exit(code & 255)
+
+
+def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:
+    """Those of one rank among the ranks of its host: as many for each, or, where there are fewer
+    than ranks, one that is shared."""
+    if each := len(gpus) // ranks:
+        return gpus[rank * each : (rank + 1) * each]
+    return [gpus[rank * len(gpus) // ranks]]
+
+
+def _divide_gpus() -> None:
+    """JAX would take the first GPU in all ranks."""
+    found = [
+        [int(os.environ[name]) for name in names]
+        for names in _LOCAL
+        if all(os.environ.get(name, "").isdigit() for name in names)
+    ]
+    if _VISIBLE in os.environ:  # of the user, or of the scheduler
+        gpus = [each for each in os.environ[_VISIBLE].split(",") if each]
+    else:
+        files = [name for name in os.listdir("/dev") if name.startswith("nvidia")]
+        count = sum(name.removeprefix("nvidia").isdigit() for name in files)
+        gpus = list(map(str, range(count)))
+    if not found or not gpus:
+        return
+    rank, ranks = found[0]
+    os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
+    if len(gpus) < ranks:  # none takes most of the memory when JAX starts
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def _tell(code: int | str) -> None:

@@ -3,8 +3,9 @@
     jaxcoded run -n 4 train.py --steps 100
 
 Where there are more ranks than cores they take turns, and each computes with as many threads as it
-has cores. Every line of output begins with its rank. Nothing of the job is left on this host when
-it is over. docs/faults.md tells what a job survives that was started with --ft.
+has cores. The GPUs of a host are divided among its ranks. Every line of output begins with its rank.
+Nothing of the job is left on this host when it is over. docs/faults.md tells what a job survives that
+was started with --ft.
 """
 
 import pathlib
@@ -14,7 +15,7 @@ import sys
 import click
 
 from jaxcoded import _require
-from jaxcoded.cli import ends, job, launcher, places
+from jaxcoded.cli import ends, job, launcher, places, rank
 
 
 @click.command("run", help=__doc__, context_settings={"allow_interspersed_args": False})
@@ -45,6 +46,11 @@ from jaxcoded.cli import ends, job, launcher, places
     help="End the job after so long.",
 )
 @click.option(
+    "--all-gpus",
+    is_flag=True,
+    help="Each rank sees all GPUs of its host, and not its share of them.",
+)
+@click.option(
     "--plain", is_flag=True, help="Output without the ranks in front of the lines."
 )
 @click.option("-m", "module", is_flag=True, help="PROGRAM is the name of a module.")
@@ -58,6 +64,7 @@ def command(
     hostfile: str | None,
     mpirun: str | None,
     timeout: float | None,
+    all_gpus: bool,
     plain: bool,
     module: bool,
     program: str,
@@ -90,7 +97,7 @@ def command(
             hosts=hosts,
             hostfile=hostfile,
             wrapper=ends.WRAPPER,
-            variables=heard.variables,
+            variables=heard.variables | ({rank.ALL_GPUS: "1"} if all_gpus else {}),
         )
         status = job.play(
             words, environment, seconds=timeout, ended=heard.of_job, own_files=not away
