@@ -8,7 +8,12 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.deadline import Deadline
 
 VARIABLE = "JAXCODED_DEBUG"
-POLICIES = ("warn", "drop", "raise")
+# What happens where messages do not agree.
+POLICIES = {
+    "warn": "a line in the log",
+    "drop": "the round goes on without who is wrong, where that is known, and fails otherwise",
+    "raise": "the round fails",
+}
 
 
 def asked(debug: Any) -> Any:
@@ -27,9 +32,9 @@ def check(debug: Any, verify: Any, verify_wait: Any) -> None:
         ValueError: they are not.
     """
     if verify not in (None, *POLICIES):
+        words = ", ".join(f"{name!r} ({what})" for name, what in POLICIES.items())
         raise ValueError(
-            f"verify must be one of {', '.join(POLICIES)} or None, got "
-            f"{_require.shown(verify)}"
+            f"verify must be one of {words}, or None, got {_require.shown(verify)}"
         )
     if not isinstance(verify_wait, bool):
         raise ValueError(  # noqa: TRY004  # as the others
