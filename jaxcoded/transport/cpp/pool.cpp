@@ -11,6 +11,7 @@ namespace jaxcoded {
 namespace {
 
 constexpr std::size_t huge_page = std::size_t{2} << 20;
+constexpr std::size_t far_too_large = 8;  // times what was asked for
 
 // Sizes are rounded up, by an eighth at most, so that rounds of almost equal size share memory.
 std::size_t rounded(std::size_t bytes) {
@@ -44,8 +45,8 @@ Pool::~Pool() {
 Buffer Pool::take(std::size_t bytes) {
   std::size_t capacity = rounded(bytes);
   std::byte* data = nullptr;
-  const auto found = fit_ == Fit::same ? free_.find(capacity) : free_.lower_bound(capacity);
-  if (found != free_.end()) {
+  const std::size_t most = fit_ == Fit::same ? capacity : far_too_large * capacity;
+  if (const auto found = free_.lower_bound(capacity); found != free_.end() && found->first <= most) {
     std::tie(capacity, data) = *found;
     free_.erase(found);
     kept_ -= capacity;
