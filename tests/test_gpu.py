@@ -83,7 +83,10 @@ def test_there_and_back(dtype, size, form):
 @pytest.mark.parametrize("tokened", [False, True])
 def test_slices_of_arrays(tokened):
     """XLA fuses those that are aligned with the call that takes them, where it may."""
-    with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+    with (
+        jax.default_device(gpus()[0]),
+        jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group,
+    ):
 
         def step(x, token):
             for part in jnp.split(x, 4):

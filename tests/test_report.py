@@ -172,6 +172,20 @@ def test_a_child_whose_file_goes_on_has_not_stopped():
     np.testing.assert_allclose(took.seconds[:, 3], [0.7, 5.0, 0.7, 0.7, 0.7])
 
 
+def test_a_rank_that_was_late_in_all_rounds():
+    """It computed nothing, and its file says what it took all the same."""
+    own = of_child(3, work=[NAN, *[2.5] * 5], skipped=[True] * ROUNDS)
+    root = missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 0.2])
+    saved = analysis.savings(root, [root, own])
+    np.testing.assert_allclose(saved.uncoded, 2.5)
+    took = analysis.work([root, own])
+    assert took.source[3] == "file"
+    np.testing.assert_allclose(took.seconds[:, 3], 2.5)
+    # without it nobody knows
+    assert analysis.unknown([root, own]) == []
+    assert analysis.unknown([root]) == [3]
+
+
 def test_too_late():
     shares = analysis.too_late([seen()])
     np.testing.assert_allclose(shares, [NAN, 0, 0, 2 / 6])
@@ -386,6 +400,19 @@ def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
     )
     assert said.count("as it was: star, s = 1") == ranked
     assert (out / "plans.png").exists() == bool(ranked)
+
+
+def test_other_plans_where_a_rank_is_unknown(tmp_path, capsys):
+    """They are not ranked as if it was as fast as the others."""
+    missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 0.2]).save(
+        path := tmp_path / "0.npz"
+    )
+    assert main(["report", str(path), "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "rank 3 came too late in most rounds, and nothing here tells how slow" in said
+    )
+    assert not (tmp_path / "plans.png").exists()
 
 
 def test_disagreement():

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -82,23 +83,54 @@ def test_ranks_are_named_and_get_the_arguments(program):
         (3, "0,1,2,3", [], ["0", "1", "2"], True),
         (2, "GPU-a1,GPU-b2", [], ["GPU-a1", "GPU-b2"], True),
         (2, "5", [], ["5", "5"], False),
+        (2, "3, 3", [], ["3", "3"], False),
+        (2, "3,-1,4", [], ["3", "3"], False),
         (2, "0,1", ["--all-gpus"], ["0,1", "0,1"], True),
         (2, "", [], ["", ""], True),
     ],
 )
 def test_gpus_are_divided_among_the_ranks(
-    program, ranks, gpus, options, shares, preallocates
+    program, monkeypatch, ranks, gpus, options, shares, preallocates
 ):
     body = """
 for name in "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE":
     print(f"{rank} {name}={os.environ.get(name)};")
 """
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     job = run("-n", ranks, *options, program(body), CUDA_VISIBLE_DEVICES=gpus)
     assert job.returncode == 0, job.stderr
+    assert ("2 ranks share 1 GPU on " in job.stderr) == (not preallocates)
     for number, share in enumerate(shares):
         assert f"{number} CUDA_VISIBLE_DEVICES={share};" in job.stdout
         preallocate = None if preallocates else "false"
         assert f"{number} XLA_PYTHON_CLIENT_PREALLOCATE={preallocate};" in job.stdout
+
+
+def test_gpus_are_those_that_cuda_counts(program, tmp_path, monkeypatch):
+    """A stand-in for its driver counts three. What the user has set stays."""
+    if not (compiler := shutil.which("cc")):
+        pytest.skip("there is no C compiler")
+    source = tmp_path / "driver.c"
+    source.write_text(
+        "int cuInit(unsigned f) { return f; }\n"
+        "int cuDeviceGetCount(int *count) { *count = 3; return 0; }\n"
+    )
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    body = """
+names = "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE"
+print(rank, *map(os.environ.get, names), "JAXCODED_ALL_GPUS" in os.environ, ";")
+"""
+    job = run(
+        *("-n", 4, program(body)),
+        LD_LIBRARY_PATH=str(tmp_path),
+        XLA_PYTHON_CLIENT_PREALLOCATE="true",
+    )
+    assert job.returncode == 0, job.stderr
+    for number, gpu in enumerate("0012"):
+        assert f"{number} {gpu} true False ;" in job.stdout
+    assert "4 ranks share 3 GPUs on " in job.stderr
 
 
 def test_of_five_ranks_on_two_gpus_two_have_one_and_three_the_other():

@@ -26,6 +26,7 @@ UNUSUAL = 1.15
 # cannot tell which plan is faster.
 WRONG = 1.5
 _FANOUTS = 2, 4, 8, 16, 32
+_MOSTLY = 0.5  # of all rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +196,15 @@ def too_late(files: Sequence[Telemetry]) -> np.ndarray:
         if len(late):
             shares[seen.children] = late.mean(axis=0)
     return shares
+
+
+def unknown(files: Sequence[Telemetry]) -> list[int]:
+    """The ranks that were too late in most rounds, and of which nothing tells how slow they are: neither a
+    file of their own nor a step time that they told."""
+    late, untold = too_late(files), np.isnan(files[0].step_times)
+    there = {file.rank for file in files}
+    ranks = np.flatnonzero((late > _MOSTLY) & untold).tolist()
+    return [rank for rank in ranks if rank not in there]
 
 
 def step_seconds(seen: Telemetry) -> float:
@@ -435,8 +445,11 @@ def _latest(seen: Telemetry) -> int:
 
 def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
     """Seconds of work of the rank whose telemetry this is, in these rounds; NaN in those
-    it skipped: float64 ``(Q,)``."""
-    own = np.where(seen.skipped, np.nan, np.maximum(seen.work, 0.0))
+    it skipped: float64 ``(Q,)``. Of a rank that skipped all of them, what it took all the same: the
+    least that its work would have taken."""
+    own = np.maximum(seen.work, 0.0)
+    if not seen.skipped.all():
+        own = np.where(seen.skipped, np.nan, own)
     return _aligned(seen.rounds, own, rounds)
 
 

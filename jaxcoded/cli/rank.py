@@ -15,7 +15,7 @@ import signal
 import sys
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
-ALL_GPUS = "JAXCODED_ALL_GPUS"  # set where each rank is to see all GPUs of its host
+ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
 # PID:FILE, this process and a file descriptor: its child writes to it as it ends the job
 _PIPE = "JAXCODED_ENDS_JOB"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -45,7 +45,7 @@ def main() -> None:
         for number, handler in before.items():
             kept = handler == signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)
-        if ALL_GPUS not in os.environ:
+        if os.environ.pop(ALL_GPUS, "") != "1":
             _divide_gpus()
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == here:
@@ -83,18 +83,37 @@ def _divide_gpus() -> None:
         for names in _LOCAL
         if all(os.environ.get(name, "").isdigit() for name in names)
     ]
-    if _VISIBLE in os.environ:  # of the user, or of the scheduler
-        gpus = [each for each in os.environ[_VISIBLE].split(",") if each]
-    else:
-        files = [name for name in os.listdir("/dev") if name.startswith("nvidia")]
-        count = sum(name.removeprefix("nvidia").isdigit() for name in files)
-        gpus = list(map(str, range(count)))
+    gpus = _visible_gpus()
     if not found or not gpus:
         return
     rank, ranks = found[0]
     os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
-    if len(gpus) < ranks:  # none takes most of the memory when JAX starts
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if len(gpus) >= ranks:
+        return
+    # or each would take most of the memory when JAX starts
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if rank == 0:
+        number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        words = f"jaxcoded run: {ranks} ranks share {number} on {os.uname().nodename}"
+        print(words, file=sys.stderr, flush=True)
+
+
+def _visible_gpus() -> list[str]:
+    """The GPUs that CUDA can use here, as its variable names them."""
+    if _VISIBLE in os.environ:  # of the user, or of the scheduler
+        gpus = []
+        for each in map(str.strip, os.environ[_VISIBLE].split(",")):
+            if not each or each.startswith("-"):
+                break  # CUDA looks no further
+            gpus.append(each)
+        return list(dict.fromkeys(gpus))
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return []
+    return [] if failed else list(map(str, range(count.value)))
 
 
 def _tell(code: int | str) -> None:

@@ -97,7 +97,13 @@ class _Found:
     @property
     def ranked(self) -> list[analysis.Predicted]:
         """The plans, if their order can be trusted."""
-        return self.plans if self.plans and self.off <= analysis.WRONG else []
+        known = self.plans and self.off <= analysis.WRONG and not self.unknown
+        return self.plans if known else []
+
+    @property
+    def unknown(self) -> list[int]:
+        """Ranks without which nothing can be said of other plans."""
+        return analysis.unknown(self.files)
 
 
 def _found(files: list[Telemetry]) -> _Found:
@@ -184,6 +190,11 @@ def _say(found: _Found) -> None:
     elif found.plans:
         replayed = found.plans[0].seconds
         output.say(_replay_in_words(found.measured, replayed, found.off))
+        if found.unknown and found.off <= analysis.WRONG:
+            output.say(
+                f"{_format.ranks(found.unknown)} came too late in most rounds, and nothing here tells "
+                "how slow: how other plans would have done takes their own files, too"
+            )
         if found.ranked:
             _say_plans(found)
     else:

@@ -346,18 +346,17 @@ def test_memory_is_used_again(comm, gpu, stream, group):
     assert len(totals) <= 2
 
 
-def test_nothing_is_pinned_anew_where_lengths_take_turns(comm, gpu, stream, group):
-    """To pin takes longer than a round. Little more is kept than was in use at once."""
-    device_round(gpu, stream, group, vectors_of(group, gradients(4 * CHUNK)))
-    most = sum(_engine.pinned_bytes())
+def test_nothing_is_pinned_anew_where_lengths_take_turns(comm, gpu, stream):
+    """To pin takes longer than a round. `tests/engine/pool.cpp` takes many more turns."""
     lengths = [CHUNK, 1000, 3 * CHUNK, CHUNK // 2, CHUNK // 20, 10, 4 * CHUNK]
-    trees = [vectors_of(group, gradients(length)) for length in lengths]
     pins = []
-    for _ in range(4):
-        for own in trees:
-            device_round(gpu, stream, group, own)
-            assert sum(_engine.pinned_bytes()) <= 1.25 * most
-        pins.append(gpu.pins())
+    # where nobody can be late, and brings nothing
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport="engine") as group:
+        trees = [vectors_of(group, gradients(length)) for length in lengths]
+        for _ in range(4):
+            for own in trees:
+                device_round(gpu, stream, group, own)
+            pins.append(gpu.pins())
     assert pins[1] == pins[3]
 
 
@@ -588,7 +587,7 @@ def test_what_the_driver_refuses_fails_the_round(
         if RANK == who:
             gpu.fail(function, after)
         if fresh:
-            tree = gradients(5 * CHUNK)
+            tree = gradients((8 + who) * CHUNK)  # longer than any before
         texts = errors_of(comm, gpu, stream, group, tree)
         happened = comm.bcast(any(function in text for text in texts), who)
         if happened:

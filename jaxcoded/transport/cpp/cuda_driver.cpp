@@ -32,9 +32,9 @@ std::string load_locked(const std::string& wanted) {
   const auto all = [&](auto&... functions) { return (find(library, functions, missing) && ...); };
   if (!all(found.init, found.error_name, found.error_string, found.current_context,
            found.set_current_context, found.create_stream, found.context_of_stream,
-           found.query_stream, found.synchronize, found.wait_in_stream, found.call_in_stream, found.create_event,
-           found.record, found.query_event, found.wait_for_event, found.pin, found.unpin,
-           found.copy_to_host, found.copy_to_device, found.copy_on_device, found.set_words)) {
+           found.query_stream, found.synchronize, found.wait_in_stream, found.call_in_stream,
+           found.create_event, found.record, found.query_event, found.wait_for_event, found.pin,
+           found.unpin, found.copy_to_host, found.copy_to_device, found.copy_on_device, found.set_words)) {
     dlclose(library);
     return "NVIDIA's driver (" + name + ") has no " + missing + ": it is older than CUDA 10";
   }

@@ -222,8 +222,19 @@ double Node::patience(double stuck_since) const {
 }
 
 std::uint64_t Node::lag() const {
-  const Round decided = std::max(frontier_ - 1, newest_);
+  Round decided = std::max(frontier_ - 1, newest_);
+  if (!is_over(decided)) --decided;
   return decided < next_ ? 0 : decided - next_ + 1;
+}
+
+// Whether a round's result is whole somewhere, or its error. While pieces are still formed, a child that
+// dies or breaks off may leave it to others to contribute.
+bool Node::is_over(Round round) const {
+  if (round < frontier_ || round < newest_) return true;
+  const auto found = announced_.find(round);
+  if (found == announced_.end()) return false;
+  const Announcement& news = found->second;
+  return news.failed || news.ready == laid_out(news.segments).size();
 }
 
 bool Node::advance() {

@@ -176,7 +176,7 @@ class Node {
   // Another code from the next round on, the same on all ranks. `children` in the order of its rows.
   void replan(const std::vector<Rank>& children, Decoder decoder);
 
-  // Rounds that are decided and that this rank has not called yet.
+  // Rounds that are decided, down to the last piece, and that this rank has not called yet.
   std::uint64_t lag() const;
   Round next() const { return next_; }       // that this rank will call next
   Round frontier() const { return frontier_; }  // the first whose result is not here
@@ -286,6 +286,7 @@ class Node {
 
   bool root() const { return family_.ancestors.empty(); }
   bool calling() const { return outcome_ == Outcome::pending; }
+  bool is_over(Round round) const;
   Child* child_of(Rank rank);
   void understand(Rank from, const Message& message);
 

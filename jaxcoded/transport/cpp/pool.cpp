@@ -11,7 +11,6 @@ namespace jaxcoded {
 namespace {
 
 constexpr std::size_t huge_page = std::size_t{2} << 20;
-constexpr std::size_t far_too_large = 8;  // times what was asked for
 
 // Sizes are rounded up, by an eighth at most, so that rounds of almost equal size share memory.
 std::size_t rounded(std::size_t bytes) {
@@ -45,8 +44,8 @@ Pool::~Pool() {
 Buffer Pool::take(std::size_t bytes) {
   std::size_t capacity = rounded(bytes);
   std::byte* data = nullptr;
-  const std::size_t most = fit_ == Fit::same ? capacity : far_too_large * capacity;
-  if (const auto found = free_.lower_bound(capacity); found != free_.end() && found->first <= most) {
+  const auto found = fit_ == Fit::same ? free_.find(capacity) : free_.lower_bound(capacity);
+  if (found != free_.end()) {
     std::tie(capacity, data) = *found;
     free_.erase(found);
     kept_ -= capacity;
@@ -62,7 +61,7 @@ void Pool::give(std::byte* data, std::size_t capacity) {
   kept_ += capacity;
   free_.emplace(capacity, data);
   while (kept_ > most_) {
-    // large ones cost most to keep, and serve most where they need not be used up
+    // A large block costs most to keep. With `Fit::enough` it also serves most requests.
     const auto least = fit_ == Fit::same ? std::prev(free_.end()) : free_.begin();
     kept_ -= least->first;
     source_.release(least->second, least->first);

@@ -54,8 +54,8 @@ class Heap : public Source {
 };
 inline Heap heap;
 
-// Which unused block a pool hands out: one as large as asked for, or the smallest that is large enough and
-// not far too large, where there is nothing dearer than a new one.
+// Which unused block a pool hands out: one as large as asked for, or the smallest that is large enough,
+// for memory that is expensive to make.
 enum class Fit : bool { same, enough };
 
 // Not safe for use from several threads at once.

@@ -64,13 +64,13 @@ SharedPlace SharedMemory::place() const {
   return {file_.number(), reinterpret_cast<std::uintptr_t>(memory_), most};
 }
 
-std::byte* SharedMemory::find_room(std::size_t bytes) {
+std::byte* SharedMemory::allocate(std::size_t bytes) {
   const std::size_t wanted = in_pages(bytes);
   std::unique_lock lock(mutex_);
   const auto found = bytes < least ? free_.end() : std::ranges::find_if(free_, [&](const auto& it) {
     return it.second >= wanted;
   });
-  if (found == free_.end()) return nullptr;
+  if (found == free_.end()) return heap.allocate(bytes);
   // Where there is no memory, writing to it would kill this process.
   bool there = false;
   for (int attempt = 0; attempt < most_attempts && !there; ++attempt) {
@@ -78,15 +78,15 @@ std::byte* SharedMemory::find_room(std::size_t bytes) {
                       static_cast<off_t>(wanted)) == 0;
     if (!there && errno != EINTR) break;
   }
-  if (!there) return nullptr;
+  if (!there) return heap.allocate(bytes);
   const auto [at, length] = *found;
   free_.erase(found);
   if (length > wanted) free_[at + wanted] = length - wanted;
   return memory_ + at;
 }
 
-bool SharedMemory::take_back(std::byte* data, std::size_t bytes) {
-  if (!memory_ || data < memory_ || data >= memory_ + most) return false;
+void SharedMemory::release(std::byte* data, std::size_t bytes) {
+  if (!memory_ || data < memory_ || data >= memory_ + most) return heap.release(data, bytes);
   const auto at = static_cast<std::size_t>(data - memory_);
   const std::size_t length = in_pages(bytes);
   std::unique_lock lock(mutex_);
@@ -97,22 +97,11 @@ bool SharedMemory::take_back(std::byte* data, std::size_t bytes) {
     it->second += next->second;
     free_.erase(next);
   }
-  if (it != free_.begin()) {
-    if (const auto before = std::prev(it); before->first + before->second == at) {
-      before->second += it->second;
-      free_.erase(it);
-    }
+  if (it == free_.begin()) return;
+  if (const auto before = std::prev(it); before->first + before->second == at) {
+    before->second += it->second;
+    free_.erase(it);
   }
-  return true;
-}
-
-std::byte* SharedMemory::allocate(std::size_t bytes) {
-  std::byte* data = find_room(bytes);
-  return data ? data : heap.allocate(bytes);
-}
-
-void SharedMemory::release(std::byte* data, std::size_t bytes) {
-  if (!take_back(data, bytes)) heap.release(data, bytes);
 }
 
 std::shared_ptr<const PeerMemory> PeerMemory::of(std::int64_t pid, std::uint64_t magic,

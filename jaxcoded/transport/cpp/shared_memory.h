@@ -32,10 +32,6 @@ class SharedMemory : public Source {
   SharedMemory(const SharedMemory&) = delete;
 
   SharedPlace place() const;
-  // Null where there is no room for so many bytes, or where they are too few for whole pages.
-  std::byte* find_room(std::size_t bytes);
-  // False if these are not of it.
-  bool take_back(std::byte* data, std::size_t bytes);
   std::byte* allocate(std::size_t bytes) override;
   void release(std::byte* data, std::size_t bytes) override;
 

@@ -30,15 +30,14 @@ constexpr std::size_t alignment = 64;
 
 // --- Pinned memory ---
 
-// Memory of the host that is then pinned: of what other ranks map, while there is room in it, else of
-// what the kernel lets them read.
+// Ordinary memory that is then pinned: other ranks must be able to read it.
 class Pinned : public Source {
  public:
   std::byte* allocate(std::size_t bytes) override;
   void release(std::byte* data, std::size_t bytes) override;
 };
 
-std::byte* anonymous(std::size_t bytes) {
+std::byte* Pinned::allocate(std::size_t bytes) {
   // from a huge page's start, so that there are some
   const std::size_t mapped = bytes + (bytes >= huge_page ? huge_page : 0);
   void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -57,20 +56,10 @@ std::byte* anonymous(std::size_t bytes) {
   }
   // A fork would leave the GPU with pages that are no longer this process's.
   madvise(data, bytes, MADV_DONTFORK);
-  return data;
-}
-
-void give_back(std::byte* data, std::size_t bytes) {
-  if (!Engine::instance().memory().take_back(data, bytes)) munmap(data, bytes);
-}
-
-std::byte* Pinned::allocate(std::size_t bytes) {
-  std::byte* data = Engine::instance().memory().find_room(bytes);
-  if (!data) data = anonymous(bytes);
   try {
     driver().pin(data, bytes, cuda::portable);
   } catch (cuda::Failure& failure) {
-    give_back(data, bytes);
+    munmap(data, bytes);
     throw cuda::Failure{std::to_string(bytes) + " bytes of memory cannot be pinned for a GPU: " +
                         failure.text};
   }
@@ -79,14 +68,29 @@ std::byte* Pinned::allocate(std::size_t bytes) {
 
 void Pinned::release(std::byte* data, std::size_t bytes) {
   driver().unpin.address(data);
-  give_back(data, bytes);
+  munmap(data, bytes);
 }
 
-// Whole pages, so that they can be given back.
+// Whole pages, so that `munmap` can give them back.
 std::size_t pages(std::size_t bytes) {
   const std::size_t unit = bytes >= huge_page ? huge_page : std::size_t{64} << 10;
   return (bytes + unit - 1) / unit * unit;
 }
+
+// To pin new memory takes longer than a round. What was needed at one time will be needed again.
+class Reused : public Pool {
+ public:
+  explicit Reused(Source& source) : Pool(0, source, Fit::enough) {}
+
+  Buffer take(std::size_t bytes) {
+    Buffer memory = Pool::take(bytes);
+    keep(most_ = std::max(most_, used()));
+    return memory;
+  }
+
+ private:
+  std::size_t most_ = 0;
+};
 
 // --- What calls share ---
 
@@ -144,15 +148,10 @@ class Depot {
     return lane;
   }
 
-  Buffer take(Lane& lane, std::size_t bytes) {
+  Buffer take(std::size_t bytes) {
     std::unique_lock lock(mutex_);
-    reclaim(lane);
-    Buffer memory = pool_.take(pages(bytes));
-    // What was needed at one time will be needed again, and beside it what is so much shorter that it
-    // gets memory of its own: of each such length an eighth of the one before at most.
-    most_ = std::max(most_, pool_.used());
-    pool_.keep(most_ + most_ / 4);
-    return memory;
+    reclaim();
+    return (bytes < huge_page ? short_ : long_).take(pages(bytes));
   }
 
   cuda::Event take_event(Lane& lane) {
@@ -179,13 +178,15 @@ class Depot {
 
   std::pair<std::size_t, std::size_t> bytes() {
     std::unique_lock lock(mutex_);
-    return {pool_.used(), pool_.kept()};
+    return {short_.used() + long_.used(), short_.kept() + long_.kept()};
   }
 
  private:
-  void reclaim(Lane& lane) {
+  // Of all lanes: those of a GPU that is idle would keep their memory.
+  void reclaim() {
     for (auto it = retired_.begin(); it != retired_.end();) {
-      const int state = it->lane == &lane ? driver().query_event.address(it->event) : cuda::not_ready;
+      Lane& lane = *it->lane;
+      const int state = state_of(lane, it->event);
       if (state == cuda::not_ready) {
         ++it;
         continue;
@@ -197,11 +198,19 @@ class Depot {
     }
   }
 
+  static int state_of(const Lane& lane, cuda::Event event) {
+    try {
+      const Current current(lane.context);
+      return driver().query_event.address(event);
+    } catch (const cuda::Failure&) {
+      return cuda::not_ready;  // ask again
+    }
+  }
+
   std::mutex mutex_;
   std::map<cuda::Context, Lane> lanes_;
   Pinned pinned_;
-  Pool pool_{0, pinned_, Fit::enough};  // to pin new memory takes longer than a round
-  std::size_t most_ = 0;
+  Reused short_{pinned_}, long_{pinned_};  // apart, so that what is short takes no long block
   std::list<Retired> retired_;
 };
 
@@ -264,7 +273,7 @@ class DeviceFlight : public Feed {
       const std::size_t words = call.skipped ? alignment : 0;
       if (scratch_.capacity() < words + call.ranks) {
         retire(stream_, std::move(scratch_), {});
-        scratch_ = Depot::instance().take(*lane_, words + call.ranks);
+        scratch_ = Depot::instance().take(words + call.ranks);
       }
       if (call.skipped) {
         driver().copy_to_host(scratch_.data(), address_of(call.skipped), sizeof(std::int32_t),
@@ -333,7 +342,7 @@ class DeviceFlight : public Feed {
       Mark(*lane_, lane_->news).wait();
     });
   }
-  // As a program does.
+  // Spinning, as a program waits for its result.
   void wait_for_stream() {
     attempt([&] {
       const Current current(lane_->context);
@@ -348,7 +357,7 @@ class DeviceFlight : public Feed {
       const Current current(lane_->context);
       std::uint64_t all = 0;
       for (const Segment& it : request.total) all += aligned(it.bytes());
-      memory_ = Depot::instance().take(*lane_, all);
+      memory_ = Depot::instance().take(all);
       std::uint64_t start = 0;
       for (std::size_t i = 0; i < request.out.size(); ++i) {
         const std::uint64_t bytes = request.total[i].bytes();
@@ -492,7 +501,7 @@ class DeviceFlight : public Feed {
       batch->stretches += (batch->bytes[i] + stretch_bytes - 1) / stretch_bytes;
       all += aligned(batch->bytes[i]);
     }
-    batch->memory = Depot::instance().take(*lane_, all);
+    batch->memory = Depot::instance().take(all);
     std::byte* start = batch->memory.data();
     for (const std::uint64_t bytes : batch->bytes) {
       batch->at.push_back(start);

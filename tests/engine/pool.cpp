@@ -1,0 +1,76 @@
+// Programs that repeat themselves take memory from a pool. `pool SEEDS`: prints what went wrong.
+#include "pool.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <vector>
+
+using namespace jaxcoded;
+
+namespace {
+
+// Counts, and looks whether what is given back was handed out so.
+class Counting : public Source {
+ public:
+  std::byte* allocate(std::size_t bytes) override {
+    ++made;
+    auto* data = reinterpret_cast<std::byte*>(next += 1 << 20);  // nobody writes there
+    all[data] = bytes;
+    here += bytes;
+    return data;
+  }
+  void release(std::byte* data, std::size_t bytes) override {
+    if (all.at(data) != bytes) std::puts("another length is given back"), std::exit(1);
+    all.erase(data);
+    here -= bytes;
+  }
+
+  std::size_t made = 0, here = 0;
+
+ private:
+  std::uintptr_t next = 0;
+  std::map<std::byte*, std::size_t> all;
+};
+
+}  // namespace
+
+int main(int, char** arguments) {
+  for (unsigned seed = 0; seed < std::strtoul(arguments[1], nullptr, 10); ++seed) {
+    std::mt19937 random(seed);
+    const auto draw = [&](unsigned least, unsigned most) {
+      return std::uniform_int_distribution<unsigned>(least, most)(random);
+    };
+    // Calls of a period, and of each how many blocks of which length it needs at one time.
+    std::vector<std::pair<unsigned, std::size_t>> calls(draw(1, 6));
+    for (auto& [blocks, bytes] : calls) {
+      blocks = draw(1, 6);
+      bytes = std::size_t{1} << draw(10, 27);
+      bytes += draw(0, static_cast<unsigned>(bytes));
+    }
+    Counting source;
+    Pool pool{0, source, Fit::enough};
+    std::size_t most = 0, before = 0;
+    for (int period = 0; period < 60; ++period) {
+      if (period == 30) before = source.made;
+      for (const auto& [blocks, bytes] : calls) {
+        std::vector<Buffer> buffers;
+        for (unsigned i = 0; i < blocks; ++i) {
+          buffers.push_back(pool.take(bytes));
+          if (buffers.back().capacity() < bytes) std::puts("too short"), std::exit(1);
+          most = std::max(most, pool.used());
+          pool.keep(most);
+        }
+      }
+      if (pool.used() || pool.kept() != source.here || pool.kept() > most) {
+        std::printf("seed %u: %zu used, %zu kept, %zu here\n", seed, pool.used(), pool.kept(), source.here);
+        return 1;
+      }
+    }
+    if (source.made != before) {
+      std::printf("seed %u: %zu blocks in 30 periods\n", seed, source.made - before);
+      return 1;
+    }
+  }
+}
