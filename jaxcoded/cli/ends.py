@@ -33,8 +33,9 @@ class Ends:
         of_job: set once a rank has ended the whole job.
     """
 
-    def __init__(self, line: socket.socket, host: str) -> None:
+    def __init__(self, line: socket.socket, host: str, near: bool) -> None:
         self._line, self._token = line, secrets.token_hex(8)
+        self._near = near
         self._since = time.monotonic()
         self.variables = {
             rank.VARIABLE: f"{host}:{line.getsockname()[1]}:{self._token}"
@@ -90,10 +91,10 @@ class Ends:
             how = f"status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
             lines.append(f"{_format.ranks(numbers)}: {how}, {first}after {after}")
         if missing:
-            lines.append(
-                f"{_format.ranks(missing)}: no word of the end: mpirun ended the job first, or a host "
-                "does not answer"
-            )
+            why = "mpirun ended the job first"
+            if not self._near:
+                why += ", or a host does not answer"
+            lines.append(f"{_format.ranks(missing)}: no word of the end: {why}")
         return lines
 
 
@@ -108,7 +109,7 @@ def listening(hosts: Sequence[str] | None = ()) -> Iterator[Ends]:
     here = "127.0.0.1" if hosts == () else _address(hosts or ())
     open_to = here if hosts == () else ""
     with socket.create_server((open_to, 0), backlog=1024) as line:
-        ends = Ends(line, here)
+        ends = Ends(line, here, hosts == ())
         thread = threading.Thread(target=ends.hear, daemon=True)
         thread.start()
         try:

@@ -48,7 +48,8 @@ from jaxcoded.cli import ends, job, launcher, places, rank
 @click.option(
     "--all-gpus",
     is_flag=True,
-    help="Each rank sees all GPUs of its host, and not its share of them.",
+    help="Each rank sees all GPUs of its host, and not its share of them. The program then chooses one, or all "
+    "ranks take the first.",
 )
 @click.option(
     "--plain", is_flag=True, help="Output without the ranks in front of the lines."

@@ -540,7 +540,7 @@ def _kind(weights: Any) -> str:
         )
     if weights is None:
         return (
-            "none: take them from for indices, weights in group.epoch(examples, batch_size), or "
+            "none: take them from for indices, weights in group.epoch(examples, batch_size, seed=0), or "
             "indices, weights = group.assignment(batch_size), and call this with params, "
             "batch[indices] and weights"
         )

@@ -973,8 +973,9 @@ class CodedGroup:
             return make_plan(size, **{**self._asked, "speeds": speeds})
         except ValueError as error:
             raise ValueError(
-                f"no plan for the {size} ranks that live: {error}. Say with recovered(plan=…) which one "
-                "to take; this group goes on as it is"
+                f"no plan for the {size} ranks that live: {error}. Or say which one to take: "
+                "recovered(plan=lambda size: jaxcoded.make_plan(size, stragglers=0)) waits for all; "
+                "this group goes on as it is"
             ) from None
 
     def close(self, timeout: float = 60.0) -> None:

@@ -15,8 +15,8 @@ from jaxcoded.transport.options import PIECE, Options
 # On one host, from what is measured in benchmarks/README.md. Bytes of a piece: those that are added up are
 # in a cache together.
 _NEAR_PIECE = 128 << 10
-# Bytes of a sum from which sections pay, for each core that forms them: on 2 cores from 2 MiB on; on 16, where
-# 13 ranks form them, 2 MB take a third of the time.
+# Sections pay from this many bytes, divided by the number of ranks that form them at a time: on 2 cores from 2 MiB
+# on; on 16, 13 ranks need a third of the time for 2 MB.
 _NEAR_SECTIONS_FROM = 4 << 20
 # How many times as long the root takes to fetch and add a message as another rank to copy the result: of 16 MB
 # 5 ms of CPU against 2.4.
