@@ -144,6 +144,29 @@ def test_stops_and_goes(seed):
     world.assert_done()
 
 
+def test_a_late_rank_is_needed_until_a_sum_is_whole():
+    """While its pieces are still formed, one whose message they need may die: `lag` counts it from
+    its last piece on."""
+    seen = 0
+    for seed in range(20):
+        plan = make_plan(4, stragglers=1)
+        world = World(
+            plan,
+            [Call((("float32", 24),), 0)],
+            random.Random(seed),
+            limits={"piece_bytes": 8, "announced_bytes": 8},
+        )
+        world.idle.add(3)
+        while not world.nodes[3].lag():
+            seen += "knows of 1" in world.nodes[3].status()
+            world.step()
+        assert world.nodes[plan.root].frontier() == 2
+        world.idle.clear()
+        world.settle()
+        world.assert_done()
+    assert seen > 20  # steps in which it knew that the sum was begun
+
+
 @pytest.mark.slow
 @many
 @given(seeds)
