@@ -197,7 +197,7 @@ def number_of_bytes(what: str, text: str) -> float:
     number = _quantity(text, units)
     if not 0 < number < math.inf:
         raise ValueError(
-            f"{what} must be a number of bytes such as 4e6, 4MB or 4MiB, got {shown(text)}"
+            f"{what} must be a number of bytes such as 4e6, 40kB, 4MB or 4MiB, got {shown(text)}"
         )
     return number
 

@@ -132,6 +132,7 @@ def test_summary():
     assert said[2] == "approximate: 1 of 4 rounds"
     assert said[3] == (
         "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # and lives
+        "; of equally fast children each is in 33%"
     )
     assert said[4] == (
         "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms "

@@ -30,7 +30,7 @@ class Epoch:
         drop_last: bool,
         multiple: int,
     ) -> None:
-        n = _require.integer("n", n, 1, np.iinfo(np.int64).max)
+        n = _require.integer("n, the number of examples,", n, 1, np.iinfo(np.int64).max)
         most = np.iinfo(np.int32).max  # `Weights.present` is int32
         self.batch_size = _require.integer("batch_size", batch_size, 1, most)
         epoch = _require.integer("epoch", epoch, 0)

@@ -354,7 +354,15 @@ class Telemetry:
                 )
             if not lines:
                 lines.append("no child was late in more than 10% of the rounds")
+            elif usual := self._usually_late():
+                lines[-1] += f"; of equally fast children each is in {usual:.0%}"
         return lines
+
+    def _usually_late(self) -> float:
+        """The share of rounds in which a child is too late that is as fast as the others: of those
+        that are not waited for."""
+        coding = Plan.from_json(self.plan).codings[self.rank]
+        return coding.code.stragglers / len(self.children) if coding else 0.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to an ``.npz`` file that needs no pickle; see `load`.
