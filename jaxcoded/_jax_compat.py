@@ -10,6 +10,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 logger = logging.getLogger("jaxcoded")
 
@@ -138,6 +139,31 @@ def varying(x: Any) -> tuple[str, ...]:
     kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
     axes = getattr(aval, "vma", None) if kind is None else kind.varying
     return tuple(sorted(axes or ()))
+
+
+def coarsest_eps(function: Any, *operands: Any) -> float:
+    """The largest eps of all floating-point numbers that a function computes; 0 without any.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxcoded import _jax_compat
+        >>> narrow = lambda x: jnp.sum(x.astype(jnp.bfloat16)).astype(x.dtype)
+        >>> _jax_compat.coarsest_eps(narrow, jnp.ones(3))  # 2⁻⁷
+        0.0078125
+    """
+    found = 0.0
+    left = [jax.make_jaxpr(function)(*operands).jaxpr]
+    while left:
+        for equation in left.pop().eqns:
+            for out in equation.outvars:
+                dtype = getattr(out.aval, "dtype", None)
+                if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                    found = max(found, float(jnp.finfo(dtype).eps))
+            for inner in jax.tree.leaves(list(equation.params.values())):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    left.append(inner)
+    return found
 
 
 def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:

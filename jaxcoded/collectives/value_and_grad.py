@@ -177,7 +177,8 @@ def coded_value_and_grad(
             batch = jax.tree.map(jnp.asarray, batch)
             coding, about = _checked_weights(weights, group, own_weights)
             _check_shapes(batch, coding, group)
-            group.transport.devices(token)  # before anything is said of its batch
+            # before anything is said of its batch
+            together = group.transport.devices(token)
             shares = group.plan.placement is not None
             if shares:
                 _check_shared(group.plan, erasures, own_weights)
@@ -205,6 +206,10 @@ def coded_value_and_grad(
                 )
             )
             partial = functools.partial(_unless_behind, gradient, params)
+            if group.options.compares and not (shares or together):
+                group.transport.computes_with(
+                    _jax_compat.coarsest_eps(per_example_loss, params, batch)
+                )
             examples = None
             if shares:
                 compute = functools.partial(partial, None)

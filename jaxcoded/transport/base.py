@@ -289,6 +289,10 @@ class Transport(abc.ABC):
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         """The root's array on every rank, in a round of its own."""
 
+    def computes_with(self, eps: float) -> None:
+        """Programs of the group compute what is summed in numbers of this eps, the coarsest that is
+        said counts: what is compared may be off by as much."""
+
     @abc.abstractmethod
     def replanned(self, index: int, plan: Plan) -> "Transport":
         """The same ranks with another plan from the next round on, under another

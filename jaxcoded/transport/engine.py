@@ -478,6 +478,9 @@ class Engine(Transport):
         self.host_round(Collective(words, up=False), [array], [out])
         return out
 
+    def computes_with(self, eps: float) -> None:
+        self._ask("computes_with", eps)
+
     def replanned(self, index: int, plan: Plan) -> "Engine":
         children = list(plan.coded_children(self._rank))
         decoder = _decoder(plan, self._rank, self._compares)

@@ -112,6 +112,42 @@ def test_honest_training_passes(comm, digits, code):
         assert history[-1] < history[0]
 
 
+def in_16_bits(params, batch):
+    """The layers compute in bfloat16; parameters, and so gradients, are of float32."""
+    x, y = batch
+    out = x.astype(jnp.bfloat16)
+    for number, layer in enumerate(params):
+        w, b = (array.astype(jnp.bfloat16) for array in layer)
+        out = (jnp.tanh(out) if number else out) @ w + b
+    logits = out.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def test_honest_training_in_mixed_precision_passes(comm, digits):
+    """What is computed in 16 bits rounds more than what is sent in 32."""
+    x, y = digits
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = [
+        (
+            jax.random.normal(key, (rows, columns), jnp.float32) / rows**0.5,
+            jnp.zeros(columns, jnp.float32),
+        )
+        for key, rows, columns in zip(keys, (64, 32, 32), (32, 32, 10))
+    ]
+    with opened(comm, fanout=SIZE - 1, code="cyclic_repetition") as group:
+        gradient = jaxcoded.coded_value_and_grad(in_16_bits, group, mean=True)
+
+        @jax.jit
+        def step(params, batch, weights):
+            loss, grads = gradient(params, batch, weights)
+            return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
+
+        for epoch in range(3):
+            for indices, weights in group.epoch(len(x), 128, seed=0, epoch=epoch):
+                params, loss = step(params, (x[indices], y[indices]), weights)
+        assert loss < 1
+
+
 def squares(params, batch):
     x, y = batch
     return (x @ params["w"] + params["b"] - y) ** 2 / 2

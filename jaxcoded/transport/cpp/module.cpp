@@ -668,6 +668,9 @@ NB_MODULE(_engine, module) {
   // the end of the engine.
   module.def("next_warning", [] { return Engine::instance().warnings().next(); }, Release());
   module.def("replan", &replan);
+  module.def("computes_with", [](std::uint64_t index, double eps) {
+    Engine::instance().with(index, [&](Member& its) { its.node->computes_with(eps); });
+  }, Release());
   // Others have their turns while it is copied, and while the one before is freed.
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     State state = state_of({reinterpret_cast<const std::byte*>(address), bytes});
@@ -728,6 +731,7 @@ NB_MODULE(_engine, module) {
       .def("outcome", [](LoneNode& self) { return static_cast<int>(self.node().outcome()); })
       .def("error", [](LoneNode& self) { return self.node().error(); })
       .def("lag", [](LoneNode& self) { return self.node().lag(); })
+      .def("computes_with", [](LoneNode& self, double eps) { self.node().computes_with(eps); })
       .def("next_round", [](LoneNode& self) { return self.node().next(); })
       .def("computed", [](LoneNode& self) { return self.node().computed(); })
       .def("frontier", [](LoneNode& self) { return self.node().frontier(); })

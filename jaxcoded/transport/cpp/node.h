@@ -176,6 +176,9 @@ class Node {
   // Another code from the next round on, the same on all ranks. `children` in the order of its rows.
   void replan(const std::vector<Rank>& children, Decoder decoder);
 
+  // Programs compute what is summed in numbers of this eps.
+  void computes_with(double eps) { program_eps_ = std::max(program_eps_, eps); }
+
   // Rounds that are decided, down to the last piece, and that this rank has not called yet.
   std::uint64_t lag() const;
   Round next() const { return next_; }       // that this rank will call next
@@ -554,6 +557,7 @@ class Node {
   History history_;
   Round frontier_ = 1;
   Round newest_ = 0;         // the newest round known to be decided
+  double program_eps_ = 0;   // see `computes_with`
   Upstream upstream_;
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;

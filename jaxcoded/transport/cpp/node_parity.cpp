@@ -76,7 +76,8 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
     const auto begin = [&](Parity& parity, const std::vector<bool>& rows) {
       const Call& call = up_.call;  // of all parts the vectors are alike
       parity.begin(call.fingerprint, rows,
-                   std::span(up_.incoming.segments()).first(call.total.size()), call.apart);
+                   std::span(up_.incoming.segments()).first(call.total.size()), call.apart,
+                   program_eps_);
     };
     begin(*decoder_.parity(), heard);
     for (auto& [child, others] : up_.without) {

@@ -184,8 +184,10 @@ std::size_t Parity::sums_of(std::size_t vector, int kind) {
 }
 
 void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
-                   std::span<const Segment> vectors, const std::vector<Apart>& apart) {
+                   std::span<const Segment> vectors, const std::vector<Apart>& apart,
+                   double program_eps) {
   call_ = call;
+  program_eps_ = program_eps;
   if (rows != rows_) {
     rows_ = rows;
     std::vector<std::size_t> absent;
@@ -322,7 +324,8 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   double out = 0;
   for (std::size_t row = 0; row < check.size(); ++row) {
     const Below& below = below_[row / parts()];
-    const double share = of_programs(eps(sums.dtype)) + carried(sums.dtype, below);
+    const double share =
+        of_programs(std::max(eps(sums.dtype), program_eps_)) + carried(sums.dtype, below);
     out += std::abs(check[row]) * sizes_[row] * below.amplification *
            (share * here + noise(sums.dtype, below) * everywhere);
   }

@@ -52,9 +52,9 @@ class Parity {
   Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below);
 
   // Messages follow of these rows and no others, each of such vectors. `call`: equal for calls whose
-  // messages are alike.
+  // messages are alike. `program_eps`: of the coarsest numbers in which the gradients are computed.
   void begin(std::uint64_t call, const std::vector<bool>& rows, std::span<const Segment> vectors,
-             const std::vector<Apart>& apart);
+             const std::vector<Apart>& apart, double program_eps);
   // So many elements of a vector of all of them, from `first` on, by row.
   void add(std::size_t vector, std::uint64_t first, std::span<const std::byte* const> messages,
            std::size_t count);
@@ -115,6 +115,7 @@ class Parity {
   // Of gradients, as messages tell: the largest of any round of a call.
   std::map<std::uint64_t, std::map<Norm, double>> remembered_;
   std::uint64_t call_ = 0;
+  double program_eps_ = 0;
 };
 
 }  // namespace jaxcoded
