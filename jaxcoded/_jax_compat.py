@@ -142,7 +142,12 @@ def varying(x: Any) -> tuple[str, ...]:
 
 
 def coarsest_eps(function: Any, *operands: Any) -> float:
-    """The largest eps of all floating-point numbers that a function computes; 0 without any.
+    """The largest eps of all floating-point numbers that a function computes, also inside of what it
+    calls; 0 without any. The function is traced for it.
+
+    Args:
+        function: of pytrees of arrays.
+        operands: such pytrees, or their shapes.
 
     Example:
         >>> import jax.numpy as jnp

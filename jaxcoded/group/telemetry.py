@@ -359,8 +359,8 @@ class Telemetry:
         return lines
 
     def _usually_late(self) -> float:
-        """The share of rounds in which a child is too late that is as fast as the others: of those
-        that are not waited for."""
+        """The share of rounds in which a child that is as fast as the others is too late: so many of
+        them are not waited for."""
         coding = Plan.from_json(self.plan).codings[self.rank]
         return coding.code.stragglers / len(self.children) if coding else 0.0
 

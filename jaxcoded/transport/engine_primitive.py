@@ -215,17 +215,15 @@ def _lowering(
 
 
 def _whole(ctx: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operands, which XLA is not to take for slices of other arrays: with JAX 0.11 it fuses slices
-    with the call that takes them, on GPUs, and aborts the process where that has a result of XLA's type
-    for an order."""
+    """The operands, so that XLA does not see which of them are slices of other arrays: with JAX 0.11 it
+    fuses a slice with the call that takes it, on GPUs, and aborts the process where the call has a result
+    of XLA's type for an order (docs/engine.md)."""
+    if not operands:
+        return ()
     barrier = mlir.lower_fun(
         lambda *arrays: jax.lax.optimization_barrier(arrays), multiple_results=True
     )
-    return (
-        tuple(barrier(ctx.replace(avals_out=ctx.avals_in), *operands))
-        if operands
-        else ()
-    )
+    return tuple(barrier(ctx.replace(avals_out=ctx.avals_in), *operands))
 
 
 mlir.register_lowering(

@@ -50,8 +50,8 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     if family and not near:
         sections_from = SECTIONS_FROM
     elif family and pays_on_one_host(plan, number := len(set().union(*cores))):
-        at_once = _NEAR_SECTIONS_FROM // min(number, plan.size)
-        sections_from = max(at_once, 2 * _NEAR_PIECE)
+        pay_from = _NEAR_SECTIONS_FROM // min(number, plan.size)
+        sections_from = max(pay_from, 2 * _NEAR_PIECE)
     if family and options.sections_from is not None:
         sections_from = options.sections_from
     return Pieces(

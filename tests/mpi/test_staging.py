@@ -404,8 +404,8 @@ def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
 
 @pytest.mark.parametrize("tokened", [False, True])
 def test_programs_for_a_gpu(group, tokened):
-    """They are made, also where there is none. Only a number that orders is aliased, and slices stay
-    outside of a call that XLA's own type orders: it would compile no other."""
+    """They are made, also where there is none. Only a number that orders is aliased. Where XLA's own
+    type gives the order, a barrier keeps slices out of the call, with which XLA would abort."""
 
     def step(x, token):
         if tokened:
