@@ -182,6 +182,25 @@ def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
     assert all(report["formed"] for report in reports)
 
 
+def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
+    """One rank of each host, which sums up what its own host has, forms the sum with the others."""
+    rounds, widths = 20, "300,30000,100000"
+    for name in ("stopped", "sleeping"):
+        (tmp_path / name).mkdir()
+    # a leaf, without which its parent has no message, and children of the root
+    reports, _ = faulty(
+        *(hosts, tmp_path / "stopped", "stopped.py", "hosts", str(rounds)),
+        *(widths, "5", "1", "6"),
+    )
+    for rank in (1, 5, 6):
+        assert reports[rank]["lag"] > rounds - 10
+    reports, _ = faulty(
+        *(hosts, tmp_path / "sleeping", "sleeps.py", "hosts", "60", widths)
+    )
+    formed = [bool(report["formed"]) for report in reports]
+    assert formed == [rank in (0, 1, 2, 4, 6) for rank in range(RANKS)]
+
+
 def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

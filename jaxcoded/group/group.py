@@ -60,6 +60,7 @@ class CodedGroup:
         stragglers: ``s``, the number of children of every parent that may be missing.
             Default 1.
         fanout: the largest number of children of a parent; see `make_plan`.
+        by_host: instead of ``fanout``, a tree that follows hosts; see ``hosts`` of `make_plan`.
         code: kind of gradient code, or one for each layer or parent; see `make_plan`.
         slices: ``m``, messages shrink by this in every layer; see `make_plan`. Default
             1.
@@ -105,6 +106,7 @@ class CodedGroup:
         *,
         stragglers: int = 1,
         fanout: int | None = None,
+        by_host: bool = False,
         code: str | Mapping[int, str] | Sequence[str] = "auto",
         slices: int = 1,
         root_computes: bool | None = None,
@@ -118,6 +120,7 @@ class CodedGroup:
         request: dict[str, Any] = {
             "stragglers": stragglers,
             "fanout": fanout,
+            "by_host": by_host,
             "code": code,
             "slices": slices,
             "root_computes": root_computes,
@@ -130,7 +133,7 @@ class CodedGroup:
             transport,
             options,
             request,
-            lambda size: make_plan(size, **request),
+            lambda hosts: _planned(hosts, **request),
             record=Record(record, replay),
         )
 
@@ -183,10 +186,10 @@ class CodedGroup:
             'one rank: nothing to plan'
         """
 
-        def check(size: int) -> Plan:
+        def check(hosts: Sequence[str]) -> Plan:
             pieces = options and options.piece_bytes
-            automatic.check(payload, work, pieces, replicas, size)
-            return make_plan(size, stragglers=0, seed=seed)  # to begin with
+            automatic.check(payload, work, pieces, replicas, len(hosts))
+            return make_plan(len(hosts), stragglers=0, seed=seed)  # to begin with
 
         group = cls.__new__(cls)
         how = "a function" if callable(work) else work
@@ -253,14 +256,14 @@ class CodedGroup:
             True
         """
 
-        def fitting(size: int) -> Plan:
+        def fitting(hosts: Sequence[str]) -> Plan:
             if not isinstance(plan, Plan):
                 raise TypeError(
                     f"plan must be a jaxcoded.Plan, got {_require.kind(plan)}"
                 )
-            if plan.size != size:
+            if plan.size != len(hosts):
                 raise ValueError(
-                    f"the plan is for {plan.size} ranks, but the communicator has {size}"
+                    f"the plan is for {plan.size} ranks, but the communicator has {len(hosts)}"
                 )
             return plan
 
@@ -277,7 +280,7 @@ class CodedGroup:
         transport: str,
         options: Options | None,
         request: dict[str, Any],
-        planner: Callable[[int], Plan],
+        planner: Callable[[Sequence[str]], Plan],
         chooser: Callable[[MPI.Intracomm], automatic.Choice] | None = None,
         record: Record | None = None,
     ) -> None:
@@ -286,13 +289,13 @@ class CodedGroup:
         given = Options() if options is None else options
         wanted = (given if isinstance(given, Options) else Options()).complete()
 
-        def checked(size: int) -> Plan:
+        def checked(hosts: Sequence[str]) -> Plan:
             if not isinstance(given, Options):
                 raise TypeError(
                     f"options must be jaxcoded.Options, got {_require.kind(given)}"
                 )
             wanted.check()
-            plan = planner(size)
+            plan = planner(hosts)
             self._record.check(plan, wanted.on_deadline)
             return plan
 
@@ -429,10 +432,14 @@ class CodedGroup:
         return options
 
     def _agreed_plan(
-        self, transport: str, request: dict[str, Any], planner: Callable[[int], Plan]
+        self,
+        transport: str,
+        request: dict[str, Any],
+        planner: Callable[[Sequence[str]], Plan],
     ) -> Plan:
         """This rank's plan, once all ranks are known to have the same one. Otherwise
         the same error on all of them."""
+        hosts = gathered(self._comm, MPI.Get_processor_name())
         plan: Plan | None = None
         failure: Exception | None = None
         try:
@@ -441,7 +448,7 @@ class CodedGroup:
                     f"transport must be one of {', '.join(TRANSPORTS)}, "
                     f"got {transport!r}"
                 )
-            plan = planner(self._comm.size)
+            plan = planner(hosts)
         except Exception as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
         outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
@@ -924,7 +931,7 @@ class CodedGroup:
                     "engine",
                     self.options,
                     {"recovered": survivors},
-                    lambda size: self._plan_without(survivors, plan),
+                    lambda hosts: self._plan_without(survivors, hosts, plan),
                 )
         except Exception as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
@@ -945,7 +952,10 @@ class CodedGroup:
         return other
 
     def _plan_without(
-        self, survivors: Sequence[int], plan: Callable[[int], Plan] | None
+        self,
+        survivors: Sequence[int],
+        hosts: Sequence[str],
+        plan: Callable[[int], Plan] | None,
     ) -> Plan:
         """The plan for the ranks that live."""
         size = len(survivors)
@@ -970,7 +980,7 @@ class CodedGroup:
             [self.plan.speeds[rank] for rank in survivors] if self.plan.speeds else None
         )
         try:
-            return make_plan(size, **{**self._asked, "speeds": speeds})
+            return _planned(hosts, **{**self._asked, "speeds": speeds})
         except ValueError as error:
             raise ValueError(
                 f"no plan for the {size} ranks that live: {error}. Or say which one to take: "
@@ -1060,6 +1070,15 @@ class CodedGroup:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"
         return f"<CodedGroup {self.index} of {self.size} ranks, {state}>"
+
+
+def _planned(hosts: Sequence[str], *, by_host: bool, **asked: Any) -> Plan:
+    """The plan for a rank on each of these hosts."""
+    if not isinstance(by_host, bool):
+        raise TypeError(f"by_host must be True or False, got {_require.shown(by_host)}")
+    if by_host and asked["fanout"] is not None:
+        raise ValueError("give fanout or by_host, not both")
+    return make_plan(len(hosts), hosts=hosts if by_host else None, **asked)
 
 
 def _digest(plan: Plan) -> np.ndarray:

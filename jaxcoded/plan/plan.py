@@ -19,7 +19,13 @@ from jaxcoded.codes._named import needed, parsed
 from jaxcoded.plan.describe import describe
 from jaxcoded.plan.parent_code import AUTO, Coding, coding_of
 from jaxcoded.plan.placement import Placement, is_shared, placement
-from jaxcoded.plan.tree import NO_PARENT, Tree, balanced_parents, default_fanout
+from jaxcoded.plan.tree import (
+    NO_PARENT,
+    Tree,
+    balanced_parents,
+    default_fanout,
+    parents_by_host,
+)
 
 _FORMAT = "jaxcoded.Plan/1"
 
@@ -498,6 +504,7 @@ def make_plan(
     seed: int = 0,
     speeds: Sequence[float | Fraction] | None = None,
     parents: Sequence[int] | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> Plan:
     """Plan a coded tree reduction over ``size`` ranks.
 
@@ -530,6 +537,9 @@ def make_plan(
             than its parent's whole set: `Plan.describe` says where that is so. Default: all
             equal.
         parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
+        hosts: instead of ``fanout``, the name of each rank's host, for a tree that follows
+            hosts: one rank of each is the root's child, and the others there its children.
+            With all ranks on one host, the tree is what it would be without.
 
     Returns:
         A `Plan`.
@@ -548,6 +558,20 @@ def make_plan(
     shared = is_shared(code)
     if root_computes is None:
         root_computes = shared
+    if hosts is not None:
+        if fanout is not None or parents is not None:
+            raise ValueError(
+                f"give hosts or {'parents' if fanout is None else 'fanout'}, not both"
+            )
+        if len(hosts) != size:
+            raise ValueError(f"hosts has {len(hosts)} entries for size={size} ranks")
+        if shared:
+            raise ValueError(
+                f"code={code!r} shares the work, so that all ranks are the root's children: "
+                "leave out hosts"
+            )
+        if len(set(hosts)) > 1:
+            parents = parents_by_host(hosts)
     if shared and fanout is None and parents is None:
         fanout = max(size - 1, 1)
     if parents is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from jaxcoded import _require
 
@@ -154,6 +155,29 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
         NO_PARENT,
         *(parent for parent, count in enumerate(counts) for _ in range(count)),
     )
+
+
+def parents_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
+    """A tree of two layers that follows hosts, so that what a host sends and receives does not
+    grow with its ranks: the first rank of each host, the root aside, is the root's child, and the
+    others of that host are its children. With one rank on each, a star.
+
+    Args:
+        hosts: the name of each rank's host.
+
+    Returns:
+        The parent of each rank, ``-1`` for rank 0.
+
+    Example:
+        >>> from jaxcoded.plan.tree import parents_by_host
+        >>> parents_by_host(["a", "a", "a", "b", "b"])
+        (-1, 0, 1, 0, 3)
+    """
+    first: dict[str, int] = {}
+    below = [
+        (rank, first.setdefault(host, rank)) for rank, host in enumerate(hosts) if rank
+    ]
+    return (NO_PARENT, *(0 if rank == leader else leader for rank, leader in below))
 
 
 def _even(total: int, parts: int) -> list[int]:

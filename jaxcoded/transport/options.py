@@ -40,9 +40,9 @@ class Options:
             through a deep tree sooner, longer ones cost less work. Default: 256 KiB,
             128 KiB on one host, or what `CodedGroup.auto` finds.
         sections_from: sums of so many bytes and more are formed in sections, each by
-            another rank, where the plan is one family and its messages are as long as
-            the vector (``docs/engine.md``); 0: none. Default: what pays on the hosts of
-            the group.
+            another of the root and its children, where their messages are as long as the
+            vector (``docs/engine.md``); 0: none. Default: what pays on the hosts of the
+            group.
         history_bytes: memory of a rank for results that late ranks lack, in bytes; at
             least 64 rounds are kept up to 1 GiB.
         telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` tells of;

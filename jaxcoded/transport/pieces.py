@@ -2,6 +2,7 @@
 (``docs/engine.md``)."""
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -45,26 +46,48 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     here: Any = MPI.Get_processor_name(), sorted(os.sched_getaffinity(0))
     hosts, cores = zip(*gathered(comm, here))
     near = len(set(hosts)) == 1
-    family = _one_family(plan)
+    coding = plan.codings[plan.root]
+    whole = coding is not None and coding.code.m == coding.code.parts == 1
     sections_from = 0
-    if family and not near:
+    if whole and options.sections_from is not None:
+        sections_from = options.sections_from
+    elif whole and not near and pays_between_hosts(plan, hosts):
         sections_from = SECTIONS_FROM
-    elif family and pays_on_one_host(plan, number := len(set().union(*cores))):
+    elif whole and near and pays_on_one_host(plan, number := len(set().union(*cores))):
         pay_from = _NEAR_SECTIONS_FROM // min(number, plan.size)
         sections_from = max(pay_from, 2 * _NEAR_PIECE)
-    if family and options.sections_from is not None:
-        sections_from = options.sections_from
+    family = 1 + len(plan.tree.children[plan.root])
     return Pieces(
         options.piece_bytes or (_NEAR_PIECE if near else PIECE),
         sections_from,
         # memory has no port that would be idle while long pieces move
-        0 if near else SECTION_PIECES * plan.size,
+        0 if near else SECTION_PIECES * family,
+    )
+
+
+def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
+    """Whether all ranks but the root's children are on their parent's host. Sections begin once all
+    messages of the root's children are whole, and go on down once all of the sum is there: layers that take
+    long, too, would wait for each other.
+
+    Example:
+        >>> from jaxcoded.plan import make_plan
+        >>> hosts = ["a", "a", "a", "b", "b"]
+        >>> by_host, chain = make_plan(5, hosts=hosts), make_plan(5, parents=[-1, 0, 1, 2, 3], stragglers=0)
+        >>> [pays_between_hosts(plan, hosts) for plan in (by_host, chain)]
+        [True, False]
+    """
+    parents = plan.tree.parents
+    return all(
+        hosts[rank] == hosts[above]
+        for rank, above in enumerate(parents)
+        if rank != plan.root and above != plan.root
     )
 
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:
-    """Whether the root of a family on one host, which would add up all messages on its own, would keep
-    the other ranks waiting, who only copy the result. Of two ranks one adds while the other copies.
+    """Whether all ranks are the root's children, and it, which would add up all messages on its own, would
+    keep the others waiting, who only copy the result. Of two ranks one adds while the other copies.
 
     Example:
         >>> from jaxcoded.plan import make_plan
@@ -76,15 +99,7 @@ def pays_on_one_host(plan: Plan, cores: int) -> bool:
         >>> pays_on_one_host(make_plan(2, stragglers=0), cores=16)
         False
     """
-    if plan.size <= 2:
+    if plan.size <= 2 or len(plan.tree.children[plan.root]) < plan.size - 1:
         return False
     messages = float(Layout.of(plan).needs[0])
     return (cores - 1) * _ADDING * messages >= _AS_MUCH * (plan.size - 1)
-
-
-def _one_family(plan: Plan) -> bool:
-    """Whether all ranks below the root are its children, with messages as long as sums."""
-    coding = plan.codings[plan.root]
-    if coding is None or len(plan.tree.children[plan.root]) != plan.size - 1:
-        return False
-    return coding.code.m == coding.code.parts == 1

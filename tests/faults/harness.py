@@ -218,6 +218,11 @@ def hang(how):
             time.sleep(1.0)
 
 
+def tree(words):
+    """What a group is asked for: so many children of a parent, or a tree that follows "hosts"."""
+    return {"by_host": True} if words == "hosts" else {"fanout": int(words)}
+
+
 def widths(words):
     """``"300,3000"`` as numbers."""
     return [int(width) for width in words.split(",")]

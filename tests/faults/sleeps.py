@@ -4,7 +4,7 @@ round than it can do without. ``sleeps.py DIRECTORY FANOUT ROUNDS WIDTHS``."""
 import sys
 
 import numpy as np
-from harness import Board, Faults, Sums, close, resources, run, widths
+from harness import Board, Faults, Sums, close, resources, run, tree, widths
 
 import jaxcoded
 
@@ -12,9 +12,9 @@ LONGEST = 20e-3  # seconds
 SHARE = 0.1  # of the rounds a parent lacks children
 
 directory, fanout, rounds, words = sys.argv[1:]
-fanout, rounds = int(fanout), int(rounds)
+rounds = int(rounds)
 board = Board(directory)
-group = jaxcoded.CodedGroup(board.comm, fanout=fanout, transport="engine")
+group = jaxcoded.CodedGroup(board.comm, **tree(fanout), transport="engine")
 sums, faults = Sums(group, widths(words)), Faults(board)
 random = np.random.default_rng(7)
 for number in range(1, rounds + 1):

@@ -6,14 +6,14 @@ stopped one after the other, for so many ROUNDS. The gradients have WIDTHS ("300
 
 import sys
 
-from harness import Board, Faults, Sums, close, run, widths
+from harness import Board, Faults, Sums, close, run, tree, widths
 
 import jaxcoded
 
 directory, fanout, rounds, words, *victims = sys.argv[1:]
 rounds = int(rounds)
 board = Board(directory)
-group = jaxcoded.CodedGroup(board.comm, fanout=int(fanout), transport="engine")
+group = jaxcoded.CodedGroup(board.comm, **tree(fanout), transport="engine")
 faults = Faults(board)
 first = 20
 for ranks in victims:

@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 from independent import bounded, paper_parents
 
 from jaxcoded import make_plan
-from jaxcoded.plan.tree import Tree, balanced_parents, default_fanout, regular_size
+from jaxcoded.plan.tree import (
+    Tree,
+    balanced_parents,
+    default_fanout,
+    parents_by_host,
+    regular_size,
+)
 
 
 def fanouts(parents):
@@ -105,3 +111,43 @@ def test_default_tree_keeps_the_stragglers_at_every_parent_where_a_tree_can(size
     assert all(
         coding.code.stragglers == s for coding in plan.codings if coding is not None
     )
+
+
+@given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=30))
+@bounded
+def test_trees_that_follow_hosts(hosts):
+    tree = Tree(parents_by_host(hosts))
+    assert tree.root == 0 and tree.depth <= 2
+    leaders = tree.children[0]
+    # one of each host, the first one
+    assert [hosts[rank] for rank in leaders] == list(dict.fromkeys(hosts[1:]))
+    assert all(
+        hosts[:rank].count(hosts[rank]) == (hosts[rank] == hosts[0]) for rank in leaders
+    )
+    for rank, parent in enumerate(tree.parents):
+        assert rank in (0, *leaders) or hosts[parent] == hosts[rank]
+
+
+def test_plans_that_follow_hosts():
+    hosts = ["a", "b", "c", "a", "b", "c"]
+    assert make_plan(6, hosts=hosts).parents == (-1, 0, 0, 0, 1, 2)
+    star = make_plan(4, hosts=list("abcd"), stragglers=1)
+    assert star == make_plan(4, fanout=3, stragglers=1)
+    assert make_plan(13, hosts=["a"] * 13) == make_plan(13)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"hosts": "abc"}, "hosts has 3 entries for size=4 ranks"),
+        ({"hosts": "aabb", "fanout": 3}, "give hosts or fanout, not both"),
+        (
+            {"hosts": "aabb", "parents": [-1, 0, 0, 0]},
+            "give hosts or parents, not both",
+        ),
+        ({"hosts": "aabb", "code": "shared(replicas=1)"}, "leave out hosts"),
+    ],
+)
+def test_plans_that_cannot_follow_hosts(asked, said):
+    with pytest.raises(ValueError, match=said):
+        make_plan(4, **asked)

@@ -299,6 +299,7 @@ def test_root_closes_while_others_call(comm, group, own):
     ("odd", "said"),
     [
         ({"root_computes": True}, "root_computes=True"),
+        ({"by_host": True}, "by_host=True"),
         ({"stragglers": SIZE}, "error: size=.* ranks are too few"),
         ({"transport": "carrier pigeon"}, "error: transport must be one of"),
         ({"options": jaxcoded.Options(sections_from=1)}, "sections_from=1"),

@@ -26,6 +26,8 @@ if SIZE >= 4:
         {"stragglers": 2 if SIZE == 4 else 1},
         {"code": "shared(replicas=2)"},
     ]
+if SIZE in (7, 13):  # the root's children sum up what their own have
+    CODES += [{"fanout": 2 if SIZE == 7 else 3, "stragglers": s} for s in (0, 1)]
 PIECE = 16 << 10  # bytes
 NUMBERS = 30_000  # 15 pieces, and 8 of single numbers
 
@@ -36,7 +38,7 @@ def engine(transport):
 
 
 def opened(comm, **options):
-    """A group whose root's children are all other ranks."""
+    """A group that forms its sums so; the root's children are all other ranks."""
     wanted = jaxcoded.Options(sections_from=1, piece_bytes=PIECE)
     options = {"fanout": SIZE - 1, "transport": "engine", "options": wanted, **options}
     return jaxcoded.CodedGroup(comm, **options)
@@ -64,6 +66,11 @@ def own(group, gradients):
     return jax.tree.map(lambda leaf: leaf[mine].sum(0).astype(leaf.dtype), gradients)
 
 
+def makers(group):
+    """Who may form sections, the root aside."""
+    return group.plan.coded_children(group.plan.root)
+
+
 def formed(group):
     """Bytes of sums that this rank has formed for all."""
     return group.transport.statistics()["formed_bytes"]
@@ -82,12 +89,13 @@ def test_the_same_bits_everywhere(comm, family, donated):
     by_rank, rounds = [0] * SIZE, 0
     # whoever comes last may form nothing; a root whose children form all of it from their own copies
     # does not either
-    while not all(by_rank[1:]) and rounds < 50:
+    others = makers(family)
+    while not all(by_rank[rank] for rank in others) and rounds < 50:
         total, _, token = step(jax.tree.map(jnp.asarray, mine), token)
         assert_sum(family, total, gradients)
         assert_same_bits(comm, total)
         by_rank, rounds = comm.allgather(formed(family)), rounds + 1
-    assert all(by_rank[1:])
+    assert [rank for rank in range(1, SIZE) if by_rank[rank]] == sorted(others)
     assert rounds * bytes_of_all <= sum(by_rank) <= (rounds + 1) * bytes_of_all
     assert SIZE == 2 or max(by_rank) < sum(by_rank)
 
@@ -117,8 +125,13 @@ def test_ranks_that_come_at_random(comm, family):
 
 @late_ranks
 @pytest.mark.skipif(SIZE < 4, reason="no redundancy")
-def test_a_late_rank_holds_nobody_up(comm, late):
-    with opened(comm, stragglers=1) as group:
+@pytest.mark.parametrize(
+    "shape",
+    [{}] + [{"fanout": SIZE // 4}] * (SIZE == 13) + [{"fanout": 2}] * (SIZE == 7),
+    ids=str,
+)
+def test_a_late_rank_holds_nobody_up(comm, late, shape):
+    with opened(comm, stragglers=1, **shape) as group:
         gradients = per_example(NUMBERS)
         mine = own(group, gradients)
 
@@ -129,7 +142,11 @@ def test_a_late_rank_holds_nobody_up(comm, late):
             return total
 
         assert_same_bits(comm, one_late(comm, group, late, 3, steps))
-        assert (formed(group) > 0) == (late != RANK)
+        may = RANK in (group.plan.root, *makers(group)) and RANK != late
+        if shape:  # those whose own sums are there late form less, or nothing
+            assert may or not formed(group)
+        else:
+            assert may == (formed(group) > 0)
 
 
 def test_started_rounds_and_ranks_with_nothing_to_contribute(comm, family):
