@@ -163,10 +163,12 @@ def run_on_gpu(ranks, *places, limit=600):
     "place",
     [
         "test_collectives.py",
+        "test_blocks.py",
         "test_engine.py",
         "test_erasures.py",
         "test_gradients.py",
         "test_schemes.py",
+        "test_shared.py",
         "test_tokens.py",
         "test_value_and_grad.py",
     ],

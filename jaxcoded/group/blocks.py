@@ -64,12 +64,13 @@ class Blocks:
             True  # a second loop would be a round of its own, and its sum another one
         )
         primitive.effects_barrier()  # rounds that are in flight come before
+        failed = _failed()
         number = self._transport.take_block(self._words, first=True)
         while number is not None:
             first, last = self._starts[number : number + 2]
             block = Block(number, np.arange(first, last))
             yield block
-            _wait_for(block)
+            _wait_for(block, failed)
             number = self._transport.take_block(self._words, first=False)
         self._over = True
         self._transport.end_of_blocks()
@@ -94,11 +95,27 @@ class Blocks:
             )
 
 
-def _wait_for(block: Block) -> None:
+def _failed() -> list[jax.Array]:
+    """What is there, but has no value: the program that was to compute it failed before, and has been told
+    of it where it waited."""
+    failed = []
+    for array in _live():
+        try:
+            array.block_until_ready()
+        except Exception:  # noqa: BLE001  # whatever it is
+            failed.append(array)
+    return failed
+
+
+def _wait_for(block: Block, failed: list[jax.Array]) -> None:
     """Until the block is computed: JAX returns before."""
     if block._result is not None:
         jax.block_until_ready(block._result)
         return
-    for array in jax.live_arrays():
-        if not array.is_deleted():
+    for array in _live():
+        if all(array is not it for it in failed):
             array.block_until_ready()
+
+
+def _live() -> list[jax.Array]:
+    return [array for array in jax.live_arrays() if not array.is_deleted()]

@@ -396,8 +396,6 @@ class CodedGroup:
         if transport == "mpi4jax" or any(reasons):
             said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
             return f"needs the engine: {said}"
-        if "gpu" in gathered(self._comm, jax.default_backend()):
-            return "runs on CPUs only so far: take a code on GPUs"
         return ""
 
     def _comparing(self, options: Options, transport: str, explicit: bool) -> Options:

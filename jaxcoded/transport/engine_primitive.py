@@ -25,11 +25,11 @@ from jaxcoded.transport.packing import Apart
 def register(engine: Any) -> None:
     """Tell XLA of the engine's handlers."""
     for platform, prefix in (("cpu", ""), ("CUDA", "cuda_")):
-        for name in ("round", "part", "lag"):
+        for name in ("round", "part", "take", "computed", "lag"):
             handler = getattr(engine, f"{prefix}{name}_handler")
             register_ffi_target(f"jaxcoded_{name}", handler, platform=platform)
     together = [f"devices_{name}" for name in ("round", "start", "done", "lag")]
-    for name in ("start", "done", "take", "computed", *together):
+    for name in ("start", "done", *together):
         handler = getattr(engine, f"{name}_handler")
         register_ffi_target(f"jaxcoded_{name}", handler, platform="cpu")
 

@@ -57,10 +57,12 @@ class Xla:
         """The error, or an empty text. Operands and results are `buffer`s or `TOKEN`."""
         handler = getattr(_engine, f"cuda_{name}_handler")
         address = self._pointer(handler, b"xla._CUSTOM_CALL_TARGET")
-        if name != "lag":
+        if name not in ("lag", "computed"):
             attributes |= {"signature": 0, "apart": 0}
-        if name == "round":
+        if name in ("round", "take"):
             attributes["examples"] = 0
+        if name == "take":
+            attributes["audits"] = 0
         names = sorted(attributes)
         text = ctypes.create_string_buffer(1000)
         failed = self._call(

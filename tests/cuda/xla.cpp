@@ -47,8 +47,8 @@ struct Buffers {
 
 }  // namespace
 
-// The attribute `signature` is a string, `apart` and `examples` are arrays, here without elements,
-// and the others are numbers. In the order of their names.
+// The attribute `signature` is a string, `apart`, `examples` and `audits` are arrays, here without
+// elements, and the others are numbers. In the order of their names.
 extern "C" __attribute__((visibility("default"))) int call_handler(
     XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), void* on, int operands, const int* operand_dtypes,
     void* const* operand_data, const std::int64_t* operand_lengths, int results,
@@ -79,7 +79,7 @@ extern "C" __attribute__((visibility("default"))) int call_handler(
   std::vector<XLA_FFI_Scalar> scalars(count);
   std::vector<void*> attrs(count);
   XLA_FFI_ByteSpan said{signature, std::strlen(signature)};
-  XLA_FFI_Array apart{XLA_FFI_DataType_S64, 0, nullptr}, examples{XLA_FFI_DataType_F64, 0, nullptr};
+  XLA_FFI_Array apart{XLA_FFI_DataType_S64, 0, nullptr}, doubles{XLA_FFI_DataType_F64, 0, nullptr};
   for (std::size_t i = 0; i < count; ++i) {
     spans[i] = {names[i], std::strlen(names[i])};
     named[i] = &spans[i];
@@ -88,9 +88,12 @@ extern "C" __attribute__((visibility("default"))) int call_handler(
     if (std::string(names[i]) == "signature") {
       types[i] = XLA_FFI_AttrType_STRING;
       attrs[i] = &said;
-    } else if (std::string(names[i]) == "apart" || std::string(names[i]) == "examples") {
+    } else if (std::string(names[i]) == "apart") {
       types[i] = XLA_FFI_AttrType_ARRAY;
-      attrs[i] = std::string(names[i]) == "apart" ? &apart : &examples;
+      attrs[i] = &apart;
+    } else if (std::string(names[i]) == "examples" || std::string(names[i]) == "audits") {
+      types[i] = XLA_FFI_AttrType_ARRAY;
+      attrs[i] = &doubles;
     }
   }
 

@@ -20,4 +20,3 @@ slices = pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
 redundant = pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 
 ON_GPU = jax.default_backend() == "gpu"
-cpus_only = pytest.mark.skipif(ON_GPU, reason="for CPUs only so far")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
-from marks import SIZE, cpus_only, engine_only, not_alone, redundant, several, slices
+from marks import SIZE, engine_only, not_alone, redundant, several, slices
 from mpi4py import MPI
 from reference import (
     BATCH,
@@ -453,9 +453,7 @@ def test_numpy_arrays_of_ranks_left_out(comm, group, own):
 
 
 @several
-@pytest.mark.parametrize(
-    "code", ["auto", pytest.param("shared(replicas=1)", marks=cpus_only)]
-)
+@pytest.mark.parametrize("code", ["auto", "shared(replicas=1)"])
 def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, code):
     """Every rank hears who it was, also where nobody waits for a deadline."""
     stragglers = {"stragglers": 0} if code == "auto" else {}

@@ -465,6 +465,7 @@ def test_the_residual_of_what_is_of_no_blocks(comm, transport):
             jax.errors.JaxRuntimeError, match="right after a loop over group.blocks"
         ):
             jax.block_until_ready(coded_allreduce(1.0, group, residual=True))
+        jaxcoded.effects_barrier()
         assert coded_allreduce(1.0, group) == SIZE
 
 

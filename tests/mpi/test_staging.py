@@ -7,6 +7,7 @@ import pathlib
 import sys
 import tempfile
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -633,3 +634,107 @@ def test_calls_that_do_not_fit(comm, gpu, stream):
         with pytest.raises(errors.CodedError, match="called different things"):
             device_round(gpu, stream, group, own, signature=signature)
         check(comm, group, device_round(gpu, stream, group, own), tree)
+
+
+def of_blocks(size):
+    """Such that sums are exact."""
+    return (np.arange(size) % 1000 + 1).astype(np.float32)
+
+
+def shared_round(gpu, stream, group, size, pause=0.0):
+    """A round in which every rank adds what it is told to: the sum, and of which blocks this rank's
+    vector was in the end. Block ``b`` gives ``b + 1`` times `of_blocks`."""
+    said = {"signature": CALL, "group": group.index, "fingerprint": NAME}
+    vector_, mine, first = np.zeros(size, np.float32), [], True
+    while True:
+        with arrays_on(gpu, stream, np.full(3, 9, np.int32), vector_) as (work, own):
+            operands = [fake.TOKEN, own.buffer()]
+            text = gpu.xla(
+                "take",
+                stream,
+                operands,
+                [fake.TOKEN, work.buffer()],
+                first=int(first),
+                **said,
+            )
+            assert text == ""
+            block, fresh, _ = map(int, work.read())
+        first = False
+        if block < 0:
+            break
+        time.sleep(pause)
+        if fresh:
+            vector_, mine = np.zeros_like(vector_), []
+        vector_ = vector_ + (block + 1) * of_blocks(size)
+        mine.append(block)
+    with arrays_on(gpu, stream, np.full(size, 7, np.float32)) as (out,):
+        names = attributes(group, last_part=1) | said
+        result = [fake.TOKEN, out.buffer()]
+        assert gpu.xla("round", stream, [fake.TOKEN], result, **names) == ""
+        return out.read(), mine
+
+
+@several
+@pytest.mark.parametrize("size", [1, 1000, 2 * CHUNK + 77])
+def test_shared_work(comm, gpu, stream, size):
+    """Whoever is late in the turn of a rank, others compute what it has not; each block counts once."""
+    replicas = min(2, SIZE - 1)
+    with jaxcoded.CodedGroup(
+        comm, code=f"shared(replicas={replicas}, blocks=3)"
+    ) as group:
+        blocks = 3 * SIZE
+        expected = blocks * (blocks + 1) / 2 * of_blocks(size)
+        for number in range(2 * SIZE):
+            late = RANK == number % SIZE
+            total, mine = shared_round(gpu, stream, group, size, pause=0.02 * late)
+            np.testing.assert_array_equal(total, expected.astype(np.float32))
+            assert_same_bits(comm, total)
+            assert len(set(mine)) == len(mine)
+        wait_for_all(comm)
+
+
+@several
+def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
+    """Only where the program waits, with nothing more to compute."""
+    size = 2 * CHUNK
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=0, blocks=4)") as group:
+        shared_round(gpu, stream, group, size)
+        before = gpu.copied_bytes()
+        shared_round(gpu, stream, group, size)
+        assert gpu.copied_bytes() - before == 2 * 4 * size  # and the sum to the GPU
+        wait_for_all(comm)
+
+
+@several
+@pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync_v2", "cuEventRecord"])
+def test_vectors_that_cannot_be_lent(comm, gpu, stream, function):
+    """The error is that rank's; the others do its work."""
+    size, last = 2 * CHUNK, SIZE - 1
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=1, blocks=2)") as group:
+        shared_round(gpu, stream, group, size)
+        wait_for_all(comm)
+        if RANK == last:
+            gpu.fail(function)
+            with pytest.raises(AssertionError, match=function):
+                shared_round(gpu, stream, group, size)
+            return
+        total, _ = shared_round(gpu, stream, group, size)
+        blocks = 2 * SIZE
+        assert total[0] == blocks * (blocks + 1) / 2
+
+
+def test_blocks_computed_handler(comm, gpu, stream):
+    with jaxcoded.CodedGroup(comm, code="shared(replicas=0, blocks=2)") as group:
+        with group.blocks(4 * SIZE) as blocks:
+            mine = [block.number for block in blocks]
+        with arrays_on(gpu, stream, np.full(2 * SIZE, 9, np.float32)) as (out,):
+            text = gpu.xla(
+                "computed",
+                stream,
+                [fake.TOKEN],
+                [fake.TOKEN, out.buffer()],
+                group=group.index,
+            )
+            assert text == ""
+            assert np.flatnonzero(out.read()).tolist() == sorted(mine)
+        jaxcoded.host.coded_allreduce(np.zeros(1), group)

@@ -11,6 +11,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from marks import SIZE
 
+import jaxcoded
 from jaxcoded.transport.agreement import differences
 
 SLOWNESS = float(
@@ -120,6 +121,7 @@ def assert_odd_one_out(comm, calls, odd, usual, unusual, check):
         except JaxRuntimeError as error:
             erred.append(number)
             assert told(str(error), odd, usual, unusual), str(error)
+            jaxcoded.effects_barrier()
         else:
             check(total)
         # ranks that wait for nobody could be rounds ahead of the odd one

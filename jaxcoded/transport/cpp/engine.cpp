@@ -354,7 +354,9 @@ Taken Engine::take(std::uint64_t index, Request request) {
   if (!request.continues && its.has_open_call() && its.queue.back()->looped) {
     return {.error = broken_off};
   }
-  const std::vector<const std::byte*> own = std::move(request.own);
+  std::vector<const std::byte*> own = std::move(request.own);
+  const bool here = own.size() == request.message.size();
+  if (!here) own.assign(request.message.size(), nullptr);
   if (!request.continues) {
     request.own.clear();
     auto opened = std::make_shared<Flight>();
@@ -367,11 +369,12 @@ Taken Engine::take(std::uint64_t index, Request request) {
   }
   const std::shared_ptr<Flight> flight = its.queue.back();
   Node& node = *its.node;
-  bool lent = false;
+  bool lent = false, needs_own = false;
   std::optional<Work> taken;
   const auto done = [&] {
     if (taken || !its.mixed_up.empty()) return true;
     if (!flight->submitted) return false;  // rounds that were started before are not over
+    if (!here && (needs_own = !node.goes_on_at_once())) return true;
     if (!std::exchange(lent, true)) node.come_for_block(own);
     taken = node.take_block();
     return taken || node.no_more_blocks();
@@ -383,7 +386,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   if (!ended) return {.error = process_ends};
   // The progress thread goes on where that is more than to wait for messages.
   if (!request.continues || its.root || its.wire->unfinished()) page_->wake_up.send();
-  return {.work = taken};
+  return {.work = taken, .needs_own = needs_own};
 }
 
 std::string Engine::extend(std::uint64_t index, Request request) {

@@ -98,6 +98,7 @@ struct Request {
 struct Taken {
   std::optional<Work> work = {};
   std::string error = {};
+  bool needs_own = false;  // its vectors, which were not brought along: it is to come again with them
 };
 
 struct Result {
@@ -144,7 +145,8 @@ class Engine {
   // not; empty otherwise.
   std::string extend(std::uint64_t index, Request request);
   // The next block to compute in a round that `run` will follow, which `continues` it. What was
-  // given before is computed, and `own`, this rank's vectors, are there until this returns. Blocks.
+  // given before is computed, and `own`, this rank's vectors, are there until this returns. Without them it
+  // returns, too, where they are needed. Blocks.
   Taken take(std::uint64_t index, Request request);
   // The program comes for no more blocks of such a round.
   void leave_share(std::uint64_t index);

@@ -778,5 +778,7 @@ NB_MODULE(_engine, module) {
   handler("devices_lag_handler", devices_lag_handler);
   handler("cuda_round_handler", cuda_round_handler);
   handler("cuda_part_handler", cuda_part_handler);
+  handler("cuda_take_handler", cuda_take_handler);
+  handler("cuda_computed_handler", cuda_computed_handler);
   handler("cuda_lag_handler", cuda_lag_handler);
 }

@@ -143,6 +143,9 @@ class Node {
   void come_for_block(const std::vector<const std::byte*>& own);
   // It, if there is one.
   std::optional<Work> take_block();
+  // Whether `take_block` is certain to have one, or to say that there is none any more, so that nobody
+  // uses the program's vectors before it goes on.
+  bool goes_on_at_once() const { return up_.share.has_blocks() || no_more_blocks(); }
   // Whether there will be none any more in this call.
   bool no_more_blocks() const { return !calling() || newest_ >= next_; }
   // The program comes for no more. Others compute what it has, and the round ends without it.

@@ -144,6 +144,7 @@ class Share {
     return out;
   }
 
+  bool has_blocks() const { return !queue_.empty(); }
   bool computes() const { return computes_.has_value(); }
   // Whether the vector is to be emptied before anything is added to it.
   bool fresh() const { return fresh_; }

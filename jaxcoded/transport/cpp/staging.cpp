@@ -308,6 +308,9 @@ class DeviceFlight : public Feed {
     if (failed() && lane_) let_go();
   }
 
+  // Whether `begin` has brought this rank's vectors.
+  bool has_brought() const { return next_ != nullptr; }
+
   // This rank's vectors come, if they are `needed` and not here.
   void bring(DeviceCall& call, bool needed) {
     if (needed && !next_) {
@@ -602,6 +605,28 @@ std::string extend_on_device(DeviceCall call) {
   const std::string error = Engine::instance().extend(call.group, std::move(call.request));
   flight->go_on();
   return error;
+}
+
+Taken take_on_device(DeviceCall call) {
+  Engine& engine = Engine::instance();
+  DeviceFlight flight;
+  const auto refused = [&] {
+    engine.note_failure(call.group, " after an error in the last call: " + flight.failure());
+    return Taken{.error = "CodedError: " + flight.failure()};
+  };
+  flight.begin(call, true);
+  if (flight.failed()) return refused();
+  if (!flight.has_brought()) {
+    Request first = call.request;
+    first.own.clear();
+    Taken taken = engine.take(call.group, std::move(first));
+    if (!taken.needs_own) return taken;
+    call.request.continues = true;
+  }
+  flight.bring(call, true);
+  flight.wait_for_own();  // not to be lent in parts, as what was given out must stay as it is
+  if (flight.failed()) return refused();
+  return engine.take(call.group, std::move(call.request));
 }
 
 std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own, std::byte* out,

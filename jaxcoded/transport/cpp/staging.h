@@ -30,6 +30,9 @@ struct DeviceCall {
 Result run_on_device(DeviceCall call);
 // `Engine::extend`, but for a GPU.
 std::string extend_on_device(DeviceCall call);
+// `Engine::take`, but for a GPU. The vectors come to the host only where the program has to wait for its
+// next block, so that others may need them.
+Taken take_on_device(DeviceCall call);
 
 // How long this rank's vector takes to the host and a result to the GPU, in seconds, without a
 // round: what the copies of a call cost alone. Throws what the driver refuses.

@@ -8,10 +8,6 @@
 namespace jaxcoded {
 namespace {
 
-constexpr const char* no_blocks =
-    "CodedError: residual=True of a sum of shared work says which part of the batch is in it, and is "
-    "for the sum right after a loop over group.blocks";
-
 ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group,
                       std::string_view signature, std::int64_t fingerprint, std::int64_t up,
                       std::int64_t down, std::int64_t parts, std::int64_t last_part,
@@ -42,7 +38,6 @@ ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
   });
 }
 
-// The block, whether nothing that was computed before is to be in the vectors, and its `Audit`.
 ffi::Error take_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
                      ffi::ResultBuffer<ffi::S32> work, std::int64_t group,
                      std::string_view signature, std::int64_t fingerprint, std::int64_t first,
@@ -54,9 +49,7 @@ ffi::Error take_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
     const Taken taken =
         Engine::instance().take(static_cast<std::uint64_t>(group), std::move(call.request));
     if (!taken.error.empty()) return failed_precondition(taken.error);
-    work->typed_data()[0] = taken.work ? static_cast<std::int32_t>(taken.work->block) : -1;
-    work->typed_data()[1] = taken.work && taken.work->fresh;
-    work->typed_data()[2] = taken.work ? static_cast<std::int32_t>(taken.work->audit) : 0;
+    std::ranges::copy(words_of(taken.work), work->typed_data());
     return ffi::Error::Success();
   });
 }
@@ -107,12 +100,9 @@ ffi::Error computed_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                          ffi::ResultBuffer<ffi::F32> blocks, std::int64_t group) {
   pass_on({.order = order, .next = *next});
   return guarded([&] {
-    const auto computed = Engine::instance().with(
-        static_cast<std::uint64_t>(group), [](Member& its) { return its.node->computed(); });
+    const auto computed = blocks_computed(group, blocks->element_count());
     if (!computed) return failed_precondition(no_blocks);
-    float* out = blocks->typed_data();
-    std::fill_n(out, blocks->element_count(), 0.0f);
-    for (const Block block : *computed) out[block] = 1;
+    std::ranges::copy(*computed, blocks->typed_data());
     return ffi::Error::Success();
   });
 }
@@ -130,18 +120,7 @@ ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
 
 XLA_FFI_DEFINE_HANDLER(round_handler_impl, round_impl, bind_round(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(part_handler_impl, part_impl, bind_part(ffi::Ffi::Bind()));
-XLA_FFI_DEFINE_HANDLER(take_handler_impl, take_impl,
-                       ffi::Ffi::Bind()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::Buffer<ffi::S32>>()
-                           .Attr<std::int64_t>("group")
-                           .Attr<std::string_view>("signature")
-                           .Attr<std::int64_t>("fingerprint")
-                           .Attr<std::int64_t>("first")
-                           .Attr<ffi::Span<const std::int64_t>>("apart")
-                           .Attr<ffi::Span<const double>>("examples")
-                           .Attr<ffi::Span<const double>>("audits"));
+XLA_FFI_DEFINE_HANDLER(take_handler_impl, take_impl, bind_take(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(slices_handler_impl, slices_impl,
                        ffi::Ffi::Bind()
                            .Arg<ffi::AnyBuffer>()
@@ -149,14 +128,7 @@ XLA_FFI_DEFINE_HANDLER(slices_handler_impl, slices_impl,
                            .Attr<ffi::Span<const std::int64_t>>("starts"));
 XLA_FFI_DEFINE_HANDLER(start_handler_impl, start_impl, bind_start(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(done_handler_impl, done_impl, bind_done(ffi::Ffi::Bind()));
-
-XLA_FFI_DEFINE_HANDLER(computed_handler_impl, computed_impl,
-                       ffi::Ffi::Bind()
-                           .Arg<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::Buffer<ffi::F32>>()
-                           .Attr<std::int64_t>("group"));
-
+XLA_FFI_DEFINE_HANDLER(computed_handler_impl, computed_impl, bind_computed(ffi::Ffi::Bind()));
 XLA_FFI_DEFINE_HANDLER(lag_handler_impl, lag_impl, bind_lag(ffi::Ffi::Bind()));
 
 XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame) { return round_handler_impl(frame); }

@@ -14,8 +14,8 @@ XLA_FFI_Error* round_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* part_handler(XLA_FFI_CallFrame* frame);
 
 // The next block of a round whose work is shared, and the last part of which follows. Operands: the
-// order, and the vectors, of what was given before. Results: the order, and int32 (2,): the block, or
-// -1 where there is no more, and whether the vectors are to be zeros before it is added.
+// order, and the vectors, of what was given before. Results: the order, and int32 (3,): the block, or
+// -1 where there is no more, whether the vectors are to be zeros before it is added, and its `Audit`.
 XLA_FFI_Error* take_handler(XLA_FFI_CallFrame* frame);
 
 // Operand: a vector. Results: the slices of it that begin at the attribute `starts`.
@@ -47,6 +47,8 @@ XLA_FFI_Error* devices_lag_handler(XLA_FFI_CallFrame* frame);
 // The same where operands and results lie on a GPU.
 XLA_FFI_Error* cuda_round_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* cuda_part_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* cuda_take_handler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* cuda_computed_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* cuda_lag_handler(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxcoded

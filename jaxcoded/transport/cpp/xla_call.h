@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -134,6 +135,27 @@ inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::stri
   return call;
 }
 
+// What a program is told to do: the block, or -1; whether nothing that was computed before is to be in the
+// vectors; and its `Audit`.
+inline std::array<std::int32_t, 3> words_of(const std::optional<Work>& work) {
+  if (!work) return {-1, 0, 0};
+  return {static_cast<std::int32_t>(work->block), work->fresh, static_cast<std::int32_t>(work->audit)};
+}
+
+inline constexpr const char* no_blocks =
+    "CodedError: residual=True of a sum of shared work says which part of the batch is in it, and is "
+    "for the sum right after a loop over group.blocks";
+
+// What this rank has computed in the round before, 1 for each block; nothing if that was not of blocks.
+inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std::size_t count) {
+  const auto computed = Engine::instance().with(
+      static_cast<std::uint64_t>(group), [](Member& its) { return its.node->computed(); });
+  if (!computed) return std::nullopt;
+  std::vector<float> out(count);
+  for (const Block block : *computed) out[block] = 1;
+  return out;
+}
+
 // A round that begins, and whose result is called for later.
 inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                           std::int64_t fingerprint, std::int64_t parts, std::int64_t slices,
@@ -250,6 +272,30 @@ auto bind_part(Binding binding) {
       .template Attr<std::int64_t>("slices")
       .template Attr<std::int64_t>("skips")
       .template Attr<ffi::Span<const std::int64_t>>("apart");
+}
+
+template <class Binding>
+auto bind_take(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::Buffer<ffi::S32>>()
+      .template Attr<std::int64_t>("group")
+      .template Attr<std::string_view>("signature")
+      .template Attr<std::int64_t>("fingerprint")
+      .template Attr<std::int64_t>("first")
+      .template Attr<ffi::Span<const std::int64_t>>("apart")
+      .template Attr<ffi::Span<const double>>("examples")
+      .template Attr<ffi::Span<const double>>("audits");
+}
+
+template <class Binding>
+auto bind_computed(Binding binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .template Ret<ffi::Buffer<ffi::F32>>()
+      .template Attr<std::int64_t>("group");
 }
 
 template <class Binding>

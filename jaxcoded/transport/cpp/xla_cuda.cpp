@@ -1,5 +1,7 @@
 // The handlers for a GPU of NVIDIA. XLA calls them on a thread of the host, while its stream still
 // computes the operands. They block, so they are not for command buffers, and do not say they are.
+#include <bit>
+
 #include "staging.h"
 #include "xla.h"
 #include "xla_call.h"
@@ -79,6 +81,42 @@ ffi::Error part_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Remainin
   });
 }
 
+ffi::Error take_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
+                     ffi::ResultBuffer<ffi::S32> work, std::int64_t group,
+                     std::string_view signature, std::int64_t fingerprint, std::int64_t first,
+                     ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
+                     ffi::Span<const double> audits) {
+  XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples, audits);
+  return guarded_on_device([&] {
+    const Taken taken = take_on_device(device_call(call, stream, group));
+    if (!taken.error.empty()) return failed_precondition(taken.error);
+    pass_on(call, stream);
+    in_context(stream, [&] {
+      std::int32_t* to = work->typed_data();
+      for (const std::int32_t word : words_of(taken.work)) {
+        driver().set_words(address_of(to++), static_cast<unsigned>(word), 1, stream);
+      }
+    });
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error computed_impl(cuda::Stream stream, ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
+                         ffi::ResultBuffer<ffi::F32> blocks, std::int64_t group) {
+  return guarded_on_device([&] {
+    const auto computed = blocks_computed(group, blocks->element_count());
+    if (!computed) return failed_precondition(no_blocks);
+    pass_on({.order = order, .next = *next}, stream);
+    in_context(stream, [&] {
+      float* to = blocks->typed_data();
+      for (const float word : *computed) {
+        driver().set_words(address_of(to++), std::bit_cast<unsigned>(word), 1, stream);
+      }
+    });
+    return ffi::Error::Success();
+  });
+}
+
 ffi::Error lag_impl(cuda::Stream stream, ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                     ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
   return guarded_on_device([&] {
@@ -95,10 +133,14 @@ auto on_stream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cuda::Stream>
 
 XLA_FFI_DEFINE_HANDLER(cuda_round_handler_impl, round_impl, bind_round(on_stream()));
 XLA_FFI_DEFINE_HANDLER(cuda_part_handler_impl, part_impl, bind_part(on_stream()));
+XLA_FFI_DEFINE_HANDLER(cuda_take_handler_impl, take_impl, bind_take(on_stream()));
+XLA_FFI_DEFINE_HANDLER(cuda_computed_handler_impl, computed_impl, bind_computed(on_stream()));
 XLA_FFI_DEFINE_HANDLER(cuda_lag_handler_impl, lag_impl, bind_lag(on_stream()));
 
 XLA_FFI_Error* cuda_round_handler(XLA_FFI_CallFrame* frame) { return cuda_round_handler_impl(frame); }
 XLA_FFI_Error* cuda_part_handler(XLA_FFI_CallFrame* frame) { return cuda_part_handler_impl(frame); }
+XLA_FFI_Error* cuda_take_handler(XLA_FFI_CallFrame* frame) { return cuda_take_handler_impl(frame); }
+XLA_FFI_Error* cuda_computed_handler(XLA_FFI_CallFrame* frame) { return cuda_computed_handler_impl(frame); }
 XLA_FFI_Error* cuda_lag_handler(XLA_FFI_CallFrame* frame) { return cuda_lag_handler_impl(frame); }
 
 }  // namespace jaxcoded
