@@ -593,10 +593,10 @@ class World:
         self.restored[rank].append(round)
         return True
 
-    def leave(self, rank):
+    def leave(self, rank, failure=""):
         assert self.running[rank] is None
         self.leaving.add(rank)
-        self.nodes[rank].leave()
+        self.nodes[rank].leave(failure)
 
     def bury(self):
         """End the processes that may."""

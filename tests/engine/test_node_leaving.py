@@ -88,6 +88,26 @@ def test_who_leaves_before_the_others_is_named():
     )
 
 
+@pytest.mark.parametrize("failing", [3, 6])
+def test_who_leaves_after_a_failure_is_named_with_it(failing):
+    """In the log of its parent, and to whoever calls what too few others will."""
+    plan = make_plan(13, fanout=3, stragglers=1)
+    world = random_world(plan, 5, random.Random(0))
+    world.open = 2
+    world.settle()
+    world.leave(failing, "ValueError: mine\nand more")
+    world.open = 5
+    world.settle()
+    (said,) = world.news[plan.parents[failing]]
+    assert said.startswith(f"rank {failing} failed: ValueError: mine; the last call")
+    for rank in plan.coded_children(plan.parents[failing]):
+        if rank != failing:
+            world.leave(rank)
+    world.settle()
+    errors = {end.error for ends in world.ends for end in ends.values() if end.error}
+    assert all(f"rank {failing} failed: ValueError: mine" in text for text in errors)
+
+
 @pytest.mark.slow
 @many
 @given(seeds)

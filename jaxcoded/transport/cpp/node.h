@@ -18,6 +18,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "alerts.h"
@@ -502,6 +503,8 @@ class Node {
   // The end.
   void on_bye(Child& child, const Message& message);
   void retire();
+  void append_departed(Message& message, const std::vector<Rank>& ranks) const;
+  void learn_failures(std::string_view lines);
   void give_up(Child& child);
   void say_bye();
   std::string who_left() const;

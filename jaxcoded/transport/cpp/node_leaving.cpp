@@ -2,7 +2,10 @@
 #include "node.h"
 
 #include <algorithm>
+#include <charconv>
 #include <utility>
+
+#include "readable.h"
 
 namespace jaxcoded {
 
@@ -22,7 +25,8 @@ void Node::on_bye(Child& child, const Message& message) {
   const std::uint8_t flags = message.header.flags;
   if (flags & ended) child.offer.withdraw();
   if (child.left) return;
-  const auto ranks = message.all<Rank>();
+  const auto ranks = message.values<Rank>(0, message.header.ready);
+  learn_failures(message.text().substr(ranks.size() * sizeof(Rank)));
   if (flags & relays) {
     departures_.closed(ranks);
   } else {
@@ -40,9 +44,31 @@ void Node::retire() {
   if (root() || !departures_.retire()) return;
   Message message{header(Kind::bye, 0)};
   message.header.flags = relays;
-  const std::vector<Rank>& closed = departures_.closed();
-  message.append(closed.data(), closed.size() * sizeof(Rank));
+  append_departed(message, departures_.closed());
   wire_.send(family_.ancestors.front(), message);
+}
+
+// These ranks, and a line for each that failed.
+void Node::append_departed(Message& message, const std::vector<Rank>& ranks) const {
+  message.header.ready = static_cast<std::uint32_t>(ranks.size());
+  message.append(ranks.data(), ranks.size() * sizeof(Rank));
+  for (const auto& [rank, words] : departures_.failures()) {
+    const std::string line = std::to_string(rank) + ' ' + words.substr(0, words.find('\n')) + '\n';
+    message.append(line.data(), line.size());
+  }
+}
+
+void Node::learn_failures(std::string_view lines) {
+  while (!lines.empty()) {
+    const std::size_t space = lines.find(' '), end = lines.find('\n');
+    Rank rank = 0;
+    const char* const digits_end = lines.data() + std::min(space, lines.size());
+    const auto [after, error] = std::from_chars(lines.data(), digits_end, rank);
+    const bool known = std::ranges::find(family_.descendants, rank) != family_.descendants.end();
+    if (space > end || end == lines.npos || error != std::errc() || after != digits_end || !known) throw Damaged();
+    departures_.failed(rank, readable(lines.substr(space + 1, end - space - 1)));
+    lines.remove_prefix(end + 1);
+  }
 }
 
 void Node::give_up(Child& child) {
@@ -61,7 +87,7 @@ void Node::say_bye() {
   departures_.said_bye();
   if (root()) return;
   Message message{header(Kind::bye, 0)};
-  message.append(absent().data(), absent().size() * sizeof(Rank));
+  append_departed(message, absent());
   wire_.send(family_.ancestors.front(), message);
 }
 
@@ -88,14 +114,15 @@ std::vector<Rank> Node::end() {
 
 // --- Calls after the end ---
 
-// Ranks of which nothing comes any more; what this one knows of itself, in its own words.
+// Ranks of which nothing comes any more; of those that failed, in their own words.
 std::string Node::who_left() const {
   std::vector<Rank> others = departures_.closed();
-  if (departures_.failure().empty()) return listed(others) + " closed the group";
-  const std::string failed =
-      "rank " + std::to_string(family_.rank) + " failed: " + departures_.failure();
-  std::erase(others, family_.rank);
-  return others.empty() ? failed : listed(others) + " closed the group, and " + failed;
+  std::erase_if(others, [&](Rank rank) { return departures_.failures().contains(rank); });
+  std::string out = others.empty() ? "" : listed(others) + " closed the group";
+  for (const auto& [rank, words] : departures_.failures()) {
+    out += (out.empty() ? "" : ", and ") + ("rank " + std::to_string(rank)) + " failed: " + words;
+  }
+  return out;
 }
 
 // A call that can never be answered, since the root has left the group, for a reason that it alone

@@ -85,7 +85,10 @@ void Node::watch_children() {
     };
     if (leaves) {
       it.said = true;
-      news_.push_back(named(child.rank) + " has closed the group" + known() + " without it");
+      const auto failure = departures_.failures().find(child.rank);
+      const bool failed = failure != departures_.failures().end();
+      news_.push_back(named(child.rank) + (failed ? " failed: " + failure->second : " has closed the group") +
+                      known() + " without it");
     } else if (child.dead) {
       it.said = true;
       news_.push_back(named(child.rank) + " is dead, as MPI reports" + known());
