@@ -528,9 +528,14 @@ def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim, fault_toler
     assert "Exception" not in job.stderr
 
 
-def recover(tmp_path, options, way, *victims):
+def recover(tmp_path, options, way, *victims, python=MPI4PY):
     """Run the training that goes on without its dead; what they left when it was over."""
-    job = run(tmp_path, 7, "recovering.py", way, *victims, options=options, limit=LIMIT)
+    job = run(
+        *(tmp_path, 7, "recovering.py", way, *victims),
+        options=options,
+        limit=LIMIT,
+        python=python,
+    )
     assert job.status == 0, job.stderr[-8000:]
     return job
 
@@ -756,6 +761,85 @@ def test_ranks_that_wait_in_vain_while_they_recover(tmp_path, fault_tolerant):
     trained(job, {3}, 6)
     (said,) = job.of_all("said")
     assert said.startswith("CodedError: one more rank died while the group was made")
+
+
+def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_tolerant):
+    """MPI would wait for it without end."""
+    job = recover(tmp_path, fault_tolerant, "stops", "3")
+    trained(job, {3, 6}, 5)
+    (said,) = job.of_all("said")
+    assert said.startswith("CodedError: one more rank died while the group was made")
+
+
+def test_a_root_that_wakes_when_others_have_missed_its_round(tmp_path, fault_tolerant):
+    """Nobody is dead; but the old group is not returned, in which those could do no more round."""
+    job = recover(tmp_path, fault_tolerant, "wakes", "0:wakes")
+    trained(job, set(), 7)
+    for rank in range(1, 7):
+        assert "rank 0, which does not answer" in job.reports[rank]["said"][0]
+
+
+def test_a_rank_whose_program_has_failed_is_left_behind(tmp_path, fault_tolerant):
+    """It waits at its end for the others, and MPI would wait for it."""
+    victims = "3:raises", "6"
+    job = recover(tmp_path, fault_tolerant, "trains", *victims, python=BARE)
+    trained(job, {3, 6}, 6, 5)
+    assert job.stderr.count("ArithmeticError: injected") >= 1
+    heard = " ".join(str(report["heard"]) for report in job.reports.values())
+    assert ", rank 3, as its program has ended with an error" in heard
+    assert "rank 3 failed: ArithmeticError: injected" in heard
+
+
+LEFT = """
+import os, sys
+import jax, jax.numpy as jnp
+from mpi4py import MPI
+import jaxcoded
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+for step in range(20):
+    if step == 5 and group.rank == 2:
+        {fault}
+    total = jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
+try:
+    group = group.recovered()
+    print(group.size, flush=True)
+except jaxcoded.CodedError as error:
+    print(error, flush=True)
+group.close(2.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        ("raise ValueError('mine')", 1, "3"),
+        (
+            "group.close(); os.read(0, 1); sys.exit()",
+            0,
+            "ranks [2] live, but have not called recovered: of these [2] have closed the group",
+        ),
+    ],
+)
+def test_a_rank_that_has_left_does_not_keep_the_others(tmp_path, fault, status, said):
+    """It is left behind at once where an error has ended its program; its own error counts."""
+    needs_fault_tolerance()
+    (tmp_path / "left.py").write_text(LEFT.format(fault=fault))
+    job = subprocess.run(
+        [
+            *(sys.executable, "-m", "jaxcoded", "run", "-n", "4", "--ft"),
+            *("--timeout", str(SMALL_LIMIT), tmp_path / "left.py"),
+        ],
+        env=settings(SMALL_LIMIT),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert job.returncode == status, job.stderr
+    lines = re.findall(r"<stdout>: (.*)", job.stdout)
+    assert len(lines) == 3 and all(line.startswith(said) for line in lines), job.stdout
+    assert ("rank 2: status 1" in job.stderr) == status, job.stderr
 
 
 @pytest.mark.exhaustive

@@ -16,8 +16,10 @@ import sys
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
-# PID:FILE, this process and a file descriptor: its child writes to it as it ends the job
+# PID:FILE, this process and a file descriptor: its child writes to it as it ends the job, and where an
+# error has ended its program
 _PIPE = "JAXCODED_ENDS_JOB"
+_ENDS_JOB, _FAILED = b"!", b"-"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 # which rank of its host it is, and of how many: of Open MPI, and of MPICH
 _LOCAL = (
@@ -56,10 +58,12 @@ def main() -> None:
     code = os.waitstatus_to_exitcode(status)  # or minus a signal
     os.set_blocking(heard, False)
     try:
-        ends_job = bool(os.read(heard, 1))
+        said = os.read(heard, 100)
     except BlockingIOError:
-        ends_job = False
-    _tell(f"{code} ends" if ends_job else code)
+        said = b""
+    # it may be put out while it waits for the others
+    told = 1 if _FAILED in said and code == -signal.SIGKILL else code
+    _tell(f"{told} ends" if _ENDS_JOB in said else told)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one is enough
         if -code != signal.SIGKILL:

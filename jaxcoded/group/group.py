@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, NamedTuple, Self, overload
 
 import jax
 import numpy as np
@@ -42,6 +42,20 @@ from jaxcoded.transport.base import Transport
 from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
+
+
+class _MadeAnew(NamedTuple):
+    """A group without the dead.
+
+    Attributes:
+        group: it, if nothing failed.
+        failure: here.
+        agreement: whether all have one.
+    """
+
+    group: "CodedGroup"
+    failure: BaseException | None
+    agreement: recovery.Agreement
 
 
 class CodedGroup:
@@ -340,6 +354,8 @@ class CodedGroup:
         self._rank = self._comm.rank
         self._snapshots = 0
         self._successor: CodedGroup | None = None
+        # by a call of `recovered` of which it is not known yet whether all have come to its end
+        self._made_anew: _MadeAnew | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
         self.plan_words = ""
         _groups[self.index] = self
@@ -439,7 +455,7 @@ class CodedGroup:
         the same error on all of them."""
         hosts = gathered(self._comm, MPI.Get_processor_name())
         plan: Plan | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             if transport not in TRANSPORTS:
                 raise ValueError(
@@ -447,7 +463,7 @@ class CodedGroup:
                     f"got {transport!r}"
                 )
             plan = planner(hosts)
-        except Exception as error:  # noqa: BLE001  # the others wait for an answer
+        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
         outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
         words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
@@ -456,6 +472,8 @@ class CodedGroup:
             f"{words}, transport={transport} ({outcome[:200]})",
             "ranks made a group with different arguments",
         )
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # this process is to end
         if said is not None:
             raise GroupMismatch(said) from failure
         if plan is None:
@@ -910,18 +928,73 @@ class CodedGroup:
                     raise  # on all ranks
                 return None  # the root has decided nothing
 
-        called = self._roll.call(
-            announce, timeout, transport.rounds_of_all(), put_out=put_out
+        if self._made_anew is None:
+            called = self._roll.call(
+                *(announce, timeout, transport.rounds_of_all(), transport.departed),
+                put_out=put_out,
+            )
+            if not (called.dead or called.missed):
+                return self
+            self._made_anew = self._make_anew(called, 2 * timeout + 1, plan)
+        made = self._made_anew
+        if not self._is_agreed(transport, made.agreement, 2 * timeout + 1):
+            self._made_anew = None
+            if made.failure is None:
+                _groups.pop(made.group.index)
+                made.group.transport.close(0.0)
+            if made.failure is None or isinstance(made.failure, MPI.Exception):
+                raise CodedError(
+                    "one more rank died while the group was made anew, or did not come: this one "
+                    "goes on as it is; call recovered again"
+                ) from made.failure
+            raise made.failure
+        _groups.pop(self.index)
+        # all are here, and know all results: nobody is waited for
+        self.transport.close(0.0)
+        self._successor = made.group
+        return made.group
+
+    def _is_agreed(
+        self,
+        transport: engine.Engine,
+        agreement: recovery.Agreement,
+        seconds: float,
+    ) -> bool:
+        """Whether all have made the group anew. A rank that is stopped meanwhile is looked for, and put
+        out as one that does not call `recovered`. What all will have agreed on once it goes on counts in
+        the next call, if it does."""
+        with contextlib.suppress(TimeoutError):
+            return agreement.result(seconds)
+        try:
+            self._roll.again(
+                transport.rounds_of_all(),
+                "have not made the group anew with the others",
+                agreement.is_reached,
+            )
+        except CodedError:
+            if not agreement.is_reached():
+                raise
+        with contextlib.suppress(TimeoutError):
+            return agreement.result(max(seconds, recovery.REPORTED))
+        raise CodedError(
+            "not all ranks that live have made the group anew, and who is missing is not known: call "
+            "recovered again, or start the job again from a checkpoint"
         )
-        if not called.dead:
-            return self
+
+    def _make_anew(
+        self,
+        called: recovery.Called,
+        seconds: float,
+        plan: Callable[[int], Plan] | None,
+    ) -> "_MadeAnew":
+        """A group of the ranks that live, which counts once all have one."""
         smaller, survivors = recovery.shrunk(
-            self._comm, called.rounds, self.plan.root, 2 * timeout + 1
+            self._comm, called.rounds, self.plan.root, seconds
         )
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
         other.alike = len({called.rounds[rank] for rank in survivors}) == 1
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             with recovery.let_go(lambda: [smaller, getattr(other, "_comm", None)]):
                 other._open(
@@ -931,23 +1004,9 @@ class CodedGroup:
                     {"recovered": survivors},
                     lambda hosts: self._plan_without(survivors, hosts, plan),
                 )
-        except Exception as error:  # noqa: BLE001  # the others wait for an answer
+        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
-        if not recovery.agree(smaller, failure is None):
-            if failure is None:
-                _groups.pop(other.index)
-                other.transport.close(0.0)
-            if failure is None or isinstance(failure, MPI.Exception):
-                raise CodedError(
-                    "one more rank died while the group was made anew, or did not come: this one "
-                    "goes on as it is; call recovered again"
-                ) from failure
-            raise failure
-        _groups.pop(self.index)
-        # all are here, and know all results: nobody is waited for
-        self.transport.close(0.0)
-        self._successor = other
-        return other
+        return _MadeAnew(other, failure, recovery.Agreement(smaller, failure is None))
 
     def _plan_without(
         self,

@@ -23,6 +23,10 @@ class Pending(Generic[T]):
         except Exception as error:  # noqa: BLE001  # for whoever waits
             self._raised = error
 
+    def runs(self) -> bool:
+        """Whether it has neither returned nor raised."""
+        return self._thread.is_alive()
+
     def result(self, seconds: float) -> T:
         """What the call returned, or raised.
 

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +21,12 @@ logger = logging.getLogger("jaxcoded")
 
 # In the group's own communicator, in which nothing else is sent meanwhile.
 _WORD, _VERDICT = 32_001, 32_002
-_LATE, _DEAD = -1, -2  # of a rank that has not said how many rounds it knows
+# Of a rank that has not said how many rounds it knows: it has not come, MPI reports it dead, its program
+# has ended with an error, or it has closed the group.
+_LATE, _DEAD, _FAILED, _LEFT = -1, -2, -3, -4
 _PAUSE = 1e-3  # seconds between two looks
 OPENS = 120.0  # seconds in which ranks have made a group, and more
-_REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
+REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
 
 
 class Called(NamedTuple):
@@ -33,10 +35,12 @@ class Called(NamedTuple):
     Attributes:
         dead: the ranks that are dead.
         rounds: of every rank how many rounds of all it knows; negative if it is dead.
+        missed: whether a rank that lives has missed the round in which the root announced the call.
     """
 
     dead: list[int]
     rounds: list[int]
+    missed: bool
 
 
 class Roll:
@@ -55,9 +59,13 @@ class Roll:
 
     def __init__(self, comm: MPI.Intracomm, root: int) -> None:
         self._comm = comm
+        self._departed: Callable[[], Mapping[int, str]] = dict
         self._processes = [Process(*each) for each in gathered(comm, Process.own())]
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
         self.number = 0  # of the call, by which words of earlier ones are told
+        # Seconds, and whether who is late is put out, as the root said last; and whether a rank
+        # missed that.
+        self._agreed, self._missed = (0.0, False), False
         # What the root has not heard yet, and the rounds that this rank knew before.
         self._announced: tuple[Pending[np.ndarray | None], int] | None = None
         self._coming: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
@@ -69,6 +77,7 @@ class Roll:
         announce: Callable[[np.ndarray], np.ndarray | None],
         seconds: float,
         rounds: int,
+        departed: Callable[[], Mapping[int, str]],
         *,
         put_out: bool = False,
     ) -> Called:
@@ -79,7 +88,10 @@ class Roll:
                 and nothing as long as it does not come.
             seconds: for which ranks that are alive but do not come are waited for.
             rounds: that this rank knows.
-            put_out: whether these are put out then.
+            departed: of the ranks below this one that make no more calls the error that has ended
+                their program, in words, or an empty text.
+            put_out: whether these are put out then. Those whose programs have ended with an error
+                are in any case.
 
         Raises:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On
@@ -100,35 +112,69 @@ class Roll:
         if said is not None:
             seconds, put_out = float(said[0]), bool(said[1])
             self.number = int(said[2])
+        self._agreed, self._departed = (seconds, put_out), departed
+        self._missed = said is None
+        return self.again(rounds, "have not called recovered")
+
+    def again(
+        self, rounds: int, what: str, unless: Callable[[], bool] = lambda: False
+    ) -> Called:
+        """The same once more, as the latest `call` was made.
+
+        Args:
+            rounds: that this rank knows.
+            what: ranks that live but do not come have not done, in words.
+            unless: whether nobody is to be put out any more.
+
+        Raises:
+            CodedError: as there.
+        """
+        seconds, put_out = self._agreed
         nothing = np.zeros(self._comm.size, np.int64)
         known, hindered = self._called(seconds, rounds, nothing, put_out)
         self._announced = None
-        late = _which(known, _LATE)
+        late = _absent(known)
         if put_out and self._comm.rank in late:
             raise CodedError(
                 f"rank {self._comm.rank} has called recovered too late: the others put it out"
             )
-        if late and put_out:
+        out = late if put_out else _which(known, _FAILED)
+        if out and not unless():
             hindered = nothing.copy()
-            for rank in late:
+            for rank in out:
                 if self._within_reach(rank, self._comm.rank):
-                    hindered[rank] = self._kill(rank)
-            seconds = max(seconds, _REPORTED)
+                    hindered[rank] = self._kill(rank, int(known[rank]))
+            seconds = max(seconds, REPORTED)
+            self._departed = dict  # MPI is to report them dead
             known, hindered = self._called(seconds, rounds, hindered, put_out)
-            late = _which(known, _LATE)
-        if late:
-            raise CodedError(
-                f"ranks {late} live, but have not called recovered: they are late, "
-                "stuck or stopped, and MPI would wait for them. "
-                + (
-                    f"They could not be put out: {self._why(known, hindered)}"
-                    if put_out
-                    else "Call it again later, or with a longer timeout, or end their processes, or say "
-                    "recovered(put_out=True)"
-                )
-                + f"; dead are ranks {_which(known, _DEAD)}"
+            late = _absent(known)
+        if late and not unless():
+            raise CodedError(self._late_in_words(known, what, put_out, hindered))
+        return Called(_which(known, _DEAD), known.tolist(), self._missed)
+
+    def _late_in_words(
+        self, known: np.ndarray, what: str, put_out: bool, hindered: np.ndarray
+    ) -> str:
+        """Who has not come, and what to do."""
+        late = _absent(known)
+        words = f"ranks {late} live, but {what}: they are late, stuck or stopped"
+        if left := _which(known, _LEFT):
+            words = (
+                f"ranks {late} live, but {what}: of these {left} have closed the group"
             )
-        return Called(_which(known, _DEAD), known.tolist())
+        if failed := _which(known, _FAILED):
+            words += f", and the programs of {failed} have ended with an error"
+        words += ", and MPI would wait for them. "
+        if put_out or failed:
+            words += f"They could not be put out: {self._why(known, hindered)}"
+        elif left:
+            words += "End their processes, or say recovered(put_out=True)"
+        else:
+            words += (
+                "Call it again later, or with a longer timeout, or end their processes, or say "
+                "recovered(put_out=True)"
+            )
+        return f"{words}; dead are ranks {_which(known, _DEAD)}"
 
     def _called(
         self, seconds: float, rounds: int, hindered: np.ndarray, put_out: bool
@@ -136,16 +182,18 @@ class Roll:
         """What ranks know, and the number of the error that has kept a rank of its host from
         killing one, or 0, by rank."""
         self.number += 1
-        word = np.array([self.number, rounds, *hindered])
+        left = self._left_below()
+        word = np.array([self.number, self._missed, rounds, *hindered, *left])
         for place, caller in enumerate(self._callers):
             if caller == self._comm.rank:
-                return self._gather(seconds, rounds, hindered)
+                return self._gather(seconds, rounds, hindered, left)
             self._send(word, caller, _WORD)
             verdict = self._verdict(caller, seconds, put_out)
             if verdict is not None:
                 break
         assert verdict is not None  # this rank is among the callers
-        self.number, known = int(verdict[0]), verdict[1 : 1 + self._comm.size]
+        self.number, self._missed = int(verdict[0]), bool(verdict[1])
+        known, hindered = np.split(verdict[2:], 2)
         if known.min() < 0:
             # The caller may die before all have heard it. Whoever calls the roll then is to know that
             # this rank has come; and whoever looks to this rank for it, what was said.
@@ -153,7 +201,7 @@ class Roll:
                 if other != self._comm.rank and known[other] != _DEAD:
                     self._send(word, other, _WORD)
                     self._send(verdict, other, _VERDICT)
-        return known, verdict[1 + self._comm.size :]
+        return known, hindered
 
     def _send(self, what: np.ndarray, to: int, tag: int) -> None:
         try:
@@ -161,38 +209,51 @@ class Roll:
         except MPI.Exception as error:
             _unless_dead(error)
 
+    def _left_below(self) -> np.ndarray:
+        """Whether the ranks below this one have failed or left, or 0."""
+        left = np.zeros(self._comm.size, np.int64)
+        for rank, failure in self._departed().items():
+            left[rank] = _FAILED if failure else _LEFT
+        return left
+
     def _gather(
-        self, seconds: float, rounds: int, hindered: np.ndarray
+        self, seconds: float, rounds: int, hindered: np.ndarray, left: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Called by this rank: what the others say."""
         until = time.monotonic() + seconds
         known = np.full(self._comm.size, _LATE, np.int64)
         known[self._comm.rank] = rounds
         while True:
-            for rank in _which(known, _LATE):
-                known[rank], says = self._word(rank)
-                hindered = np.maximum(hindered, says)
+            for rank in _absent(known):
+                known[rank], could_not, has_left = self._word(rank)
+                hindered = np.maximum(hindered, could_not)
+                left = np.minimum(left, has_left)
+            late = known == _LATE
+            known[late] = np.where(left[late] < 0, left[late], _LATE)
             if not (known == _LATE).any() or time.monotonic() >= until:
                 break
             time.sleep(_PAUSE)
-        verdict = np.array([self.number, *known, *hindered])
+        verdict = np.array([self.number, self._missed, *known, *hindered])
         for rank in np.flatnonzero(known != _DEAD).tolist():
             if rank != self._comm.rank:
                 self._send(verdict, rank, _VERDICT)
         return known, hindered
 
-    def _word(self, rank: int) -> tuple[int, np.ndarray | int]:
-        """How many rounds a rank knows that has come to this call, and whom it could not kill."""
+    def _word(self, rank: int) -> tuple[int, np.ndarray | int, np.ndarray | int]:
+        """How many rounds a rank knows that has come to this call, whom it could not kill, and who has
+        left below it."""
         try:
             while (
-                word := self._received(rank, _WORD, 2 + self._comm.size)
+                word := self._received(rank, _WORD, 3 + 2 * self._comm.size)
             ) is not None:
                 if word[0] >= self.number:
-                    return int(word[1]), word[2:]
+                    self._missed |= bool(word[1])
+                    could_not, has_left = np.split(word[3:], 2)
+                    return int(word[2]), could_not, has_left
         except MPI.Exception as error:
             _unless_dead(error)
-            return _DEAD, 0
-        return _LATE, 0
+            return _DEAD, 0, 0
+        return _LATE, 0, 0
 
     def _verdict(self, caller: int, seconds: float, put_out: bool) -> np.ndarray | None:
         """What the caller of the roll says; None if it is dead."""
@@ -201,7 +262,7 @@ class Roll:
         hindered = 0
         try:
             while True:
-                count = 1 + 2 * self._comm.size
+                count = 2 + 2 * self._comm.size
                 verdict = self._received(caller, _VERDICT, count)
                 if verdict is not None and verdict[0] >= self.number:
                     return verdict
@@ -212,7 +273,7 @@ class Roll:
                     put_out = False
                     if self._within_reach(caller, self._comm.rank):
                         hindered = self._kill(caller)
-                    until = time.monotonic() + max(seconds, _REPORTED)
+                    until = time.monotonic() + max(seconds, REPORTED)
                 if verdict is None:
                     time.sleep(_PAUSE)
         except MPI.Exception as error:
@@ -229,21 +290,24 @@ class Roll:
         """Whether another rank can see the process of a rank."""
         return self._processes[rank].reachable(self._processes[other])
 
-    def _kill(self, rank: int) -> int:
+    def _kill(self, rank: int, known: int = _LATE) -> int:
         """Kill the process of a rank. The number of the error if that cannot be."""
         process = self._processes[rank]
         if number := process.kill():
             return number
         logger.warning(
-            "rank %d has killed %s, rank %d, as it lives and has not called recovered",
+            "rank %d has killed %s, rank %d, as %s",
             *(self._comm.rank, process, rank),
+            "its program has ended with an error"
+            if known == _FAILED
+            else "it lives and has not called recovered",
         )
         return 0
 
     def _why(self, known: np.ndarray, hindered: np.ndarray) -> str:
         """Why ranks could not be put out, in words."""
         words = []
-        for rank in _which(known, _LATE):
+        for rank in _absent(known):
             if number := int(hindered[rank]):
                 why = os.strerror(number)
             elif any(
@@ -274,6 +338,11 @@ class Roll:
 
 def _which(known: np.ndarray, what: int) -> list[int]:
     return np.flatnonzero(known == what).tolist()
+
+
+def _absent(known: np.ndarray) -> list[int]:
+    """Who lives and has not come."""
+    return [*np.flatnonzero((known < 0) & (known != _DEAD)).tolist()]
 
 
 def _unless_dead(error: MPI.Exception) -> None:
@@ -346,13 +415,36 @@ def let_go(comms: Callable[[], list[MPI.Intracomm | None]]) -> Iterator[None]:
         timer.join()  # it may be at work
 
 
-def agree(comm: MPI.Intracomm, done: bool) -> bool:
-    """Whether something was done on all ranks and all of them live, the same on all, and frees
-    the communicator. Collective of the ranks that live."""
-    try:
-        return bool(comm.Agree(int(done)))
-    except MPI.Exception as error:
-        _unless_dead(error)
-        return False
-    finally:
-        comm.Free()
+class Agreement:
+    """Whether something was done on all ranks and all of them live, the same on all. Frees the
+    communicator. Collective of the ranks that live: MPI waits for a stopped one without end.
+
+    Args:
+        comm: of these ranks.
+        done: whether it was done on this one.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, done: bool) -> None:
+        self._comm, self._done = comm, done
+        self._pending = Pending(self._reach)
+
+    def _reach(self) -> bool:
+        try:
+            return bool(self._comm.Agree(int(self._done)))
+        except MPI.Exception as error:
+            _unless_dead(error)
+            return False
+        finally:
+            self._comm.Free()
+
+    def is_reached(self) -> bool:
+        """Whether all ranks have come."""
+        return not self._pending.runs()
+
+    def result(self, seconds: float) -> bool:
+        """What all have agreed on.
+
+        Raises:
+            TimeoutError: nothing, after so many seconds.
+        """
+        return self._pending.result(seconds)

@@ -516,6 +516,11 @@ class Engine(Transport):
         )
         return {name: self._ask(name) for name in names}
 
+    def departed(self) -> dict[int, str]:
+        """Of the ranks below this one that make no more calls the error that ended their program,
+        in words, or an empty text."""
+        return dict(self._ask("departed"))
+
     def rounds_of_all(self) -> int:
         """How many rounds this rank has called before any that it alone saw fail, without the
         root."""

@@ -2,18 +2,21 @@
 
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
 after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock"), and are put out; or they leave in order, in Python
-("3:leaves") or while they are busy ("3:leaves busy").
+("3:leaves") or while they are busy ("3:leaves busy"); or their program ends with an error ("3:raises").
 WAY is "trains", with a code, or "shared", with shared work; "root" or
 "root-shared" (the root is among the dead, the step fails, and the state is handed on), "behind" (and
-rank 2 was stopped meanwhile, so that it knows less); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
+rank 2 was stopped meanwhile, so that it knows less), "wakes" (the root was stopped, and goes on once
+others have missed the round in which it says that the roll is called); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
 "explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
 not come for a while), "apart" (a rank calls something else), "again" (one more rank, the last,
-dies while the group is made anew), "waits" (the last rank keeps the others waiting there).
+dies while the group is made anew), "waits" (the last rank keeps the others waiting there), "stops" (it is
+stopped there).
 """
 
 import hashlib
 import logging
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -29,7 +32,7 @@ from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two looks for the dead
 MET = 1000  # more than steps: on the board of ranks that are about to recover
-FAILS = ("beyond", "root", "root-shared", "behind")  # a step does
+FAILS = ("beyond", "root", "root-shared", "behind", "wakes")  # a step does
 WIDTH = 400
 NOTICE = 12.0  # seconds
 STUCK, COMES = 8.0 * SLOWNESS, 4.0 * SLOWNESS  # seconds
@@ -51,8 +54,10 @@ if any(hangs):
     logging.getLogger("jaxcoded").addHandler(logging.StreamHandler())
 size = board.size
 options = jaxcoded.Options()
-if set(hangs) - {"", "leaves"} and way in FAILS:  # who hangs holds the others up
-    options = jaxcoded.Options(deadline=STUCK, on_deadline="raise")
+# who hangs holds the others up
+if set(hangs) - {"", "leaves", "raises"} and way in FAILS:
+    seconds = STUCK / 4 if way == "wakes" else STUCK
+    options = jaxcoded.Options(deadline=seconds, on_deadline="raise")
 if way == "explicit":
     plan = jaxcoded.make_plan(size, fanout=2)
     group = jaxcoded.CodedGroup.from_plan(board.comm, plan)
@@ -121,7 +126,13 @@ def train(to):
             if how.startswith("leaves"):
                 leave(busy=how == "leaves busy")
             jax.block_until_ready(w)
-            hang(how) if how else os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raises":
+                raise ArithmeticError("injected")
+            if how == "wakes":
+                if not failed_at:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                hang(how) if how else os.kill(os.getpid(), signal.SIGKILL)
         try:
             new, _ = step(w)
             if way in FAILS:
@@ -159,8 +170,11 @@ def leave(*, busy):
 def recover(round_):
     """Go on without those that have fallen in a round."""
     global group, meetings
+    if way == "wakes":
+        group = group.recovered(timeout=PATIENCE, put_out=True)
+        return
     how = hangs[round_] if round_ < len(victims) else ""
-    if not how or how.startswith("leaves"):
+    if not how or how.startswith("leaves") or how == "raises":
         group = group.recovered()
         return
     jax.block_until_ready(w)
@@ -189,6 +203,21 @@ def fails(**arguments):
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
+
+if way == "wakes" and board.rank == 1:
+    again = recovery.Roll.again
+
+    def wake_and_call_again(*arguments):
+        recovery.Roll.again = again
+        stat = pathlib.Path(f"/proc/{pids[0]}/stat")
+        until = time.monotonic() + PATIENCE
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(pids[0], signal.SIGCONT)
+        return again(*arguments)
+
+    recovery.Roll.again = wake_and_call_again
 
 said, failed_at, alike, too_early = [], [], [], []
 for round_ in range(len(victims)):
@@ -221,6 +250,13 @@ for round_ in range(len(victims)):
             # the others wait for it in the new group's communicator
             engine.missing = lambda: time.sleep(recovery.OPENS + 4.0) or ""
         said.append(fails())
+        recovery.OPENS, engine.missing = 120.0, missing
+        group = group.recovered()
+    elif way == "stops":
+        recovery.OPENS, missing = 2.0, engine.missing
+        if board.rank == board.size - 1:
+            engine.missing = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        said.append(fails(timeout=1.0 * SLOWNESS, put_out=True))
         recovery.OPENS, engine.missing = 120.0, missing
         group = group.recovered()
     elif way == "apart":

@@ -111,15 +111,19 @@ void say(const std::string& words) {
   std::fputs(line.c_str(), stderr);
 }
 
-// A fault-tolerant mpirun may go on after MPI_Abort, so `jaxcoded run` hears of it, too, through the
-// parent of this process (`cli/rank.py`).
-void end_job(int status) {
+// To the parent of this process (`cli/rank.py`), for `jaxcoded run`.
+void tell_parent(const char* letter) {
   const char* const told = std::getenv("JAXCODED_ENDS_JOB");
   int parent = 0, pipe = 0;
   // processes that a rank has started have the variable, but not the file
   if (told && std::sscanf(told, "%d:%d", &parent, &pipe) == 2 && parent == getppid()) {
-    [[maybe_unused]] const auto written = write(pipe, "!", 1);
+    [[maybe_unused]] const auto written = write(pipe, letter, 1);
   }
+}
+
+// A fault-tolerant mpirun may go on after MPI_Abort, so `jaxcoded run` hears of it, too.
+void end_job(int status) {
+  tell_parent("!");
   nap(heard_seconds);
   MPI_Abort(MPI_COMM_WORLD, status);
 }
@@ -145,6 +149,7 @@ void EndOfJob::give_up(MPI_Comm comm, const std::vector<Rank>& ranks) {
 void EndOfJob::note(bool failed, int status) {
   failed_ = failed;
   status_ = status;
+  if (failed) tell_parent("-");
 }
 
 void EndOfJob::answer() {

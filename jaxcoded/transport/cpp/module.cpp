@@ -647,6 +647,7 @@ NB_MODULE(_engine, module) {
   };
   query("lag", [](Member& its) { return its.lag(); });
   query("next_round", [](Member& its) { return its.next(); });
+  query("departed", [](Member& its) { return its.node->departed(); });
   query("rounds_of_all", [](Member& its) {
     const Round failed = its.node->failed_alone();
     return (failed ? std::min(failed, its.next()) : its.next()) - 1;

@@ -210,6 +210,8 @@ class Node {
   void give_up();
   // The process ends, whatever is still needed of it. The ranks below that had not left.
   std::vector<Rank> end();
+  // Ranks below that make no more calls, and the error that ended their program, if one did.
+  std::vector<std::pair<Rank, std::string>> departed() const;
   // Ranks below that were given up, here or below.
   const std::vector<Rank>& absent() const { return departures_.absent(); }
 

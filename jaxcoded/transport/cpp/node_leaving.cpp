@@ -48,6 +48,17 @@ void Node::retire() {
   wire_.send(family_.ancestors.front(), message);
 }
 
+std::vector<std::pair<Rank, std::string>> Node::departed() const {
+  std::vector<std::pair<Rank, std::string>> out;
+  const auto& failures = departures_.failures();
+  for (const Rank rank : departures_.closed()) {
+    if (rank == family_.rank) continue;
+    const auto failure = failures.find(rank);
+    out.emplace_back(rank, failure == failures.end() ? "" : failure->second);
+  }
+  return out;
+}
+
 // These ranks, and a line for each that failed.
 void Node::append_departed(Message& message, const std::vector<Rank>& ranks) const {
   message.header.ready = static_cast<std::uint32_t>(ranks.size());
