@@ -34,6 +34,7 @@ COMMANDS = "docs/reference/command-line.md"
 FENCE = re.compile(
     r"(^ *(?:```|~~~).*?^ *(?:```|~~~) *$|`[^`\n]+`)", re.MULTILINE | re.DOTALL
 )
+CODE = re.compile(r"<(pre|code)\b.*?</\1>", re.DOTALL)
 
 
 def place(name: str) -> str:
@@ -153,6 +154,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         LINK.sub(functools.partial(_moved, name, here), part) for part in parts[::2]
     ]
     return "".join(parts).replace("<BLANKLINE>", "")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Names in backticks became code: those of a docstring do not where it is cut in two."""
+    from mkdocs.exceptions import PluginError
+
+    if found := re.search(r"[^\n]*``[^\n]*", CODE.sub("", html)):
+        raise PluginError(
+            f"{page.file.src_uri}: backticks are left over: {found[0].strip()}"
+        )
+    return html
 
 
 def _moved(name: str, here: str, match: re.Match[str]) -> str:

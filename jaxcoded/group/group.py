@@ -528,14 +528,16 @@ class CodedGroup:
                 over which this rank splits what it reads (``docs/devices.md``).
 
         Returns:
-            indices: int64 ``(length,)`` into the global batch, of one length ≥ 1 on all
-                ranks; with ``speeds``, of a length of its own on each. Padding repeats
-                one of the rank's own examples (example 0 where it has none) with
-                weight 0.
-            weights: a `Weights`, which computes like an array of JAX's default float
-                dtype: ``(length,)`` loss weights, or, with slices or parts, the
-                coefficients ``(chunks, length // chunks, P · M)`` for
-                `coded_value_and_grad`; see `jaxcoded.plan.assignment.assignment`.
+            The pair ``(indices, weights)``.
+
+            ``indices`` are int64 ``(length,)`` into the global batch, of one length ≥ 1 on
+            all ranks; with ``speeds``, of a length of its own on each. Padding repeats one
+            of the rank's own examples (example 0 where it has none) with weight 0.
+
+            ``weights`` is a `Weights`, which computes like an array of JAX's default float
+            dtype: ``(length,)`` loss weights, or, with slices or parts, the coefficients
+            ``(chunks, length // chunks, P · M)`` for `coded_value_and_grad`; see
+            `jaxcoded.plan.assignment.assignment`.
 
         Raises:
             ValueError: ``batch_size < 1`` or ``multiple < 1``, or a ``multiple`` with slices or
