@@ -80,11 +80,12 @@ def helped() -> Iterator[str]:
 
     from jaxcoded.cli import main
 
+    parent = click.Context(
+        main.main, info_name="jaxcoded", **main.main.context_settings
+    )
     for name in main.COMMANDS:
         command = importlib.import_module(f"jaxcoded.cli.{name}").command
-        context = click.Context(
-            command, info_name=f"jaxcoded {name}", max_content_width=88
-        )
+        context = click.Context(command, parent, info_name=name, max_content_width=88)
         yield f"\n## {name}\n\n```text\n{command.get_help(context)}\n```\n"
 
 
