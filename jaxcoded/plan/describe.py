@@ -34,11 +34,12 @@ def describe(plan: "Plan") -> str:
     workers, depth = plan.size - 1, plan.tree.depth
     with_data = "with" if plan.root_computes else "without"
     uncoded = Fraction(1, workers + plan.root_computes)
+    missing = f"any {plan.stragglers}" if plan.stragglers else "none"
     lines = [
         (
             f"{plan.size} ranks: root {plan.root} ({with_data} data) and {workers} "
             f"worker{_s(workers)} in {depth} layer{_s(depth)}; "
-            f"any {plan.stragglers} of a parent's children may be missing"
+            f"{missing} of a parent's children may be missing"
             + ", the sum is then approximate"
             * plan.approximate
         ),

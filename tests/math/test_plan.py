@@ -387,6 +387,9 @@ def test_description_states_unused_capacity():
 
 def test_description_of_a_root_with_data_and_of_one_rank():
     assert "root 3 (with data) and 5 workers" in VARIED["explicit"].describe()
+    assert "; any 1 of a parent's children may be missing\n" in make_plan(4).describe()
+    uncoded = make_plan(4, stragglers=0).describe()
+    assert "; none of a parent's children may be missing\n" in uncoded
     assert make_plan(1).describe() == "1 rank: it computes the whole batch, uncoded"
 
 
