@@ -195,6 +195,23 @@ def test_shared_work():
     assert not any("child" in line for line in lines)
 
 
+def test_short_blocks():
+    """Fewer, or none, would do."""
+
+    def said(busy, blocks=12):
+        plan = jaxcoded.make_plan(4, code=f"shared(replicas=3, blocks={blocks})")
+        its = dataclasses.replace(shared(), busy=np.array(busy), plan=plan.to_json())
+        return [line for line in its.summary().splitlines() if "short" in line]
+
+    assert said([0.15] * 4) == []
+    # the first round compiles; 15 and 16 blocks in 6 ms
+    assert said([0.15, 0.006, 0.006, 0.006]) == [
+        "such blocks are short: fewer of them (now blocks=12), or a code would suit better"
+    ]
+    (line,) = said([0.006] * 4, blocks=1)
+    assert line.endswith("short: a code would suit better")
+
+
 def test_shared_work_as_a_worker_sees_it():
     its = dataclasses.replace(shared(), computed=np.zeros((4, 4, 3), int))
     assert not its.divided.any()

@@ -25,6 +25,8 @@ _OFTEN = 0.1
 _SLOW = 2.0
 # Of a rank that lives something is heard once a second, and after each of its rounds.
 TOLD = 1.0
+# A block that takes less is hardly worth what it takes to hand it out, and to hear of it.
+_SHORT = 1e-3
 _DONE = 1  # outcome of a round
 
 
@@ -292,6 +294,8 @@ class Telemetry:
     def _divided_work(self) -> list[str]:
         """Who has computed what."""
         lines = []
+        placement = Plan.from_json(self.plan).placement
+        assert placement is not None
         own = self.shared & (self.blocks > 0)
         if own.any():
             each = np.median(
@@ -301,10 +305,14 @@ class Telemetry:
                 f"this rank computed {self.blocks[self.shared].mean():.3g} blocks a round, "
                 f"{_format.seconds(each)} each"
             )
+            if each < _SHORT:
+                fewer = f"fewer of them (now blocks={placement.blocks}), or "
+                lines.append(
+                    f"such blocks are short: {fewer * (placement.blocks > 1)}a code "
+                    "would suit better"
+                )
         if not self.divided.any():
             return lines
-        placement = Plan.from_json(self.plan).placement
-        assert placement is not None
         mean = self.computed[self.divided].mean(axis=0)
         others = mean[:, 1].sum()
         lines.append(
