@@ -32,6 +32,8 @@ def read(path=None):
         path = PLAYS
     paths = sorted((ROOT / "docs").glob("*.md")) if path is None else [path]
     text = "\n".join(pathlib.Path(each).read_text("utf-8") for each in paths)
+    if not text:
+        raise SystemExit("no text found: give --text FILE")
     return np.minimum(np.frombuffer(text.encode("utf-8"), np.uint8), 127)
 
 

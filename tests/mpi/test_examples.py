@@ -270,6 +270,10 @@ def test_shakespeare(comm, monkeypatch):
     assert losses[1] < losses[0]
     assert len(module.write(params, "a", 3)) == 4
 
+    monkeypatch.setattr(module, "ROOT", pathlib.Path("missing"))  # a copy elsewhere
+    with pytest.raises(SystemExit, match="no text found: give --text FILE"):
+        module.read()
+
 
 @not_alone
 def test_rounds_csv(comm, tmp_path):
