@@ -1,7 +1,7 @@
 """Checkpoints with orbax: saved once, and read on another number of ranks.
 
     jaxcoded run -n 4 examples/orbax_checkpoint.py build/checkpoints --stop-after 10
-    jaxcoded run -n 3 examples/orbax_checkpoint.py build/checkpoints
+    jaxcoded run -n 3 examples/orbax_checkpoint.py build/checkpoints --stop-after 20
 
 To JAX every rank is process 0 of one, so orbax would let all of them write the same files. All have the
 same state, bit for bit: the root alone saves it, and hands on what it has read. Other ranks need not even
@@ -59,6 +59,8 @@ def train(comm, folder, epochs=5, stop_after=None):
         first = done = int(done)
         per_epoch = len(group.epoch(len(images), 256, seed=0))
         last = epochs * per_epoch if stop_after is None else stop_after
+        if group.rank == 0 and done >= last:
+            print(f"nothing left to do: {done} batches are done")
         for done in range(first + 1, last + 1):
             number, batch = divmod(done - 1, per_epoch)
             if batch == 0 or done == first + 1:

@@ -228,8 +228,8 @@ def test_slow_loader(comm):
 
 
 @with_libraries
-def test_orbax_checkpoint(comm, tmp_path):
-    """Seven batches on all ranks, and the rest on all but one."""
+def test_orbax_checkpoint(comm, tmp_path, capsys):
+    """Seven batches on all ranks, and the rest on all but one; then nothing is left."""
     module = example("orbax_checkpoint", "sklearn", "orbax.checkpoint")
     folder = comm.bcast(str(tmp_path))
     _, done = module.train(comm, folder, stop_after=7)
@@ -239,6 +239,12 @@ def test_orbax_checkpoint(comm, tmp_path):
     if among:
         params, done = module.train(fewer, folder, epochs=2)
         assert done == 16
+        capsys.readouterr()
+        same, done = module.train(fewer, folder, epochs=2)
+        assert done == 16
+        said = "nothing left to do: 16 batches are done\n" * (fewer.rank == 0)
+        assert capsys.readouterr().out == said
+        assert_close(same, params, atol=0)
         indices = batches(1797, 256, 2)
         expected = descended(linear, zeros(), digits(), optax.adam(3e-3), indices)
         assert_close(params, expected)
