@@ -3,9 +3,10 @@
     jaxcoded run -n 4 examples/rounds_csv.py build/rounds
 
 ``rounds-RANK.csv`` grows while the job runs (``tail -f``): when the rank called, how long it waited,
-and whose message completed the sum. ``arrivals.csv`` says of each rank below the root when it was heard
-of in each round, whether its part was used, and its lag: how many rounds were decided by then. Rank 2
-takes its time in every third step.
+whose message completed the sum, and its lag: how many rounds were decided before it called.
+``arrivals.csv`` says of each rank below the root when it was heard of in each round, whether its part was
+used, and how many rounds were decided by then; no number if it has not come. Rank 2 takes its time in
+every third step.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def arrivals(seen):
     for at, number in enumerate(seen.rounds):
         for child, rank in enumerate(seen.children):
             came = seen.arrived[at, child]
-            lag = np.sum(seen.decided[at:] < came)  # nothing if it did not come
+            lag = "" if np.isnan(came) else np.sum(seen.decided[at:] < came)
             yield number, rank, came - seen.started[at], seen.used[at, child], lag
 
 
@@ -44,13 +45,15 @@ def train(comm, folder, steps=30, slow=2):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     mine, root = folder / f"rounds-{comm.rank}.csv", folder / "arrivals.csv"
-    header = ["round", "called", "work", "waited", "decided by", "left out"]
+    header = ["round", "called", "work", "waited", "decided by", "left out", "lag"]
     write(mine, header, mode="w")
+    lags = {}  # of this rank's rounds, from 1
 
     def ended(seen):  # called on a thread of its own; holds up no round
         seconds = seen.started, seen.work, seen.ended - seen.started
         rounded = (round(each, 6) for each in seconds)
-        write(mine, [seen.number, *rounded, seen.decided_by, seen.skipped])
+        lag = lags.pop(seen.number)
+        write(mine, [seen.number, *rounded, seen.decided_by, seen.skipped, lag])
 
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
     with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
@@ -61,6 +64,7 @@ def train(comm, folder, steps=30, slow=2):
         for number in range(steps):
             if group.rank == slow and number % 3 == 0:
                 time.sleep(0.1)
+            lags[number + 1] = group.lag()  # its own rounds have ended
             _, grad = jax.block_until_ready(step(w, x[indices], weights))
             w = w - 0.1 * grad
         if group.rank == 0:

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -282,9 +283,13 @@ def test_shakespeare(comm, monkeypatch):
 
 
 @not_alone
-def test_rounds_csv(comm, tmp_path):
+def test_rounds_csv(comm, tmp_path, monkeypatch):
+    """Of three and more ranks the last one begins when the root has done all of its rounds."""
     folder = pathlib.Path(comm.bcast(str(tmp_path)))
     module = example("rounds_csv")
+    if late := SIZE > 2:
+        sleep = functools.partial(wait_until, (folder / "arrivals.csv").exists)
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: sleep()))
     w = module.train(comm, folder, steps=9, slow=SIZE - 1)
 
     x = np.random.default_rng(0).normal(size=60).mean()
@@ -297,6 +302,11 @@ def test_rounds_csv(comm, tmp_path):
     mine = f"rounds-{comm.rank}.csv"
     wait_until(lambda: len(rows(mine)) == 9)  # written on a thread of its own
     assert [int(row["round"]) for row in rows(mine)] == list(range(1, 10))
+    lags = [int(row["lag"]) for row in rows(mine)]
+    if late and comm.rank == SIZE - 1:
+        assert lags[0] > 0 and all(lag <= 9 - at for at, lag in enumerate(lags))
+    elif comm.rank == 0:
+        assert lags == [0] * 9
     wait_for_all(comm)  # the root has written its own, too
     for number, of_round in itertools.groupby(
         rows("arrivals.csv"), key=lambda row: row["round"]
@@ -306,4 +316,7 @@ def test_rounds_csv(comm, tmp_path):
         used = [row for row in of_round if row["used"] == "True"]
         assert len(used) >= SIZE - 2, number  # any one may be missing
         assert {row["lag"] for row in used} <= {"0"}
+        came = [row for row in of_round if row["arrived"] != "nan"]
+        assert all((row["lag"] != "") == (row in came) for row in of_round)
+        assert not late or of_round[-1] not in came
     wait_for_all(comm)  # before the folder goes
