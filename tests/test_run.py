@@ -59,6 +59,12 @@ def alive(process):
     return state.split()[0] != "Z"
 
 
+def open_mpi():
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().startswith("Open MPI")
+
+
 def test_ranks_are_named_and_get_the_arguments(program):
     path = program(
         "threads = os.environ['OMP_NUM_THREADS']\n"
@@ -184,13 +190,26 @@ def test_ranks_that_end_in_different_ways(program):
     assert "rank 2: status 7" in ends
 
 
-@pytest.mark.parametrize("how", ["limit", "signal"])
+def child(process):
+    place = pathlib.Path(f"/proc/{process}/task/{process}/children")
+    return int(place.read_text())
+
+
+@pytest.mark.parametrize("how", ["limit", "signal", "killed launcher"])
 def test_nothing_of_the_job_is_left(program, tmp_path, how):
-    """Not even a rank that is stopped, and ignores what would end it."""
+    """Not even a rank that is stopped, and ignores what would end it, or a file in which ranks share
+    memory."""
+    said = tmp_path / "said"
+    said.mkdir()
     path = program(
         "import signal\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "shared = '/dev/shm/', os.environ['TMPDIR'] + '/'\n"
+        "maps = [line.split(maxsplit=5)[5:] for line in open('/proc/self/maps')]\n"
+        "files = [file for line in maps for file in line if file.startswith(shared)]\n"
+        f"name = {str(said)!r} + f'/{{os.getpid()}}'\n"
+        "open(name + '.new', 'w').writelines(files)\n"
+        "os.rename(name + '.new', name)\n"
         "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "while True: time.sleep(0.1)\n"
     )
@@ -198,7 +217,7 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
     job = subprocess.Popen(command("--timeout", 300, *limit, "-n", 2, path), cwd=ROOT)
 
     def started():
-        return [int(each.name) for each in tmp_path.iterdir() if each.name.isdigit()]
+        return [int(each.name) for each in said.iterdir() if each.name.isdigit()]
 
     try:
         end = time.monotonic() + 60 * slowness()
@@ -208,16 +227,54 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
         assert len(ranks) == 2
         if how == "signal":
             job.send_signal(signal.SIGTERM)
+        if how == "killed launcher":
+            os.kill(child(job.pid), signal.SIGKILL)
         status = job.wait(60 * slowness())
     finally:
         job.kill()
         job.wait()
-    assert status == (124 if how == "limit" else 128 + signal.SIGTERM)
+    assert status == {"limit": 124, "signal": 128 + 15, "killed launcher": 128 + 9}[how]
+    files = {line for each in said.iterdir() for line in each.read_text().splitlines()}
+    if open_mpi():  # MPICH cannot be told where it puts its own
+        assert files
+        assert not list(filter(os.path.exists, files))
     # killed is not gone at once
     end = time.monotonic() + 30 * slowness()
     while any(map(alive, ranks)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not any(map(alive, ranks))
+
+
+@pytest.mark.parametrize(
+    ("users", "there", "found"),
+    [(None, True, "job's"), (None, False, None), ("user's", True, "user's")],
+)
+def test_memory_is_shared_in_a_directory_that_the_host_has(
+    tmp_path, monkeypatch, users, there, found
+):
+    monkeypatch.chdir(tmp_path)
+    names = [f"OMPI_MCA_btl_{which}_backing_directory" for which in ("vader", "sm")]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    if users:
+        monkeypatch.setenv(names[0], users)
+    if there:
+        os.mkdir("job's")
+    monkeypatch.setenv("JAXCODED_SHARED_MEMORY", "job's")
+    program = (
+        "import os\n"
+        f"print(*map(os.environ.get, {names}), 'JAXCODED_SHARED_MEMORY' in os.environ)"
+    )
+    with ends.listening() as heard:
+        done = subprocess.run(
+            [*ends.WRAPPER, sys.executable, "-c", program],
+            env=os.environ | heard.variables,
+            capture_output=True,
+            text=True,
+            timeout=60 * slowness(),
+            check=True,
+        )
+    assert done.stdout == f"{found} {None if users else found} False\n"
 
 
 @pytest.mark.parametrize(
@@ -276,10 +333,8 @@ def fake(tmp_path):
 
 
 def test_the_mpirun_of_another_mpi_is_an_error(fake):
-    from mpi4py import MPI
-
     other = "HYDRA build details:\n    Version:  4.3.0"
-    if not MPI.Get_library_version().startswith("Open MPI"):
+    if not open_mpi():
         other = "mpirun (Open MPI) 5.0.9"
     said = run("-n", 2, "--mpirun", fake(other), __file__)
     assert said.returncode == 2

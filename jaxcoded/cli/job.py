@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
+from jaxcoded.cli import rank
+
 TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
 _GRACE = 10.0  # seconds for the launcher to end it
 _MARK = "JAXCODED_JOB"  # the environment variable by which its processes are known
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1)
+_SHARED_MEMORY = "/dev/shm"
 
 
 def play(
@@ -32,7 +35,8 @@ def play(
 
     A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end:
     whatever is left of the job on this host is killed. So is a launcher that waits for those after a
-    signal that ends.
+    signal that ends. The files in which ranks share memory, which a killed launcher leaves too, are in
+    a directory of the job's own, where `jaxcoded.cli.rank` starts the ranks.
 
     Args:
         command: the launcher and its arguments.
@@ -53,6 +57,12 @@ def play(
     with contextlib.ExitStack() as stack:
         if own_files:
             settings["TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory())
+        with contextlib.suppress(OSError):  # a system without it
+            settings[rank.SHARED_MEMORY] = stack.enter_context(
+                tempfile.TemporaryDirectory(
+                    prefix="jaxcoded.", dir=_SHARED_MEMORY, ignore_cleanup_errors=True
+                )
+            )
         # in a session of its own: a terminal would signal the ranks, too
         process = subprocess.Popen(
             command, env=settings, start_new_session=True, stdout=output, stderr=output
@@ -118,8 +128,19 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _kill_all(name: str) -> None:
+    """Until they are gone: meanwhile they may write files."""
+    end = time.monotonic() + _GRACE
+    while _kill(name) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _kill(name: str) -> int:
+    """Kill all processes of a job, and say how many there were."""
     mark = f"{_MARK}={name}".encode()
+    found = 0
     for place in pathlib.Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's, or it is gone
             if mark in place.read_bytes().split(b"\0"):
                 os.kill(int(place.parent.name), signal.SIGKILL)
+                found += 1
+    return found

@@ -1,5 +1,5 @@
-"""Starts the program of a rank as its child, with GPUs of its own, tells `jaxcoded run` when it begins
-and how it ends, and ends alike.
+"""Starts the program of a rank as its child, with GPUs of its own and shared memory of the job's own,
+tells `jaxcoded run` when it begins and how it ends, and ends alike.
 
 Runs by itself, without the package: `python -I -S rank.py COMMAND...`.
 
@@ -16,6 +16,8 @@ import sys
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
+# a directory of the job, on the host that has started it, for memory that ranks share
+SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
 # PID:FILE, this process and a file descriptor: its child writes to it as it ends the job, and where an
 # error has ended its program
 _PIPE = "JAXCODED_ENDS_JOB"
@@ -25,6 +27,11 @@ _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+# where Open MPI 5 and 4 put such memory
+_BACKING = (
+    "OMPI_MCA_btl_sm_backing_directory",
+    "OMPI_MCA_btl_vader_backing_directory",
 )
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 3.0  # seconds for being heard
@@ -49,6 +56,7 @@ def main() -> None:
             signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)
         if os.environ.pop(ALL_GPUS, "") != "1":
             _divide_gpus()
+        _share_in(os.environ.pop(SHARED_MEMORY, ""))
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == here:
             os.execvp(sys.argv[1], sys.argv[1:])
@@ -70,6 +78,12 @@ def main() -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(here, -code)
     os._exit(code & 255)
+
+
+def _share_in(directory: str) -> None:
+    """Other hosts have none of that name; what the user has set stays."""
+    if os.path.isdir(directory) and not any(name in os.environ for name in _BACKING):
+        os.environ.update(dict.fromkeys(_BACKING, directory))
 
 
 def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:
