@@ -323,9 +323,10 @@ def test_what_cannot_be_started(arguments, words):
 
 @pytest.fixture
 def fake(tmp_path):
-    def make(version):
+    def make(version, status=0):
         path = tmp_path / "mpirun"
-        path.write_text(f"#!/bin/sh\necho '{version}'\n")
+        does = f"[ $1 = --version ] || exit {status}\necho '{version}'"
+        path.write_text(f"#!/bin/sh\n{does}\n")
         path.chmod(0o700)
         return path
 
@@ -480,6 +481,8 @@ def test_ends_in_words(hosts, monkeypatch):
 
 def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
     """Whatever the launcher makes of it, such as one that has lost its daemons."""
+    with ends.listening(sure=True) as heard:
+        assert heard.failure == 1  # none has begun
     with ends.listening() as heard:
         assert heard.failure == 0  # no rank can be heard
         process = ended(heard, 0, "import sys; print(1, flush=True); sys.stdin.read()")
@@ -491,6 +494,27 @@ def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
         assert heard.failure == 1
         ended(heard, 1, "").communicate(timeout=60 * slowness())
         assert heard.failure == 0
+
+
+@pytest.mark.parametrize(
+    ("launchers", "options", "batch", "status", "words"),
+    [
+        (0, [], False, 1, "no rank has begun"),
+        (0, [], True, 0, "no rank is known to have begun"),  # on other hosts, unheard
+        (0, ["--hosts", "none:2"], False, 0, "no rank is known to have begun"),
+    ],
+)
+def test_a_launcher_that_starts_no_rank(
+    fake, program, tmp_path, monkeypatch, launchers, options, batch, status, words
+):
+    for name in places._OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    if batch:
+        monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    mpirun = fake("another 1.0", launchers)
+    said = run("--mpirun", mpirun, "-n", 2, *options, program(""))
+    assert said.returncode == status
+    assert f"jaxcoded run: {words}" in said.stderr
 
 
 def test_others_are_not_believed():

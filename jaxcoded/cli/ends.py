@@ -20,6 +20,7 @@ WRAPPER = [
 ]
 _LONGEST = 200  # bytes of a message
 _PATIENCE = 3.0  # seconds for one
+_UNHEARD = "no rank is known to have begun: none was started, or no host answers"
 
 
 class Ends:
@@ -30,12 +31,13 @@ class Ends:
         told: of each rank its status, or minus the signal that it died of, and after how many
             seconds; in the order in which they ended.
         begun: the ranks that have told that they run.
+        sure: whether each rank that begins is heard.
         of_job: set once a rank has ended the whole job.
     """
 
-    def __init__(self, line: socket.socket, host: str, near: bool) -> None:
+    def __init__(self, line: socket.socket, host: str, near: bool, sure: bool) -> None:
         self._line, self._token = line, secrets.token_hex(8)
-        self._near = near
+        self._near, self.sure = near, sure
         self._since = time.monotonic()
         self.variables = {
             rank.VARIABLE: f"{host}:{line.getsockname()[1]}:{self._token}"
@@ -70,14 +72,21 @@ class Ends:
     @property
     def failure(self) -> int:
         """The first status of a rank that is not 0, signals apart; if there is none, 1 where ranks
-        have begun and none has ended with status 0, else 0."""
+        have begun, or would be heard, and none has ended with status 0, else 0."""
         codes = [code for code, _ in self.told.values()]
-        none_ended = bool(self.begun) and 0 not in codes
+        none_ended = (self.sure or bool(self.begun)) and 0 not in codes
         return next((code for code in codes if code > 0), int(none_ended))
+
+    @property
+    def heard_any(self) -> bool:
+        """Whether a rank was heard."""
+        return bool(self.begun or self.told)
 
     def words(self, ranks: int) -> list[str]:
         """A line for all that ended alike, in the order in which the first of them did; none if
         all ended with status 0."""
+        if not self.heard_any:
+            return ["no rank has begun" if self.sure else _UNHEARD]
         alike: dict[int, list[int]] = {}
         for number, (code, _) in self.told.items():
             alike.setdefault(code, []).append(number)
@@ -99,17 +108,20 @@ class Ends:
 
 
 @contextlib.contextmanager
-def listening(hosts: Sequence[str] | None = ()) -> Iterator[Ends]:
+def listening(
+    hosts: Sequence[str] | None = (), *, sure: bool = False
+) -> Iterator[Ends]:
     """Hear of the ranks' ends meanwhile.
 
     Args:
         hosts: of the ranks, if not this one; ``None``: not known. Without any, nothing is open to
             other hosts.
+        sure: whether all ranks are known to be started on this host.
     """
     here = "127.0.0.1" if hosts == () else _address(hosts or ())
     open_to = here if hosts == () else ""
     with socket.create_server((open_to, 0), backlog=1024) as line:
-        ends = Ends(line, here, hosts == ())
+        ends = Ends(line, here, hosts == (), sure)
         thread = threading.Thread(target=ends.hear, daemon=True)
         thread.start()
         try:

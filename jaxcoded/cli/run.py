@@ -84,7 +84,8 @@ def command(
     hosts = places.chosen(ranks, hosts, hostfile)
     away = hosts is not None or hostfile is not None
     names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
-    with ends.listening(names if away else ()) as heard:
+    sure = places.all_here(hosts, hostfile)
+    with ends.listening(names if away else (), sure=sure) as heard:
         words, environment = launcher.command(
             chosen,
             ranks,
