@@ -502,6 +502,8 @@ def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
         (0, [], False, 1, "no rank has begun"),
         (0, [], True, 0, "no rank is known to have begun"),  # on other hosts, unheard
         (0, ["--hosts", "none:2"], False, 0, "no rank is known to have begun"),
+        (255, ["--hosts", "none:2"], False, 255, "no rank is known to have begun"),
+        (137, [], False, 137, "no rank has begun"),
     ],
 )
 def test_a_launcher_that_starts_no_rank(
@@ -515,6 +517,8 @@ def test_a_launcher_that_starts_no_rank(
     said = run("--mpirun", mpirun, "-n", 2, *options, program(""))
     assert said.returncode == status
     assert f"jaxcoded run: {words}" in said.stderr
+    assert "a rank was killed" not in said.stderr
+    assert "see what its ranks say" not in said.stderr
 
 
 def test_others_are_not_believed():

@@ -106,24 +106,30 @@ def command(
         )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = status or heard.failure
-    said = [_words(chosen, status, fault_tolerant, timeout), *heard.words(ranks)]
+    first = _words(chosen, status, fault_tolerant, timeout, heard.heard_any)
+    said = [first, *heard.words(ranks)]
     for line in filter(None, said):
         print(f"jaxcoded run: {line}", file=sys.stderr)
     return status
 
 
 def _words(
-    mpirun: launcher.Launcher, status: int, fault_tolerant: bool, seconds: float | None
+    mpirun: launcher.Launcher,
+    status: int,
+    fault_tolerant: bool,
+    seconds: float | None,
+    begun: bool,
 ) -> str:
     """What the status means; empty if all went well."""
     if status == 0:
         return ""
     if status == job.TOO_LONG and seconds is not None:
         return f"the job was ended, as it took longer than {seconds:g} s"
-    if status == mpirun.killed and not fault_tolerant:
+    if status == mpirun.killed and not fault_tolerant and begun:
         return f"a rank was killed, and the job with it (status {status}). With --ft the others go on"
     if status - 128 in signal.valid_signals():
         return (
             f"the job was ended by {ends.signal_name(status - 128)} (status {status})"
         )
-    return f"the job failed with status {status}: see what its ranks say above"
+    who = "its ranks say" if begun else "mpirun says"
+    return f"the job failed with status {status}: see what {who} above"
