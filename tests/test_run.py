@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from commands import main
 from launch import ROOT, limited, slowness
 
 from jaxcoded.cli import ends, launcher, places, rank
@@ -415,9 +416,34 @@ def test_the_hosts_of_a_job_of_slurm(names, tasks, hosts, tmp_path, monkeypatch)
     assert places.of_slurm() is None
 
 
-@pytest.mark.parametrize("hosts", ["a:2,b:2", "a:5", "a:1,b", "a,b"])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        *(
+            "a:2,b:2",
+            "a:5",
+            "a:1,b",
+            "a,b",
+            "a:auto",
+            "u@n-1.b_c:4",
+            "10.0.0.7:4",
+            "+n1:4",
+        )
+    ],
+)
 def test_hosts_with_a_place_for_every_rank(hosts):
     assert places.chosen(4, hosts, None) == hosts
+
+
+@pytest.mark.parametrize(
+    "wrong", ["a:b", ":2", "-x:2", "-oProxyCommand=x", "", "a b", "a:", "a:-1", "a:1:2"]
+)
+def test_what_is_no_host(program, wrong, capsys):
+    for hosts in (f"{wrong}", f"a:2,{wrong},b"):
+        assert main(["run", "-n", "2", f"--hosts={hosts}", str(program(""))]) == 2
+        err = capsys.readouterr().err
+        assert f"--hosts {hosts}: {wrong!r} is not a host" in err
+        assert err.count("\n") == 1
 
 
 def test_hosts_with_too_few_places(program):

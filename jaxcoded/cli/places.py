@@ -14,6 +14,9 @@ _OTHERS = (
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     "OMPI_MCA_orte_default_hostfile",
 )
+# A name that mpirun and ssh do not take for an option, and a number; Open MPI's a:auto is as many as
+# there are cores.
+_PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d+|\*|auto))?", re.ASCII)
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,10 +47,16 @@ def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> str | None:
     """The hosts that were asked for so many ranks, or where nothing was, those of Slurm.
 
     Raises:
-        ValueError: those that were asked for have fewer places.
+        ValueError: those that were asked for are no hosts, or have fewer places.
     """
     if hosts is None:
         return of_slurm() if hostfile is None else None
+    for each in hosts.split(","):
+        if not _PLACES.fullmatch(each):
+            raise ValueError(
+                f"--hosts {hosts}: {each!r} is not a host, such as a, or a host and how many "
+                "ranks it takes, such as a:2"
+            )
     counts = [re.fullmatch(r"[^:]+:(\d+)", each) for each in hosts.split(",")]
     room = sum(int(count[1]) for count in counts if count)
     if all(counts) and room < ranks:  # a host without a number takes any
