@@ -100,6 +100,8 @@ def test_help_lists_models_and_codes():
         (["plan", "--ranks=x"], "'x' is not a valid integer (jaxcoded plan --help"),
         (["plan", "-n", "4"], "jaxcoded plan: Missing option '--compute'"),
         (["plan", *JOB[1:]], "jaxcoded plan: how many ranks? Give --ranks"),
+        (["plan", "-n50000000", *JOB[1:]], "an integer in 2 … 2000000, got 50000000"),
+        (["simulate", f"-n{10**12}", *JOB[1:]], "an integer in 2 … 2000000, got 1000"),
         (["plan", "-n", "4", "--compute=1"], "how much is summed? Give --payload"),
         (["plan", *JOB, "--parameters=1M"], "--parameters cannot go with --payload"),
         (["simulate", *JOB, "--rounds=0"], "--rounds must be an integer ≥ 1, got 0"),

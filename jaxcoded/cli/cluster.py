@@ -17,6 +17,7 @@ from jaxcoded.simulator import Network, stragglers
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _FILE = click.Path(exists=True, dir_okay=False)
 _GIGABITS = 10.0
+_MOST_RANKS = 2_000_000  # of which the simulator takes 2 GB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ _OPTIONS = (
     click.Option(
         ["-n", "--ranks"],
         type=int,
-        help="Ranks in the job. Default: those of --measured.",
+        help=f"Ranks in the job, up to {_MOST_RANKS:,}. Default: those of --measured.",
     ),
     click.Option(
         ["--payload"],
@@ -183,7 +184,7 @@ def _cluster(
         if seen is None:
             raise ValueError("how many ranks? Give --ranks, or --measured with a file")
         ranks = len(seen.speeds)
-    ranks = _require.integer("--ranks", ranks, 2)
+    ranks = _require.integer("--ranks", ranks, 2, _MOST_RANKS)
     return Cluster(
         ranks,
         _payload(payload, parameters, dtype),
