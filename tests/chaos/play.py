@@ -113,24 +113,28 @@ class Steps:
         rows = self._training.rows(number)[self._indices]
         return self._training.x[rows], self._training.y[rows]
 
-    def __call__(self, w, number, skip):
-        """The parameters after a step."""
+    def __call__(self, w, number, skip, flip):
+        """The parameters after a step, in which this rank may have nothing to contribute, or something
+        wrong."""
         if self.way == "host":
-            return self._host(w, number, skip)
+            return self._host(w, number, skip, flip)
         if self.way == "blocks":
             return self._blocks(w, number)
         with errors.translated():
-            out = self._in_jit(w, number, skip)
+            out = self._in_jit(w, number, skip, flip)
             return out if self.ahead else np.asarray(out)
 
-    def _in_jit(self, w, number, skip):
+    def _in_jit(self, w, number, skip, flip):
         local = self._local(number)
         if self.way == "gradient":
             out, self._token = self._jitted(w, local, self._weights, self._token)
         elif self.way == "shared":
             out = self._jitted(w, local, self._weights)
-        else:
+        elif self.way == "started":
             out, residual = self._jitted(w, local, np.asarray(self._weights), skip)
+        else:
+            weights = np.asarray(self._weights)
+            out, residual = self._jitted(w, local, weights, skip, flip)
             if not self.exact:
                 self.residual = float(residual)
         return out
@@ -144,8 +148,9 @@ class Steps:
         x, y = batch
         return (weights * 2 * (x @ w - y)) @ x
 
-    def _host(self, w, number, skip):
+    def _host(self, w, number, skip, flip):
         local = self._gradient(w, self._local(number), np.asarray(self._weights))
+        local = np.asarray(flipped(local, flip))
         total = jaxcoded.host.coded_allreduce(local, self._group, skip=skip)
         return self._training.after(w, total)
 
@@ -162,8 +167,8 @@ class Steps:
             w, jaxcoded.host.coded_allreduce(total, self._group)
         )
 
-    def _jit_in_jit(self, w, batch, weights, skip):
-        local = self._gradient(w, batch, weights)
+    def _jit_in_jit(self, w, batch, weights, skip, flip):
+        local = flipped(self._gradient(w, batch, weights), flip)
         if self.exact:
             total = jaxcoded.coded_allreduce(local, self._group, skip=skip)
             return self._training.after(w, total), 0.0
@@ -197,6 +202,14 @@ class Steps:
         return self._training.after(w, coded(w, batch, weights)[1])
 
 
+def flipped(x, flip):
+    """With one bit of the exponent of its largest number flipped, or not."""
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.uint64)
+    largest = jnp.argmax(jnp.abs(x))
+    bits = bits.at[largest].set(bits[largest] ^ (jnp.uint64(flip) << 61))
+    return jax.lax.bitcast_convert_type(bits, jnp.float64)
+
+
 class Player:
     """Plays a schedule.
 
@@ -212,7 +225,8 @@ class Player:
         self._w = self._right = np.zeros(of.width)
         self._number = 0  # steps that are done
         self._failed: list[int] = []
-        self._dying = False
+        self._dying = self._flips = False
+        self._found: set[tuple[Phase, int]] = set()  # phases and steps of flipped bits
         self._repeated = 0
         self._met: set[int] = set()  # steps before which all ranks met
         self._befallen: set[tuple[Phase, Fault]] = set()
@@ -252,14 +266,22 @@ class Player:
         past = phase.steps + (2 if phase.fails else 0)  # it fails by then
         while self._number < first + past:
             step = self._number - first + 1
+            self._flips = False
             skip = self._befall(phase, step)
             try:
-                w = steps(self._w, self._number, skip)
+                w = steps(self._w, self._number, skip, self._flips)
             except jaxcoded.DeadlineExceeded:
                 if self._of.options.get("on_deadline") != "raise":
                     raise
                 if self._dying:
                     return False
+                steps.drop_the_error()
+                self._note()
+                continue
+            except jaxcoded.InconsistentMessages:
+                if not phase.flips(step) or (phase, step) in self._found:
+                    raise
+                self._found.add((phase, step))
                 steps.drop_the_error()
                 self._note()
                 continue
@@ -279,6 +301,8 @@ class Player:
                 return True
             if self._dying:
                 return False
+            if phase.flips(step) and (phase, step) not in self._found:
+                raise Wrong(f"nobody has found the flipped bit of step {step}")
             self._number += 1
             self._right = self._training.step(self._right, self._number - 1)
             self._w = w
@@ -397,6 +421,8 @@ class Player:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "cut":
                 mine["cut"] = now + it.seconds
+            case "flip":
+                self._flips = True
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "leave":

@@ -22,6 +22,9 @@ MOST_DEAD = (0, 0, 1, 2, 2, 4)  # of one schedule
 CODED = ("host", "host", "jit", "ahead", "gradient", "started")
 SHARED = ("shared", "blocks")
 SKIPPING = ("host", "jit", "started")
+FLIPPING = ("host", "jit")
+# Faults that leave no rank that lives without coming: who compares messages waits for all of them.
+PASSING = ("sleep", "stop", "kill", "leave", "skip")
 LAST_ERROR = 3  # steps after one
 WIDTHS = (50, 50, 3000, 3000, 40_000)
 
@@ -36,7 +39,7 @@ class Fault:
             later; "exit" (it leaves the program, and is killed while it waits for the others);
             "leave" (SIGTERM, of which it leaves in order); "cut" (the cable of its host is cut, and
             mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
-            program catches).
+            program catches); "flip" (a bit of what it contributes, which others find).
         rank: of those with which the schedule begins.
         step: in which it happens, from 1 in each phase; the one after the last is `recovered`.
         delay: seconds from the beginning of the step.
@@ -95,6 +98,10 @@ class Phase:
     def errs(self, step: int) -> bool:
         """Whether a rank calls with wrong arguments in a step."""
         return any((it.kind, it.step) == ("error", step) for it in self.faults)
+
+    def flips(self, step: int) -> bool:
+        """Whether a rank flips a bit in a step."""
+        return any((it.kind, it.step) == ("flip", step) for it in self.faults)
 
     def of(self, rank: int, step: int) -> list[Fault]:
         """What befalls a rank in a step."""
@@ -187,7 +194,38 @@ def schedule(seed: int, ranks: int, *, cables: bool = False) -> Schedule:
         to_die -= len(phase.dead)
     if phases[-1].root_dies:
         phases.append(Phase(3, living, (), fails=False))
-    return dataclasses.replace(out, phases=tuple(phases))
+    out = dataclasses.replace(out, phases=tuple(phases))
+    return _with_flips(random.Random(f"{seed} {ranks} flips"), out)
+
+
+def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
+    """The same with flipped bits, and a group that looks for them, where it has what it takes: in each
+    step in which one is flipped its sum could do without that rank."""
+    kinds = {it.kind for phase in of.phases for it in phase.faults}
+    if of.way not in FLIPPING or not of.waits or kinds - set(PASSING):
+        return of
+    phases: list[Phase] = []
+    for phase in of.phases:
+        plan, faults = of.plan(len(phase.living)), list(phase.faults)
+        number = 0 if phases and phases[-1].root_dies else rng.randint(0, 2)
+        for step in rng.sample(range(1, phase.steps + 1), number):
+            rank = rng.randrange(1, plan.size)
+            missing = [
+                phase.living.index(it.rank)
+                for it in phase.faults
+                if (it.kind in FATAL and it.step <= step)
+                or (it.kind, it.step) == ("skip", step)
+            ]
+            if (
+                not phase.fails
+                and rank not in missing
+                and tolerates(plan, [*missing, rank])
+            ):
+                faults.append(Fault("flip", phase.living[rank], step))
+        faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+        phases.append(dataclasses.replace(phase, faults=tuple(faults)))
+    options = of.options | {"verify": "raise", "verify_wait": True, "deadline": 100.0}
+    return dataclasses.replace(of, options=options, phases=tuple(phases))
 
 
 def _group(rng: random.Random, most: int, least: int) -> tuple[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ def test_everything_happens(schedules):
     kinds = collections.Counter(
         fault.kind for it in schedules for phase in it.phases for fault in phase.faults
     )
-    assert set(kinds) == {*FATAL, "sleep", "stop", "skip", "error"}
+    assert set(kinds) == {*FATAL, "sleep", "stop", "skip", "error", "flip"}
     assert {it.way for it in schedules} == {*CODED, *SHARED}
     assert {it.options.get("on_deadline", "wait") for it in schedules} == {
         *("wait", "raise", "approximate")
@@ -60,6 +60,23 @@ def test_who_lives_and_who_dies(schedules):
                 assert fault.kind in FATAL or not ends or fault.step < ends[0]
             living -= set(phase.dead)
         assert it.survivors == len(living) >= LEFT
+
+
+def test_flipped_bits_are_such_as_can_be_found(schedules):
+    for it in schedules:
+        flips = [f for phase in it.phases for f in phase.faults if f.kind == "flip"]
+        assert not flips or it.options["verify"] == "raise"
+        for phase in it.phases:
+            plan = it.plan(len(phase.living))
+            for fault in phase.faults:
+                if fault.kind == "flip":
+                    dead = [
+                        f.rank
+                        for f in phase.faults
+                        if f.kind in FATAL and f.step <= fault.step
+                    ]
+                    gone = [phase.living.index(rank) for rank in {*dead, fault.rank}]
+                    assert tolerates(plan, gone)
 
 
 def test_what_a_schedule_says_that_must_come(schedules):
