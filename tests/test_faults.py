@@ -801,7 +801,7 @@ for step in range(20):
         {fault}
     total = jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
 try:
-    group = group.recovered()
+    group = group.recovered(timeout=2.0)
     print(group.size, flush=True)
 except jaxcoded.CodedError as error:
     print(error, flush=True)
@@ -821,7 +821,7 @@ group.close(2.0)
     ],
 )
 def test_a_rank_that_has_left_does_not_keep_the_others(tmp_path, fault, status, said):
-    """It is left behind at once where an error has ended its program; its own error counts."""
+    """It is left behind where an error has ended its program; its own error counts."""
     needs_fault_tolerance()
     (tmp_path / "left.py").write_text(LEFT.format(fault=fault))
     job = subprocess.run(

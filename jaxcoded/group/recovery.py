@@ -21,9 +21,9 @@ logger = logging.getLogger("jaxcoded")
 
 # In the group's own communicator, in which nothing else is sent meanwhile.
 _WORD, _VERDICT = 32_001, 32_002
-# Of a rank that has not said how many rounds it knows: it has not come, MPI reports it dead, its program
-# has ended with an error, or it has closed the group.
-_LATE, _DEAD, _FAILED, _LEFT = -1, -2, -3, -4
+# Of a rank that has not said how many rounds it knows: it has not come, MPI reports it dead, it has closed
+# the group, or its program has ended with an error.
+_LATE, _DEAD, _LEFT, _FAILED = -1, -2, -3, -4
 _PAUSE = 1e-3  # seconds between two looks
 OPENS = 120.0  # seconds in which ranks have made a group, and more
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
@@ -229,10 +229,11 @@ class Roll:
                 hindered = np.maximum(hindered, could_not)
                 left = np.minimum(left, has_left)
             late = known == _LATE
-            known[late] = np.where(left[late] < 0, left[late], _LATE)
-            if not (known == _LATE).any() or time.monotonic() >= until:
+            # a process that has closed the group may be about to end
+            if not (late & (left != _FAILED)).any() or time.monotonic() >= until:
                 break
             time.sleep(_PAUSE)
+        known[late & (left < 0)] = left[late & (left < 0)]
         verdict = np.array([self.number, self._missed, *known, *hindered])
         for rank in np.flatnonzero(known != _DEAD).tolist():
             if rank != self._comm.rank:

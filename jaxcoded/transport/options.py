@@ -1,6 +1,7 @@
 """How a group makes its rounds. What it sums does not depend on this."""
 
 import dataclasses
+import os
 from typing import Self
 
 from jaxcoded import _require
@@ -107,6 +108,12 @@ class Options:
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
         comparing.check(self.debug, self.verify, self.verify_wait)
+        for name in (
+            "JAXCODED_STATUS_SIGNAL",
+            "JAXCODED_PTRACER",
+        ):  # which the engine reads
+            if os.environ.get(name, "ON") not in ("", "ON", "OFF"):
+                raise ValueError(f"{name} must be ON or OFF, got {os.environ[name]!r}")
 
     @property
     def compares(self) -> bool:

@@ -139,3 +139,13 @@ def test_a_command_line(given_):
         assert 0 < found.payload < math.inf and 0 < found.work < math.inf
         assert found.ranks >= 2 and found.seed >= 0
         assert found.network.bandwidth > 0 and 0 <= found.network.latency < math.inf
+
+
+@pytest.mark.parametrize("name", ["JAXCODED_STATUS_SIGNAL", "JAXCODED_PTRACER"])
+def test_switches_of_the_environment(monkeypatch, name):
+    for value in ("ON", "OFF", ""):
+        monkeypatch.setenv(name, value)
+        Options().complete().check()
+    monkeypatch.setenv(name, "maybe")
+    with pytest.raises(ValueError, match=f"{name} must be ON or OFF, got 'maybe'"):
+        Options().complete().check()
