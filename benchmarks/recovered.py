@@ -64,8 +64,9 @@ def main():
         group, anew = seconds(group.recovered)
         step = step_of(group)
         w, first = seconds(step, w)
-        slowest = jnp.array([np.median(usual), longest, anew, first])
-        rows.append(np.asarray(group.comm.allreduce(np.asarray(slowest), MPI.MAX)))
+        slowest = np.array([np.median(usual), longest, anew, first])
+        group.comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+        rows.append(slowest)
     root = group.rank == 0
     group.close()
     if not root:
