@@ -77,7 +77,7 @@ class Roll:
         announce: Callable[[np.ndarray], np.ndarray | None],
         seconds: float,
         rounds: int,
-        departed: Callable[[], Mapping[int, str]],
+        departed: Callable[[], Mapping[int, str]] = dict,
         *,
         put_out: bool = False,
     ) -> Called:

@@ -447,7 +447,7 @@ def test_json_and_a_trace(capsys, tmp_path):
     [
         (["--payload", "4XB"], "--payload must be a number of bytes"),
         (["--payload", "-4"], "--payload must be a number of bytes"),
-        (["--ranks", "1"], "--ranks must be an integer ≥ 2, got 1"),
+        (["--ranks", "1"], "--ranks must be an integer in 2 … 2000000, got 1"),
         (["--payload", "1e300TB"], "--payload must be a number of bytes"),
         (
             ["--compute", "0"],
