@@ -2,8 +2,8 @@
 
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py
 
-Again and again the last rank is killed in the middle of a step. A step goes on without it; then all
-that live call `recovered`, and take a step with the new group, which compiles it. Prints the medians of
+Again and again the last rank is killed between two of its steps, while the others begin the next one,
+which goes on without it. 20 steps later all that live call `recovered`, and take a step with the new group, which compiles it. Prints the medians of
 the slowest rank: of a usual step, of the longest one after a death, of `recovered`, and of the first step
 after it.
 """

@@ -888,8 +888,9 @@ class CodedGroup:
         becomes the root, rank 0, and the group is not ``alike``: until it has handed on its state
         with `tree_bcast`, sums are an error.
 
-        A rank that is alive but does not call this, as its program hangs or its process is stopped,
-        keeps the others here. With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
+        A rank whose program has ended with an error is taken out, too: its process, which waits for the
+        others, is killed. One that is alive but does not call this, as its program hangs or its process is
+        stopped, keeps the others here. With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
         among the dead. So is a rank that is only slow. Where steps need it, as they need the root, they
         wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise; for a root whose
         program hangs while its engine answers, always.

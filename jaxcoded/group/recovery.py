@@ -343,7 +343,7 @@ def _which(known: np.ndarray, what: int) -> list[int]:
 
 def _absent(known: np.ndarray) -> list[int]:
     """Who lives and has not come."""
-    return [*np.flatnonzero((known < 0) & (known != _DEAD)).tolist()]
+    return np.flatnonzero((known < 0) & (known != _DEAD)).tolist()
 
 
 def _unless_dead(error: MPI.Exception) -> None:
