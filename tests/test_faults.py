@@ -791,17 +791,20 @@ def test_a_rank_whose_program_has_failed_is_left_behind(tmp_path, fault_tolerant
 
 
 LEFT = """
-import os, sys
+import os, pathlib, sys, time
 import jax, jax.numpy as jnp
 from mpi4py import MPI
 import jaxcoded
+left = pathlib.Path("left")
 group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
 for step in range(20):
     if step == 5 and group.rank == 2:
         {fault}
     total = jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
+while not left.exists():  # rank 2 may be late, but is not to be stuck
+    time.sleep(0.01)
 try:
-    group = group.recovered(timeout=2.0)
+    group = group.recovered(timeout=5.0)
     print(group.size, flush=True)
 except jaxcoded.CodedError as error:
     print(error, flush=True)
@@ -812,9 +815,9 @@ group.close(2.0)
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
     [
-        ("raise ValueError('mine')", 1, "3"),
+        ("left.touch(); raise ValueError('mine')", 1, "3"),
         (
-            "group.close(); os.read(0, 1); sys.exit()",
+            "group.close(); left.touch(); os.read(0, 1); sys.exit()",
             0,
             "ranks [2] live, but have not called recovered: of these [2] have closed the group",
         ),
@@ -834,7 +837,7 @@ def test_a_rank_that_has_left_does_not_keep_the_others(tmp_path, fault, status, 
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT,
+        cwd=tmp_path,
     )
     assert job.returncode == status, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)

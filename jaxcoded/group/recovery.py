@@ -182,11 +182,11 @@ class Roll:
         """What ranks know, and the number of the error that has kept a rank of its host from
         killing one, or 0, by rank."""
         self.number += 1
-        left = self._left_below()
-        word = np.array([self.number, self._missed, rounds, *hindered, *left])
+        below = self._left_below()
+        word = np.array([self.number, self._missed, rounds, *hindered, *below])
         for place, caller in enumerate(self._callers):
             if caller == self._comm.rank:
-                return self._gather(seconds, rounds, hindered, left)
+                return self._gather(seconds, rounds, hindered)
             self._send(word, caller, _WORD)
             verdict = self._verdict(caller, seconds, put_out)
             if verdict is not None:
@@ -217,17 +217,20 @@ class Roll:
         return left
 
     def _gather(
-        self, seconds: float, rounds: int, hindered: np.ndarray, left: np.ndarray
+        self, seconds: float, rounds: int, hindered: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Called by this rank: what the others say."""
         until = time.monotonic() + seconds
         known = np.full(self._comm.size, _LATE, np.int64)
         known[self._comm.rank] = rounds
+        left = np.zeros(self._comm.size, np.int64)
         while True:
             for rank in _absent(known):
                 known[rank], could_not, has_left = self._word(rank)
                 hindered = np.maximum(hindered, could_not)
                 left = np.minimum(left, has_left)
+            # of the ranks below this one some may leave meanwhile
+            left = np.minimum(left, self._left_below())
             late = known == _LATE
             # a process that has closed the group may be about to end
             if not (late & (left != _FAILED)).any() or time.monotonic() >= until:
