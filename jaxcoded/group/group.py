@@ -16,14 +16,8 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import (
-    CodedError,
-    Desynchronized,
-    GroupClosed,
-    GroupMismatch,
-    use_after_close,
-)
-from jaxcoded.group import recovery, snapshots
+from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_close
+from jaxcoded.group import opening, recovery, snapshots
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
 from jaxcoded.group.record import Path, Record
@@ -31,17 +25,9 @@ from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import automatic
-from jaxcoded.transport import build, comparing, cuda_aware, engine, primitive
-from jaxcoded.transport.agreement import (
-    check_communicator,
-    disagreement,
-    gathered,
-    plain,
-)
-from jaxcoded.transport.base import Transport
+from jaxcoded.transport import build, engine, primitive
+from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.options import Options
-
-TRANSPORTS = ("auto", "engine", "mpi4jax")
 
 
 class _MadeAnew(NamedTuple):
@@ -212,7 +198,7 @@ class CodedGroup:
             wanted = (options or Options()).complete()
             missing = "" if transport == "mpi4jax" else engine.missing()
             reasons = gathered(own, missing)
-            cannot = group._why_not_shared(transport, reasons)
+            cannot = opening.why_not_shared(transport, reasons)
             # who compares messages sums by the root
             whole = transport == "mpi4jax" or any(reasons) or wanted.compares
             return automatic.choose(
@@ -329,7 +315,7 @@ class CodedGroup:
         self._planned = ""
         try:
             build.check(self._comm)
-            self.plan = self._agreed_plan(transport, request, checked)
+            self.plan = opening.agreed_plan(self._comm, transport, request, checked)
             if chooser is not None:
                 choice = chooser(self._comm)
                 self.plan, self._planned = choice.plan, choice.words
@@ -341,8 +327,9 @@ class CodedGroup:
             self.index = next(_indices)
             self._record.open(self._comm, self.plan)
             self._roll = recovery.Roll(self._comm, self.plan.root)
-            self.transport, self.options = self._agreed_transport(
-                transport, wanted, given.debug is not None
+            self.transport, self.options = opening.agreed_transport(
+                *(self._comm, self.index, self.plan),
+                *(transport, wanted, given.debug is not None),
             )
         except Exception as error:
             self._record.close()
@@ -359,127 +346,6 @@ class CodedGroup:
         # what coded calls say of the plan, which a replan may have passed some ranks by
         self.plan_words = ""
         _groups[self.index] = self
-
-    def _agreed_transport(
-        self, transport: str, options: Options, explicit: bool
-    ) -> tuple[Transport, Options]:
-        """The transport asked for, the same on all ranks, and its options; ``explicit``:
-        a call asked for ``debug``, and not the environment."""
-        reason = "" if transport == "mpi4jax" else engine.missing()
-        reasons = gathered(self._comm, reason)
-        if self.plan.placement is not None and (
-            why := self._why_not_shared(transport, reasons)
-        ):
-            raise ValueError(f"code={self.plan.code!r} {why}")
-        if transport != "mpi4jax" and not any(reasons):
-            build.check_engine(self._comm)
-            options = self._comparing(options, "engine", explicit)
-            return engine.Engine(self.index, self._comm, self.plan, options), options
-        words = "; ".join(
-            f"rank {rank}: {reason}"
-            for rank, reason in enumerate(reasons)
-            if reason and reason not in reasons[:rank]
-        )
-        if transport == "engine":
-            raise ValueError(f'transport="engine" cannot be used: {words}')
-        if options.on_deadline != "wait":
-            raise ValueError(
-                f'on_deadline="{options.on_deadline}" needs the engine'
-                + (f", which cannot be used: {words}" if words else "")
-            )
-        try:
-            from jaxcoded.transport.mpi4jax import Mpi4jax
-        except ImportError as error:
-            reason = f'transport="mpi4jax" cannot be used: {error}'
-            if words:
-                reason += f". Nor can the engine: {words}"
-        else:
-            reason = cuda_aware.why_not()
-        if reasons := list(filter(None, gathered(self._comm, reason))):
-            raise ValueError(reasons[0])
-        if transport == "auto" and self._comm.rank == 0:
-            warnings.warn(
-                "falling back on the mpi4jax transport, in which every rank waits "
-                f"for the slowest one; {words}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        options = self._comparing(options, "mpi4jax", explicit)
-        return Mpi4jax(self.index, self._comm, self.plan), options
-
-    def _why_not_shared(self, transport: str, reasons: list[str]) -> str:
-        """Why this group cannot share work, in words; empty if it can."""
-        if transport == "mpi4jax" or any(reasons):
-            said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
-            return f"needs the engine: {said}"
-        return ""
-
-    def _comparing(self, options: Options, transport: str, explicit: bool) -> Options:
-        """The options with ``debug`` as this group can have it, if it was asked for.
-
-        Raises:
-            ValueError: it cannot have ``debug``, or ``verify``.
-        """
-        verify = f'verify="{options.verify}"'
-        asked = {"debug": bool(options.debug), "verify": options.verify is not None}
-        why_not = {
-            option: comparing.why_not(self.plan, options.waits, transport, option)
-            for option, wanted in asked.items()
-            if wanted
-        }
-        if why_not.get("verify"):
-            raise ValueError(f"{verify} {why_not['verify']}")
-        if options.verify_wait and self.plan.placement is not None:
-            raise ValueError(
-                "verify_wait=True means nothing where work is shared, as there are no more "
-                "messages than needed: leave it out"
-            )
-        ignored = why_not.get("debug")
-        if ignored and explicit:
-            raise ValueError(f"debug=True {ignored}")
-        options = dataclasses.replace(options, debug=asked["debug"] and not ignored)
-        said = f"{comparing.VARIABLE} is ignored: debug {ignored}" if ignored else ""
-        if options.compares and (gaps := comparing.gaps(self.plan)):
-            said = f"{'debug' if options.debug else verify} does not see all: {gaps}"
-        if said and self._comm.rank == 0:
-            warnings.warn(said, RuntimeWarning, stacklevel=5)
-        return options
-
-    def _agreed_plan(
-        self,
-        transport: str,
-        request: dict[str, Any],
-        planner: Callable[[Sequence[str]], Plan],
-    ) -> Plan:
-        """This rank's plan, once all ranks are known to have the same one. Otherwise
-        the same error on all of them."""
-        hosts = gathered(self._comm, MPI.Get_processor_name())
-        plan: Plan | None = None
-        failure: BaseException | None = None
-        try:
-            if transport not in TRANSPORTS:
-                raise ValueError(
-                    f"transport must be one of {', '.join(TRANSPORTS)}, "
-                    f"got {transport!r}"
-                )
-            plan = planner(hosts)
-        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-            failure = error
-        outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
-        words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
-        said = disagreement(
-            self._comm,
-            f"{words}, transport={transport} ({outcome[:200]})",
-            "ranks made a group with different arguments",
-        )
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure  # this process is to end
-        if said is not None:
-            raise GroupMismatch(said) from failure
-        if plan is None:
-            assert failure is not None
-            raise failure
-        return plan
 
     @property
     def planned(self) -> str:

@@ -1,0 +1,168 @@
+"""What all ranks of a new group agree on: its plan, and its transport with its options."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from jaxcoded.errors import GroupMismatch
+from jaxcoded.plan import Plan
+from jaxcoded.transport import build, comparing, cuda_aware, engine
+from jaxcoded.transport.agreement import disagreement, gathered, plain
+from jaxcoded.transport.base import Transport
+from jaxcoded.transport.options import Options
+
+TRANSPORTS = ("auto", "engine", "mpi4jax")
+
+
+def agreed_plan(
+    comm: MPI.Intracomm,
+    transport: str,
+    request: dict[str, Any],
+    planner: Callable[[Sequence[str]], Plan],
+) -> Plan:
+    """This rank's plan, once all ranks are known to have the same one. Otherwise the same error on all
+    of them. Collective.
+
+    Args:
+        comm: of the group.
+        transport: that was asked for.
+        request: what else was, by name.
+        planner: makes this rank's plan, for a rank on each of these hosts.
+
+    Raises:
+        GroupMismatch: ranks asked for different groups.
+        Exception: that of ``planner``, if it is the same on all.
+    """
+    hosts = gathered(comm, MPI.Get_processor_name())
+    plan: Plan | None = None
+    failure: BaseException | None = None
+    try:
+        if transport not in TRANSPORTS:
+            raise ValueError(
+                f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}"
+            )
+        plan = planner(hosts)
+    except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+        failure = error
+    outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
+    words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
+    said = disagreement(
+        comm,
+        f"{words}, transport={transport} ({outcome[:200]})",
+        "ranks made a group with different arguments",
+    )
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure  # this process is to end
+    if said is not None:
+        raise GroupMismatch(said) from failure
+    if plan is None:
+        assert failure is not None
+        raise failure
+    return plan
+
+
+def agreed_transport(
+    comm: MPI.Intracomm,
+    index: int,
+    plan: Plan,
+    transport: str,
+    options: Options,
+    explicit: bool,
+) -> tuple[Transport, Options]:
+    """The transport asked for, the same on all ranks, and its options. Collective.
+
+    Args:
+        comm: of the group.
+        index: of the group in this process.
+        plan: of the group.
+        transport: the name of one, or ``"auto"``.
+        options: as far as they are known.
+        explicit: whether a call asked for ``debug``, and not the environment.
+
+    Raises:
+        ValueError: there is no such transport here, or the options do not go with it. On every rank.
+    """
+    reason = "" if transport == "mpi4jax" else engine.missing()
+    reasons = gathered(comm, reason)
+    if plan.placement is not None and (why := why_not_shared(transport, reasons)):
+        raise ValueError(f"code={plan.code!r} {why}")
+    if transport != "mpi4jax" and not any(reasons):
+        build.check_engine(comm)
+        options = _comparing(comm, plan, "engine", options, explicit)
+        return engine.Engine(index, comm, plan, options), options
+    words = "; ".join(
+        f"rank {rank}: {reason}"
+        for rank, reason in enumerate(reasons)
+        if reason and reason not in reasons[:rank]
+    )
+    if transport == "engine":
+        raise ValueError(f'transport="engine" cannot be used: {words}')
+    if options.on_deadline != "wait":
+        raise ValueError(
+            f'on_deadline="{options.on_deadline}" needs the engine'
+            + (f", which cannot be used: {words}" if words else "")
+        )
+    try:
+        from jaxcoded.transport.mpi4jax import Mpi4jax
+    except ImportError as error:
+        reason = f'transport="mpi4jax" cannot be used: {error}'
+        if words:
+            reason += f". Nor can the engine: {words}"
+    else:
+        reason = cuda_aware.why_not()
+    if reasons := list(filter(None, gathered(comm, reason))):
+        raise ValueError(reasons[0])
+    if transport == "auto" and comm.rank == 0:
+        warnings.warn(
+            "falling back on the mpi4jax transport, in which every rank waits "
+            f"for the slowest one; {words}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    options = _comparing(comm, plan, "mpi4jax", options, explicit)
+    return Mpi4jax(index, comm, plan), options
+
+
+def why_not_shared(transport: str, reasons: list[str]) -> str:
+    """Why this group cannot share work, in words; empty if it can."""
+    if transport == "mpi4jax" or any(reasons):
+        said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
+        return f"needs the engine: {said}"
+    return ""
+
+
+def _comparing(
+    comm: MPI.Intracomm, plan: Plan, transport: str, options: Options, explicit: bool
+) -> Options:
+    """The options with ``debug`` as this group can have it, if it was asked for.
+
+    Raises:
+        ValueError: it cannot have ``debug``, or ``verify``.
+    """
+    verify = f'verify="{options.verify}"'
+    asked = {"debug": bool(options.debug), "verify": options.verify is not None}
+    why_not = {
+        option: comparing.why_not(plan, options.waits, transport, option)
+        for option, wanted in asked.items()
+        if wanted
+    }
+    if why_not.get("verify"):
+        raise ValueError(f"{verify} {why_not['verify']}")
+    if options.verify_wait and plan.placement is not None:
+        raise ValueError(
+            "verify_wait=True means nothing where work is shared, as there are no more "
+            "messages than needed: leave it out"
+        )
+    ignored = why_not.get("debug")
+    if ignored and explicit:
+        raise ValueError(f"debug=True {ignored}")
+    options = dataclasses.replace(options, debug=asked["debug"] and not ignored)
+    said = f"{comparing.VARIABLE} is ignored: debug {ignored}" if ignored else ""
+    if options.compares and (gaps := comparing.gaps(plan)):
+        said = f"{'debug' if options.debug else verify} does not see all: {gaps}"
+    if said and comm.rank == 0:
+        warnings.warn(said, RuntimeWarning, stacklevel=5)
+    return options
