@@ -16,16 +16,20 @@ class Departures {
   // so before.
   bool leave(Rank self, const std::string& failure) {
     if (std::exchange(leaving_, true)) return false;
-    failure_ = failure;
     if (!failure.empty()) failed(self, failure);
     closed({self});
     return true;
   }
   bool leaving() const { return leaving_; }
-  const std::string& failure() const { return failure_; }
   // Ranks that left after a failure, here or below, and its words.
   void failed(Rank rank, const std::string& words) { failures_.emplace(rank, words); }
   const std::map<Rank, std::string>& failures() const { return failures_; }
+  // How a rank has left, in words.
+  std::string how(Rank rank) const {
+    const auto failure = failures_.find(rank);
+    return "rank " + std::to_string(rank) +
+           (failure == failures_.end() ? " closed the group" : " failed: " + failure->second);
+  }
 
   // Ranks that make no more calls, here or below.
   void closed(const std::vector<Rank>& ranks) { append(closed_, ranks); }
@@ -46,7 +50,6 @@ class Departures {
   }
 
   bool leaving_ = false, retired_ = false, gone_ = false;
-  std::string failure_;  // why this rank left, if it should not have
   std::map<Rank, std::string> failures_;
   std::vector<Rank> closed_, absent_;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <ranges>
 #include <utility>
 
 #include "readable.h"
@@ -130,8 +131,8 @@ std::string Node::who_left() const {
   std::vector<Rank> others = departures_.closed();
   std::erase_if(others, [&](Rank rank) { return departures_.failures().contains(rank); });
   std::string out = others.empty() ? "" : listed(others) + " closed the group";
-  for (const auto& [rank, words] : departures_.failures()) {
-    out += (out.empty() ? "" : ", and ") + ("rank " + std::to_string(rank)) + " failed: " + words;
+  for (const Rank rank : departures_.failures() | std::views::keys) {
+    out += (out.empty() ? "" : ", and ") + departures_.how(rank);
   }
   return out;
 }
@@ -152,9 +153,7 @@ void Node::refuse(Round round, const std::string& text) {
   } else if (round >= next_ && !calling()) {
     up_.call = {};
     outcome_ = Outcome::pending;
-    decide_error(text + ", but rank " + std::to_string(family_.rank) +
-                 (departures_.failure().empty() ? " closed the group"
-                                                : " failed: " + departures_.failure()));
+    decide_error(text + ", but " + departures_.how(family_.rank));
   }
 }
 
