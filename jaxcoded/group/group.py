@@ -333,9 +333,11 @@ class CodedGroup:
             )
         except Exception as error:
             self._record.close()
-            if isinstance(error, MPI.Exception) and engine.fault_tolerant():
-                self._comm.Revoke()  # a rank has died, and others wait in it
-            self._comm.Free()
+            if recovery.has_died(error) and engine.fault_tolerant():
+                # Others wait in it. It is not freed: see `recovery.Agreement`.
+                self._comm.Revoke()
+            else:
+                self._comm.Free()
             raise
         self._record.follow(self.transport)
         self._rank = self._comm.rank
@@ -811,11 +813,12 @@ class CodedGroup:
             if made.failure is None:
                 _groups.pop(made.group.index)
                 made.group.transport.close(0.0)
-            if made.failure is None or isinstance(made.failure, MPI.Exception):
+            if recovery.has_died(made.failure):
                 raise CodedError(
                     "one more rank died while the group was made anew, or did not come: this one "
                     "goes on as it is; call recovered again"
                 ) from made.failure
+            assert made.failure is not None
             raise made.failure
         _groups.pop(self.index)
         # all are here, and know all results: nobody is waited for
@@ -857,17 +860,23 @@ class CodedGroup:
         plan: Callable[[int], Plan] | None,
     ) -> "_MadeAnew":
         """A group of the ranks that live, which counts once all have one."""
-        smaller, survivors = recovery.shrunk(
-            self._comm, called.rounds, self.plan.root, seconds
+        smaller = recovery.shrunk(self._comm, seconds)
+        survivors = recovery.successors(
+            *(smaller, self._comm, called.rounds, self.plan.root)
         )
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
         other.alike = len({called.rounds[rank] for rank in survivors}) == 1
+        comms: list[MPI.Comm] = [smaller]
         failure: BaseException | None = None
         try:
-            with recovery.let_go(lambda: [smaller, getattr(other, "_comm", None)]):
+            with recovery.let_go(lambda: [*comms, getattr(other, "_comm", None)]):
+                if survivors != sorted(survivors):
+                    comms.append(smaller.Split(0, survivors.index(self.rank)))
+                own = comms[-1]
+                assert isinstance(own, MPI.Intracomm)
                 other._open(
-                    smaller,
+                    own,
                     "engine",
                     self.options,
                     {"recovered": survivors},
@@ -875,7 +884,7 @@ class CodedGroup:
                 )
         except BaseException as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
-        return _MadeAnew(other, failure, recovery.Agreement(smaller, failure is None))
+        return _MadeAnew(other, failure, recovery.Agreement(smaller, failure))
 
     def _plan_without(
         self,

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.process import Process
-from jaxcoded.transport.agreement import gathered
+from jaxcoded.transport.agreement import Unreadable, gathered
 
 logger = logging.getLogger("jaxcoded")
 
@@ -354,17 +354,11 @@ def _unless_dead(error: MPI.Exception) -> None:
         raise error
 
 
-def shrunk(
-    comm: MPI.Intracomm, rounds: list[int], root: int, seconds: float
-) -> tuple[MPI.Intracomm, list[int]]:
-    """A communicator of the ranks that live, and which these are. Collective of them.
-
-    They keep their order, but where the root is dead the first that knows most rounds comes first.
+def shrunk(comm: MPI.Intracomm, seconds: float) -> MPI.Intracomm:
+    """A communicator of the ranks that live, in their order. Collective of them.
 
     Args:
         comm: of all ranks.
-        rounds: that each of them knows.
-        root: among them.
         seconds: for which those that live are waited for.
 
     Raises:
@@ -377,24 +371,32 @@ def shrunk(
             "ranks that live have not come to make the group anew, as one more has died "
             "meanwhile: start the job again from a checkpoint"
         ) from None
-    survivors = _among(smaller, comm)
-    first = max(survivors, key=lambda rank: rounds[rank])
-    if root not in survivors and first != survivors[0]:
-        ordered = smaller.Split(0, -1 if comm.rank == first else comm.rank)
-        smaller.Free()
-        smaller, survivors = ordered, _among(ordered, comm)
     assert isinstance(smaller, MPI.Intracomm)
-    return smaller, survivors
+    return smaller
 
 
-def _among(some: MPI.Comm, all_of_them: MPI.Intracomm) -> list[int]:
-    """The ranks of a communicator, as another one numbers them."""
-    group = all_of_them.Get_group()
-    return list(MPI.Group.Translate_ranks(some.Get_group(), None, group))
+def successors(
+    smaller: MPI.Intracomm, comm: MPI.Intracomm, rounds: list[int], root: int
+) -> list[int]:
+    """The ranks of a group made anew, as this one numbers them. They keep their order, but where the
+    root is dead the first that knows most rounds comes first.
+
+    Args:
+        smaller: of the ranks that live.
+        comm: of all ranks.
+        rounds: that each of them knows.
+        root: among them.
+    """
+    group = comm.Get_group()
+    alive = list(MPI.Group.Translate_ranks(smaller.Get_group(), None, group))
+    if root in alive:
+        return alive
+    first = max(alive, key=lambda rank: rounds[rank])
+    return [first, *(rank for rank in alive if rank != first)]
 
 
 @contextlib.contextmanager
-def let_go(comms: Callable[[], list[MPI.Intracomm | None]]) -> Iterator[None]:
+def let_go(comms: Callable[[], Sequence[MPI.Comm | None]]) -> Iterator[None]:
     """Inside, whoever waits for others in these communicators for `OPENS` seconds gets an error instead: a
     rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
     then.
@@ -419,27 +421,37 @@ def let_go(comms: Callable[[], list[MPI.Intracomm | None]]) -> Iterator[None]:
         timer.join()  # it may be at work
 
 
+def has_died(failure: BaseException | None) -> bool:
+    """Whether a rank's death may be why not all have made a group, where this is what has failed here,
+    if anything has. Otherwise the same has failed on all."""
+    return failure is None or isinstance(failure, MPI.Exception | Unreadable)
+
+
 class Agreement:
-    """Whether something was done on all ranks and all of them live, the same on all. Frees the
-    communicator. Collective of the ranks that live: MPI waits for a stopped one without end.
+    """Whether something was done on all ranks and all of them live, the same on all. Collective of the
+    ranks that live: MPI waits for a stopped one without end.
+
+    Frees the communicator, but not where a rank may have died: MPI would use its number again, and
+    take what was sent in it and comes later for messages of the next one.
 
     Args:
         comm: of these ranks.
-        done: whether it was done on this one.
+        failure: why it was not done on this one; None if it was.
     """
 
-    def __init__(self, comm: MPI.Intracomm, done: bool) -> None:
-        self._comm, self._done = comm, done
+    def __init__(self, comm: MPI.Intracomm, failure: BaseException | None) -> None:
+        self._comm, self._failure = comm, failure
         self._pending = Pending(self._reach)
 
     def _reach(self) -> bool:
         try:
-            return bool(self._comm.Agree(int(self._done)))
+            agreed = bool(self._comm.Agree(int(self._failure is None)))
         except MPI.Exception as error:
             _unless_dead(error)
             return False
-        finally:
+        if agreed or not has_died(self._failure):
             self._comm.Free()
+        return agreed
 
     def is_reached(self) -> bool:
         """Whether all ranks have come."""

@@ -13,7 +13,12 @@ from jaxcoded.errors import CodedError
 
 T = TypeVar("T")
 _LONGEST = 16 << 20  # bytes of what a rank says
-_ANOTHER = "do all ranks run the same jaxcoded?"
+_WHY = "has a rank died, or do they not all run the same jaxcoded?"
+
+
+class Unreadable(CodedError):
+    """What a rank said cannot be read, or has not come: where a rank dies, MPI may hand out nothing without
+    an error."""
 
 
 def check_communicator(comm: object) -> None:
@@ -165,7 +170,8 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
         value: what this rank says: anything that JSON has. Tuples become lists.
 
     Raises:
-        CodedError: what a rank said cannot be read, or is longer than 16 MiB. On every rank.
+        Unreadable: what a rank said cannot be read, or is longer than 16 MiB. On every rank, unless one has
+            died.
 
     Example:
         >>> from jaxcoded.transport.agreement import gathered
@@ -174,13 +180,14 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
         [{'host': 'a', 'ports': [1, 2]}]
     """
     mine = _bytes(value)
-    lengths = np.empty(comm.size, np.int64)
+    # Zeros, so that what has not come is no JSON.
+    lengths = np.zeros(comm.size, np.int64)
     # Blocking: beside the engine's thread Open MPI 5.0 once lost a non-blocking one between hosts.
     comm.Allgather(np.array([len(mine)], np.int64), lengths)
     for rank, length in enumerate(lengths.tolist()):
         _check_length(rank, length)
     ends = np.cumsum(lengths)
-    everything = np.empty(int(ends[-1]), np.uint8)
+    everything = np.zeros(int(ends[-1]), np.uint8)
     where = lengths.tolist(), (ends - lengths).tolist()
     comm.Allgatherv(mine, [everything, where, MPI.BYTE])
     parts = np.split(everything, ends[:-1])
@@ -196,7 +203,7 @@ def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
         root: who says it.
 
     Raises:
-        CodedError: it cannot be read, or is longer than 16 MiB. On every rank.
+        Unreadable: it cannot be read, or is longer than 16 MiB. On every rank, unless one has died.
 
     Example:
         >>> from jaxcoded.transport.agreement import told
@@ -208,7 +215,7 @@ def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
     length = np.array([len(mine)], np.int64)
     wait(comm.Ibcast(length, root))
     _check_length(root, int(length[0]))
-    said = mine if comm.rank == root else np.empty(int(length[0]), np.uint8)
+    said = mine if comm.rank == root else np.zeros(int(length[0]), np.uint8)
     wait(comm.Ibcast(said, root))
     return _said(root, said)
 
@@ -219,8 +226,8 @@ def _bytes(value: Any) -> np.ndarray:
 
 def _check_length(rank: int, length: int) -> None:
     if not 0 <= length <= _LONGEST:
-        raise CodedError(
-            f"rank {rank} says something of {length} bytes, more than {_LONGEST}: {_ANOTHER}"
+        raise Unreadable(
+            f"rank {rank} says something of {length} bytes, more than {_LONGEST}: {_WHY}"
         )
 
 
@@ -228,8 +235,8 @@ def _said(rank: int, data: np.ndarray) -> Any:
     try:
         return json.loads(data.tobytes())
     except (ValueError, RecursionError):
-        raise CodedError(
-            f"what rank {rank} says cannot be read: {data[:80].tobytes()!r}: {_ANOTHER}"
+        raise Unreadable(
+            f"what rank {rank} says cannot be read: {data[:80].tobytes()!r}: {_WHY}"
         ) from None
 
 

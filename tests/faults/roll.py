@@ -37,6 +37,7 @@ if board.rank == 0:
 
     roll._send = tell_a_few
 called = roll.call(lambda said: said, SECONDS, 5 + (board.rank == 3))
-smaller, survivors = recovery.shrunk(comm, called.rounds, 0, SECONDS)
+smaller = recovery.shrunk(comm, SECONDS)
+survivors = recovery.successors(smaller, comm, called.rounds, 0)
 board.report(survivors=survivors, size=smaller.size)
 os._exit(0)  # the end of such an MPI is not of this test
