@@ -18,10 +18,11 @@ VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
 # a directory of the job, on the host that has started it, for memory that ranks share
 SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
-# PID:FILE, this process and a file descriptor: its child writes to it as it ends the job, and where an
-# error has ended its program
+GOES_ON = "JAXCODED_GOES_ON"  # 1 where the others are to go on without a rank that ends
+# PID:FILE, this process and a file descriptor: its child writes to it as it enters its first group, where
+# an error has ended its program, as it leaves MPI, and as it ends the job
 _PIPE = "JAXCODED_ENDS_JOB"
-_ENDS_JOB, _FAILED = b"!", b"-"
+_IN_GROUP, _FAILED, _LEFT_MPI, _ENDS_JOB = b"+", b"-", b".", b"!"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 # which rank of its host it is, and of how many: of Open MPI, and of MPICH
 _LOCAL = (
@@ -69,9 +70,12 @@ def main() -> None:
         said = os.read(heard, 100)
     except BlockingIOError:
         said = b""
-    # it may be put out while it waits for the others
+    # others may go on without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
     _tell(f"{told} ends" if _ENDS_JOB in said else told)
+    alone = os.environ.get(GOES_ON) == "1" and _IN_GROUP in said and _LEFT_MPI not in said
+    if code > 0 and alone:
+        code = -signal.SIGKILL  # Open MPI reports no death where there is a status
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one is enough
         if -code != signal.SIGKILL:

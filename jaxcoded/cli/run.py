@@ -85,6 +85,9 @@ def command(
     away = hosts is not None or hostfile is not None
     names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
     sure = places.all_here(hosts, hostfile)
+    variables = {rank.ALL_GPUS: "1"} if all_gpus else {}
+    if fault_tolerant and on_error == "go-on":
+        variables[rank.GOES_ON] = "1"
     with ends.listening(names if away else (), sure=sure) as heard:
         words, environment = launcher.command(
             chosen,
@@ -99,7 +102,7 @@ def command(
             hosts=hosts,
             hostfile=hostfile,
             wrapper=ends.WRAPPER,
-            variables=heard.variables | ({rank.ALL_GPUS: "1"} if all_gpus else {}),
+            variables=heard.variables | variables,
         )
         status = job.play(
             words, environment, seconds=timeout, ended=heard.of_job, own_files=not away

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_c
 from jaxcoded.group import opening, recovery, snapshots
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
+from jaxcoded.group.pending import Pending
 from jaxcoded.group.record import Path, Record
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights, assigned
@@ -30,18 +31,22 @@ from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.options import Options
 
 
-class _MadeAnew(NamedTuple):
-    """A group without the dead.
+@dataclasses.dataclass
+class _Anew:
+    """A group without the dead, as far as it is made. What has been begun is waited for again by the next call of
+    `recovered`, where one has given up.
 
     Attributes:
-        group: it, if nothing failed.
+        shrinking: the communicator of the ranks that live.
+        group: that of them, if nothing failed.
         failure: here.
-        agreement: whether all have one.
+        agreement: whether all have one; None: nobody was asked yet.
     """
 
-    group: "CodedGroup"
-    failure: BaseException | None
-    agreement: recovery.Agreement
+    shrinking: Pending[MPI.Intracomm]
+    group: "CodedGroup | None" = None
+    failure: BaseException | None = None
+    agreement: recovery.Agreement | None = None
 
 
 class CodedGroup:
@@ -99,6 +104,9 @@ class CodedGroup:
     # Whether all ranks have had the sums of the same rounds, also of the group that this one was made
     # of by `recovered`. Otherwise the root is one of those that know most, and `tree_bcast` comes first.
     alike = True
+    # Made by `recovered`, of ranks that did not know the same: how much more this one knew than those that knew
+    # least.
+    _behind: int | None = None
 
     def __init__(
         self,
@@ -343,8 +351,7 @@ class CodedGroup:
         self._rank = self._comm.rank
         self._snapshots = 0
         self._successor: CodedGroup | None = None
-        # by a call of `recovered` of which it is not known yet whether all have come to its end
-        self._made_anew: _MadeAnew | None = None
+        self._anew: _Anew | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
         self.plan_words = ""
         _groups[self.index] = self
@@ -716,6 +723,7 @@ class CodedGroup:
             >>> group.close()
         """
         check_open(self)
+        check_alike(self)
         with self.failing("replan"):
             mine = np.array(speeds, np.float64)
             if mine.shape != (self.size,):
@@ -782,6 +790,14 @@ class CodedGroup:
         """
         check_open(self)
         timeout = _require.not_negative("timeout", timeout)
+        if not isinstance(put_out, bool):
+            raise TypeError(
+                f"put_out must be True or False, got {_require.shown(put_out)}"
+            )
+        if not (plan is None or callable(plan)):
+            raise TypeError(
+                f"plan must make a plan for a number of ranks, got {_require.shown(plan)}"
+            )
         transport = self.transport
         if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
             raise ValueError(
@@ -789,88 +805,77 @@ class CodedGroup:
                 "with jaxcoded run --ft, which needs Open MPI 5"
             )
         primitive.effects_barrier()
-
-        def announce(said: np.ndarray) -> np.ndarray | None:
-            try:
-                # a round like any other, so that all are known to call this
-                return transport.broadcast("recovered", said)
-            except CodedError:
-                if transport.rounds_of_all() == transport.rounds():
-                    raise  # on all ranks
-                return None  # the root has decided nothing
-
-        if self._made_anew is None:
-            called = self._roll.call(
-                *(announce, timeout, transport.rounds_of_all(), transport.departed),
-                put_out=put_out,
-            )
-            if not (called.dead or called.missed):
+        transport.drained(timeout / 2)
+        rounds = transport.rounds_of_all()
+        patience = 2 * timeout + 1
+        if self._anew is None:
+            # a round that failed here alone may have ended otherwise elsewhere
+            broken = rounds < transport.rounds()
+            if not self._roll.call(timeout, put_out, transport.departed, broken=broken):
                 return self
-            self._made_anew = self._make_anew(called, 2 * timeout + 1, plan)
-        made = self._made_anew
-        if not self._is_agreed(transport, made.agreement, 2 * timeout + 1):
-            self._made_anew = None
-            if made.failure is None:
-                _groups.pop(made.group.index)
-                made.group.transport.close(0.0)
-            if recovery.has_died(made.failure):
+            self._anew = _Anew(Pending(self._shrunk))
+        anew = self._anew
+        self._roll.wait(anew.shrinking, patience, timeout, put_out)
+        if anew.agreement is None:
+            anew.agreement = self._make_anew(anew, rounds, plan)
+        agreed = anew.agreement.pending
+        self._roll.wait(agreed, patience, timeout, put_out)
+        self._anew = None
+        if not agreed.result(0.0):
+            self._roll.next_attempt()
+            if anew.group is not None:
+                _groups.pop(anew.group.index)
+                anew.group.transport.close(0.0)
+            if recovery.has_died(anew.failure):
                 raise CodedError(
                     "one more rank died while the group was made anew, or did not come: this one "
                     "goes on as it is; call recovered again"
-                ) from made.failure
-            assert made.failure is not None
-            raise made.failure
+                ) from anew.failure
+            assert anew.failure is not None
+            raise anew.failure
+        assert anew.group is not None
         _groups.pop(self.index)
         # all are here, and know all results: nobody is waited for
         self.transport.close(0.0)
-        self._successor = made.group
-        return made.group
+        self._successor = anew.group
+        return anew.group
 
-    def _is_agreed(
-        self,
-        transport: engine.Engine,
-        agreement: recovery.Agreement,
-        seconds: float,
-    ) -> bool:
-        """Whether all have made the group anew. A rank that is stopped meanwhile is looked for, and put
-        out as one that does not call `recovered`. What all will have agreed on once it goes on counts in
-        the next call, if it does."""
-        with contextlib.suppress(TimeoutError):
-            return agreement.result(seconds)
+    def _shrunk(self) -> MPI.Intracomm:
         try:
-            self._roll.again(
-                transport.rounds_of_all(),
-                "have not made the group anew with the others",
-                agreement.is_reached,
-            )
-        except CodedError:
-            if not agreement.is_reached():
-                raise
-        with contextlib.suppress(TimeoutError):
-            return agreement.result(max(seconds, recovery.REPORTED))
-        raise CodedError(
-            "not all ranks that live have made the group anew, and who is missing is not known: call "
-            "recovered again, or start the job again from a checkpoint"
-        )
+            smaller: MPI.Comm = self._comm.Shrink()
+        except MPI.Exception as error:
+            raise CodedError(
+                f"MPI could not make a communicator of the ranks that live ({error}): start the job again "
+                "from a checkpoint"
+            ) from error
+        assert isinstance(smaller, MPI.Intracomm)
+        return smaller
 
     def _make_anew(
-        self,
-        called: recovery.Called,
-        seconds: float,
-        plan: Callable[[int], Plan] | None,
-    ) -> "_MadeAnew":
-        """A group of the ranks that live, which counts once all have one."""
-        smaller = recovery.shrunk(self._comm, seconds)
-        survivors = recovery.successors(
-            *(smaller, self._comm, called.rounds, self.plan.root)
-        )
+        self, anew: _Anew, rounds: int, plan: Callable[[int], Plan] | None
+    ) -> recovery.Agreement:
+        """The group of the ranks that live, which counts once all agree that they have one.
+
+        Args:
+            anew: is given it.
+            rounds: of this one, that this rank knows.
+            plan: as in `recovered`.
+        """
+        smaller = anew.shrinking.result(0.0)
+        comms: list[MPI.Comm] = [smaller]
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
-        other.alike = len({called.rounds[rank] for rank in survivors}) == 1
-        comms: list[MPI.Comm] = [smaller]
-        failure: BaseException | None = None
         try:
             with recovery.let_go(lambda: [*comms, getattr(other, "_comm", None)]):
+                known = True, rounds
+                if (
+                    self._behind is not None and not rounds
+                ):  # nor was the state handed on
+                    known = False, self._behind
+                survivors, other._behind = recovery.successors(
+                    smaller, self._comm, self.plan.root, known
+                )
+                other.alike = other._behind is None
                 if survivors != sorted(survivors):
                     comms.append(smaller.Split(0, survivors.index(self.rank)))
                 own = comms[-1]
@@ -882,9 +887,12 @@ class CodedGroup:
                     {"recovered": survivors},
                     lambda hosts: self._plan_without(survivors, hosts, plan),
                 )
+            anew.group = other
         except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-            failure = error
-        return _MadeAnew(other, failure, recovery.Agreement(smaller, failure))
+            anew.failure = error
+            if recovery.has_died(error):
+                smaller.Revoke()  # in which others may wait; not those who agree
+        return recovery.Agreement(smaller, anew.failure)
 
     def _plan_without(
         self,

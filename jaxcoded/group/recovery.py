@@ -1,13 +1,13 @@
 """The ranks that live agree on who is left of a group, where MPI is fault-tolerant (ULFM)."""
 
 import contextlib
-import functools
+import errno
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -19,189 +19,272 @@ from jaxcoded.transport.agreement import Unreadable, gathered
 
 logger = logging.getLogger("jaxcoded")
 
-# In the group's own communicator, in which nothing else is sent meanwhile.
-_WORD, _VERDICT = 32_001, 32_002
-# Of a rank that has not said how many rounds it knows: it has not come, MPI reports it dead, it has closed
-# the group, or its program has ended with an error.
-_LATE, _DEAD, _LEFT, _FAILED = -1, -2, -3, -4
+# Of messages in the group's own communicator, in which nothing else is sent meanwhile: from the rank that
+# calls the roll, and to it.
+_DOWN, _UP = 32_001, 32_002
+# What it says: who is here? Kill those who are late; nobody is dead; make the group anew; some are late.
+_CALL, _KILL, _STAY, _ANEW, _LATE = range(1, 6)
+# What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group.
+_HERE, _MISSING, _DEAD, _LEFT = range(4)
 _PAUSE = 1e-3  # seconds between two looks
 OPENS = 120.0  # seconds in which ranks have made a group, and more
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
 
 
-class Called(NamedTuple):
-    """What a roll-call said.
-
-    Attributes:
-        dead: the ranks that are dead.
-        rounds: of every rank how many rounds of all it knows; negative if it is dead.
-        missed: whether a rank that lives has missed the round in which the root announced the call.
-    """
-
-    dead: list[int]
-    rounds: list[int]
-    missed: bool
-
-
 class Roll:
-    """Who is left, called by the root, or by the first rank after it that lives. Collective of the
-    ranks that live.
+    """Who is left, called by the root, or by the first rank after it that lives.
 
-    MPI's own way to shrink a communicator waits for every rank that is not dead, for a
-    stopped one too. So all meet at one rank before, which waits for so long and no longer. A rank that has
-    not come by then can be put out: one that can kill its process does so, and nobody goes on before MPI has
-    reported it dead, so that there are never two roots.
+    MPI's own way to shrink a communicator waits for every rank that is not dead, for a stopped one too, and
+    what has been begun there cannot be taken back. So whoever calls the roll asks all before, and waits for so
+    long and no longer. A rank that has not answered by then can be put out: one that can kill its
+    process does so, and nobody goes on before MPI has reported it dead, so that there are never two roots.
+
+    Nobody answers but who is in `attend`, so that ranks may come and give up at any time. But that the group
+    is to be made anew is never taken back: all ranks hand it on, and who has given up meanwhile finds it when
+    it comes again.
 
     Args:
         comm: whose ranks meet. Collective.
-        root: where they meet as long as it lives.
+        root: who calls as long as it lives.
     """
 
     def __init__(self, comm: MPI.Intracomm, root: int) -> None:
-        self._comm = comm
-        self._departed: Callable[[], Mapping[int, str]] = dict
+        self._comm, self._rank = comm, comm.rank
         self._processes = [Process(*each) for each in gathered(comm, Process.own())]
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
-        self.number = 0  # of the call, by which words of earlier ones are told
-        # Seconds, and whether who is late is put out, as the root said last; and whether a rank
-        # missed that.
-        self._agreed, self._missed = (0.0, False), False
-        # What the root has not heard yet, and the rounds that this rank knew before.
-        self._announced: tuple[Pending[np.ndarray | None], int] | None = None
+        self._attempt = 0  # to make the group anew
+        self._anew = -1  # the latest attempt that all are to make
+        self._visits = 0  # of this rank
+        self._calls = 0  # by this rank
+        self._dead: set[int] = set()
+        self._answers: dict[int, np.ndarray] = {}  # to the latest call
+        self._said: dict[int, np.ndarray] = {}  # by callers, what is to be read yet
+        self._hindered = np.zeros(comm.size)  # numbers of errors, of killing
         self._coming: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
         # MPI reads them later
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []
 
     def call(
         self,
-        announce: Callable[[np.ndarray], np.ndarray | None],
         seconds: float,
-        rounds: int,
-        departed: Callable[[], Mapping[int, str]] = dict,
+        put_out: bool,
+        left: Callable[[], Mapping[int, str]] = dict,
         *,
-        put_out: bool = False,
-    ) -> Called:
-        """Who is dead, and what the others know, the same on all ranks that live.
+        broken: bool = False,
+    ) -> bool:
+        """Whether the group is to be made anew, as some are dead. The same on all ranks.
 
         Args:
-            announce: tells all ranks what the root says; returns None if it decides nothing any more,
-                and nothing as long as it does not come.
-            seconds: for which ranks that are alive but do not come are waited for.
-            rounds: that this rank knows.
-            departed: of the ranks below this one that make no more calls the error that has ended
-                their program, in words, or an empty text.
-            put_out: whether these are put out then. Those whose programs have ended with an error
-                are in any case.
+            seconds: for which ranks that live but do not come are waited for.
+            put_out: whether these are put out then. Of all but the caller what the caller says counts.
+            left: the ranks below this one that make no more calls, and why.
+            broken: whether the group is to be made anew in any case.
 
         Raises:
-            CodedError: ranks that live have not come by then, and are not or cannot be put out. On
-                every rank that lives, on the late ones when they come.
+            CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
+                rank that lives, on the late ones when they come.
         """
-        self._sent = [it for it in self._sent if not it[0].Test()]
-        words = np.array([seconds, put_out, self.number])
-        announced = self._announced or (
-            Pending(functools.partial(announce, words)),
-            rounds,
+        return self._attend(
+            *(lambda: False, 0.0, seconds, put_out, left, broken),
+            "have not called recovered",
         )
-        pending, rounds = announced
-        self._announced = said = None
-        try:
-            said = pending.result(seconds)
-        except TimeoutError:
-            self._announced = announced
-        if said is not None:
-            seconds, put_out = float(said[0]), bool(said[1])
-            self.number = int(said[2])
-        self._agreed, self._departed = (seconds, put_out), departed
-        self._missed = said is None
-        return self.again(rounds, "have not called recovered")
 
-    def again(
-        self, rounds: int, what: str, unless: Callable[[], bool] = lambda: False
-    ) -> Called:
-        """The same once more, as the latest `call` was made.
+    def wait(
+        self, pending: Pending[Any], patience: float, seconds: float, put_out: bool
+    ) -> None:
+        """Wait for what all ranks do that live. Who does not is looked for, and put out, as in `call`.
 
         Args:
-            rounds: that this rank knows.
-            what: ranks that live but do not come have not done, in words.
-            unless: whether nobody is to be put out any more.
+            pending: it.
+            patience: seconds after which those who are missing are looked for.
+            seconds, put_out: as there.
 
         Raises:
-            CodedError: as there.
+            CodedError: as there. What is pending stays so, and is to be waited for again.
         """
-        seconds, put_out = self._agreed
-        nothing = np.zeros(self._comm.size, np.int64)
-        known, hindered = self._called(seconds, rounds, nothing, put_out)
-        self._announced = None
-        late = _absent(known)
-        if put_out and self._comm.rank in late:
-            raise CodedError(
-                f"rank {self._comm.rank} has called recovered too late: the others put it out"
-            )
-        out = late if put_out else _which(known, _FAILED)
-        if out and not unless():
-            hindered = nothing.copy()
-            for rank in out:
-                if self._within_reach(rank, self._comm.rank):
-                    hindered[rank] = self._kill(rank, int(known[rank]))
-            seconds = max(seconds, REPORTED)
-            self._departed = dict  # MPI is to report them dead
-            known, hindered = self._called(seconds, rounds, hindered, put_out)
-            late = _absent(known)
-        if late and not unless():
-            raise CodedError(self._late_in_words(known, what, put_out, hindered))
-        return Called(_which(known, _DEAD), known.tolist(), self._missed)
+        self._attend(
+            *(lambda: not pending.runs(), patience, seconds, put_out, dict, False),
+            "have not made the group anew with the others",
+        )
 
-    def _late_in_words(
-        self, known: np.ndarray, what: str, put_out: bool, hindered: np.ndarray
-    ) -> str:
-        """Who has not come, and what to do."""
-        late = _absent(known)
-        words = f"ranks {late} live, but {what}: they are late, stuck or stopped"
-        if left := _which(known, _LEFT):
-            words = (
-                f"ranks {late} live, but {what}: of these {left} have closed the group"
-            )
-        if failed := _which(known, _FAILED):
-            words += f", and the programs of {failed} have ended with an error"
-        words += ", and MPI would wait for them. "
-        if put_out or failed:
-            words += f"They could not be put out: {self._why(known, hindered)}"
-        elif left:
-            words += "End their processes, or say recovered(put_out=True)"
-        else:
-            words += (
-                "Call it again later, or with a longer timeout, or end their processes, or say "
-                "recovered(put_out=True)"
-            )
-        return f"{words}; dead are ranks {_which(known, _DEAD)}"
+    def next_attempt(self) -> None:
+        """The group could not be made anew, on any rank."""
+        self._attempt += 1
 
-    def _called(
-        self, seconds: float, rounds: int, hindered: np.ndarray, put_out: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """What ranks know, and the number of the error that has kept a rank of its host from
-        killing one, or 0, by rank."""
-        self.number += 1
-        below = self._left_below()
-        word = np.array([self.number, self._missed, rounds, *hindered, *below])
-        for place, caller in enumerate(self._callers):
-            if caller == self._comm.rank:
-                return self._gather(seconds, rounds, hindered)
-            self._send(word, caller, _WORD)
-            verdict = self._verdict(caller, seconds, put_out)
-            if verdict is not None:
-                break
-        assert verdict is not None  # this rank is among the callers
-        self.number, self._missed = int(verdict[0]), bool(verdict[1])
-        known, hindered = np.split(verdict[2:], 2)
-        if known.min() < 0:
-            # The caller may die before all have heard it. Whoever calls the roll then is to know that
-            # this rank has come; and whoever looks to this rank for it, what was said.
-            for other in self._callers[place + 1 :]:
-                if other != self._comm.rank and known[other] != _DEAD:
-                    self._send(word, other, _WORD)
-                    self._send(verdict, other, _VERDICT)
-        return known, hindered
+    def _attend(
+        self,
+        over: Callable[[], bool],
+        patience: float,
+        seconds: float,
+        put_out: bool,
+        left: Callable[[], Mapping[int, str]],
+        broken: bool,
+        what: str,
+    ) -> bool:
+        """Answer, and call where this rank is to. Whether something is over, or all are to go on; not where
+        the caller says that nobody is dead."""
+        waits = patience > 0
+        self._visits += 1
+        self._said.clear()
+        self._hindered[:] = 0
+        self._broken, self._below = broken, left
+        self._calling = False
+        caller, killed, calls, until = -1, False, 0, 0.0
+        while True:
+            heard = self._serve()
+            if over() or (not waits and self._anew >= self._attempt):
+                return True
+            now = time.monotonic()
+            first = next(it for it in self._callers if it not in self._dead)
+            if first != caller:
+                caller, killed = first, False
+                until = now + (patience if caller == self._rank else patience + seconds)
+            said = self._said.pop(caller, None)
+            if caller == self._rank:
+                if not self._calling:
+                    if now < until:
+                        time.sleep(_PAUSE)
+                        continue
+                    self._begin(seconds, put_out)
+                    until, calls = now + seconds, calls + 1
+                known = self._known()
+                late = _absent(known)
+                if not late and not waits:
+                    return self._decide(known)
+                if now >= until and not late:
+                    # all are here, but MPI has them wait
+                    if calls >= 3:
+                        raise CodedError(
+                            "all ranks that live have come to make the group anew, but MPI does not let them go "
+                            "on: start the job again from a checkpoint"
+                        )
+                    self._calling, until = False, now + patience
+                elif now >= until and put_out and not killed:
+                    killed, until = True, now + max(seconds, REPORTED)
+                    self._tell(_KILL, known, put_out=put_out)
+                    self._kill(late)
+                elif now >= until:
+                    self._tell(_LATE, known, put_out=put_out)
+                    raise CodedError(self._in_words(known, what, put_out))
+            elif said is not None and said[0] == _STAY:
+                return False
+            elif said is not None:
+                known, self._hindered = np.split(said[_HEADER:].copy(), 2)
+                if known[self._rank] in (_MISSING, _LEFT) and said[4]:
+                    raise CodedError(
+                        f"rank {self._rank} has called recovered too late: the others put it out"
+                    )
+                raise CodedError(self._in_words(known, what, bool(said[4])))
+            elif caller in heard:
+                # it waits for others as long, and may kill some
+                until = now + heard[caller]
+            elif now >= until and put_out and not killed:
+                killed, until = True, now + max(seconds, REPORTED)
+                self._kill([caller])
+            elif now >= until:
+                number = int(self._hindered[caller])
+                raise CodedError(
+                    f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
+                    "late, stuck or stopped. Call recovered again later, or end its process, "
+                    f"{self._processes[caller]}"
+                    + (f" ({_why(number)})" if number else "")
+                )
+            time.sleep(_PAUSE)
+
+    def _serve(self) -> dict[int, float]:
+        """Take what has come, and answer who calls. Of these for how many seconds they may say nothing."""
+        self._sent = [it for it in self._sent if not _is_over(it[0])]
+        out = {}
+        for rank in range(self._comm.size):
+            if rank in self._dead or rank == self._rank:
+                continue
+            try:
+                while (word := self._received(rank, _UP)) is not None:
+                    if word[0] == self._calls:
+                        self._answers[rank] = word
+                while (word := self._received(rank, _DOWN)) is not None:
+                    if (seconds := self._take(rank, word)) is not None:
+                        out[rank] = seconds
+            except MPI.Exception as error:
+                _unless_dead(error)
+                self._dead.add(rank)
+        return out
+
+    def _take(self, caller: int, word: np.ndarray) -> float | None:
+        kind, attempt, number, visit, put_out = map(int, word[:5])
+        if kind == _ANEW:
+            self._go_on(attempt)
+        elif kind in (_CALL, _KILL):
+            self._said.pop(caller, None)  # of a call before
+            if kind == _KILL:
+                late = np.flatnonzero(
+                    np.isin(word[_HEADER:][: self._comm.size], (_MISSING, _LEFT))
+                )
+                self._kill([rank for rank in late.tolist() if rank != self._rank])
+            below = np.zeros(self._comm.size)
+            below[list(self._below())] = 1
+            answer = [number, self._visits, self._broken, *self._hindered, *below]
+            self._send(np.array(answer, np.float64), caller, _UP)
+            return 2 * word[5] + 1 + (REPORTED if put_out else 0)
+        elif visit == self._visits or (kind == _LATE and not visit):
+            self._said[caller] = word
+        return None
+
+    def _go_on(self, attempt: int) -> None:
+        """All are to make the group anew. Whoever has said so may die before all have heard it."""
+        if attempt > self._anew:
+            self._anew = attempt
+            self._tell(_ANEW, np.zeros(self._comm.size), attempt=attempt)
+
+    def _begin(self, seconds: float, put_out: bool) -> None:
+        self._calling = True
+        self._calls += 1
+        self._answers.clear()
+        self._tell(_CALL, np.zeros(self._comm.size), seconds=seconds, put_out=put_out)
+
+    def _decide(self, known: np.ndarray) -> bool:
+        """All that live are here. Whether the group is to be made anew."""
+        broken = any(answer[2] for answer in self._answers.values()) or self._broken
+        if broken or (known == _DEAD).any():
+            self._go_on(self._attempt)
+            return True
+        self._tell(_STAY, known)
+        return False
+
+    def _known(self) -> np.ndarray:
+        """What is known of each rank, of the latest call of this one."""
+        out = np.full(self._comm.size, _MISSING)
+        left = np.zeros(self._comm.size, bool)
+        left[list(self._below())] = True
+        for answer in self._answers.values():
+            hindered, below = np.split(answer[3:], 2)
+            self._hindered = np.maximum(self._hindered, hindered)
+            left |= below > 0
+        out[left] = _LEFT
+        out[[self._rank, *self._answers]] = _HERE
+        out[list(self._dead)] = _DEAD
+        return out
+
+    def _tell(
+        self,
+        kind: int,
+        known: np.ndarray,
+        *,
+        seconds: float = 0.0,
+        put_out: bool = False,
+        attempt: int | None = None,
+    ) -> None:
+        """Say something to all that live."""
+        attempt = self._attempt if attempt is None else attempt
+        for rank in range(self._comm.size):
+            if rank == self._rank or rank in self._dead:
+                continue
+            answer = self._answers.get(rank)
+            visit = 0 if answer is None else answer[1]
+            header = [kind, attempt, self._calls, visit, put_out, seconds]
+            self._send(
+                np.array([*header, *known, *self._hindered], np.float64), rank, _DOWN
+            )
 
     def _send(self, what: np.ndarray, to: int, tag: int) -> None:
         try:
@@ -209,125 +292,11 @@ class Roll:
         except MPI.Exception as error:
             _unless_dead(error)
 
-    def _left_below(self) -> np.ndarray:
-        """Whether the ranks below this one have failed or left, or 0."""
-        left = np.zeros(self._comm.size, np.int64)
-        for rank, failure in self._departed().items():
-            left[rank] = _FAILED if failure else _LEFT
-        return left
-
-    def _gather(
-        self, seconds: float, rounds: int, hindered: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Called by this rank: what the others say."""
-        until = time.monotonic() + seconds
-        known = np.full(self._comm.size, _LATE, np.int64)
-        known[self._comm.rank] = rounds
-        left = np.zeros(self._comm.size, np.int64)
-        while True:
-            for rank in _absent(known):
-                known[rank], could_not, has_left = self._word(rank)
-                hindered = np.maximum(hindered, could_not)
-                left = np.minimum(left, has_left)
-            # of the ranks below this one some may leave meanwhile
-            left = np.minimum(left, self._left_below())
-            late = known == _LATE
-            # a process that has closed the group may be about to end
-            if not (late & (left != _FAILED)).any() or time.monotonic() >= until:
-                break
-            time.sleep(_PAUSE)
-        known[late & (left < 0)] = left[late & (left < 0)]
-        verdict = np.array([self.number, self._missed, *known, *hindered])
-        for rank in np.flatnonzero(known != _DEAD).tolist():
-            if rank != self._comm.rank:
-                self._send(verdict, rank, _VERDICT)
-        return known, hindered
-
-    def _word(self, rank: int) -> tuple[int, np.ndarray | int, np.ndarray | int]:
-        """How many rounds a rank knows that has come to this call, whom it could not kill, and who has
-        left below it."""
-        try:
-            while (
-                word := self._received(rank, _WORD, 3 + 2 * self._comm.size)
-            ) is not None:
-                if word[0] >= self.number:
-                    self._missed |= bool(word[1])
-                    could_not, has_left = np.split(word[3:], 2)
-                    return int(word[2]), could_not, has_left
-        except MPI.Exception as error:
-            _unless_dead(error)
-            return _DEAD, 0, 0
-        return _LATE, 0, 0
-
-    def _verdict(self, caller: int, seconds: float, put_out: bool) -> np.ndarray | None:
-        """What the caller of the roll says; None if it is dead."""
-        # it waits for others as long, and may have begun later
-        until = time.monotonic() + 2 * seconds + 1
-        hindered = 0
-        try:
-            while True:
-                count = 2 + 2 * self._comm.size
-                verdict = self._received(caller, _VERDICT, count)
-                if verdict is not None and verdict[0] >= self.number:
-                    return verdict
-                if time.monotonic() >= until:
-                    if not put_out:
-                        break
-                    # nobody says who is there: all that can kill it
-                    put_out = False
-                    if self._within_reach(caller, self._comm.rank):
-                        hindered = self._kill(caller)
-                    until = time.monotonic() + max(seconds, REPORTED)
-                if verdict is None:
-                    time.sleep(_PAUSE)
-        except MPI.Exception as error:
-            _unless_dead(error)
-            return None
-        process = self._processes[caller]
-        raise CodedError(
-            f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
-            "late, stuck or stopped. Call recovered again later, or end its process, "
-            f"{process}" + (f" ({os.strerror(hindered)})" if hindered else "")
-        )
-
-    def _within_reach(self, rank: int, other: int) -> bool:
-        """Whether another rank can see the process of a rank."""
-        return self._processes[rank].reachable(self._processes[other])
-
-    def _kill(self, rank: int, known: int = _LATE) -> int:
-        """Kill the process of a rank. The number of the error if that cannot be."""
-        process = self._processes[rank]
-        if number := process.kill():
-            return number
-        logger.warning(
-            "rank %d has killed %s, rank %d, as %s",
-            *(self._comm.rank, process, rank),
-            "its program has ended with an error"
-            if known == _FAILED
-            else "it lives and has not called recovered",
-        )
-        return 0
-
-    def _why(self, known: np.ndarray, hindered: np.ndarray) -> str:
-        """Why ranks could not be put out, in words."""
-        words = []
-        for rank in _absent(known):
-            if number := int(hindered[rank]):
-                why = os.strerror(number)
-            elif any(
-                self._within_reach(rank, it)
-                for it in np.flatnonzero(known >= 0).tolist()
-            ):
-                why = "it was killed, but has not ended"
-            else:
-                why = "no rank that has come can see it"
-            words.append(f"rank {rank} ({self._processes[rank]}): {why}")
-        return ", ".join(words)
-
-    def _received(self, rank: int, tag: int, count: int) -> np.ndarray | None:
+    def _received(self, rank: int, tag: int) -> np.ndarray | None:
         """The next message of a rank, if it is here."""
         if (rank, tag) not in self._coming:
-            words = np.zeros(count, np.int64)
+            header = _HEADER if tag == _DOWN else 3
+            words = np.zeros(header + 2 * self._comm.size)
             self._coming[rank, tag] = self._comm.Irecv(words, rank, tag), words
         request, words = self._coming[rank, tag]
         try:
@@ -339,14 +308,77 @@ class Roll:
         del self._coming[rank, tag]
         return words
 
+    def _kill(self, late: list[int]) -> None:
+        """Kill the processes of ranks that this one can see."""
+        for rank in late:
+            process = self._processes[rank]
+            if not process.reachable(self._processes[self._rank]):
+                continue
+            self._hindered[rank] = process.kill()
+            if not self._hindered[rank]:
+                logger.warning(
+                    "rank %d has killed %s, rank %d, as it lives and has not called recovered",
+                    *(self._rank, process, rank),
+                )
 
-def _which(known: np.ndarray, what: int) -> list[int]:
-    return np.flatnonzero(known == what).tolist()
+    def _in_words(self, known: np.ndarray, what: str, put_out: bool) -> str:
+        """Who has not come, and what to do."""
+        late = _absent(known)
+        words = f"ranks {late} live, but {what}: they are late, stuck or stopped"
+        if left := np.flatnonzero(known == _LEFT).tolist():
+            words = (
+                f"ranks {late} live, but {what}: of these {left} have closed the group"
+            )
+        words += ", and MPI would wait for them. "
+        if put_out:
+            words += f"They could not be put out: {self._why_not(known)}"
+        elif left:
+            words += "End their processes, or say recovered(put_out=True)"
+        else:
+            words += (
+                "Call it again later, or with a longer timeout, or end their processes, or say "
+                "recovered(put_out=True)"
+            )
+        return f"{words}; dead are ranks {np.flatnonzero(known == _DEAD).tolist()}"
+
+    def _why_not(self, known: np.ndarray) -> str:
+        """Why ranks could not be put out, in words."""
+        here = [self._processes[it] for it in np.flatnonzero(known == _HERE).tolist()]
+        words = []
+        for rank in _absent(known):
+            process = self._processes[rank]
+            if number := int(self._hindered[rank]):
+                why = _why(number)
+            elif any(map(process.reachable, here)):
+                why = "it was killed, but has not ended"
+            else:
+                why = "no rank that has come can see it"
+            words.append(f"rank {rank} ({process}): {why}")
+        return ", ".join(words)
+
+
+# Of what a caller says: what, the attempt, the call, the visit of who is told, whether those who are late are
+# put out, and seconds. What is known of each rank follows, and the errors of killing it.
+_HEADER = 6
 
 
 def _absent(known: np.ndarray) -> list[int]:
     """Who lives and has not come."""
-    return np.flatnonzero((known < 0) & (known != _DEAD)).tolist()
+    return np.flatnonzero((known == _MISSING) | (known == _LEFT)).tolist()
+
+
+def _why(number: int) -> str:
+    if number == errno.ESRCH:
+        return "its process has ended, but MPI does not report it"
+    return os.strerror(number)
+
+
+def _is_over(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as error:
+        _unless_dead(error)
+        return True
 
 
 def _unless_dead(error: MPI.Exception) -> None:
@@ -354,45 +386,32 @@ def _unless_dead(error: MPI.Exception) -> None:
         raise error
 
 
-def shrunk(comm: MPI.Intracomm, seconds: float) -> MPI.Intracomm:
-    """A communicator of the ranks that live, in their order. Collective of them.
-
-    Args:
-        comm: of all ranks.
-        seconds: for which those that live are waited for.
-
-    Raises:
-        CodedError: not all of them came, as the rank that called the roll has died.
-    """
-    try:
-        smaller: MPI.Comm = Pending(comm.Shrink).result(seconds)  # or without end
-    except TimeoutError:
-        raise CodedError(
-            "ranks that live have not come to make the group anew, as one more has died "
-            "meanwhile: start the job again from a checkpoint"
-        ) from None
-    assert isinstance(smaller, MPI.Intracomm)
-    return smaller
-
-
 def successors(
-    smaller: MPI.Intracomm, comm: MPI.Intracomm, rounds: list[int], root: int
-) -> list[int]:
-    """The ranks of a group made anew, as this one numbers them. They keep their order, but where the
-    root is dead the first that knows most rounds comes first.
+    smaller: MPI.Intracomm, comm: MPI.Intracomm, root: int, known: tuple[bool, int]
+) -> tuple[list[int], int | None]:
+    """Who are the ranks of a group made anew, and what this one is behind of. Collective of the ranks that live.
+
+    They keep their order, but where the root is dead the first that knows most comes first.
 
     Args:
         smaller: of the ranks that live.
         comm: of all ranks.
-        rounds: that each of them knows.
         root: among them.
+        known: what this rank knows: more than any other is compared as tuples are.
+
+    Returns:
+        The ranks of ``smaller``, as ``comm`` numbers them, in the order of those of the new group; and None where
+        all know the same, or else by how many steps of knowledge this rank is above those that know least.
     """
+    of_each = [tuple(each) for each in gathered(smaller, known)]
+    levels = sorted(set(of_each))
     group = comm.Get_group()
     alive = list(MPI.Group.Translate_ranks(smaller.Get_group(), None, group))
+    level = None if len(levels) == 1 else levels.index(known)
     if root in alive:
-        return alive
-    first = max(alive, key=lambda rank: rounds[rank])
-    return [first, *(rank for rank in alive if rank != first)]
+        return alive, level
+    first = alive[of_each.index(levels[-1])]
+    return [first, *(rank for rank in alive if rank != first)], level
 
 
 @contextlib.contextmanager
@@ -441,7 +460,7 @@ class Agreement:
 
     def __init__(self, comm: MPI.Intracomm, failure: BaseException | None) -> None:
         self._comm, self._failure = comm, failure
-        self._pending = Pending(self._reach)
+        self.pending = Pending(self._reach)
 
     def _reach(self) -> bool:
         try:
@@ -452,15 +471,3 @@ class Agreement:
         if agreed or not has_died(self._failure):
             self._comm.Free()
         return agreed
-
-    def is_reached(self) -> bool:
-        """Whether all ranks have come."""
-        return not self._pending.runs()
-
-    def result(self, seconds: float) -> bool:
-        """What all have agreed on.
-
-        Raises:
-            TimeoutError: nothing, after so many seconds.
-        """
-        return self._pending.result(seconds)

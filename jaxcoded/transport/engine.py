@@ -521,8 +521,12 @@ class Engine(Transport):
         in words, or an empty text."""
         return dict(self._ask("departed"))
 
+    def drained(self, seconds: float) -> bool:
+        """Whether all rounds that this rank has called are over, after so many seconds."""
+        return self._ask("drained", seconds)
+
     def rounds_of_all(self) -> int:
-        """How many rounds this rank has called before any that it alone saw fail, without the
+        """How many rounds of this rank are over, before any that it alone saw fail, without the
         root."""
         return self._ask("rounds_of_all")
 

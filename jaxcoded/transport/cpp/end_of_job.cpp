@@ -1,5 +1,6 @@
 #include "end_of_job.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,6 +34,7 @@ constexpr double ask_seconds = 1;   // between an answer and the next question
 constexpr double say_seconds = 10;  // after which a root that waits says for whom
 constexpr double look_seconds = 10e-3;
 constexpr double go_on_seconds = 1e-3;
+constexpr double others_seconds = 2;  // in which the others are at their end, if they all have failed alike
 constexpr double heard_seconds = 0.1;  // for the last words to reach the launcher, which may lose them otherwise
 constexpr double forever = std::numeric_limits<double>::infinity();
 
@@ -111,14 +113,13 @@ void say(const std::string& words) {
   std::fputs(line.c_str(), stderr);
 }
 
-// To the parent of this process (`cli/rank.py`), for `jaxcoded run`.
-void tell_parent(const char* letter) {
+// To the parent of this process (`cli/rank.py`), for `jaxcoded run`. Whether there is one.
+bool tell_parent(const char* letter) {
   const char* const told = std::getenv("JAXCODED_ENDS_JOB");
   int parent = 0, pipe = 0;
   // processes that a rank has started have the variable, but not the file
-  if (told && std::sscanf(told, "%d:%d", &parent, &pipe) == 2 && parent == getppid()) {
-    [[maybe_unused]] const auto written = write(pipe, letter, 1);
-  }
+  return told && std::sscanf(told, "%d:%d", &parent, &pipe) == 2 && parent == getppid() &&
+         write(pipe, letter, 1) == 1;
 }
 
 // A fault-tolerant mpirun may go on after MPI_Abort, so `jaxcoded run` hears of it, too.
@@ -132,6 +133,7 @@ void end_job(int status) {
 
 void EndOfJob::enter(MPI_Comm comm, Rank root, double silent_seconds) {
   silent_seconds_ = silent_seconds;
+  if (roots_.empty() && own_.empty()) tell_parent("+");
   std::vector<int> world = in_world(comm);
   if (rank_of(comm) != root) {
     roots_.insert_or_assign(world[static_cast<std::size_t>(root)], Place{comm, root});
@@ -149,7 +151,7 @@ void EndOfJob::give_up(MPI_Comm comm, const std::vector<Rank>& ranks) {
 void EndOfJob::note(bool failed, int status) {
   failed_ = failed;
   status_ = status;
-  if (failed) tell_parent("-");
+  dies_ = failed && tell_parent("-") && !status && fault_tolerant();
 }
 
 void EndOfJob::answer() {
@@ -161,15 +163,27 @@ void EndOfJob::end() {
   for (const auto& [where, presence] : presences_) below.push_back(where);
   presences_.clear();
   for (const auto& [rank, root] : roots_) tell(root.comm, root.rank, tag::end, &failed_);
+  dies_at_ = dies_ ? now() + others_seconds : forever;
   if (left_any()) {
     wait();
     if (status_) end_job(status_);
   }
   go_on(below);
+  // the others may have another root by now
+  if (dies_ && !dead().empty()) {
+    nap(std::max(dies_at_ - now(), 0.0));
+    die();
+  }
 #ifdef OPEN_MPI
   // Where a rank has died, the barrier in MPI_Finalize of Open MPI 5.0 never ends in one of ten jobs.
   if (!dead().empty() && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
 #endif
+  tell_parent(".");
+}
+
+void EndOfJob::die() const {
+  std::fflush(nullptr);
+  kill(getpid(), SIGKILL);
 }
 
 // Until all other ranks are at their end. Where the rest says nothing, end the job.
@@ -217,6 +231,10 @@ void EndOfJob::wait() {
       tell(other.place.comm, other.place.rank, tag::question);
       other.silent_since = time;
     }
+    const bool answered = std::ranges::any_of(others, [](const auto& other) {
+      return other.second.silent_since == forever && other.second.ask_at > 0;
+    });
+    if (time >= dies_at_ && answered) die();
     const bool silent = std::ranges::all_of(others, [&](const auto& other) {
       return time - other.second.silent_since >= silent_seconds_;
     });
@@ -257,6 +275,7 @@ void EndOfJob::go_on(const std::vector<Below>& below) {
       return MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over;
     });
     if (requests.empty()) return;
+    if (now() >= dies_at_) die();
     nap(go_on_seconds);
   }
 }

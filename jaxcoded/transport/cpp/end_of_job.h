@@ -25,6 +25,10 @@ namespace jaxcoded {
 //
 // No rank goes on with `MPI_Finalize` before its roots do: Open MPI's launcher may crash or hang
 // where a job is ended while some are in it.
+//
+// Where MPI is fault-tolerant, ranks that live may go on without one whose program has ended with an
+// error. For MPI it would live, and be waited for, until it is at its end: so it dies, unless all others are at
+// theirs, and `jaxcoded run` knows its status.
 class EndOfJob {
  public:
   // This process is in a group, of which all ranks call this: `comm` is never freed. A root
@@ -57,6 +61,7 @@ class EndOfJob {
   // fails.
   std::optional<std::vector<std::pair<int, unsigned char>>> received(int tag);
   void wait();
+  void die() const;
   using Below = std::pair<MPI_Fint, Rank>;  // where this rank is not the root: communicator and root
   void go_on(const std::vector<Below>& below);
 
@@ -69,6 +74,8 @@ class EndOfJob {
   std::set<int> absent_;  // ranks of the world
   unsigned char failed_ = 0;  // whether an exception ends a process of the group: 1
   int status_ = 0;
+  bool dies_ = false;  // where others go on
+  double dies_at_ = 0;
   double silent_seconds_ = 0;
 };
 

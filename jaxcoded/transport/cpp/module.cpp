@@ -650,7 +650,8 @@ NB_MODULE(_engine, module) {
   query("departed", [](Member& its) { return its.node->departed(); });
   query("rounds_of_all", [](Member& its) {
     const Round failed = its.node->failed_alone();
-    return (failed ? std::min(failed, its.next()) : its.next()) - 1;
+    const Round next = its.node->next();
+    return (failed ? std::min(failed, next) : next) - 1;
   });
   query("history_bytes", [](Member& its) { return its.node->history_bytes(); });
   query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
@@ -687,6 +688,9 @@ NB_MODULE(_engine, module) {
       return its.node->state_round() != 0 || its.node->state_missing();
     });
     return engine.with(index, [](Member& its) { return its.node->state_round(); });
+  }, Release());
+  module.def("drained", [](std::uint64_t index, double seconds) {
+    return Engine::instance().wait(index, seconds, [](Member& its) { return its.queue.empty(); });
   }, Release());
   module.def("state", [](std::uint64_t index) {
     State state;
