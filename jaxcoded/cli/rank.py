@@ -73,7 +73,9 @@ def main() -> None:
     # others may go on without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
     _tell(f"{told} ends" if _ENDS_JOB in said else told)
-    alone = os.environ.get(GOES_ON) == "1" and _IN_GROUP in said and _LEFT_MPI not in said
+    alone = (
+        os.environ.get(GOES_ON) == "1" and _IN_GROUP in said and _LEFT_MPI not in said
+    )
     if code > 0 and alone:
         code = -signal.SIGKILL  # Open MPI reports no death where there is a status
     if code < 0:

@@ -291,9 +291,12 @@ class CodedGroup:
         planner: Callable[[Sequence[str]], Plan],
         chooser: Callable[[MPI.Intracomm], automatic.Choice] | None = None,
         record: Record | None = None,
+        *,
+        takes: bool = False,
     ) -> None:
+        """What the constructors have in common; ``takes``: the communicator is this group's own."""
         check_communicator(comm)
-        self._comm = comm.Dup()
+        self._comm = comm if takes else comm.Dup()
         given = Options() if options is None else options
         wanted = (given if isinstance(given, Options) else Options()).complete()
 
@@ -344,7 +347,7 @@ class CodedGroup:
             if recovery.has_died(error) and engine.fault_tolerant():
                 # Others wait in it. It is not freed: see `recovery.Agreement`.
                 self._comm.Revoke()
-            else:
+            elif not takes:
                 self._comm.Free()
             raise
         self._record.follow(self.transport)
@@ -764,9 +767,9 @@ class CodedGroup:
         becomes the root, rank 0, and the group is not ``alike``: until it has handed on its state
         with `tree_bcast`, sums are an error.
 
-        A rank whose program has ended with an error is taken out, too: its process, which waits for the
-        others, is killed. One that is alive but does not call this, as its program hangs or its process is
-        stopped, keeps the others here. With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
+        A rank whose program has ended with an error ends within seconds, and is dead for the others. One that is
+        alive but does not call this, as its program hangs or its process is stopped, keeps the others here.
+        With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
         among the dead. So is a rank that is only slow. Where steps need it, as they need the root, they
         wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise; for a root whose
         program hangs while its engine answers, always.
@@ -778,15 +781,17 @@ class CodedGroup:
                 arguments that this group was made with, `make_plan`.
             timeout: seconds for which ranks that are alive but do not call this are waited for.
             put_out: whether the processes of those are killed then (``SIGKILL``): by any rank that has
-                come of the same host and pid namespace, if it may. What the root says counts.
+                come of the same host and pid namespace, if it may. What the root says counts, if it
+                comes.
 
         Raises:
             ValueError: MPI is not fault-tolerant, there is no such plan for so many ranks, the group
                 was made with a plan of its own and ``plan`` is not given, or it keeps or follows a
                 record. On every rank; this group stays open.
+            TypeError: ``plan`` or ``put_out`` is something else.
             CodedError: a rank that lives has not come, and is not or cannot be put out; or one more died
-                while the group was made anew. On every rank that lives; this group stays open.
-            GroupMismatch: other ranks called something else.
+                while the group was made anew. On every rank that has come; this group stays open, and who
+                calls this again meets those who do, too.
         """
         check_open(self)
         timeout = _require.not_negative("timeout", timeout)
@@ -866,7 +871,7 @@ class CodedGroup:
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
         try:
-            with recovery.let_go(lambda: [*comms, getattr(other, "_comm", None)]):
+            with recovery.let_go(comms):
                 known = True, rounds
                 if (
                     self._behind is not None and not rounds
@@ -880,12 +885,14 @@ class CodedGroup:
                     comms.append(smaller.Split(0, survivors.index(self.rank)))
                 own = comms[-1]
                 assert isinstance(own, MPI.Intracomm)
+                # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
                 other._open(
                     own,
                     "engine",
                     self.options,
                     {"recovered": survivors},
                     lambda hosts: self._plan_without(survivors, hosts, plan),
+                    takes=True,
                 )
             anew.group = other
         except BaseException as error:  # noqa: BLE001  # the others wait for an answer

@@ -202,7 +202,11 @@ class Roll:
                 while (word := self._received(rank, _UP)) is not None:
                     if word[0] == self._calls:
                         self._answers[rank] = word
-                while (word := self._received(rank, _DOWN)) is not None:
+                # what is said after a verdict is for the next visit
+                while (
+                    not self._is_answered(rank)
+                    and (word := self._received(rank, _DOWN)) is not None
+                ):
                     if (seconds := self._take(rank, word)) is not None:
                         out[rank] = seconds
             except MPI.Exception as error:
@@ -210,12 +214,16 @@ class Roll:
                 self._dead.add(rank)
         return out
 
+    def _is_answered(self, caller: int) -> bool:
+        """Whether a rank has said how the roll ended to which this one has come."""
+        return caller in self._said and self._said[caller][3] == self._visits
+
     def _take(self, caller: int, word: np.ndarray) -> float | None:
         kind, attempt, number, visit, put_out = map(int, word[:5])
         if kind == _ANEW:
             self._go_on(attempt)
         elif kind in (_CALL, _KILL):
-            self._said.pop(caller, None)  # of a call before
+            self._said.pop(caller, None)  # that this rank was late for a call before
             if kind == _KILL:
                 late = np.flatnonzero(
                     np.isin(word[_HEADER:][: self._comm.size], (_MISSING, _LEFT))
@@ -415,20 +423,18 @@ def successors(
 
 
 @contextlib.contextmanager
-def let_go(comms: Callable[[], Sequence[MPI.Comm | None]]) -> Iterator[None]:
+def let_go(comms: Sequence[MPI.Comm]) -> Iterator[None]:
     """Inside, whoever waits for others in these communicators for `OPENS` seconds gets an error instead: a
     rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
     then.
 
     Args:
-        comms: those that there are by then.
+        comms: those that there are by then, if it grows.
     """
 
     def revoke() -> None:
-        for comm in comms():
-            if comm:
-                with contextlib.suppress(MPI.Exception):  # it is freed
-                    comm.Revoke()
+        for comm in comms:
+            comm.Revoke()
 
     timer = threading.Timer(OPENS, revoke)
     timer.daemon = True
@@ -450,8 +456,8 @@ class Agreement:
     """Whether something was done on all ranks and all of them live, the same on all. Collective of the
     ranks that live: MPI waits for a stopped one without end.
 
-    Frees the communicator, but not where a rank may have died: MPI would use its number again, and
-    take what was sent in it and comes later for messages of the next one.
+    Frees the communicator where the same has failed on all, but not where a rank may have died: MPI would
+    use its number again, and take what was sent in it and comes later for messages of the next one.
 
     Args:
         comm: of these ranks.
@@ -468,6 +474,6 @@ class Agreement:
         except MPI.Exception as error:
             _unless_dead(error)
             return False
-        if agreed or not has_died(self._failure):
+        if not has_died(self._failure):
             self._comm.Free()
         return agreed

@@ -13,6 +13,7 @@ dies while the group is made anew), "waits" (the last rank keeps the others wait
 stopped there).
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -171,6 +172,8 @@ def recover(round_):
     """Go on without those that have fallen in a round."""
     global group, meetings
     if way == "wakes":
+        if board.rank == 1:
+            threading.Thread(target=wake, daemon=True).start()
         group = group.recovered(timeout=PATIENCE, put_out=True)
         return
     how = hangs[round_] if round_ < len(victims) else ""
@@ -204,20 +207,14 @@ def fails(**arguments):
     return "nothing"
 
 
-if way == "wakes" and board.rank == 1:
-    again = recovery.Roll.again
+def wake():
+    """Let the root go on once the others are in `recovered`."""
+    stat = pathlib.Path(f"/proc/{pids[0]}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    time.sleep(1.0)
+    os.kill(pids[0], signal.SIGCONT)
 
-    def wake_and_call_again(*arguments):
-        recovery.Roll.again = again
-        stat = pathlib.Path(f"/proc/{pids[0]}/stat")
-        until = time.monotonic() + PATIENCE
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        os.kill(pids[0], signal.SIGCONT)
-        return again(*arguments)
-
-    recovery.Roll.again = wake_and_call_again
 
 said, failed_at, alike, too_early = [], [], [], []
 for round_ in range(len(victims)):
@@ -233,12 +230,15 @@ for round_ in range(len(victims)):
         train((round_ + 1) * EVERY + 3)  # the old group goes on
         group = group.recovered(plan=lambda size: jaxcoded.make_plan(size, fanout=2))
     elif way == "stopped":
-        late = board.size - 1
-        if board.rank == late:
+        if board.rank == board.size - 1:
             board.wait({0}, 1000)  # until the others have given up
-        said.append(fails(timeout=1.0))
-        board.note(1000)
-        group = group.recovered(timeout=PATIENCE)
+        else:
+            said.append(fails(timeout=3.0))
+            board.note(1000)
+        old = group
+        while group is old:  # the late one may hear first that it was late
+            with contextlib.suppress(jaxcoded.CodedError):
+                group = group.recovered(timeout=PATIENCE)
     elif way == "again":
         if board.rank == board.size - 1:
             engine.missing = lambda: os.kill(os.getpid(), signal.SIGKILL)

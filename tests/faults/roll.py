@@ -1,5 +1,6 @@
-"""Whoever calls the roll dies after it has told a few. ``roll.py DIRECTORY RANKS``: who is told
-("1,3", or "" for nobody). The last rank is dead before, and rank 3 knows one round more."""
+"""Whoever calls the roll dies after it has told a few. ``roll.py DIRECTORY WHAT RANKS``: who is told
+("1,3", or "" for nobody) that the group is to be made "anew", as the last rank is dead; or that all are to "stay", as
+nobody is. Rank 3 knows one round more."""
 
 import os
 import signal
@@ -13,22 +14,25 @@ from jaxcoded.group import recovery
 
 SECONDS = 20.0
 
-directory, told = sys.argv[1:]
+directory, what, told = sys.argv[1:]
 told = {int(rank) for rank in told.split(",") if rank}
+kind = recovery._ANEW if what == "anew" else recovery._STAY
 board = Board(directory)
 comm = board.comm.Dup()
 for it in board.comm, comm:
     it.Set_errhandler(MPI.ERRORS_RETURN)
 roll = recovery.Roll(comm, 0)
-if board.rank == comm.size - 1:
+last = comm.size - 1
+if what == "anew" and board.rank == last:
     os.kill(os.getpid(), signal.SIGKILL)
 if board.rank == 0:
     send = roll._send
 
-    def tell_a_few(what, to, tag):
-        if tag != recovery._VERDICT or to in told:
-            send(what, to, tag)
-        if tag == recovery._VERDICT and to == comm.size - 2:
+    def tell_a_few(words, to, tag):
+        verdict = tag == recovery._DOWN and words[0] == kind
+        if not verdict or to in told:
+            send(words, to, tag)
+        if verdict and to == (last - 1 if what == "anew" else last):
             until = time.monotonic() + 1
             while time.monotonic() < until:
                 [request.Test() for request, _ in roll._sent]
@@ -36,8 +40,13 @@ if board.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     roll._send = tell_a_few
-called = roll.call(lambda said: said, SECONDS, 5 + (board.rank == 3))
-smaller = recovery.shrunk(comm, SECONDS)
-survivors = recovery.successors(smaller, comm, called.rounds, 0)
-board.report(survivors=survivors, size=smaller.size)
+stayed = 0
+while not roll.call(SECONDS, False):  # who was told to stay comes again
+    stayed += 1
+pending = recovery.Pending(comm.Shrink)
+roll.wait(pending, SECONDS, SECONDS, False)
+smaller = pending.result(0.0)
+known = True, 5 + (board.rank == 3)
+survivors, behind = recovery.successors(smaller, comm, 0, known)
+board.report(survivors=survivors, size=smaller.size, stayed=stayed, behind=behind)
 os._exit(0)  # the end of such an MPI is not of this test

@@ -122,6 +122,25 @@ def test_what_cannot_be_read(comm, monkeypatch, data, words):
     assert agreement.told(comm, RANK) == 0
 
 
+def test_what_has_not_come_is_not_read():
+    """Where a rank dies Open MPI 5.0 may return from a collective without an error, and without data."""
+
+    class Alone:
+        rank, size = 0, 3
+
+        def Allgather(self, mine, lengths):
+            lengths[: self.heard] = mine
+
+        def Allgatherv(self, mine, everything):
+            pass
+
+    for heard in (0, 1, 3):
+        comm = Alone()
+        comm.heard = heard
+        with pytest.raises(agreement.Unreadable, match="has a rank died"):
+            agreement.gathered(comm, "text")
+
+
 def test_nothing_is_pickled(comm, transport, monkeypatch):
     """While groups are made and used."""
 

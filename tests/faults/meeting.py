@@ -1,0 +1,126 @@
+"""Ranks that meet in `recovered` only after some have given up there.
+
+``meeting.py DIRECTORY WAY``: the root comes "late", and nobody is dead; or the last rank is dead before
+("late without one"); or it is stopped just before MPI's part begins, and goes on when the others have given it up
+("stops", with the last rank dead); or the root's program ends with an error ("fails"); or that of the last rank
+ends in a way that MPI does not notice by itself ("exits"); or rank 1 has left the group in a ``with`` block whose error
+its program catches ("caught"); or the root dies, and its successor before it has handed its state on
+("successor"): then rank 2 has one sum less than the others. Those who live call until they have met.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+from harness import PATIENCE, SLOWNESS, Board, Sums
+
+import jaxcoded
+from jaxcoded.group.group import CodedGroup
+
+COMES = 1.0 * SLOWNESS  # seconds in which ranks are to come
+GIVES_UP, LEAVES = 1000, 2000  # on the board
+
+directory, way = sys.argv[1:]
+board = Board(directory)
+last, rank = board.size - 1, board.rank
+pids = board.comm.allgather(os.getpid())
+group = first = jaxcoded.CodedGroup(board.comm, stragglers=1)
+said, rounds = [], 0
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(group):
+    """Before the communicator is shrunk."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return shrunk(group)
+
+
+def meet():
+    """Call `recovered` until all that live have met."""
+    global group
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        try:
+            group = group.recovered(timeout=COMES)
+            return
+        except jaxcoded.CodedError as error:
+            said.append(str(error))
+            board.note(GIVES_UP + len(said))
+            if way == "stops" and rank == 0:
+                os.kill(pids[1], signal.SIGCONT)
+    raise TimeoutError(said)
+
+
+def sums(count):
+    """So many rounds, each checked."""
+    global rounds
+    its = Sums(group)
+    for number in range(rounds + 1, rounds + count + 1):
+        its.check(number, its.start(number))
+    rounds += count
+
+
+sums(5)
+others = set(range(board.size)) - {0}
+if way in ("late without one", "stops") and rank == last:
+    die()
+if way.startswith("late") and rank == 0:
+    board.wait(others - ({last} if "one" in way else set()), GIVES_UP + 2)
+if way == "stops" and rank == 1:
+    shrunk, CodedGroup._shrunk = CodedGroup._shrunk, stop
+if way == "fails" and rank == 0:
+    raise ArithmeticError("injected")
+if way == "exits" and rank == last:
+    os._exit(7)
+if way == "caught":
+    if rank == 1:
+        try:
+            with group:
+                raise ArithmeticError("injected")
+        except ArithmeticError:
+            board.note(LEAVES)
+        board.wait(set(range(board.size)) - {1}, GIVES_UP + 1)
+        board.report(lives=True)
+    else:
+        board.wait({1}, LEAVES)
+        try:
+            group.recovered(timeout=COMES)
+        except jaxcoded.CodedError as error:
+            board.report(lives=True, said=str(error))
+        board.note(GIVES_UP + 1)
+    sys.exit()
+if way == "successor":
+    # rank 2 lacks the last sum, as far as the others can know
+    if rank == 2:
+        group.transport.rounds_of_all = lambda: 4
+    board.note(LEAVES)
+    board.wait(range(board.size), LEAVES)
+    if rank == 0:
+        die()
+    while group is first:
+        meet()
+    assert not group.alike
+    successor = rank == 1
+    board.note(LEAVES + 1)
+    board.wait(others, LEAVES + 1)
+    if successor:
+        die()
+    second = group
+    while group is second:
+        meet()
+    board.report(rank=group.rank, alike=group.alike, size=group.size)
+    jaxcoded.tree_bcast(np.zeros(1), group)
+while way not in ("late", "successor") and group is first:
+    meet()
+if way == "late":
+    meet()
+if not group.alike:
+    jaxcoded.tree_bcast(np.zeros(1), group)
+sums(5)
+board.report(size=group.size, same=group is first, said=said)
+group.close(COMES)
