@@ -256,7 +256,7 @@ for round_ in range(len(victims)):
         recovery.OPENS, missing = 2.0, engine.missing
         if board.rank == board.size - 1:
             engine.missing = lambda: os.kill(os.getpid(), signal.SIGSTOP)
-        said.append(fails(timeout=1.0 * SLOWNESS, put_out=True))
+        said.append(fails(timeout=3.0 * SLOWNESS, put_out=True))
         recovery.OPENS, engine.missing = 120.0, missing
         group = group.recovered()
     elif way == "apart":
