@@ -28,6 +28,7 @@ _CALL, _KILL, _STAY, _ANEW, _LATE = range(1, 6)
 _HERE, _MISSING, _DEAD, _LEFT = range(4)
 _PAUSE = 1e-3  # seconds between two looks
 OPENS = 120.0  # seconds in which ranks have made a group, and more
+_CALLS = 3  # until all that live have come, and nothing moves
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
 
 
@@ -153,15 +154,13 @@ class Roll:
                     return self._decide(known)
                 if now >= until and not late:
                     # all are here, but MPI has them wait
-                    if calls >= 3:
-                        raise CodedError(
-                            "all ranks that live have come to make the group anew, but MPI does not let them go "
-                            "on: start the job again from a checkpoint"
-                        )
+                    if calls == _CALLS:
+                        self._tell(_LATE, known)
+                        raise CodedError(self._in_words(known, what, False))
                     self._calling, until = False, now + patience
                 elif now >= until and put_out and not killed:
                     killed, until = True, now + max(seconds, REPORTED)
-                    self._tell(_KILL, known, put_out=put_out)
+                    self._tell(_KILL, known, seconds=seconds, put_out=True)
                     self._kill(late)
                 elif now >= until:
                     self._tell(_LATE, known, put_out=put_out)
@@ -224,7 +223,7 @@ class Roll:
             self._go_on(attempt)
         elif kind in (_CALL, _KILL):
             self._said.pop(caller, None)  # that this rank was late for a call before
-            if kind == _KILL:
+            if kind == _KILL and visit == self._visits:  # and not of long ago
                 late = np.flatnonzero(
                     np.isin(word[_HEADER:][: self._comm.size], (_MISSING, _LEFT))
                 )
@@ -332,6 +331,11 @@ class Roll:
     def _in_words(self, known: np.ndarray, what: str, put_out: bool) -> str:
         """Who has not come, and what to do."""
         late = _absent(known)
+        if not late:
+            return (
+                "all ranks that live have come to make the group anew, but MPI does not let them go on: start "
+                "the job again from a checkpoint"
+            )
         words = f"ranks {late} live, but {what}: they are late, stuck or stopped"
         if left := np.flatnonzero(known == _LEFT).tolist():
             words = (

@@ -4,10 +4,11 @@
 ("late without one"); or it is stopped just before MPI's part begins, and goes on when the others have given it up
 ("stops", with the last rank dead); or the root's program ends with an error ("fails"); or that of the last rank
 ends in a way that MPI does not notice by itself ("exits"); or rank 1 has left the group in a ``with`` block whose error
-its program catches ("caught"); or the root dies, and its successor before it has handed its state on
+its program catches ("caught"); or the last two are late, and the others may not put them out ("in vain"); or the root dies, and its successor before it has handed its state on
 ("successor"): then rank 2 has one sum less than the others. Those who live call until they have met.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -17,7 +18,9 @@ import numpy as np
 from harness import PATIENCE, SLOWNESS, Board, Sums
 
 import jaxcoded
+from jaxcoded.group import recovery
 from jaxcoded.group.group import CodedGroup
+from jaxcoded.group.process import Process
 
 COMES = 1.0 * SLOWNESS  # seconds in which ranks are to come
 GIVES_UP, LEAVES = 1000, 2000  # on the board
@@ -94,6 +97,21 @@ if way == "caught":
             board.report(lives=True, said=str(error))
         board.note(GIVES_UP + 1)
     sys.exit()
+if way == "in vain":
+    recovery.REPORTED = 1.0
+    if rank < last - 1:
+        Process.kill = lambda _: errno.EPERM
+    else:
+        board.wait(set(range(last - 1)), GIVES_UP + 1)
+    if rank == last:  # if the other one does not kill it, as it was told to then
+        board.wait({last - 1}, GIVES_UP + 1)
+    try:
+        group.recovered(timeout=COMES, put_out=rank < last - 1)
+    except jaxcoded.CodedError as error:
+        said.append(str(error))
+        board.note(GIVES_UP + 1)
+    board.wait(range(board.size), GIVES_UP + 1)
+    meet()
 if way == "successor":
     # rank 2 lacks the last sum, as far as the others can know
     if rank == 2:
@@ -115,7 +133,7 @@ if way == "successor":
         meet()
     board.report(rank=group.rank, alike=group.alike, size=group.size)
     jaxcoded.tree_bcast(np.zeros(1), group)
-while way not in ("late", "successor") and group is first:
+while way not in ("late", "successor", "in vain") and group is first:
     meet()
 if way == "late":
     meet()
