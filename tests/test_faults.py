@@ -701,7 +701,9 @@ def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
         assert "rank 2" in late
         if rank == 2:
             (then,) = then
-            assert then == "rank 2 has called recovered too late: the others put it out"
+            assert then.startswith(
+                "rank 2 has called recovered too late: the others wanted"
+            )
         elif why:
             (then,) = then
             assert then.startswith("ranks [2] live, but have not called recovered")

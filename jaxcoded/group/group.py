@@ -294,7 +294,8 @@ class CodedGroup:
         *,
         takes: bool = False,
     ) -> None:
-        """What the constructors have in common; ``takes``: the communicator is this group's own."""
+        """What the constructors have in common; ``takes``: the communicator is this group's own, and all
+        are still to agree that they have opened it."""
         check_communicator(comm)
         self._comm = comm if takes else comm.Dup()
         given = Options() if options is None else options
@@ -350,6 +351,8 @@ class CodedGroup:
             elif not takes:
                 self._comm.Free()
             raise
+        if not takes:
+            self.transport.enter()
         self._record.follow(self.transport)
         self._rank = self._comm.rank
         self._snapshots = 0
@@ -839,6 +842,7 @@ class CodedGroup:
             assert anew.failure is not None
             raise anew.failure
         assert anew.group is not None
+        anew.group.transport.enter()
         _groups.pop(self.index)
         # all are here, and know all results: nobody is waited for
         self.transport.close(0.0)
@@ -897,7 +901,7 @@ class CodedGroup:
             anew.group = other
         except BaseException as error:  # noqa: BLE001  # the others wait for an answer
             anew.failure = error
-            if recovery.has_died(error):
+            if recovery.has_died(error) or not isinstance(error, Exception):
                 smaller.Revoke()  # in which others may wait; not those who agree
         return recovery.Agreement(smaller, anew.failure)
 

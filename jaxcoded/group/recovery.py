@@ -32,6 +32,11 @@ _CALLS = 3  # until all that live have come, and nothing moves
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
 
 
+_Moving = tuple[MPI.Request, np.ndarray]
+# What is on its way, of all groups of this process. Little: of a group's end, or of ranks that are stopped.
+_moving: list[tuple[dict[tuple[int, int], _Moving], list[_Moving]]] = []
+
+
 class Roll:
     """Who is left, called by the root, or by the first rank after it that lives.
 
@@ -61,9 +66,10 @@ class Roll:
         self._answers: dict[int, np.ndarray] = {}  # to the latest call
         self._said: dict[int, np.ndarray] = {}  # by callers, what is to be read yet
         self._hindered = np.zeros(comm.size)  # numbers of errors, of killing
-        self._coming: dict[tuple[int, int], tuple[MPI.Request, np.ndarray]] = {}
-        # MPI reads them later
-        self._sent: list[tuple[MPI.Request, np.ndarray]] = []
+        # MPI reads and writes them later, also when the group is no more
+        self._coming: dict[tuple[int, int], _Moving] = {}
+        self._sent: list[_Moving] = []
+        _moving.append((self._coming, self._sent))
 
     def call(
         self,
@@ -104,7 +110,7 @@ class Roll:
             CodedError: as there. What is pending stays so, and is to be waited for again.
         """
         self._attend(
-            *(lambda: not pending.runs(), patience, seconds, put_out, dict, False),
+            *(lambda: not pending.runs(), patience, seconds, put_out, dict, True),
             "have not made the group anew with the others",
         )
 
@@ -132,8 +138,10 @@ class Roll:
         self._calling = False
         caller, killed, calls, until = -1, False, 0, 0.0
         while True:
+            if over():
+                return True
             heard = self._serve()
-            if over() or (not waits and self._anew >= self._attempt):
+            if not waits and self._anew >= self._attempt:
                 return True
             now = time.monotonic()
             first = next(it for it in self._callers if it not in self._dead)
@@ -146,7 +154,8 @@ class Roll:
                     if now < until:
                         time.sleep(_PAUSE)
                         continue
-                    self._begin(seconds, put_out)
+                    # all of which it may say nothing
+                    self._begin(seconds + patience, put_out)
                     until, calls = now + seconds, calls + 1
                 known = self._known()
                 late = _absent(known)
@@ -160,7 +169,7 @@ class Roll:
                     self._calling, until = False, now + patience
                 elif now >= until and put_out and not killed:
                     killed, until = True, now + max(seconds, REPORTED)
-                    self._tell(_KILL, known, seconds=seconds, put_out=True)
+                    self._tell(_KILL, known, seconds=seconds + patience, put_out=True)
                     self._kill(late)
                 elif now >= until:
                     self._tell(_LATE, known, put_out=put_out)
@@ -171,7 +180,8 @@ class Roll:
                 known, self._hindered = np.split(said[_HEADER:].copy(), 2)
                 if known[self._rank] in (_MISSING, _LEFT) and said[4]:
                     raise CodedError(
-                        f"rank {self._rank} has called recovered too late: the others put it out"
+                        f"rank {self._rank} has called recovered too late: the others wanted to put it out. "
+                        "Call it again"
                     )
                 raise CodedError(self._in_words(known, what, bool(said[4])))
             elif caller in heard:
@@ -192,7 +202,7 @@ class Roll:
 
     def _serve(self) -> dict[int, float]:
         """Take what has come, and answer who calls. Of these for how many seconds they may say nothing."""
-        self._sent = [it for it in self._sent if not _is_over(it[0])]
+        self._sent[:] = [it for it in self._sent if not _is_over(it[0])]
         out = {}
         for rank in range(self._comm.size):
             if rank in self._dead or rank == self._rank:
@@ -302,6 +312,8 @@ class Roll:
     def _received(self, rank: int, tag: int) -> np.ndarray | None:
         """The next message of a rank, if it is here."""
         if (rank, tag) not in self._coming:
+            if not self._comm.Iprobe(rank, tag):
+                return None
             header = _HEADER if tag == _DOWN else 3
             words = np.zeros(header + 2 * self._comm.size)
             self._coming[rank, tag] = self._comm.Irecv(words, rank, tag), words
@@ -478,6 +490,6 @@ class Agreement:
         except MPI.Exception as error:
             _unless_dead(error)
             return False
-        if not has_died(self._failure):
+        if isinstance(self._failure, Exception) and not has_died(self._failure):
             self._comm.Free()
         return agreed

@@ -243,6 +243,9 @@ class Transport(abc.ABC):
     def close(self, seconds: float) -> list[int]:
         """End the group's rounds. Collective; returns ranks that did not come."""
 
+    def enter(self) -> None:
+        """All ranks have opened this."""
+
     def abandon(self, error: BaseException) -> None:
         """The group is given up after an error, without waiting for anybody."""
 

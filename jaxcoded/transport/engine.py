@@ -24,7 +24,7 @@ from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import devices, ending, engine_primitive, extension
-from jaxcoded.transport.agreement import gathered, on_all, told
+from jaxcoded.transport.agreement import Unreadable, gathered, on_all, told
 from jaxcoded.transport.base import Collective, Dealt, Transport
 from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.engine_primitive import Together
@@ -176,12 +176,17 @@ class Engine(Transport):
                 ),
                 undo=lambda _: _engine.discard(index),
             )
-        except errors.CodedError:
+        except errors.CodedError as error:
             _engine.forget(cards[comm.rank])
-            self._put_back()
+            if not isinstance(error, Unreadable):  # or others may still be in it
+                self._put_back()
             raise
-        _engine.enter(self._own.py2f(), plan.root, ending.SILENT_SECONDS)
         _open[index] = self
+
+    def enter(self) -> None:
+        """All ranks have opened this: they tell each other of their ends."""
+        root = self._plan.root
+        _engine.enter(self._own.py2f(), root, ending.SILENT_SECONDS)
 
     def devices(self, token: Any) -> Devices | None:
         found = devices.of_program()

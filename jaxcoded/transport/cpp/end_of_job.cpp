@@ -214,18 +214,16 @@ void EndOfJob::wait() {
     return listed(out);
   };
   for (double say_at = now() + say_seconds; !others.empty(); nap(look_seconds)) {
-    const auto answers = received(tag::answer), ends = received(tag::end);
-    // an MPI that has noticed a failure does not wait for the failed: nothing to do
-    if (!answers || !ends) return;
     const double time = now();
-    for (const auto& [rank, byte] : *answers) {
+    for (const auto& [rank, byte] : received(tag::answer)) {
       const auto found = others.find(rank);
       if (found != others.end()) found->second = {found->second.place, forever, time + ask_seconds};
     }
-    for (const auto& [rank, failed] : *ends) {
+    for (const auto& [rank, failed] : received(tag::end)) {
       failed_ |= failed;
       others.erase(rank);
     }
+    for (const int rank : dead()) others.erase(rank);
     for (auto& [rank, other] : others) {
       if (other.silent_since != forever || time < other.ask_at) continue;
       tell(other.place.comm, other.place.rank, tag::question);
@@ -280,20 +278,17 @@ void EndOfJob::go_on(const std::vector<Below>& below) {
   }
 }
 
-std::optional<std::vector<std::pair<int, unsigned char>>> EndOfJob::received(int tag) {
+std::vector<std::pair<int, unsigned char>> EndOfJob::received(int tag) {
   std::vector<std::pair<int, unsigned char>> out;
   for (const Own& group : own_) {
-    int there = 0;
-    MPI_Status status;
-    while (true) {
-      if (MPI_Iprobe(MPI_ANY_SOURCE, tag, group.comm, &there, &status) != MPI_SUCCESS) return {};
-      if (!there) break;
-      const int from = status.MPI_SOURCE;
-      unsigned char byte = 0;
-      if (MPI_Recv(&byte, 1, MPI_BYTE, from, tag, group.comm, MPI_STATUS_IGNORE) != MPI_SUCCESS) {
-        return {};
+    // one by one: of any MPI does not tell once it has noticed a failure
+    for (Rank rank = 0; rank < static_cast<Rank>(group.world.size()); ++rank) {
+      int there = 0;
+      while (MPI_Iprobe(rank, tag, group.comm, &there, MPI_STATUS_IGNORE) == MPI_SUCCESS && there) {
+        unsigned char byte = 0;
+        if (MPI_Recv(&byte, 1, MPI_BYTE, rank, tag, group.comm, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
+        out.emplace_back(group.world[static_cast<std::size_t>(rank)], byte);
       }
-      out.emplace_back(group.world[static_cast<std::size_t>(from)], byte);
     }
   }
   return out;

@@ -4,7 +4,6 @@
 #include <mpi.h>
 
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -57,9 +56,8 @@ class EndOfJob {
     MPI_Comm comm;
     std::vector<int> world;  // its ranks as ranks of the world
   };
-  // What ranks of the world have said since the last look, of one byte or none; nothing if MPI
-  // fails.
-  std::optional<std::vector<std::pair<int, unsigned char>>> received(int tag);
+  // What ranks of the world have said since the last look, of one byte or none.
+  std::vector<std::pair<int, unsigned char>> received(int tag);
   void wait();
   void die() const;
   using Below = std::pair<MPI_Fint, Rank>;  // where this rank is not the root: communicator and root
