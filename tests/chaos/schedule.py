@@ -218,7 +218,8 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
             ]
             if (
                 not phase.fails
-                and rank not in missing
+                # what is below a dead rank goes into no sum
+                and not {rank, *_above(plan, rank)} & set(missing)
                 and tolerates(plan, [*missing, rank])
             ):
                 faults.append(Fault("flip", phase.living[rank], step))
@@ -226,6 +227,14 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
         phases.append(dataclasses.replace(phase, faults=tuple(faults)))
     options = of.options | {"verify": "raise", "verify_wait": True, "deadline": 100.0}
     return dataclasses.replace(of, options=options, phases=tuple(phases))
+
+
+def _above(plan: jaxcoded.Plan, rank: int) -> list[int]:
+    """The ranks between one and the root."""
+    out = []
+    while (rank := plan.parents[rank]) != plan.root:
+        out.append(rank)
+    return out
 
 
 def _group(rng: random.Random, most: int, least: int) -> tuple[str, dict[str, Any]]:
