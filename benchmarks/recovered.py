@@ -50,10 +50,13 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
     ranks = MPI.COMM_WORLD.size
+    deaths = args.deaths or ranks - 4
+    if not 1 <= deaths <= ranks - 3:
+        parser.error(f"{ranks} ranks are too few: start it as benchmarks/README.md says")
     group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
     step, w = step_of(group), jnp.zeros(WIDTH)
     rows = []
-    for _ in range(args.deaths or ranks - 4):
+    for _ in range(deaths):
         usual = []
         for _ in range(AFTER):
             w, took = seconds(step, w)
