@@ -52,7 +52,9 @@ def main():
     ranks = MPI.COMM_WORLD.size
     deaths = args.deaths or ranks - 4
     if not 1 <= deaths <= ranks - 3:
-        parser.error(f"{ranks} ranks are too few: start it as benchmarks/README.md says")
+        parser.error(
+            f"{ranks} ranks are too few: start it as benchmarks/README.md says"
+        )
     group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
     step, w = step_of(group), jnp.zeros(WIDTH)
     rows = []
