@@ -104,9 +104,8 @@ class CodedGroup:
     # Whether all ranks have had the sums of the same rounds, also of the group that this one was made
     # of by `recovered`. Otherwise the root is one of those that know most, and `tree_bcast` comes first.
     alike = True
-    # Made by `recovered`, of ranks that did not know the same: how much more this one knew than those that knew
-    # least.
-    _behind: int | None = None
+    # Of a group made by `recovered`, of ranks that did not know the same: see `recovery.successors`.
+    _ahead: int | None = None
 
     def __init__(
         self,
@@ -877,14 +876,13 @@ class CodedGroup:
         try:
             with recovery.let_go(comms):
                 known = True, rounds
-                if (
-                    self._behind is not None and not rounds
-                ):  # nor was the state handed on
-                    known = False, self._behind
-                survivors, other._behind = recovery.successors(
+                # nor has the root of this one handed on its state
+                if self._ahead is not None and not rounds:
+                    known = False, self._ahead
+                survivors, other._ahead = recovery.successors(
                     smaller, self._comm, self.plan.root, known
                 )
-                other.alike = other._behind is None
+                other.alike = other._ahead is None
                 if survivors != sorted(survivors):
                     comms.append(smaller.Split(0, survivors.index(self.rank)))
                 own = comms[-1]

@@ -24,13 +24,15 @@ logger = logging.getLogger("jaxcoded")
 _DOWN, _UP = 32_001, 32_002
 # What it says: who is here? Kill those who are late; nobody is dead; make the group anew; some are late.
 _CALL, _KILL, _STAY, _ANEW, _LATE = range(1, 6)
+# Of what a caller says: what, the attempt, the call, the visit of who is told, whether those who are late are
+# put out, and seconds. What is known of each rank follows, and the errors of killing it.
+_HEADER = 6
 # What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group.
 _HERE, _MISSING, _DEAD, _LEFT = range(4)
 _PAUSE = 1e-3  # seconds between two looks
+_CALLS = 3  # in vain, where all that live have come and MPI does not go on
 OPENS = 120.0  # seconds in which ranks have made a group, and more
-_CALLS = 3  # until all that live have come, and nothing moves
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
-
 
 _Moving = tuple[MPI.Request, np.ndarray]
 # What is on its way, of all groups of this process. Little: of a group's end, or of ranks that are stopped.
@@ -45,7 +47,7 @@ class Roll:
     long and no longer. A rank that has not answered by then can be put out: one that can kill its
     process does so, and nobody goes on before MPI has reported it dead, so that there are never two roots.
 
-    Nobody answers but who is in `attend`, so that ranks may come and give up at any time. But that the group
+    Nobody answers but who is in `call` or `wait`, so that ranks may come and give up at any time. But that the group
     is to be made anew is never taken back: all ranks hand it on, and who has given up meanwhile finds it when
     it comes again.
 
@@ -84,7 +86,7 @@ class Roll:
         Args:
             seconds: for which ranks that live but do not come are waited for.
             put_out: whether these are put out then. Of all but the caller what the caller says counts.
-            left: the ranks below this one that make no more calls, and why.
+            left: the ranks below this one that make no more calls, as keys.
             broken: whether the group is to be made anew in any case.
 
         Raises:
@@ -381,11 +383,6 @@ class Roll:
         return ", ".join(words)
 
 
-# Of what a caller says: what, the attempt, the call, the visit of who is told, whether those who are late are
-# put out, and seconds. What is known of each rank follows, and the errors of killing it.
-_HEADER = 6
-
-
 def _absent(known: np.ndarray) -> list[int]:
     """Who lives and has not come."""
     return np.flatnonzero((known == _MISSING) | (known == _LEFT)).tolist()
@@ -413,7 +410,7 @@ def _unless_dead(error: MPI.Exception) -> None:
 def successors(
     smaller: MPI.Intracomm, comm: MPI.Intracomm, root: int, known: tuple[bool, int]
 ) -> tuple[list[int], int | None]:
-    """Who are the ranks of a group made anew, and what this one is behind of. Collective of the ranks that live.
+    """Who are the ranks of a group made anew, and how much this one knows. Collective of the ranks that live.
 
     They keep their order, but where the root is dead the first that knows most comes first.
 
@@ -421,11 +418,11 @@ def successors(
         smaller: of the ranks that live.
         comm: of all ranks.
         root: among them.
-        known: what this rank knows: more than any other is compared as tuples are.
+        known: what this rank knows; who knows more has the greater tuple.
 
     Returns:
         The ranks of ``smaller``, as ``comm`` numbers them, in the order of those of the new group; and None where
-        all know the same, or else by how many steps of knowledge this rank is above those that know least.
+        all know the same, or else how many different amounts others know that are less than this rank's.
     """
     of_each = [tuple(each) for each in gathered(smaller, known)]
     levels = sorted(set(of_each))
