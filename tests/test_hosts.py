@@ -13,7 +13,7 @@ import on_hosts
 import pytest
 from on_hosts import ROOT, received
 
-LIMIT = 120  # seconds a job may take
+LIMIT = 120  # seconds a job may take on an idle machine
 HOSTS, RANKS_EACH = 4, 2
 RANKS = RANKS_EACH * HOSTS
 
@@ -30,19 +30,26 @@ def hosts():
         pytest.skip(str(reason))
 
 
-def on_all(hosts, directory, *program):
-    """Run a program on `RANKS` ranks, as many on each host, and return its stdout."""
-    command = on_hosts.job(
-        hosts, directory, RANKS_EACH, sys.executable, "-m", "mpi4py", *program
-    )
-    job = subprocess.run(
+def finished(*command, **environment):
+    """A job that has ended, within a limit that follows the machine."""
+    limit = LIMIT * launch.slowness()
+    return subprocess.run(
         command,
-        env=on_hosts.environment(LIMIT),
+        env=on_hosts.environment(limit) | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
-        timeout=LIMIT + 30,
+        timeout=limit + 30,
+    )
+
+
+def on_all(hosts, directory, *program):
+    """Run a program on `RANKS` ranks, as many on each host, and return its stdout."""
+    job = finished(
+        *on_hosts.job(
+            hosts, directory, RANKS_EACH, sys.executable, "-m", "mpi4py", *program
+        )
     )
     stacks = "\n".join(
         f"--- {path.name}\n{path.read_text()}"
@@ -56,6 +63,8 @@ def test_training(hosts, tmp_path):
     printed = on_all(hosts, tmp_path, ROOT / "tests" / "hosts" / "train.py")
     report = json.loads(printed.splitlines()[-1])
     assert report["hosts"] == [name for name in hosts for _ in range(RANKS_EACH)]
+    # nothing wakes the thread that looks for messages: it naps for a millisecond
+    assert max(report["awakenings"]) < 4000
     # at least one rank of every host gets each result over the cable, or a message
     for host in hosts:
         assert received(host) > report["message"]
@@ -105,18 +114,12 @@ def test_a_stuck_rank_is_put_out_by_one_of_its_host(tmp_path, each, why):
     program = ROOT / "tests" / "faults" / "alive_but_stuck.py"
     try:
         with on_hosts.network(2) as names:
-            job = subprocess.run(
-                on_hosts.job(
+            job = finished(
+                *on_hosts.job(
                     *(names, tmp_path, each, sys.executable, program, tmp_path, why),
                     options=["--with-ft", "ulfm"],
                 ),
-                env=on_hosts.environment(LIMIT * slower)
-                | {launch.SLOWNESS: str(slower)},
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=LIMIT * slower + 30,
+                **{launch.SLOWNESS: str(slower)},
             )
     except on_hosts.Unavailable as reason:
         pytest.skip(str(reason))
@@ -142,17 +145,9 @@ def test_training_benchmark(tmp_path):
             pass
     except on_hosts.Unavailable as reason:
         pytest.skip(str(reason))
-    job = subprocess.run(
-        [
-            *(sys.executable, "benchmarks/training.py", "--smoke", "--hosts", "5"),
-            *("--schemes", "frc,ring", "--out", tmp_path),
-        ],
-        cwd=ROOT,
-        env=on_hosts.environment(LIMIT),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT + 30,
+    job = finished(
+        *(sys.executable, "benchmarks/training.py", "--smoke", "--hosts", "5"),
+        *("--schemes", "frc,ring", "--out", tmp_path),
     )
     assert job.returncode == 0, f"{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
     with (tmp_path / "training-hosts-5.csv").open() as file:
@@ -211,23 +206,16 @@ def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
         "os._exit(3 * rank)\n"
     )
     places = ",".join(f"{address}:1" for address in on_hosts.addresses(2))
+    limit = LIMIT * launch.slowness()
     command = [
         *(sys.executable, "-m", "jaxcoded", "run", "-n", "2"),
-        *("--hosts", places, "--timeout", str(LIMIT), str(program)),
+        *("--hosts", places, "--timeout", f"{limit:.0f}", str(program)),
     ]
-    job = subprocess.run(
-        on_hosts.on_host(hosts[0], shlex.join(command)),
-        env=on_hosts.environment(LIMIT)
-        | {
-            "PRTE_MCA_plm_ssh_agent": str(on_hosts.agent(hosts, tmp_path)),
-            "OMPI_MCA_pml": "ob1",
-            "OMPI_MCA_btl_tcp_if_include": on_hosts.NETWORK,
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT + 30,
+    job = finished(
+        *on_hosts.on_host(hosts[0], shlex.join(command)),
+        PRTE_MCA_plm_ssh_agent=str(on_hosts.agent(hosts, tmp_path)),
+        OMPI_MCA_pml="ob1",
+        OMPI_MCA_btl_tcp_if_include=on_hosts.NETWORK,
     )
     said = re.findall("^jaxcoded run: (ranks? .*), after", job.stderr, re.MULTILINE)
     assert "rank 1: status 3" in said, job.stderr

@@ -1,10 +1,13 @@
 """A few coded training steps, checked on every rank; `tests/test_hosts.py` runs it on several hosts.
 
-Prints the host of every rank, and that the training was exact, as one line of JSON.
+Prints the host of every rank, and how often each awoke in a second before the first step, as one
+line of JSON.
 """
 
 import json
+import pathlib
 import socket
+import time
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +32,30 @@ def gradient_by_hand(params, x, y):
     return gradient
 
 
+def switches():
+    """How often the threads of this process have gone to sleep."""
+    counted = "voluntary_ctxt_switches:"
+    return sum(
+        int(line.removeprefix(counted))
+        for status in pathlib.Path("/proc/self/task").glob("*/status")
+        for line in status.read_text().splitlines()
+        if line.startswith(counted)
+    )
+
+
+def awakenings(seconds):
+    """In a second, of a group in which nothing happens."""
+    comm.Barrier()
+    before, start = switches(), time.monotonic()
+    time.sleep(seconds)
+    return (switches() - before) / (time.monotonic() - start)
+
+
 comm = MPI.COMM_WORLD
 random = np.random.default_rng(0)
 params = expected = random.normal(size=WIDTH)
 with jaxcoded.CodedGroup(comm, stragglers=1) as group:
+    idle = comm.allgather(awakenings(1.0))
     step = jax.jit(jaxcoded.coded_value_and_grad(loss, group))
     indices, weights = group.assignment(EXAMPLES)
     for number in range(STEPS):
@@ -47,4 +70,8 @@ assert len(replicas) == 1, "parameters differ between ranks"
 
 hosts = comm.gather(socket.gethostname())
 if comm.rank == 0:
-    print(json.dumps({"hosts": hosts, "message": params.nbytes * STEPS}))
+    print(
+        json.dumps(
+            {"hosts": hosts, "awakenings": idle, "message": params.nbytes * STEPS}
+        )
+    )

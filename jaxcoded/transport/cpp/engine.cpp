@@ -21,6 +21,7 @@ constexpr double spin_seconds = 60e-6;
 // Without wake-ups (peers on other hosts), naps between looks grow from the one to the other.
 constexpr double shortest_nap = 20e-6;
 constexpr double longest_nap = 1e-3;
+double longer(double nap) { return std::clamp(nap * 1.5, shortest_nap, longest_nap); }
 // With wake-ups nothing comes unheard: this is for timers only. The longer nothing came, the less
 // often they are looked at.
 constexpr double shortest_timer = 10e-3;
@@ -578,7 +579,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()
       do {
         if (quiet >= spin_seconds) {
           wake_up.sleep(WakeUp::driver, seen, longest);
-          nap_ = std::min(nap_ * 1.5, longest_nap);
+          nap_ = longer(nap_);
           break;
         }
         sched_yield();
@@ -620,7 +621,7 @@ void Engine::progress() {
         mutex_.give_way();
         continue;
       }
-      nap_ = std::min(nap_ * 1.5, longest_nap);
+      nap_ = longer(nap_);
       sleep = longest_sleep(false, 0);
     }
     lock.unlock();
