@@ -22,6 +22,7 @@ logger = logging.getLogger("jaxcoded")
 # Of messages in the group's own communicator, in which nothing else is sent meanwhile: from the rank that
 # calls the roll, and to it.
 _DOWN, _UP = 32_001, 32_002
+_GIVES_UP = -1  # in place of the number of the call that is answered
 # What it says: who is here? Kill those who are late; nobody is dead; make the group anew; some are late.
 _CALL, _KILL, _STAY, _ANEW, _LATE = range(1, 6)
 # Of what a caller says: what, the attempt, the call, the visit of who is told, whether those who are late are
@@ -30,6 +31,7 @@ _HEADER = 6
 # What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group.
 _HERE, _MISSING, _DEAD, _LEFT = range(4)
 _PAUSE = 1e-3  # seconds between two looks
+_STOPPED = 1.0  # and of more this process knows nothing: they are none in which it has waited
 _CALLS = 3  # in vain, where all that live have come and MPI does not go on
 OPENS = 120.0  # seconds in which ranks have made a group, and more
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
@@ -66,6 +68,7 @@ class Roll:
         self._calls = 0  # by this rank
         self._dead: set[int] = set()
         self._answers: dict[int, np.ndarray] = {}  # to the latest call
+        self._answered: set[int] = set()  # callers, in this visit
         self._said: dict[int, np.ndarray] = {}  # by callers, what is to be read yet
         self._hindered = np.zeros(comm.size)  # numbers of errors, of killing
         # MPI reads and writes them later, also when the group is no more
@@ -93,7 +96,7 @@ class Roll:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
                 rank that lives, on the late ones when they come.
         """
-        return self._attend(
+        return self._visit(
             *(lambda: False, 0.0, seconds, put_out, left, broken),
             "have not called recovered",
         )
@@ -111,7 +114,7 @@ class Roll:
         Raises:
             CodedError: as there. What is pending stays so, and is to be waited for again.
         """
-        self._attend(
+        self._visit(
             *(lambda: not pending.runs(), patience, seconds, put_out, dict, True),
             "have not made the group anew with the others",
         )
@@ -119,6 +122,14 @@ class Roll:
     def next_attempt(self) -> None:
         """The group could not be made anew, on any rank."""
         self._attempt += 1
+
+    def _visit(self, *what: Any) -> bool:
+        """`_attend`, after which nobody counts on this rank where it gives up."""
+        try:
+            return self._attend(*what)
+        except BaseException:
+            self._give_up()
+            raise
 
     def _attend(
         self,
@@ -135,17 +146,21 @@ class Roll:
         waits = patience > 0
         self._visits += 1
         self._said.clear()
+        self._answered.clear()
         self._hindered[:] = 0
         self._broken, self._below = broken, left
         self._calling = False
         caller, killed, calls, until = -1, False, 0, 0.0
+        now = time.monotonic()
         while True:
             if over():
                 return True
             heard = self._serve()
             if not waits and self._anew >= self._attempt:
                 return True
-            now = time.monotonic()
+            looked, now = now, time.monotonic()
+            if now - looked > _STOPPED:
+                until += now - looked
             first = next(it for it in self._callers if it not in self._dead)
             if first != caller:
                 caller, killed = first, False
@@ -213,6 +228,8 @@ class Roll:
                 while (word := self._received(rank, _UP)) is not None:
                     if word[0] == self._calls:
                         self._answers[rank] = word
+                    elif word[0] == _GIVES_UP:
+                        self._answers.pop(rank, None)
                 # what is said after a verdict is for the next visit
                 while (
                     not self._is_answered(rank)
@@ -242,12 +259,21 @@ class Roll:
                 self._kill([rank for rank in late.tolist() if rank != self._rank])
             below = np.zeros(self._comm.size)
             below[list(self._below())] = 1
-            answer = [number, self._visits, self._broken, *self._hindered, *below]
-            self._send(np.array(answer, np.float64), caller, _UP)
+            self._answer(number, caller, below)
+            self._answered.add(caller)
             return 2 * word[5] + 1 + (REPORTED if put_out else 0)
         elif visit == self._visits or (kind == _LATE and not visit):
             self._said[caller] = word
         return None
+
+    def _answer(self, number: int, caller: int, below: np.ndarray) -> None:
+        answer = [number, self._visits, self._broken, *self._hindered, *below]
+        self._send(np.array(answer, np.float64), caller, _UP)
+
+    def _give_up(self) -> None:
+        """Whoever counts on this rank is not to."""
+        for caller in self._answered - self._dead:
+            self._answer(_GIVES_UP, caller, np.zeros(self._comm.size))
 
     def _go_on(self, attempt: int) -> None:
         """All are to make the group anew. Whoever has said so may die before all have heard it."""

@@ -218,8 +218,8 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
             ]
             if (
                 not phase.fails
-                # what is below a dead rank goes into no sum
-                and not {rank, *_above(plan, rank)} & set(missing)
+                # what goes into no sum can be found by nobody
+                and all(_sends(plan, it, missing) for it in (rank, *_above(plan, rank)))
                 and tolerates(plan, [*missing, rank])
             ):
                 faults.append(Fault("flip", phase.living[rank], step))
@@ -227,6 +227,12 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
         phases.append(dataclasses.replace(phase, faults=tuple(faults)))
     options = of.options | {"verify": "raise", "verify_wait": True, "deadline": 100.0}
     return dataclasses.replace(of, options=options, phases=tuple(phases))
+
+
+def _sends(plan: jaxcoded.Plan, rank: int, missing: list[int]) -> bool:
+    """Whether a rank has what its parent is to get, without these."""
+    lacks = [it for it in plan.tree.children[rank] if not _sends(plan, it, missing)]
+    return rank not in missing and len(lacks) <= plan.tolerance(rank)
 
 
 def _above(plan: jaxcoded.Plan, rank: int) -> list[int]:

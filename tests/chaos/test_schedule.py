@@ -79,6 +79,14 @@ def test_flipped_bits_are_such_as_can_be_found(schedules):
                     assert tolerates(plan, gone)
 
 
+def test_flipped_bits_go_into_a_sum():
+    """Of seed 1958238 rank 2 has no sum where both its children skip the step."""
+    it = schedule(1958238, 8)
+    phase = next(p for p in it.phases if p.faults[0].step == 2)
+    of_step_3 = [(f.rank, f.kind) for f in phase.faults if f.step == 3]
+    assert of_step_3 == [(6, "skip"), (7, "skip")]
+
+
 def test_what_a_schedule_says_that_must_come(schedules):
     for it in filter(lambda it: it.exact, schedules):
         for phase in it.phases:

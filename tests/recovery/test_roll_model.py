@@ -1,0 +1,340 @@
+"""`Roll` among ranks, messages and a clock that are made up: any order, any death, none of it slow.
+
+A rank is a thread that runs alone until it sleeps. Which one is next, how long a message takes, when one
+dies and what of its last words is lost, a seed decides.
+"""
+
+import errno
+import functools
+import threading
+import types
+
+import numpy as np
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from jaxcoded.errors import CodedError
+from jaxcoded.group import recovery
+
+SECONDS = 2.0  # for which those who call the roll wait, of the clock that is made up
+SLOWEST = 0.1  # a message, or a rank between two looks
+SEEN = 10 * SLOWEST  # after which others know that a rank has come
+ENDS = 60.0  # when ranks need not come again, if all of them live
+LATEST = 400.0  # when all that live have met, though they come late for call after call
+PAUSE = 10e-3
+
+
+class Killed(BaseException):
+    """Ends the thread of a rank."""
+
+
+class World:
+    """What ranks share.
+
+    Attributes:
+        now: seconds.
+        dead: ranks that are.
+        reported: when a rank hears that one is dead, by both.
+        channels: messages, as when they are there, tag and words, by the ranks from and to which.
+        put_out: when a caller has said that a rank is to be killed.
+        busy: since when a rank has been in `Roll.call` or `wait`, and was not stopped.
+    """
+
+    def __init__(self, size, random):
+        self.size, self.random = size, random
+        self.now = 0.0
+        self.dead, self.reported, self.channels = set(), {}, {}
+        self.put_out, self.busy = {}, {}
+        self._wakes = dict.fromkeys(range(size), 0.0)
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._back = threading.Semaphore(0)
+        self._here = threading.local()
+        self._failures = []
+        self._planned, self._sent = [], [0] * size
+
+    def plan(self, rank, when, seconds):
+        """Have a rank stopped for so long, or die (None): at a time, or with so many messages sent (int)."""
+        self._planned.append((rank, when, seconds))
+
+    def _happens(self, rank, when):
+        """What is planned for it by then."""
+        for it in [it for it in self._planned if it[0] == rank]:
+            _, planned, seconds = it
+            if type(planned) is not type(when) or planned > when:
+                continue
+            self._planned.remove(it)
+            if seconds is None:
+                self.kill(rank)
+            elif rank in self._wakes:
+                self._wakes[rank] = max(self._wakes[rank], self.now) + seconds
+                if rank in self.busy:
+                    self.busy[rank] = self._wakes[rank]
+
+    def sent(self, rank):
+        """One more message."""
+        self._sent[rank] += 1
+        before = self._wakes[rank], rank in self.dead
+        self._happens(rank, self._sent[rank])
+        if before != (self._wakes[rank], rank in self.dead):
+            self._hand_over(rank)
+
+    def kill(self, rank):
+        """What it has sent, and is not there yet, comes in part."""
+        if rank in self.dead:
+            return
+        self.dead.add(rank)
+        for to in range(self.size):
+            self.reported[rank, to] = self.now + self.random.uniform(0, 1)
+            channel = self.channels.get((rank, to), [])
+            there = sum(when <= self.now for when, _, _ in channel)
+            del channel[self.random.integers(there, len(channel) + 1) :]
+
+    def run(self, program):
+        """Runs ``program(rank)`` on all, to its end."""
+        for rank in range(self.size):
+            threading.Thread(
+                target=self._live, args=(program, rank), daemon=True
+            ).start()
+        while self._wakes:
+            first = min(self._wakes.values())
+            self.now = max(self.now, first)
+            assert self.now < LATEST, f"ranks {sorted(self._wakes)} wait for ever"
+            for rank in range(self.size):
+                self._happens(rank, self.now)
+            able = [it for it, when in self._wakes.items() if when <= self.now]
+            if not able:  # it was stopped
+                continue
+            rank = able[self.random.integers(len(able))]
+            self._turns[rank].release()
+            self._back.acquire()
+            if self._failures:
+                raise self._failures[0]
+
+    def _live(self, program, rank):
+        self._here.rank = rank
+        self._turns[rank].acquire()
+        try:
+            program(rank)
+        except Killed:
+            pass
+        except BaseException as error:  # noqa: BLE001  # for `run`
+            self._failures.append(error)
+        del self._wakes[rank]
+        self._back.release()
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        rank = self._here.rank
+        self._wakes[rank] = self.now + seconds + self.random.uniform(0, SLOWEST)
+        self._hand_over(rank)
+
+    def _hand_over(self, rank):
+        self._back.release()
+        self._turns[rank].acquire()
+        if rank in self.dead:
+            raise Killed
+
+
+class Comm:
+    """The group's communicator, as one rank has it."""
+
+    def __init__(self, world, rank):
+        self.size, self.rank, self._world = world.size, rank, world
+
+    def _hears_of(self, rank):
+        if self._world.reported.get((rank, self.rank), LATEST) <= self._world.now:
+            raise MPI.Exception(MPI.ERR_PROC_FAILED)
+
+    def Isend(self, words, to, tag):
+        self._hears_of(to)
+        world = self._world
+        channel = world.channels.setdefault((self.rank, to), [])
+        before = channel[-1][0] if channel else 0.0
+        there = max(before, world.now + world.random.uniform(0, SLOWEST))
+        # a reader sees what is in the sender's memory then
+        channel.append((there, tag, words))
+        world.sent(self.rank)
+        return types.SimpleNamespace(Test=lambda: there <= world.now)
+
+    def _next(self, rank, tag):
+        channel = self._world.channels.get((rank, self.rank), [])
+        for number, (when, of, _) in enumerate(channel):
+            if when <= self._world.now and of == tag:
+                return channel, number
+        self._hears_of(rank)
+        return None
+
+    def Iprobe(self, rank, tag):
+        return self._next(rank, tag) is not None
+
+    def Irecv(self, words, rank, tag):
+        def test():
+            if (found := self._next(rank, tag)) is None:
+                return False
+            channel, number = found
+            words[:] = channel.pop(number)[2]
+            return True
+
+        return types.SimpleNamespace(Test=test)
+
+
+class Process:
+    """Of a rank, which others of its host can kill."""
+
+    def __init__(self, world, rank, host):
+        self._world, self._rank, self._host = world, rank, host
+
+    def reachable(self, other):
+        return self._host == other._host
+
+    def kill(self):
+        if self._rank in self._world.dead:
+            return errno.ESRCH
+        when = self._world.put_out.get(self._rank, self._world.now)
+        waited = when - self._world.busy.get(self._rank, when)
+        assert waited < SEEN, f"rank {self._rank} has been here for {waited} s"
+        self._world.kill(self._rank)
+        return 0
+
+    def __str__(self):
+        return f"rank {self._rank}"
+
+
+class Meeting:
+    """What MPI's collectives wait for: all ranks that live. Whether any has died since then is the
+    same for all."""
+
+    def __init__(self, world):
+        self._world, self._come, self.dead = world, set(), None
+
+    def come(self, rank):
+        self._come.add(rank)
+        return self
+
+    def runs(self):
+        live = set(range(self._world.size)) - self._world.dead
+        if self.dead is None and live <= self._come:
+            self.dead = frozenset(self._world.dead)
+        return self.dead is None
+
+
+def rolls(world, hosts, monkeypatch):
+    """A `Roll` of each rank."""
+
+    class OneOf:
+        def __new__(cls, process):
+            return process
+
+        @staticmethod
+        def own():
+            return None
+
+    processes = [Process(world, rank, host) for rank, host in enumerate(hosts)]
+    monkeypatch.setattr(recovery, "gathered", lambda *_: [(it,) for it in processes])
+    monkeypatch.setattr(recovery, "Process", OneOf)
+    monkeypatch.setattr(recovery, "time", world)
+    monkeypatch.setattr(recovery, "_PAUSE", PAUSE)
+    monkeypatch.setattr(recovery, "_moving", [])
+    return [recovery.Roll(Comm(world, rank), 0) for rank in range(world.size)]
+
+
+TIMES = st.floats(0, 12) | st.integers(1, 40)
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(2, 5),
+    deaths=st.lists(TIMES, max_size=3),
+    stops=st.lists(st.tuples(TIMES, st.floats(0, 20)), max_size=2),
+    failed=st.booleans(),
+    put_out=st.booleans(),
+    apart=st.booleans(),
+)
+@example(  # the root decided with the answer of a rank that had given up meanwhile
+    seed=107,
+    size=3,
+    deaths=[],
+    stops=[(1, 6.0)],
+    failed=False,
+    put_out=False,
+    apart=False,
+)
+@example(  # stopped as it called the roll, it killed who had no time to answer
+    seed=643,
+    size=5,
+    deaths=[1.0, 3.0, 0.0],
+    stops=[(1, 2.0)],
+    failed=False,
+    put_out=True,
+    apart=False,
+)
+def test_all_that_live_meet(
+    seed, size, deaths, stops, failed, put_out, apart, monkeypatch
+):
+    """Ranks come, give up, are stopped and die when they like. ``failed``: a round has, on one of them."""
+    random = np.random.default_rng(seed)
+    world = World(size, random)
+    with monkeypatch.context() as patched:
+        hosts = [rank % 2 if apart else 0 for rank in range(size)]
+        each = rolls(world, hosts, patched)
+        for when, seconds in [(when, None) for when in deaths] + stops:
+            world.plan(int(random.integers(size)), when, seconds)
+        failing = int(random.integers(size)) if failed else None
+        shrunk, agreed = [[Meeting(world) for _ in range(20)] for _ in range(2)]
+        made, gave_up = {}, {}
+
+        def tell(rank, kind, *arguments, **options):
+            if kind == recovery._STAY:
+                away = set(range(size)) - world.dead - set(world.busy)
+                assert all(world.now - gave_up.get(it, -SEEN) < SEEN for it in away)
+            if kind == recovery._KILL:
+                for late in recovery._absent(arguments[0]):
+                    world.put_out[late] = world.now
+            original(each[rank], kind, *arguments, **options)
+
+        original = recovery.Roll._tell
+        for rank in range(size):
+            each[rank]._tell = functools.partial(tell, rank)
+
+        def visit(rank, attempt):
+            """Whether the group was made anew."""
+            broken = rank == failing
+            if not each[rank].call(SECONDS, put_out, broken=broken):
+                return None
+            assert world.dead or failed
+            for meeting in shrunk[attempt], agreed[attempt]:
+                pending = meeting.come(rank)
+                each[rank].wait(pending, 2 * SECONDS + 1, SECONDS, put_out)
+            return shrunk[attempt].dead == agreed[attempt].dead
+
+        def program(rank):
+            attempt = 0
+            while world.dead or failed or world.now < ENDS:
+                world.sleep(random.uniform(0, 1.5 * SECONDS))
+                world.busy[rank] = world.now
+                try:
+                    done = visit(rank, attempt)
+                except CodedError:
+                    gave_up[rank] = world.now
+                    continue
+                finally:
+                    world.busy.pop(rank, None)
+                if done:
+                    made[rank] = attempt
+                    return
+                if done is not None:
+                    each[rank].next_attempt()
+                    attempt += 1
+            world.kill(rank)  # it ends
+
+        world.run(program)
+    live = set(range(size)) - world.dead
+    assert live <= set(made) and len(set(made.values())) <= 1
