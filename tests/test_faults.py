@@ -854,7 +854,8 @@ def test_a_root_that_wakes_when_others_have_missed_its_round(tmp_path, fault_tol
     job = recover(tmp_path, fault_tolerant, "wakes", "0:wakes")
     trained(job, set(), 7)
     for rank in range(1, 7):
-        assert "rank 0, which does not answer" in job.reports[rank]["said"][0]
+        # rank 0 wakes as soon as one has missed it, and may tell the others itself
+        assert "was not decided within" in job.reports[rank]["said"][0]
 
 
 def test_a_rank_whose_program_has_failed_is_left_behind(tmp_path):
@@ -881,7 +882,7 @@ for step in range(20):
 while not left.exists():  # rank 2 may be late, but is not to be stuck
     time.sleep(0.01)
 try:
-    group = group.recovered(timeout=5.0)
+    group = group.recovered(timeout=5.0 * {slower:.2f})
     print(group.size, flush=True)
 except jaxcoded.CodedError as error:
     print(error, flush=True)
@@ -902,7 +903,8 @@ group.close(2.0)
 )
 def test_a_rank_that_has_left_does_not_keep_the_others(tmp_path, fault, status, said):
     """It is left behind where an error has ended its program; its own error counts."""
-    (tmp_path / "left.py").write_text(LEFT.format(fault=fault))
+    slower = slowness()
+    (tmp_path / "left.py").write_text(LEFT.format(fault=fault, slower=slower))
     job = subprocess.run(
         [*as_readme_does(4, SMALL_LIMIT), tmp_path / "left.py"],
         env=settings(SMALL_LIMIT),
