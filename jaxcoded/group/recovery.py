@@ -31,7 +31,9 @@ _HEADER = 6
 # What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group.
 _HERE, _MISSING, _DEAD, _LEFT = range(4)
 _PAUSE = 1e-3  # seconds between two looks
-_STOPPED = 1.0  # and of more this process knows nothing: they are none in which it has waited
+_STOPPED = (
+    1.0  # and of more this process knows nothing: they are none in which it has waited
+)
 _CALLS = 3  # in vain, where all that live have come and MPI does not go on
 OPENS = 120.0  # seconds in which ranks have made a group, and more
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
@@ -96,10 +98,11 @@ class Roll:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
                 rank that lives, on the late ones when they come.
         """
-        return self._visit(
-            *(lambda: False, 0.0, seconds, put_out, left, broken),
-            "have not called recovered",
-        )
+        with self._visit():
+            return self._attend(
+                *(lambda: False, 0.0, seconds, put_out, left, broken),
+                "have not called recovered",
+            )
 
     def wait(
         self, pending: Pending[Any], patience: float, seconds: float, put_out: bool
@@ -114,21 +117,26 @@ class Roll:
         Raises:
             CodedError: as there. What is pending stays so, and is to be waited for again.
         """
-        self._visit(
-            *(lambda: not pending.runs(), patience, seconds, put_out, dict, True),
-            "have not made the group anew with the others",
-        )
+        with self._visit():
+            self._attend(
+                *(lambda: not pending.runs(), patience, seconds, put_out, dict, True),
+                "have not made the group anew with the others",
+            )
 
     def next_attempt(self) -> None:
         """The group could not be made anew, on any rank."""
         self._attempt += 1
 
-    def _visit(self, *what: Any) -> bool:
-        """`_attend`, after which nobody counts on this rank where it gives up."""
+    @contextlib.contextmanager
+    def _visit(self) -> Iterator[None]:
+        """Inside, this rank is there. Where it gives up nobody is to count on it."""
+        self._visits += 1
+        self._answered.clear()
         try:
-            return self._attend(*what)
+            yield
         except BaseException:
-            self._give_up()
+            for caller in self._answered - self._dead:
+                self._answer(_GIVES_UP, caller, np.zeros(self._comm.size))
             raise
 
     def _attend(
@@ -144,9 +152,7 @@ class Roll:
         """Answer, and call where this rank is to. Whether something is over, or all are to go on; not where
         the caller says that nobody is dead."""
         waits = patience > 0
-        self._visits += 1
         self._said.clear()
-        self._answered.clear()
         self._hindered[:] = 0
         self._broken, self._below = broken, left
         self._calling = False
@@ -269,11 +275,6 @@ class Roll:
     def _answer(self, number: int, caller: int, below: np.ndarray) -> None:
         answer = [number, self._visits, self._broken, *self._hindered, *below]
         self._send(np.array(answer, np.float64), caller, _UP)
-
-    def _give_up(self) -> None:
-        """Whoever counts on this rank is not to."""
-        for caller in self._answered - self._dead:
-            self._answer(_GIVES_UP, caller, np.zeros(self._comm.size))
 
     def _go_on(self, attempt: int) -> None:
         """All are to make the group anew. Whoever has said so may die before all have heard it."""
