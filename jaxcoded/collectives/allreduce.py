@@ -282,7 +282,7 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
     out, token = carried(
         TreeRound(group.index, collective), vectors, group, request.extras, token
     )
-    group.alike = True
+    group.hands_on = True
     result = unpack(out, packing)
     return result if token is None else CodedSum(result, token=token)
 

@@ -5,9 +5,11 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import operator
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -101,11 +103,10 @@ class CodedGroup:
 
     # What its plan was asked for with, by name; none if it was given or chosen.
     _asked: Mapping[str, Any] | None = None
-    # Whether all ranks have had the sums of the same rounds, also of the group that this one was made
-    # of by `recovered`. Otherwise the root is one of those that know most, and `tree_bcast` comes first.
-    alike = True
     # Of a group made by `recovered`, of ranks that did not know the same: see `recovery.successors`.
     _ahead: int | None = None
+    # Whether the root's state is handed on, if this works. The engine knows whether it has.
+    hands_on = False
 
     def __init__(
         self,
@@ -365,6 +366,14 @@ class CodedGroup:
     def planned(self) -> str:
         """Of `CodedGroup.auto`: what was chosen and why, in words; otherwise empty."""
         return self._planned
+
+    @property
+    def alike(self) -> bool:
+        """Whether this rank has had the sums that the others have had, also in the group that this one was
+        made of by `recovered`. Otherwise the root is one of those that know most, and sums are an error until
+        a `tree_bcast` has handed on what it has."""
+        transport = self.transport
+        return not isinstance(transport, engine.Engine) or transport.alike()
 
     @property
     def rank(self) -> int:
@@ -876,26 +885,31 @@ class CodedGroup:
         try:
             with recovery.let_go(comms):
                 known = True, rounds
-                # nor has the root of this one handed on its state
-                if self._ahead is not None and not rounds:
+                if self._ahead is not None and not self.alike:
                     known = False, self._ahead
-                survivors, other._ahead = recovery.successors(
-                    smaller, self._comm, self.plan.root, known
+                survivors, best, other._ahead = recovery.successors(
+                    *(smaller, self._comm, self.plan.root, known),
+                    _root_of(plan, smaller.size),
                 )
-                other.alike = other._ahead is None
                 if survivors != sorted(survivors):
                     comms.append(smaller.Split(0, survivors.index(self.rank)))
                 own = comms[-1]
                 assert isinstance(own, MPI.Intracomm)
+                # others may not have heard of the last `replan`
+                known_speeds = gathered(own, [str(it) for it in self.plan.speeds])
+                speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
                 # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
                 other._open(
                     own,
                     "engine",
                     self.options,
                     {"recovered": survivors},
-                    lambda hosts: self._plan_without(survivors, hosts, plan),
+                    lambda hosts: self._plan_without(survivors, hosts, speeds, plan),
                     takes=True,
                 )
+            if other._ahead is not None:
+                assert isinstance(other.transport, engine.Engine)
+                other.transport.expect_state()
             anew.group = other
         except BaseException as error:  # noqa: BLE001  # the others wait for an answer
             anew.failure = error
@@ -907,9 +921,10 @@ class CodedGroup:
         self,
         survivors: Sequence[int],
         hosts: Sequence[str],
+        speeds: Sequence[Fraction],
         plan: Callable[[int], Plan] | None,
     ) -> Plan:
-        """The plan for the ranks that live."""
+        """The plan for the ranks that live, where this one's ranks have these speeds."""
         size = len(survivors)
         if self._record.request:
             raise ValueError(
@@ -928,11 +943,9 @@ class CodedGroup:
                 "the group was made with a plan, or a code, for just its ranks: say with recovered("
                 "plan=lambda size: jaxcoded.make_plan(size, …)) which one those that live go on with"
             )
-        speeds = (
-            [self.plan.speeds[rank] for rank in survivors] if self.plan.speeds else None
-        )
+        of_those = [speeds[rank] for rank in survivors] if speeds else None
         try:
-            return _planned(hosts, **{**self._asked, "speeds": speeds})
+            return _planned(hosts, **{**self._asked, "speeds": of_those})
         except ValueError as error:
             raise ValueError(
                 f"no plan for the {size} ranks that live: {error}. Or say which one to take: "
@@ -1033,6 +1046,14 @@ def _planned(hosts: Sequence[str], *, by_host: bool, **asked: Any) -> Plan:
     return make_plan(len(hosts), hosts=hosts if by_host else None, **asked)
 
 
+def _root_of(plan: Callable[[int], Plan] | None, size: int) -> int:
+    """Of the plan for so many ranks; what is wrong with it is said elsewhere."""
+    try:
+        return 0 if plan is None else operator.index(plan(size).root) % size
+    except Exception:  # noqa: BLE001
+        return 0
+
+
 def _digest(plan: Plan) -> np.ndarray:
     """What tells a plan from others, as bytes."""
     return np.frombuffer(hashlib.sha256(plan.fingerprint.encode()).digest(), np.uint8)
@@ -1063,7 +1084,7 @@ def check_alike(group: CodedGroup) -> None:
     Raises:
         CodedError: some have not, and would go on with other values than the rest.
     """
-    if not group.alike:
+    if not (group.hands_on or group.alike):
         raise CodedError(
             "the root died, and some ranks had the sum of its last round, and others an error: hand on "
             "what the new root has first, as params = jaxcoded.tree_bcast(params, group)"

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -31,9 +31,10 @@ _HEADER = 6
 # What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group.
 _HERE, _MISSING, _DEAD, _LEFT = range(4)
 _PAUSE = 1e-3  # seconds between two looks
-_STOPPED = (
-    1.0  # and of more this process knows nothing: they are none in which it has waited
-)
+# While MPI makes the group anew this process leaves the communicator alone for so long: one crashed there, which
+# read a message meanwhile.
+_SERVES = 20e-3
+_STOPPED = 1.0  # more than these, and it has not waited meanwhile: it was stopped
 _CALLS = 3  # in vain, where all that live have come and MPI does not go on
 OPENS = 120.0  # seconds in which ranks have made a group, and more
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
@@ -157,14 +158,16 @@ class Roll:
         self._broken, self._below = broken, left
         self._calling = False
         caller, killed, calls, until = -1, False, 0, 0.0
-        now = time.monotonic()
+        now = serves_at = time.monotonic()
         while True:
             if over():
                 return True
-            heard = self._serve()
+            looked, now = now, time.monotonic()
+            heard = {}
+            if not waits or now >= serves_at:
+                heard, serves_at = self._serve(), now + _SERVES
             if not waits and self._anew >= self._attempt:
                 return True
-            looked, now = now, time.monotonic()
             if now - looked > _STOPPED:
                 until += now - looked
             first = next(it for it in self._callers if it not in self._dead)
@@ -434,32 +437,51 @@ def _unless_dead(error: MPI.Exception) -> None:
         raise error
 
 
-def successors(
-    smaller: MPI.Intracomm, comm: MPI.Intracomm, root: int, known: tuple[bool, int]
-) -> tuple[list[int], int | None]:
-    """Who are the ranks of a group made anew, and how much this one knows. Collective of the ranks that live.
+class Successors(NamedTuple):
+    """Who are the ranks of a group made anew.
 
-    They keep their order, but where the root is dead the first that knows most comes first.
+    Attributes:
+        ranks: as the old group numbers them, in the order of those of the new one.
+        best: of these the one that knows most, the old root if it is one of them.
+        ahead: None where all know the same, or else how many different amounts others know that are less than
+            this rank's.
+    """
+
+    ranks: list[int]
+    best: int
+    ahead: int | None
+
+
+def successors(
+    smaller: MPI.Intracomm,
+    comm: MPI.Intracomm,
+    root: int,
+    known: tuple[bool, int],
+    place: int = 0,
+) -> Successors:
+    """Collective of the ranks that live. They keep their order; but where they do not know the same, the best
+    becomes the root of the new group.
 
     Args:
         smaller: of the ranks that live.
         comm: of all ranks.
         root: among them.
         known: what this rank knows; who knows more has the greater tuple.
-
-    Returns:
-        The ranks of ``smaller``, as ``comm`` numbers them, in the order of those of the new group; and None where
-        all know the same, or else how many different amounts others know that are less than this rank's.
+        place: of the root in the new group.
     """
-    of_each = [tuple(each) for each in gathered(smaller, known)]
-    levels = sorted(set(of_each))
+    of_each = [
+        (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
+    ]
+    levels = sorted({amount for amount, _ in of_each})
     group = comm.Get_group()
     alive = list(MPI.Group.Translate_ranks(smaller.Get_group(), None, group))
-    level = None if len(levels) == 1 else levels.index(known)
-    if root in alive:
-        return alive, level
-    first = alive[of_each.index(levels[-1])]
-    return [first, *(rank for rank in alive if rank != first)], level
+    most = [rank for rank, (amount, _) in zip(alive, of_each) if amount == levels[-1]]
+    best = root if root in most else most[0]
+    if len(levels) == 1:
+        return Successors(alive, best, None)
+    ranks = [rank for rank in alive if rank != best]
+    ranks.insert(of_each[0][1], best)
+    return Successors(ranks, best, levels.index(known))
 
 
 @contextlib.contextmanager

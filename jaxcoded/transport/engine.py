@@ -535,6 +535,14 @@ class Engine(Transport):
         root."""
         return self._ask("rounds_of_all")
 
+    def expect_state(self) -> None:
+        """Make sums an error on this rank until a broadcast has come."""
+        self._ask("expect_state")
+
+    def alike(self) -> bool:
+        """Whether none is expected, or it has come."""
+        return self._ask("alike")
+
     def status(self) -> str:
         """Where this rank stands, to find the cause of a hang."""
         return self._ask("status")

@@ -47,6 +47,6 @@ pending = recovery.Pending(comm.Shrink)
 roll.wait(pending, SECONDS, SECONDS, False)
 smaller = pending.result(0.0)
 known = True, 5 + (board.rank == 3)
-survivors, behind = recovery.successors(smaller, comm, 0, known)
+survivors, _, behind = recovery.successors(smaller, comm, 0, known)
 board.report(survivors=survivors, size=smaller.size, stayed=stayed, behind=behind)
 os._exit(0)  # the end of such an MPI is not of this test

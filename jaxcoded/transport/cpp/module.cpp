@@ -647,6 +647,7 @@ NB_MODULE(_engine, module) {
   };
   query("lag", [](Member& its) { return its.lag(); });
   query("next_round", [](Member& its) { return its.next(); });
+  query("alike", [](Member& its) { return its.node->alike(); });
   query("departed", [](Member& its) { return its.node->departed(); });
   query("rounds_of_all", [](Member& its) {
     const Round failed = its.node->failed_alone();
@@ -702,6 +703,10 @@ NB_MODULE(_engine, module) {
   });
   module.def("resume", [](std::uint64_t index) {
     Engine::instance().with(index, [](Member& its) { its.node->resume(); return 0; });
+  }, Release());
+
+  module.def("expect_state", [](std::uint64_t index) {
+    Engine::instance().with(index, [](Member& its) { its.node->expect_state(); return 0; });
   }, Release());
 
   nb::class_<LoneNode>(module, "LoneNode")

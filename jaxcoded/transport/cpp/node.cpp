@@ -11,6 +11,10 @@ namespace {
 // After a long wait, too, a rank that has stopped must be found out.
 constexpr double longest_patience = 10;
 
+constexpr const char* unlike =
+    " has not got what the new root has, as the root died and ranks had had the sums of different rounds: "
+    "hand it on first, as params = jaxcoded.tree_bcast(params, group)";
+
 }  // namespace
 
 Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
@@ -83,6 +87,12 @@ void Node::submit(Call call) {
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
+  if (!alike_ && up_.call.up) {
+    const std::string text = "CodedError: rank " + std::to_string(family_.rank) + unlike;
+    alert(next_, text);
+    if (calling()) finish(Outcome::failed, text);
+    return;
+  }
   if (known) {
     hand_over(*known);
     if (!calling()) return;
@@ -192,6 +202,7 @@ void Node::finish(Outcome outcome, std::string error) {
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();
   if (outcome == Outcome::desynchronized) return;
+  if (outcome == Outcome::done && !up_.call.up) alike_ = true;
   const double now = ended_at_ = wire_.now();
   telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome), bytes_of(up_.call.total));
   if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);

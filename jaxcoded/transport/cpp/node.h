@@ -252,6 +252,9 @@ class Node {
   std::uint64_t compared_rounds() const { return compared_rounds_; }
   // The first round that failed here without the root, which it does not know of; 0: there is none.
   Round failed_alone() const { return failed_alone_.first(); }
+  // Ranks come with different states: a sum is an error until this one has what the root hands on.
+  void expect_state() { alike_ = false; }
+  bool alike() const { return alike_; }
 
  private:
   struct Child {
@@ -542,6 +545,7 @@ class Node {
   Round next_ = 1;
   WayUp up_;  // of that round
   Outcome outcome_ = Outcome::done;
+  bool alike_ = true;
   std::string error_;
   Latest durations_;  // of rounds, from this rank's call on
   std::map<std::uint64_t, Latest> waits_;  // for children, by fingerprint
