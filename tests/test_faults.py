@@ -763,10 +763,13 @@ def test_ranks_that_live_meet_at_last(tmp_path, way, size, gone, status):
 
 
 @pytest.mark.exhaustive
-def test_a_new_root_dies_before_it_has_handed_its_state_on(tmp_path):
+@pytest.mark.parametrize("way", ["successor", "asked for"])
+def test_a_new_root_dies_before_it_has_handed_its_state_on(tmp_path, way):
     """Of the others those that know most still count."""
     start = as_readme_does(5, LIMIT)
-    job = run(tmp_path, 5, "meeting.py", "successor", limit=LIMIT, start=start)
+    job = run(tmp_path, 5, "meeting.py", way, limit=LIMIT, start=start)
+    if way == "asked for":
+        assert job.of_all("refused") == [True, True]
     assert set(job.reports) == {2, 3, 4}, job.stderr[-8000:]
     assert job.of_all("alike") is False
     assert [job.reports[rank]["rank"] for rank in (2, 3, 4)] == [1, 0, 2]
@@ -918,6 +921,51 @@ def test_a_rank_that_has_left_does_not_keep_the_others(tmp_path, fault, status, 
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
     assert len(lines) == 3 and all(line.startswith(said) for line in lines), job.stdout
     assert ("rank 2: status 1" in job.stderr) == status, job.stderr
+
+
+ALONE = """
+import os, pathlib, time
+import jax, jax.numpy as jnp
+from mpi4py import MPI
+import jaxcoded
+given_up, last = pathlib.Path("given up"), pathlib.Path("last")
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+add = lambda: jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
+for step in range(5):
+    add()
+if group.rank == {alone}:
+    try:
+        group.recovered(timeout=1.0, put_out=True)
+    except jaxcoded.CodedError as error:
+        print(error, flush=True)
+    given_up.touch()
+else:
+    count = 0
+    while not last.exists() or count < int(last.read_text()):
+        if group.rank == 0 and given_up.exists() and not last.exists():
+            pathlib.Path("written").write_text(str(count + 100))  # as all are near
+            os.rename("written", last)
+        add()
+        count += 1
+        time.sleep(0.01)
+group.close()
+"""
+
+
+def test_a_rank_that_calls_recovered_alone_kills_nobody(tmp_path):
+    """The others are at work, and go on without it."""
+    (tmp_path / "alone.py").write_text(ALONE.format(alone=1))
+    job = subprocess.run(
+        [*as_readme_does(4, SMALL_LIMIT), tmp_path / "alone.py"],
+        env=settings(SMALL_LIMIT),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert job.returncode == 0, job.stderr
+    assert "nobody was put out: do all ranks call recovered" in job.stdout
+    assert "has killed" not in job.stderr
 
 
 @pytest.mark.exhaustive

@@ -771,7 +771,7 @@ class CodedGroup:
         call it every so many steps. Where MPI reports no death it is this group that comes
         back, and nothing changes. Otherwise this group is closed: take the new one's `rank`, `size`
         and `assignment`, and compile the step with it. A ``with`` block of this group closes the new
-        one at its end. Ranks keep their order; parameters and state stay where they are.
+        one at its end. Ranks keep their order, but for another root; parameters and state stay where they are.
 
         Where the root has died its last round may have ended with the sum on some ranks, and with
         an error on others. Call it there, too, when a step has failed. One of those that know most
@@ -781,7 +781,8 @@ class CodedGroup:
         A rank whose program has ended with an error ends within seconds, and is dead for the others. One that is
         alive but does not call this, as its program hangs or its process is stopped, keeps the others here.
         With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
-        among the dead. So is a rank that is only slow. Where steps need it, as they need the root, they
+        among the dead. So is a rank that is only slow; but nobody is while rounds go on without this rank, as
+        then not all have called this. Where steps need it, as they need the root, they
         wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise; for a root whose
         program hangs while its engine answers, always.
 
@@ -827,7 +828,11 @@ class CodedGroup:
         if self._anew is None:
             # a round that failed here alone may have ended otherwise elsewhere
             broken = rounds < transport.rounds()
-            if not self._roll.call(timeout, put_out, transport.departed, broken=broken):
+            if not self._roll.call(
+                *(timeout, put_out, transport.departed),
+                broken=broken,
+                behind=transport.host_lag,
+            ):
                 return self
             self._anew = _Anew(Pending(self._shrunk))
         anew = self._anew

@@ -35,6 +35,10 @@ _PAUSE = 1e-3  # seconds between two looks
 # read a message meanwhile.
 _SERVES = 20e-3
 _STOPPED = 1.0  # more than these, and it has not waited meanwhile: it was stopped
+_GO_ON = (
+    ". Rounds have been decided meanwhile, so that nobody was put out: do all ranks call recovered after the same "
+    "step?"
+)
 _CALLS = 3  # in vain, where all that live have come and MPI does not go on
 OPENS = 120.0  # seconds in which ranks have made a group, and more
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
@@ -86,6 +90,7 @@ class Roll:
         left: Callable[[], Mapping[int, str]] = dict,
         *,
         broken: bool = False,
+        behind: Callable[[], int] = int,
     ) -> bool:
         """Whether the group is to be made anew, as some are dead. The same on all ranks.
 
@@ -94,6 +99,7 @@ class Roll:
             put_out: whether these are put out then. Of all but the caller what the caller says counts.
             left: the ranks below this one that make no more calls, as keys.
             broken: whether the group is to be made anew in any case.
+            behind: how many rounds others have done that this rank has not. While these grow nobody is killed.
 
         Raises:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
@@ -101,7 +107,7 @@ class Roll:
         """
         with self._visit():
             return self._attend(
-                *(lambda: False, 0.0, seconds, put_out, left, broken),
+                *(lambda: False, 0.0, seconds, put_out, left, broken, behind),
                 "have not called recovered",
             )
 
@@ -120,7 +126,8 @@ class Roll:
         """
         with self._visit():
             self._attend(
-                *(lambda: not pending.runs(), patience, seconds, put_out, dict, True),
+                *(lambda: not pending.runs(), patience, seconds, put_out),
+                *(dict, True, int),
                 "have not made the group anew with the others",
             )
 
@@ -148,6 +155,7 @@ class Roll:
         put_out: bool,
         left: Callable[[], Mapping[int, str]],
         broken: bool,
+        behind: Callable[[], int],
         what: str,
     ) -> bool:
         """Answer, and call where this rank is to. Whether something is over, or all are to go on; not where
@@ -157,6 +165,7 @@ class Roll:
         self._hindered[:] = 0
         self._broken, self._below = broken, left
         self._calling = False
+        came_behind = behind()
         caller, killed, calls, until = -1, False, 0, 0.0
         now = serves_at = time.monotonic()
         while True:
@@ -170,6 +179,9 @@ class Roll:
                 return True
             if now - looked > _STOPPED:
                 until += now - looked
+            # who has not come would be killed at its work
+            if busy := behind() > came_behind:
+                put_out = False
             first = next(it for it in self._callers if it not in self._dead)
             if first != caller:
                 caller, killed = first, False
@@ -199,7 +211,8 @@ class Roll:
                     self._kill(late)
                 elif now >= until:
                     self._tell(_LATE, known, put_out=put_out)
-                    raise CodedError(self._in_words(known, what, put_out))
+                    words = self._in_words(known, what, put_out)
+                    raise CodedError(words + _GO_ON * busy)
             elif said is not None and said[0] == _STAY:
                 return False
             elif said is not None:
@@ -223,6 +236,7 @@ class Roll:
                     "late, stuck or stopped. Call recovered again later, or end its process, "
                     f"{self._processes[caller]}"
                     + (f" ({_why(number)})" if number else "")
+                    + _GO_ON * busy
                 )
             time.sleep(_PAUSE)
 

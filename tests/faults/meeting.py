@@ -5,15 +5,18 @@
 ("stops", with the last rank dead); or the root's program ends with an error ("fails"); or that of the last rank
 ends in a way that MPI does not notice by itself ("exits"); or rank 1 has left the group in a ``with`` block whose error
 its program catches ("caught"); or the last two are late, and the others may not put them out ("in vain"); or the root dies, and its successor before it has handed its state on
-("successor"): then rank 2 has one sum less than the others. Those who live call until they have met.
+("successor"): then rank 2 has one sum less than the others, which ask for that state in vain before ("asked for").
+Those who live call until they have met.
 """
 
+import contextlib
 import errno
 import os
 import signal
 import sys
 import time
 
+import jax
 import numpy as np
 from harness import PATIENCE, SLOWNESS, Board, Sums
 
@@ -112,7 +115,7 @@ if way == "in vain":
         board.note(GIVES_UP + 1)
     board.wait(range(board.size), GIVES_UP + 1)
     meet()
-if way == "successor":
+if way in ("successor", "asked for"):
     # rank 2 lacks the last sum, as far as the others can know
     if rank == 2:
         group.transport.rounds_of_all = lambda: 4
@@ -126,14 +129,30 @@ if way == "successor":
     successor = rank == 1
     board.note(LEAVES + 1)
     board.wait(others, LEAVES + 1)
+    if successor and way == "asked for":
+        board.wait(others - {rank}, LEAVES + 2)
     if successor:
         die()
+    if way == "asked for":
+        # by a jitted call, whose tracing says nothing of how it ends
+        ask = jax.jit(lambda state: jaxcoded.tree_bcast(state, group))
+        board.note(LEAVES + 2)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(ask(np.zeros(1)))
+            raise AssertionError("what came of a dead root?")
+        refused = []
+        for calls in jaxcoded, jaxcoded.host:
+            try:
+                calls.coded_allreduce(np.zeros(1), group).block_until_ready()
+            except (jaxcoded.CodedError, jax.errors.JaxRuntimeError) as error:
+                refused.append("tree_bcast(params, group)" in str(error))
+        board.report(refused=refused)
     second = group
     while group is second:
         meet()
     board.report(rank=group.rank, alike=group.alike, size=group.size)
     jaxcoded.tree_bcast(np.zeros(1), group)
-while way not in ("late", "successor", "in vain") and group is first:
+while way not in ("late", "successor", "asked for", "in vain") and group is first:
     meet()
 if way == "late":
     meet()
