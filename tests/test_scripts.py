@@ -97,28 +97,50 @@ def test_slurm_job(tmp_path):
         assert re.search(rf"rank {rank}: 9\d\.\d% of the digits", job.stdout)
 
 
+def survived(ranks, *command):
+    """What a job says in which ranks may die."""
+    job = subprocess.run(
+        [
+            *(sys.executable, "-m", "jaxcoded", "run", "-n", str(ranks), "--ft"),
+            *command,
+        ],
+        check=False,
+        cwd=ROOT,
+        timeout=LIMIT * slowness(),
+        capture_output=True,
+        text=True,
+        env=limited(LIMIT),
+    )
+    if "--ft needs Open MPI 5" in job.stderr:
+        pytest.skip("this MPI ends a job in which a rank dies")
+    assert job.returncode == 0, job.stderr[-8000:]
+    return job.stdout
+
+
 @pytest.mark.exhaustive  # tests/test_faults.py kills ranks, too
 def test_evaluation_without_a_killed_rank():
-    said = []
-    for arguments in ([], ["--kill", "2"]):
-        job = subprocess.run(
-            [
-                *(sys.executable, "-m", "jaxcoded", "run", "-n", "4", "--ft"),
-                *("examples/evaluation.py", *arguments),
-            ],
-            check=False,
-            cwd=ROOT,
-            timeout=LIMIT * slowness(),
-            capture_output=True,
-            text=True,
-            env=limited(LIMIT),
-        )
-        if "--ft needs Open MPI 5" in job.stderr:
-            pytest.skip("this MPI ends a job in which a rank dies")
-        assert job.returncode == 0, job.stderr[-8000:]
-        said.append(re.findall(r"\d+ of 1797 right", job.stdout))
+    said = [
+        re.findall(r"\d+ of 1797 right", survived(4, "examples/evaluation.py", *kill))
+        for kill in ([], ["--kill", "2"])
+    ]
     assert len(said[0]) == 1
     assert said[0] == said[1]
+
+
+def test_training_that_goes_on_without_the_dead():
+    """A worker, the root, and the next root just when it has become it: the losses are those of a quiet run."""
+    losses = [
+        re.findall(
+            r"step (\d+) of 150, (loss \S+), (\d) ranks",
+            survived(5, "examples/recovered.py", *kill),
+        )
+        for kill in ([], ["--kill", "40:2", "--kill", "90:0", "--kill", "91:1"])
+    ]
+    quiet, others = [[line[:2] for line in of_run] for of_run in losses]
+    assert [int(number) for number, _ in quiet] == list(range(25, 151, 25))
+    assert others == quiet
+    assert {size for _, _, size in losses[0]} == {"5"}
+    assert losses[1][-1][-1] == "2"
 
 
 @pytest.mark.exhaustive  # a benchmark of many seconds

@@ -1,0 +1,122 @@
+"""Training that goes on without ranks that die, the root too, with the loss of a run in which nobody does.
+
+    jaxcoded run -n 5 --ft examples/recovered.py --kill 40:2 --kill 90:0
+
+All ranks call `recovered` after the same steps, and where a step has failed. What was under way then is done
+again: the ranks that live have the same batch, and get the same sum.
+"""
+
+import argparse
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from mpi4py import MPI
+from sklearn.datasets import load_digits
+
+import jaxcoded
+from jaxcoded.errors import translated
+
+STEPS, EVERY, BATCH = 150, 25, 100
+TRIES = 5  # in vain, before it is an error of the program
+
+tx = optax.sgd(0.2, momentum=0.9)
+
+
+def losses(params, batch):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["in"])
+    return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["out"], y)
+
+
+def beginning():
+    random = np.random.default_rng(0)
+    params = {
+        "in": jnp.asarray(random.normal(size=(64, 32)) / 8, jnp.float32),
+        "out": jnp.asarray(random.normal(size=(32, 10)) / 6, jnp.float32),
+    }
+    return params, tx.init(params)
+
+
+def make_step(group, x, y):
+    """A function of the step's number, the parameters and the optimizer's state. Made for each group."""
+    loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+    batches = len(group.epoch(len(x), BATCH, seed=0))
+
+    @jax.jit  # donates nothing: what a failed step was given is given to it again
+    def compiled(params, state, batch, weights):
+        loss, grads = loss_and_grad(params, batch, weights)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    def step(number, params, state):
+        epoch, batch = divmod(number, batches)
+        indices, weights = group.epoch(len(x), BATCH, seed=0, epoch=epoch)[batch]
+        return compiled(params, state, (x[indices], y[indices]), weights)
+
+    return step
+
+
+def train(comm, steps=STEPS, kill=()):
+    """Returns the parameters, and how many ranks are left.
+
+    Args:
+        kill: pairs of a step, and of a rank that kills itself before it.
+    """
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16).astype(np.float32)
+    rank = comm.rank
+    # a rank that is frozen for a minute is given up
+    options = jaxcoded.Options(deadline=60.0, on_deadline="raise")
+    group = jaxcoded.CodedGroup(comm, code="shared(replicas=1)", options=options)
+    step = make_step(group, x, y)
+    number, failed = 0, 0
+    params, state = beginning()
+    while number < steps:
+        other = group
+        try:
+            with translated():
+                # only now, so that all that have died by then are left behind together
+                if failed or (number and number % EVERY == 0):
+                    other = group.recovered(put_out=True)
+                if other is not group or not group.alike:
+                    group, step = other, make_step(other, x, y)
+                    mine = number, params, state
+                    roots = jaxcoded.tree_bcast(mine, group)
+                    number, params, state = jax.block_until_ready(roots)
+                    number = int(number)
+                    now = f"rank {group.rank} of {group.size}"
+                    print(f"rank {rank} goes on at step {number} as {now}", flush=True)
+                if (number, rank) in kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                new = step(number, params, state)
+                params, state, loss = jax.block_until_ready(new)
+        except jaxcoded.CodedError as error:
+            failed += 1
+            print(f"rank {rank}, step {number}: {error}", flush=True)
+            if failed > TRIES:
+                raise
+            continue
+        number, failed = number + 1, 0
+        if group.rank == 0 and number % EVERY == 0:
+            line = f"step {number} of {steps}, loss {loss:.4f}, {group.size} ranks"
+            print(line, flush=True)
+    size = group.size
+    group.close()
+    return params, size
+
+
+def faults(text):
+    step, rank = text.split(":")
+    return int(step), int(rank)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--kill", type=faults, action="append", default=[], metavar="STEP:RANK"
+    )
+    train(MPI.COMM_WORLD, kill=parser.parse_args().kill)
