@@ -61,7 +61,7 @@ def make_step(group, x, y):
 
 
 def train(comm, steps=STEPS, kill=()):
-    """Returns the parameters, and how many ranks are left.
+    """Returns the parameters.
 
     Args:
         kill: pairs of a step, and of a rank that kills itself before it.
@@ -79,7 +79,7 @@ def train(comm, steps=STEPS, kill=()):
         other = group
         try:
             with translated():
-                # only now, so that all that have died by then are left behind together
+                # all ranks after the same step, or where one has failed
                 if failed or (number and number % EVERY == 0):
                     other = group.recovered(put_out=True)
                 if other is not group or not group.alike:
@@ -104,9 +104,8 @@ def train(comm, steps=STEPS, kill=()):
         if group.rank == 0 and number % EVERY == 0:
             line = f"step {number} of {steps}, loss {loss:.4f}, {group.size} ranks"
             print(line, flush=True)
-    size = group.size
     group.close()
-    return params, size
+    return params
 
 
 def faults(text):
