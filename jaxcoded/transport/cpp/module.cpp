@@ -719,6 +719,8 @@ NB_MODULE(_engine, module) {
       .def("complete", &LoneNode::complete)
       .def("deliver", &LoneNode::deliver)
       .def("lost", [](LoneNode& self, Rank rank) { self.node().lost(rank); })
+      .def("expect_state", [](LoneNode& self) { self.node().expect_state(); })
+      .def("alike", [](LoneNode& self) { return self.node().alike(); })
       .def("overdue", [](LoneNode& self) { return self.node().overdue(); })
       .def("share_blocks", [](LoneNode& self, const std::vector<std::vector<Rank>>& holders) {
         self.node().share_blocks(holders);

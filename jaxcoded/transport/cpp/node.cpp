@@ -11,10 +11,6 @@ namespace {
 // After a long wait, too, a rank that has stopped must be found out.
 constexpr double longest_patience = 10;
 
-constexpr const char* unlike =
-    " has not got what the new root has, as the root died and ranks had had the sums of different rounds: "
-    "hand it on first, as params = jaxcoded.tree_bcast(params, group)";
-
 }  // namespace
 
 Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
@@ -76,6 +72,7 @@ void Node::submit(Call call) {
   up_.call = std::move(call);
   up_.started = up_.waiting_since = now;
   up_.in_time = newest_ < next_;
+  if (lacks_state()) up_.call.skipped = true;  // what it has is not to get into the sum
   if (up_.call.shared) begin_share();
   outcome_ = Outcome::pending;
   error_.clear();
@@ -87,12 +84,6 @@ void Node::submit(Call call) {
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
-  if (!alike_ && up_.call.up) {
-    const std::string text = "CodedError: rank " + std::to_string(family_.rank) + unlike;
-    alert(next_, text);
-    if (calling()) finish(Outcome::failed, text);
-    return;
-  }
   if (known) {
     hand_over(*known);
     if (!calling()) return;
@@ -102,6 +93,7 @@ void Node::submit(Call call) {
   if (root()) {
     const std::string& reason = alerts_.pending().empty() ? up_.call.why_not : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
+    if (lacks_state()) return decide_error(what_it_lacks());
     if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
     if (sums_blocks()) leave_out_the_others();
     if (const std::string why = why_not_as_before(); !why.empty()) return decide_error(why);
@@ -184,7 +176,18 @@ void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
   family_.children = children;
 }
 
+// Nor is the sum of others to get into what it has.
+std::string Node::what_it_lacks() const {
+  return "CodedError: rank " + std::to_string(family_.rank) +
+         " has not got what the new root has, as the root died and ranks had had the sums of different rounds: "
+         "hand it on first, as params = jaxcoded.tree_bcast(params, group)";
+}
+
 void Node::finish(Outcome outcome, std::string error) {
+  if (outcome != Outcome::desynchronized && lacks_state()) {
+    outcome = Outcome::failed;
+    error = what_it_lacks();
+  }
   withdraw(Object::What::message, next_ + 1);
   if (outcome == Outcome::done && !up_.call.down && !root()) {
     for (std::size_t s = 0; s < up_.call.out.size(); ++s) {

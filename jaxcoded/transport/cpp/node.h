@@ -544,6 +544,8 @@ class Node {
   // This rank's calls.
   Round next_ = 1;
   WayUp up_;  // of that round
+  bool lacks_state() const { return !alike_ && up_.call.up; }
+  std::string what_it_lacks() const;
   Outcome outcome_ = Outcome::done;
   bool alike_ = true;
   std::string error_;
