@@ -372,8 +372,10 @@ class CodedGroup:
         """Whether this rank has had the sums that the others have had, also in the group that this one was
         made of by `recovered`. Otherwise the root is one of those that know most, and sums are an error until
         a `tree_bcast` has handed on what it has."""
-        transport = self.transport
-        return not isinstance(transport, engine.Engine) or transport.alike()
+        if self._ahead is None:
+            return True
+        assert isinstance(self.transport, engine.Engine)
+        return self.transport.alike()
 
     @property
     def rank(self) -> int:
