@@ -543,7 +543,7 @@ def recover(tmp_path, options, way, *victims, start=(), status=0):
 def as_readme_does(ranks, limit):
     """What begins the command line."""
     needs_fault_tolerance()
-    options = "--ft", "--timeout", str(limit)
+    options = "--ft", "--timeout", f"{limit * slowness():.0f}"
     return sys.executable, "-m", "jaxcoded", "run", "-n", str(ranks), *options
 
 

@@ -258,7 +258,10 @@ for round_ in range(len(victims)):
             engine.missing = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         said.append(fails(timeout=3.0 * SLOWNESS, put_out=True))
         recovery.OPENS, engine.missing = 120.0, missing
-        group = group.recovered()
+        old = group
+        while group is old:  # its death may be reported late
+            with contextlib.suppress(jaxcoded.CodedError):
+                group = group.recovered(timeout=PATIENCE)
     elif way == "apart":
         try:
             if board.rank == 2:
