@@ -547,6 +547,20 @@ def as_readme_does(ranks, limit):
     return sys.executable, "-m", "jaxcoded", "run", "-n", str(ranks), *options
 
 
+def played(tmp_path, program):
+    """Run such a program on 4 ranks."""
+    (tmp_path / "program.py").write_text(program)
+    return subprocess.run(
+        [*as_readme_does(4, SMALL_LIMIT), tmp_path / "program.py"],
+        env=settings(SMALL_LIMIT),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+
+
 def trained(job, without, *sizes):
     """The ranks that live went on together, and each compiled its step once for each group."""
     assert set(job.reports) == set(range(7)) - without, job.stderr[-8000:]
@@ -571,6 +585,7 @@ def test_ranks_that_live_go_on_without_the_dead(
 ):
     job = recover(tmp_path, fault_tolerant, way, *victims)
     trained(job, {int(rank) for words in victims for rank in words.split(",")}, *sizes)
+    assert job.of_all("followed")
     heard = " ".join(str(report["heard"]) for report in job.reports.values())
     assert "is dead, as MPI reports" in heard
 
@@ -907,16 +922,7 @@ group.close(2.0)
 def test_a_rank_that_has_left_does_not_keep_the_others(tmp_path, fault, status, said):
     """It is left behind where an error has ended its program; its own error counts."""
     slower = slowness()
-    (tmp_path / "left.py").write_text(LEFT.format(fault=fault, slower=slower))
-    job = subprocess.run(
-        [*as_readme_does(4, SMALL_LIMIT), tmp_path / "left.py"],
-        env=settings(SMALL_LIMIT),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    job = played(tmp_path, LEFT.format(fault=fault, slower=slower))
     assert job.returncode == status, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
     assert len(lines) == 3 and all(line.startswith(said) for line in lines), job.stdout
@@ -924,20 +930,29 @@ def test_a_rank_that_has_left_does_not_keep_the_others(tmp_path, fault, status, 
 
 
 ALONE = """
-import os, pathlib, time
+import os, pathlib, threading, time
 import jax, jax.numpy as jnp
 from mpi4py import MPI
 import jaxcoded
+def tries(**how):
+    try:
+        group.recovered(timeout=1.0, **how)
+    except jaxcoded.CodedError as error:
+        print(error, flush=True)
+def tries_meanwhile():
+    while not group._recovering.locked():
+        time.sleep(0.001)
+    tries()
 given_up, last = pathlib.Path("given up"), pathlib.Path("last")
 group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
 add = lambda: jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
 for step in range(5):
     add()
 if group.rank == {alone}:
-    try:
-        group.recovered(timeout=1.0, put_out=True)
-    except jaxcoded.CodedError as error:
-        print(error, flush=True)
+    second = threading.Thread(target=tries_meanwhile)
+    second.start()
+    tries(put_out=True)
+    second.join()
     given_up.touch()
 else:
     count = 0
@@ -954,16 +969,9 @@ group.close()
 
 def test_a_rank_that_calls_recovered_alone_kills_nobody(tmp_path):
     """The others are at work, and go on without it."""
-    (tmp_path / "alone.py").write_text(ALONE.format(alone=1))
-    job = subprocess.run(
-        [*as_readme_does(4, SMALL_LIMIT), tmp_path / "alone.py"],
-        env=settings(SMALL_LIMIT),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    job = played(tmp_path, ALONE.format(alone=1))
     assert job.returncode == 0, job.stderr
+    assert "another thread of this rank is in recovered" in job.stdout
     assert "nobody was put out: do all ranks call recovered" in job.stdout
     assert "has killed" not in job.stderr
 

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import operator
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -358,6 +360,8 @@ class CodedGroup:
         self._snapshots = 0
         self._successor: CodedGroup | None = None
         self._anew: _Anew | None = None
+        self._recovering = threading.Lock()
+        self._callback: Callable[[RoundSeen], Any] | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
         self.plan_words = ""
         _groups[self.index] = self
@@ -705,9 +709,11 @@ class CodedGroup:
 
         It runs on a thread of its own, in the order of the rounds, and holds up no
         round. What it raises is logged. A group has one such function, the latest; it is
-        called no more once the group is closed and it has seen all rounds.
+        called no more once the group is closed and it has seen all rounds. The groups that `replan` and
+        `recovered` return go on with it.
         """
         check_open(self)
+        self._callback = callback
         report(self.transport.reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
@@ -823,6 +829,20 @@ class CodedGroup:
                 "recovered needs the engine, and an MPI that goes on where a rank dies: start the job "
                 "with jaxcoded run --ft, which needs Open MPI 5"
             )
+        if not self._recovering.acquire(blocking=False):
+            raise CodedError("another thread of this rank is in recovered")
+        try:
+            return self._recovered(transport, plan, timeout, put_out)
+        finally:
+            self._recovering.release()
+
+    def _recovered(
+        self,
+        transport: engine.Engine,
+        plan: Callable[[int], Plan] | None,
+        timeout: float,
+        put_out: bool,
+    ) -> "CodedGroup":
         primitive.effects_barrier()
         transport.drained(timeout / 2)
         rounds = transport.rounds_of_all()
@@ -858,6 +878,8 @@ class CodedGroup:
             raise anew.failure
         assert anew.group is not None
         anew.group.transport.enter()
+        if self._callback is not None:
+            anew.group.on_round(self._callback)
         _groups.pop(self.index)
         # all are here, and know all results: nobody is waited for
         self.transport.close(0.0)
@@ -889,6 +911,7 @@ class CodedGroup:
         comms: list[MPI.Comm] = [smaller]
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
+        plan = plan and functools.cache(plan)  # one for all questions
         try:
             with recovery.let_go(comms):
                 known = True, rounds

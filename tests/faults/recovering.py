@@ -70,6 +70,8 @@ else:
     group = jaxcoded.CodedGroup(
         board.comm, fanout=fanout, stragglers=stragglers, options=options
     )
+rounds = []
+group.on_round(lambda it: rounds.append(it.number))
 
 if any(how.startswith("leaves") for how in hangs):
     jaxcoded.leave_on_sigterm(NOTICE)
@@ -283,6 +285,9 @@ for round_ in range(len(victims)):
 train(steps + EVERY)
 w = np.asarray(w)
 error = abs(w - alone(steps)).max() / abs(w).max()
+until = time.monotonic() + PATIENCE
+while rounds[-1:] != [group.rounds] and time.monotonic() < until:
+    time.sleep(0.01)  # they are told of by another thread
 board.report(
     digest=hashlib.sha256(w).hexdigest(),
     error=error,
@@ -295,5 +300,6 @@ board.report(
     failed_at=failed_at,
     alike=alike,
     too_early=too_early,
+    followed=rounds[-1:] == [group.rounds] and rounds.count(1) > 1,
 )
 group.close()
