@@ -31,9 +31,9 @@ _HEADER = 6
 # What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group.
 _HERE, _MISSING, _DEAD, _LEFT = range(4)
 _PAUSE = 1e-3  # seconds between two looks
-# While MPI makes the group anew this process leaves the communicator alone for so long: one crashed there, which
-# read a message meanwhile.
-_SERVES = 20e-3
+# While MPI makes the group anew this process leaves the communicator alone, first for this share of the time for
+# which ranks wait, and then between two looks: one crashed there, which read a message meanwhile.
+_AT_FIRST, _SERVES = 1 / 4, 20e-3
 _STOPPED = 1.0  # more than these, and it has not waited meanwhile: it was stopped
 _GO_ON = (
     ". Rounds have been decided meanwhile, so that nobody was put out: do all ranks call recovered after the same "
@@ -167,7 +167,8 @@ class Roll:
         self._calling = False
         came_behind = behind()
         caller, killed, calls, until = -1, False, 0, 0.0
-        now = serves_at = time.monotonic()
+        now = time.monotonic()
+        serves_at = now + _AT_FIRST * seconds
         while True:
             if over():
                 return True
