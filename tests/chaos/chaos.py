@@ -331,6 +331,12 @@ def play(
     return schedules, job.ended_late
 
 
+def as_many_on_each(ranks: int, hosts: int) -> int:
+    """Some number of ranks near this one, enough for a schedule."""
+    each = max(1, hosts)
+    return max(ranks - ranks % each, -(-FEWEST // each) * each)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -363,7 +369,7 @@ def main() -> None:
         given.minutes is None or time.monotonic() - start < 60 * given.minutes
     ):
         ranks = given.ranks or FEWEST + 1 + seed % (MOST - FEWEST)
-        ranks -= ranks % max(1, given.hosts)  # as many on each
+        ranks = as_many_on_each(ranks, given.hosts)
         seeds = list(range(seed, min(end, seed + OF_A_JOB)))
         try:
             played, ended_late = play(seeds, ranks, given.hosts, given.rate)

@@ -28,6 +28,8 @@ def test_everything_happens(schedules):
         fault.kind for it in schedules for phase in it.phases for fault in phase.faults
     )
     assert set(kinds) == {*FATAL, "sleep", "stop", "skip", "error", "flip"}
+    cut = [schedule(seed, 9, cables=True) for seed in SEEDS]
+    assert any(f.kind == "cut" for it in cut for p in it.phases for f in p.faults)
     assert {it.way for it in schedules} == {*CODED, *SHARED}
     assert {it.options.get("on_deadline", "wait") for it in schedules} == {
         *("wait", "raise", "approximate")
