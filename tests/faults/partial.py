@@ -19,7 +19,8 @@ from harness import SLOWNESS, Board, close
 
 import jaxcoded
 
-FAULT, WITHOUT, STEPS = 3, 8, 24
+FAULT, STEPS = 3, 32
+WITHOUT = 16  # with a wait until the deadline in each they would take too long
 BLOCKS, EXAMPLES, WIDTH = 4, 3, 50
 NAP = 2e-3  # seconds, in every block
 DEADLINE = 3.0 * SLOWNESS  # seconds
