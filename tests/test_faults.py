@@ -614,7 +614,8 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
     trained(job, {1, 2}, 5)
     (said,) = job.of_all("said")
     lacks = "rank 0 cannot rebuild its sum, as it lacks rank 1, which is dead, rank 2, which is dead"
-    assert f"TooManyErasures: round 11: {lacks}" in said
+    below = ", and what any below them have; any 1 of its 2 children"
+    assert f"TooManyErasures: round 11: {lacks}{below}" in said
     assert "go on with group.recovered()" in said
 
 

@@ -416,6 +416,10 @@ class Node {
   std::optional<bool> follow_sections();
   double sections_at() const;
 
+  // Whether this rank has what the others have.
+  bool lacks_state() const { return !alike_ && up_.call.up; }
+  std::string what_it_lacks() const;
+
   // Whether messages fit.
   bool awaits_all() const { return decoder_.checked() && limits_.compares == Compares::all; }
   bool awaits_more(const std::vector<bool>& heard) const;
@@ -544,8 +548,6 @@ class Node {
   // This rank's calls.
   Round next_ = 1;
   WayUp up_;  // of that round
-  bool lacks_state() const { return !alike_ && up_.call.up; }
-  std::string what_it_lacks() const;
   Outcome outcome_ = Outcome::done;
   bool alike_ = true;
   std::string error_;

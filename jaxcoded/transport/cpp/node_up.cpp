@@ -123,6 +123,8 @@ void Node::go_without_sum() {
   if (root()) {
     const auto& tensor = decoder_.tensor();
     const bool dead = lacks.find(is_dead) != std::string::npos;
+    // their messages are for their parent: nobody else can add them up
+    if (dead && family_.descendants.size() > children_.size()) lacks += ", and what any below them have";
     return decide_error(
         "TooManyErasures: round " + std::to_string(next_) + ": " + mine + " cannot rebuild its sum, as " +
         (dead ? "it lacks " : "these called with skip=True: ") + lacks +
