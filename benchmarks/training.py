@@ -129,7 +129,7 @@ def on_several_hosts(rate, job, folder):
         environment = on_hosts.environment(job.seconds()) | settings
 
         def start(*command):
-            return on_hosts.job(names, folder, 1, sys.executable, *command)
+            return on_hosts.job(names, folder, job.ranks, sys.executable, *command)
 
         yield start, environment
 

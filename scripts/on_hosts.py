@@ -151,13 +151,14 @@ def cable(name: str, *, whole: bool) -> None:
 def job(
     hosts: Sequence[str],
     directory: pathlib.Path,
-    each: int,
+    ranks: int,
     *command: object,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """The command that starts a command on so many ranks on each of the hosts, with these
-    options of mpirun; the directory is for a file."""
-    slots = ",".join(f"{address}:{each}" for address in addresses(len(hosts)))
+    """The command that starts a command on so many ranks, about as many on each of the hosts, with
+    these options of mpirun; the directory is for a file."""
+    each = [len(range(number, ranks, len(hosts))) for number in range(len(hosts))]
+    slots = ",".join(f"{it}:{n}" for it, n in zip(addresses(len(hosts)), each) if n)
     mpirun = shlex.join(
         [
             sys.executable,
@@ -165,7 +166,7 @@ def job(
             *("--prtemca", "plm_ssh_agent", str(agent(hosts, directory))),
             *("--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", NETWORK),
             *("--host", slots, *options),
-            *("-n", str(each * len(hosts)), *map(str, command)),
+            *("-n", str(ranks), *map(str, command)),
         ]
     )
     return on_host(hosts[0], mpirun)
@@ -201,7 +202,8 @@ def main() -> None:
         tempfile.TemporaryDirectory() as directory,
         network(args.hosts, args.rate, both_ways=args.both_ways) as hosts,
     ):
-        started = job(hosts, pathlib.Path(directory), args.each, *args.command)
+        ranks = args.each * args.hosts
+        started = job(hosts, pathlib.Path(directory), ranks, *args.command)
         done = subprocess.run(started, env=environment(args.limit), check=False)
     sys.exit(done.returncode)
 

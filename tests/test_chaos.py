@@ -15,14 +15,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 SEEDS, RANKS = [162, 137], 8
 
 
-@pytest.mark.parametrize("hosts", range(8))
-@pytest.mark.parametrize("ranks", range(7, 14))
-def test_as_many_ranks_on_each_host(ranks, hosts):
-    fitting = chaos.as_many_on_each(ranks, hosts)
-    assert fitting >= chaos.FEWEST and fitting % max(1, hosts) == 0
-    assert fitting <= max(ranks, chaos.FEWEST + hosts - 1)
-
-
 def test_schedules_of_faults():
     needs_fault_tolerance()
     played, _ = chaos.play(SEEDS, RANKS)

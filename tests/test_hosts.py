@@ -47,9 +47,7 @@ def finished(*command, **environment):
 def on_all(hosts, directory, *program):
     """Run a program on `RANKS` ranks, as many on each host, and return its stdout."""
     job = finished(
-        *on_hosts.job(
-            hosts, directory, RANKS_EACH, sys.executable, "-m", "mpi4py", *program
-        )
+        *on_hosts.job(hosts, directory, RANKS, sys.executable, "-m", "mpi4py", *program)
     )
     stacks = "\n".join(
         f"--- {path.name}\n{path.read_text()}"
@@ -108,15 +106,15 @@ def test_random_sleeps(hosts, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("each", "why"), [(2, ""), (1, "another host")])
-def test_a_stuck_rank_is_put_out_by_one_of_its_host(tmp_path, each, why):
+@pytest.mark.parametrize(("ranks", "why"), [(4, ""), (2, "another host")])
+def test_a_stuck_rank_is_put_out_by_one_of_its_host(tmp_path, ranks, why):
     slower = launch.slowness()
     program = ROOT / "tests" / "faults" / "alive_but_stuck.py"
     try:
         with on_hosts.network(2) as names:
             job = finished(
                 *on_hosts.job(
-                    *(names, tmp_path, each, sys.executable, program, tmp_path, why),
+                    *(names, tmp_path, ranks, sys.executable, program, tmp_path, why),
                     options=["--with-ft", "ulfm"],
                 ),
                 **{launch.SLOWNESS: str(slower)},

@@ -141,10 +141,8 @@ class Job:
         tolerant = ["--with-ft", "ulfm"]
         program = [sys.executable, str(HERE / "play.py"), str(self._directory)]
         if self._hosts:
-            each = self._ranks // len(self._hosts)
-            return on_hosts.job(
-                self._hosts, self._directory, each, *program, options=tolerant
-            )
+            where = self._hosts, self._directory
+            return on_hosts.job(*where, self._ranks, *program, options=tolerant)
         mpirun = str(launch.ROOT / "scripts" / "mpirun")
         return [mpirun, *tolerant, "-n", str(self._ranks), *program]
 
@@ -331,12 +329,6 @@ def play(
     return schedules, job.ended_late
 
 
-def as_many_on_each(ranks: int, hosts: int) -> int:
-    """Some number of ranks near this one, enough for a schedule."""
-    each = max(1, hosts)
-    return max(ranks - ranks % each, -(-FEWEST // each) * each)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -369,7 +361,6 @@ def main() -> None:
         given.minutes is None or time.monotonic() - start < 60 * given.minutes
     ):
         ranks = given.ranks or FEWEST + 1 + seed % (MOST - FEWEST)
-        ranks = as_many_on_each(ranks, given.hosts)
         seeds = list(range(seed, min(end, seed + OF_A_JOB)))
         try:
             played, ended_late = play(seeds, ranks, given.hosts, given.rate)
