@@ -142,15 +142,15 @@ def _visible_gpus() -> list[str]:
 
 def _tell(code: int | str) -> None:
     """Best effort: where nobody hears it the job goes on."""
-    host, port, token = os.environ[VARIABLE].rsplit(":", 2)
     rank = next((os.environ[name] for name in _RANK if name in os.environ), "-1")
     import socket
 
     try:
+        host, port, token = os.environ.get(VARIABLE, "").rsplit(":", 2)
         with socket.create_connection((host, int(port)), _PATIENCE) as line:
             line.sendall(f"{token} {rank} {code}\n".encode())
             line.recv(1)  # heard, before the launcher ends the others
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # or it names nobody
         pass
 
 
