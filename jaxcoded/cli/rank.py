@@ -105,10 +105,11 @@ def _divide_gpus() -> None:
     found = [
         [int(os.environ[name]) for name in names]
         for names in _LOCAL
-        if all(os.environ.get(name, "").isdigit() for name in names)
+        if all(_is_number(os.environ.get(name, "")) for name in names)
     ]
     gpus = _visible_gpus()
-    if not found or not gpus:
+    # left by another job it may be no rank of so many
+    if not found or not gpus or found[0][0] >= found[0][1]:
         return
     rank, ranks = found[0]
     os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
@@ -120,6 +121,10 @@ def _divide_gpus() -> None:
         number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
         words = f"jaxcoded run: {ranks} ranks share {number} on {os.uname().nodename}"
         print(words, file=sys.stderr, flush=True)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _visible_gpus() -> list[str]:
