@@ -65,7 +65,10 @@ def command(
         chosen = launcher.found(mpirun)
         launcher.check_fits(chosen)
         said = asking.answered(chosen, ranks, _PROGRAM, **where)
-        seen = Measurement.from_fields(said)
+        try:
+            seen = Measurement.from_fields(said)
+        except ValueError:
+            raise asking.unreadable(ranks, said) from None
     if seen is None:
         return
     if save is not None:
