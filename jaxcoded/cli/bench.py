@@ -53,6 +53,8 @@ def command(
     """Measure, and print."""
     if save is not None and not pathlib.Path(save).absolute().parent.is_dir():
         raise ValueError(f"--save {save}: there is no such folder")
+    if save is not None and pathlib.Path(save).is_dir():
+        raise ValueError(f"--save {save}: that is a folder: give it a name in there")
     if ranks is None:
         if any(value is not None for value in (mpirun, *where.values())):
             raise ValueError(
