@@ -63,7 +63,7 @@ def command(
             )
         seen = _measured()
     else:
-        ranks = _require.integer("--ranks", ranks, 2)
+        ranks = _require.integer("--ranks", ranks, 2, places.MOST_RANKS)
         chosen = launcher.found(mpirun)
         launcher.check_fits(chosen)
         said = asking.answered(chosen, ranks, _PROGRAM, **where)

@@ -33,7 +33,7 @@ _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
 @output.json_option
 def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> int:
     """Print what was found, and return the status."""
-    ranks = _require.integer("--ranks", ranks, 1)
+    ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     chosen: launcher.Launcher | str
     try:
         chosen = launcher.found(mpirun)

@@ -16,8 +16,9 @@ _OTHERS = (
 )
 # A name that mpirun and ssh do not take for an option, and a number; Open MPI's a:auto is as many as
 # there are cores.
-_PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d+|\*|auto))?", re.ASCII)
+_PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
 
+MOST_RANKS = 2_000_000  # of a job; an mpirun takes 2**32 + 1 for 1
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
 
 
