@@ -310,7 +310,7 @@ def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
     "arguments, words",
     [
         (("-n", 2, "none.py"), "there is no file none.py"),
-        (("-n", 0, "setup.cfg"), "--ranks must be an integer ≥ 1"),
+        (("-n", 0, "setup.cfg"), "--ranks must be an integer in 1 …"),
         (("-n", 2, "--mpirun", "/none", __file__), "/none does not run"),
         (("-n", 2, "--mpirun", "/bin/false", __file__), "does not run: status 1"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from jaxcoded import _parse, _require
 from jaxcoded.cli import job, launcher, output, places
 
 _SECONDS = 120.0
@@ -28,7 +29,7 @@ def answered(
     """Start ``python *program`` on so many ranks, and return what rank 0 gives to `answer`.
 
     Raises:
-        NoAnswer: the job failed, or took too long.
+        NoAnswer: the job failed, or took too long, or what it answers cannot be read.
     """
     hosts = places.chosen(ranks, hosts, hostfile)
     # a file of the user's in this folder must not pass for a module, such as random.py
@@ -36,7 +37,7 @@ def answered(
         mpirun, ranks, ["-P", *program], named=False, hosts=hosts, hostfile=hostfile
     )
     with (
-        tempfile.TemporaryFile("w+") as printed,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed,
         output.waiting(f"asking {ranks} ranks"),
     ):
         status = job.play(
@@ -50,13 +51,25 @@ def answered(
         said = printed.read()
     lines = [line for line in said.splitlines() if line.startswith(_MARK)]
     if status == 0 and lines:
-        return json.loads(lines[-1].removeprefix(_MARK))
+        said = lines[-1].removeprefix(_MARK)
+        try:
+            return _parse.document(said)
+        except ValueError:
+            raise unreadable(ranks, said) from None
     words = (
         f"did not end within {_SECONDS:g} s"
         if status == job.TOO_LONG
         else f"failed with status {status}"
     )
     raise NoAnswer(f"{ranks} {words}: {said.strip()[-2000:]}")
+
+
+def unreadable(ranks: int, said: Any) -> NoAnswer:
+    """The error of what rank 0 answers, where it is something else than what was asked for."""
+    return NoAnswer(
+        f"what {ranks} ranks answer cannot be read: {_require.shown(said)}: install the same jaxcoded on "
+        "all hosts"
+    )
 
 
 def answer(value: Any) -> None:

@@ -53,6 +53,8 @@ def command(
     """Measure, and print."""
     if save is not None and not pathlib.Path(save).absolute().parent.is_dir():
         raise ValueError(f"--save {save}: there is no such folder")
+    if save is not None and pathlib.Path(save).is_dir():
+        raise ValueError(f"--save {save}: that is a folder: give it a name in there")
     if ranks is None:
         if any(value is not None for value in (mpirun, *where.values())):
             raise ValueError(
@@ -61,11 +63,14 @@ def command(
             )
         seen = _measured()
     else:
-        ranks = _require.integer("--ranks", ranks, 2)
+        ranks = _require.integer("--ranks", ranks, 2, places.MOST_RANKS)
         chosen = launcher.found(mpirun)
         launcher.check_fits(chosen)
         said = asking.answered(chosen, ranks, _PROGRAM, **where)
-        seen = Measurement.from_fields(said)
+        try:
+            seen = Measurement.from_fields(said)
+        except ValueError:
+            raise asking.unreadable(ranks, said) from None
     if seen is None:
         return
     if save is not None:

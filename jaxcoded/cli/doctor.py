@@ -33,7 +33,7 @@ _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
 @output.json_option
 def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> int:
     """Print what was found, and return the status."""
-    ranks = _require.integer("--ranks", ranks, 1)
+    ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     chosen: launcher.Launcher | str
     try:
         chosen = launcher.found(mpirun)
@@ -58,10 +58,23 @@ def _tried(
     """What a job of so many ranks says."""
     try:
         everything = asking.answered(mpirun, ranks, _PROGRAM, **where)
+        if not (isinstance(everything, list) and all(map(_is_of_rank, everything))):
+            raise asking.unreadable(ranks, everything)
     except asking.NoAnswer as failure:
         yield Finding("ranks", BAD, str(failure))
         return
     yield from _of_ranks(ranks, everything)
+
+
+def _is_of_rank(found: Any) -> bool:
+    """Whether it is what a rank of this jaxcoded has found, see `jaxcoded.cli.trial`."""
+    return (
+        isinstance(found, dict)
+        and all(isinstance(found.get(key), kind) for key, kind in _KINDS.items())
+        and all(isinstance(each, str) for each in found["devices"])
+        and len(found["took"]) == 2
+        and all(map(_require.is_positive, found["took"]))
+    )
 
 
 def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -120,6 +133,13 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
     )
 
 
+_KINDS = {
+    **dict.fromkeys(("host", "library", "engine", "mpi4jax", "cuda_aware"), str),
+    **dict.fromkeys(("rank", "wrong"), int),
+    **dict.fromkeys(("devices", "took"), list),
+    "transport": str,
+    "reads": bool,
+}
 _REMEDIES = {
     "mpi4jax": "install it again, built for this MPI: pip install --no-cache-dir --no-binary "
     "mpi4jax --no-build-isolation mpi4jax",

@@ -136,7 +136,7 @@ def _address(hosts: Sequence[str]) -> str:
     for host in hosts:
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line,
-            contextlib.suppress(OSError),
+            contextlib.suppress(OSError, UnicodeError),  # no name that there can be
         ):
             line.connect((host, 9))  # says nothing to it
             address: str = line.getsockname()[0]

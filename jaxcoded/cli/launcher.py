@@ -127,6 +127,7 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
             env=os.environ | environment(1),
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=60,
             check=False,
         )
@@ -141,7 +142,7 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
         mpi = OPEN_MPI
     elif re.search("HYDRA|MPICH", said):
         mpi = MPICH
-    number = re.search(r"(\d+)\.\d", said)
+    number = re.search(r"(?<![0-9])([0-9]{1,9})\.[0-9]", said)
     return Launcher(path, mpi, int(number[1]) if number else 0)
 
 

@@ -16,7 +16,10 @@ _OTHERS = (
 )
 # A name that mpirun and ssh do not take for an option, and a number; Open MPI's a:auto is as many as
 # there are cores.
-_PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d+|\*|auto))?", re.ASCII)
+_PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
+
+MOST_RANKS = 2_000_000  # of a job; an mpirun takes 2**32 + 1 for 1
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,6 +88,7 @@ def of_slurm() -> str | None:
             ["scontrol", "show", "hostnames", listed],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=60,
             check=True,
         )
@@ -95,8 +99,9 @@ def of_slurm() -> str | None:
         return None
     tasks: list[str] = []
     for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
-        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each):  # 2(x3): 2, 2, 2
-            tasks += [found[1]] * int(found[2] or 1)
+        if found := _TASKS.fullmatch(each):
+            # one more than there are hosts shows that they do not fit
+            tasks += [found[1]] * min(int(found[2] or 1), len(names) + 1)
     if len(tasks) != len(names):
         return ",".join(names)
     return ",".join(f"{name}:{count}" for name, count in zip(names, tasks))

@@ -105,10 +105,11 @@ def _divide_gpus() -> None:
     found = [
         [int(os.environ[name]) for name in names]
         for names in _LOCAL
-        if all(os.environ.get(name, "").isdigit() for name in names)
+        if all(_is_number(os.environ.get(name, "")) for name in names)
     ]
     gpus = _visible_gpus()
-    if not found or not gpus:
+    # left by another job it may be no rank of so many
+    if not found or not gpus or found[0][0] >= found[0][1]:
         return
     rank, ranks = found[0]
     os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
@@ -120,6 +121,10 @@ def _divide_gpus() -> None:
         number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
         words = f"jaxcoded run: {ranks} ranks share {number} on {os.uname().nodename}"
         print(words, file=sys.stderr, flush=True)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _visible_gpus() -> list[str]:
@@ -142,15 +147,15 @@ def _visible_gpus() -> list[str]:
 
 def _tell(code: int | str) -> None:
     """Best effort: where nobody hears it the job goes on."""
-    host, port, token = os.environ[VARIABLE].rsplit(":", 2)
     rank = next((os.environ[name] for name in _RANK if name in os.environ), "-1")
     import socket
 
     try:
+        host, port, token = os.environ.get(VARIABLE, "").rsplit(":", 2)
         with socket.create_connection((host, int(port)), _PATIENCE) as line:
             line.sendall(f"{token} {rank} {code}\n".encode())
             line.recv(1)  # heard, before the launcher ends the others
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # or it names nobody
         pass
 
 

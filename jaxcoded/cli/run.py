@@ -72,7 +72,7 @@ def command(
     arguments: tuple[str, ...],
 ) -> int:
     """Start the job, and return its status."""
-    ranks = _require.integer("--ranks", ranks, 1)
+    ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     if timeout is not None:
         _require.not_negative("--timeout", timeout)
     if not (module or pathlib.Path(program).is_file()):

@@ -357,7 +357,11 @@ class Roll:
             _unless_dead(error)
 
     def _received(self, rank: int, tag: int) -> np.ndarray | None:
-        """The next message of a rank, if it is here."""
+        """The next message of a rank, if it is here.
+
+        Raises:
+            CodedError: it is nonsense.
+        """
         if (rank, tag) not in self._coming:
             if not self._comm.Iprobe(rank, tag):
                 return None
@@ -372,6 +376,11 @@ class Roll:
             del self._coming[rank, tag]
             raise
         del self._coming[rank, tag]
+        if not _is_word(words, tag):
+            raise CodedError(
+                f"what rank {rank} says of who is left cannot be read: {words[:_HEADER].tolist()}: do all ranks run "
+                "the same jaxcoded?"
+            )
         return words
 
     def _kill(self, late: list[int]) -> None:
@@ -426,6 +435,16 @@ class Roll:
                 why = "no rank that has come can see it"
             words.append(f"rank {rank} ({process}): {why}")
         return ", ".join(words)
+
+
+def _is_word(words: np.ndarray, tag: int) -> bool:
+    """Whether it is one that ranks say: of whole numbers, besides seconds."""
+    numbers = words
+    if tag == _DOWN:
+        if not (_CALL <= words[0] <= _LATE and words[5] >= 0):
+            return False
+        numbers = np.delete(words, 5)
+    return bool(((np.abs(numbers) < 2**31) & (numbers == np.rint(numbers))).all())
 
 
 def _absent(known: np.ndarray) -> list[int]:

@@ -1,0 +1,189 @@
+"""What other ranks say in JSON, and what the ranks that a command has started tell it."""
+
+import json
+import socket
+
+import numpy as np
+import pytest
+from documents import changed, damaged, fuzzed, outcome, values
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_doctor import RANK
+
+from jaxcoded.cli import asking, doctor, ends, job, launcher
+from jaxcoded.cli.findings import BAD, Finding
+from jaxcoded.errors import CodedError
+from jaxcoded.transport import agreement
+
+SAID = [{"host": "a", "ports": [1, 2.5]}, "text", None, -1]
+documents = damaged(
+    st.sampled_from(SAID).map(json.dumps).map(str.encode)
+    | st.sampled_from([b"[" * 100_000, b"NaN", b"9" * 5000, b"\x80\x04\x95", b""])
+)
+sizes = st.none() | st.integers(-2, 20) | st.sampled_from([2**24 + 1, 2**62, -(2**63)])
+
+
+class Ranks:
+    """A communicator whose other ranks say something, and of how many bytes it is."""
+
+    rank = 0
+
+    def __init__(self, said):
+        self._said, self.size = said, 1 + len(said)
+
+    def Allgather(self, mine, sizes):
+        sizes[0] = mine[0]
+        for rank, (data, size) in enumerate(self._said, 1):
+            sizes[rank] = len(data) if size is None else size
+
+    def Allgatherv(self, mine, everything):
+        room, (counts, _), _ = everything
+        said = [mine.tobytes(), *(data for data, _ in self._said)]
+        parts = [data[:count].ljust(count, b"\0") for data, count in zip(said, counts)]
+        room[:] = np.frombuffer(b"".join(parts), np.uint8)
+
+
+@fuzzed
+@given(st.lists(st.tuples(documents, sizes), min_size=1, max_size=3))
+def test_what_ranks_say(said):
+    """What this one says is there, or whose words cannot be read."""
+    found = outcome(agreement.gathered, Ranks(said), SAID, errors=(CodedError,))
+    if found is not None:
+        assert len(found) == 1 + len(said) and found[0] == SAID
+        for (data, size), value in zip(said, found[1:]):
+            assert repr(json.loads(data[:size])) == repr(value)
+
+
+answers = st.lists(
+    st.sampled_from(["sum", " of ", ", ", "f8[2, 3]", "(", "]", "x"])
+    | st.text(max_size=3),
+    max_size=8,
+).map("".join)
+
+
+@fuzzed
+@given(st.lists(answers, min_size=2, max_size=4))
+def test_differences(answers):
+    """Each is a part of what a rank has said."""
+    for answer, words in zip(answers, agreement.differences(answers), strict=True):
+        assert words == "nothing" or words in answer
+
+
+# Of the ranks that doctor and bench have started
+
+MPIRUN = launcher.Launcher("mpirun", launcher.OPEN_MPI, 5)
+FOUND = [RANK | {"rank": rank} for rank in range(2)]
+NOISE = [b"", b"a warning\n", b"\xff\xfe\x85", asking._MARK.encode(), b"\0" * 50]
+
+
+def asked(printed, status):
+    """What comes of a job that prints so, and has such a status."""
+
+    def play(*_, output, **__):
+        output.flush()
+        output.buffer.write(printed)
+        output.buffer.flush()
+        return status
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "play", play)
+        return outcome(
+            lambda: [asking.answered(MPIRUN, 2, ["-c", ""])], errors=(asking.NoAnswer,)
+        )
+
+
+def lines(document):
+    """What rank 0 prints, among others."""
+    said = st.one_of(
+        changed(document).map(json.dumps),
+        damaged(json.dumps(document).encode()).map(
+            lambda it: it.decode(errors="replace")
+        ),
+        st.sampled_from(["[" * 100_000, "9" * 5000, "NaN", "", "\ud800"]),
+    ).map(lambda it: f"{asking._MARK}{it}\n".encode(errors="replace"))
+    noise = st.sampled_from(NOISE)
+    return st.tuples(noise, said, noise).map(b"".join)
+
+
+@fuzzed
+@given(lines(SAID), st.sampled_from([0, 0, 0, 1, job.TOO_LONG]))
+def test_what_a_job_prints(printed, status):
+    found = asked(printed, status)
+    assert found is None or status == 0
+
+
+@fuzzed
+@given(changed(FOUND) | values)
+@example([])
+@example([{}, {}])
+def test_what_doctor_hears(everything):
+    """Findings, of which one is bad where it is no list of what the ranks have found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asking, "answered", lambda *_, **__: everything)
+        found = list(doctor._tried(2, MPIRUN, {}))
+    assert found and all(isinstance(each, Finding) for each in found)
+    assert all(type(each.found) is str and len(each.found) < 6000 for each in found)
+    right = isinstance(everything, list) and len(everything) == 2
+    assert right or any(each.state == BAD for each in found)
+
+
+def test_what_doctor_hears_of_another_jaxcoded():
+    everything = [{"rank": 0, "host": "a"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asking, "answered", lambda *_, **__: everything)
+        (found,) = doctor._tried(2, MPIRUN, {})
+    assert found.state == BAD and "install the same jaxcoded" in found.found
+
+
+# A rank's end
+
+TOKEN = "0123456789abcdef"
+
+
+class Line:
+    """A socket to which callers come who say something, and then nobody."""
+
+    def __init__(self, said):
+        self._said = list(said)
+
+    def getsockname(self):
+        return "127.0.0.1", 5
+
+    def accept(self):
+        if not self._said:
+            raise OSError
+        here, there = socket.socketpair()
+        there.sendall(self._said.pop(0))
+        there.shutdown(socket.SHUT_WR)
+        there.close()
+        return here, None
+
+
+words = st.sampled_from(
+    [TOKEN, "0", "1", "-1", "-9", "begun", "ends", "٣", "²", "9" * 150, "-" + "9" * 150]
+)
+callers = st.one_of(
+    st.binary(max_size=30),
+    st.lists(words | st.text(max_size=4), max_size=5).map(
+        lambda it: " ".join([TOKEN, *it, "\n"]).encode(errors="replace")
+    ),
+    damaged(f"{TOKEN} 1 -9 ends\n".encode()),
+    st.just(b"x" * 10_000),
+)
+
+
+@fuzzed
+@given(st.lists(callers, max_size=4))
+@example([b"x" * 10_000, f"{TOKEN} 1 -9 ends\n".encode()])
+def test_what_is_heard_of_ranks_ends(said):
+    """Whoever has the token says which rank ended how; others nothing, and all are heard."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("secrets.token_hex", lambda _: TOKEN)
+        heard = ends.Ends(Line(said), "127.0.0.1", near=True, sure=True)
+    heard.hear()
+    if not any(TOKEN.encode() in each for each in said):
+        assert not heard.heard_any and not heard.of_job.is_set()
+    assert heard.failure >= 0
+    assert all(0 < len(line) < 1000 for line in heard.words(4))
+    if f"{TOKEN} 1 -9 ends\n".encode() in said:
+        assert 1 in heard.told and heard.of_job.is_set()

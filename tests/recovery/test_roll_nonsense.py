@@ -1,0 +1,83 @@
+"""`Roll` where one rank sends words that nobody says: the others go on, or have an error in words.
+
+Its world is made up, see `test_roll_model`.
+"""
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_roll_model import ENDS, LATEST, SECONDS, Process, World, rolls
+
+from jaxcoded.errors import CodedError
+from jaxcoded.group import recovery
+
+VISITS = 4
+NUMBERS = [0, 1, 2, 3, 4, 5, -1, 6, 0.5, 2**53, -1e300, 1e300, np.nan, np.inf, -np.inf]
+
+
+def words(random, size, tag):
+    """Nearly right, or anything."""
+    count = {recovery._DOWN: recovery._HEADER, recovery._UP: 3}[tag] + 2 * size
+    out = random.integers(0, 3, count).astype(float)
+    for place in random.integers(0, count, random.integers(0, 4)):
+        out[place] = random.choice(NUMBERS)
+    if tag == recovery._DOWN and random.random() < 0.7:
+        out[0] = random.integers(1, 6)
+    return out
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(2, 5),
+    sender=st.integers(0, 4),
+    dies=st.booleans(),
+    failed=st.booleans(),
+    put_out=st.booleans(),
+)
+def test_nonsense_is_an_error_in_words(
+    seed, size, sender, dies, failed, put_out, monkeypatch
+):
+    random = np.random.default_rng(seed)
+    world = World(size, random)
+    sender %= size
+    said = []
+
+    def kill(self):
+        assert 0 <= self._rank < size
+        world.kill(self._rank)
+        return 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Process, "kill", kill)
+        each = rolls(world, [0] * size, patched)
+
+        def nonsense(rank):
+            comm = each[rank]._comm
+            while world.now < (ENDS / 2 if dies else ENDS):
+                to = int(random.integers(size))
+                tag = [recovery._DOWN, recovery._UP][int(random.integers(2))]
+                if to != rank and to not in world.dead:
+                    comm.Isend(words(random, size, tag), to, tag)
+                world.sleep(random.uniform(0, SECONDS))
+            world.kill(rank)
+
+        def program(rank):
+            if rank == sender:
+                nonsense(rank)
+            for _ in range(VISITS):
+                world.sleep(random.uniform(0, SECONDS))
+                try:
+                    anew = each[rank].call(SECONDS, put_out, broken=failed)
+                    assert anew in (True, False)
+                except CodedError as error:
+                    said.append(str(error))
+            world.kill(rank)
+
+        world.run(program)
+    assert world.now < LATEST
+    assert all(20 < len(each) < 3000 for each in said)
