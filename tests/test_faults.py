@@ -813,6 +813,18 @@ def test_a_job_that_is_started_again_has_all_ranks(tmp_path):
     assert max(report["error"] for report in job.reports.values()) < 1e-12
 
 
+def test_a_job_that_lacks_ranks_ends_to_be_started_again(tmp_path):
+    """With `--ft` it would end with status 0."""
+    start = as_readme_does(4, SMALL_LIMIT)
+    job = run(tmp_path, 4, "restarting.py", "2", "whole", start=start)
+    assert job.status != 0 and not job.reports
+    assert job.stderr.count("RuntimeError: 3 of 4 ranks are left") == 3
+    job = run(tmp_path, 4, "restarting.py", "-1", "whole", start=start)
+    assert job.status == 0, job.stderr[-8000:]
+    assert (job.of_all("began"), job.of_all("size")) == (15, 4)
+    assert max(report["error"] for report in job.reports.values()) < 1e-12
+
+
 def joining(directory, options, way):
     """The job to which one more rank is added, and how many have said their sum."""
     program = [sys.executable, FAULTS / "joining.py", directory, way]
