@@ -4,6 +4,8 @@
 - "after a death": one rank has died before, and MPI has left it out (`Shrink`);
 - "old dies": a rank that was there from the beginning dies afterwards, and the others leave it out;
 - "new dies": the one that has joined does;
+- "at once": as "old dies", but while others may still make the communicator;
+- "again": one after the other dies, old and new, and each is replaced;
 - "connects": it is started by an mpirun of its own instead (`MPI_Comm_connect` and `accept`).
 """
 
@@ -17,6 +19,7 @@ from mpi4py import MPI
 
 directory, way, *joins = sys.argv[1:]
 port = pathlib.Path(directory) / "port"
+VICTIMS = [0, -1, 1, -1]  # of "again": the first rank, the newest, ...
 
 
 def tolerant(comm):
@@ -26,35 +29,65 @@ def tolerant(comm):
 
 def without(comm, rank):
     """The ranks of a communicator but one, which dies."""
+    old, comm = comm, tolerant(comm.Dup())
+    rank %= comm.size
+    if way != "at once":
+        comm.Barrier()
+        time.sleep(0.5)  # so nobody is in `Dup` any more
     if comm.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         comm.recv(source=rank)
     except MPI.Exception as error:
         assert error.Get_error_class() == MPI.ERR_PROC_FAILED
-    return tolerant(comm.Shrink())
+    left = tolerant(comm.Shrink())
+    freed(old, comm)
+    return left
 
 
-world, parent = tolerant(MPI.COMM_WORLD), MPI.Comm.Get_parent()
+def with_one_more(comm):
+    both = merged(comm.Spawn(sys.executable, sys.argv), new=False)
+    freed(comm)
+    return both
+
+
+def merged(both, new):
+    comm = tolerant(tolerant(both).Merge(high=new))
+    freed(both)
+    return comm
+
+
+def freed(*comms):
+    """`MPI_Finalize` waits for all ranks of several that hold ranks of more than one start."""
+    for comm in comms:
+        if comm != MPI.COMM_WORLD:
+            comm.Free()
+
+
+world, parent, deaths = tolerant(MPI.COMM_WORLD), MPI.Comm.Get_parent(), 0
 if parent != MPI.COMM_NULL:
-    both = parent
+    comm = merged(parent, new=True)
 elif joins:
-    both = world.Connect(port.read_text())
+    comm = merged(world.Connect(port.read_text()), new=True)
 elif way == "connects":
     name = None
     if world.rank == 0:
         name = MPI.Open_port()
         port.with_suffix(".new").write_text(name)
         port.with_suffix(".new").rename(port)
-    both = world.Accept(name)
+    comm = merged(world.Accept(name), new=False)
 else:
-    comm = tolerant(world.Dup())
-    if way == "after a death":
-        comm = without(comm, comm.size - 1)
-    both = comm.Spawn(sys.executable, sys.argv)
-comm = tolerant(tolerant(both).Merge(high=both is parent or bool(joins)))
-if way in ("old dies", "new dies"):
-    comm = without(tolerant(comm.Dup()), 1 if way == "old dies" else comm.size - 1)
+    comm = without(world, -1) if way == "after a death" else world
+    comm = with_one_more(comm)
+if way == "again":
+    deaths = comm.bcast(deaths)
+    while deaths < len(VICTIMS):
+        comm = without(comm, VICTIMS[deaths])
+        assert comm.allreduce(1) == comm.size == 3
+        comm = with_one_more(comm)
+        deaths = comm.bcast(deaths + 1)
+elif way.endswith(("dies", "at once")):
+    comm = without(comm, -1 if way == "new dies" else 1)
 assert comm.allreduce(1) == comm.size
 # one write, so that lines of ranks do not mix
 sys.stderr.write(f"sum of {comm.size} after {time.process_time():.1f} s\n")

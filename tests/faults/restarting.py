@@ -1,5 +1,5 @@
-"""A training that begins at its latest checkpoint. ``restarting.py DIRECTORY VICTIM``: this rank is killed
-after `KILLED` steps, or -1: none is."""
+"""A training that begins at its latest checkpoint. ``restarting.py DIRECTORY VICTIM [whole]``: this rank is
+killed after `KILLED` steps, or -1: none is. With "whole" the others end with an error at the next checkpoint."""
 
 import os
 import pathlib
@@ -14,6 +14,7 @@ import jaxcoded
 STEPS, EVERY, KILLED, WIDTH = 20, 5, 12, 40
 
 directory, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+whole = sys.argv[3:] == ["whole"]
 board = Board(directory)
 group = jaxcoded.CodedGroup(board.comm)
 x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))
@@ -39,6 +40,10 @@ while step < STEPS:
     if step % EVERY == 0 and group.rank == 0:
         np.savez(directory / "new.npz", step=step, w=w)
         (directory / "new.npz").rename(kept)  # whole, or not at all
+    if step % EVERY == 0 and whole:
+        group = group.recovered()
+        if group.size < board.size:
+            raise RuntimeError(f"{group.size} of {board.size} ranks are left")
 alone = np.zeros(WIDTH)
 for _ in range(STEPS):
     alone = alone - 1e-2 * gradient(alone, x, np.ones(EXAMPLES))
