@@ -43,12 +43,14 @@ class _Anew:
     Attributes:
         shrinking: the communicator of the ranks that live.
         group: that of them, if nothing failed.
+        rounds: that were decided before.
         failure: here.
         agreement: whether all have one; None: nobody was asked yet.
     """
 
     shrinking: Pending[MPI.Intracomm]
     group: "CodedGroup | None" = None
+    rounds: int = 0
     failure: BaseException | None = None
     agreement: recovery.Agreement | None = None
 
@@ -356,6 +358,8 @@ class CodedGroup:
         if not takes:
             self.transport.enter()
         self._record.follow(self.transport)
+        # what a group made anew is asked for with
+        self._options = dataclasses.replace(self.options, debug=given.debug)
         self._rank = self._comm.rank
         self._snapshots = 0
         self._successor: CodedGroup | None = None
@@ -375,7 +379,7 @@ class CodedGroup:
     def alike(self) -> bool:
         """Whether this rank has had the sums that the others have had, also in the group that this one was
         made of by `recovered`. Otherwise the root is one of those that know most, and sums are an error until
-        a `tree_bcast` has handed on what it has."""
+        a `tree_bcast` has handed on what it has, all in one: after the first this is true."""
         if self._ahead is None:
             return True
         assert isinstance(self.transport, engine.Engine)
@@ -626,9 +630,11 @@ class CodedGroup:
 
         Raises:
             ValueError: ``every`` is not an integer ≥ 1.
+            CodedError: this rank has not got what the new root has, see `alike`.
             TypeError: a leaf is not an array of numbers.
         """
         check_open(self)
+        check_alike(self)
         every = _require.integer("every", every, 1)
         self._snapshots += 1
         if (self._snapshots - 1) % every:
@@ -769,6 +775,7 @@ class CodedGroup:
         self,
         *,
         plan: Callable[[int], Plan] | None = None,
+        options: Options | None = None,
         timeout: float = 60.0,
         put_out: bool = False,
     ) -> "CodedGroup":
@@ -799,6 +806,7 @@ class CodedGroup:
         Args:
             plan: makes the plan for so many ranks, the same on all of them. Default: with the
                 arguments that this group was made with, `make_plan`.
+            options: of the new group. Default: those of this one.
             timeout: seconds for which ranks that are alive but do not call this are waited for.
             put_out: whether the processes of those are killed then (``SIGKILL``): by any rank that has
                 come of the same host and pid namespace, if it may. What the root says counts, if it
@@ -810,7 +818,7 @@ class CodedGroup:
                 record. On every rank; this group stays open.
             TypeError: ``plan`` or ``put_out`` is something else.
             CodedError: a rank that lives has not come, and is not or cannot be put out; or one more died
-                while the group was made anew. On every rank that has come; this group stays open, and who
+                while the group was made anew, or rounds of this one were decided. On every rank that has come; this group stays open, and who
                 calls this again meets those who do, too.
         """
         check_open(self)
@@ -832,7 +840,8 @@ class CodedGroup:
         if not self._recovering.acquire(blocking=False):
             raise CodedError("another thread of this rank is in recovered")
         try:
-            return self._recovered(transport, plan, timeout, put_out)
+            with transport.watching():
+                return self._recovered(transport, plan, options, timeout, put_out)
         finally:
             self._recovering.release()
 
@@ -840,6 +849,7 @@ class CodedGroup:
         self,
         transport: engine.Engine,
         plan: Callable[[int], Plan] | None,
+        options: Options | None,
         timeout: float,
         put_out: bool,
     ) -> "CodedGroup":
@@ -853,14 +863,14 @@ class CodedGroup:
             if not self._roll.call(
                 *(timeout, put_out, transport.departed),
                 broken=broken,
-                behind=transport.host_lag,
+                decided=transport.decided,
             ):
                 return self
             self._anew = _Anew(Pending(self._shrunk))
         anew = self._anew
         self._roll.wait(anew.shrinking, patience, timeout, put_out)
         if anew.agreement is None:
-            anew.agreement = self._make_anew(anew, rounds, plan)
+            anew.agreement = self._make_anew(anew, rounds, plan, options)
         agreed = anew.agreement.pending
         self._roll.wait(agreed, patience, timeout, put_out)
         self._anew = None
@@ -877,6 +887,15 @@ class CodedGroup:
             assert anew.failure is not None
             raise anew.failure
         assert anew.group is not None
+        if rounds != anew.rounds:
+            self._roll.next_attempt()
+            _groups.pop(anew.group.index)
+            error = CodedError(
+                f"rank {self.rank} had given up while the group was made anew, and rounds of the old one were "
+                "decided since then: call recovered again"
+            )
+            anew.group.transport.abandon(error)
+            raise error
         anew.group.transport.enter()
         if self._callback is not None:
             anew.group.on_round(self._callback)
@@ -898,15 +917,20 @@ class CodedGroup:
         return smaller
 
     def _make_anew(
-        self, anew: _Anew, rounds: int, plan: Callable[[int], Plan] | None
+        self,
+        anew: _Anew,
+        rounds: int,
+        plan: Callable[[int], Plan] | None,
+        options: Options | None,
     ) -> recovery.Agreement:
         """The group of the ranks that live, which counts once all agree that they have one.
 
         Args:
             anew: is given it.
             rounds: of this one, that this rank knows.
-            plan: as in `recovered`.
+            plan, options: as in `recovered`.
         """
+        anew.rounds = rounds
         smaller = anew.shrinking.result(0.0)
         comms: list[MPI.Comm] = [smaller]
         other = CodedGroup.__new__(CodedGroup)
@@ -932,7 +956,7 @@ class CodedGroup:
                 other._open(
                     own,
                     "engine",
-                    self.options,
+                    self._options if options is None else options,
                     {"recovered": survivors},
                     lambda hosts: self._plan_without(survivors, hosts, speeds, plan),
                     takes=True,

@@ -77,6 +77,11 @@ class Roll:
         self._answers: dict[int, np.ndarray] = {}  # to the latest call
         self._answered: set[int] = set()  # callers, in this visit
         self._said: dict[int, np.ndarray] = {}  # by callers, what is to be read yet
+        self._asks = (
+            0.0,
+            False,
+        )  # the latest call, for how long and whether those who are late are put out
+        self._no_news = np.zeros(comm.size)
         self._hindered = np.zeros(comm.size)  # numbers of errors, of killing
         # MPI reads and writes them later, also when the group is no more
         self._coming: dict[tuple[int, int], _Moving] = {}
@@ -90,7 +95,7 @@ class Roll:
         left: Callable[[], Mapping[int, str]] = dict,
         *,
         broken: bool = False,
-        behind: Callable[[], int] = int,
+        decided: Callable[[], int] = int,
     ) -> bool:
         """Whether the group is to be made anew, as some are dead. The same on all ranks.
 
@@ -99,7 +104,7 @@ class Roll:
             put_out: whether these are put out then. Of all but the caller what the caller says counts.
             left: the ranks below this one that make no more calls, as keys.
             broken: whether the group is to be made anew in any case.
-            behind: how many rounds others have done that this rank has not. While these grow nobody is killed.
+            decided: how many rounds are over. While there are more and more nobody is killed.
 
         Raises:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
@@ -107,7 +112,7 @@ class Roll:
         """
         with self._visit():
             return self._attend(
-                *(lambda: False, 0.0, seconds, put_out, left, broken, behind),
+                *(lambda: False, 0.0, seconds, put_out, left, broken, decided),
                 "have not called recovered",
             )
 
@@ -155,7 +160,7 @@ class Roll:
         put_out: bool,
         left: Callable[[], Mapping[int, str]],
         broken: bool,
-        behind: Callable[[], int],
+        decided: Callable[[], int],
         what: str,
     ) -> bool:
         """Answer, and call where this rank is to. Whether something is over, or all are to go on; not where
@@ -165,7 +170,7 @@ class Roll:
         self._hindered[:] = 0
         self._broken, self._below = broken, left
         self._calling = False
-        came_behind = behind()
+        decided_before = decided()
         caller, killed, calls, until = -1, False, 0, 0.0
         now = time.monotonic()
         serves_at = now + _AT_FIRST * seconds
@@ -181,7 +186,7 @@ class Roll:
             if now - looked > _STOPPED:
                 until += now - looked
             # who has not come would be killed at its work
-            if busy := behind() > came_behind:
+            if busy := decided() > decided_before:
                 put_out = False
             first = next(it for it in self._callers if it not in self._dead)
             if first != caller:
@@ -254,6 +259,8 @@ class Roll:
                         self._answers[rank] = word
                     elif word[0] == _GIVES_UP:
                         self._answers.pop(rank, None)
+                        if self._calling:  # for when it comes again
+                            self._say(_CALL, rank, self._no_news, *self._asks)
                 # what is said after a verdict is for the next visit
                 while (
                     not self._is_answered(rank)
@@ -298,13 +305,14 @@ class Roll:
         """All are to make the group anew. Whoever has said so may die before all have heard it."""
         if attempt > self._anew:
             self._anew = attempt
-            self._tell(_ANEW, np.zeros(self._comm.size), attempt=attempt)
+            self._tell(_ANEW, self._no_news, attempt=attempt)
 
     def _begin(self, seconds: float, put_out: bool) -> None:
         self._calling = True
         self._calls += 1
         self._answers.clear()
-        self._tell(_CALL, np.zeros(self._comm.size), seconds=seconds, put_out=put_out)
+        self._asks = seconds, put_out
+        self._tell(_CALL, self._no_news, *self._asks)
 
     def _decide(self, known: np.ndarray) -> bool:
         """All that live are here. Whether the group is to be made anew."""
@@ -333,22 +341,29 @@ class Roll:
         self,
         kind: int,
         known: np.ndarray,
-        *,
         seconds: float = 0.0,
         put_out: bool = False,
         attempt: int | None = None,
     ) -> None:
         """Say something to all that live."""
-        attempt = self._attempt if attempt is None else attempt
         for rank in range(self._comm.size):
-            if rank == self._rank or rank in self._dead:
-                continue
-            answer = self._answers.get(rank)
-            visit = 0 if answer is None else answer[1]
-            header = [kind, attempt, self._calls, visit, put_out, seconds]
-            self._send(
-                np.array([*header, *known, *self._hindered], np.float64), rank, _DOWN
-            )
+            if rank != self._rank and rank not in self._dead:
+                self._say(kind, rank, known, seconds, put_out, attempt)
+
+    def _say(
+        self,
+        kind: int,
+        to: int,
+        known: np.ndarray,
+        seconds: float,
+        put_out: bool,
+        attempt: int | None = None,
+    ) -> None:
+        attempt = self._attempt if attempt is None else attempt
+        answer = self._answers.get(to)
+        visit = 0 if answer is None else answer[1]
+        header = [kind, attempt, self._calls, visit, put_out, seconds]
+        self._send(np.array([*header, *known, *self._hindered], np.float64), to, _DOWN)
 
     def _send(self, what: np.ndarray, to: int, tag: int) -> None:
         try:

@@ -5,13 +5,14 @@ opened for a group, and its calls become JAX primitives.
 """
 
 import atexit
+import contextlib
 import copy
 import dataclasses
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -534,6 +535,20 @@ class Engine(Transport):
         """How many rounds of this rank are over, before any that it alone saw fail, without the
         root."""
         return self._ask("rounds_of_all")
+
+    def decided(self) -> int:
+        """The latest round that is over, as far as this rank knows."""
+        return self._ask("decided")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, ranks above are asked what is decided, also where this one calls nothing and its parent
+        says nothing."""
+        self._ask("watch", True)
+        try:
+            yield
+        finally:
+            self._ask("watch", False)
 
     def expect_state(self) -> None:
         """Make sums an error on this rank until a broadcast has come."""

@@ -648,6 +648,7 @@ NB_MODULE(_engine, module) {
   query("lag", [](Member& its) { return its.lag(); });
   query("next_round", [](Member& its) { return its.next(); });
   query("alike", [](Member& its) { return its.node->alike(); });
+  query("decided", [](Member& its) { return its.node->decided(); });
   query("departed", [](Member& its) { return its.node->departed(); });
   query("rounds_of_all", [](Member& its) {
     const Round failed = its.node->failed_alone();
@@ -708,6 +709,9 @@ NB_MODULE(_engine, module) {
   module.def("expect_state", [](std::uint64_t index) {
     Engine::instance().with(index, [](Member& its) { its.node->expect_state(); return 0; });
   }, Release());
+  module.def("watch", [](std::uint64_t index, bool whether) {
+    Engine::instance().with(index, [&](Member& its) { its.node->watch(whether); return 0; });
+  }, Release());
 
   nb::class_<LoneNode>(module, "LoneNode")
       .def(nb::init<Family, Decoder, Limits, nb::object>())
@@ -720,6 +724,8 @@ NB_MODULE(_engine, module) {
       .def("deliver", &LoneNode::deliver)
       .def("lost", [](LoneNode& self, Rank rank) { self.node().lost(rank); })
       .def("expect_state", [](LoneNode& self) { self.node().expect_state(); })
+      .def("watch", [](LoneNode& self, bool whether) { self.node().watch(whether); })
+      .def("decided", [](LoneNode& self) { return self.node().decided(); })
       .def("alike", [](LoneNode& self) { return self.node().alike(); })
       .def("overdue", [](LoneNode& self) { return self.node().overdue(); })
       .def("share_blocks", [](LoneNode& self, const std::vector<std::vector<Rank>>& holders) {

@@ -236,9 +236,13 @@ double Node::patience(double stuck_since) const {
 }
 
 std::uint64_t Node::lag() const {
-  Round decided = std::max(frontier_ - 1, newest_);
-  if (!is_over(decided)) --decided;
-  return decided < next_ ? 0 : decided - next_ + 1;
+  const Round latest = decided();
+  return latest < next_ ? 0 : latest - next_ + 1;
+}
+
+Round Node::decided() const {
+  const Round latest = std::max(frontier_ - 1, newest_);
+  return is_over(latest) ? latest : latest - 1;
 }
 
 // Whether a round's result is whole somewhere, or its error. While pieces are still formed, a child that

@@ -185,6 +185,9 @@ class Node {
 
   // Rounds that are decided, down to the last piece, and that this rank has not called yet.
   std::uint64_t lag() const;
+  Round decided() const;  // the latest round that is over, as far as this rank knows
+  // Whether to ask what others do also while this rank calls nothing.
+  void watch(bool whether) { watches_ = whether; }
   Round next() const { return next_; }       // that this rank will call next
   Round frontier() const { return frontier_; }  // the first whose result is not here
 
@@ -550,6 +553,7 @@ class Node {
   WayUp up_;  // of that round
   Outcome outcome_ = Outcome::done;
   bool alike_ = true;
+  bool watches_ = false;
   std::string error_;
   Latest durations_;  // of rounds, from this rank's call on
   std::map<std::uint64_t, Latest> waits_;  // for children, by fingerprint

@@ -283,7 +283,7 @@ void Node::ask() {
       (mine && upstream_.stand_in_unasked(frontier_))) {
     want(upstream_.source());
   }
-  if (!mine && !awaited_below()) return;
+  if (!mine && !watches_ && !awaited_below()) return;
   const double quiet = wire_.now() - upstream_.silent_since();
   if (quiet < limits_.orphan_seconds || quiet < patience(upstream_.stuck_since())) return;
   // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word

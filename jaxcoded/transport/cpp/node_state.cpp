@@ -54,6 +54,7 @@ void Node::resume() {
   const Round round = state_round();
   recovery_.reset();
   desynchronized_ = false;
+  alike_ = true;  // it was kept by a rank that is
   failed_alone_.clear();
   outcome_ = Outcome::done;
   next_ = round;
