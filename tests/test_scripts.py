@@ -303,12 +303,13 @@ def test_one_faulty_rank_benchmark(tmp_path):
     assert "no step any more" in found["mpi4jax.allreduce", "stuck"]["outcome"]
 
 
-def test_recovered_benchmark(tmp_path):
+@pytest.mark.parametrize("fault", ["killed", "root", "stuck"])
+def test_recovered_benchmark(fault, tmp_path):
     needs_fault_tolerance()
     start = [sys.executable, "-m", "jaxcoded", "run", "-n", "5", "--ft", "--timeout"]
-    job = ["60", "benchmarks/recovered.py", "--out", str(tmp_path)]
+    job = ["60", "benchmarks/recovered.py", "--fault", fault, "--out", str(tmp_path)]
     subprocess.run([*start, *job], cwd=ROOT, check=True)
-    with (tmp_path / "recovered-5.csv").open() as file:
+    with (tmp_path / f"recovered-{fault}-5.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert all(float(seconds) > 0 for seconds in row.values())
 
