@@ -548,7 +548,8 @@ class Engine(Transport):
         try:
             yield
         finally:
-            self._ask("watch", False)
+            with contextlib.suppress(errors.GroupClosed):  # inside
+                self._ask("watch", False)
 
     def expect_state(self) -> None:
         """Make sums an error on this rank until a broadcast has come."""
