@@ -64,9 +64,8 @@ def test_raise(comm, deadline):
         for _ in range(8):
             wait_for_all(comm)
             start = time.monotonic()
-            if (
-                RANK in late
-            ):  # 100 times what such a round takes is not less than SECONDS
+            # 100 times what such a round takes is not less than SECONDS
+            if RANK in late:
                 time.sleep(SECONDS / 100)
             assert_sum(group, np.asarray(call(x)), VECTOR)
             took.append(time.monotonic() - start)
