@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import time
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
@@ -41,6 +42,8 @@ _BACKING = (
 )
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 3.0  # seconds for being heard
+# for which one that was to join stays, so that who has started it sees that it was there (`jaxcoded.group.joining`)
+_SEEN = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}
 
@@ -77,6 +80,8 @@ def main() -> None:
         said = os.read(heard, 100)
     except BlockingIOError:
         said = b""
+    if _JOINS in os.environ and _IN_GROUP not in said:
+        time.sleep(_SEEN)
     # others may go on without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
     _tell(f"{told} ends" if _ENDS_JOB in said else told)

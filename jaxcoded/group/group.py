@@ -881,7 +881,7 @@ class CodedGroup:
         put_out: bool,
     ) -> "CodedGroup":
         if self._taking is not None:
-            return self._taken(timeout)
+            return self._taken(timeout, put_out)
         primitive.effects_barrier()
         transport.drained(timeout / 2)
         rounds = transport.rounds_of_all()
@@ -1174,6 +1174,8 @@ class CodedGroup:
                 names, speeds, plan, "extended", "with those that join"
             )
 
+        none = f"no rank has joined of {ranks}"
+        goes_on = "; this group goes on as it is"
         try:
             root, wrong = 0, None
             try:
@@ -1194,9 +1196,7 @@ class CodedGroup:
             if wrong:
                 raise wrong
             if hosts.verdict.why_not:
-                raise CodedError(
-                    f"{ranks} ranks have not joined: {hosts.verdict.why_not}; this group goes on as it is"
-                )
+                raise CodedError(f"{none}: {hosts.verdict.why_not}{goes_on}")
             seconds = joining.opening_seconds(timeout)
             until = time.monotonic() + seconds
             both = hosts.connect(invitation, until)
@@ -1217,22 +1217,20 @@ class CodedGroup:
             assert isinstance(other.transport, engine.Engine)
             other.transport.expect_state()
             if why := hosts.ready(ranks, until):
-                raise CodedError(
-                    f"{ranks} ranks have not joined: {why}; this group goes on as it is"
-                )
+                raise CodedError(f"{none}: {why}{goes_on}")
         except BaseException as error:  # noqa: BLE001  # the others wait for an answer
             failure = error
             for comm in comms:  # in which others may wait
                 comm.Revoke()
-        agreement = Pending(lambda: joining.agreed(self._comm, failure is None))
+        agreement = Pending(lambda: hosts.agreed(failure is None))
         group = other if hasattr(other, "index") and other.index in _groups else None
         return _Taking(hosts, agreement, both, group, failure)
 
-    def _taken(self, timeout: float) -> "CodedGroup":
+    def _taken(self, timeout: float, put_out: bool = False) -> "CodedGroup":
         """The group that was begun in `_take_in`, once all old ranks agree that they have it."""
         taking = self._taking
         assert taking is not None
-        self._roll.wait(taking.agreement, 2 * timeout + 1, timeout, False)
+        self._roll.wait(taking.agreement, 2 * timeout + 1, timeout, put_out)
         self._taking = None
         agreed = taking.agreement.result(0.0)
         if not agreed:
@@ -1243,7 +1241,7 @@ class CodedGroup:
             if taking.failure is not None and not recovery.has_died(taking.failure):
                 raise taking.failure
             raise CodedError(
-                "ranks have not joined, as one of them or of the old ones has died on the way, or it has failed on "
+                "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
                 "others, which say why; this group goes on as it is: call recovered, and then extended again"
             ) from taking.failure
         other = taking.group

@@ -223,6 +223,7 @@ class Hosts:
         self._visit = secrets.token_hex(8)
         self._visits: dict[int, str] = {}  # of others
         self._new: Line | None = None
+        self._copying: Pending[MPI.Intracomm] | None = None
         self._port = ""
         self.verdict = Verdict()
 
@@ -314,7 +315,10 @@ class Hosts:
             while spawning.runs():
                 seen.look()
                 if time.monotonic() > until:
-                    raise CodedError("they are not in MPI")
+                    raise CodedError(
+                        f"they were not in MPI after {seconds:g} s: see what they say above, or give command=, or a "
+                        "longer timeout="
+                    )
                 time.sleep(_PAUSE)
             self._new = Line(spawning.result(0.0), _TAG_NEW)
             while len(here) < ranks:
@@ -324,19 +328,22 @@ class Hosts:
                     if said is None:
                         continue
                     if said != "":
-                        raise CodedError(f"the {_th(rank)} of them cannot: {said}")
+                        raise CodedError(
+                            f"number {rank + 1} of them cannot join: {said}"
+                        )
                     here.add(rank)
                 if time.monotonic() > until:
-                    late = sorted(set(range(ranks)) - here)
-                    which = ", ".join(map(_th, late))
+                    late = [rank + 1 for rank in sorted(set(range(ranks)) - here)]
                     raise CodedError(
-                        f"the {which} of {ranks} has not called jaxcoded.CodedGroup.joining()"
+                        f"numbers {late} of them have not called jaxcoded.CodedGroup.joining(): does the program "
+                        "call it early, or should timeout= be longer?"
                     )
                 time.sleep(_PAUSE)
             self._port = MPI.Open_port()
         except (CodedError, Gone, MPI.Exception) as error:
             why = "one of them has died" if isinstance(error, Gone) else str(error)
-            self.verdict.why_not = f"{ranks} processes were started as {' '.join(command)!r}, and after at most {seconds:g} s {why}"
+            what = f"processes were started as {' '.join(command)!r}"
+            self.verdict.why_not = f"{what}, but {why}"
 
     def connect(self, invitation: Invitation, until: float) -> MPI.Intracomm:
         """All old ranks and then the new ones, in one communicator. Collective of both.
@@ -349,20 +356,22 @@ class Hosts:
             for rank in range(invitation.ranks):
                 self._new.say(rank, [self._port, self._root, invitation.to_json()])
         made: list[MPI.Comm] = []
+        # revoking this one lets go whoever waits there, and leaves the old group as it is
+        self._copying = Pending(lambda: _tolerant(self._comm.Shrink()))
+        what = "connecting them"
+        old: MPI.Intracomm = _within(self._copying, until, what)
+        made.append(old)
 
         def connected() -> MPI.Intracomm:
-            # revoking it lets go whoever waits there, and leaves the old group as it is
-            old: MPI.Intracomm = _tolerant(self._comm.Shrink())
-            made.append(old)
-            if old.size < self._comm.size:
-                raise CodedError("one of the old ranks has died: call recovered first")
             between = _tolerant(old.Accept(self._port, MPI.INFO_NULL, self._root))
             made.append(between)
             both: MPI.Intracomm = _tolerant(between.Merge(high=False))
             return both
 
         try:
-            return _within(Pending(connected), until, "connecting them")
+            if old.size < self._comm.size:
+                raise CodedError("one of the old ranks has died: call recovered first")
+            return _within(Pending(connected), until, what)
         except BaseException:
             for comm in made:
                 comm.Revoke()
@@ -382,11 +391,23 @@ class Hosts:
                 if its is not None:
                     said[rank] = its
                 if its:
-                    return f"the {_th(rank)} of them has not joined: {its}"
+                    return (
+                        f"number {rank + 1} of those that were started has not: {its}"
+                    )
             if time.monotonic() > until:
                 return "one of them takes too long"
             time.sleep(_PAUSE)
         return ""
+
+    def agreed(self, mine: bool) -> bool:
+        """Whether it is so on all old ranks and all of them live, the same on all. Collective."""
+        if self._copying is not None:  # MPI counts what all ranks agree on
+            self._copying.wait()
+        try:
+            return bool(self._comm.Agree(int(mine)))
+        except MPI.Exception as error:
+            _unless_dead(error)
+            return False
 
     def tell(self, both: MPI.Intracomm | None) -> None:
         """Say to the new ranks that they are in: each of the old ones does, as some may die meanwhile."""
@@ -404,17 +425,6 @@ class Hosts:
                 continue  # it has ended
 
 
-def _th(number: int) -> str:
-    """
-    Example:
-        >>> [_th(0), _th(1), _th(2), _th(3)]
-        ['1st', '2nd', '3rd', '4th']
-    """
-    ends = {1: "st", 2: "nd", 3: "rd"}
-    number += 1
-    return f"{number}{'th' if number // 10 % 10 == 1 else ends.get(number % 10, 'th')}"
-
-
 def _known(processes: int) -> None:
     global _processes
     _processes = max(_processes, processes)
@@ -425,15 +435,6 @@ def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
         MPI.COMM_SELF.Spawn(words[0], list(words[1:]), ranks, info)
     )
     return new
-
-
-def agreed(comm: MPI.Intracomm, mine: bool) -> bool:
-    """Whether it is so on all ranks and all of them live, the same on all. Collective."""
-    try:
-        return bool(comm.Agree(int(mine)))
-    except MPI.Exception as error:
-        _unless_dead(error)
-        return False
 
 
 def checked(command: Sequence[str] | None) -> list[str]:

@@ -4,7 +4,8 @@
 then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on
 SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), or a way in which ranks fail to join:
 "exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies" (while it joins), "hangs",
-"refuses" (it cannot have the group).
+"refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
+"connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
 OPTION is "shared", with shared work; "code"; or "forgets", where nothing is handed on to those that join.
 """
 
@@ -24,15 +25,17 @@ events = [it for it in events if not it.startswith("--")]
 if joins and way.startswith("exit"):
     sys.exit(int(way.split()[1]))
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from harness import EXAMPLES, PATIENCE, SLOWNESS, Board  # noqa: E402
-from mpi4py import MPI  # noqa: E402
+import jax
+import numpy as np
+from harness import EXAMPLES, PATIENCE, SLOWNESS, Board
+from mpi4py import MPI
 
-import jaxcoded  # noqa: E402
-from jaxcoded.transport import engine  # noqa: E402
+import jaxcoded
+from jaxcoded.group import joining
+from jaxcoded.transport import engine
 
 EVERY = 12  # steps between two events
+COMES = 4.0 * SLOWNESS  # seconds
 WIDTH = 400
 
 if joins and way == "ends":
@@ -43,7 +46,7 @@ if joins and way == "dies":
     first = MPI.COMM_WORLD.rank == 0
     engine.fault_tolerant = lambda: not first or os.kill(os.getpid(), signal.SIGKILL)
 if joins and way == "refuses":
-    jaxcoded.Plan.from_json = lambda text: [][0]
+    jaxcoded.Plan.from_json = lambda text: jaxcoded.make_plan(9)
 
 random = np.random.default_rng(0)
 data = random.standard_normal((EXAMPLES, WIDTH))
@@ -86,6 +89,10 @@ def fall(how):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def too_early():
     """What a sum says that does not wait for the state of the root."""
     try:
@@ -118,7 +125,7 @@ while True:
         step = make_step(group)
         sizes.append(group.size)
     event, _, words = (events[done] if done < len(events) else "end").partition(" ")
-    ranks = list(map(int, words.split(","))) if words else []
+    ranks = [int(it) for it in words.partition(" ")[0].split(",") if it]
     try:
         while steps < EVERY * (done + 1):
             # nobody comes to this twice
@@ -140,6 +147,13 @@ while True:
     try:
         if event == "join":
             group, step = group.extended(ranks[0], timeout=PATIENCE), None
+        elif event == "loses":
+            if group.rank in ranks:
+                _, where, *stops = words.split()
+                setattr(
+                    joining.Hosts, where, stop if stops else lambda *_: fall("kill")
+                )
+            group.extended(1, timeout=COMES if words.endswith("stops") else PATIENCE)
         elif event in fails:
             limit = 8.0 * SLOWNESS if event in ("hangs", "ends") else PATIENCE
             command = [
@@ -153,6 +167,14 @@ while True:
     except (jaxcoded.CodedError, ValueError) as error:
         said.append(f"{type(error).__name__}: {error}")
         board.say(said[-1])
+        old = group
+        while event == "loses" and group is old:
+            stops = words.endswith("stops")
+            try:
+                limit = COMES if stops else PATIENCE
+                group, step = group.recovered(timeout=limit, put_out=stops), None
+            except jaxcoded.CodedError as error:
+                said.append(str(error))
 w = np.asarray(w)
 error = abs(w - alone(steps)).max() / abs(w).max()
 path = board.directory / f"rank-{group.rank}.json"
