@@ -2,7 +2,8 @@
 
 ``extending.py DIRECTORY OPTION EVENTS...``: after every few steps comes one of the events, by ranks of the group of
 then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on
-SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), or a way in which ranks fail to join:
+SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), "roots 2" (the same, with another
+root of the plan), "differs 2" (rank 2 asks for others), or a way in which ranks fail to join:
 "exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies" (while it joins), "hangs",
 "refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
 "connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
@@ -69,6 +70,11 @@ def make_step(group):
         return w - 1e-3 * gradient, value
 
     return lambda w: step(w, x, weights)[0]
+
+
+def last_is_root(size):
+    """The plan of a star."""
+    return jaxcoded.make_plan(size, parents=[size - 1] * (size - 1) + [-1])
 
 
 def alone(steps):
@@ -147,6 +153,10 @@ while True:
     try:
         if event == "join":
             group, step = group.extended(ranks[0], timeout=PATIENCE), None
+        elif event == "roots":
+            group, step = group.extended(ranks[0], plan=last_is_root), None
+        elif event == "differs":
+            group.extended(1 + (group.rank == ranks[0]))
         elif event == "loses":
             if group.rank in ranks:
                 _, where, *stops = words.split()
