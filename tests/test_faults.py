@@ -846,6 +846,7 @@ def extend(tmp_path, ranks, size, option, *events, status=0):
         more(3, "code", ["join 3", "join 1"], [3, 6, 7]),
         more(4, "code", ["leave 3", "join 1", "leave 3", "join 1"], [4, 3, 4, 3, 4]),
         more(4, "code", ["roots 2", "kill 1", "join 1"], [4, 6, 5, 6]),
+        more(3, "code", ["dies enter", "kill", "join 1"], [3, 5, 4, 5]),
     ],
 )
 def test_ranks_join_a_group_that_runs(tmp_path, ranks, option, events, sizes):
@@ -877,7 +878,8 @@ def failed(job):
         ("exit 1", "one of them has ended before it called", 1),
         ("exit 0", "one of them has ended before it called", 0),
         ("ends", "one of them has ended before it called", 0),
-        ("dies", "one of them has ended before it called", 0),
+        ("dies hello", "one of them has ended before it called", 0),
+        ("dies open", "no rank has joined, as one of them or of the old", 0),
         ("hangs", "numbers [1, 2] of them have not called", 0),
         ("refuses", "ranks 3, 4: extended=[3, 2]", 0),
         ("differs 2", "ranks called extended with different arguments", 0),

@@ -1188,8 +1188,8 @@ class CodedGroup:
             if asked and isinstance(asked["code"], Mapping):
                 asked = None  # for just some ranks
             invitation = joining.Invitation(self.size, ranks, root, asked, options)
-            words = f"{plain(invitation.to_json())}, plan {self.plan.fingerprint}, {command}"
-            words += f", rounds {transport.rounds()}, {wrong}"
+            words = f"ranks={ranks}, rounds={transport.rounds()}, command={command}, "
+            words += f"{plain(invitation.to_json())}, {self.plan.fingerprint}, {wrong}"
             hosts.ask(words, 0 if wrong else ranks, command, timeout)
             if not hosts.verdict.same:
                 raise GroupMismatch(hosts.verdict.why_not)

@@ -235,7 +235,7 @@ class Hosts:
         Args:
             words: what this rank wants: all must want the same.
             ranks: how many.
-            command: that starts each, on the root.
+            command: that starts each; empty: as the root was started.
             seconds: until they must be there.
 
         Raises:
@@ -305,6 +305,8 @@ class Hosts:
         info["PMIX_ENVAR"] = f"{MARK}={first}:{token}:{seconds:.0f}"
         if _began_in is not None:
             info["wdir"] = _began_in
+        # this process's own may differ from others', as it may have joined, too
+        command = command or [sys.executable, *sys.orig_argv[1:]]
         starter = os.environ.get(_STARTER, "")
         words = [*filter(None, starter.split("\n")), *command]
         engine.join()
@@ -438,7 +440,7 @@ def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
 
 
 def checked(command: Sequence[str] | None) -> list[str]:
-    """A command that starts a process. Default: that which has started this one.
+    """A command that starts a process, or nothing.
 
     Raises:
         TypeError: it is something else.
@@ -448,7 +450,7 @@ def checked(command: Sequence[str] | None) -> list[str]:
         ['python', 'train.py']
     """
     if command is None:
-        return [sys.executable, *sys.orig_argv[1:]]
+        return []
     if isinstance(command, str | bytes) or not (
         isinstance(command, Sequence)
         and command

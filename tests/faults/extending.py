@@ -4,7 +4,8 @@
 then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on
 SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), "roots 2" (the same, with another
 root of the plan), "differs 2" (rank 2 asks for others), or a way in which ranks fail to join:
-"exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies" (while it joins), "hangs",
+"exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies hello" (before it says that it is there,
+"connect": while it is connected with the others, "open": before it makes the group, "enter": once all have made it), "hangs",
 "refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
 "connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
 OPTION is "shared", with shared work; "code"; or "forgets", where nothing is handed on to those that join.
@@ -43,9 +44,14 @@ if joins and way == "ends":
     sys.exit()
 if joins and way == "hangs":
     time.sleep(1000)
-if joins and way == "dies":
-    first = MPI.COMM_WORLD.rank == 0
-    engine.fault_tolerant = lambda: not first or os.kill(os.getpid(), signal.SIGKILL)
+if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
+    whose, what = {
+        "hello": (engine, "fault_tolerant"),
+        "connect": (joining, "_within"),
+        "open": (jaxcoded.CodedGroup, "_open"),
+        "enter": (joining.Arrival, "enter"),
+    }[way.split()[1]]
+    setattr(whose, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 if joins and way == "refuses":
     jaxcoded.Plan.from_json = lambda text: jaxcoded.make_plan(9)
 
@@ -131,7 +137,7 @@ while True:
         step = make_step(group)
         sizes.append(group.size)
     event, _, words = (events[done] if done < len(events) else "end").partition(" ")
-    ranks = [int(it) for it in words.partition(" ")[0].split(",") if it]
+    ranks = [int(it) for it in words.partition(" ")[0].split(",") if it.isdigit()]
     try:
         while steps < EVERY * (done + 1):
             # nobody comes to this twice
@@ -171,7 +177,7 @@ while True:
                 *sys.orig_argv[1:],
                 f"--fails {event} {words}".strip(),
             ]
-            group.extended(2, command=command, timeout=limit)
+            group, step = group.extended(2, command=command, timeout=limit), None
         elif event in ("kill", "leave"):
             group, step = group.recovered(timeout=PATIENCE), None
     except (jaxcoded.CodedError, ValueError) as error:
