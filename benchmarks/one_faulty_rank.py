@@ -7,10 +7,14 @@ rank 2 computes ten times as slowly; or sleeps for good in its program, alive ("
 https://github.com/jax-ml/jax/issues/38503); or is stopped (SIGSTOP); or is killed (SIGKILL). Rank 0
 writes down when it has each sum, and checks it. A job that makes no step any more is ended after
 ``--limit`` seconds; what is then still there is killed.
+
+"live_devices" is what JAX has against faults (``jax_enable_recoverability`` and
+``multihost_utils.live_devices``), with JAX's own time-outs and with those of heartbeats and of gloo at 2 s.
 """
 
 import argparse
 import csv
+import functools
 import itertools
 import os
 import pathlib
@@ -35,7 +39,7 @@ EXAMPLES, NUMBERS = 48, 1000
 GRADIENTS = np.random.default_rng(0).standard_normal((EXAMPLES, NUMBERS))
 FAULTS = ("none", "slow", "stuck", "stopped", "killed")
 FIELDS = ("scheme", "fault", "before", "after", "longest", "outcome")
-SCHEMES = ("psum over gloo", "mpi4jax.allreduce", "coded", "shared")
+SHORT = 2  # seconds, of JAX's time-outs where they are short
 
 
 # The ranks' program.
@@ -73,17 +77,24 @@ class Rank:
             print(time.monotonic(), file=self.file, flush=True)
 
 
-def psum(args):
-    """``jax.lax.psum`` over processes of JAX's own runtime, without an MPI."""
+def joined(**options):
+    """Take part in JAX's own runtime, without an MPI. The number of this process."""
     import jax
 
     number = int(os.environ["RANK"])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(os.environ["ADDRESS"], RANKS, number)
-    mesh = jax.make_mesh((RANKS,), ("ranks",))
+    jax.distributed.initialize(os.environ["ADDRESS"], RANKS, number, **options)
+    return number
+
+
+def psum_over(devices):
+    """``jax.lax.psum`` over the processes of these devices."""
+    import jax
+
+    mesh = jax.sharding.Mesh(np.array(devices), ("ranks",))
     spec = jax.sharding.PartitionSpec("ranks")
     sharding = jax.sharding.NamedSharding(mesh, spec)
-    total = jax.jit(
+    jitted = jax.jit(
         jax.shard_map(
             lambda x: jax.lax.psum(x, "ranks"),
             mesh=mesh,
@@ -91,12 +102,52 @@ def psum(args):
             out_specs=jax.sharding.PartitionSpec(),
         )
     )
-    own = GRADIENTS[number::RANKS].sum(0)[None].astype(np.float32)
+
+    def total(own):
+        own = own[None].astype(np.float32)
+        shards = jax.make_array_from_process_local_data(sharding, own)
+        return np.asarray(jitted(shards).addressable_data(0))[0]
+
+    return total
+
+
+def psum(args):
+    """Of all processes."""
+    import jax
+
+    number = joined()
+    total = psum_over(jax.devices())
     rank = Rank(args, number)
     while rank.begin():
         rank.sleep(1 / RANKS)
-        shards = jax.make_array_from_process_local_data(sharding, own)
-        rank.end(np.asarray(total(shards).addressable_data(0))[0])
+        rank.end(total(GRADIENTS[number::RANKS].sum(0)))
+
+
+def live_devices(args, seconds=None):
+    """Of the processes that live, as JAX's guide to fault tolerance has it: a step that fails is done
+    again by those that are left, which divide the batch anew. With time-outs of so many seconds, of
+    heartbeats and of gloo; JAX's own without."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    limits = {}
+    if seconds:
+        limits["heartbeat_timeout_seconds"] = seconds
+        os.environ["XLA_FLAGS"] += f" --xla_cpu_collective_timeout_seconds={seconds}"
+    jax.config.update("jax_enable_recoverability", True)
+    number = joined(**limits)
+    rank, among = Rank(args, number), None
+    while rank.begin():
+        try:
+            with multihost_utils.live_devices(jax.devices()) as devices:
+                if devices != among:
+                    among, total = devices, psum_over(devices)
+                own = [each.process_index for each in devices].index(number)
+                rank.sleep(1 / len(devices))
+                out = total(GRADIENTS[own :: len(devices)].sum(0))
+        except (multihost_utils.ProcessFailureError, jax.errors.JaxRuntimeError):
+            continue
+        rank.end(out)
 
 
 def mpi4jax_allreduce(args):
@@ -148,7 +199,16 @@ def shared(args):
             rank.end(jaxcoded.host.coded_allreduce(own, group))
 
 
-PROGRAMS = dict(zip(SCHEMES, (psum, mpi4jax_allreduce, coded, shared)))
+PROGRAMS = {
+    "psum over gloo": psum,
+    "live_devices": live_devices,
+    f"live_devices, {SHORT} s": functools.partial(live_devices, seconds=SHORT),
+    "mpi4jax.allreduce": mpi4jax_allreduce,
+    "coded": coded,
+    "shared": shared,
+}
+SCHEMES = tuple(PROGRAMS)
+WITHOUT_MPI = SCHEMES[:3]
 
 
 # Jobs, and what came of them.
@@ -162,7 +222,7 @@ def command(args, scheme, fault, folder):
     ]
 
 
-def play_psum(command, output, finished):
+def play_alone(command, output, finished):
     """Processes that are started one by one. Their statuses; None of one that had to be killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -218,8 +278,8 @@ def observed(args, scheme, fault):
 
         with (folder / "output").open("w") as output:
             line = command(args, scheme, fault, folder)
-            if scheme == "psum over gloo":
-                status = play_psum(line, output, finished)
+            if scheme in WITHOUT_MPI:
+                status = play_alone(line, output, finished)
             else:  # a limit for the job: it is to end by itself after its last step
                 usual = (args.before + 12 * args.after) * 2 * WORK + args.start
                 status = play_mpi(line, output, scheme, fault, usual + limit)

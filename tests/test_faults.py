@@ -544,11 +544,11 @@ def as_readme_does(ranks, limit):
     return sys.executable, "-m", "jaxcoded", "run", "-n", str(ranks), *options
 
 
-def played(tmp_path, program):
-    """Run such a program on 4 ranks."""
+def played(tmp_path, program, ranks=4):
+    """Run such a program on so many ranks."""
     (tmp_path / "program.py").write_text(program)
     return subprocess.run(
-        [*as_readme_does(4, SMALL_LIMIT), tmp_path / "program.py"],
+        [*as_readme_does(ranks, SMALL_LIMIT), tmp_path / "program.py"],
         env=settings(SMALL_LIMIT),
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -786,6 +786,21 @@ def test_a_new_root_dies_before_it_has_handed_its_state_on(tmp_path, way):
     assert set(job.reports) == {2, 3, 4}, job.stderr[-8000:]
     assert job.of_all("alike") is False
     assert [job.reports[rank]["rank"] for rank in (2, 3, 4)] == [1, 0, 2]
+
+
+@pytest.mark.exhaustive
+def test_a_group_that_rounds_have_overtaken_is_not_taken(tmp_path):
+    """The others have given it up, and done more rounds of the old one: its ranks would know other
+    sums."""
+    start = as_readme_does(6, LIMIT)
+    job = run(tmp_path, 6, "meeting.py", "overtaken", limit=LIMIT, start=start)
+    assert job.status == 1, job.stderr[-8000:]
+    assert set(job.reports) == {0, 1, 2, 3, 4}, job.stderr[-8000:]
+    assert "rounds of the old one were decided since then" in job.reports[1]["said"]
+    for rank in (0, 2, 3, 4):
+        said = job.reports[rank]["said"][0]
+        assert "rounds of the old one were decided since then" in said
+        assert job.reports[rank]["size"] == 4
 
 
 def test_a_program_that_catches_its_error_is_not_killed(tmp_path):
@@ -1120,25 +1135,33 @@ def test_a_rank_that_has_left_does_not_keep_the_others(
 
 
 ALONE = """
-import os, pathlib, threading, time
+import os, pathlib, signal, threading, time
 import jax, jax.numpy as jnp
 from mpi4py import MPI
 import jaxcoded
 def tries(**how):
     try:
-        group.recovered(timeout=1.0, **how)
+        group.recovered(timeout={seconds:.2f}, **how)
     except jaxcoded.CodedError as error:
         print(error, flush=True)
 def tries_meanwhile():
     while not group._recovering.locked():
         time.sleep(0.001)
     tries()
+def stopped():
+    return pathlib.Path(f"/proc/{{parent}}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 given_up, last = pathlib.Path("given up"), pathlib.Path("last")
-group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1, fanout=2)
+parent = MPI.COMM_WORLD.allgather(os.getpid())[1]
 add = lambda: jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
 for step in range(5):
     add()
-if group.rank == {alone}:
+if {stops} and group.rank == 1:
+    os.kill(parent, signal.SIGSTOP)
+if group.rank == 3:
+    while {stops} and not stopped():
+        time.sleep(0.01)
+    started = [jaxcoded.coded_allreduce_start(jnp.ones(3), group) for _ in range({started})]
     second = threading.Thread(target=tries_meanwhile)
     second.start()
     tries(put_out=True)
@@ -1148,18 +1171,28 @@ else:
     count = 0
     while not last.exists() or count < int(last.read_text()):
         if group.rank == 0 and given_up.exists() and not last.exists():
-            pathlib.Path("written").write_text(str(count + 100))  # as all are near
+            pathlib.Path("written").write_text(str(count + 400))  # as all are near
             os.rename("written", last)
+            os.kill(parent, signal.SIGCONT)
         add()
         count += 1
-        time.sleep(0.01)
+        time.sleep({pause})
 group.close()
 """
 
 
-def test_a_rank_that_calls_recovered_alone_kills_nobody(tmp_path):
-    """The others are at work, and go on without it."""
-    job = played(tmp_path, ALONE.format(alone=1))
+@pytest.mark.parametrize(
+    ("stops", "started", "pause"),
+    [more(False, 0, 0.01), (True, 0, 0.01), more(False, 200, 0.03)],
+)
+def test_a_rank_that_calls_recovered_alone_kills_nobody(
+    tmp_path, stops, started, pause
+):
+    """The others are at work, and go on without it: also where its parent is stopped, which would tell
+    it, or with rounds in flight that it has started."""
+    given = {"stops": stops, "started": started, "pause": pause}
+    program = ALONE.format(seconds=2.0 * slowness(), **given)
+    job = played(tmp_path, program, 7)
     assert job.returncode == 0, job.stderr
     assert "another thread of this rank is in recovered" in job.stdout
     assert "nobody was put out: do all ranks call recovered" in job.stdout

@@ -308,22 +308,26 @@ def test_replan_benchmark(tmp_path):
 def test_one_faulty_rank_benchmark(tmp_path):
     """What goes on is checked sum by sum in the benchmark."""
     command = [sys.executable, "benchmarks/one_faulty_rank.py", "--smoke"]
-    which = ["--only", "shared", "--only", "mpi4jax.allreduce", "--faults"]
-    which += ["none", "slow", "stuck", "--start", str(40 * slowness())]
+    which = ["--only", "shared", "--only", "mpi4jax.allreduce", "--only"]
+    which += ["live_devices", "--faults", "none", "slow", "stuck"]
+    which += ["--start", str(40 * slowness())]
     subprocess.run([*command, *which, "--out", tmp_path], cwd=ROOT, check=True)
     with (tmp_path / "one_faulty_rank.csv").open() as file:
         found = {(row["scheme"], row["fault"]): row for row in csv.DictReader(file)}
     for fault in ("none", "slow", "stuck"):
         assert found["shared", fault]["outcome"] == "goes on"
-    assert "no step any more" in found["mpi4jax.allreduce", "stuck"]["outcome"]
+    assert found["live_devices", "none"]["outcome"] == "goes on"
+    for scheme in ("mpi4jax.allreduce", "live_devices"):
+        assert "no step any more" in found[scheme, "stuck"]["outcome"]
 
 
-def test_recovered_benchmark(tmp_path):
+@pytest.mark.parametrize("fault", ["killed", "root", "stuck"])
+def test_recovered_benchmark(fault, tmp_path):
     needs_fault_tolerance()
     start = [sys.executable, "-m", "jaxcoded", "run", "-n", "5", "--ft", "--timeout"]
-    job = ["60", "benchmarks/recovered.py", "--out", str(tmp_path)]
+    job = ["60", "benchmarks/recovered.py", "--fault", fault, "--out", str(tmp_path)]
     subprocess.run([*start, *job], cwd=ROOT, check=True)
-    with (tmp_path / "recovered-5.csv").open() as file:
+    with (tmp_path / f"recovered-{fault}-5.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert all(float(seconds) > 0 for seconds in row.values())
 

@@ -72,6 +72,8 @@ class Roll:
         self._attempt = 0  # to make the group anew
         self._anew = -1  # the latest attempt that all are to make
         self._visits = 0  # of this rank
+        self._awaited: Pending[Any] | None = None
+        self._since = 0.0  # it is
         self._calls = 0  # by this rank
         self._dead: set[int] = set()
         self._answers: dict[int, np.ndarray] = {}  # to the latest call
@@ -131,6 +133,9 @@ class Roll:
         Raises:
             CodedError: as there. What is pending stays so, and is to be waited for again.
         """
+        # others count from then on, also where this rank gives up and comes again
+        if self._awaited is not pending:
+            self._awaited, self._since = pending, time.monotonic()
         with self._visit():
             self._attend(
                 *(lambda: not pending.runs(), patience, seconds, put_out),
@@ -193,7 +198,8 @@ class Roll:
             first = next(it for it in self._callers if it not in self._dead)
             if first != caller:
                 caller, killed = first, False
-                until = now + (patience if caller == self._rank else patience + seconds)
+                calls_at = self._since + patience if waits else now
+                until = calls_at if caller == self._rank else now + patience + seconds
             said = self._said.pop(caller, None)
             if caller == self._rank:
                 if not self._calling:

@@ -5,13 +5,16 @@
 ("stops", with the last rank dead); or the root's program ends with an error ("fails"); or that of the last rank
 ends in a way that MPI does not notice by itself ("exits"); or rank 1 has left the group in a ``with`` block whose error
 its program catches ("caught"); or the last two are late, and the others may not put them out ("in vain"); or the root dies, and its successor before it has handed its state on
-("successor"): then rank 2 has one sum less than the others, which ask for that state in vain before ("asked for").
+("successor"): then rank 2 has one sum less than the others, which ask for that state in vain before ("asked for"); or
+rank 1 is stopped just before all agree that they have a new group, and goes on when the others have been
+interrupted there and have done more rounds in the old one ("overtaken").
 Those who live call until they have met.
 """
 
 import contextlib
 import errno
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -32,7 +35,8 @@ directory, way = sys.argv[1:]
 board = Board(directory)
 last, rank = board.size - 1, board.rank
 pids = board.comm.allgather(os.getpid())
-group = first = jaxcoded.CodedGroup(board.comm, stragglers=1)
+stragglers = 2 if way == "overtaken" else 1
+group = first = jaxcoded.CodedGroup(board.comm, stragglers=stragglers)
 said, rounds = [], 0
 
 
@@ -44,6 +48,19 @@ def stop(group):
     """Before the communicator is shrunk."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return shrunk(group)
+
+
+def stop_to_agree(agreement):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return agree(agreement)
+
+
+class Interrupted(jaxcoded.CodedError):
+    """Raised by a handler of signals."""
+
+
+def interrupt(*_):
+    raise Interrupted
 
 
 def meet():
@@ -152,6 +169,32 @@ if way in ("successor", "asked for"):
         meet()
     board.report(rank=group.rank, alike=group.alike, size=group.size)
     jaxcoded.tree_bcast(np.zeros(1), group)
+if way == "overtaken":
+    if rank == last:
+        die()
+    if rank == 1:
+        agree, recovery.Agreement._reach = recovery.Agreement._reach, stop_to_agree
+        group = group.recovered(timeout=PATIENCE)
+        try:
+            jaxcoded.host.coded_allreduce(np.zeros(1), group)
+        except jaxcoded.CodedError as error:
+            board.report(said=str(error))
+        raise ArithmeticError("injected")
+    stat = pathlib.Path(f"/proc/{pids[1]}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        with contextlib.suppress(Interrupted):
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, COMES)
+            group.recovered(timeout=PATIENCE)
+    sums(3)
+    board.note(GIVES_UP)
+    board.wait(others - {1, last} | {0}, GIVES_UP)
+    if rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    try:
+        group.recovered(timeout=PATIENCE)
+    except jaxcoded.CodedError as error:
+        said.append(str(error))
 while way not in ("late", "successor", "asked for", "in vain") and group is first:
     meet()
 if way == "late":

@@ -29,6 +29,10 @@ class Killed(BaseException):
     """Ends the thread of a rank."""
 
 
+class Interrupted(Exception):
+    """Raised by a handler of signals of the program, wherever it is."""
+
+
 class World:
     """What ranks share.
 
@@ -39,13 +43,14 @@ class World:
         channels: messages, as when they are there, tag and words, by the ranks from and to which.
         put_out: when a caller has said that a rank is to be killed.
         busy: since when a rank has been in `Roll.call` or `wait`, and was not stopped.
+        interrupts: when ranks are interrupted there.
     """
 
     def __init__(self, size, random):
         self.size, self.random = size, random
         self.now = 0.0
         self.dead, self.reported, self.channels = set(), {}, {}
-        self.put_out, self.busy = {}, {}
+        self.put_out, self.busy, self.interrupts = {}, {}, {}
         self._wakes = dict.fromkeys(range(size), 0.0)
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._back = threading.Semaphore(0)
@@ -130,6 +135,9 @@ class World:
         rank = self._here.rank
         self._wakes[rank] = self.now + seconds + self.random.uniform(0, SLOWEST)
         self._hand_over(rank)
+        if rank in self.busy and self.interrupts.get(rank, LATEST) <= self.now:
+            del self.interrupts[rank]
+            raise Interrupted
 
     def _hand_over(self, rank):
         self._back.release()
@@ -257,6 +265,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     failed=st.booleans(),
     put_out=st.booleans(),
     apart=st.booleans(),
+    interrupts=st.dictionaries(st.integers(0, 4), st.floats(0, 12), max_size=2),
 )
 @example(  # the root decided with the answer of a rank that had given up meanwhile
     seed=107,
@@ -266,6 +275,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     failed=False,
     put_out=False,
     apart=False,
+    interrupts={},
 )
 @example(  # stopped as it called the roll, it killed who had no time to answer
     seed=643,
@@ -275,9 +285,30 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     failed=False,
     put_out=True,
     apart=False,
+    interrupts={},
+)
+@example(  # who had given up and come again was not asked again, and killed
+    seed=7626,
+    size=5,
+    deaths=[1.0, 1.0, 1.0],
+    stops=[],
+    failed=True,
+    put_out=True,
+    apart=False,
+    interrupts={1: 0.0},
+)
+@example(  # the root came again, and began to wait anew, while the others lost their patience
+    seed=440,
+    size=5,
+    deaths=[18, 3.0, 3.0],
+    stops=[(0.0, 0.0), (6.0, 8.0)],
+    failed=False,
+    put_out=True,
+    apart=False,
+    interrupts={0: 9.0},
 )
 def test_all_that_live_meet(
-    seed, size, deaths, stops, failed, put_out, apart, monkeypatch
+    seed, size, deaths, stops, failed, put_out, apart, interrupts, monkeypatch
 ):
     """Ranks come, give up, are stopped and die when they like. ``failed``: a round has, on one of them."""
     random = np.random.default_rng(seed)
@@ -287,6 +318,7 @@ def test_all_that_live_meet(
         each = rolls(world, hosts, patched)
         for when, seconds in [(when, None) for when in deaths] + stops:
             world.plan(int(random.integers(size)), when, seconds)
+        world.interrupts = dict(interrupts)
         failing = int(random.integers(size)) if failed else None
         shrunk, agreed = [[Meeting(world) for _ in range(20)] for _ in range(2)]
         made, gave_up = {}, {}
@@ -317,13 +349,17 @@ def test_all_that_live_meet(
 
         def program(rank):
             attempt = 0
+            at_once = False
             while world.dead or failed or world.now < ENDS:
-                world.sleep(random.uniform(0, 1.5 * SECONDS))
+                if not at_once:
+                    world.sleep(random.uniform(0, 1.5 * SECONDS))
+                at_once = False
                 world.busy[rank] = world.now
                 try:
                     done = visit(rank, attempt)
-                except CodedError:
+                except (CodedError, Interrupted) as error:
                     gave_up[rank] = world.now
+                    at_once = isinstance(error, Interrupted)
                     continue
                 finally:
                     world.busy.pop(rank, None)
