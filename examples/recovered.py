@@ -1,9 +1,11 @@
 """Training that goes on without ranks that die, the root too, with the loss of a run in which nobody does.
 
     jaxcoded run -n 5 --ft examples/recovered.py --kill 40:2 --kill 90:0
+    jaxcoded run -n 5 --ft examples/recovered.py --kill 40:2 --kill 90:0 --replace
 
 All ranks call `recovered` after the same steps, and where a step has failed. What was under way then is done
-again: the ranks that live have the same batch, and get the same sum.
+again: the ranks that live have the same batch, and get the same sum. With --replace new ranks take the place of the
+dead: processes that run this program from its beginning, and get the state from the others.
 """
 
 import argparse
@@ -60,34 +62,37 @@ def make_step(group, x, y):
     return step
 
 
-def train(comm, steps=STEPS, kill=()):
+def train(comm, steps=STEPS, kill=(), replace=False):
     """Returns the parameters.
 
     Args:
-        kill: pairs of a step, and of a rank that kills itself before it.
+        kill: pairs of a step, and of a rank that kills itself before it; not of those that join.
+        replace: whether as many ranks join as have died.
     """
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32)
-    rank = comm.rank
     # a rank that is frozen for a minute is given up
     options = jaxcoded.Options(deadline=60.0, on_deadline="raise")
-    group = jaxcoded.CodedGroup(comm, code="shared(replicas=1)", options=options)
-    step = make_step(group, x, y)
-    number, failed = 0, 0
+    group, rank, full = jaxcoded.CodedGroup.joining(), "new", comm.size
+    if group is None:
+        rank = comm.rank
+        group = jaxcoded.CodedGroup(comm, code="shared(replicas=1)", options=options)
+    stepping, number, failed = None, 0, 0
     params, state = beginning()
     while number < steps:
-        other = group
         try:
             with translated():
                 # all ranks after the same step, or where one has failed
                 if failed or (number and number % EVERY == 0):
-                    other = group.recovered(put_out=True)
-                if other is not group or not group.alike:
-                    group, step = other, make_step(other, x, y)
-                    mine = number, params, state
+                    group = group.recovered(put_out=True)
+                    if replace and group.size < full:
+                        group = group.extended(full - group.size)
+                if group is not stepping or not group.alike:
+                    stepping, step = group, make_step(group, x, y)
+                    mine = number, full, params, state
                     roots = jaxcoded.tree_bcast(mine, group)
-                    number, params, state = jax.block_until_ready(roots)
-                    number = int(number)
+                    number, full, params, state = jax.block_until_ready(roots)
+                    number, full = int(number), int(full)
                     now = f"rank {group.rank} of {group.size}"
                     print(f"rank {rank} goes on at step {number} as {now}", flush=True)
                 if (number, rank) in kill:
@@ -118,4 +123,6 @@ if __name__ == "__main__":
     parser.add_argument(
         "--kill", type=faults, action="append", default=[], metavar="STEP:RANK"
     )
-    train(MPI.COMM_WORLD, kill=parser.parse_args().kill)
+    parser.add_argument("--replace", action="store_true")
+    arguments = parser.parse_args()
+    train(MPI.COMM_WORLD, kill=arguments.kill, replace=arguments.replace)

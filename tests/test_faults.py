@@ -838,6 +838,116 @@ def test_a_job_that_lacks_ranks_ends_to_be_started_again(tmp_path):
     assert max(report["error"] for report in job.reports.values()) < 1e-12
 
 
+def extend(tmp_path, ranks, size, option, *events, status=0):
+    """Run the training that takes in ranks; what is left of so many when it is over."""
+    start = as_readme_does(ranks, LIMIT)
+    job = run(
+        *(tmp_path, ranks, "extending.py", option, *events), limit=LIMIT, start=start
+    )
+    assert job.status == status, job.stderr[-8000:]
+    assert set(job.reports) == set(range(size)), job.stderr[-8000:]
+    assert job.of_all("size") == size
+    job.of_all("digest")
+    assert max(it["error"] for it in job.reports.values()) < 1e-12
+    return job
+
+
+@pytest.mark.parametrize(
+    ("ranks", "option", "events", "sizes"),
+    [
+        (4, "code", ["kill 2", "join 1", "kill 3"], [4, 3, 4, 3]),
+        more(4, "shared", ["kill 2", "join 1", "kill 3", "join 1"], [4, 3, 4, 3, 4]),
+        more(5, "code", ["kill 3,4", "join 2", "kill 4", "join 1"], [5, 3, 5, 4, 5]),
+        more(3, "code", ["join 3", "join 1"], [3, 6, 7]),
+        more(4, "code", ["leave 3", "join 1", "leave 3", "join 1"], [4, 3, 4, 3, 4]),
+        more(4, "code", ["roots 2", "kill 1", "join 1"], [4, 6, 5, 6]),
+        more(3, "code", ["dies enter", "kill", "join 1"], [3, 5, 4, 5]),
+    ],
+)
+def test_ranks_join_a_group_that_runs(tmp_path, ranks, option, events, sizes):
+    job = extend(tmp_path, ranks, sizes[-1], option, *events)
+    longest = max((report["sizes"] for report in job.reports.values()), key=len)
+    assert longest == sizes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("option", ["code", "shared"])
+def test_all_ranks_are_replaced_one_after_the_other(tmp_path, option):
+    """The root, too, three times: in the end one that has joined is the root."""
+    events = ["kill 0", "join 1"] * 4
+    job = extend(tmp_path, 4, 4, option, *events)
+    assert all(report["joined"] for report in job.reports.values())
+
+
+def failed(job):
+    """What ranks that were there from the beginning say of the first try, all the same."""
+    said = {it["said"][0] for it in job.reports.values() if not it["joined"]}
+    assert len(said) == 1, said
+    return said.pop()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("way", "words", "status"),
+    [
+        ("exit 1", "one of them has ended before it called", 1),
+        ("exit 0", "one of them has ended before it called", 0),
+        ("ends", "one of them has ended before it called", 0),
+        ("dies hello", "one of them has ended before it called", 0),
+        ("dies open", "no rank has joined, as one of them or of the old", 0),
+        ("hangs", "numbers [1, 2] of them have not called", 0),
+        ("refuses", "ranks 3, 4: extended=[3, 2]", 0),
+        ("differs 2", "ranks called extended with different arguments", 0),
+    ],
+)
+def test_ranks_that_fail_to_join_leave_the_group_as_it_is(tmp_path, way, words, status):
+    job = extend(tmp_path, 3, 4, "code", way, "join 1", status=status)
+    assert words in failed(job)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("2 ask", "rank 2 has died: call recovered first"),
+        ("2 ready", "no rank has joined, as one of them or of the old ones has died"),
+        ("0 ask", "rank 0, which starts ranks that join, has died"),
+        ("0 ready", "no rank has joined, as one of them or of the old ones has died"),
+    ],
+)
+def test_a_rank_that_dies_while_others_join(tmp_path, way, words):
+    job = extend(tmp_path, 4, 4, "code", f"loses {way}", "join 1")
+    assert words in failed(job)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_stopped_while_others_join(tmp_path):
+    events = "loses 2 connect stops", "join 1"
+    # the one that was to join has waited in vain, and ends with an error
+    job = extend(tmp_path, 4, 4, "code", *events, status=1)
+    assert "ranks [2] live, but" in failed(job)
+
+
+@pytest.mark.exhaustive
+def test_sums_wait_for_the_state_of_ranks_that_join(tmp_path):
+    job = extend(tmp_path, 3, 5, "forgets", "join 2")
+    for report in job.reports.values():
+        assert "ranks have joined, which have no state yet" in report["said"][0]
+
+
+def test_no_ranks_join_where_the_launcher_would_not_forgive_their_death(
+    tmp_path, fault_tolerant
+):
+    job = run(
+        *(tmp_path, 3, "extending.py", "code", "join 1"),
+        options=fault_tolerant,
+        python=BARE,
+    )
+    assert job.status == 0 and set(job.reports) == {0, 1, 2}
+    (said,) = job.of_all("said")
+    assert "start the job with jaxcoded run --ft" in said
+
+
 # Open MPI 5: a rank that has joined may die, and MPI_Finalize has no barrier, which may not end
 # where ranks are dead
 JOINABLE = (

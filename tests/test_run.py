@@ -500,6 +500,9 @@ def test_ends_in_words(hosts, monkeypatch):
         f"ranks 5–6: {not_heard}",
     ]
     del heard.told[2], heard.told[3], heard.told[4]
+    # those that have joined later count, too
+    assert heard.words(2)[1:] == [f"ranks 2–4: {not_heard}"]
+    heard.begun -= {2, 3, 4}
     assert heard.words(2) == []
     assert heard.failure == 0
     assert heard.words(3)[-1] == f"rank 2: {not_heard}"

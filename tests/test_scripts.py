@@ -143,6 +143,21 @@ def test_training_that_goes_on_without_the_dead():
     assert losses[1][-1][-1] == "2"
 
 
+@pytest.mark.exhaustive  # tests/test_faults.py has ranks join, too
+def test_training_in_which_others_take_the_place_of_the_dead():
+    """The losses are those of a quiet run, always of all ranks."""
+    kill = "--kill", "40:2", "--kill", "90:0", "--replace"
+    quiet, others = [
+        re.findall(
+            r"step (\d+) of 150, (loss \S+), (\d) ranks",
+            survived(5, "examples/recovered.py", *words),
+        )
+        for words in ([], kill)
+    ]
+    assert [int(number) for number, _, _ in quiet] == list(range(25, 151, 25))
+    assert others == quiet
+
+
 @pytest.mark.exhaustive  # a benchmark of many seconds
 def test_allreduce_benchmark(tmp_path):
     script = ("-m", "mpi4py", "benchmarks/allreduce.py", "--smoke", "--out")

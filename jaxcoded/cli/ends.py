@@ -90,7 +90,8 @@ class Ends:
         alike: dict[int, list[int]] = {}
         for number, (code, _) in self.told.items():
             alike.setdefault(code, []).append(number)
-        missing = sorted(set(range(ranks)) - set(self.told))
+        # and those that have joined
+        missing = sorted({*range(ranks), *self.begun} - set(self.told))
         if set(alike) == {0} and not missing:
             return []
         lines = []

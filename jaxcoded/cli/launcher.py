@@ -19,6 +19,8 @@ _GOES_ON = {
     # its daemons are a step of Slurm, which ends all of them with one; srun refuses "1"
     "SLURM_NO_KILL": "set",
 }
+# With which that of Open MPI 5 goes on where ranks die that others have started, as with those that it has started
+TAKES_IN = {"PRTE_MCA_state_base_recoverable": "1"}
 
 
 @dataclasses.dataclass(frozen=True)

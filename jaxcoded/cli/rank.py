@@ -13,11 +13,17 @@ import os
 import resource
 import signal
 import sys
+import time
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
 # a directory of the job, on the host that has started it, for memory that ranks share
 SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
+# 1 where mpirun goes on where a rank dies that others have started (`jaxcoded.group.joining`)
+TAKES_IN = "JAXCODED_TAKES_IN"
+# The words by which this process was started, before those of the program, one a line: for ranks that start others
+_STARTER = "JAXCODED_STARTER"
+_JOINS = "JAXCODED_JOINS"  # NUMBER:…, of ranks that others have started: how many there were before
 GOES_ON = "JAXCODED_GOES_ON"  # 1 where the others are to go on without a rank that ends
 # PID:FILE, this process and a file descriptor: its child writes to it as it enters its first group, where
 # an error has ended its program, as it leaves MPI, and as it ends the job
@@ -36,6 +42,8 @@ _BACKING = (
 )
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 3.0  # seconds for being heard
+# for which one that was to join stays, so that who has started it sees that it was there (`jaxcoded.group.joining`)
+_SEEN = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}
 
@@ -52,6 +60,8 @@ def main() -> None:
     if child == 0:
         os.set_inheritable(pipe, True)
         os.environ[_PIPE] = f"{here}:{pipe}"
+        own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+        os.environ[_STARTER] = "\n".join(own)
         for number, handler in before.items():
             kept = handler == signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)
@@ -70,6 +80,8 @@ def main() -> None:
         said = os.read(heard, 100)
     except BlockingIOError:
         said = b""
+    if _JOINS in os.environ and _IN_GROUP not in said:
+        time.sleep(_SEEN)
     # others may go on without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
     _tell(f"{told} ends" if _ENDS_JOB in said else told)
@@ -151,6 +163,8 @@ def _tell(code: int | str) -> None:
     import socket
 
     try:
+        if before := os.environ.get(_JOINS, "").partition(":")[0]:
+            rank = str(int(before) + int(rank))
         host, port, token = os.environ.get(VARIABLE, "").rsplit(":", 2)
         with socket.create_connection((host, int(port)), _PATIENCE) as line:
             line.sendall(f"{token} {rank} {code}\n".encode())

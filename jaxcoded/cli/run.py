@@ -86,6 +86,8 @@ def command(
     names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
     sure = places.all_here(hosts, hostfile)
     variables = {rank.ALL_GPUS: "1"} if all_gpus else {}
+    if fault_tolerant:
+        variables |= {rank.TAKES_IN: "1", **launcher.TAKES_IN}
     if fault_tolerant and on_error == "go-on":
         variables[rank.GOES_ON] = "1"
     with ends.listening(names if away else (), sure=sure) as heard:

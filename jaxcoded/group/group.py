@@ -20,8 +20,14 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_close
-from jaxcoded.group import opening, recovery, snapshots
+from jaxcoded.errors import (
+    CodedError,
+    Desynchronized,
+    GroupClosed,
+    GroupMismatch,
+    use_after_close,
+)
+from jaxcoded.group import joining, opening, recovery, snapshots
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
 from jaxcoded.group.pending import Pending
@@ -31,7 +37,7 @@ from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import automatic
 from jaxcoded.transport import build, engine, primitive
-from jaxcoded.transport.agreement import check_communicator, gathered
+from jaxcoded.transport.agreement import check_communicator, gathered, plain, told
 from jaxcoded.transport.options import Options
 
 
@@ -53,6 +59,25 @@ class _Anew:
     rounds: int = 0
     failure: BaseException | None = None
     agreement: recovery.Agreement | None = None
+
+
+@dataclasses.dataclass
+class _Taking:
+    """A group with ranks that join, which counts once all old ranks agree that they have it.
+
+    Attributes:
+        hosts: who start them.
+        both: the communicator of old and new ranks, if it was made.
+        group: that of all, if nothing failed.
+        failure: here.
+        agreement: whether all have the group.
+    """
+
+    hosts: joining.Hosts
+    agreement: Pending[bool]
+    both: MPI.Intracomm | None = None
+    group: "CodedGroup | None" = None
+    failure: BaseException | None = None
 
 
 class CodedGroup:
@@ -107,7 +132,7 @@ class CodedGroup:
 
     # What its plan was asked for with, by name; none if it was given or chosen.
     _asked: Mapping[str, Any] | None = None
-    # Of a group made by `recovered`, of ranks that did not know the same: see `recovery.successors`.
+    # Of a group of ranks that do not know the same, made by `recovered` or `extended`: see `recovery.Successors`.
     _ahead: int | None = None
     # Whether the root's state is handed on, if this works. The engine knows whether it has.
     hands_on = False
@@ -364,6 +389,7 @@ class CodedGroup:
         self._snapshots = 0
         self._successor: CodedGroup | None = None
         self._anew: _Anew | None = None
+        self._taking: _Taking | None = None
         self._recovering = threading.Lock()
         self._callback: Callable[[RoundSeen], Any] | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
@@ -378,8 +404,9 @@ class CodedGroup:
     @property
     def alike(self) -> bool:
         """Whether this rank has had the sums that the others have had, also in the group that this one was
-        made of by `recovered`. Otherwise the root is one of those that know most, and sums are an error until
-        a `tree_bcast` has handed on what it has, all in one: after the first this is true."""
+        made of by `recovered`. Otherwise, and where ranks have joined (`extended`), the root is one of those that
+        know most, and sums are an error until a `tree_bcast` has handed on what it has, all in one: after the
+        first this is true."""
         if self._ahead is None:
             return True
         assert isinstance(self.transport, engine.Engine)
@@ -838,7 +865,7 @@ class CodedGroup:
                 "with jaxcoded run --ft, which needs Open MPI 5"
             )
         if not self._recovering.acquire(blocking=False):
-            raise CodedError("another thread of this rank is in recovered")
+            raise CodedError("another thread of this rank is in recovered or extended")
         try:
             with transport.watching():
                 return self._recovered(transport, plan, options, timeout, put_out)
@@ -853,6 +880,8 @@ class CodedGroup:
         timeout: float,
         put_out: bool,
     ) -> "CodedGroup":
+        if self._taking is not None:
+            return self._taken(timeout, put_out)
         primitive.effects_barrier()
         transport.drained(timeout / 2)
         rounds = transport.rounds_of_all()
@@ -958,7 +987,10 @@ class CodedGroup:
                     "engine",
                     self._options if options is None else options,
                     {"recovered": survivors},
-                    lambda hosts: self._plan_without(survivors, hosts, speeds, plan),
+                    lambda hosts: self._plan_for(
+                        *(hosts, [speeds[rank] for rank in survivors if speeds], plan),
+                        *("recovered", "that live"),
+                    ),
                     takes=True,
                 )
             if other._ahead is not None:
@@ -971,19 +1003,27 @@ class CodedGroup:
                 smaller.Revoke()  # in which others may wait; not those who agree
         return recovery.Agreement(smaller, anew.failure)
 
-    def _plan_without(
+    def _plan_for(
         self,
-        survivors: Sequence[int],
         hosts: Sequence[str],
         speeds: Sequence[Fraction],
         plan: Callable[[int], Plan] | None,
+        call: str,
+        whose: str,
     ) -> Plan:
-        """The plan for the ranks that live, where this one's ranks have these speeds."""
-        size = len(survivors)
+        """The plan for other ranks than this group's.
+
+        Args:
+            hosts: of each.
+            speeds: of each; none if they count as equal.
+            plan: as in `recovered`.
+            call, whose: what asks for it, and for the ranks of what kind.
+        """
+        size = len(hosts)
         if self._record.request:
             raise ValueError(
                 "a record is of all ranks of its group: a group with record or replay cannot go on "
-                "without some"
+                "with others"
             )
         if plan is not None:
             made = plan(size)
@@ -994,18 +1034,285 @@ class CodedGroup:
             return made
         if self._asked is None or isinstance(self._asked["code"], Mapping):
             raise ValueError(
-                "the group was made with a plan, or a code, for just its ranks: say with recovered("
-                "plan=lambda size: jaxcoded.make_plan(size, …)) which one those that live go on with"
+                f"the group was made with a plan, or a code, for just its ranks: say with {call}("
+                f"plan=lambda size: jaxcoded.make_plan(size, …)) which one those {whose} go on with"
             )
-        of_those = [speeds[rank] for rank in survivors] if speeds else None
         try:
-            return _planned(hosts, **{**self._asked, "speeds": of_those})
+            return _planned(hosts, **{**self._asked, "speeds": speeds or None})
         except ValueError as error:
             raise ValueError(
-                f"no plan for the {size} ranks that live: {error}. Or say which one to take: "
-                "recovered(plan=lambda size: jaxcoded.make_plan(size, stragglers=0)) waits for all; "
+                f"no plan for the {size} ranks {whose}: {error}. Or say which one to take: "
+                f"{call}(plan=lambda size: jaxcoded.make_plan(size, stragglers=0)) waits for all; "
                 "this group goes on as it is"
             ) from None
+
+    def extended(
+        self,
+        ranks: int,
+        *,
+        plan: Callable[[int], Plan] | None = None,
+        options: Options | None = None,
+        command: Sequence[str] | None = None,
+        timeout: float = 120.0,
+    ) -> "CodedGroup":
+        """The group with so many more ranks, of processes that are started for it; see ``docs/faults.md``.
+
+        Collective, between the same two rounds, of a group of which nobody is dead: call `recovered` first. The
+        processes run this program, and get the group from `joining`. They know nothing of the training: the new
+        group is not `alike`, on any rank, and sums are an error until a `tree_bcast` has handed on what its root
+        has:
+
+            group = group.recovered()
+            if group.size < size:
+                group = group.extended(size - group.size)
+            if not group.alike:
+                number, params, state = jaxcoded.tree_bcast((number, params, state), group)
+
+        This group is closed then: take the new one's `rank`, `size` and `assignment`, and compile the step
+        with it. A ``with`` block of this group closes the new one at its end. The root stays the root. The others
+        keep their order, and new ranks come after them. MPI.COMM_WORLD is what it was: that of the new ranks
+        has them alone, so take ``group.comm`` instead.
+
+        It needs Open MPI 5 and ``jaxcoded run --ft``.
+
+        Args:
+            ranks: how many join, ≥ 1.
+            plan: makes the plan for so many ranks as there are then, the same on all old ones. Default: with the
+                arguments that this group was made with, `make_plan`.
+            options: of the new group. Default: those of this one.
+            command: starts each of the processes. Default: as this process was started, in the same folder.
+            timeout: seconds until all of them must have called `joining`, and for which ranks that do not call
+                this are waited for. The group is made in half of that, or 30 s.
+
+        Returns:
+            A group of all.
+
+        Raises:
+            ValueError: an argument is not as said, MPI or its launcher would not go on where a rank dies,
+                there is no such plan for so many ranks, the group was made with a plan of its own and ``plan``
+                is not given, or it keeps or follows a record. On every rank; this group stays open.
+            TypeError: ``plan``, ``options`` or ``command`` is something else.
+            GroupMismatch: ranks gave different arguments. Raised on every rank; this group stays open.
+            CodedError: some of this group are dead, or have not come; or a process was not there in time, has
+                ended or died on the way, and then all that were started are ended. On every rank that has come;
+                this group stays open.
+
+        Example:
+            >>> from mpi4py import MPI
+            >>> import jaxcoded
+            >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+            ...     group.extended(1)
+            Traceback (most recent call last):
+                ...
+            ValueError: extended needs the engine, and an MPI that goes on where a rank dies: start the job with ...
+        """
+        check_open(self)
+        ranks = _require.integer("ranks", ranks, 1, joining.MOST)
+        timeout = _require.not_negative("timeout", timeout)
+        if not (plan is None or callable(plan)):
+            raise TypeError(
+                f"plan must make a plan for a number of ranks, got {_require.shown(plan)}"
+            )
+        if not (options is None or isinstance(options, Options)):
+            raise TypeError(
+                f"options must be jaxcoded.Options, got {_require.kind(options)}"
+            )
+        command = joining.checked(command)
+        transport = self.transport
+        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
+            raise ValueError(
+                "extended needs the engine, and an MPI that goes on where a rank dies: start the job "
+                "with jaxcoded run --ft, which needs Open MPI 5"
+            )
+        if why := joining.why_not():
+            raise ValueError(why)
+        if not self._recovering.acquire(blocking=False):
+            raise CodedError("another thread of this rank is in recovered or extended")
+        try:
+            with transport.watching():
+                if self._taking is None:
+                    arguments = ranks, plan, options, command, timeout
+                    self._taking = self._take_in(transport, *arguments)
+                return self._taken(timeout)
+        finally:
+            self._recovering.release()
+
+    def _take_in(
+        self,
+        transport: engine.Engine,
+        ranks: int,
+        plan: Callable[[int], Plan] | None,
+        options: Options | None,
+        command: Sequence[str],
+        timeout: float,
+    ) -> _Taking:
+        primitive.effects_barrier()
+        drained = transport.drained(timeout / 2)
+        if self._anew is not None or self._roll.call(
+            *(timeout, False, transport.departed),
+            decided=transport.decided,
+            what="have not called extended",
+        ):
+            raise CodedError(
+                "some ranks of the group are dead: call recovered first, and then extended"
+            )
+        hosts = joining.Hosts(self._comm, self.plan.root)
+        other = CodedGroup.__new__(CodedGroup)
+        other._asked = self._asked
+        other._ahead = 1 if self._ahead is None or self.alike else self._ahead + 1
+        options = self._options if options is None else options
+        plan = plan and functools.cache(plan)
+        speeds = list(self.plan.speeds)
+        if speeds:  # of those that join nothing is known
+            speeds += [sum(speeds, Fraction(0)) / len(speeds)] * ranks
+        comms: list[MPI.Comm] = []
+        both: MPI.Intracomm | None = None
+        failure: BaseException | None = None
+
+        def planned(names: Sequence[str]) -> Plan:
+            return self._plan_for(
+                names, speeds, plan, "extended", "with those that join"
+            )
+
+        none = f"no rank has joined of {ranks}"
+        goes_on = "; this group goes on as it is"
+        try:
+            root, wrong = 0, None
+            try:
+                options.complete().check()
+                if plan or not (self._asked and self._asked["by_host"]):
+                    root = planned([""] * (self.size + ranks)).root
+            except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ
+                wrong = error
+            asked = plain(self._asked)
+            if asked and isinstance(asked["code"], Mapping):
+                asked = None  # for just some ranks
+            invitation = joining.Invitation(self.size, ranks, root, asked, options)
+            words = f"ranks={ranks}, rounds={transport.rounds()}, command={command}, "
+            words += f"{plain(invitation.to_json())}, {self.plan.fingerprint}, {wrong}"
+            hosts.ask(words, 0 if wrong else ranks, command, timeout)
+            if not hosts.verdict.same:
+                raise GroupMismatch(hosts.verdict.why_not)
+            if wrong:
+                raise wrong
+            if hosts.verdict.why_not:
+                raise CodedError(f"{none}: {hosts.verdict.why_not}{goes_on}")
+            seconds = joining.opening_seconds(timeout)
+            until = time.monotonic() + seconds
+            both = hosts.connect(invitation, until)
+            comms.append(both)
+            with recovery.let_go(comms, seconds):
+                if not drained:
+                    raise CodedError(
+                        f"rank {self.rank} has not got the results of rounds that it has called after "
+                        f"{timeout / 2:g} s: call extended again later"
+                    )
+                own = invitation.own(both, self.plan.root)
+                comms.append(own)
+                other._open(
+                    *(own, "engine", options, invitation.request),
+                    lambda names: _plan_of_root(own, root, lambda: planned(names)),
+                    takes=True,
+                )
+            assert isinstance(other.transport, engine.Engine)
+            other.transport.expect_state()
+            if why := hosts.ready(ranks, until):
+                raise CodedError(f"{none}: {why}{goes_on}")
+        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+            failure = error
+            for comm in comms:  # in which others may wait
+                comm.Revoke()
+        agreement = Pending(lambda: hosts.agreed(failure is None))
+        group = other if hasattr(other, "index") and other.index in _groups else None
+        return _Taking(hosts, agreement, both, group, failure)
+
+    def _taken(self, timeout: float, put_out: bool = False) -> "CodedGroup":
+        """The group that was begun in `_take_in`, once all old ranks agree that they have it."""
+        taking = self._taking
+        assert taking is not None
+        self._roll.wait(taking.agreement, 2 * timeout + 1, timeout, put_out)
+        self._taking = None
+        agreed = taking.agreement.result(0.0)
+        if not agreed:
+            if taking.group is not None:
+                _groups.pop(taking.group.index)
+                taking.group.transport.close(0.0)
+            taking.hosts.end()
+            if taking.failure is not None and not recovery.has_died(taking.failure):
+                raise taking.failure
+            raise CodedError(
+                "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
+                "others, which say why; this group goes on as it is: call recovered, and then extended again"
+            ) from taking.failure
+        other = taking.group
+        assert other is not None
+        taking.hosts.tell(taking.both)
+        other.transport.enter()
+        if self._callback is not None:
+            other.on_round(self._callback)
+        _groups.pop(self.index)
+        # all are here, and know all results: nobody is waited for
+        self.transport.close(0.0)
+        self._successor = other
+        return other
+
+    @classmethod
+    def joining(cls) -> "CodedGroup | None":
+        """In a process that `extended` has started, the group that it is taken into; in all others None.
+
+        Call it where the program would make its group, and as early as can be, as the others wait meanwhile:
+
+            group = jaxcoded.CodedGroup.joining()
+            if group is None:
+                group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+
+        The group is not `alike` yet: take part in the `tree_bcast` that the others call next. Where the program goes
+        on depends on what it hands on, such as the number of the step.
+
+        Returns:
+            A group of those that were there, and of this process and those that were started with it.
+
+        Raises:
+            CodedError: the group has not taken this process in, or it has joined already.
+
+        Example:
+            >>> import jaxcoded
+            >>> jaxcoded.CodedGroup.joining() is None
+            True
+        """
+        arrival = joining.Arrival.of_this_process()
+        if arrival is None:
+            return None
+        both, old_root, invitation = arrival.invited()
+        group = cls.__new__(cls)
+        group._asked, group._ahead = invitation.asked, 0
+        comms: list[MPI.Comm] = [both]
+        failure: BaseException | None = None
+        try:
+            with recovery.let_go(comms, joining.opening_seconds(arrival.seconds)):
+                own = invitation.own(both, old_root)
+                comms.append(own)
+                group._open(
+                    *(own, "engine", invitation.options, invitation.request),
+                    lambda _: _plan_of_root(own, invitation.place),
+                    takes=True,
+                )
+            assert isinstance(group.transport, engine.Engine)
+            group.transport.expect_state()
+        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+            failure = error
+        arrival.ready(failure)
+        if failure is not None:
+            both.Revoke()
+            raise failure
+        try:
+            arrival.enter(both, invitation.size)
+        except BaseException:
+            _groups.pop(group.index)
+            group.transport.close(0.0)
+            raise
+        group.transport.enter()
+        return group
 
     def close(self, timeout: float = 60.0) -> None:
         """Finish pending rounds and give the communicator back. Collective; does
@@ -1100,6 +1407,31 @@ def _planned(hosts: Sequence[str], *, by_host: bool, **asked: Any) -> Plan:
     return make_plan(len(hosts), hosts=hosts if by_host else None, **asked)
 
 
+def _plan_of_root(
+    comm: MPI.Intracomm, root: int, make: Callable[[], Plan] | None = None
+) -> Plan:
+    """The plan of the root, on ranks that cannot make it themselves, too. Collective.
+
+    Args:
+        comm: of all.
+        root: whose plan counts.
+        make: makes this rank's; None on those that cannot.
+    """
+    plan, failure = None, None
+    try:
+        plan = make and make()
+    except Exception as error:  # noqa: BLE001  # the others wait for an answer
+        failure = error
+    said = told(comm, [plan and plan.to_json(), failure and str(failure)], root)
+    if failure is not None:
+        raise failure
+    if plan is None:
+        if said[0] is None:
+            raise ValueError(said[1])
+        plan = Plan.from_json(said[0])
+    return plan
+
+
 def _root_of(plan: Callable[[int], Plan] | None, size: int) -> int:
     """Of the plan for so many ranks; what is wrong with it is said elsewhere."""
     try:
@@ -1140,8 +1472,8 @@ def check_alike(group: CodedGroup) -> None:
     """
     if not (group.hands_on or group.alike):
         raise CodedError(
-            "the root died, and some ranks had the sum of its last round, and others an error: hand on "
-            "what the new root has first, as params = jaxcoded.tree_bcast(params, group)"
+            "ranks have joined, which have no state yet, or the root died, and some had the sum of its last round, "
+            "and others an error: hand on what the root has first, as params = jaxcoded.tree_bcast(params, group)"
         )
 
 

@@ -98,6 +98,7 @@ class Roll:
         *,
         broken: bool = False,
         decided: Callable[[], int] = int,
+        what: str = "have not called recovered",
     ) -> bool:
         """Whether the group is to be made anew, as some are dead. The same on all ranks.
 
@@ -107,6 +108,7 @@ class Roll:
             left: the ranks below this one that make no more calls, as keys.
             broken: whether the group is to be made anew in any case.
             decided: how many rounds are over. While there are more and more nobody is killed.
+            what: those that do not come have not done, in words.
 
         Raises:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
@@ -115,7 +117,7 @@ class Roll:
         with self._visit():
             return self._attend(
                 *(lambda: False, 0.0, seconds, put_out, left, broken, decided),
-                "have not called recovered",
+                what,
             )
 
     def wait(
@@ -540,20 +542,21 @@ def successors(
 
 
 @contextlib.contextmanager
-def let_go(comms: Sequence[MPI.Comm]) -> Iterator[None]:
-    """Inside, whoever waits for others in these communicators for `OPENS` seconds gets an error instead: a
+def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
+    """Inside, whoever waits for others in these communicators for so long gets an error instead: a
     rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
     then.
 
     Args:
         comms: those that there are by then, if it grows.
+        seconds: for how long. Default: `OPENS`.
     """
 
     def revoke() -> None:
         for comm in comms:
             comm.Revoke()
 
-    timer = threading.Timer(OPENS, revoke)
+    timer = threading.Timer(OPENS if seconds is None else seconds, revoke)
     timer.daemon = True
     timer.start()
     try:

@@ -96,6 +96,12 @@ def fault_tolerant() -> bool:
     return not _why_missing and _engine.fault_tolerant()
 
 
+def join() -> None:
+    """This process joins a job, or lets others join: of its communicators with them MPI disconnects none at the
+    end, for which it would wait for all of their ranks."""
+    _engine.join()
+
+
 def _release(version: str) -> str:
     """Name and number of an MPI, out of what it says about itself."""
     return " ".join(version.partition("\n")[0].partition(",")[0].split())
@@ -548,7 +554,7 @@ class Engine(Transport):
         try:
             yield
         finally:
-            with contextlib.suppress(errors.GroupClosed):  # inside
+            with contextlib.suppress(errors.GroupClosed):  # it may be, by now
                 self._ask("watch", False)
 
     def expect_state(self) -> None:

@@ -20,6 +20,8 @@
 #ifdef OPEN_MPI
 // Its parameter async_mpi_finalize: whether MPI_Finalize ends without waiting for the others.
 extern "C" __attribute__((weak)) bool ompi_async_mpi_finalize;
+// Its count of communicators with processes of more than one start, of which MPI_Finalize disconnects all.
+extern "C" __attribute__((weak)) int ompi_comm_num_dyncomm;
 #endif
 
 #ifdef MPIX_ERR_PROC_FAILED
@@ -56,23 +58,44 @@ int size_of(MPI_Comm comm) {
   return size;
 }
 
-// The ranks of a group as ranks of the world.
+// The processes that this one knows: those of MPI_COMM_WORLD with their ranks there, and then those that have joined.
+MPI_Group& world() {
+  static MPI_Group known = [] {
+    MPI_Group out;
+    MPI_Comm_group(MPI_COMM_WORLD, &out);
+    return out;
+  }();
+  return known;
+}
+
+int world_size() {
+  int size = 0;
+  MPI_Group_size(world(), &size);
+  return size;
+}
+
+// The ranks of a group of known processes as numbers of these.
 std::vector<int> of_world(MPI_Group group) {
   int size = 0;
   MPI_Group_size(group, &size);
   std::vector<int> ranks(static_cast<std::size_t>(size)), out(ranks.size());
   std::iota(ranks.begin(), ranks.end(), 0);
-  MPI_Group world;
-  MPI_Comm_group(MPI_COMM_WORLD, &world);
-  MPI_Group_translate_ranks(group, size, ranks.data(), world, out.data());
-  MPI_Group_free(&world);
+  MPI_Group_translate_ranks(group, size, ranks.data(), world(), out.data());
   return out;
 }
 
+// The same of a communicator, of which some may be new.
 std::vector<int> in_world(MPI_Comm comm) {
   MPI_Group group;
   MPI_Comm_group(comm, &group);
-  const std::vector<int> out = of_world(group);
+  std::vector<int> out = of_world(group);
+  if (std::ranges::find(out, MPI_UNDEFINED) != out.end()) {
+    MPI_Group all;
+    MPI_Group_union(world(), group, &all);
+    MPI_Group_free(&world());
+    world() = all;
+    out = of_world(group);
+  }
   MPI_Group_free(&group);
   return out;
 }
@@ -85,19 +108,16 @@ void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) 
   }
 }
 
-// The ranks of the job that are dead, as MPI has noticed. It does where it is fault-tolerant.
-std::set<int> dead() {
-  std::set<int> out;
+// The ranks of a communicator that are dead, as MPI has noticed. It does where it is fault-tolerant.
+void add_dead([[maybe_unused]] MPI_Comm comm, [[maybe_unused]] std::set<int>& out) {
 #ifdef MPIX_ERR_PROC_FAILED
   MPI_Group failed;
-  if (MPIX_Comm_get_failed != nullptr &&
-      MPIX_Comm_get_failed(MPI_COMM_WORLD, &failed) == MPI_SUCCESS) {
+  if (MPIX_Comm_get_failed != nullptr && MPIX_Comm_get_failed(comm, &failed) == MPI_SUCCESS) {
     const std::vector<int> ranks = of_world(failed);
     out.insert(ranks.begin(), ranks.end());
     MPI_Group_free(&failed);
   }
 #endif
-  return out;
 }
 
 template <class Ranks>
@@ -130,6 +150,17 @@ void end_job(int status) {
 }
 
 }  // namespace
+
+std::set<int> EndOfJob::dead() const {
+  std::set<int> out;
+  add_dead(MPI_COMM_WORLD, out);
+  // of those that have joined
+  if (world_size() > size_of(MPI_COMM_WORLD)) {
+    for (const Own& group : own_) add_dead(group.comm, out);
+    for (const auto& [rank, root] : roots_) add_dead(root.comm, out);
+  }
+  return out;
+}
 
 void EndOfJob::enter(MPI_Comm comm, Rank root, double silent_seconds) {
   silent_seconds_ = silent_seconds;
@@ -176,7 +207,9 @@ void EndOfJob::end() {
   }
 #ifdef OPEN_MPI
   // Where a rank has died, the barrier in MPI_Finalize of Open MPI 5.0 never ends in one of ten jobs.
-  if (!dead().empty() && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
+  if ((joins_ || !dead().empty()) && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
+  // To disconnect them Open MPI waits for all of their ranks, or crashes where one is dead.
+  if (joins_ && &ompi_comm_num_dyncomm) ompi_comm_num_dyncomm = 0;
 #endif
   tell_parent(".");
 }
@@ -198,7 +231,7 @@ void EndOfJob::wait() {
       others[group.world[i]].place = {group.comm, static_cast<Rank>(i)};
     }
   }
-  if (others.size() < static_cast<std::size_t>(size_of(MPI_COMM_WORLD))) {
+  if (others.size() < static_cast<std::size_t>(world_size())) {
     std::set<int> absent = absent_;
     for (const int rank : dead()) absent.erase(rank);
     if (absent.empty()) return;

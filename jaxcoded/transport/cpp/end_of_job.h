@@ -33,6 +33,8 @@ class EndOfJob {
   // This process is in a group, of which all ranks call this: `comm` is never freed. A root
   // ends the job without ranks that have not answered for `silent_seconds`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
+  // This process has joined a job, or others have joined, or will: MPI keeps communicators of all.
+  void join() { joins_ = true; }
   // This root has left a group without these.
   void give_up(MPI_Comm comm, const std::vector<Rank>& ranks);
   // Whether it has done so.
@@ -47,7 +49,8 @@ class EndOfJob {
   void end();
 
  private:
-  // A rank of the world, as one of a group's communicator.
+  // A rank of the world, as one of a group's communicator. The world is all processes that this one knows: of
+  // MPI_COMM_WORLD, and then those that have joined.
   struct Place {
     MPI_Comm comm;
     Rank rank;
@@ -58,6 +61,7 @@ class EndOfJob {
   };
   // What ranks of the world have said since the last look, of one byte or none.
   std::vector<std::pair<int, unsigned char>> received(int tag);
+  std::set<int> dead() const;  // ranks of the world, as MPI has noticed
   void wait();
   void die() const;
   using Below = std::pair<MPI_Fint, Rank>;  // where this rank is not the root: communicator and root
@@ -72,6 +76,7 @@ class EndOfJob {
   std::set<int> absent_;  // ranks of the world
   unsigned char failed_ = 0;  // whether an exception ends a process of the group: 1
   int status_ = 0;
+  bool joins_ = false;
   bool dies_ = false;  // where others go on
   double dies_at_ = 0;
   double silent_seconds_ = 0;

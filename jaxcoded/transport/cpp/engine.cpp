@@ -157,8 +157,18 @@ void Engine::discard(std::uint64_t index) {
 }
 
 void Engine::enter(MPI_Comm comm, Rank root, double silent_seconds) {
-  std::unique_lock lock(mutex_);
+  const std::scoped_lock lock(mutex_);
   end_of_job_.enter(comm, root, silent_seconds);
+  attend_finalize();
+}
+
+void Engine::join() {
+  const std::scoped_lock lock(mutex_);
+  end_of_job_.join();
+  attend_finalize();
+}
+
+void Engine::attend_finalize() {
   if (at_finalize_ != MPI_KEYVAL_INVALID) return;
   const auto finalize = [](MPI_Comm, int, void* engine, void*) {
     static_cast<Engine*>(engine)->finalize();

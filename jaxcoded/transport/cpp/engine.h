@@ -130,6 +130,8 @@ class Engine {
   SharedMemory& memory();
   // The group of this communicator is open on all ranks; see `EndOfJob`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
+  // This process joins a job, or is about to start others that do; see `EndOfJob`.
+  void join();
 
   // One round. Blocks until its result is there; any thread, one call per group at a time.
   Result run(std::uint64_t index, Request request);
@@ -206,6 +208,7 @@ class Engine {
   void work(Member& member);
   void leave(Member& member, const std::string& failure);
   void give_up(const Member& member, const std::vector<Rank>& absent);
+  void attend_finalize();
   void report_untold(std::uint64_t index, const Member& member);
   void finalize();
   void wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside);

@@ -611,6 +611,7 @@ NB_MODULE(_engine, module) {
   module.def("enter", [](int comm, Rank root, double silent_seconds) {
     Engine::instance().enter(MPI_Comm_f2c(comm), root, silent_seconds);
   }, Release());
+  module.def("join", [] { Engine::instance().join(); }, Release());
   module.def("discard", [](std::uint64_t index) { Engine::instance().discard(index); }, Release());
   module.def("run", &run, Release());
   module.def("take", &take, Release());

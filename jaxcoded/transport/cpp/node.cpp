@@ -179,7 +179,8 @@ void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
 // Nor is the sum of others to get into what it has.
 std::string Node::what_it_lacks() const {
   return "CodedError: rank " + std::to_string(family_.rank) +
-         " has not got what the new root has, as the root died and ranks had had the sums of different rounds: "
+         " has not got what the root has, as ranks have joined, or the root died and ranks had had the sums of "
+         "different rounds: "
          "hand it on first, as params = jaxcoded.tree_bcast(params, group)";
 }
 

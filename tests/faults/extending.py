@@ -1,0 +1,209 @@
+"""A training that takes in new ranks, as docs/faults.md shows it.
+
+``extending.py DIRECTORY OPTION EVENTS...``: after every few steps comes one of the events, by ranks of the group of
+then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on
+SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), "roots 2" (the same, with another
+root of the plan), "differs 2" (rank 2 asks for others), or a way in which ranks fail to join:
+"exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies hello" (before it says that it is there,
+"connect": while it is connected with the others, "open": before it makes the group, "enter": once all have made it), "hangs",
+"refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
+"connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
+OPTION is "shared", with shared work; "code"; or "forgets", where nothing is handed on to those that join.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+
+directory, option, *events = sys.argv[1:]
+fails = ("exit", "ends", "dies", "hangs", "refuses")
+joins = "JAXCODED_JOINS" in os.environ
+way = next((it for it in sys.argv if it.startswith("--fails ")), "").removeprefix(
+    "--fails "
+)
+events = [it for it in events if not it.startswith("--")]
+if joins and way.startswith("exit"):
+    sys.exit(int(way.split()[1]))
+
+import jax
+import numpy as np
+from harness import EXAMPLES, PATIENCE, SLOWNESS, Board
+from mpi4py import MPI
+
+import jaxcoded
+from jaxcoded.group import joining
+from jaxcoded.transport import engine
+
+EVERY = 12  # steps between two events
+COMES = 4.0 * SLOWNESS  # seconds
+WIDTH = 400
+
+if joins and way == "ends":
+    sys.exit()
+if joins and way == "hangs":
+    time.sleep(1000)
+if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
+    whose, what = {
+        "hello": (engine, "fault_tolerant"),
+        "connect": (joining, "_within"),
+        "open": (jaxcoded.CodedGroup, "_open"),
+        "enter": (joining.Arrival, "enter"),
+    }[way.split()[1]]
+    setattr(whose, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+if joins and way == "refuses":
+    jaxcoded.Plan.from_json = lambda text: jaxcoded.make_plan(9)
+
+random = np.random.default_rng(0)
+data = random.standard_normal((EXAMPLES, WIDTH))
+said, alike, sizes = [], [], []
+
+
+def make_step(group):
+    """The compiled step."""
+    indices, weights = group.assignment(EXAMPLES)
+    x = data[indices]
+
+    def loss(w, x):
+        return jax.vmap(lambda x: ((x @ w - 1) ** 2).astype(w.dtype))(x)
+
+    value_and_grad = jaxcoded.coded_value_and_grad(loss, group, mean=True)
+
+    @jax.jit
+    def step(w, x, weights):
+        value, gradient = value_and_grad(w, x, weights)
+        return w - 1e-3 * gradient, value
+
+    return lambda w: step(w, x, weights)[0]
+
+
+def last_is_root(size):
+    """The plan of a star."""
+    return jaxcoded.make_plan(size, parents=[size - 1] * (size - 1) + [-1])
+
+
+def alone(steps):
+    """The parameters after so many steps, of one process."""
+    w = np.zeros(WIDTH)
+    for _ in range(steps):
+        w = w - 1e-3 * 2 * (data.T @ (data @ w - 1)) / EXAMPLES
+    return w
+
+
+def fall(how):
+    """Die, or leave in order."""
+    board.say(f"{how}s")
+    jax.effects_barrier()
+    if how == "leave":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def too_early():
+    """What a sum says that does not wait for the state of the root."""
+    try:
+        jaxcoded.coded_allreduce(w, group)
+    except jaxcoded.CodedError as error:
+        return str(error)
+    return "nothing"
+
+
+board = Board(directory)
+group = jaxcoded.CodedGroup.joining()
+assert (group is not None) == joins
+if group is None:
+    code = {"code": "shared(replicas=2)"} if option == "shared" else {"fanout": 3}
+    group = jaxcoded.CodedGroup(MPI.COMM_WORLD, **code)
+board.say(f"is rank {group.rank} of {group.size}")
+jaxcoded.leave_on_sigterm(12.0)
+
+w, steps, done = jax.numpy.zeros(WIDTH), 0, 0
+step = None
+while True:
+    if not group.alike:
+        alike.append(group.alike)
+        if option == "forgets" and not said:
+            said.append(too_early())
+        steps, done, w = jaxcoded.tree_bcast((steps, done, w), group)
+        steps, done = int(steps), int(done)
+        assert group.alike
+    if step is None:
+        step = make_step(group)
+        sizes.append(group.size)
+    event, _, words = (events[done] if done < len(events) else "end").partition(" ")
+    ranks = [int(it) for it in words.partition(" ")[0].split(",") if it.isdigit()]
+    try:
+        while steps < EVERY * (done + 1):
+            # nobody comes to this twice
+            falls = event in ("kill", "leave") and group.rank in ranks
+            if falls and steps % EVERY == EVERY // 2 and group.size == sizes[-1]:
+                fall(event)
+            w = jax.block_until_ready(step(w))
+            steps += 1
+            board.note(steps)
+    except jax.errors.JaxRuntimeError as error:  # the root has died
+        said.append(str(error))
+        jaxcoded.effects_barrier()
+        group, step = group.recovered(timeout=PATIENCE), None
+        events[done] = "done"
+        continue
+    done += 1
+    if event == "end":
+        break
+    try:
+        if event == "join":
+            group, step = group.extended(ranks[0], timeout=PATIENCE), None
+        elif event == "roots":
+            group, step = group.extended(ranks[0], plan=last_is_root), None
+        elif event == "differs":
+            group.extended(1 + (group.rank == ranks[0]))
+        elif event == "loses":
+            if group.rank in ranks:
+                _, where, *stops = words.split()
+                setattr(
+                    joining.Hosts, where, stop if stops else lambda *_: fall("kill")
+                )
+            group.extended(1, timeout=COMES if words.endswith("stops") else PATIENCE)
+        elif event in fails:
+            limit = 8.0 * SLOWNESS if event in ("hangs", "ends") else PATIENCE
+            command = [
+                sys.executable,
+                *sys.orig_argv[1:],
+                f"--fails {event} {words}".strip(),
+            ]
+            group, step = group.extended(2, command=command, timeout=limit), None
+        elif event in ("kill", "leave"):
+            group, step = group.recovered(timeout=PATIENCE), None
+    except (jaxcoded.CodedError, ValueError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+        board.say(said[-1])
+        old = group
+        while event == "loses" and group is old:
+            stops = words.endswith("stops")
+            try:
+                limit = COMES if stops else PATIENCE
+                group, step = group.recovered(timeout=limit, put_out=stops), None
+            except jaxcoded.CodedError as error:
+                said.append(str(error))
+w = np.asarray(w)
+error = abs(w - alone(steps)).max() / abs(w).max()
+path = board.directory / f"rank-{group.rank}.json"
+assert not path.exists()
+board.rank = group.rank
+board.report(
+    steps=steps,
+    size=group.size,
+    error=error,
+    digest=hashlib.sha256(w).hexdigest(),
+    sizes=sizes,
+    said=said,
+    alike=alike,
+    joined=joins,
+)
+group.close()
