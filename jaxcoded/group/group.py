@@ -3,10 +3,8 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import itertools
-import operator
 import threading
 import time
 import warnings
@@ -20,64 +18,21 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import (
-    CodedError,
-    Desynchronized,
-    GroupClosed,
-    GroupMismatch,
-    use_after_close,
-)
+from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_close
 from jaxcoded.group import joining, opening, recovery, snapshots
+from jaxcoded.group.anew import Anew
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
-from jaxcoded.group.pending import Pending
+from jaxcoded.group.extending import Extending, joined
 from jaxcoded.group.record import Path, Record
+from jaxcoded.group.succession import Planner, check_planner, planned, planned_anew
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import automatic
 from jaxcoded.transport import build, engine, primitive
-from jaxcoded.transport.agreement import check_communicator, gathered, plain, told
+from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.options import Options
-
-
-@dataclasses.dataclass
-class _Anew:
-    """A group without the dead, as far as it is made. What has been begun is waited for again by the next call of
-    `recovered`, where one has given up.
-
-    Attributes:
-        shrinking: the communicator of the ranks that live.
-        group: that of them, if nothing failed.
-        rounds: that were decided before.
-        failure: here.
-        agreement: whether all have one; None: nobody was asked yet.
-    """
-
-    shrinking: Pending[MPI.Intracomm]
-    group: "CodedGroup | None" = None
-    rounds: int = 0
-    failure: BaseException | None = None
-    agreement: recovery.Agreement | None = None
-
-
-@dataclasses.dataclass
-class _Taking:
-    """A group with ranks that join, which counts once all old ranks agree that they have it.
-
-    Attributes:
-        hosts: who start them.
-        both: the communicator of old and new ranks, if it was made.
-        group: that of all, if nothing failed.
-        failure: here.
-        agreement: whether all have the group.
-    """
-
-    hosts: joining.Hosts
-    agreement: Pending[bool]
-    both: MPI.Intracomm | None = None
-    group: "CodedGroup | None" = None
-    failure: BaseException | None = None
 
 
 class CodedGroup:
@@ -170,7 +125,7 @@ class CodedGroup:
             transport,
             options,
             request,
-            lambda hosts: _planned(hosts, **request),
+            lambda hosts: planned(hosts, **request),
             record=Record(record, replay),
         )
 
@@ -388,9 +343,10 @@ class CodedGroup:
         self._rank = self._comm.rank
         self._snapshots = 0
         self._successor: CodedGroup | None = None
-        self._anew: _Anew | None = None
-        self._taking: _Taking | None = None
-        self._recovering = threading.Lock()
+        # what takes its place, as far as that is made
+        self._anew: Anew | None = None
+        self._extending: Extending | None = None
+        self._changes = threading.Lock()  # of ranks
         self._callback: Callable[[RoundSeen], Any] | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
         self.plan_words = ""
@@ -801,7 +757,7 @@ class CodedGroup:
     def recovered(
         self,
         *,
-        plan: Callable[[int], Plan] | None = None,
+        plan: Planner | None = None,
         options: Options | None = None,
         timeout: float = 60.0,
         put_out: bool = False,
@@ -854,203 +810,32 @@ class CodedGroup:
             raise TypeError(
                 f"put_out must be True or False, got {_require.shown(put_out)}"
             )
-        if not (plan is None or callable(plan)):
-            raise TypeError(
-                f"plan must make a plan for a number of ranks, got {_require.shown(plan)}"
-            )
-        transport = self.transport
-        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
-            raise ValueError(
-                "recovered needs the engine, and an MPI that goes on where a rank dies: start the job "
-                "with jaxcoded run --ft, which needs Open MPI 5"
-            )
-        if not self._recovering.acquire(blocking=False):
-            raise CodedError("another thread of this rank is in recovered or extended")
-        try:
-            with transport.watching():
-                return self._recovered(transport, plan, options, timeout, put_out)
-        finally:
-            self._recovering.release()
-
-    def _recovered(
-        self,
-        transport: engine.Engine,
-        plan: Callable[[int], Plan] | None,
-        options: Options | None,
-        timeout: float,
-        put_out: bool,
-    ) -> "CodedGroup":
-        if self._taking is not None:
-            return self._taken(timeout, put_out)
-        primitive.effects_barrier()
-        transport.drained(timeout / 2)
-        rounds = transport.rounds_of_all()
-        patience = 2 * timeout + 1
-        if self._anew is None:
-            # a round that failed here alone may have ended otherwise elsewhere
-            broken = rounds < transport.rounds()
-            if not self._roll.call(
-                *(timeout, put_out, transport.departed),
-                broken=broken,
-                decided=transport.decided,
-            ):
-                return self
-            self._anew = _Anew(Pending(self._shrunk))
-        anew = self._anew
-        self._roll.wait(anew.shrinking, patience, timeout, put_out)
-        if anew.agreement is None:
-            anew.agreement = self._make_anew(anew, rounds, plan, options)
-        agreed = anew.agreement.pending
-        self._roll.wait(agreed, patience, timeout, put_out)
-        self._anew = None
-        if not agreed.result(0.0):
-            self._roll.next_attempt()
-            if anew.group is not None:
-                _groups.pop(anew.group.index)
-                anew.group.transport.close(0.0)
-            if recovery.has_died(anew.failure):
-                raise CodedError(
-                    "one more rank died while the group was made anew, or did not come: this one "
-                    "goes on as it is; call recovered again"
-                ) from anew.failure
-            assert anew.failure is not None
-            raise anew.failure
-        assert anew.group is not None
-        if rounds != anew.rounds:
-            self._roll.next_attempt()
-            _groups.pop(anew.group.index)
-            error = CodedError(
-                f"rank {self.rank} had given up while the group was made anew, and rounds of the old one were "
-                "decided since then: call recovered again"
-            )
-            anew.group.transport.abandon(error)
-            raise error
-        anew.group.transport.enter()
-        if self._callback is not None:
-            anew.group.on_round(self._callback)
-        _groups.pop(self.index)
-        # all are here, and know all results: nobody is waited for
-        self.transport.close(0.0)
-        self._successor = anew.group
-        return anew.group
-
-    def _shrunk(self) -> MPI.Intracomm:
-        try:
-            smaller: MPI.Comm = self._comm.Shrink()
-        except MPI.Exception as error:
-            raise CodedError(
-                f"MPI could not make a communicator of the ranks that live ({error}): start the job again "
-                "from a checkpoint"
-            ) from error
-        assert isinstance(smaller, MPI.Intracomm)
-        return smaller
-
-    def _make_anew(
-        self,
-        anew: _Anew,
-        rounds: int,
-        plan: Callable[[int], Plan] | None,
-        options: Options | None,
-    ) -> recovery.Agreement:
-        """The group of the ranks that live, which counts once all agree that they have one.
-
-        Args:
-            anew: is given it.
-            rounds: of this one, that this rank knows.
-            plan, options: as in `recovered`.
-        """
-        anew.rounds = rounds
-        smaller = anew.shrinking.result(0.0)
-        comms: list[MPI.Comm] = [smaller]
-        other = CodedGroup.__new__(CodedGroup)
-        other._asked = self._asked
-        plan = plan and functools.cache(plan)  # one for all questions
-        try:
-            with recovery.let_go(comms):
-                known = True, rounds
-                if self._ahead is not None and not self.alike:
-                    known = False, self._ahead
-                survivors, best, other._ahead = recovery.successors(
-                    *(smaller, self._comm, self.plan.root, known),
-                    _root_of(plan, smaller.size),
-                )
-                if survivors != sorted(survivors):
-                    comms.append(smaller.Split(0, survivors.index(self.rank)))
-                own = comms[-1]
-                assert isinstance(own, MPI.Intracomm)
-                # others may not have heard of the last `replan`
-                known_speeds = gathered(own, [str(it) for it in self.plan.speeds])
-                speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
-                # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
-                other._open(
-                    own,
-                    "engine",
-                    self._options if options is None else options,
-                    {"recovered": survivors},
-                    lambda hosts: self._plan_for(
-                        *(hosts, [speeds[rank] for rank in survivors if speeds], plan),
-                        *("recovered", "that live"),
-                    ),
-                    takes=True,
-                )
-            if other._ahead is not None:
-                assert isinstance(other.transport, engine.Engine)
-                other.transport.expect_state()
-            anew.group = other
-        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-            anew.failure = error
-            if recovery.has_died(error) or not isinstance(error, Exception):
-                smaller.Revoke()  # in which others may wait; not those who agree
-        return recovery.Agreement(smaller, anew.failure)
-
-    def _plan_for(
-        self,
-        hosts: Sequence[str],
-        speeds: Sequence[Fraction],
-        plan: Callable[[int], Plan] | None,
-        call: str,
-        whose: str,
-    ) -> Plan:
-        """The plan for other ranks than this group's.
-
-        Args:
-            hosts: of each.
-            speeds: of each; none if they count as equal.
-            plan: as in `recovered`.
-            call, whose: what asks for it, and for the ranks of what kind.
-        """
-        size = len(hosts)
-        if self._record.request:
-            raise ValueError(
-                "a record is of all ranks of its group: a group with record or replay cannot go on "
-                "with others"
-            )
-        if plan is not None:
-            made = plan(size)
-            if not isinstance(made, Plan) or made.size != size:
-                raise ValueError(
-                    f"plan must return a jaxcoded.Plan for {size} ranks, got {made!r}"
-                )
-            return made
-        if self._asked is None or isinstance(self._asked["code"], Mapping):
-            raise ValueError(
-                f"the group was made with a plan, or a code, for just its ranks: say with {call}("
-                f"plan=lambda size: jaxcoded.make_plan(size, …)) which one those {whose} go on with"
-            )
-        try:
-            return _planned(hosts, **{**self._asked, "speeds": speeds or None})
-        except ValueError as error:
-            raise ValueError(
-                f"no plan for the {size} ranks {whose}: {error}. Or say which one to take: "
-                f"{call}(plan=lambda size: jaxcoded.make_plan(size, stragglers=0)) waits for all; "
-                "this group goes on as it is"
-            ) from None
+        check_planner(plan)
+        with self._changing("recovered") as transport:
+            if self._extending is not None:
+                return self._with_those_that_join(timeout, put_out)
+            primitive.effects_barrier()
+            transport.drained(timeout / 2)
+            rounds = transport.rounds_of_all()
+            if self._anew is None:
+                # a round that failed here alone may have ended otherwise elsewhere
+                broken = rounds < transport.rounds()
+                if not self._roll.call(
+                    *(timeout, put_out, transport.departed),
+                    broken=broken,
+                    decided=transport.decided,
+                ):
+                    return self
+                self._anew = Anew(self)
+            self._anew.make(rounds, plan, options, timeout, put_out)
+            anew, self._anew = self._anew, None
+            return self._give_way(anew.group(rounds))
 
     def extended(
         self,
         ranks: int,
         *,
-        plan: Callable[[int], Plan] | None = None,
+        plan: Planner | None = None,
         options: Options | None = None,
         command: Sequence[str] | None = None,
         timeout: float = 120.0,
@@ -1109,152 +894,38 @@ class CodedGroup:
         check_open(self)
         ranks = _require.integer("ranks", ranks, 1, joining.MOST)
         timeout = _require.not_negative("timeout", timeout)
-        if not (plan is None or callable(plan)):
-            raise TypeError(
-                f"plan must make a plan for a number of ranks, got {_require.shown(plan)}"
-            )
+        check_planner(plan)
         if not (options is None or isinstance(options, Options)):
             raise TypeError(
                 f"options must be jaxcoded.Options, got {_require.kind(options)}"
             )
         command = joining.checked(command)
-        transport = self.transport
-        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
-            raise ValueError(
-                "extended needs the engine, and an MPI that goes on where a rank dies: start the job "
-                "with jaxcoded run --ft, which needs Open MPI 5"
-            )
-        if why := joining.why_not():
-            raise ValueError(why)
-        if not self._recovering.acquire(blocking=False):
-            raise CodedError("another thread of this rank is in recovered or extended")
-        try:
-            with transport.watching():
-                if self._taking is None:
-                    arguments = ranks, plan, options, command, timeout
-                    self._taking = self._take_in(transport, *arguments)
-                return self._taken(timeout)
-        finally:
-            self._recovering.release()
-
-    def _take_in(
-        self,
-        transport: engine.Engine,
-        ranks: int,
-        plan: Callable[[int], Plan] | None,
-        options: Options | None,
-        command: Sequence[str],
-        timeout: float,
-    ) -> _Taking:
-        primitive.effects_barrier()
-        drained = transport.drained(timeout / 2)
-        if self._anew is not None or self._roll.call(
-            *(timeout, False, transport.departed),
-            decided=transport.decided,
-            what="have not called extended",
-        ):
-            raise CodedError(
-                "some ranks of the group are dead: call recovered first, and then extended"
-            )
-        hosts = joining.Hosts(self._comm, self.plan.root)
-        other = CodedGroup.__new__(CodedGroup)
-        other._asked = self._asked
-        other._ahead = 1 if self._ahead is None or self.alike else self._ahead + 1
-        options = self._options if options is None else options
-        plan = plan and functools.cache(plan)
-        speeds = list(self.plan.speeds)
-        if speeds:  # of those that join nothing is known
-            speeds += [sum(speeds, Fraction(0)) / len(speeds)] * ranks
-        comms: list[MPI.Comm] = []
-        both: MPI.Intracomm | None = None
-        failure: BaseException | None = None
-
-        def planned(names: Sequence[str]) -> Plan:
-            return self._plan_for(
-                names, speeds, plan, "extended", "with those that join"
-            )
-
-        none = f"no rank has joined of {ranks}"
-        goes_on = "; this group goes on as it is"
-        try:
-            root, wrong = 0, None
-            try:
-                options.complete().check()
-                if plan or not (self._asked and self._asked["by_host"]):
-                    root = planned([""] * (self.size + ranks)).root
-            except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ
-                wrong = error
-            asked = plain(self._asked)
-            if asked and isinstance(asked["code"], Mapping):
-                asked = None  # for just some ranks
-            invitation = joining.Invitation(self.size, ranks, root, asked, options)
-            words = f"ranks={ranks}, rounds={transport.rounds()}, command={command}, "
-            words += f"{plain(invitation.to_json())}, {self.plan.fingerprint}, {wrong}"
-            hosts.ask(words, 0 if wrong else ranks, command, timeout)
-            if not hosts.verdict.same:
-                raise GroupMismatch(hosts.verdict.why_not)
-            if wrong:
-                raise wrong
-            if hosts.verdict.why_not:
-                raise CodedError(f"{none}: {hosts.verdict.why_not}{goes_on}")
-            seconds = joining.opening_seconds(timeout)
-            until = time.monotonic() + seconds
-            both = hosts.connect(invitation, until)
-            comms.append(both)
-            with recovery.let_go(comms, seconds):
-                if not drained:
+        with self._changing("extended") as transport:
+            if why := joining.why_not():
+                raise ValueError(why)
+            if self._extending is None:
+                primitive.effects_barrier()
+                drained = transport.drained(timeout / 2)
+                if self._anew is not None or self._roll.call(
+                    *(timeout, False, transport.departed),
+                    decided=transport.decided,
+                    what="have not called extended",
+                ):
                     raise CodedError(
-                        f"rank {self.rank} has not got the results of rounds that it has called after "
-                        f"{timeout / 2:g} s: call extended again later"
+                        "some ranks of the group are dead: call recovered first, and then extended"
                     )
-                own = invitation.own(both, self.plan.root)
-                comms.append(own)
-                other._open(
-                    *(own, "engine", options, invitation.request),
-                    lambda names: _plan_of_root(own, root, lambda: planned(names)),
-                    takes=True,
+                self._extending = Extending(
+                    self, ranks, plan, options, command, timeout, drained
                 )
-            assert isinstance(other.transport, engine.Engine)
-            other.transport.expect_state()
-            if why := hosts.ready(ranks, until):
-                raise CodedError(f"{none}: {why}{goes_on}")
-        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-            failure = error
-            for comm in comms:  # in which others may wait
-                comm.Revoke()
-        agreement = Pending(lambda: hosts.agreed(failure is None))
-        group = other if hasattr(other, "index") and other.index in _groups else None
-        return _Taking(hosts, agreement, both, group, failure)
+            return self._with_those_that_join(timeout)
 
-    def _taken(self, timeout: float, put_out: bool = False) -> "CodedGroup":
-        """The group that was begun in `_take_in`, once all old ranks agree that they have it."""
-        taking = self._taking
-        assert taking is not None
-        self._roll.wait(taking.agreement, 2 * timeout + 1, timeout, put_out)
-        self._taking = None
-        agreed = taking.agreement.result(0.0)
-        if not agreed:
-            if taking.group is not None:
-                _groups.pop(taking.group.index)
-                taking.group.transport.close(0.0)
-            taking.hosts.end()
-            if taking.failure is not None and not recovery.has_died(taking.failure):
-                raise taking.failure
-            raise CodedError(
-                "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
-                "others, which say why; this group goes on as it is: call recovered, and then extended again"
-            ) from taking.failure
-        other = taking.group
-        assert other is not None
-        taking.hosts.tell(taking.both)
-        other.transport.enter()
-        if self._callback is not None:
-            other.on_round(self._callback)
-        _groups.pop(self.index)
-        # all are here, and know all results: nobody is waited for
-        self.transport.close(0.0)
-        self._successor = other
-        return other
+    def _with_those_that_join(
+        self, timeout: float, put_out: bool = False
+    ) -> "CodedGroup":
+        assert self._extending is not None
+        self._extending.wait(timeout, put_out)
+        extending, self._extending = self._extending, None
+        return self._give_way(extending.group())
 
     @classmethod
     def joining(cls) -> "CodedGroup | None":
@@ -1280,39 +951,88 @@ class CodedGroup:
             >>> jaxcoded.CodedGroup.joining() is None
             True
         """
-        arrival = joining.Arrival.of_this_process()
-        if arrival is None:
-            return None
-        both, old_root, invitation = arrival.invited()
-        group = cls.__new__(cls)
-        group._asked, group._ahead = invitation.asked, 0
-        comms: list[MPI.Comm] = [both]
-        failure: BaseException | None = None
+        group = joined(cls)
+        if group is not None:
+            group.transport.enter()
+        return group
+
+    # A group that takes the place of another.
+
+    @contextlib.contextmanager
+    def _changing(self, call: str) -> Iterator[engine.Engine]:
+        """Inside, this thread alone changes the ranks of the group.
+
+        Raises:
+            ValueError: they cannot change.
+            CodedError: another thread does so.
+        """
+        transport = self.transport
+        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
+            raise ValueError(
+                f"{call} needs the engine, and an MPI that goes on where a rank dies: start the job "
+                "with jaxcoded run --ft, which needs Open MPI 5"
+            )
+        if not self._changes.acquire(blocking=False):
+            raise CodedError("another thread of this rank is in recovered or extended")
         try:
-            with recovery.let_go(comms, joining.opening_seconds(arrival.seconds)):
-                own = invitation.own(both, old_root)
-                comms.append(own)
-                group._open(
-                    *(own, "engine", invitation.options, invitation.request),
-                    lambda _: _plan_of_root(own, invitation.place),
-                    takes=True,
-                )
+            with transport.watching():
+                yield transport
+        finally:
+            self._changes.release()
+
+    def _planned_anew(
+        self,
+        hosts: Sequence[str],
+        speeds: Sequence[Fraction],
+        plan: Planner | None,
+        call: str,
+        whose: str,
+    ) -> Plan:
+        """See `planned_anew`."""
+        if self._record.request:
+            raise ValueError(
+                "a record is of all ranks of its group: a group with record or replay cannot go on "
+                "with others"
+            )
+        return planned_anew(self._asked, hosts, speeds, plan, call, whose)
+
+    @classmethod
+    def _taking_over(
+        cls,
+        comm: MPI.Intracomm,
+        options: Options,
+        request: dict[str, Any],
+        planner: Callable[[Sequence[str]], Plan],
+        asked: Mapping[str, Any] | None,
+        ahead: int | None,
+    ) -> "CodedGroup":
+        """A group on a communicator of its own that counts once all agree that they have it."""
+        group = cls.__new__(cls)
+        group._asked, group._ahead = asked, ahead
+        group._open(comm, "engine", options, request, planner, takes=True)
+        if ahead is not None:
             assert isinstance(group.transport, engine.Engine)
             group.transport.expect_state()
-        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-            failure = error
-        arrival.ready(failure)
-        if failure is not None:
-            both.Revoke()
-            raise failure
-        try:
-            arrival.enter(both, invitation.size)
-        except BaseException:
-            _groups.pop(group.index)
-            group.transport.close(0.0)
-            raise
-        group.transport.enter()
         return group
+
+    def _withdraw(self, error: BaseException | None = None) -> None:
+        """Leave it again: not all have it, or (``error``) this rank is not to have it."""
+        _groups.pop(self.index)
+        if error is None:
+            self.transport.close(0.0)
+        else:
+            self.transport.abandon(error)
+
+    def _give_way(self, other: "CodedGroup") -> "CodedGroup":
+        """All have the other one: go on with it."""
+        other.transport.enter()
+        if self._callback is not None:
+            other.on_round(self._callback)
+        _groups.pop(self.index)
+        # all are here, and know all results: nobody is waited for
+        self.transport.close(0.0)
+        self._successor = other
+        return other
 
     def close(self, timeout: float = 60.0) -> None:
         """Finish pending rounds and give the communicator back. Collective; does
@@ -1396,48 +1116,6 @@ class CodedGroup:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"
         return f"<CodedGroup {self.index} of {self.size} ranks, {state}>"
-
-
-def _planned(hosts: Sequence[str], *, by_host: bool, **asked: Any) -> Plan:
-    """The plan for a rank on each of these hosts."""
-    if not isinstance(by_host, bool):
-        raise TypeError(f"by_host must be True or False, got {_require.shown(by_host)}")
-    if by_host and asked["fanout"] is not None:
-        raise ValueError("give fanout or by_host, not both")
-    return make_plan(len(hosts), hosts=hosts if by_host else None, **asked)
-
-
-def _plan_of_root(
-    comm: MPI.Intracomm, root: int, make: Callable[[], Plan] | None = None
-) -> Plan:
-    """The plan of the root, on ranks that cannot make it themselves, too. Collective.
-
-    Args:
-        comm: of all.
-        root: whose plan counts.
-        make: makes this rank's; None on those that cannot.
-    """
-    plan, failure = None, None
-    try:
-        plan = make and make()
-    except Exception as error:  # noqa: BLE001  # the others wait for an answer
-        failure = error
-    said = told(comm, [plan and plan.to_json(), failure and str(failure)], root)
-    if failure is not None:
-        raise failure
-    if plan is None:
-        if said[0] is None:
-            raise ValueError(said[1])
-        plan = Plan.from_json(said[0])
-    return plan
-
-
-def _root_of(plan: Callable[[int], Plan] | None, size: int) -> int:
-    """Of the plan for so many ranks; what is wrong with it is said elsewhere."""
-    try:
-        return 0 if plan is None else operator.index(plan(size).root) % size
-    except Exception:  # noqa: BLE001
-        return 0
 
 
 def _digest(plan: Plan) -> np.ndarray:

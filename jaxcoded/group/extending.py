@@ -1,0 +1,199 @@
+"""A group with ranks that join, made by those that are there."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from jaxcoded.errors import CodedError, GroupMismatch
+from jaxcoded.group import joining, recovery
+from jaxcoded.group.pending import Pending
+from jaxcoded.group.succession import Planner, plan_of_root
+from jaxcoded.plan import Plan
+from jaxcoded.transport.agreement import plain
+from jaxcoded.transport.options import Options
+
+if TYPE_CHECKING:
+    from jaxcoded.group.group import CodedGroup
+
+_GOES_ON = "; this group goes on as it is"
+
+
+class Extending:
+    """A group with more ranks, as far as it is made: all that needs others has been tried here, and they are to
+    agree that they have it. That is waited for again by the next call of `CodedGroup.extended` or `recovered`,
+    where one has given up.
+
+    Args:
+        old: the group, of which all ranks are alive and have come.
+        ranks: that join.
+        plan, options, timeout: as in `CodedGroup.extended`.
+        command: that starts each of them; empty: as this process was started.
+        drained: whether this rank has got the results of all rounds that it has called.
+    """
+
+    def __init__(
+        self,
+        old: CodedGroup,
+        ranks: int,
+        plan: Planner | None,
+        options: Options | None,
+        command: Sequence[str],
+        timeout: float,
+        drained: bool,
+    ) -> None:
+        self._old, self._ranks = old, ranks
+        self._plan = plan and functools.cache(plan)
+        self._options = old._options if options is None else options
+        self._hosts = joining.Hosts(old.comm, old.plan.root)
+        self._comms: list[MPI.Intracomm] = []  # of old and new ranks
+        self._group: CodedGroup | None = None
+        self._failure: BaseException | None = None  # here
+        try:
+            invitation = self._start(command, timeout)
+            until = time.monotonic() + joining.opening_seconds(timeout)
+            both = self._hosts.connect(invitation, until)
+            self._comms.append(both)
+            if not drained:
+                raise CodedError(
+                    f"rank {old.rank} has not got the results of rounds that it has called after "
+                    f"{timeout / 2:g} s: call extended again later"
+                )
+            self._make(both, invitation, until)
+        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+            self._failure = error
+            for comm in self._comms:  # in which others may wait
+                comm.Revoke()
+        self._agreement = Pending(lambda: self._hosts.agreed(self._failure is None))
+
+    def wait(self, timeout: float, put_out: bool) -> None:
+        """Until all agree that they have it, or that they do not.
+
+        Args:
+            timeout, put_out: as in `CodedGroup.recovered`.
+
+        Raises:
+            CodedError: they have not come to that yet.
+        """
+        self._old._roll.wait(self._agreement, 2 * timeout + 1, timeout, put_out)
+
+    def group(self) -> CodedGroup:
+        """It, once they agree.
+
+        Raises:
+            CodedError: not all have it.
+            Exception: what has failed on all.
+        """
+        group, failure = self._group, self._failure
+        if self._agreement.result(0.0):
+            assert group is not None
+            self._hosts.tell(self._comms[0])
+            return group
+        if group is not None:
+            group._withdraw()
+        self._hosts.end()
+        if failure is not None and not recovery.has_died(failure):
+            raise failure
+        raise CodedError(
+            "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
+            f"others, which say why{_GOES_ON}: call recovered, and then extended again"
+        ) from failure
+
+    def _start(self, command: Sequence[str], timeout: float) -> joining.Invitation:
+        """Have the root start them, until all are there."""
+        old, root, wrong = self._old, 0, None
+        try:
+            self._options.complete().check()
+            if self._plan or not (old._asked and old._asked["by_host"]):
+                root = self._planned([""] * (old.size + self._ranks)).root
+        except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ
+            wrong = error
+        asked = plain(old._asked)
+        if asked and isinstance(asked["code"], Mapping):
+            asked = None  # for just some ranks
+        invitation = joining.Invitation(
+            old.size, self._ranks, root, asked, self._options
+        )
+        words = (
+            f"ranks={self._ranks}, rounds={old.transport.rounds()}, command={command}, "
+            f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
+        )
+        self._hosts.ask(words, 0 if wrong else self._ranks, command, timeout)
+        if not self._hosts.verdict.same:
+            raise GroupMismatch(self._hosts.verdict.why_not)
+        if wrong:
+            raise wrong
+        if why := self._hosts.verdict.why_not:
+            raise CodedError(self._none(why))
+        return invitation
+
+    def _make(
+        self, both: MPI.Intracomm, invitation: joining.Invitation, until: float
+    ) -> None:
+        """Make the group with them."""
+        old = self._old
+        with recovery.let_go(self._comms, max(until - time.monotonic(), 0.0)):
+            own = invitation.own(both, old.plan.root)
+            self._comms.append(own)
+            self._group = old._taking_over(
+                *(own, self._options, invitation.request),
+                lambda hosts: plan_of_root(
+                    *(own, invitation.place, lambda: self._planned(hosts))
+                ),
+                old._asked,
+                1 if old._ahead is None or old.alike else old._ahead + 1,
+            )
+        if why := self._hosts.ready(self._ranks, until):
+            raise CodedError(self._none(why))
+
+    def _planned(self, hosts: Sequence[str]) -> Plan:
+        speeds = list(self._old.plan.speeds)
+        if speeds:  # of those that join nothing is known
+            speeds += [sum(speeds, Fraction(0)) / len(speeds)] * self._ranks
+        return self._old._planned_anew(
+            hosts, speeds, self._plan, "extended", "with those that join"
+        )
+
+    def _none(self, why: str) -> str:
+        return f"no rank has joined of {self._ranks}: {why}{_GOES_ON}"
+
+
+def joined(kind: type[CodedGroup]) -> CodedGroup | None:
+    """The group that this process is taken into; None where it was not started to join one.
+
+    Args:
+        kind: of group.
+    """
+    arrival = joining.Arrival.of_this_process()
+    if arrival is None:
+        return None
+    both, old_root, invitation = arrival.invited()
+    comms: list[MPI.Comm] = [both]
+    group, failure = None, None
+    try:
+        with recovery.let_go(comms, joining.opening_seconds(arrival.seconds)):
+            own = invitation.own(both, old_root)
+            comms.append(own)
+            group = kind._taking_over(
+                *(own, invitation.options, invitation.request),
+                lambda _: plan_of_root(own, invitation.place),
+                *(invitation.asked, 0),
+            )
+    except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+        failure = error
+    arrival.ready(failure)
+    if failure is not None:
+        both.Revoke()
+        raise failure
+    assert group is not None
+    try:
+        arrival.enter(both, invitation.size)
+    except BaseException:
+        group._withdraw()
+        raise
+    return group
