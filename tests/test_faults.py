@@ -1119,6 +1119,8 @@ group.close(2.0)
             "ranks [2] live, but have not called recovered: of these [2] have closed the group",
         ),
         ("group.close(); left.touch(); signal.pause()", 0, True, "3"),
+        # Python does not tell of it
+        more("left.touch(); sys.exit(1)", 0, True, "3"),
     ],
 )
 def test_a_rank_that_has_left_does_not_keep_the_others(
@@ -1132,6 +1134,43 @@ def test_a_rank_that_has_left_does_not_keep_the_others(
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
     assert len(lines) == 3 and all(line.startswith(said) for line in lines), job.stdout
     assert ("rank 2: status 1" in job.stderr) == status, job.stderr
+
+
+GIVEN = """
+import os, time
+from mpi4py import MPI
+import jaxcoded
+group = jaxcoded.CodedGroup.{made}
+if group.rank == 2:
+    os.kill(os.getpid(), 9)
+said = ""
+while not said:
+    time.sleep(0.05)
+    try:
+        assert group.recovered(timeout={seconds:.2f}) is group
+    except ValueError as error:
+        said = str(error)
+print(said, flush=True)
+group = group.recovered(plan=jaxcoded.make_plan)
+assert group.size == 3
+group.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        more("from_plan(MPI.COMM_WORLD, jaxcoded.make_plan(4))"),
+        "auto(MPI.COMM_WORLD, payload=800, work=1e-3)",
+    ],
+)
+def test_a_group_with_a_plan_of_its_own_is_told_which_one_to_go_on_with(tmp_path, made):
+    job = played(tmp_path, GIVEN.format(made=made, seconds=60 * slowness()))
+    assert job.returncode == 0, job.stderr
+    lines = re.findall(r"<stdout>: (.*)", job.stdout)
+    assert len(lines) == 3, job.stdout
+    for line in lines:
+        assert line.startswith("the group was made with a plan, or a code, for just")
 
 
 ALONE = """
