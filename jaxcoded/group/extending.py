@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,8 @@ _GOES_ON = "; this group goes on as it is"
 
 
 class Extending:
-    """A group with more ranks, as far as it is made: all that needs others has been tried here, and they are to
-    agree that they have it. That is waited for again by the next call of `CodedGroup.extended` or `recovered`,
-    where one has given up.
+    """A group with more ranks, as far as it is made. What has been begun is waited for again by the next call of
+    `CodedGroup.extended` or `recovered`, where one has given up.
 
     Args:
         old: the group, of which all ranks are alive and have come.
@@ -50,29 +50,17 @@ class Extending:
         self._old, self._ranks = old, ranks
         self._plan = plan and functools.cache(plan)
         self._options = old._options if options is None else options
+        self._command, self._timeout, self._drained = command, timeout, drained
         self._hosts = joining.Hosts(old.comm, old.plan.root)
+        self._invitation: joining.Invitation | None = None
+        self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
         self._group: CodedGroup | None = None
         self._failure: BaseException | None = None  # here
-        try:
-            invitation = self._start(command, timeout)
-            until = time.monotonic() + joining.opening_seconds(timeout)
-            both = self._hosts.connect(invitation, until)
-            self._comms.append(both)
-            if not drained:
-                raise CodedError(
-                    f"rank {old.rank} has not got the results of rounds that it has called after "
-                    f"{timeout / 2:g} s: call extended again later"
-                )
-            self._make(both, invitation, until)
-        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-            self._failure = error
-            for comm in self._comms:  # in which others may wait
-                comm.Revoke()
-        self._agreement = Pending(lambda: self._hosts.agreed(self._failure is None))
+        self._agreement: Pending[bool] | None = None
 
-    def wait(self, timeout: float, put_out: bool) -> None:
-        """Until all agree that they have it, or that they do not.
+    def make(self, timeout: float, put_out: bool) -> None:
+        """Make it with the others, and wait until all agree that they have it, or that they do not.
 
         Args:
             timeout, put_out: as in `CodedGroup.recovered`.
@@ -80,7 +68,39 @@ class Extending:
         Raises:
             CodedError: they have not come to that yet.
         """
-        self._old._roll.wait(self._agreement, 2 * timeout + 1, timeout, put_out)
+        roll, patience = self._old._roll, 2 * timeout + 1
+        if self._copying is None:
+            with self._failing():
+                self._start()
+            ready = self._failure is None
+            self._copying = Pending(lambda: self._hosts.copied(ready))
+        roll.wait(self._copying, patience, timeout, put_out)
+        if self._agreement is None:
+            self._agreement = self._agree(self._copying)
+        roll.wait(self._agreement, patience, timeout, put_out)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Inside, an error is kept, as the others wait for an answer."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001
+            self._failure = self._failure or error
+
+    def _agree(self, copying: Pending[MPI.Intracomm | None]) -> Pending[bool]:
+        """Make it, where all are ready to, and ask whether all have."""
+        ready = True
+        with self._failing():
+            old = copying.result(0.0)
+            ready = old is not None
+            if old is not None:
+                self._make(old)
+        if not ready:
+            return Pending(lambda: False)
+        if self._failure is not None:
+            for comm in self._comms:  # in which others may wait
+                comm.Revoke()
+        return Pending(lambda: self._hosts.agreed(self._failure is None))
 
     def group(self) -> CodedGroup:
         """It, once they agree.
@@ -90,6 +110,7 @@ class Extending:
             Exception: what has failed on all.
         """
         group, failure = self._group, self._failure
+        assert self._agreement is not None
         if self._agreement.result(0.0):
             assert group is not None
             self._hosts.tell(self._comms[0])
@@ -104,7 +125,7 @@ class Extending:
             f"others, which say why{_GOES_ON}: call recovered, and then extended again"
         ) from failure
 
-    def _start(self, command: Sequence[str], timeout: float) -> joining.Invitation:
+    def _start(self) -> None:
         """Have the root start them, until all are there."""
         old, root, wrong = self._old, 0, None
         try:
@@ -120,24 +141,37 @@ class Extending:
             old.size, self._ranks, root, asked, self._options
         )
         words = (
-            f"ranks={self._ranks}, rounds={old.transport.rounds()}, command={command}, "
+            f"ranks={self._ranks}, rounds={old.transport.rounds()}, command={self._command}, "
             f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
         )
-        self._hosts.ask(words, 0 if wrong else self._ranks, command, timeout)
+        ranks = 0 if wrong else self._ranks
+        self._hosts.ask(words, ranks, self._command, self._timeout)
         if not self._hosts.verdict.same:
             raise GroupMismatch(self._hosts.verdict.why_not)
         if wrong:
             raise wrong
         if why := self._hosts.verdict.why_not:
             raise CodedError(self._none(why))
-        return invitation
+        self._invitation = invitation
 
-    def _make(
-        self, both: MPI.Intracomm, invitation: joining.Invitation, until: float
-    ) -> None:
-        """Make the group with them."""
-        old = self._old
-        with recovery.let_go(self._comms, max(until - time.monotonic(), 0.0)):
+    def _make(self, ranks: MPI.Intracomm) -> None:
+        """Make the group with them.
+
+        Args:
+            ranks: of this one.
+        """
+        old, invitation = self._old, self._invitation
+        assert invitation is not None
+        seconds = joining.opening_seconds(self._timeout)
+        until = time.monotonic() + seconds
+        both = self._hosts.connect(ranks, invitation, until)
+        self._comms.append(both)
+        if not self._drained:
+            raise CodedError(
+                f"rank {old.rank} has not got the results of rounds that it has called after "
+                f"{self._timeout / 2:g} s: call extended again later"
+            )
+        with recovery.let_go(self._comms, seconds):
             own = invitation.own(both, old.plan.root)
             self._comms.append(own)
             self._group = old._taking_over(

@@ -923,7 +923,7 @@ class CodedGroup:
         self, timeout: float, put_out: bool = False
     ) -> "CodedGroup":
         assert self._extending is not None
-        self._extending.wait(timeout, put_out)
+        self._extending.make(timeout, put_out)
         extending, self._extending = self._extending, None
         return self._give_way(extending.group())
 

@@ -221,9 +221,8 @@ class Hosts:
         self._comm, self._root = comm, root
         self._line = Line(comm, _TAG)
         self._visit = secrets.token_hex(8)
-        self._visits: dict[int, str] = {}  # of others
+        self._visits: dict[int, str] = {}  # of others, on the root
         self._new: Line | None = None
-        self._copying: Pending[MPI.Intracomm] | None = None
         self._port = ""
         self.verdict = Verdict()
 
@@ -242,20 +241,29 @@ class Hosts:
             CodedError: the root is dead, or says nothing.
         """
         if self._comm.rank == self._root:
-            until = time.monotonic() + seconds
-            self.verdict = self._agreed(words, until)
-            if not self.verdict.why_not and ranks:
-                self._start(ranks, command, seconds, until)
-            for rank, visit in self._visits.items():
-                self._line.say(rank, [visit, dataclasses.asdict(self.verdict)])
+            try:
+                until = time.monotonic() + seconds
+                self.verdict = self._agreed(words, until)
+                if not self.verdict.why_not and ranks:
+                    self._start(ranks, command, seconds, until)
+            except BaseException as error:
+                self.verdict.why_not = (
+                    f"{_require.kind(error)} on rank {self._root}, which starts them"
+                )
+                raise
+            finally:
+                for rank, visit in self._visits.items():
+                    self._line.say(rank, [visit, dataclasses.asdict(self.verdict)])
             return
-        self._line.say(self._root, [self._visit, words, _processes])
         until = time.monotonic() + seconds + _LATER
         while True:
             try:
-                # what is of earlier visits counts no more
+                # of earlier visits nothing counts any more
                 for visit, said in self._line.all_heard(self._root):
-                    if visit == self._visit:
+                    if said is None:
+                        what = [visit, self._visit, words, _processes]
+                        self._line.say(self._root, what)
+                    elif visit == self._visit:
                         self.verdict = Verdict(**said)
                         _known(self.verdict.processes)
                         return
@@ -272,18 +280,20 @@ class Hosts:
 
     def _agreed(self, words: str, until: float) -> Verdict:
         """Whether all want the same."""
+        others = set(range(self._comm.size)) - {self._root}
+        for rank in others:
+            self._line.say(rank, [self._visit, None])
         said = {self._root: words}
         while len(said) < self._comm.size:
-            for rank in range(self._comm.size):
-                if rank == self._root:
-                    continue
+            for rank in others:
                 try:
-                    for visit, its, processes in self._line.all_heard(rank):
-                        self._visits[rank], said[rank] = visit, its
-                        _known(processes)
+                    for asked, visit, its, processes in self._line.all_heard(rank):
+                        if asked == self._visit:
+                            self._visits[rank], said[rank] = visit, its
+                            _known(processes)
                 except Gone:
                     return Verdict(f"rank {rank} has died: call recovered first")
-            late = sorted(set(range(self._comm.size)) - set(said))
+            late = sorted(others - set(said))
             if late and time.monotonic() > until:
                 return Verdict(f"ranks {late} have not called extended")
             time.sleep(_PAUSE)
@@ -347,8 +357,25 @@ class Hosts:
             what = f"processes were started as {' '.join(command)!r}"
             self.verdict.why_not = f"{what}, but {why}"
 
-    def connect(self, invitation: Invitation, until: float) -> MPI.Intracomm:
+    def copied(self, mine: bool) -> MPI.Intracomm | None:
+        """A communicator of the old ranks alone: revoking it lets go whoever waits there, and leaves the group as it
+        is. None where not all of them are ready to connect: MPI counts what ranks agree on, so none of them begins
+        what others do not. Collective.
+
+        Args:
+            mine: whether this one is.
+        """
+        return _tolerant(self._comm.Shrink()) if self.agreed(mine) else None
+
+    def connect(
+        self, old: MPI.Intracomm, invitation: Invitation, until: float
+    ) -> MPI.Intracomm:
         """All old ranks and then the new ones, in one communicator. Collective of both.
+
+        Args:
+            old: `copied`.
+            invitation: of the new ones.
+            until: when it is to be made.
 
         Raises:
             CodedError: it has not been made by then, or some have died.
@@ -357,12 +384,7 @@ class Hosts:
         if self._new is not None:
             for rank in range(invitation.ranks):
                 self._new.say(rank, [self._port, self._root, invitation.to_json()])
-        made: list[MPI.Comm] = []
-        # revoking this one lets go whoever waits there, and leaves the old group as it is
-        self._copying = Pending(lambda: _tolerant(self._comm.Shrink()))
-        what = "connecting them"
-        old: MPI.Intracomm = _within(self._copying, until, what)
-        made.append(old)
+        made: list[MPI.Comm] = [old]
 
         def connected() -> MPI.Intracomm:
             between = _tolerant(old.Accept(self._port, MPI.INFO_NULL, self._root))
@@ -373,7 +395,7 @@ class Hosts:
         try:
             if old.size < self._comm.size:
                 raise CodedError("one of the old ranks has died: call recovered first")
-            return _within(Pending(connected), until, what)
+            return _within(Pending(connected), until, "connecting them")
         except BaseException:
             for comm in made:
                 comm.Revoke()
@@ -403,8 +425,6 @@ class Hosts:
 
     def agreed(self, mine: bool) -> bool:
         """Whether it is so on all old ranks and all of them live, the same on all. Collective."""
-        if self._copying is not None:  # MPI counts what all ranks agree on
-            self._copying.wait()
         try:
             return bool(self._comm.Agree(int(mine)))
         except MPI.Exception as error:

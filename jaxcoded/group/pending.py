@@ -27,10 +27,6 @@ class Pending(Generic[T]):
         """Whether it has neither returned nor raised."""
         return self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Until it has returned or raised."""
-        self._thread.join()
-
     def result(self, seconds: float) -> T:
         """What the call returned, or raised.
 
