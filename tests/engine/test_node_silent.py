@@ -229,3 +229,25 @@ def test_a_root_that_has_failed_with_a_call_in_flight_says_why():
         assert world.ends[rank][2].error.endswith(
             "but rank 1 closed the group, and rank 0 failed: ValueError: no such file"
         )
+
+
+# Whoever calls nothing.
+
+
+@pytest.mark.parametrize("watches", [False, True])
+def test_an_idle_rank_hears_of_rounds_past_a_frozen_parent_where_it_watches(watches):
+    world = world_of(SEVEN, "raise")
+    world.frozen.add(1)
+    world.idle.add(3)
+    node = world.nodes[3]
+    node.watch(watches)
+    world.open = 3
+    heard = lambda: node.decided() == 3
+    others = ended(world, {0, 2, 4, 5, 6}, 3)
+    if watches:
+        pass_time(world, lambda: others() and heard())
+    else:
+        pass_time(world, others)
+        start = world.clock
+        pass_time(world, lambda: world.clock > start + 2 * SECONDS)
+        assert node.decided() == 1
