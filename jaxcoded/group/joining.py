@@ -380,6 +380,10 @@ class Hosts:
         Raises:
             CodedError: it has not been made by then, or some have died.
         """
+        if old.size < self._comm.size:
+            # on all ranks, so nobody waits in it; and others, which may still be making it, would crash if it was
+            # revoked now
+            raise CodedError("one of the old ranks has died: call recovered first")
         engine.join()
         if self._new is not None:
             for rank in range(invitation.ranks):
@@ -393,8 +397,6 @@ class Hosts:
             return both
 
         try:
-            if old.size < self._comm.size:
-                raise CodedError("one of the old ranks has died: call recovered first")
             return _within(Pending(connected), until, "connecting them")
         except BaseException:
             for comm in made:
