@@ -362,6 +362,10 @@ class Hosts:
         self._copying = Pending(lambda: _tolerant(self._comm.Shrink()))
         what = "connecting them"
         old: MPI.Intracomm = _within(self._copying, until, what)
+        if old.size < self._comm.size:
+            # on all ranks, so nobody waits in it; and others, which may still be making it, would crash if it was
+            # revoked now
+            raise CodedError("one of the old ranks has died: call recovered first")
         made.append(old)
 
         def connected() -> MPI.Intracomm:
@@ -371,8 +375,6 @@ class Hosts:
             return both
 
         try:
-            if old.size < self._comm.size:
-                raise CodedError("one of the old ranks has died: call recovered first")
             return _within(Pending(connected), until, what)
         except BaseException:
             for comm in made:
