@@ -920,6 +920,14 @@ def test_a_rank_that_dies_while_others_join(tmp_path, way, words):
     assert words in failed(job)
 
 
+def test_a_rank_that_leaves_by_an_exception_while_others_join(tmp_path):
+    job = extend(tmp_path, 3, 4, "code", "interrupts 2", "join 1")
+    said = {rank: report["said"] for rank, report in job.reports.items()}
+    assert said[2] == ["ValueError: interrupted"] and not said[3]
+    for rank in (0, 1):
+        assert "or it has failed on others, which say why" in said[rank][0]
+
+
 @pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_while_others_join(tmp_path):
     events = "loses 2 connect stops", "join 1"

@@ -3,7 +3,7 @@
 ``extending.py DIRECTORY OPTION EVENTS...``: after every few steps comes one of the events, by ranks of the group of
 then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on
 SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), "roots 2" (the same, with another
-root of the plan), "differs 2" (rank 2 asks for others), or a way in which ranks fail to join:
+root of the plan), "differs 2" (rank 2 asks for others), "interrupts 2" (it leaves by an exception once the others go on to connect), or a way in which ranks fail to join:
 "exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies hello" (before it says that it is there,
 "connect": while it is connected with the others, "open": before it makes the group, "enter": once all have made it), "hangs",
 "refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
@@ -105,6 +105,11 @@ def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def interrupt(*_, known=joining._known):
+    joining._known = known
+    raise ValueError("interrupted")
+
+
 def too_early():
     """What a sum says that does not wait for the state of the root."""
     try:
@@ -163,6 +168,10 @@ while True:
             group, step = group.extended(ranks[0], plan=last_is_root), None
         elif event == "differs":
             group.extended(1 + (group.rank == ranks[0]))
+        elif event == "interrupts":
+            if group.rank in ranks:
+                joining._known = interrupt
+            group.extended(1, timeout=PATIENCE)
         elif event == "loses":
             if group.rank in ranks:
                 _, where, *stops = words.split()
