@@ -266,7 +266,7 @@ def test_memory_is_shared_in_a_directory_that_the_host_has(
         "import os\n"
         f"print(*map(os.environ.get, {names}), 'JAXCODED_SHARED_MEMORY' in os.environ)"
     )
-    with ends.listening() as heard:
+    with ends.listening(0) as heard:
         done = subprocess.run(
             [*ends.WRAPPER, sys.executable, "-c", program],
             env=os.environ | heard.variables,
@@ -457,11 +457,12 @@ def test_hosts_with_too_few_places(program):
 NOT_HEARD = "no word of the end: mpirun ended the job first"
 
 
-def ended(heard, number, program):
+def ended(heard, number, program, **variables):
     """Start what starts a rank; returns its status."""
+    variables |= heard.variables | {"PMIX_RANK": str(number)}
     return subprocess.Popen(
         [*ends.WRAPPER, sys.executable, "-c", program],
-        env=os.environ | heard.variables | {"PMIX_RANK": str(number)},
+        env=os.environ | variables,
         stdin=subprocess.PIPE,
     )
 
@@ -469,7 +470,7 @@ def ended(heard, number, program):
 @pytest.mark.parametrize("hosts", [(), None, ["127.0.0.1", "no such host"]])
 def test_ends_in_words(hosts, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")
-    with ends.listening(hosts) as heard:
+    with ends.listening(7, hosts) as heard:
         for number, (program, status) in enumerate(
             [
                 ("", 0),
@@ -491,7 +492,7 @@ def test_ends_in_words(hosts, monkeypatch):
         }
     assert heard.failure == 44
     not_heard = NOT_HEARD + (", or a host does not answer" if hosts != () else "")
-    words = [re.sub("after .*", "after", line) for line in heard.words(7)]
+    words = [re.sub("after .*", "after", line) for line in heard.words()]
     assert words == [
         "ranks 0–1: status 0, the first of them after",
         "rank 2: killed by SIGKILL, after",
@@ -500,19 +501,40 @@ def test_ends_in_words(hosts, monkeypatch):
         f"ranks 5–6: {not_heard}",
     ]
     del heard.told[2], heard.told[3], heard.told[4]
-    # those that have joined later count, too
-    assert heard.words(2)[1:] == [f"ranks 2–4: {not_heard}"]
     heard.begun -= {2, 3, 4}
-    assert heard.words(2) == []
+    heard.ranks = 2
+    assert heard.words() == []
     assert heard.failure == 0
-    assert heard.words(3)[-1] == f"rank 2: {not_heard}"
+    heard.ranks = 3
+    assert heard.words()[-1] == f"rank 2: {not_heard}"
+
+
+def test_ends_of_ranks_that_have_joined():
+    """Also where two groups have started some, of which none knows of the other's."""
+    with ends.listening(2) as heard:
+        for start, number, status in [("", 0, 0), ("", 1, 0), ("a", 0, 0), ("b", 0, 3)]:
+            program = f"import sys; sys.exit({status})"
+            joins = {"JAXCODED_JOINS": f"{start}:60"} if start else {}
+            process = ended(heard, number, program, **joins)
+            process.communicate(timeout=60 * slowness())
+        assert heard.failure == 3
+        lasting = ended(heard, 1, "import sys; sys.stdin.read()", JAXCODED_JOINS="b:60")
+        while 4 not in heard.begun:
+            time.sleep(0.01)
+    words = [re.sub("after .*", "after", line) for line in heard.words()]
+    assert words == [
+        "ranks 0–2: status 0, the first of them after",
+        "rank 3: status 3, after",
+        f"rank 4: {NOT_HEARD}",
+    ]
+    lasting.communicate(timeout=60 * slowness())
 
 
 def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
     """Whatever the launcher makes of it, such as one that has lost its daemons."""
-    with ends.listening(sure=True) as heard:
+    with ends.listening(0, sure=True) as heard:
         assert heard.failure == 1  # none has begun
-    with ends.listening() as heard:
+    with ends.listening(0) as heard:
         assert heard.failure == 0  # no rank can be heard
         process = ended(heard, 0, "import sys; print(1, flush=True); sys.stdin.read()")
         while not heard.begun:
@@ -551,7 +573,7 @@ def test_a_launcher_that_starts_no_rank(
 
 
 def test_others_are_not_believed():
-    with ends.listening() as heard:
+    with ends.listening(0) as heard:
         host, port, token = heard.variables["JAXCODED_ENDS"].split(":")
         for said in ("", "x\n", "é 0 1\n", f"{token} x 1\n", "x" * 1000, "0 0 0\n"):
             with (
@@ -582,7 +604,7 @@ def test_a_rank_dies_with_what_has_started_it(tmp_path):
         f"open({str(said)!r}, 'w').write(str(os.getpid()))\n"
         "while True: time.sleep(0.1)\n"
     )
-    with ends.listening() as heard:
+    with ends.listening(0) as heard:
         process = ended(heard, 0, program)
         try:
             end = time.monotonic() + 60 * slowness()

@@ -24,9 +24,10 @@ _UNHEARD = "no rank is known to have begun: none was started, or no host answers
 
 
 class Ends:
-    """What ranks have told.
+    """What ranks have told. Those that have joined are counted after the others, as they are heard.
 
     Attributes:
+        ranks: without those that join.
         variables: of the environment, with which they tell it.
         told: of each rank its status, or minus the signal that it died of, and after how many
             seconds; in the order in which they ended.
@@ -35,7 +36,10 @@ class Ends:
         of_job: set once a rank has ended the whole job.
     """
 
-    def __init__(self, line: socket.socket, host: str, near: bool, sure: bool) -> None:
+    def __init__(
+        self, ranks: int, line: socket.socket, host: str, near: bool, sure: bool
+    ) -> None:
+        self.ranks = ranks
         self._line, self._token = line, secrets.token_hex(8)
         self._near, self.sure = near, sure
         self._since = time.monotonic()
@@ -44,6 +48,7 @@ class Ends:
         }
         self.told: dict[int, tuple[int, float]] = {}
         self.begun: set[int] = set()
+        self._joined: dict[str, int] = {}
         self.of_job = threading.Event()
 
     def hear(self) -> None:
@@ -57,17 +62,26 @@ class Ends:
             with caller, contextlib.suppress(OSError, ValueError, TypeError):
                 caller.settimeout(_PATIENCE)
                 said = caller.makefile("rb").readline(_LONGEST).decode()
-                token, number, code, *more = said.split()
+                token, name, code, *more = said.split()
                 if not secrets.compare_digest(token, self._token):
                     continue
+                number = self._number(name)
                 if code == "begun":
-                    self.begun.add(int(number))
+                    self.begun.add(number)
                 else:
                     ended = int(code), time.monotonic() - self._since
-                    self.told.setdefault(int(number), ended)
+                    self.told.setdefault(number, ended)
                     if more:
                         self.of_job.set()
                 caller.sendall(b".")
+
+    def _number(self, name: str) -> int:
+        """Of a rank, or of START.RANK: one of those that were started together to join."""
+        start, _, rank = name.rpartition(".")
+        number = int(rank)
+        if not start:
+            return number
+        return self._joined.setdefault(name, self.ranks + len(self._joined))
 
     @property
     def failure(self) -> int:
@@ -82,7 +96,7 @@ class Ends:
         """Whether a rank was heard."""
         return bool(self.begun or self.told)
 
-    def words(self, ranks: int) -> list[str]:
+    def words(self) -> list[str]:
         """A line for all that ended alike, in the order in which the first of them did; none if
         all ended with status 0."""
         if not self.heard_any:
@@ -90,8 +104,7 @@ class Ends:
         alike: dict[int, list[int]] = {}
         for number, (code, _) in self.told.items():
             alike.setdefault(code, []).append(number)
-        # and those that have joined
-        missing = sorted({*range(ranks), *self.begun} - set(self.told))
+        missing = sorted({*range(self.ranks), *self.begun} - set(self.told))
         if set(alike) == {0} and not missing:
             return []
         lines = []
@@ -110,11 +123,12 @@ class Ends:
 
 @contextlib.contextmanager
 def listening(
-    hosts: Sequence[str] | None = (), *, sure: bool = False
+    ranks: int, hosts: Sequence[str] | None = (), *, sure: bool = False
 ) -> Iterator[Ends]:
     """Hear of the ranks' ends meanwhile.
 
     Args:
+        ranks: how many are started with the job.
         hosts: of the ranks, if not this one; ``None``: not known. Without any, nothing is open to
             other hosts.
         sure: whether all ranks are known to be started on this host.
@@ -122,7 +136,7 @@ def listening(
     here = "127.0.0.1" if hosts == () else _address(hosts or ())
     open_to = here if hosts == () else ""
     with socket.create_server((open_to, 0), backlog=1024) as line:
-        ends = Ends(line, here, hosts == (), sure)
+        ends = Ends(ranks, line, here, hosts == (), sure)
         thread = threading.Thread(target=ends.hear, daemon=True)
         thread.start()
         try:

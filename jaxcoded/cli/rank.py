@@ -23,7 +23,7 @@ SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
 TAKES_IN = "JAXCODED_TAKES_IN"
 # The words by which this process was started, before those of the program, one a line: for ranks that start others
 _STARTER = "JAXCODED_STARTER"
-_JOINS = "JAXCODED_JOINS"  # NUMBER:…, of ranks that others have started: how many there were before
+JOINS = "JAXCODED_JOINS"  # START:…, of ranks that others have started: the same for those of one start
 GOES_ON = "JAXCODED_GOES_ON"  # 1 where the others are to go on without a rank that ends
 # PID:FILE, this process and a file descriptor: its child writes to it as it enters its first group, where
 # an error has ended its program, as it leaves MPI, and as it ends the job
@@ -80,7 +80,7 @@ def main() -> None:
         said = os.read(heard, 100)
     except BlockingIOError:
         said = b""
-    if _JOINS in os.environ and _IN_GROUP not in said:
+    if JOINS in os.environ and _IN_GROUP not in said:
         time.sleep(_SEEN)
     # others may go on without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
@@ -163,8 +163,8 @@ def _tell(code: int | str) -> None:
     import socket
 
     try:
-        if before := os.environ.get(_JOINS, "").partition(":")[0]:
-            rank = str(int(before) + int(rank))
+        if start := os.environ.get(JOINS, "").partition(":")[0]:
+            rank = f"{start}.{rank}"
         host, port, token = os.environ.get(VARIABLE, "").rsplit(":", 2)
         with socket.create_connection((host, int(port)), _PATIENCE) as line:
             line.sendall(f"{token} {rank} {code}\n".encode())

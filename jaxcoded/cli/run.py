@@ -90,7 +90,7 @@ def command(
         variables |= {rank.TAKES_IN: "1", **launcher.TAKES_IN}
     if fault_tolerant and on_error == "go-on":
         variables[rank.GOES_ON] = "1"
-    with ends.listening(names if away else (), sure=sure) as heard:
+    with ends.listening(ranks, names if away else (), sure=sure) as heard:
         words, environment = launcher.command(
             chosen,
             ranks,
@@ -106,13 +106,14 @@ def command(
             wrapper=ends.WRAPPER,
             variables=heard.variables | variables,
         )
+        environment.pop(rank.JOINS, None)  # of a rank that has started this job
         status = job.play(
             words, environment, seconds=timeout, ended=heard.of_job, own_files=not away
         )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = status or heard.failure
     first = _words(chosen, status, fault_tolerant, timeout, heard.heard_any)
-    said = [first, *heard.words(ranks)]
+    said = [first, *heard.words()]
     for line in filter(None, said):
         print(f"jaxcoded run: {line}", file=sys.stderr)
     return status

@@ -27,7 +27,7 @@ from jaxcoded.transport.options import Options
 
 T = TypeVar("T")
 
-MARK = "JAXCODED_JOINS"  # of a process that was started so: NUMBER:TOKEN:SECONDS
+MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
 # 1 where the launcher goes on where such a process dies (`jaxcoded.cli.rank`)
 FORGIVES = "JAXCODED_TAKES_IN"
 # the words before the command of a rank, one a line (`jaxcoded.cli.rank`)
@@ -40,8 +40,6 @@ _LOOKS = 0.25  # and between two looks at processes
 _LATER = 10.0  # seconds that others wait longer than the one who decides
 _LEAST = 30.0  # seconds for making the group, and more
 
-# How many processes the job has had, as far as this one knows.
-_processes = 0
 _joined = False
 # what is on its way: MPI reads it later
 _sent: list[tuple[MPI.Request, np.ndarray]] = []
@@ -199,13 +197,11 @@ class Verdict:
         why_not: they do not; empty: all of them are there, and wait to be connected.
         same: whether the arguments of all ranks were the same.
         token: by which their processes are known; empty: none was started.
-        processes: that the job has had.
     """
 
     why_not: str = ""
     same: bool = True
     token: str = ""
-    processes: int = 0
 
 
 class Hosts:
@@ -261,11 +257,9 @@ class Hosts:
                 # of earlier visits nothing counts any more
                 for visit, said in self._line.all_heard(self._root):
                     if said is None:
-                        what = [visit, self._visit, words, _processes]
-                        self._line.say(self._root, what)
+                        self._line.say(self._root, [visit, self._visit, words])
                     elif visit == self._visit:
                         self.verdict = Verdict(**said)
-                        _known(self.verdict.processes)
                         return
             except Gone:
                 why = "has died"
@@ -287,10 +281,9 @@ class Hosts:
         while len(said) < self._comm.size:
             for rank in others:
                 try:
-                    for asked, visit, its, processes in self._line.all_heard(rank):
+                    for asked, visit, its in self._line.all_heard(rank):
                         if asked == self._visit:
                             self._visits[rank], said[rank] = visit, its
-                            _known(processes)
                 except Gone:
                     return Verdict(f"rank {rank} has died: call recovered first")
             late = sorted(others - set(said))
@@ -307,12 +300,10 @@ class Hosts:
     def _start(
         self, ranks: int, command: Sequence[str], seconds: float, until: float
     ) -> None:
-        first = max(_processes, MPI.COMM_WORLD.size)
         token = secrets.token_hex(8)
-        _known(first + ranks)
-        self.verdict = Verdict(token=token, processes=first + ranks)
+        self.verdict = Verdict(token=token)
         info = MPI.Info.Create()
-        info["PMIX_ENVAR"] = f"{MARK}={first}:{token}:{seconds:.0f}"
+        info["PMIX_ENVAR"] = f"{MARK}={token}:{seconds:.0f}"
         if _began_in is not None:
             info["wdir"] = _began_in
         # this process's own may differ from others', as it may have joined, too
@@ -449,11 +440,6 @@ class Hosts:
                 continue  # it has ended
 
 
-def _known(processes: int) -> None:
-    global _processes
-    _processes = max(_processes, processes)
-
-
 def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
     new: MPI.Intercomm = _tolerant(
         MPI.COMM_SELF.Spawn(words[0], list(words[1:]), ranks, info)
@@ -507,13 +493,12 @@ class Arrival:
         parent = MPI.Comm.Get_parent()
         words = os.environ.get(MARK, "").split(":")
         # processes that it starts itself have the variable, too
-        if parent == MPI.COMM_NULL or len(words) != 3:
+        if parent == MPI.COMM_NULL or len(words) != 2:
             return None
         if _joined:
             raise CodedError("this process has joined already: call joining once")
         _joined = True
-        _known(int(words[0]) + MPI.COMM_WORLD.size)
-        return cls(parent, float(words[2]))
+        return cls(parent, float(words[1]))
 
     def invited(self) -> tuple[MPI.Intracomm, int, Invitation]:
         """Be connected with the old ranks: the communicator of all, the old root, and what is to be known.
