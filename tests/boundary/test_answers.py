@@ -179,11 +179,11 @@ def test_what_is_heard_of_ranks_ends(said):
     """Whoever has the token says which rank ended how; others nothing, and all are heard."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("secrets.token_hex", lambda _: TOKEN)
-        heard = ends.Ends(Line(said), "127.0.0.1", near=True, sure=True)
+        heard = ends.Ends(4, Line(said), "127.0.0.1", near=True, sure=True)
     heard.hear()
     if not any(TOKEN.encode() in each for each in said):
         assert not heard.heard_any and not heard.of_job.is_set()
     assert heard.failure >= 0
-    assert all(0 < len(line) < 1000 for line in heard.words(4))
+    assert all(0 < len(line) < 1000 for line in heard.words())
     if f"{TOKEN} 1 -9 ends\n".encode() in said:
         assert 1 in heard.told and heard.of_job.is_set()
