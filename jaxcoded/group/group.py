@@ -337,6 +337,7 @@ class CodedGroup:
                 )
             wanted.check()
             plan = planner(hosts)
+            self._hosts = hosts
             self._record.check(plan, wanted.on_deadline)
             return plan
 
@@ -1156,7 +1157,7 @@ class CodedGroup:
             raise CodedError(
                 "some ranks of the group are dead: call recovered first, and then extended"
             )
-        hosts = joining.Hosts(self._comm, self.plan.root)
+        hosts = joining.Hosts(self._comm, self._hosts, self.plan.root)
         other = CodedGroup.__new__(CodedGroup)
         other._asked = self._asked
         other._ahead = 1 if self._ahead is None or self.alike else self._ahead + 1
