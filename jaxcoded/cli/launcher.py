@@ -19,8 +19,13 @@ _GOES_ON = {
     # its daemons are a step of Slurm, which ends all of them with one; srun refuses "1"
     "SLURM_NO_KILL": "set",
 }
-# With which that of Open MPI 5 goes on where ranks die that others have started, as with those that it has started
-TAKES_IN = {"PRTE_MCA_state_base_recoverable": "1"}
+# Of Open MPI 5, where ranks start others
+TAKES_IN = {
+    # the launcher goes on where these die, as with those that it has started
+    "PRTE_MCA_state_base_recoverable": "1",
+    # MPI's own collectives on several hosts: this kind crashes, or gives wrong values, where such ranks take part
+    "OMPI_MCA_coll_han_priority": "-1",
+}
 
 
 @dataclasses.dataclass(frozen=True)

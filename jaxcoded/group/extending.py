@@ -51,7 +51,7 @@ class Extending:
         self._plan = plan and functools.cache(plan)
         self._options = old._options if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
-        self._hosts = joining.Hosts(old.comm, old.plan.root)
+        self._hosts = joining.Hosts(old.comm, old._hosts, old.plan.root)
         self._invitation: joining.Invitation | None = None
         self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks

@@ -292,6 +292,7 @@ class CodedGroup:
                 )
             wanted.check()
             plan = planner(hosts)
+            self._hosts = hosts
             self._record.check(plan, wanted.on_deadline)
             return plan
 

@@ -1,8 +1,10 @@
 """Processes that a running group starts and takes in, where MPI is fault-tolerant (ULFM).
 
-The root alone starts them (`MPI_Comm_spawn`), on a thread: where one of them ends before it is in MPI, this never
-returns. Once all of them say that they are there, both sides connect (`MPI_Comm_connect`), which lets every old
-rank reach every new one. What is said before goes as JSON in messages of two ranks, for which nobody waits in MPI.
+One rank, the starter, starts them (`MPI_Comm_spawn`), on a thread: where one of them ends before it is in MPI, this
+never returns. They run on its host: the daemons of Open MPI 5.0 break as they connect processes of several hosts, with
+`MPI_Comm_spawn` as with `MPI_Comm_connect`. Once all of them say that they are there, both sides meet by the starter
+(`MPI_Intercomm_create`), which lets every old rank reach every new one without the daemons. What is said before goes
+as JSON in messages of two ranks, for which nobody waits in MPI.
 """
 
 import dataclasses
@@ -191,7 +193,7 @@ class Invitation:
 
 @dataclasses.dataclass
 class Verdict:
-    """What the root says of ranks that are to join: the same on all old ranks.
+    """What the starter says of ranks that are to join: the same on all old ranks.
 
     Attributes:
         why_not: they do not; empty: all of them are there, and wait to be connected.
@@ -205,27 +207,29 @@ class Verdict:
 
 
 class Hosts:
-    """The old ranks of a group, among which its root starts ranks. Collective; all of them are here, as the roll
+    """The old ranks of a group, among which one starts ranks. Collective; all of them are here, as the roll
     has told.
 
     Args:
         comm: of the group.
+        names: of the host of each rank.
         root: in it.
     """
 
-    def __init__(self, comm: MPI.Intracomm, root: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, names: Sequence[str], root: int) -> None:
         self._comm, self._root = comm, root
+        self._starter = starter(names, root)
         self._line = Line(comm, _TAG)
         self._visit = secrets.token_hex(8)
-        self._visits: dict[int, str] = {}  # of others, on the root
+        self._visits: dict[int, str] = {}  # of others, on the starter
+        self._between: MPI.Intercomm | None = None
         self._new: Line | None = None
-        self._port = ""
         self.verdict = Verdict()
 
     def ask(
         self, words: str, ranks: int, command: Sequence[str], seconds: float
     ) -> None:
-        """Have the root start ranks, and know how that went: `verdict`.
+        """Have the starter start ranks, and know how that went: `verdict`.
 
         Args:
             words: what this rank wants: all must want the same.
@@ -234,9 +238,9 @@ class Hosts:
             seconds: until they must be there.
 
         Raises:
-            CodedError: the root is dead, or says nothing.
+            CodedError: the starter is dead, or says nothing.
         """
-        if self._comm.rank == self._root:
+        if self._comm.rank == self._starter:
             try:
                 until = time.monotonic() + seconds
                 self.verdict = self._agreed(words, until)
@@ -244,7 +248,7 @@ class Hosts:
                     self._start(ranks, command, seconds, until)
             except BaseException as error:
                 self.verdict.why_not = (
-                    f"{_require.kind(error)} on rank {self._root}, which starts them"
+                    f"{_require.kind(error)} on rank {self._starter}, which starts them"
                 )
                 raise
             finally:
@@ -255,9 +259,9 @@ class Hosts:
         while True:
             try:
                 # of earlier visits nothing counts any more
-                for visit, said in self._line.all_heard(self._root):
+                for visit, said in self._line.all_heard(self._starter):
                     if said is None:
-                        self._line.say(self._root, [visit, self._visit, words])
+                        self._line.say(self._starter, [visit, self._visit, words])
                     elif visit == self._visit:
                         self.verdict = Verdict(**said)
                         return
@@ -269,15 +273,15 @@ class Hosts:
                 break
             time.sleep(_PAUSE)
         raise CodedError(
-            f"rank {self._root}, which starts ranks that join, {why}: this group goes on as it is; call recovered"
+            f"rank {self._starter}, which starts ranks that join, {why}: this group goes on as it is; call recovered"
         )
 
     def _agreed(self, words: str, until: float) -> Verdict:
         """Whether all want the same."""
-        others = set(range(self._comm.size)) - {self._root}
+        others = set(range(self._comm.size)) - {self._starter}
         for rank in others:
             self._line.say(rank, [self._visit, None])
-        said = {self._root: words}
+        said = {self._starter: words}
         while len(said) < self._comm.size:
             for rank in others:
                 try:
@@ -304,6 +308,7 @@ class Hosts:
         self.verdict = Verdict(token=token)
         info = MPI.Info.Create()
         info["PMIX_ENVAR"] = f"{MARK}={token}:{seconds:.0f}"
+        info["host"] = MPI.Get_processor_name()
         if _began_in is not None:
             info["wdir"] = _began_in
         # this process's own may differ from others', as it may have joined, too
@@ -323,7 +328,8 @@ class Hosts:
                         "longer timeout="
                     )
                 time.sleep(_PAUSE)
-            self._new = Line(spawning.result(0.0), _TAG_NEW)
+            self._between = spawning.result(0.0)
+            self._new = Line(self._between, _TAG_NEW)
             while len(here) < ranks:
                 seen.look()
                 for rank in set(range(ranks)) - here:
@@ -342,7 +348,6 @@ class Hosts:
                         "call it early, or should timeout= be longer?"
                     )
                 time.sleep(_PAUSE)
-            self._port = MPI.Open_port()
         except (CodedError, Gone, MPI.Exception) as error:
             why = "one of them has died" if isinstance(error, Gone) else str(error)
             what = f"processes were started as {' '.join(command)!r}"
@@ -378,11 +383,17 @@ class Hosts:
         engine.join()
         if self._new is not None:
             for rank in range(invitation.ranks):
-                self._new.say(rank, [self._port, self._root, invitation.to_json()])
+                self._new.say(rank, [self._root, invitation.to_json()])
         made: list[MPI.Comm] = [old]
 
         def connected() -> MPI.Intracomm:
-            between = _tolerant(old.Accept(self._port, MPI.INFO_NULL, self._root))
+            bridge = old  # which counts on the starter alone
+            if self._between is not None:
+                bridge = _tolerant(self._between.Merge(high=False))
+                made.append(bridge)
+            between = _tolerant(
+                old.Create_intercomm(self._starter, bridge, 1, _TAG_ALL)
+            )
             made.append(between)
             both: MPI.Intracomm = _tolerant(between.Merge(high=False))
             return both
@@ -395,7 +406,7 @@ class Hosts:
             raise
 
     def ready(self, ranks: int, until: float) -> str:
-        """Why not all new ranks have made the group, on the root; empty: they have, or this is another."""
+        """Why not all new ranks have made the group, on the starter; empty: they have, or this is another."""
         if self._new is None:
             return ""
         said: dict[int, str] = {}
@@ -440,6 +451,21 @@ class Hosts:
                 continue  # it has ended
 
 
+def starter(names: Sequence[str], root: int) -> int:
+    """The rank that starts others: on the host with the fewest ranks, the root if it is there.
+
+    Args:
+        names: of the host of each rank.
+        root: among them.
+
+    Example:
+        >>> starter(["a", "a", "b"], 0), starter(["a", "b", "a", "b"], 3)
+        (2, 3)
+    """
+    ranks = range(len(names))
+    return min(ranks, key=lambda rank: (names.count(names[rank]), rank != root))
+
+
 def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
     new: MPI.Intercomm = _tolerant(
         MPI.COMM_SELF.Spawn(words[0], list(words[1:]), ranks, info)
@@ -479,6 +505,7 @@ class Arrival:
     """
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
+        self._parent = parent
         self._line = Line(_tolerant(parent), _TAG_NEW)
         self._seconds = seconds
 
@@ -514,12 +541,13 @@ class Arrival:
             raise CodedError(f"this process cannot join: {why}")
         engine.join()
         until = time.monotonic() + self._seconds + _LATER
-        port, root, said = self._heard(lambda: self._line.heard(0), until)
+        root, said = self._heard(lambda: self._line.heard(0), until)
         invitation = Invitation.from_json(said)
         world = _tolerant(MPI.COMM_WORLD)
 
         def connected() -> MPI.Intracomm:
-            between = _tolerant(world.Connect(port))
+            bridge = _tolerant(self._parent.Merge(high=True))
+            between = _tolerant(world.Create_intercomm(0, bridge, 0, _TAG_ALL))
             both: MPI.Intracomm = _tolerant(between.Merge(high=True))
             return both
 
@@ -536,7 +564,7 @@ class Arrival:
         return self._seconds
 
     def ready(self, failure: BaseException | None) -> None:
-        """Tell the root that the group is made here, or why not."""
+        """Tell the starter that the group is made here, or why not."""
         words = failure and f"{type(failure).__name__}: {failure}"
         self._line.say(0, words or "")
 

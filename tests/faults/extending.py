@@ -214,5 +214,6 @@ board.report(
     said=said,
     alike=alike,
     joined=joins,
+    host=MPI.Get_processor_name(),
 )
 group.close()
