@@ -51,7 +51,7 @@ class Extending:
         self._plan = plan and functools.cache(plan)
         self._options = old._options if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
-        self._hosts = joining.Hosts(old.comm, old._hosts, old.plan.root)
+        self._old_ranks = joining.OldRanks(old.comm, old._hosts, old.plan.root)
         self._invitation: joining.Invitation | None = None
         self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
@@ -73,7 +73,7 @@ class Extending:
             with self._failing():
                 self._start()
             ready = self._failure is None
-            self._copying = Pending(lambda: self._hosts.copied(ready))
+            self._copying = Pending(lambda: self._old_ranks.copied(ready))
         roll.wait(self._copying, patience, timeout, put_out)
         if self._agreement is None:
             self._agreement = self._agree(self._copying)
@@ -100,7 +100,7 @@ class Extending:
         if self._failure is not None:
             for comm in self._comms:  # in which others may wait
                 comm.Revoke()
-        return Pending(lambda: self._hosts.agreed(self._failure is None))
+        return Pending(lambda: self._old_ranks.agreed(self._failure is None))
 
     def group(self) -> CodedGroup:
         """It, once they agree.
@@ -113,11 +113,11 @@ class Extending:
         assert self._agreement is not None
         if self._agreement.result(0.0):
             assert group is not None
-            self._hosts.tell(self._comms[0])
+            self._old_ranks.tell(self._comms[0])
             return group
         if group is not None:
             group._withdraw()
-        self._hosts.end()
+        self._old_ranks.end()
         if failure is not None and not recovery.has_died(failure):
             raise failure
         raise CodedError(
@@ -145,12 +145,12 @@ class Extending:
             f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
         )
         ranks = 0 if wrong else self._ranks
-        self._hosts.ask(words, ranks, self._command, self._timeout)
-        if not self._hosts.verdict.same:
-            raise GroupMismatch(self._hosts.verdict.why_not)
+        self._old_ranks.ask(words, ranks, self._command, self._timeout)
+        if not self._old_ranks.verdict.same:
+            raise GroupMismatch(self._old_ranks.verdict.why_not)
         if wrong:
             raise wrong
-        if why := self._hosts.verdict.why_not:
+        if why := self._old_ranks.verdict.why_not:
             raise CodedError(self._none(why))
         self._invitation = invitation
 
@@ -164,7 +164,7 @@ class Extending:
         assert invitation is not None
         seconds = joining.opening_seconds(self._timeout)
         until = time.monotonic() + seconds
-        both = self._hosts.connect(ranks, invitation, until)
+        both = self._old_ranks.connect(ranks, invitation, until)
         self._comms.append(both)
         if not self._drained:
             raise CodedError(
@@ -182,7 +182,7 @@ class Extending:
                 old._asked,
                 1 if old._ahead is None or old.alike else old._ahead + 1,
             )
-        if why := self._hosts.ready(self._ranks, until):
+        if why := self._old_ranks.ready(self._ranks, until):
             raise CodedError(self._none(why))
 
     def _planned(self, hosts: Sequence[str]) -> Plan:
@@ -190,7 +190,7 @@ class Extending:
         if speeds:  # of those that join nothing is known
             speeds += [sum(speeds, Fraction(0)) / len(speeds)] * self._ranks
         return self._old._planned_anew(
-            hosts, speeds, self._plan, "extended", "with those that join"
+            hosts, speeds, self._plan, "extended", "there are then"
         )
 
     def _none(self, why: str) -> str:
@@ -203,14 +203,14 @@ def joined(kind: type[CodedGroup]) -> CodedGroup | None:
     Args:
         kind: of group.
     """
-    arrival = joining.Arrival.of_this_process()
-    if arrival is None:
+    new_rank = joining.NewRank.of_this_process()
+    if new_rank is None:
         return None
-    both, old_root, invitation = arrival.invited()
+    both, old_root, invitation = new_rank.invited()
     comms: list[MPI.Comm] = [both]
     group, failure = None, None
     try:
-        with recovery.let_go(comms, joining.opening_seconds(arrival.seconds)):
+        with recovery.let_go(comms, joining.opening_seconds(new_rank.seconds)):
             own = invitation.own(both, old_root)
             comms.append(own)
             group = kind._taking_over(
@@ -220,13 +220,13 @@ def joined(kind: type[CodedGroup]) -> CodedGroup | None:
             )
     except BaseException as error:  # noqa: BLE001  # the others wait for an answer
         failure = error
-    arrival.ready(failure)
+    new_rank.ready(failure)
     if failure is not None:
         both.Revoke()
         raise failure
     assert group is not None
     try:
-        arrival.enter(both, invitation.size)
+        new_rank.enter(both, invitation.size)
     except BaseException:
         group._withdraw()
         raise

@@ -894,7 +894,7 @@ class CodedGroup:
         """
         check_open(self)
         ranks = _require.integer("ranks", ranks, 1, joining.MOST)
-        timeout = _require.not_negative("timeout", timeout)
+        timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
         check_planner(plan)
         if not (options is None or isinstance(options, Options)):
             raise TypeError(

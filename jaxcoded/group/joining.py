@@ -8,43 +8,35 @@ as JSON in messages of two ranks, for which nobody waits in MPI.
 """
 
 import dataclasses
-import json
 import os
-import pathlib
 import secrets
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _require
 from jaxcoded.errors import CodedError
+from jaxcoded.group.line import Gone, Line, unless_dead
 from jaxcoded.group.pending import Pending
+from jaxcoded.group.started import MARK, Started, wrapper
 from jaxcoded.transport import engine
 from jaxcoded.transport.options import Options
 
 T = TypeVar("T")
 
-MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
 # 1 where the launcher goes on where such a process dies (`jaxcoded.cli.rank`)
 FORGIVES = "JAXCODED_TAKES_IN"
-# the words before the command of a rank, one a line (`jaxcoded.cli.rank`)
-_STARTER = "JAXCODED_STARTER"
 # of messages in a group's own communicator, of those between the one that starts and those that are started, and
 # in the communicator of all
 _TAG, _TAG_NEW, _TAG_ALL = 32_010, 32_011, 32_012
 _PAUSE = 2e-3  # seconds between two looks
-_LOOKS = 0.25  # and between two looks at processes
 _LATER = 10.0  # seconds that others wait longer than the one who decides
 _LEAST = 30.0  # seconds for making the group, and more
 
 _joined = False
-# what is on its way: MPI reads it later
-_sent: list[tuple[MPI.Request, np.ndarray]] = []
 try:
     _began_in: str | None = os.getcwd()
 except OSError:  # it was removed
@@ -52,10 +44,7 @@ except OSError:  # it was removed
 
 
 MOST = 2**15  # ranks that join at once
-
-
-class Gone(Exception):
-    """MPI reports a rank dead of whom something is to come."""
+LONGEST = 1e6  # seconds for which others wait: longer is for ever, and more than clocks can count
 
 
 def why_not() -> str:
@@ -66,67 +55,6 @@ def why_not() -> str:
         "extended needs a launcher that goes on where a rank dies that was started later: start the job with "
         f"jaxcoded run --ft, or set {FORGIVES}=1 and PRTE_MCA_state_base_recoverable=1 for mpirun --with-ft ulfm"
     )
-
-
-class Line:
-    """What two ranks say to each other, in JSON.
-
-    Args:
-        comm: of both, or between them.
-        tag: of the messages.
-    """
-
-    def __init__(self, comm: MPI.Comm, tag: int) -> None:
-        self._comm, self._tag = comm, tag
-        self._coming: dict[int, tuple[MPI.Request, np.ndarray]] = {}
-
-    def say(self, to: int, what: Any) -> None:
-        """Whoever is dead does not hear it."""
-        data = np.frombuffer(bytearray(json.dumps(what).encode()), np.uint8)
-        try:
-            _sent.append((self._comm.Isend(data, to, self._tag), data))
-        except MPI.Exception as error:
-            _unless_dead(error)
-
-    def heard(self, rank: int) -> Any:
-        """What a rank has said next; None: nothing yet.
-
-        Raises:
-            Gone: it is dead.
-            CodedError: it cannot be read.
-        """
-        try:
-            if rank not in self._coming:
-                status = MPI.Status()
-                if not self._comm.Iprobe(rank, self._tag, status):
-                    return None
-                data = np.zeros(status.Get_count(MPI.BYTE), np.uint8)
-                self._coming[rank] = self._comm.Irecv(data, rank, self._tag), data
-            request, data = self._coming[rank]
-            if not request.Test():
-                return None
-        except MPI.Exception as error:
-            self._coming.pop(rank, None)
-            _unless_dead(error)
-            raise Gone from error
-        del self._coming[rank]
-        try:
-            return json.loads(data.tobytes())
-        except ValueError:
-            raise CodedError(
-                f"what rank {rank} says of ranks that join cannot be read: {data[:80].tobytes()!r}: do all run "
-                "the same jaxcoded?"
-            ) from None
-
-    def all_heard(self, rank: int) -> Iterator[Any]:
-        """What it has said since."""
-        while (what := self.heard(rank)) is not None:
-            yield what
-
-
-def _unless_dead(error: MPI.Exception) -> None:
-    if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
-        raise error
 
 
 def _tolerant(comm: Any) -> Any:
@@ -206,7 +134,7 @@ class Verdict:
     token: str = ""
 
 
-class Hosts:
+class OldRanks:
     """The old ranks of a group, among which one starts ranks. Collective; all of them are here, as the roll
     has told.
 
@@ -313,11 +241,10 @@ class Hosts:
             info["wdir"] = _began_in
         # this process's own may differ from others', as it may have joined, too
         command = command or [sys.executable, *sys.orig_argv[1:]]
-        starter = os.environ.get(_STARTER, "")
-        words = [*filter(None, starter.split("\n")), *command]
+        words = [*wrapper(), *command]
         engine.join()
         spawning = Pending(lambda: _spawned(words, ranks, info))
-        seen = _Seen(token, words)
+        seen = Started(token)
         here: set[int] = set()
         try:
             while spawning.runs():
@@ -432,7 +359,7 @@ class Hosts:
         try:
             return bool(self._comm.Agree(int(mine)))
         except MPI.Exception as error:
-            _unless_dead(error)
+            unless_dead(error)
             return False
 
     def tell(self, both: MPI.Intracomm | None) -> None:
@@ -444,11 +371,7 @@ class Hosts:
 
     def end(self) -> None:
         """End the processes that were started, as far as this one sees them."""
-        for pid in _marked(self.verdict.token, _wrapper()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except OSError:
-                continue  # it has ended
+        Started(self.verdict.token).end()
 
 
 def starter(names: Sequence[str], root: int) -> int:
@@ -496,7 +419,7 @@ def checked(command: Sequence[str] | None) -> list[str]:
     return list(command)
 
 
-class Arrival:
+class NewRank:
     """This process, which was started to join.
 
     Args:
@@ -510,7 +433,7 @@ class Arrival:
         self._seconds = seconds
 
     @classmethod
-    def of_this_process(cls) -> "Arrival | None":
+    def of_this_process(cls) -> "NewRank | None":
         """None where nobody has started it so.
 
         Raises:
@@ -612,57 +535,3 @@ class Arrival:
 def opening_seconds(timeout: float) -> float:
     """In which ranks make the group together, or give up."""
     return max(timeout / 2, _LEAST)
-
-
-class _Seen:
-    """Processes on this host that were started, looked for now and then.
-
-    Args:
-        token: by which they are known.
-        command: of each. What they start themselves has others.
-    """
-
-    def __init__(self, token: str, command: Sequence[str]) -> None:
-        self._token, self._command = token, list(command)
-        self._pids: set[int] = set()
-        self._next = 0.0
-
-    def look(self) -> None:
-        """
-        Raises:
-            CodedError: one has ended.
-        """
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _LOOKS
-        here = set(_marked(self._token, lambda words: words != self._command))
-        if self._pids - here:
-            raise CodedError(
-                "one of them has ended before it called jaxcoded.CodedGroup.joining(): see what it says above, or "
-                "give command="
-            )
-        self._pids |= here
-
-
-def _wrapper() -> Callable[[list[str]], bool]:
-    """Whether a command is that of the small process around a rank, which tells how the rank ends."""
-    words = list(filter(None, os.environ.get(_STARTER, "").split("\n")))
-    return lambda command: bool(words) and command[: len(words)] == words
-
-
-def _marked(token: str, but: Callable[[list[str]], bool]) -> Iterator[int]:
-    """Processes of this host that were started with a token, or by those, but for some commands."""
-    if not token:
-        return
-    for place in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            marks = (place / "environ").read_bytes().split(b"\0")
-            command = (place / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:  # another user's, or it is gone
-            continue
-        ours = any(
-            mark.startswith(f"{MARK}=".encode()) and token.encode() in mark
-            for mark in marks
-        )
-        if ours and command and not but(command.rstrip("\0").split("\0")):
-            yield int(place.name)

@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
+from jaxcoded.group.line import is_over, unless_dead
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.process import Process
 from jaxcoded.transport.agreement import Unreadable, gathered
@@ -256,7 +257,7 @@ class Roll:
 
     def _serve(self) -> dict[int, float]:
         """Take what has come, and answer who calls. Of these for how many seconds they may say nothing."""
-        self._sent[:] = [it for it in self._sent if not _is_over(it[0])]
+        self._sent[:] = [it for it in self._sent if not is_over(it[0])]
         out = {}
         for rank in range(self._comm.size):
             if rank in self._dead or rank == self._rank:
@@ -277,7 +278,7 @@ class Roll:
                     if (seconds := self._take(rank, word)) is not None:
                         out[rank] = seconds
             except MPI.Exception as error:
-                _unless_dead(error)
+                unless_dead(error)
                 self._dead.add(rank)
         return out
 
@@ -377,7 +378,7 @@ class Roll:
         try:
             self._sent.append((self._comm.Isend(what, to, tag), what))
         except MPI.Exception as error:
-            _unless_dead(error)
+            unless_dead(error)
 
     def _received(self, rank: int, tag: int) -> np.ndarray | None:
         """The next message of a rank, if it is here.
@@ -481,19 +482,6 @@ def _why(number: int) -> str:
     return os.strerror(number)
 
 
-def _is_over(request: MPI.Request) -> bool:
-    try:
-        return request.Test()
-    except MPI.Exception as error:
-        _unless_dead(error)
-        return True
-
-
-def _unless_dead(error: MPI.Exception) -> None:
-    if error.Get_error_class() != MPI.ERR_PROC_FAILED:
-        raise error
-
-
 class Successors(NamedTuple):
     """Who are the ranks of a group made anew.
 
@@ -592,7 +580,7 @@ class Agreement:
         try:
             agreed = bool(self._comm.Agree(int(self._failure is None)))
         except MPI.Exception as error:
-            _unless_dead(error)
+            unless_dead(error)
             return False
         if isinstance(self._failure, Exception) and not has_died(self._failure):
             self._comm.Free()

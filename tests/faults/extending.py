@@ -49,7 +49,7 @@ if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
         "hello": (engine, "fault_tolerant"),
         "connect": (joining, "_within"),
         "open": (jaxcoded.CodedGroup, "_open"),
-        "enter": (joining.Arrival, "enter"),
+        "enter": (joining.NewRank, "enter"),
     }[way.split()[1]]
     setattr(whose, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 if joins and way == "refuses":
@@ -105,8 +105,10 @@ def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def interrupt(*_, known=joining._known):
-    joining._known = known
+def interrupt(*, verdict=joining.Verdict, **said):
+    if not said:  # as long as there is none
+        return verdict()
+    joining.Verdict = verdict
     raise ValueError("interrupted")
 
 
@@ -170,13 +172,13 @@ while True:
             group.extended(1 + (group.rank == ranks[0]))
         elif event == "interrupts":
             if group.rank in ranks:
-                joining._known = interrupt
+                joining.Verdict = interrupt
             group.extended(1, timeout=PATIENCE)
         elif event == "loses":
             if group.rank in ranks:
                 _, where, *stops = words.split()
                 setattr(
-                    joining.Hosts, where, stop if stops else lambda *_: fall("kill")
+                    joining.OldRanks, where, stop if stops else lambda *_: fall("kill")
                 )
             group.extended(1, timeout=COMES if words.endswith("stops") else PATIENCE)
         elif event in fails:

@@ -1,0 +1,106 @@
+"""Processes of this host that were started to join a group, as Linux shows them."""
+
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxcoded.errors import CodedError
+
+MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
+# the words before the command of a rank, one a line (`jaxcoded.cli.rank`)
+_WRAPPER = "JAXCODED_STARTER"
+_LOOKS = 0.25  # seconds between two looks
+# of /proc/PID/stat, behind the name
+_STATE, _PARENT, _BEGAN = 0, 1, 19
+
+
+class _Process(NamedTuple):
+    pid: int
+    began: int  # since the boot: others may get its number
+
+
+def wrapper() -> list[str]:
+    """The command of the small process that is to be around a rank, and tells how it ends; empty: there is none."""
+    return list(filter(None, os.environ.get(_WRAPPER, "").split("\n")))
+
+
+class Started:
+    """Processes that were started together, and what they have started.
+
+    Args:
+        token: by which they are known; empty: there are none.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._seen: set[_Process] = set()
+        self._next = 0.0
+
+    def look(self) -> None:
+        """See how they are, now and then.
+
+        Raises:
+            CodedError: one has ended.
+        """
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _LOOKS
+        first, _ = self._found()
+        self._seen |= first
+        if not all(map(_lives, self._seen)):
+            raise CodedError(
+                "one of them has ended before it called jaxcoded.CodedGroup.joining(): see what it says above, or "
+                "give command="
+            )
+
+    def end(self) -> None:
+        """Kill them, but for those around others, which tell how these end."""
+        first, others = self._found()
+        parents = {parent for _, parent in others}
+        ended = [it for it, _ in others]
+        ended += [it for it in first if not (wrapper() and it.pid in parents)]
+        for process in ended:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except OSError:
+                continue  # it has ended
+
+    def _found(self) -> tuple[set[_Process], list[tuple[_Process, int]]]:
+        """Those that were started, and those that they have started, with the parents of these."""
+        here = list(_marked(self._token))
+        pids = {process.pid for process, _ in here}
+        first = {process for process, parent in here if parent not in pids}
+        return first, [it for it in here if it[0] not in first]
+
+
+def _marked(token: str) -> Iterator[tuple[_Process, int]]:
+    """Processes that have the token, and their parents."""
+    if not token:
+        return
+    mark = f"{MARK}={token}:".encode()
+    for place in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (place / "environ").read_bytes().split(b"\0")
+        except OSError:  # another user's, or it is gone
+            continue
+        if any(it.startswith(mark) for it in variables) and (stat := _stat(place)):
+            process = _Process(int(place.name), int(stat[_BEGAN]))
+            yield process, int(stat[_PARENT])
+
+
+def _lives(process: _Process) -> bool:
+    stat = _stat(pathlib.Path(f"/proc/{process.pid}"))
+    return (
+        bool(stat) and stat[_STATE] not in "ZX" and int(stat[_BEGAN]) == process.began
+    )
+
+
+def _stat(place: pathlib.Path) -> list[str]:
+    """What proc(5) says; nothing where the process is gone."""
+    try:
+        return (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,102 @@
+"""Processes that were started to join are found by what they were started with."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import slowness
+
+from jaxcoded import CodedError
+from jaxcoded.group import started
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+
+# as a wrapper does: a child of the same command first, and then of another
+PROGRAM = """
+import os, sys, time
+child = os.fork()
+if child == 0:
+    time.sleep(0.3)
+    os.execvp("sleep", ["sleep", "1000"])
+if sys.argv[1] == "waits":
+    os.waitpid(child, 0)
+else:
+    sys.stdin.read()
+    os.kill(child, 9)
+"""
+
+
+@pytest.fixture
+def start():
+    processes = []
+
+    def one(token, how="waits"):
+        job = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how],
+            stdin=subprocess.PIPE,
+            env=os.environ | {started.MARK: f"{token}:60"},
+            start_new_session=True,
+        )
+        processes.append(job)
+        return job
+
+    yield one
+    for job in processes:
+        job.kill()
+        job.communicate()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(started, "_LOOKS", 0.0)
+
+
+def looks(it, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        it.look()
+        time.sleep(0.01)
+
+
+def test_who_becomes_another_program_has_not_ended(start):
+    job = start("one")
+    start("two", "ends").communicate()  # of others
+    looks(started.Started("one"), 0.5 + 0.5 * slowness())
+    assert job.poll() is None
+
+
+def test_who_ends_is_missed(start):
+    it = started.Started("one")
+    start("one")
+    job = start("one", "ends")
+    while len(it._seen) < 2:
+        it.look()
+    job.stdin.close()
+    with pytest.raises(CodedError, match="has ended before"):
+        looks(it, 60 * slowness())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_all_are_ended(start, monkeypatch, wrapped):
+    """The small process around another ends by itself."""
+    if wrapped:
+        monkeypatch.setenv("JAXCODED_STARTER", "python\nrank.py")
+    jobs = [start("one"), start("one")]
+    other = start("two")
+    until = time.monotonic() + 60 * slowness()
+    while len(list(started._marked("one"))) < 4:
+        assert time.monotonic() < until
+    started.Started("one").end()
+    assert {job.wait(60 * slowness()) for job in jobs} == ({0} if wrapped else {-9})
+    assert not list(started._marked("one")) and other.poll() is None
+    started.Started("").end()
+    assert other.poll() is None
+
+
+def test_a_wrapper_without_a_rank_is_ended(start, monkeypatch):
+    monkeypatch.setenv("JAXCODED_STARTER", "python\nrank.py")
+    job = subprocess.Popen(["sleep", "1000"], env={started.MARK: "one:60"})
+    started.Started("one").end()
+    assert job.wait(60 * slowness()) == -9
