@@ -33,6 +33,7 @@ FORGIVES = "JAXCODED_TAKES_IN"
 # in the communicator of all
 _TAG, _TAG_NEW, _TAG_ALL = 32_010, 32_011, 32_012
 _PAUSE = 2e-3  # seconds between two looks
+_SERVES = 20e-3  # and where MPI is at work
 _LATER = 10.0  # seconds that others wait longer than the one who decides
 _LEAST = 30.0  # seconds for making the group, and more
 
@@ -62,16 +63,24 @@ def _tolerant(comm: Any) -> Any:
     return comm
 
 
-def _within(pending: Pending[T], until: float, what: str) -> T:
+def _within(
+    pending: Pending[T], until: float, what: str, look: Callable[[], object]
+) -> T:
     """What a call gives that may never return.
+
+    Args:
+        look: called meanwhile, may raise.
 
     Raises:
         CodedError: it has not by then.
     """
-    try:
-        return pending.result(max(until - time.monotonic(), 0.0))
-    except TimeoutError:
-        raise CodedError(f"{what} took too long") from None
+    while True:
+        try:
+            return pending.result(_SERVES)
+        except TimeoutError:
+            if time.monotonic() > until:
+                raise CodedError(f"{what} took too long") from None
+        look()
 
 
 @dataclasses.dataclass
@@ -311,25 +320,11 @@ class OldRanks:
         if self._new is not None:
             for rank in range(invitation.ranks):
                 self._new.say(rank, [self._root, invitation.to_json()])
-        made: list[MPI.Comm] = [old]
-
-        def connected() -> MPI.Intracomm:
-            bridge = old  # which counts on the starter alone
-            if self._between is not None:
-                bridge = _tolerant(self._between.Merge(high=False))
-                made.append(bridge)
-            between = _tolerant(
-                old.Create_intercomm(self._starter, bridge, 1, _TAG_ALL)
-            )
-            made.append(between)
-            both: MPI.Intracomm = _tolerant(between.Merge(high=False))
-            return both
-
+        side = _Side(old, self._starter, first=True)
         try:
-            return _within(Pending(connected), until, "connecting them")
+            return side.joined(self._between, 1, until, self._look)
         except BaseException:
-            for comm in made:
-                comm.Revoke()
+            old.Revoke()
             raise
 
     def ready(self, ranks: int, until: float) -> str:
@@ -339,20 +334,33 @@ class OldRanks:
         said: dict[int, str] = {}
         while len(said) < ranks:
             for rank in set(range(ranks)) - set(said):
-                try:
-                    its = self._new.heard(rank)
-                except Gone:
-                    its = "it has died"
+                its = self._word_of(rank)
                 if its is not None:
                     said[rank] = its
                 if its:
-                    return (
-                        f"number {rank + 1} of those that were started has not: {its}"
-                    )
+                    return _has_not(rank, its)
             if time.monotonic() > until:
                 return "one of them takes too long"
             time.sleep(_PAUSE)
         return ""
+
+    def _look(self) -> None:
+        """New ranks say nothing while they are connected, unless one fails."""
+        if self._new is None:
+            return
+        assert self._between is not None
+        for rank in range(self._between.Get_remote_size()):
+            if its := self._word_of(rank):
+                raise CodedError(_has_not(rank, its))
+
+    def _word_of(self, rank: int) -> str | None:
+        """Why a new rank has failed; empty: it has not; None: it says nothing yet."""
+        assert self._new is not None
+        try:
+            its: str | None = self._new.heard(rank)
+        except Gone:
+            return "it has died"
+        return its
 
     def agreed(self, mine: bool) -> bool:
         """Whether it is so on all old ranks and all of them live, the same on all. Collective."""
@@ -372,6 +380,10 @@ class OldRanks:
     def end(self) -> None:
         """End the processes that were started, as far as this one sees them."""
         Started(self.verdict.token).end()
+
+
+def _has_not(rank: int, why: str) -> str:
+    return f"number {rank + 1} of those that were started has not: {why}"
 
 
 def starter(names: Sequence[str], root: int) -> int:
@@ -417,6 +429,59 @@ def checked(command: Sequence[str] | None) -> list[str]:
             f"command must be words, such as [sys.executable, 'train.py'], got {_require.shown(command)}"
         )
     return list(command)
+
+
+class _Side:
+    """The old ranks, or the new ones, as they are connected with the others.
+
+    Args:
+        comm: of them.
+        leader: the one of them that both sides meet by.
+        first: whether they are to be the first ranks of all.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, leader: int, *, first: bool) -> None:
+        self._comm, self._leader, self._first = comm, leader, first
+        self._made: list[MPI.Comm] = []
+
+    def joined(
+        self,
+        between: MPI.Intercomm | None,
+        other: int,
+        until: float,
+        look: Callable[[], object],
+    ) -> MPI.Intracomm:
+        """All ranks, in one communicator. Collective of both.
+
+        Args:
+            between: of the starter and those that it has started; None on all others.
+            other: the leader of the other side there, where the starter is the first.
+            until: when it is to be made.
+            look: called meanwhile, may raise.
+
+        Raises:
+            CodedError: it has not been made by then.
+        """
+        making = Pending(lambda: self._make(between, other))
+        try:
+            return _within(making, until, "connecting them", look)
+        except BaseException:
+            for comm in self._made:
+                comm.Revoke()
+            raise
+
+    def _make(self, between: MPI.Intercomm | None, other: int) -> MPI.Intracomm:
+        bridge = self._comm  # which counts on the leader alone
+        if between is not None:
+            bridge = self._kept(between.Merge(high=not self._first))
+        apart = self._kept(
+            self._comm.Create_intercomm(self._leader, bridge, other, _TAG_ALL)
+        )
+        return self._kept(apart.Merge(high=not self._first))
+
+    def _kept(self, comm: Any) -> Any:
+        self._made.append(_tolerant(comm))
+        return comm
 
 
 class NewRank:
@@ -466,20 +531,13 @@ class NewRank:
         until = time.monotonic() + self._seconds + _LATER
         root, said = self._heard(lambda: self._line.heard(0), until)
         invitation = Invitation.from_json(said)
-        world = _tolerant(MPI.COMM_WORLD)
-
-        def connected() -> MPI.Intracomm:
-            bridge = _tolerant(self._parent.Merge(high=True))
-            between = _tolerant(world.Create_intercomm(0, bridge, 0, _TAG_ALL))
-            both: MPI.Intracomm = _tolerant(between.Merge(high=True))
-            return both
-
         until = time.monotonic() + opening_seconds(self._seconds)
-        return (
-            _within(Pending(connected), until, "connecting with the group"),
-            root,
-            invitation,
-        )
+        side = _Side(_tolerant(MPI.COMM_WORLD), 0, first=False)
+        try:
+            return side.joined(self._parent, 0, until, lambda: None), root, invitation
+        except BaseException as error:
+            self.ready(error)
+            raise
 
     @property
     def seconds(self) -> float:
