@@ -370,6 +370,7 @@ class Hosts:
         made.append(old)
 
         def connected() -> MPI.Intracomm:
+            old.Barrier()  # Open MPI crashes where one is revoked that it still makes
             bridge = old  # which counts on the starter alone
             if self._between is not None:
                 bridge = _tolerant(self._between.Merge(high=False))
