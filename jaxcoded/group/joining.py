@@ -418,7 +418,8 @@ class Hosts:
         if self._copying is not None:  # MPI counts what all ranks agree on
             self._copying.wait()
         try:
-            return bool(self._comm.Agree(int(mine)))
+            # seen once: MPI said yes to a rank of which all had said no
+            return bool(self._comm.Agree(int(mine))) and mine
         except MPI.Exception as error:
             _unless_dead(error)
             return False
