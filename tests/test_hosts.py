@@ -11,6 +11,7 @@ import sys
 import launch
 import on_hosts
 import pytest
+from cases import more
 from on_hosts import ROOT, received
 
 LIMIT = 120  # seconds a job may take on an idle machine
@@ -194,6 +195,23 @@ def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
     assert formed == [rank in (0, 1, 2, 4, 6) for rank in range(RANKS)]
 
 
+def users_job(hosts, directory, each, *words, **environment):
+    """A job of `jaxcoded run`, of so many ranks on each of the first hosts, that has ended."""
+    places = [f"{host}:{n}" for host, n in zip(on_hosts.addresses(len(each)), each)]
+    command = [
+        *(sys.executable, "-m", "jaxcoded", "run", "-n", str(sum(each))),
+        *("--hosts", ",".join(places)),
+        *("--timeout", f"{LIMIT * launch.slowness():.0f}", *map(str, words)),
+    ]
+    return finished(
+        *on_hosts.on_host(hosts[0], shlex.join(command)),
+        PRTE_MCA_plm_ssh_agent=str(on_hosts.agent(hosts, directory)),
+        OMPI_MCA_pml="ob1",
+        OMPI_MCA_btl_tcp_if_include=on_hosts.NETWORK,
+        **environment,
+    )
+
+
 def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -203,18 +221,41 @@ def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
         "MPI.Finalize()\n"
         "os._exit(3 * rank)\n"
     )
-    places = ",".join(f"{address}:1" for address in on_hosts.addresses(2))
-    limit = LIMIT * launch.slowness()
-    command = [
-        *(sys.executable, "-m", "jaxcoded", "run", "-n", "2"),
-        *("--hosts", places, "--timeout", f"{limit:.0f}", str(program)),
-    ]
-    job = finished(
-        *on_hosts.on_host(hosts[0], shlex.join(command)),
-        PRTE_MCA_plm_ssh_agent=str(on_hosts.agent(hosts, tmp_path)),
-        OMPI_MCA_pml="ob1",
-        OMPI_MCA_btl_tcp_if_include=on_hosts.NETWORK,
-    )
+    job = users_job(hosts, tmp_path, [1, 1], program)
     said = re.findall("^jaxcoded run: (ranks? .*), after", job.stderr, re.MULTILINE)
     assert "rank 1: status 3" in said, job.stderr
     assert "rank 0: status 0" in said, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "events", "joined"),
+    [
+        # the host with the fewest ranks has them, though the root is on another
+        ("code", ["kill 3", "join 1", "kill 0", "join 1"], [1, 0]),
+        more("shared", ["kill 0", "join 1", "kill 0", "join 1"], [0, 0]),
+        # a whole host is lost
+        more("code", ["kill 2,3", "join 2", "kill 0", "join 1"], [0, 0, 2]),
+        more("code", ["kill 3", "loses 2 ready", "join 2"], [0, 0]),
+        more("code", ["kill 3", "exit 1", "join 1"], [1]),
+    ],
+)
+def test_ranks_join_on_the_host_with_the_fewest(
+    hosts, tmp_path, option, events, joined
+):
+    launch.needs_fault_tolerance()
+    program = ROOT / "tests" / "faults" / "extending.py"
+    job = users_job(
+        *(hosts, tmp_path, [2, 2, 2], "--ft", program, tmp_path, option, *events),
+        **{launch.SLOWNESS: str(launch.slowness())},
+    )
+    assert job.returncode == int("exit 1" in events), job.stderr[-8000:]
+    assert "Process received signal" not in job.stderr, job.stderr[-8000:]
+    reports = [
+        json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        for rank in range(len(list(tmp_path.glob("rank-*.json"))))
+    ]
+    assert {report["size"] for report in reports} == {len(reports)}
+    assert len({report["digest"] for report in reports}) == 1
+    assert max(report["error"] for report in reports) < 1e-12
+    places = [hosts.index(it["host"]) for it in reports if it["joined"]]
+    assert places == joined, job.stderr[-8000:]

@@ -859,7 +859,8 @@ class CodedGroup:
         keep their order, and new ranks come after them. MPI.COMM_WORLD is what it was: that of the new ranks
         has them alone, so take ``group.comm`` instead.
 
-        It needs Open MPI 5 and ``jaxcoded run --ft``.
+        On several hosts they run on the one with the fewest ranks of the group. It needs Open MPI 5 and
+        ``jaxcoded run --ft``.
 
         Args:
             ranks: how many join, ≥ 1.

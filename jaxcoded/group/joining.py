@@ -471,6 +471,7 @@ class _Side:
             raise
 
     def _make(self, between: MPI.Intercomm | None, other: int) -> MPI.Intracomm:
+        self._comm.Barrier()  # Open MPI crashes where one is revoked that others still make
         bridge = self._comm  # which counts on the leader alone
         if between is not None:
             bridge = self._kept(between.Merge(high=not self._first))
