@@ -1181,6 +1181,19 @@ def test_a_group_with_a_plan_of_its_own_is_told_which_one_to_go_on_with(tmp_path
         assert line.startswith("the group was made with a plan, or a code, for just")
 
 
+def test_an_error_before_the_first_group_ends_the_job(tmp_path):
+    program = """
+from mpi4py import MPI
+import jaxcoded
+if MPI.COMM_WORLD.rank == 2:
+    raise ValueError("mine")
+jaxcoded.CodedGroup(MPI.COMM_WORLD)
+"""
+    job = played(tmp_path, program)
+    assert job.returncode == 1, job.stderr
+    assert "ValueError: mine" in job.stderr and "rank 2: status 1" in job.stderr
+
+
 ALONE = """
 import os, pathlib, signal, threading, time
 import jax, jax.numpy as jnp

@@ -84,10 +84,12 @@ def main() -> None:
         time.sleep(_SEEN)
     # others may go on without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
-    _tell(f"{told} ends" if _ENDS_JOB in said else told)
-    alone = (
-        os.environ.get(GOES_ON) == "1" and _IN_GROUP in said and _LEFT_MPI not in said
-    )
+    goes_on, joins = os.environ.get(GOES_ON) == "1", JOINS in os.environ
+    can_go_on = _IN_GROUP in said or joins
+    # others wait for it to make a group with them, and Open MPI would let them
+    ends = _ENDS_JOB in said or (code > 0 and goes_on and not can_go_on)
+    _tell(f"{told} ends" if ends else told)
+    alone = goes_on and can_go_on and _LEFT_MPI not in said
     if code > 0 and alone:
         code = -signal.SIGKILL  # Open MPI reports no death where there is a status
     if code < 0:

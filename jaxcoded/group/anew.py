@@ -31,7 +31,7 @@ class Anew:
 
     def __init__(self, old: CodedGroup) -> None:
         self._old = old
-        self._shrinking = Pending(lambda: _shrunk(old.comm))
+        self._shrinking = Pending(lambda: recovery.shrunk(old.comm))
         self._group: CodedGroup | None = None
         self._rounds = 0  # of the old one that were decided before
         self._failure: BaseException | None = None  # here
@@ -137,15 +137,3 @@ class Anew:
             if recovery.has_died(error) or not isinstance(error, Exception):
                 smaller.Revoke()  # in which others may wait; not those who agree
         self._agreement = recovery.Agreement(smaller, self._failure)
-
-
-def _shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
-    try:
-        smaller: MPI.Comm = comm.Shrink()
-    except MPI.Exception as error:
-        raise CodedError(
-            f"MPI could not make a communicator of the ranks that live ({error}): start the job again "
-            "from a checkpoint"
-        ) from error
-    assert isinstance(smaller, MPI.Intracomm)
-    return smaller

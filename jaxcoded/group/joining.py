@@ -21,6 +21,7 @@ from jaxcoded import _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.line import Gone, Line, unless_dead
 from jaxcoded.group.pending import Pending
+from jaxcoded.group.recovery import shrunk
 from jaxcoded.group.started import MARK, Started, wrapper
 from jaxcoded.transport import engine
 from jaxcoded.transport.options import Options
@@ -297,7 +298,7 @@ class OldRanks:
         Args:
             mine: whether this one is.
         """
-        return _tolerant(self._comm.Shrink()) if self.agreed(mine) else None
+        return _tolerant(shrunk(self._comm)) if self.agreed(mine) else None
 
     def connect(
         self, old: MPI.Intracomm, invitation: Invitation, until: float
@@ -313,8 +314,6 @@ class OldRanks:
             CodedError: it has not been made by then, or some have died.
         """
         if old.size < self._comm.size:
-            # on all ranks, so nobody waits in it; and others, which may still be making it, would crash if it was
-            # revoked now
             raise CodedError("one of the old ranks has died: call recovered first")
         engine.join()
         if self._new is not None:
@@ -471,7 +470,6 @@ class _Side:
             raise
 
     def _make(self, between: MPI.Intercomm | None, other: int) -> MPI.Intracomm:
-        self._comm.Barrier()  # Open MPI crashes where one is revoked that others still make
         bridge = self._comm  # which counts on the leader alone
         if between is not None:
             bridge = self._kept(between.Merge(high=not self._first))

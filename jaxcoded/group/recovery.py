@@ -482,6 +482,26 @@ def _why(number: int) -> str:
     return os.strerror(number)
 
 
+def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A communicator of the ranks that live. Collective of these.
+
+    Raises:
+        CodedError: MPI could not make it.
+    """
+    try:
+        smaller: MPI.Comm = comm.Shrink()
+    except MPI.Exception as error:
+        raise CodedError(
+            f"MPI could not make a communicator of the ranks that live ({error}): start the job again "
+            "from a checkpoint"
+        ) from error
+    assert isinstance(smaller, MPI.Intracomm)
+    # Nobody leaves before all are out of Shrink. Open MPI 5.0.11 crashes ranks that are not when others revoke it.
+    with contextlib.suppress(MPI.Exception):
+        smaller.Agree(1)
+    return smaller
+
+
 class Successors(NamedTuple):
     """Who are the ranks of a group made anew.
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _jax_compat, errors
+from jaxcoded import _alone, _jax_compat, errors
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
@@ -193,6 +193,7 @@ class Engine(Transport):
     def enter(self) -> None:
         """All ranks have opened this: they tell each other of their ends."""
         root = self._plan.root
+        _alone.has_group()
         _engine.enter(self._own.py2f(), root, ending.SILENT_SECONDS)
 
     def devices(self, token: Any) -> Devices | None:
