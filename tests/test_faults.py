@@ -911,6 +911,8 @@ def test_ranks_that_fail_to_join_leave_the_group_as_it_is(tmp_path, way, words, 
     [
         ("2 ask", "rank 2 has died: call recovered first"),
         ("2 start", "one of the old ranks has died: call recovered first"),
+        ("2 connect", "one of the old ranks has died: call recovered first"),
+        ("0 connect", "one of the old ranks has died: call recovered first"),
         ("2 ready", "no rank has joined, as one of them or of the old ones has died"),
         ("0 ask", "rank 0, which starts ranks that join, has died"),
         ("0 ready", "no rank has joined, as one of them or of the old ones has died"),

@@ -30,8 +30,8 @@ LAST_ERROR = 3  # steps after one
 JOIN, JOIN_FEW, FEW = 0.06, 0.3, 7
 MOST_JOIN = 4
 IN_VAIN = 0.35  # how often they do not at first
-# Seconds in which those that are to join certainly start. Then MPI copies a communicator, and may crash ranks
-# that live where one dies within these milliseconds.
+# Seconds in which those that are to join certainly start: an old rank that dies does it then, and not in MPI's
+# `Shrink` afterwards, in which Open MPI may crash ranks that live.
 STARTING = 0.5
 WIDTHS = (50, 50, 3000, 3000, 40_000)
 
