@@ -11,11 +11,17 @@ import chaos
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
-# Killed and stopped ranks, the root too, skips and errors, more dead than the plan can do without.
-SEEDS, RANKS = [162, 137], 8
 
-
-def test_schedules_of_faults():
+@pytest.mark.parametrize(
+    ("seeds", "ranks"),
+    [
+        # killed and stopped ranks, the root too, skips and errors, more dead than the plan can do without
+        ([162, 137], 8),
+        # an old rank is killed while others join, which then do; the root is
+        ([1961089], 9),
+    ],
+)
+def test_schedules_of_faults(seeds, ranks):
     needs_fault_tolerance()
-    played, _ = chaos.play(SEEDS, RANKS)
-    assert [it.seed for it in played] == SEEDS
+    played, _ = chaos.play(seeds, ranks)
+    assert [it.seed for it in played] == seeds

@@ -29,15 +29,15 @@ ROW = np.dtype(
 class Board:
     """
     Args:
-        path: of the file, which the conductor makes.
-        ranks: of the job.
+        path: of the file.
+        processes: that the job may have, where this is the conductor, which makes the file.
 
     Attributes:
-        rows: one for each rank, which it alone writes, but for "wake" and "kill", that the
-            conductor takes back.
+        rows: one for each process in the order in which they were started, which it alone writes, but
+            for "wake" and "kill", that the conductor takes back.
     """
 
-    def __init__(self, path: pathlib.Path, ranks: int) -> None:
-        if not path.exists():
-            path.write_bytes(bytes(ranks * ROW.itemsize))
+    def __init__(self, path: pathlib.Path, processes: int = 0) -> None:
+        if processes:
+            path.write_bytes(bytes(processes * ROW.itemsize))
         self.rows = np.memmap(path, ROW, "r+")

@@ -34,9 +34,12 @@ import compiled
 import launch
 import on_hosts
 from board import Board
-from schedule import FEWEST, Schedule, schedule
+from schedule import FEWEST, MOST, Schedule, schedule
 
-MOST, OF_A_JOB = 13, 16  # ranks; schedules
+from jaxcoded.cli import launcher
+from jaxcoded.cli.rank import TAKES_IN
+
+OF_A_JOB = 16  # schedules
 LOOK = 0.02  # seconds between two looks at the board
 # Seconds of an idle machine:
 HANGS = 30.0  # nothing has come on for so long
@@ -73,13 +76,13 @@ class Finding(Exception):
         )
 
 
-def arranged(seeds: list[int], ranks: int, *, cables: bool = False) -> list[Schedule]:
-    """The schedules that a job of so many ranks plays of these seeds; ``cables``: may be cut."""
+def arranged(seeds: list[int], ranks: int, *, hosts: bool = False) -> list[Schedule]:
+    """The schedules that a job of so many ranks plays of these seeds; ``hosts``: see `schedule`."""
     out: list[Schedule] = []
     for seed in seeds[:OF_A_JOB]:
         if ranks < FEWEST:
             break
-        out.append(schedule(seed, ranks, cables=cables))
+        out.append(schedule(seed, ranks, hosts=hosts))
         ranks = out[-1].survivors
     return out
 
@@ -101,11 +104,13 @@ class Job:
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
         self._temporary = self._directory / "tmp"
         self._temporary.mkdir()
-        self._board = Board(self._directory / "board", self._ranks)
+        processes = self._ranks + sum(it.joining for it in schedules)
+        self._board = Board(self._directory / "board", processes)
         self._name = f"JAXCODED_JOB=chaos.{os.getpid()}.{time.time_ns()}"
         (self._directory / "schedules").write_bytes(pickle.dumps(schedules))
         self._said = self._directory / "said"
-        self._shared: set[str] = set()  # files of /dev/shm that its ranks have had
+        self._looked_at: set[int] = set()  # processes
+        self._shared: set[str] = set()  # files of /dev/shm that they have had
         self.ended_late = False  # the launcher
 
     def play(self) -> None:
@@ -117,6 +122,8 @@ class Job:
             key: value,
             "TMPDIR": str(self._temporary),
             "PYTHONPATH": str(launch.ROOT),
+            TAKES_IN: "1",
+            **launcher.TAKES_IN,
         }
         if self._hosts:
             environment["PRTE_MCA_prte_if_include"] = on_hosts.NETWORK
@@ -154,16 +161,17 @@ class Job:
         while job.poll() is None:
             time.sleep(LOOK)
             rows, now = self._board.rows, time.monotonic()
-            if not self._shared and rows["schedule"].any():
-                for pid in rows["pid"].tolist():
-                    self._shared |= _mapped(pid)
-            here = [rank for rank in range(self._ranks) if self._lives(rank)]
+            for pid in set(rows["pid"][rows["schedule"] > 0]) - self._looked_at:
+                self._looked_at.add(pid)
+                self._shared |= _mapped(pid)
+            here = [rank for rank in range(len(rows)) if self._lives(rank)]
+            started = bool(rows["pid"][: self._ranks].all())
             for rank in here:
                 self._help(rank, now)
             self._cut_and_mend(now)
             if rows["failed"].any():
                 self._fail("a rank has found something wrong", here)
-            if rows["pid"].all() and not here:
+            if started and not here:
                 # MPI's launcher is all that is left
                 ends_at = min(ends_at, now + ENDS * self._slowness)
                 if now > ends_at:
@@ -171,7 +179,6 @@ class Job:
                     return
                 continue
             last = max(since, rows["progress"][here].max(initial=0.0))
-            started = bool(rows["pid"].all())
             if now - last > (HANGS if started else STARTS) * self._slowness:
                 self._fail("no rank has come on", here)
             behind = [
@@ -317,7 +324,7 @@ def play(
     Returns:
         The schedules that were played, and whether MPI's launcher did not end.
     """
-    schedules = arranged(seeds, ranks, cables=bool(hosts))
+    schedules = arranged(seeds, ranks, hosts=bool(hosts))
     network = on_hosts.network(hosts, rate) if hosts else contextlib.nullcontext(())
     with network as names:
         job = Job(schedules, names)

@@ -3,12 +3,16 @@
 ``play.py DIRECTORY``: the schedules that lie there, one after the other, each on the ranks that the
 one before has left. `chaos.py` starts it, continues who is stopped, kills who hangs, and compares
 what the ranks leave in the directory. Every step is checked here.
+
+``play.py DIRECTORY SCHEDULE PHASE``: the same of a process that ranks have started to join at the end of
+a phase; both count from 0.
 """
 
 import ctypes
 import faulthandler
 import hashlib
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -31,6 +35,7 @@ from schedule import FATAL, Fault, Phase, Schedule
 
 import jaxcoded
 from jaxcoded import errors
+from jaxcoded.group import joining
 
 jax.config.update("jax_enable_x64", True)
 
@@ -43,16 +48,20 @@ SLOWNESS = float(os.environ.get("JAXCODED_SLOWNESS", "1"))
 PATIENCE = 60 * SLOWNESS  # seconds in which all ranks that live must come
 COMES = 10 * SLOWNESS  # and where whoever has not is put out
 
-(directory,) = map(pathlib.Path, sys.argv[1:])
+directory = pathlib.Path(sys.argv[1])
+place = [int(word) for word in sys.argv[2:]]  # where it joins
 world = MPI.COMM_WORLD
-board = Board(directory / "board", world.size)
-mine = board.rows[world.rank]
+# of all processes that the job has had
+process = int(os.environ[joining.MARK].partition(":")[0]) if place else 0
+process += world.rank
+mine = Board(directory / "board").rows[process]
 faulthandler.register(
     signal.SIGUSR2,
-    file=(directory / f"stacks-{world.rank}").open("w"),
+    file=(directory / f"stacks-{process}").open("w"),
 )
 host = MPI.Get_processor_name().rpartition("-")[2]
 mine["host"] = int(host) if host.isdecimal() else 0
+mine["progress"] = time.monotonic()
 mine["pid"] = os.getpid()
 
 
@@ -215,51 +224,78 @@ class Player:
 
     Args:
         of: the schedule.
-        comm: the ranks that live; the schedule numbers them in this order.
+        number: of it in the job.
+        rank: of this process in it.
     """
 
-    def __init__(self, of: Schedule, comm) -> None:
-        self._of, self._comm = of, comm
-        self._rank = comm.rank
+    def __init__(self, of: Schedule, number: int, rank: int) -> None:
+        self._of, self._index, self._rank = of, number, rank
+        mine["schedule"], mine["steps"] = number + 1, 0
+        mine["progress"] = time.monotonic()
         self._training = Training(of.width)
         self._w = self._right = np.zeros(of.width)
         self._number = 0  # steps that are done
-        self._failed: list[int] = []
+        # the step that has failed in each phase; 0: none
+        self._failed = np.zeros(len(of.phases), int)
         self._dying = self._flips = False
         self._found: set[tuple[Phase, int]] = set()  # phases and steps of flipped bits
         self._repeated = 0
         self._met: set[int] = set()  # steps before which all ranks met
         self._befallen: set[tuple[Phase, Fault]] = set()
-        options = dict(of.options)
+
+    def begin(self, comm):
+        """With the ranks that live; the schedule numbers them in this order."""
+        options = dict(self._of.options)
         if options.get("on_deadline") is not None:
             options["deadline"] *= SLOWNESS
+        options = jaxcoded.Options(**options)
         self._group = jaxcoded.CodedGroup(
-            comm, **of.group, transport="engine", options=jaxcoded.Options(**options)
+            comm, **self._of.group, transport="engine", options=options
         )
 
-    def play(self):
-        """The communicator of the ranks that live in the end."""
-        for phase in self._of.phases:
-            if not self._train(phase):
+    def join(self, phase: Phase) -> bool:
+        """Those that have come to the end of a phase, or not, where one dies on the way."""
+        self._befall(phase, phase.extending)
+        if self._dying:  # at the latest before the others take it for one of them
+            joining.Arrival.ready = lambda *_: self._be_killed()
+        try:
+            self._group = jaxcoded.CodedGroup.joining()
+        except jaxcoded.CodedError as error:
+            if not phase.lost:
+                raise
+            say(str(error))
+            return False
+        self._failed = self._take_over()
+        say(f"has joined as rank {self._group.rank} of {self._group.size}")
+        return True
+
+    def play(self, first=0):
+        """The communicator of the ranks that live in the end; ``first``: the phase with which it begins."""
+        for number, phase in enumerate(self._of.phases[first:], first):
+            if not self._train(phase, number):
                 self._be_killed()
             self._recover(phase)
+            if phase.joining:
+                self._extend(phase, number)
         bits = hashlib.sha256(np.asarray(self._w).tobytes()).hexdigest()
         left = {
             "seed": self._of.seed,
             "digest": bits,
             "steps": self._number,
-            "failed": self._failed,
+            "failed": self._failed.tolist(),
         }
-        with (directory / f"rank-{world.rank}.jsonl").open("a") as file:
+        with (directory / f"rank-{process}.jsonl").open("a") as file:
             file.write(json.dumps(left) + "\n")
+        if self._group.rank == 0:
+            say(f"has played seed {self._of.seed}")
         comm = self._group.comm.Dup()
         self._group.close()
         return comm
 
     # The steps of a phase.
 
-    def _train(self, phase: Phase) -> bool:
-        """Whether this rank is to go on."""
+    def _train(self, phase: Phase, number: int) -> bool:
+        """Whether this rank is to go on; ``number``: of the phase."""
         keeps = phase.fails or phase.root_dies
         steps = Steps(self._of, self._training, self._group, keeps)
         first, self._met = self._number, set()
@@ -297,6 +333,8 @@ class Player:
                     self._note()
                     continue
                 self._judge(phase, error)
+                if not phase.root_dies:  # else some may have had its sum
+                    self._failed[number] = self._number + 1
                 steps.drop_the_error()
                 return True
             if self._dying:
@@ -357,8 +395,6 @@ class Player:
             raise Wrong(
                 f"the dead are ranks {dead} of the group, but: {text}"
             ) from error
-        if not phase.root_dies:  # else some may have had its sum
-            self._failed.append(self._number + 1)
 
     def _agree(self):
         """After a call that did not match: all go on from the root's state."""
@@ -378,17 +414,19 @@ class Player:
         raise Wrong(f"calls have not matched {TRIES} times")
 
     def _take_over(self):
-        """What the new root knows."""
-        number, w = jaxcoded.tree_bcast(
-            (jnp.int64(self._number), jnp.asarray(self._w)), self._group
+        """What the root knows, where it is another one, or where this rank is new. Which steps have failed."""
+        state = self._number, self._failed, self._w
+        number, failed, w = jaxcoded.tree_bcast(
+            jax.tree.map(jnp.asarray, state), self._group
         )
         if number < self._number:
-            raise Wrong(f"it has done {self._number} steps, and the new root {number}")
+            raise Wrong(f"it has done {self._number} steps, and the root {number}")
         while self._number < number:
             self._right = self._training.step(self._right, self._number)
             self._number += 1
         self._w = np.asarray(w)
-        self._check(0.0)
+        self._check(0.0 if self._of.exact else math.inf)
+        return np.asarray(failed)
 
     # Faults.
 
@@ -452,16 +490,21 @@ class Player:
 
     def _recover(self, phase):
         for it in phase.faults:  # where a step has failed before, it dies now
-            if it.rank == self._rank and it.kind in FATAL:
+            if it.rank == self._rank and it.rank in phase.dead and it.kind in FATAL:
                 self._befall(phase, it.step)
-        self._befall(phase, phase.steps + 1)
+        self._befall(phase, phase.recovering)
         left = len(phase.living) - len(phase.dead)
+        self._go_on(left, put_out=phase.puts_out)
+        if phase.root_dies:
+            self._take_over()
+
+    def _go_on(self, left: int, put_out: bool = False):
+        """With so many ranks."""
         for _ in range(TRIES):
             mine["progress"] = time.monotonic()
             try:
                 self._group = self._group.recovered(
-                    timeout=COMES if phase.puts_out else PATIENCE,
-                    put_out=phase.puts_out,
+                    timeout=COMES if put_out else PATIENCE, put_out=put_out
                 )
             except jaxcoded.CodedError as error:
                 if "one more rank died" not in str(error):
@@ -474,25 +517,51 @@ class Player:
                 self._be_killed()
         if self._group.size != left:
             raise Wrong(f"{left} ranks live, but the group has {self._group.size}")
-        if phase.root_dies:
-            self._take_over()
         say(f"goes on as rank {self._group.rank} of {left}")
+
+    def _extend(self, phase, number):
+        """Have ranks join at the end of a phase, of this number."""
+        self._befall(phase, phase.extending)
+        command = [sys.executable, __file__, directory, self._index, number]
+        self._note()
+        try:
+            group = self._group.extended(
+                len(phase.joining), command=[*map(str, command)], timeout=PATIENCE
+            )
+        except jaxcoded.CodedError as error:
+            if self._dying:
+                self._be_killed()
+            if not phase.lost:
+                raise
+            say(str(error))
+            return self._go_on(len(phase.after))
+        if phase.lost:
+            raise Wrong("ranks have joined, though one has died on the way")
+        self._group = group
+        self._take_over()
+        self._note()
 
 
 def say(text):
-    sys.stderr.write(f"[{time.monotonic():.3f}] {world.rank}: {text}\n")
+    sys.stderr.write(f"[{time.monotonic():.3f}] {process}: {text}\n")
     sys.stderr.flush()
 
 
 def main():
-    comm = world
+    comm, first = world, 0
     jaxcoded.leave_on_sigterm(COMES)
     schedules = pickle.loads((directory / "schedules").read_bytes())
-    for number, each in enumerate(schedules, 1):
-        mine["schedule"], mine["steps"], mine["progress"] = number, 0, time.monotonic()
-        comm = Player(each, comm).play()
-        if comm.rank == 0:
-            say(f"has played seed {each.seed}")
+    if place:
+        number, at = place
+        phase = schedules[number].phases[at]
+        player = Player(schedules[number], number, phase.joining[world.rank])
+        if not player.join(phase):
+            return
+        comm, first = player.play(at + 1), number + 1
+    for number, each in enumerate(schedules[first:], first):
+        player = Player(each, number, comm.rank)
+        player.begin(comm)
+        comm = player.play()
     mine["schedule"] = 0
     mine["done"] = 1
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jaxcoded
 
-FEWEST = 6  # ranks with which a schedule begins
+FEWEST, MOST = 6, 13  # ranks with which a schedule begins
 LEFT = 5  # at least so many live at its end
 MOST_DEAD = (0, 0, 1, 2, 2, 4)  # of one schedule
 # A step of these is checked before the next one begins; "ahead" runs ahead of its rounds, and
@@ -26,6 +26,13 @@ FLIPPING = ("host", "jit")
 # Faults that leave no rank that lives without coming: who compares messages waits for all of them.
 PASSING = ("sleep", "stop", "kill", "leave", "skip")
 LAST_ERROR = 3  # steps after one
+# How often ranks join, for which JAX takes seconds to start, and how often where so few are left.
+JOIN, JOIN_FEW, FEW = 0.06, 0.3, 7
+MOST_JOIN = 4
+IN_VAIN = 0.35  # how often they do not at first
+# Seconds in which those that are to join certainly start: an old rank that dies does it then, and not in MPI's
+# `Shrink` afterwards, in which Open MPI may crash ranks that live.
+STARTING = 0.5
 WIDTHS = (50, 50, 3000, 3000, 40_000)
 
 
@@ -40,8 +47,9 @@ class Fault:
             "leave" (SIGTERM, of which it leaves in order); "cut" (the cable of its host is cut, and
             mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
             program catches); "flip" (a bit of what it contributes, which others find).
-        rank: of those with which the schedule begins.
-        step: in which it happens, from 1 in each phase; the one after the last is `recovered`.
+        rank: of those with which the schedule begins, and then of those that join.
+        step: in which it happens, from 1 in each phase; the one after the last is `recovered`, and the
+            next one `extended`, or `joining`.
         delay: seconds from the beginning of the step.
         seconds: how long it lasts, or until it is killed; infinite: until the others put it out.
     """
@@ -65,7 +73,7 @@ FATAL = ("kill", "loop", "lock", "exit", "leave")
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Some steps, after which the ranks that live go on in a group of their own.
+    """Some steps, after which the ranks that live go on in a group of their own, and ranks may join.
 
     Attributes:
         steps: how many.
@@ -73,17 +81,51 @@ class Phase:
         faults: in the order of their steps.
         fails: whether more die than the plan can do without: a step fails on all ranks that live,
             and is done again in the next phase.
+        joining: ranks that are to join then.
     """
 
     steps: int
     living: tuple[int, ...]
     faults: tuple[Fault, ...]
     fails: bool
+    joining: tuple[int, ...] = ()
+
+    @property
+    def recovering(self) -> int:
+        """The step that is `recovered`."""
+        return self.steps + 1
+
+    @property
+    def extending(self) -> int:
+        """The step that is `extended`."""
+        return self.steps + 2
 
     @functools.cached_property
     def dead(self) -> tuple[int, ...]:
-        """Who dies in it."""
-        return tuple(sorted(it.rank for it in self.faults if it.kind in FATAL))
+        """Who dies in it, before ranks join."""
+        return tuple(
+            sorted(
+                it.rank
+                for it in self.faults
+                if it.kind in FATAL and it.step < self.extending
+            )
+        )
+
+    @functools.cached_property
+    def lost(self) -> tuple[int, ...]:
+        """Who dies while ranks join, of which none does then: of the others, or of these."""
+        return tuple(
+            it.rank
+            for it in self.faults
+            if it.kind in FATAL and it.step == self.extending
+        )
+
+    @functools.cached_property
+    def after(self) -> tuple[int, ...]:
+        """Who lives at its end, in the order of the group."""
+        gone = {*self.dead, *self.lost}
+        joined = () if self.lost else self.joining
+        return *(rank for rank in self.living if rank not in gone), *joined
 
     @property
     def puts_out(self) -> bool:
@@ -131,7 +173,7 @@ class Schedule:
     @property
     def survivors(self) -> int:
         """Ranks that live at its end."""
-        return self.ranks - sum(len(phase.dead) for phase in self.phases)
+        return len(self.phases[-1].after)
 
     @property
     def waits(self) -> bool:
@@ -143,9 +185,22 @@ class Schedule:
         """Whether all sums are those of the whole batch."""
         return self.options.get("on_deadline") != "approximate"
 
+    @property
+    def joining(self) -> int:
+        """Processes that are started to join."""
+        return sum(len(phase.joining) for phase in self.phases)
+
     def plan(self, size: int) -> jaxcoded.Plan:
         """That of a group of so many ranks."""
         return jaxcoded.make_plan(size, **self.group)
+
+    def has_plan(self, size: int) -> bool:
+        """Whether there is one."""
+        try:
+            self.plan(size)
+        except ValueError:
+            return False
+        return True
 
     def __str__(self) -> str:
         lines = [
@@ -158,6 +213,9 @@ class Schedule:
             end = ", and fails" if phase.fails else ""
             lines.append(f"  {phase.steps} steps of {len(phase.living)} ranks{end}")
             lines += [f"    {fault}" for fault in phase.faults]
+            if phase.joining:
+                join = "are to join, and do not" if phase.lost else "join"
+                lines.append(f"  ranks {list(phase.joining)} {join}")
         return "\n".join(lines)
 
 
@@ -170,11 +228,11 @@ def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
     return not plan.unrecoverable([rank in missing for rank in range(plan.size)])
 
 
-def schedule(seed: int, ranks: int, *, cables: bool = False) -> Schedule:
+def schedule(seed: int, ranks: int, *, hosts: bool = False) -> Schedule:
     """The schedule of a seed for so many ranks, at least `FEWEST`.
 
     Args:
-        cables: whether those of hosts may be cut.
+        hosts: whether the ranks are on several: their cables may be cut, and no ranks join.
     """
     rng = random.Random(f"{seed} {ranks}")
     to_die = max(0, min(rng.choice(MOST_DEAD), ranks - LEFT))
@@ -188,14 +246,66 @@ def schedule(seed: int, ranks: int, *, cables: bool = False) -> Schedule:
     number = rng.choice((1, 2, 2, 3))
     for i in range(number):
         root = i == number - 1 and to_die > 0 and rng.random() < 0.4
-        phase = _phase(rng, out, living, to_die, cables, root and out.waits)
+        phase = _phase(rng, out, living, to_die, hosts, root and out.waits)
         phases.append(phase)
-        living = tuple(rank for rank in living if rank not in phase.dead)
+        living = phase.after
         to_die -= len(phase.dead)
     if phases[-1].root_dies:
         phases.append(Phase(3, living, (), fails=False))
     out = dataclasses.replace(out, phases=tuple(phases))
+    if not hosts:
+        out = _with_joins(random.Random(f"{seed} {ranks} joins"), out)
     return _with_flips(random.Random(f"{seed} {ranks} flips"), out)
+
+
+def _with_joins(rng: random.Random, of: Schedule) -> Schedule:
+    """The same, and in the end ranks join, at first perhaps in vain, and it may go on with them; or as it
+    is."""
+    phases, living = list(of.phases), of.phases[-1].after
+    most = min(MOST - len(living), MOST_JOIN)
+    numbers = [n for n in range(1, most + 1) if of.has_plan(len(living) + n)]
+    often = JOIN_FEW if len(living) <= FEW else JOIN
+    if not numbers or rng.random() >= often:
+        return of
+    number = rng.choice(numbers)
+    new = tuple(range(of.ranks, of.ranks + number))
+    # where the root has died, ranks are others in the plan
+    known = not any(phase.root_dies for phase in phases)
+    if rng.random() < IN_VAIN:
+        may_die = list(new)
+        if known and len(living) > LEFT and of.has_plan(len(living) - 1):
+            may_die += living[1:]
+        phases[-1] = _with_join(rng, phases[-1], new, rng.choice(may_die))
+        phases.append(Phase(rng.randint(2, 4), phases[-1].after, (), fails=False))
+    phases[-1] = _with_join(rng, phases[-1], new)
+    living = phases[-1].after
+    if known and rng.random() < 0.6:
+        to_die = rng.randint(0, number)
+        root_dies = of.waits and to_die > 0 and rng.random() < 0.4
+        phases.append(_phase(rng, of, living, to_die, False, root_dies))
+        if root_dies:
+            phases.append(Phase(3, phases[-1].after, (), fails=False))
+    return dataclasses.replace(of, phases=tuple(phases))
+
+
+def _with_join(
+    rng: random.Random, phase: Phase, new: tuple[int, ...], dies: int | None = None
+) -> Phase:
+    """The same, and these join, or do not, as one dies on the way: of them, or of the others. Ranks may
+    be late."""
+    out = dataclasses.replace(phase, joining=new)
+    faults = list(phase.faults)
+    for rank in rng.sample((*phase.after, *new), rng.choice((0, 0, 1, 2))):
+        if rank != dies:
+            kind = rng.choice(("sleep", "stop"))
+            delay = 0.0 if kind == "sleep" else rng.uniform(0.0, STARTING)
+            seconds = rng.uniform(0.02, 0.5)
+            faults.append(Fault(kind, rank, out.extending, delay, seconds))
+    if dies is not None:
+        delay = rng.choice((0.0, rng.uniform(0.0, 0.05), rng.uniform(0.0, STARTING)))
+        faults.append(Fault("kill", dies, out.extending, delay))
+    faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+    return dataclasses.replace(out, faults=tuple(faults))
 
 
 def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
@@ -207,7 +317,8 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
     phases: list[Phase] = []
     for phase in of.phases:
         plan, faults = of.plan(len(phase.living)), list(phase.faults)
-        number = 0 if phases and phases[-1].root_dies else rng.randint(0, 2)
+        moved = any(it.root_dies for it in phases)
+        number = 0 if moved else rng.randint(0, 2)
         for step in rng.sample(range(1, phase.steps + 1), number):
             rank = rng.randrange(1, plan.size)
             missing = [
@@ -291,7 +402,7 @@ def _phase(
     of: Schedule,
     living: tuple[int, ...],
     to_die: int,
-    cables: bool,
+    hosts: bool,
     root_dies: bool,
 ) -> Phase:
     plan = of.plan(len(living))
@@ -342,7 +453,7 @@ def _phase(
     doomed = {it.rank: it.step for it in faults}
     in_steps = [rank for rank in dead if doomed[living[rank]] <= steps]
     fails = of.exact and not tolerates(plan, in_steps)
-    may_cut = cables and of.waits
+    may_cut = hosts and of.waits
     roots = of.options.get("on_deadline") != "raise"  # it may be stopped
     for _ in range(rng.randint(0, 6)):
         kind = rng.choice(("sleep", "stop", *("cut",) * may_cut))

@@ -4,7 +4,7 @@ import collections
 import itertools
 
 import pytest
-from schedule import CODED, FATAL, FEWEST, LEFT, SHARED, schedule, tolerates
+from schedule import CODED, FATAL, FEWEST, LEFT, MOST, SHARED, schedule, tolerates
 
 import jaxcoded
 
@@ -28,7 +28,7 @@ def test_everything_happens(schedules):
         fault.kind for it in schedules for phase in it.phases for fault in phase.faults
     )
     assert set(kinds) == {*FATAL, "sleep", "stop", "skip", "error", "flip"}
-    cut = [schedule(seed, 9, cables=True) for seed in SEEDS]
+    cut = [schedule(seed, 9, hosts=True) for seed in SEEDS]
     assert any(f.kind == "cut" for it in cut for p in it.phases for f in p.faults)
     assert {it.way for it in schedules} == {*CODED, *SHARED}
     assert {it.options.get("on_deadline", "wait") for it in schedules} == {
@@ -46,13 +46,16 @@ def test_everything_happens(schedules):
 def test_who_lives_and_who_dies(schedules):
     for it in schedules:
         living = set(range(it.ranks))
-        for phase in it.phases:
+        for i, phase in enumerate(it.phases):
             assert phase.living == tuple(sorted(living))
             assert it.plan(len(living)).size == len(living)
-            assert {fault.rank for fault in phase.faults} <= living
+            assert {
+                fault.rank for fault in phase.faults if fault.step <= phase.steps + 1
+            } <= living
             assert len(set(phase.dead)) == len(phase.dead)
-            if phase.root_dies:
-                assert phase is it.phases[-2] and not it.phases[-1].faults
+            if phase.root_dies:  # ranks have other numbers then
+                for later in it.phases[i + 1 :]:
+                    assert {f.step for f in later.faults} <= {later.steps + 2}
             for fault in phase.faults:
                 ends = [
                     f.step
@@ -60,8 +63,46 @@ def test_who_lives_and_who_dies(schedules):
                     if f.kind in FATAL and f.rank == fault.rank
                 ]
                 assert fault.kind in FATAL or not ends or fault.step < ends[0]
-            living -= set(phase.dead)
+            living -= set(phase.dead) | set(phase.lost)
+            if not phase.lost:
+                living |= set(phase.joining)
         assert it.survivors == len(living) >= LEFT
+
+
+def test_who_joins(schedules):
+    joining = [phase for it in schedules for phase in it.phases if phase.joining]
+    assert {bool(phase.lost) for phase in joining} == {True, False}
+    assert {phase.lost[0] in phase.joining for phase in joining if phase.lost} == {
+        *(True, False)
+    }
+    assert any(it.phases[-1].joining for it in schedules)
+    for it in filter(lambda it: it.joining, schedules):
+        new = {rank for phase in it.phases for rank in phase.joining}
+        assert new == set(range(it.ranks, it.ranks + len(new)))
+        assert it.survivors <= MOST
+        for i, phase in enumerate(it.phases):
+            meanwhile = [f for f in phase.faults if f.step == phase.steps + 2]
+            if not phase.joining:
+                assert not meanwhile
+                continue
+            there = {*phase.living, *phase.joining} - set(phase.dead)
+            assert {fault.rank for fault in meanwhile} <= there
+            assert len(phase.lost) <= 1 and phase.living[0] not in phase.lost
+            if phase.lost:  # they join after some more steps
+                assert it.phases[i + 1].joining == phase.joining
+                assert not it.phases[i + 1].lost
+    after = [
+        (phase, set(it.phases[i].joining))
+        for it in schedules
+        for i, phase in enumerate(it.phases[1:])
+        if it.phases[i].joining and not it.phases[i].lost
+    ]
+    assert any(set(phase.dead) & new for phase, new in after)
+    assert any(phase.root_dies for phase, _ in after)
+
+
+def test_nobody_joins_on_several_hosts():
+    assert not any(schedule(seed, 9, hosts=True).joining for seed in SEEDS)
 
 
 def test_flipped_bits_are_such_as_can_be_found(schedules):

@@ -7,7 +7,7 @@ root of the plan), "differs 2" (rank 2 asks for others), "interrupts 2" (it leav
 "exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies hello" (before it says that it is there,
 "connect": while it is connected with the others, "open": before it makes the group, "enter": once all have made it), "hangs",
 "refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
-"connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
+"start": while these start, "connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
 OPTION is "shared", with shared work; "code"; or "forgets", where nothing is handed on to those that join.
 """
 
@@ -15,6 +15,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 
 directory, option, *events = sys.argv[1:]
@@ -38,6 +39,7 @@ from jaxcoded.transport import engine
 
 EVERY = 12  # steps between two events
 COMES = 4.0 * SLOWNESS  # seconds
+STARTING = 0.3  # in which no process can have started
 WIDTH = 400
 
 if joins and way == "ends":
@@ -175,8 +177,10 @@ while True:
                 joining.Verdict = interrupt
             group.extended(1, timeout=PATIENCE)
         elif event == "loses":
-            if group.rank in ranks:
-                _, where, *stops = words.split()
+            _, where, *stops = words.split()
+            if group.rank in ranks and where == "start":
+                threading.Timer(STARTING, fall, ["kill"]).start()
+            elif group.rank in ranks:
                 setattr(
                     joining.OldRanks, where, stop if stops else lambda *_: fall("kill")
                 )
