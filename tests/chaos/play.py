@@ -51,9 +51,12 @@ COMES = 10 * SLOWNESS  # and where whoever has not is put out
 directory = pathlib.Path(sys.argv[1])
 place = [int(word) for word in sys.argv[2:]]  # where it joins
 world = MPI.COMM_WORLD
-# of all processes that the job has had
-process = int(os.environ[joining.MARK].partition(":")[0]) if place else 0
-process += world.rank
+schedules = pickle.loads((directory / "schedules").read_bytes())
+process = world.rank  # of all that the job has had
+if place:
+    process += schedules[0].ranks + sum(it.joining for it in schedules[: place[0]])
+    phases = schedules[place[0]].phases[: place[1]]
+    process += sum(len(it.joining) for it in phases)
 mine = Board(directory / "board").rows[process]
 faulthandler.register(
     signal.SIGUSR2,
@@ -257,7 +260,7 @@ class Player:
         """Those that have come to the end of a phase, or not, where one dies on the way."""
         self._befall(phase, phase.extending)
         if self._dying:  # at the latest before the others take it for one of them
-            joining.Arrival.ready = lambda *_: self._be_killed()
+            joining.NewRank.ready = lambda *_: self._be_killed()
         try:
             self._group = jaxcoded.CodedGroup.joining()
         except jaxcoded.CodedError as error:
@@ -550,7 +553,6 @@ def say(text):
 def main():
     comm, first = world, 0
     jaxcoded.leave_on_sigterm(COMES)
-    schedules = pickle.loads((directory / "schedules").read_bytes())
     if place:
         number, at = place
         phase = schedules[number].phases[at]
