@@ -126,7 +126,7 @@ class Extending:
         ) from failure
 
     def _start(self) -> None:
-        """Have the root start them, until all are there."""
+        """Have one rank start them, until all are there."""
         old, root, wrong = self._old, 0, None
         try:
             self._options.complete().check()

@@ -903,7 +903,7 @@ class CodedGroup:
             )
         command = joining.checked(command)
         with self._changing("extended") as transport:
-            if why := joining.why_not():
+            if why := joining.why_not(len(set(self._hosts))):
                 raise ValueError(why)
             if self._extending is None:
                 primitive.effects_barrier()

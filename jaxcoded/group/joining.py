@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 # 1 where the launcher goes on where such a process dies (`jaxcoded.cli.rank`)
 FORGIVES = "JAXCODED_TAKES_IN"
+_HAN = "OMPI_MCA_coll_han_priority"
 # of messages in a group's own communicator, of those between the one that starts and those that are started, and
 # in the communicator of all
 _TAG, _TAG_NEW, _TAG_ALL = 32_010, 32_011, 32_012
@@ -49,14 +50,23 @@ MOST = 2**15  # ranks that join at once
 LONGEST = 1e6  # seconds for which others wait: longer is for ever, and more than clocks can count
 
 
-def why_not() -> str:
-    """Why no ranks can be taken in here, in words; empty if they can."""
-    if os.environ.get(FORGIVES) == "1":
-        return ""
-    return (
-        "extended needs a launcher that goes on where a rank dies that was started later: start the job with "
-        f"jaxcoded run --ft, or set {FORGIVES}=1 and PRTE_MCA_state_base_recoverable=1 for mpirun --with-ft ulfm"
-    )
+def why_not(hosts: int) -> str:
+    """Why no ranks can be taken in here, in words; empty if they can.
+
+    Args:
+        hosts: of the group.
+    """
+    if os.environ.get(FORGIVES) != "1":
+        return (
+            "extended needs a launcher that goes on where a rank dies that was started later: start the job with "
+            f"jaxcoded run --ft, or set {FORGIVES}=1 and PRTE_MCA_state_base_recoverable=1 for mpirun --with-ft ulfm"
+        )
+    if hosts > 1 and os.environ.get(_HAN) != "-1":
+        return (
+            "Open MPI's collectives for several hosts give wrong values to ranks that have joined: start the job with "
+            f"jaxcoded run --ft, or set {_HAN}=-1"
+        )
+    return ""
 
 
 def _tolerant(comm: Any) -> Any:
