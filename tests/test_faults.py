@@ -1051,7 +1051,7 @@ def test_a_rank_of_another_mpirun_joins_by_a_daemon(tmp_path, fault_tolerant):
         as_known(result, said, [139, 0])
     finally:
         daemon.terminate()
-        daemon.wait()
+        daemon.communicate()
 
 
 def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
