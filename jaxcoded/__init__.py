@@ -6,7 +6,7 @@ import importlib as _importlib
 import pathlib as _pathlib
 from typing import Any as _Any
 
-from jaxcoded import _alone  # noqa: F401  # from here on
+from jaxcoded import _own_process  # noqa: F401  # from its beginning
 
 # What is here stands in the stub, for type checkers and at run time, and is imported when it is
 # asked for: what plans and simulates runs without an MPI. Scientific Python's SPEC 1.

@@ -649,7 +649,7 @@ def test_ranks_that_live_go_on_without_the_root(
     if way == "behind":
         assert failed_at[2] < failed_at[1]
         assert job.reports[1]["rank"] == 0 and job.reports[2]["rank"] == 1
-        assert "hand on what the new root has first" in job.of_all("too_early")[0]
+        assert "hand on what the root has first" in job.of_all("too_early")[0]
 
 
 def words_of(victims):

@@ -519,7 +519,9 @@ def test_ends_of_ranks_that_have_joined():
             process.communicate(timeout=60 * slowness())
         assert heard.failure == 3
         lasting = ended(heard, 1, "import sys; sys.stdin.read()", JAXCODED_JOINS="b:60")
+        until = time.monotonic() + 60 * slowness()
         while 4 not in heard.begun:
+            assert time.monotonic() < until
             time.sleep(0.01)
     words = [re.sub("after .*", "after", line) for line in heard.words()]
     assert words == [

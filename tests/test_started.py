@@ -62,16 +62,21 @@ def looks(it, seconds):
 
 def test_who_becomes_another_program_has_not_ended(start):
     job = start("one")
-    start("two", "ends").communicate()  # of others
-    looks(started.Started("one"), 0.5 + 0.5 * slowness())
-    assert job.poll() is None
+    other = start("two", "ends")
+    it = started.Started("one")
+    looks(it, 0.5 + 0.5 * slowness())
+    other.communicate()
+    looks(it, 0.1)
+    assert job.poll() is None and {each.pid for each in it._seen} == {job.pid}
 
 
 def test_who_ends_is_missed(start):
     it = started.Started("one")
     start("one")
     job = start("one", "ends")
+    until = time.monotonic() + 60 * slowness()
     while len(it._seen) < 2:
+        assert time.monotonic() < until
         it.look()
     job.stdin.close()
     with pytest.raises(CodedError, match="has ended before"):

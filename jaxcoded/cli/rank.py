@@ -22,7 +22,7 @@ SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
 # 1 where mpirun goes on where a rank dies that others have started (`jaxcoded.group.joining`)
 TAKES_IN = "JAXCODED_TAKES_IN"
 # The words by which this process was started, before those of the program, one a line: for ranks that start others
-_STARTER = "JAXCODED_STARTER"
+STARTER = "JAXCODEDSTARTER"
 JOINS = "JAXCODED_JOINS"  # START:…, of ranks that others have started: the same for those of one start
 GOES_ON = "JAXCODED_GOES_ON"  # 1 where the others are to go on without a rank that ends
 # PID:FILE, this process and a file descriptor: its child writes to it as it enters its first group, where
@@ -61,7 +61,7 @@ def main() -> None:
         os.set_inheritable(pipe, True)
         os.environ[_PIPE] = f"{here}:{pipe}"
         own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-        os.environ[_STARTER] = "\n".join(own)
+        os.environ[STARTER] = "\n".join(own)
         for number, handler in before.items():
             kept = handler == signal.SIG_IGN
             signal.signal(number, signal.SIG_IGN if kept else signal.SIG_DFL)

@@ -107,6 +107,7 @@ def command(
             variables=heard.variables | variables,
         )
         environment.pop(rank.JOINS, None)  # of a rank that has started this job
+        environment.pop(rank.STARTER, None)
         status = job.play(
             words, environment, seconds=timeout, ended=heard.of_job, own_files=not away
         )

@@ -87,12 +87,9 @@ class Anew:
         assert group is not None
         if rounds != self._rounds:
             old._roll.next_attempt()
-            error = CodedError(
-                f"rank {old.rank} had given up while the group was made anew, and rounds of the old one were "
-                "decided since then: call recovered again"
-            )
-            group._withdraw(error)
-            raise error
+            overtaken = recovery.overtaken(old.rank)
+            group._withdraw(overtaken)
+            raise overtaken
         return group
 
     def _make(self, rounds: int, plan: Planner | None, options: Options | None) -> None:

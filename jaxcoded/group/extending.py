@@ -16,6 +16,7 @@ from jaxcoded.group import joining, recovery
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.succession import Planner, plan_of_root
 from jaxcoded.plan import Plan
+from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import plain
 from jaxcoded.transport.options import Options
 
@@ -34,7 +35,8 @@ class Extending:
         ranks: that join.
         plan, options, timeout: as in `CodedGroup.extended`.
         command: that starts each of them; empty: as this process was started.
-        drained: whether this rank has got the results of all rounds that it has called.
+        rounds: of the group, that this rank knows.
+        drained: whether these are all that it has called.
     """
 
     def __init__(
@@ -45,13 +47,18 @@ class Extending:
         options: Options | None,
         command: Sequence[str],
         timeout: float,
+        rounds: int,
         drained: bool,
     ) -> None:
-        self._old, self._ranks = old, ranks
+        self._old, self._ranks, self._rounds = old, ranks, rounds
         self._plan = plan and functools.cache(plan)
         self._options = old._options if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
-        self._old_ranks = joining.OldRanks(old.comm, old._hosts, old.plan.root)
+        assert isinstance(old.transport, engine.Engine)
+        self._agreed = old.transport.agreed
+        self._old_ranks = joining.OldRanks(
+            old.comm, old._hosts, old.plan.root, self._agreed
+        )
         self._invitation: joining.Invitation | None = None
         self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
@@ -68,16 +75,23 @@ class Extending:
         Raises:
             CodedError: they have not come to that yet.
         """
-        roll, patience = self._old._roll, 2 * timeout + 1
+        wait = functools.partial(
+            self._old._roll.wait,
+            # the one who decides has as long for each of its steps
+            patience=2 * timeout + 3 * joining.opening_seconds(self._timeout),
+            seconds=timeout,
+            put_out=put_out,
+            broken=False,
+        )
         if self._copying is None:
             with self._failing():
                 self._start()
             ready = self._failure is None
             self._copying = Pending(lambda: self._old_ranks.copied(ready))
-        roll.wait(self._copying, patience, timeout, put_out)
+        wait(self._copying)
         if self._agreement is None:
             self._agreement = self._agree(self._copying)
-        roll.wait(self._agreement, patience, timeout, put_out)
+        wait(self._agreement)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -89,24 +103,30 @@ class Extending:
 
     def _agree(self, copying: Pending[MPI.Intracomm | None]) -> Pending[bool]:
         """Make it, where all are ready to, and ask whether all have."""
-        ready = True
+        ranks: MPI.Intracomm | None = None
+        try:
+            ranks = copying.result(0.0)
+        except Exception as error:  # noqa: BLE001
+            self._failure = self._failure or error
+        else:
+            if ranks is None:
+                return Pending(lambda: False)
         with self._failing():
-            old = copying.result(0.0)
-            ready = old is not None
-            if old is not None:
-                self._make(old)
-        if not ready:
-            return Pending(lambda: False)
+            if ranks is not None:
+                self._make(ranks)
         if self._failure is not None:
             for comm in self._comms:  # in which others may wait
                 comm.Revoke()
-        return Pending(lambda: self._old_ranks.agreed(self._failure is None))
+        return Pending(lambda: self._agreed(self._failure is None))
 
-    def group(self) -> CodedGroup:
+    def group(self, rounds: int) -> CodedGroup:
         """It, once they agree.
 
+        Args:
+            rounds: of the old group, that this rank knows now.
+
         Raises:
-            CodedError: not all have it.
+            CodedError: not all have it, or it is not what follows on those rounds.
             Exception: what has failed on all.
         """
         group, failure = self._group, self._failure
@@ -114,6 +134,10 @@ class Extending:
         if self._agreement.result(0.0):
             assert group is not None
             self._old_ranks.tell(self._comms[0])
+            if rounds != self._rounds:
+                overtaken = recovery.overtaken(self._old.rank)
+                group._withdraw(overtaken)
+                raise overtaken
             return group
         if group is not None:
             group._withdraw()
@@ -141,7 +165,7 @@ class Extending:
             old.size, self._ranks, root, asked, self._options
         )
         words = (
-            f"ranks={self._ranks}, rounds={old.transport.rounds()}, command={self._command}, "
+            f"ranks={self._ranks}, rounds={self._rounds}, command={self._command}, "
             f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
         )
         ranks = 0 if wrong else self._ranks
@@ -171,7 +195,7 @@ class Extending:
                 f"rank {old.rank} has not got the results of rounds that it has called after "
                 f"{self._timeout / 2:g} s: call extended again later"
             )
-        with recovery.let_go(self._comms, seconds):
+        with recovery.let_go(self._comms, max(until - time.monotonic(), 0.0)):
             own = invitation.own(both, old.plan.root)
             self._comms.append(own)
             self._group = old._taking_over(
@@ -179,10 +203,11 @@ class Extending:
                 lambda hosts: plan_of_root(
                     *(own, invitation.place, lambda: self._planned(hosts))
                 ),
-                old._asked,
+                # as those that join have it
+                invitation.asked,
                 1 if old._ahead is None or old.alike else old._ahead + 1,
             )
-        if why := self._old_ranks.ready(self._ranks, until):
+        if why := self._old_ranks.ready(self._ranks, time.monotonic() + seconds):
             raise CodedError(self._none(why))
 
     def _planned(self, hosts: Sequence[str]) -> Plan:

@@ -813,11 +813,11 @@ class CodedGroup:
             )
         check_planner(plan)
         with self._changing("recovered") as transport:
-            if self._extending is not None:
-                return self._with_those_that_join(timeout, put_out)
             primitive.effects_barrier()
             transport.drained(timeout / 2)
             rounds = transport.rounds_of_all()
+            if self._extending is not None:
+                return self._with_those_that_join(rounds, timeout, put_out)
             if self._anew is None:
                 # a round that failed here alone may have ended otherwise elsewhere
                 broken = rounds < transport.rounds()
@@ -905,29 +905,32 @@ class CodedGroup:
         with self._changing("extended") as transport:
             if why := joining.why_not(len(set(self._hosts))):
                 raise ValueError(why)
+            primitive.effects_barrier()
+            drained = transport.drained(timeout / 2)
+            rounds = transport.rounds_of_all()
             if self._extending is None:
-                primitive.effects_barrier()
-                drained = transport.drained(timeout / 2)
                 if self._anew is not None or self._roll.call(
                     *(timeout, False, transport.departed),
+                    broken=rounds < transport.rounds(),
                     decided=transport.decided,
                     what="have not called extended",
                 ):
                     raise CodedError(
-                        "some ranks of the group are dead: call recovered first, and then extended"
+                        "some ranks of the group are dead, or have had an error where others had a sum: call recovered "
+                        "first, and then extended"
                     )
-                self._extending = Extending(
-                    self, ranks, plan, options, command, timeout, drained
-                )
-            return self._with_those_that_join(timeout)
+                arguments = ranks, plan, options, command, timeout
+                self._extending = Extending(self, *arguments, rounds, drained)
+            return self._with_those_that_join(rounds, timeout)
 
     def _with_those_that_join(
-        self, timeout: float, put_out: bool = False
+        self, rounds: int, timeout: float, put_out: bool = False
     ) -> "CodedGroup":
+        """See `Extending`."""
         assert self._extending is not None
         self._extending.make(timeout, put_out)
         extending, self._extending = self._extending, None
-        return self._give_way(extending.group())
+        return self._give_way(extending.group(rounds))
 
     @classmethod
     def joining(cls) -> "CodedGroup | None":

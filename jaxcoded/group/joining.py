@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 from mpi4py import MPI
 
-from jaxcoded import _require
+from jaxcoded import _own_process, _require
 from jaxcoded.errors import CodedError
-from jaxcoded.group.line import Gone, Line, unless_dead
+from jaxcoded.group.line import Gone, Line
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.recovery import shrunk
 from jaxcoded.group.started import MARK, Started, wrapper
 from jaxcoded.transport import engine
+from jaxcoded.transport.agreement import plain
 from jaxcoded.transport.options import Options
 
 T = TypeVar("T")
@@ -40,12 +41,7 @@ _LATER = 10.0  # seconds that others wait longer than the one who decides
 _LEAST = 30.0  # seconds for making the group, and more
 
 _joined = False
-try:
-    _began_in: str | None = os.getcwd()
-except OSError:  # it was removed
-    _began_in = None
-
-
+_command: list[str] = []  # by default, where this process has joined itself
 MOST = 2**15  # ranks that join at once
 LONGEST = 1e6  # seconds for which others wait: longer is for ever, and more than clocks can count
 
@@ -54,7 +50,7 @@ def why_not(hosts: int) -> str:
     """Why no ranks can be taken in here, in words; empty if they can.
 
     Args:
-        hosts: of the group.
+        hosts: how many the group has.
     """
     if os.environ.get(FORGIVES) != "1":
         return (
@@ -146,7 +142,7 @@ class Verdict:
     Attributes:
         why_not: they do not; empty: all of them are there, and wait to be connected.
         same: whether the arguments of all ranks were the same.
-        token: by which their processes are known; empty: none was started.
+        token: by which their processes are known, if there are any.
     """
 
     why_not: str = ""
@@ -162,10 +158,17 @@ class OldRanks:
         comm: of the group.
         names: of the host of each rank.
         root: in it.
+        agreed: whether something is so on all of them. Collective.
     """
 
-    def __init__(self, comm: MPI.Intracomm, names: Sequence[str], root: int) -> None:
-        self._comm, self._root = comm, root
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        names: Sequence[str],
+        root: int,
+        agreed: Callable[[bool], bool],
+    ) -> None:
+        self._comm, self._root, self._agreed = comm, root, agreed
         self._starter = starter(names, root)
         self._line = Line(comm, _TAG)
         self._visit = secrets.token_hex(8)
@@ -182,7 +185,7 @@ class OldRanks:
         Args:
             words: what this rank wants: all must want the same.
             ranks: how many.
-            command: that starts each; empty: as the root was started.
+            command: that starts each; empty: as the starter was.
             seconds: until they must be there.
 
         Raises:
@@ -191,7 +194,7 @@ class OldRanks:
         if self._comm.rank == self._starter:
             try:
                 until = time.monotonic() + seconds
-                self.verdict = self._agreed(words, until)
+                self.verdict = self._all_want(words, until)
                 if not self.verdict.why_not and ranks:
                     self._start(ranks, command, seconds, until)
             except BaseException as error:
@@ -209,6 +212,7 @@ class OldRanks:
                 # of earlier visits nothing counts any more
                 for visit, said in self._line.all_heard(self._starter):
                     if said is None:
+                        self.verdict.token = visit  # also if it dies now
                         self._line.say(self._starter, [visit, self._visit, words])
                     elif visit == self._visit:
                         self.verdict = Verdict(**said)
@@ -224,7 +228,7 @@ class OldRanks:
             f"rank {self._starter}, which starts ranks that join, {why}: this group goes on as it is; call recovered"
         )
 
-    def _agreed(self, words: str, until: float) -> Verdict:
+    def _all_want(self, words: str, until: float) -> Verdict:
         """Whether all want the same."""
         others = set(range(self._comm.size)) - {self._starter}
         for rank in others:
@@ -252,19 +256,18 @@ class OldRanks:
     def _start(
         self, ranks: int, command: Sequence[str], seconds: float, until: float
     ) -> None:
-        token = secrets.token_hex(8)
-        self.verdict = Verdict(token=token)
+        self.verdict = Verdict(token=self._visit)
         info = MPI.Info.Create()
-        info["PMIX_ENVAR"] = f"{MARK}={token}:{seconds:.0f}"
+        info["PMIX_ENVAR"] = f"{MARK}={self._visit}:{seconds:.0f}"
         info["host"] = MPI.Get_processor_name()
-        if _began_in is not None:
-            info["wdir"] = _began_in
-        # this process's own may differ from others', as it may have joined, too
-        command = command or [sys.executable, *sys.orig_argv[1:]]
+        # both may be others by now
+        if _own_process.began_in is not None:
+            info["wdir"] = _own_process.began_in
+        command = command or _own_command()
         words = [*wrapper(), *command]
         engine.join()
         spawning = Pending(lambda: _spawned(words, ranks, info))
-        seen = Started(token)
+        seen = Started(self._visit)
         here: set[int] = set()
         try:
             while spawning.runs():
@@ -302,13 +305,12 @@ class OldRanks:
 
     def copied(self, mine: bool) -> MPI.Intracomm | None:
         """A communicator of the old ranks alone: revoking it lets go whoever waits there, and leaves the group as it
-        is. None where not all of them are ready to connect: MPI counts what ranks agree on, so none of them begins
-        what others do not. Collective.
+        is. None where not all of them are ready to connect, as none is to begin in MPI what others do not. Collective.
 
         Args:
             mine: whether this one is.
         """
-        return _tolerant(shrunk(self._comm)) if self.agreed(mine) else None
+        return _tolerant(shrunk(self._comm)) if self._agreed(mine) else None
 
     def connect(
         self, old: MPI.Intracomm, invitation: Invitation, until: float
@@ -326,11 +328,12 @@ class OldRanks:
         if old.size < self._comm.size:
             raise CodedError("one of the old ranks has died: call recovered first")
         engine.join()
-        if self._new is not None:
-            for rank in range(invitation.ranks):
-                self._new.say(rank, [self._root, invitation.to_json()])
         side = _Side(old, self._starter, first=True)
         try:
+            if self._new is not None:
+                what = [self._root, plain(invitation.to_json()), _own_command()]
+                for rank in range(invitation.ranks):
+                    self._new.say(rank, what)
             return side.joined(self._between, 1, until, self._look)
         except BaseException:
             old.Revoke()
@@ -371,14 +374,6 @@ class OldRanks:
             return "it has died"
         return its
 
-    def agreed(self, mine: bool) -> bool:
-        """Whether it is so on all old ranks and all of them live, the same on all. Collective."""
-        try:
-            return bool(self._comm.Agree(int(mine)))
-        except MPI.Exception as error:
-            unless_dead(error)
-            return False
-
     def tell(self, both: MPI.Intracomm | None) -> None:
         """Say to the new ranks that they are in: each of the old ones does, as some may die meanwhile."""
         assert both is not None
@@ -412,9 +407,16 @@ def starter(names: Sequence[str], root: int) -> int:
 
 def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
     new: MPI.Intercomm = _tolerant(
-        MPI.COMM_SELF.Spawn(words[0], list(words[1:]), ranks, info)
+        # others may do so in another thread
+        MPI.COMM_SELF.Dup().Spawn(words[0], list(words[1:]), ranks, info)
     )
+    info.Free()
     return new
+
+
+def _own_command() -> list[str]:
+    """That starts a process as those that were there at the beginning were started."""
+    return _command or [sys.executable, *sys.orig_argv[1:]]
 
 
 def checked(command: Sequence[str] | None) -> list[str]:
@@ -538,7 +540,8 @@ class NewRank:
             raise CodedError(f"this process cannot join: {why}")
         engine.join()
         until = time.monotonic() + self._seconds + _LATER
-        root, said = self._heard(lambda: self._line.heard(0), until)
+        global _command
+        root, said, _command = self._heard(lambda: self._line.heard(0), until)
         invitation = Invitation.from_json(said)
         until = time.monotonic() + opening_seconds(self._seconds)
         side = _Side(_tolerant(MPI.COMM_WORLD), 0, first=False)
@@ -591,7 +594,9 @@ class NewRank:
             try:
                 said = ask()
             except Gone:
-                raise CodedError("who has started this process is dead") from None
+                raise CodedError(
+                    "who has started this process has died, or has not taken it in: see what its group says"
+                ) from None
             if said is not None:
                 return said
             if time.monotonic() > until:

@@ -1,6 +1,7 @@
 """What two ranks say to each other, in JSON."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +10,15 @@ from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
 
-# what is on its way: MPI reads it later
-_sent: list[tuple[MPI.Request, np.ndarray]] = []
+_Moving = tuple[MPI.Request, np.ndarray]
+# What is on its way, of all lines: MPI reads and writes it later.
+_sent: list[_Moving] = []
+_coming: list[dict[int, _Moving]] = []
+_lock = threading.Lock()
 
 
 class Gone(Exception):
-    """MPI reports a rank dead of whom something is to come."""
+    """MPI reports a rank dead of whom something is to come, or nothing can come any more."""
 
 
 class Line:
@@ -27,22 +31,26 @@ class Line:
 
     def __init__(self, comm: MPI.Comm, tag: int) -> None:
         self._comm, self._tag = comm, tag
-        self._coming: dict[int, tuple[MPI.Request, np.ndarray]] = {}
+        self._coming: dict[int, _Moving] = {}
+        _coming.append(self._coming)
 
     def say(self, to: int, what: Any) -> None:
         """Whoever is dead does not hear it."""
         data = np.frombuffer(bytearray(json.dumps(what).encode()), np.uint8)
-        _sent[:] = [it for it in _sent if not is_over(it[0])]
         try:
-            _sent.append((self._comm.Isend(data, to, self._tag), data))
+            moving = self._comm.Isend(data, to, self._tag), data
         except MPI.Exception as error:
-            unless_dead(error)
+            _unless_in_vain(error)
+            return
+        with _lock:
+            _sent[:] = [it for it in _sent if not _is_over(it[0])]
+            _sent.append(moving)
 
     def heard(self, rank: int) -> Any:
         """What a rank has said next; None: nothing yet.
 
         Raises:
-            Gone: it is dead.
+            Gone: it is dead, or has given up.
             CodedError: it cannot be read.
         """
         try:
@@ -57,7 +65,7 @@ class Line:
                 return None
         except MPI.Exception as error:
             self._coming.pop(rank, None)
-            unless_dead(error)
+            _unless_in_vain(error)
             raise Gone from error
         del self._coming[rank]
         try:
@@ -74,16 +82,15 @@ class Line:
             yield what
 
 
-def is_over(request: MPI.Request) -> bool:
+def _is_over(request: MPI.Request) -> bool:
     """Whether a message has been sent, or nobody is there to have it."""
     try:
         return request.Test()
     except MPI.Exception as error:
-        unless_dead(error)
+        _unless_in_vain(error)
         return True
 
 
-def unless_dead(error: MPI.Exception) -> None:
-    """Raise it, unless a rank has died."""
+def _unless_in_vain(error: MPI.Exception) -> None:
     if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
         raise error

@@ -13,7 +13,6 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
-from jaxcoded.group.line import is_over, unless_dead
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.process import Process
 from jaxcoded.transport.agreement import Unreadable, gathered
@@ -122,27 +121,36 @@ class Roll:
             )
 
     def wait(
-        self, pending: Pending[Any], patience: float, seconds: float, put_out: bool
+        self,
+        pending: Pending[Any],
+        patience: float,
+        seconds: float,
+        put_out: bool,
+        *,
+        broken: bool = True,
     ) -> None:
         """Wait for what all ranks do that live. Who does not is looked for, and put out, as in `call`.
 
         Args:
             pending: it.
             patience: seconds after which those who are missing are looked for.
-            seconds, put_out: as there.
+            seconds, put_out, broken: as there.
 
         Raises:
-            CodedError: as there. What is pending stays so, and is to be waited for again.
+            CodedError: as there, or who calls has said that the group is to stay. What is pending stays so, and is to be waited for again.
         """
         # others count from then on, also where this rank gives up and comes again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
         with self._visit():
-            self._attend(
+            if not self._attend(
                 *(lambda: not pending.runs(), patience, seconds, put_out),
-                *(dict, True, int),
-                "have not made the group anew with the others",
-            )
+                *(dict, broken, int),
+                "have not made the group with the others",
+            ):
+                raise CodedError(
+                    f"rank {self._rank} is in extended, and others in recovered: all call the same"
+                )
 
     def next_attempt(self) -> None:
         """The group could not be made anew, on any rank."""
@@ -257,7 +265,7 @@ class Roll:
 
     def _serve(self) -> dict[int, float]:
         """Take what has come, and answer who calls. Of these for how many seconds they may say nothing."""
-        self._sent[:] = [it for it in self._sent if not is_over(it[0])]
+        self._sent[:] = [it for it in self._sent if not _is_over(it[0])]
         out = {}
         for rank in range(self._comm.size):
             if rank in self._dead or rank == self._rank:
@@ -278,7 +286,7 @@ class Roll:
                     if (seconds := self._take(rank, word)) is not None:
                         out[rank] = seconds
             except MPI.Exception as error:
-                unless_dead(error)
+                _unless_dead(error)
                 self._dead.add(rank)
         return out
 
@@ -378,7 +386,7 @@ class Roll:
         try:
             self._sent.append((self._comm.Isend(what, to, tag), what))
         except MPI.Exception as error:
-            unless_dead(error)
+            _unless_dead(error)
 
     def _received(self, rank: int, tag: int) -> np.ndarray | None:
         """The next message of a rank, if it is here.
@@ -502,6 +510,19 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
     return smaller
 
 
+def _is_over(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as error:
+        _unless_dead(error)
+        return True
+
+
+def _unless_dead(error: MPI.Exception) -> None:
+    if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+        raise error
+
+
 class Successors(NamedTuple):
     """Who are the ranks of a group made anew.
 
@@ -574,6 +595,14 @@ def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[
         timer.join()  # it may be at work
 
 
+def overtaken(rank: int) -> CodedError:
+    """Of a group that is not what follows on the rounds that a rank has had since it began to make it."""
+    return CodedError(
+        f"rank {rank} had given up while the group was made anew, and rounds of the old one were "
+        "decided since then: call recovered again"
+    )
+
+
 def has_died(failure: BaseException | None) -> bool:
     """Whether a rank's death may be why not all have made a group, where this is what has failed here,
     if anything has. Otherwise the same has failed on all."""
@@ -600,7 +629,7 @@ class Agreement:
         try:
             agreed = bool(self._comm.Agree(int(self._failure is None)))
         except MPI.Exception as error:
-            unless_dead(error)
+            _unless_dead(error)
             return False
         if isinstance(self._failure, Exception) and not has_died(self._failure):
             self._comm.Free()

@@ -2,12 +2,11 @@
 
 import os
 import pathlib
-import signal
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from jaxcoded.errors import CodedError
+from jaxcoded.group.process import Process
 
 MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
 # the words before the command of a rank, one a line (`jaxcoded.cli.rank`)
@@ -15,11 +14,6 @@ _WRAPPER = "JAXCODED_STARTER"
 _LOOKS = 0.25  # seconds between two looks
 # of /proc/PID/stat, behind the name
 _STATE, _PARENT, _BEGAN = 0, 1, 19
-
-
-class _Process(NamedTuple):
-    pid: int
-    began: int  # since the boot: others may get its number
 
 
 def wrapper() -> list[str]:
@@ -36,7 +30,7 @@ class Started:
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._seen: set[_Process] = set()
+        self._seen: set[Process] = set()
         self._next = 0.0
 
     def look(self) -> None:
@@ -63,12 +57,9 @@ class Started:
         ended = [it for it, _ in others]
         ended += [it for it in first if not (wrapper() and it.pid in parents)]
         for process in ended:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except OSError:
-                continue  # it has ended
+            process.kill()
 
-    def _found(self) -> tuple[set[_Process], list[tuple[_Process, int]]]:
+    def _found(self) -> tuple[set[Process], list[tuple[Process, int]]]:
         """Those that were started, and those that they have started, with the parents of these."""
         here = list(_marked(self._token))
         pids = {process.pid for process, _ in here}
@@ -76,7 +67,7 @@ class Started:
         return first, [it for it in here if it[0] not in first]
 
 
-def _marked(token: str) -> Iterator[tuple[_Process, int]]:
+def _marked(token: str) -> Iterator[tuple[Process, int]]:
     """Processes that have the token, and their parents."""
     if not token:
         return
@@ -87,14 +78,14 @@ def _marked(token: str) -> Iterator[tuple[_Process, int]]:
         except OSError:  # another user's, or it is gone
             continue
         if any(it.startswith(mark) for it in variables) and (stat := _stat(place)):
-            process = _Process(int(place.name), int(stat[_BEGAN]))
+            process = Process("", "", int(place.name), int(stat[_BEGAN]))
             yield process, int(stat[_PARENT])
 
 
-def _lives(process: _Process) -> bool:
+def _lives(process: Process) -> bool:
     stat = _stat(pathlib.Path(f"/proc/{process.pid}"))
     return (
-        bool(stat) and stat[_STATE] not in "ZX" and int(stat[_BEGAN]) == process.began
+        bool(stat) and stat[_STATE] not in "ZX" and int(stat[_BEGAN]) == process.started
     )
 
 

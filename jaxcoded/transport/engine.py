@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _alone, _jax_compat, errors
+from jaxcoded import _jax_compat, _own_process, errors
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
@@ -193,7 +193,8 @@ class Engine(Transport):
     def enter(self) -> None:
         """All ranks have opened this: they tell each other of their ends."""
         root = self._plan.root
-        _alone.has_group()
+        if self._own.size > 1:
+            _own_process.has_group()
         _engine.enter(self._own.py2f(), root, ending.SILENT_SECONDS)
 
     def devices(self, token: Any) -> Devices | None:
@@ -557,6 +558,22 @@ class Engine(Transport):
         finally:
             with contextlib.suppress(errors.GroupClosed):  # it may be, by now
                 self._ask("watch", False)
+
+    def agreed(self, mine: bool) -> bool:
+        """Whether something is so on all ranks, and all of them live; the same on all. Collective.
+
+        MPI counts what ranks agree on in a communicator, and whatever it makes there. So this goes by the engine's
+        own, in which it makes nothing.
+
+        Args:
+            mine: whether it is so on this rank.
+        """
+        try:
+            return bool(self._own.Agree(int(mine)))
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+                raise
+            return False
 
     def expect_state(self) -> None:
         """Make sums an error on this rank until a broadcast has come."""

@@ -1,7 +1,8 @@
-"""The end of a rank that has failed before it was in a group, where others are to go on without ranks that fail.
+"""This process, from ``import jaxcoded`` on.
 
-They cannot go on here: they wait for it to make the group with them, and it would wait for them in `MPI_Finalize`.
-So it ends without that, and `jaxcoded.cli.rank`, its parent, ends the job.
+Where others are to go on without ranks that fail, they cannot without one that fails before it has a group with them:
+they wait for it there, and it would wait for them in `MPI_Finalize`. So it ends without that, and `jaxcoded.cli.rank`,
+its parent, ends the job.
 """
 
 import atexit
@@ -9,11 +10,15 @@ import contextlib
 import os
 import sys
 
+try:
+    began_in: str | None = os.getcwd()
+except OSError:  # it was removed
+    began_in = None
 _in_group = False
 
 
 def has_group() -> None:
-    """This process is a rank of one."""
+    """This process is a rank of one, with others."""
     global _in_group
     _in_group = True
 
