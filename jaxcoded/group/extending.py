@@ -63,6 +63,7 @@ class Extending:
         self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
         self._group: CodedGroup | None = None
+        self._until = 0.0  # it is to be made
         self._failure: BaseException | None = None  # here
         self._agreement: Pending[bool] | None = None
 
@@ -76,22 +77,18 @@ class Extending:
             CodedError: they have not come to that yet.
         """
         wait = functools.partial(
-            self._old._roll.wait,
-            # the one who decides has as long for each of its steps
-            patience=2 * timeout + 3 * joining.opening_seconds(self._timeout),
-            seconds=timeout,
-            put_out=put_out,
-            broken=False,
+            self._old._roll.wait, seconds=timeout, put_out=put_out, extends=True
         )
         if self._copying is None:
             with self._failing():
                 self._start()
             ready = self._failure is None
             self._copying = Pending(lambda: self._old_ranks.copied(ready))
-        wait(self._copying)
+        wait(self._copying, patience=self._timeout + joining.LATER)
         if self._agreement is None:
             self._agreement = self._agree(self._copying)
-        wait(self._agreement)
+        # others may go on as long as this one
+        wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -186,16 +183,15 @@ class Extending:
         """
         old, invitation = self._old, self._invitation
         assert invitation is not None
-        seconds = joining.opening_seconds(self._timeout)
-        until = time.monotonic() + seconds
-        both = self._old_ranks.connect(ranks, invitation, until)
+        self._until = time.monotonic() + joining.opening_seconds(self._timeout)
+        both = self._old_ranks.connect(ranks, invitation, self._until)
         self._comms.append(both)
         if not self._drained:
             raise CodedError(
                 f"rank {old.rank} has not got the results of rounds that it has called after "
                 f"{self._timeout / 2:g} s: call extended again later"
             )
-        with recovery.let_go(self._comms, max(until - time.monotonic(), 0.0)):
+        with recovery.let_go(self._comms, max(self._until - time.monotonic(), 0.0)):
             own = invitation.own(both, old.plan.root)
             self._comms.append(own)
             self._group = old._taking_over(
@@ -207,7 +203,7 @@ class Extending:
                 invitation.asked,
                 1 if old._ahead is None or old.alike else old._ahead + 1,
             )
-        if why := self._old_ranks.ready(self._ranks, time.monotonic() + seconds):
+        if why := self._old_ranks.ready(self._ranks, self._until):
             raise CodedError(self._none(why))
 
     def _planned(self, hosts: Sequence[str]) -> Plan:

@@ -281,6 +281,11 @@ class CodedGroup:
         """What the constructors have in common; ``takes``: the communicator is this group's own, and all
         are still to agree that they have opened it."""
         check_communicator(comm)
+        if not takes and joining.NewRank.waits_to_join():
+            raise CodedError(
+                "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
+                "where it returns None"
+            )
         self._comm = comm if takes else comm.Dup()
         given = Options() if options is None else options
         wanted = (given if isinstance(given, Options) else Options()).complete()
@@ -868,8 +873,9 @@ class CodedGroup:
                 arguments that this group was made with, `make_plan`.
             options: of the new group. Default: those of this one.
             command: starts each of the processes. Default: as this process was started, in the same folder.
-            timeout: seconds until all of them must have called `joining`, and for which ranks that do not call
-                this are waited for. The group is made in half of that, or 30 s.
+            timeout: seconds for which ranks that do not call this are waited for, and then until all of the
+                processes have called `joining`. After that the group is to be made within half of them, but not
+                less than 30 s.
 
         Returns:
             A group of all.
@@ -912,8 +918,8 @@ class CodedGroup:
                 if self._anew is not None or self._roll.call(
                     *(timeout, False, transport.departed),
                     broken=rounds < transport.rounds(),
+                    extends=True,
                     decided=transport.decided,
-                    what="have not called extended",
                 ):
                     raise CodedError(
                         "some ranks of the group are dead, or have had an error where others had a sum: call recovered "

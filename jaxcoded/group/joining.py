@@ -24,7 +24,7 @@ from jaxcoded.group.pending import Pending
 from jaxcoded.group.recovery import shrunk
 from jaxcoded.group.started import MARK, Started, wrapper
 from jaxcoded.transport import engine
-from jaxcoded.transport.agreement import plain
+from jaxcoded.transport.agreement import in_words, plain
 from jaxcoded.transport.options import Options
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ _HAN = "OMPI_MCA_coll_han_priority"
 _TAG, _TAG_NEW, _TAG_ALL = 32_010, 32_011, 32_012
 _PAUSE = 2e-3  # seconds between two looks
 _SERVES = 20e-3  # and where MPI is at work
-_LATER = 10.0  # seconds that others wait longer than the one who decides
+LATER = 10.0  # seconds that others wait longer than the one who decides
 _LEAST = 30.0  # seconds for making the group, and more
 
 _joined = False
@@ -206,7 +206,7 @@ class OldRanks:
                 for rank, visit in self._visits.items():
                     self._line.say(rank, [visit, dataclasses.asdict(self.verdict)])
             return
-        until = time.monotonic() + seconds + _LATER
+        until = time.monotonic() + seconds + LATER
         while True:
             try:
                 # of earlier visits nothing counts any more
@@ -221,11 +221,12 @@ class OldRanks:
                 why = "has died"
                 break
             if time.monotonic() > until:
-                why = "says nothing"
+                why = "has not called it, or is late"
                 break
             time.sleep(_PAUSE)
         raise CodedError(
-            f"rank {self._starter}, which starts ranks that join, {why}: this group goes on as it is; call recovered"
+            f"rank {self._starter}, which starts ranks that join, {why}: this group goes on as it is. All ranks call "
+            "extended after the same step, and recovered before"
         )
 
     def _all_want(self, words: str, until: float) -> Verdict:
@@ -248,10 +249,9 @@ class OldRanks:
             time.sleep(_PAUSE)
         if len(set(said.values())) == 1:
             return Verdict()
-        by_rank = "; ".join(f"rank {rank}: {said[rank]}" for rank in sorted(said))
-        return Verdict(
-            f"ranks called extended with different arguments: {by_rank}", same=False
-        )
+        answers = [said[rank] for rank in sorted(said)]
+        why = in_words(answers, "ranks called extended with different arguments")
+        return Verdict(why, same=False)
 
     def _start(
         self, ranks: int, command: Sequence[str], seconds: float, until: float
@@ -508,6 +508,13 @@ class NewRank:
         self._line = Line(_tolerant(parent), _TAG_NEW)
         self._seconds = seconds
 
+    @staticmethod
+    def waits_to_join() -> bool:
+        """Whether this process was started to join, and has not tried to."""
+        # processes that it starts itself have the variable, too
+        marked = os.environ.get(MARK, "").count(":") == 1
+        return marked and not _joined and MPI.Comm.Get_parent() != MPI.COMM_NULL
+
     @classmethod
     def of_this_process(cls) -> "NewRank | None":
         """None where nobody has started it so.
@@ -516,15 +523,13 @@ class NewRank:
             CodedError: it has joined already, or cannot.
         """
         global _joined
-        parent = MPI.Comm.Get_parent()
-        words = os.environ.get(MARK, "").split(":")
-        # processes that it starts itself have the variable, too
-        if parent == MPI.COMM_NULL or len(words) != 2:
-            return None
         if _joined:
-            raise CodedError("this process has joined already: call joining once")
+            raise CodedError("this process has called joining already: call it once")
+        if not cls.waits_to_join():
+            return None
         _joined = True
-        return cls(parent, float(words[1]))
+        seconds = os.environ[MARK].partition(":")[2]
+        return cls(MPI.Comm.Get_parent(), float(seconds))
 
     def invited(self) -> tuple[MPI.Intracomm, int, Invitation]:
         """Be connected with the old ranks: the communicator of all, the old root, and what is to be known.
@@ -539,7 +544,7 @@ class NewRank:
         if why:
             raise CodedError(f"this process cannot join: {why}")
         engine.join()
-        until = time.monotonic() + self._seconds + _LATER
+        until = time.monotonic() + self._seconds + LATER
         global _command
         root, said, _command = self._heard(lambda: self._line.heard(0), until)
         invitation = Invitation.from_json(said)
@@ -582,7 +587,7 @@ class NewRank:
                 raise Gone
             return None
 
-        until = time.monotonic() + 2 * opening_seconds(self._seconds) + _LATER
+        until = time.monotonic() + 2 * opening_seconds(self._seconds) + LATER
         if not self._heard(told, until):
             raise CodedError(
                 "the group has not taken this process in: its ranks say why"

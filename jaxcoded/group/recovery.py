@@ -22,6 +22,7 @@ logger = logging.getLogger("jaxcoded")
 # Of messages in the group's own communicator, in which nothing else is sent meanwhile: from the rank that
 # calls the roll, and to it.
 _DOWN, _UP = 32_001, 32_002
+_EXTENDS = 2  # in what a rank answers, where it wants ranks to join
 _GIVES_UP = -1  # in place of the number of the call that is answered
 # What it says: who is here? Kill those who are late; nobody is dead; make the group anew; some are late.
 _CALL, _KILL, _STAY, _ANEW, _LATE = range(1, 6)
@@ -69,6 +70,7 @@ class Roll:
         self._comm, self._rank = comm, comm.rank
         self._processes = [Process(*each) for each in gathered(comm, Process.own())]
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
+        self._extends = False
         self._attempt = 0  # to make the group anew
         self._anew = -1  # the latest attempt that all are to make
         self._visits = 0  # of this rank
@@ -97,8 +99,8 @@ class Roll:
         left: Callable[[], Mapping[int, str]] = dict,
         *,
         broken: bool = False,
+        extends: bool = False,
         decided: Callable[[], int] = int,
-        what: str = "have not called recovered",
     ) -> bool:
         """Whether the group is to be made anew, as some are dead. The same on all ranks.
 
@@ -107,13 +109,15 @@ class Roll:
             put_out: whether these are put out then. Of all but the caller what the caller says counts.
             left: the ranks below this one that make no more calls, as keys.
             broken: whether the group is to be made anew in any case.
+            extends: whether ranks are to join. Who wants something else has not come.
             decided: how many rounds are over. While there are more and more nobody is killed.
-            what: those that do not come have not done, in words.
 
         Raises:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
                 rank that lives, on the late ones when they come.
         """
+        self._extends = extends
+        what = f"have not called {'extended' if extends else 'recovered'}"
         with self._visit():
             return self._attend(
                 *(lambda: False, 0.0, seconds, put_out, left, broken, decided),
@@ -127,14 +131,14 @@ class Roll:
         seconds: float,
         put_out: bool,
         *,
-        broken: bool = True,
+        extends: bool = False,
     ) -> None:
         """Wait for what all ranks do that live. Who does not is looked for, and put out, as in `call`.
 
         Args:
             pending: it.
             patience: seconds after which those who are missing are looked for.
-            seconds, put_out, broken: as there.
+            seconds, put_out, extends: as there.
 
         Raises:
             CodedError: as there, or who calls has said that the group is to stay. What is pending stays so, and is to be waited for again.
@@ -142,14 +146,15 @@ class Roll:
         # others count from then on, also where this rank gives up and comes again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
+        self._extends = extends
         with self._visit():
             if not self._attend(
                 *(lambda: not pending.runs(), patience, seconds, put_out),
-                *(dict, broken, int),
+                *(dict, not extends, int),
                 "have not made the group with the others",
             ):
                 raise CodedError(
-                    f"rank {self._rank} is in extended, and others in recovered: all call the same"
+                    "another rank has begun anew what this one waits for: call it again"
                 )
 
     def next_attempt(self) -> None:
@@ -240,10 +245,11 @@ class Roll:
                 return False
             elif said is not None:
                 known, self._hindered = np.split(said[_HEADER:].copy(), 2)
-                if known[self._rank] in (_MISSING, _LEFT) and said[4]:
+                if known[self._rank] in (_MISSING, _LEFT):
+                    so = ", which wanted to put it out" if said[4] else ""
                     raise CodedError(
-                        f"rank {self._rank} has called recovered too late: the others wanted to put it out. "
-                        "Call it again"
+                        f"rank {self._rank} has called this too late for the others{so}, or they have called something "
+                        "else: all call the same after the same step"
                     )
                 raise CodedError(self._in_words(known, what, bool(said[4])))
             elif caller in heard:
@@ -256,7 +262,7 @@ class Roll:
                 number = int(self._hindered[caller])
                 raise CodedError(
                     f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
-                    "late, stuck or stopped. Call recovered again later, or end its process, "
+                    "late, stuck or stopped, or calls something else. Call this again later, or end its process, "
                     f"{self._processes[caller]}"
                     + (f" ({_why(number)})" if number else "")
                     + _GO_ON * busy
@@ -315,7 +321,8 @@ class Roll:
         return None
 
     def _answer(self, number: int, caller: int, below: np.ndarray) -> None:
-        answer = [number, self._visits, self._broken, *self._hindered, *below]
+        wants = self._broken + _EXTENDS * self._extends
+        answer = [number, self._visits, wants, *self._hindered, *below]
         self._send(np.array(answer, np.float64), caller, _UP)
 
     def _go_on(self, attempt: int) -> None:
@@ -333,7 +340,8 @@ class Roll:
 
     def _decide(self, known: np.ndarray) -> bool:
         """All that live are here. Whether the group is to be made anew."""
-        broken = any(answer[2] for answer in self._answers.values()) or self._broken
+        answers = self._answers.values()
+        broken = self._broken or any(answer[2] % _EXTENDS for answer in answers)
         if broken or (known == _DEAD).any():
             self._go_on(self._attempt)
             return True
@@ -350,7 +358,10 @@ class Roll:
             self._hindered = np.maximum(self._hindered, hindered)
             left |= below > 0
         out[left] = _LEFT
-        out[[self._rank, *self._answers]] = _HERE
+        out[self._rank] = _HERE
+        for rank, answer in self._answers.items():
+            if answer[2] // _EXTENDS == self._extends:
+                out[rank] = _HERE
         out[list(self._dead)] = _DEAD
         return out
 
@@ -451,7 +462,8 @@ class Roll:
                 "Call it again later, or with a longer timeout, or end their processes, or say "
                 "recovered(put_out=True)"
             )
-        return f"{words}; dead are ranks {np.flatnonzero(known == _DEAD).tolist()}"
+        dead = np.flatnonzero(known == _DEAD).tolist()
+        return f"{words}; dead are ranks {dead}" if dead else words
 
     def _why_not(self, known: np.ndarray) -> str:
         """Why ranks could not be put out, in words."""

@@ -109,12 +109,26 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     if extremes[0] == -extremes[1]:
         return None
     ranks = gathered(comm, words)
-    answers = list(dict.fromkeys(ranks))
-    if len(answers) == 1:  # a rank has died, which disturbed the reduction
-        return None
+    # if they do not differ a rank has died, which disturbed the reduction
+    return in_words(ranks, what) if len(set(ranks)) > 1 else None
+
+
+def in_words(said: Sequence[str], what: str) -> str:
+    """In what the words of ranks differ, and who said what.
+
+    Args:
+        said: by each rank.
+        what: what it is where they differ.
+
+    Example:
+        >>> from jaxcoded.transport.agreement import in_words
+        >>> in_words(["round 1", "round 2", "round 1"], "ranks differ")
+        'round 1 at ranks 0, 2, round 2 at rank 1: ranks differ; ranks 0, 2: round 1; rank 1: round 2'
+    """
+    answers = list(dict.fromkeys(said))
     who = []
     for answer in answers:
-        its = [str(rank) for rank, other in enumerate(ranks) if other == answer]
+        its = [str(rank) for rank, other in enumerate(said) if other == answer]
         who.append(f"rank{'s' * (len(its) > 1)} {', '.join(its)}")
     first = ", ".join(f"{it} at {at}" for it, at in zip(differences(answers), who))
     return "; ".join([f"{first}: {what}", *map(": ".join, zip(who, answers))])

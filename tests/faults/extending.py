@@ -4,7 +4,7 @@
 then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on
 SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), "roots 2" (the same, with another
 root of the plan), "differs 2" (rank 2 asks for others), "interrupts 2" (it leaves by an exception once the others go on to connect), or a way in which ranks fail to join:
-"exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "dies hello" (before it says that it is there,
+"exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "alone" (it makes a group of its own), "dies hello" (before it says that it is there,
 "connect": while it is connected with the others, "open": before it makes the group, "enter": once all have made it), "hangs",
 "refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
 "start": while these start, "connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
@@ -19,7 +19,7 @@ import threading
 import time
 
 directory, option, *events = sys.argv[1:]
-fails = ("exit", "ends", "dies", "hangs", "refuses")
+fails = ("exit", "ends", "alone", "dies", "hangs", "refuses")
 joins = "JAXCODED_JOINS" in os.environ
 way = next((it for it in sys.argv if it.startswith("--fails ")), "").removeprefix(
     "--fails "
@@ -44,6 +44,8 @@ WIDTH = 400
 
 if joins and way == "ends":
     sys.exit()
+if joins and way == "alone":
+    jaxcoded.CodedGroup(MPI.COMM_WORLD)
 if joins and way == "hangs":
     time.sleep(1000)
 if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
