@@ -54,9 +54,9 @@ class Started:
         """Kill them, but for those around others, which tell how these end."""
         first, others = self._found()
         parents = {parent for _, parent in others}
-        ended = [it for it, _ in others]
-        ended += [it for it in first if not (wrapper() and it.pid in parents)]
-        for process in ended:
+        around = {it for it in first if wrapper() and it.pid in parents}
+        # before those that they wait for
+        for process in [*(first - around), *(it for it, _ in others)]:
             process.kill()
 
     def _found(self) -> tuple[set[Process], list[tuple[Process, int]]]:
