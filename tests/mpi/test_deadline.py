@@ -52,7 +52,6 @@ def too_late(group):
     return group.plan.coded_children(parent)[-2:]
 
 
-@several
 def until_decided(group):
     """This rank is late, however late the others are."""
     end = time.monotonic() + 40 * SECONDS
@@ -61,6 +60,7 @@ def until_decided(group):
         time.sleep(0.01)
 
 
+@several
 @pytest.mark.parametrize("deadline", [SECONDS, "100x"])
 def test_raise(comm, deadline):
     """All ranks get one text, the late ones too, and go on together."""
