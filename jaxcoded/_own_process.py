@@ -1,4 +1,4 @@
-"""This process, from ``import jaxcoded`` on.
+"""This process, from ``import jaxcoded`` on: where it began, and how it ends without a group.
 
 Where others are to go on without ranks that fail, they cannot without one that fails before it has a group with them:
 they wait for it there, and it would wait for them in `MPI_Finalize`. So it ends without that, and `jaxcoded.cli.rank`,

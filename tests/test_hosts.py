@@ -229,7 +229,7 @@ def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
     ("option", "events", "joined"),
     [
         # the host with the fewest ranks has them, though the root is on another
-        ("code", ["kill 3", "join 1", "kill 0", "join 1"], [1, 0]),
+        more("code", ["kill 3", "join 1", "kill 0", "join 1"], [1, 0]),
         more("shared", ["kill 0", "join 1", "kill 0", "join 1"], [0, 0]),
         # a whole host is lost
         more("code", ["kill 2,3", "join 2", "kill 0", "join 1"], [0, 0, 2]),

@@ -9,7 +9,8 @@ import pytest
 from launch import slowness
 
 from jaxcoded import CodedError
-from jaxcoded.group import started
+from jaxcoded.cli import launcher, rank
+from jaxcoded.group import joining, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
@@ -98,6 +99,24 @@ def test_all_are_ended(start, monkeypatch, wrapped):
     assert not list(started._marked("one")) and other.poll() is None
     started.Started("").end()
     assert other.poll() is None
+
+
+def test_names_of_variables():
+    """Those of the processes around ranks, which import nothing of the rest."""
+    assert rank.STARTER == started._WRAPPER
+    assert rank.JOINS == started.MARK
+    assert rank.TAKES_IN == joining.FORGIVES
+
+
+def test_why_no_ranks_can_join(monkeypatch):
+    for name, value in {rank.TAKES_IN: "1", **launcher.TAKES_IN}.items():
+        monkeypatch.setenv(name, value)
+    assert joining.why_not(1) == joining.why_not(3) == ""
+    monkeypatch.delenv("OMPI_MCA_coll_han_priority")
+    assert joining.why_not(1) == ""
+    assert "OMPI_MCA_coll_han_priority=-1" in joining.why_not(3)
+    monkeypatch.delenv(rank.TAKES_IN)
+    assert "jaxcoded run --ft" in joining.why_not(1)
 
 
 def test_a_wrapper_without_a_rank_is_ended(start, monkeypatch):

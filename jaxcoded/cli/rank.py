@@ -22,7 +22,7 @@ SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
 # 1 where mpirun goes on where a rank dies that others have started (`jaxcoded.group.joining`)
 TAKES_IN = "JAXCODED_TAKES_IN"
 # The words by which this process was started, before those of the program, one a line: for ranks that start others
-STARTER = "JAXCODEDSTARTER"
+STARTER = "JAXCODED_STARTER"
 JOINS = "JAXCODED_JOINS"  # START:…, of ranks that others have started: the same for those of one start
 GOES_ON = "JAXCODED_GOES_ON"  # 1 where the others are to go on without a rank that ends
 # PID:FILE, this process and a file descriptor: its child writes to it as it enters its first group, where
@@ -80,11 +80,12 @@ def main() -> None:
         said = os.read(heard, 100)
     except BlockingIOError:
         said = b""
-    if JOINS in os.environ and _IN_GROUP not in said:
+    joins = JOINS in os.environ
+    if joins and _IN_GROUP not in said:
         time.sleep(_SEEN)
     # others may go on without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
-    goes_on, joins = os.environ.get(GOES_ON) == "1", JOINS in os.environ
+    goes_on = os.environ.get(GOES_ON) == "1"
     can_go_on = _IN_GROUP in said or joins
     # others wait for it to make a group with them, and Open MPI would let them
     ends = _ENDS_JOB in said or (code > 0 and goes_on and not can_go_on)

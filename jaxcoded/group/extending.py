@@ -34,7 +34,7 @@ class Extending:
         old: the group, of which all ranks are alive and have come.
         ranks: that join.
         plan, options, timeout: as in `CodedGroup.extended`.
-        command: that starts each of them; empty: as this process was started.
+        command: that starts each of them; empty: as those that were there at the beginning were started.
         rounds: of the group, that this rank knows.
         drained: whether these are all that it has called.
     """

@@ -872,7 +872,8 @@ class CodedGroup:
             plan: makes the plan for so many ranks as there are then, the same on all old ones. Default: with the
                 arguments that this group was made with, `make_plan`.
             options: of the new group. Default: those of this one.
-            command: starts each of the processes. Default: as this process was started, in the same folder.
+            command: starts each of the processes. Default: as those that were there at the beginning were started.
+                The folder is that in which the one that starts them has imported jaxcoded.
             timeout: seconds for which ranks that do not call this are waited for, and then until all of the
                 processes have called `joining`. After that the group is to be made within half of them, but not
                 less than 30 s.
@@ -955,7 +956,7 @@ class CodedGroup:
             A group of those that were there, and of this process and those that were started with it.
 
         Raises:
-            CodedError: the group has not taken this process in, or it has joined already.
+            CodedError: the group has not taken this process in, or it has called this before.
 
         Example:
             >>> import jaxcoded

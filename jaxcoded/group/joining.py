@@ -374,9 +374,8 @@ class OldRanks:
             return "it has died"
         return its
 
-    def tell(self, both: MPI.Intracomm | None) -> None:
+    def tell(self, both: MPI.Intracomm) -> None:
         """Say to the new ranks that they are in: each of the old ones does, as some may die meanwhile."""
-        assert both is not None
         line = Line(both, _TAG_ALL)
         for rank in range(self._comm.size, both.size):
             line.say(rank, True)

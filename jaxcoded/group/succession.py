@@ -52,15 +52,14 @@ def planned_anew(
         call, whose: what asks for it, and for which ranks, in words.
 
     Raises:
-        ValueError: there is none.
-        TypeError: ``plan`` makes something else.
+        ValueError: there is none, or ``plan`` makes something else.
     """
     size = len(hosts)
     if plan is not None:
         made = plan(size)
         if not isinstance(made, Plan) or made.size != size:
-            raise TypeError(
-                f"plan must make a jaxcoded.Plan for {size} ranks, it made {_require.shown(made)}"
+            raise ValueError(
+                f"plan must return a jaxcoded.Plan for {size} ranks, got {made!r}"
             )
         return made
     if asked is None or isinstance(asked["code"], Mapping):
