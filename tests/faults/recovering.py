@@ -129,6 +129,8 @@ def train(to):
             if how.startswith("leaves"):
                 leave(busy=how == "leaves busy")
             jax.block_until_ready(w)
+            if way == "behind":
+                board.wait({1}, steps)
             if how == "raises":
                 raise ArithmeticError("injected")
             if how == "wakes":
