@@ -1,4 +1,4 @@
-"""This process, from ``import jaxcoded`` on: where it began, and how it ends without a group.
+"""This process, from ``import jaxcoded`` on: how it began, and how it ends without a group.
 
 Where others are to go on without ranks that fail, they cannot without one that fails before it has a group with them:
 they wait for it there, and it would wait for them in `MPI_Finalize`. So it ends without that, and `jaxcoded.cli.rank`,
@@ -14,6 +14,8 @@ try:
     began_in: str | None = os.getcwd()
 except OSError:  # it was removed
     began_in = None
+# That starts another one of the job's. Of one that was started to join a group: as its ranks were started.
+command = [sys.executable, *sys.orig_argv[1:]]
 _in_group = False
 
 

@@ -13,6 +13,8 @@ from mpi4py import MPI
 
 from jaxcoded.errors import CodedError, GroupMismatch
 from jaxcoded.group import joining, recovery
+from jaxcoded.group.joining import Invitation
+from jaxcoded.group.old_ranks import OldRanks
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.succession import Planner, plan_of_root
 from jaxcoded.plan import Plan
@@ -56,10 +58,8 @@ class Extending:
         self._command, self._timeout, self._drained = command, timeout, drained
         assert isinstance(old.transport, engine.Engine)
         self._agreed = old.transport.agreed
-        self._old_ranks = joining.OldRanks(
-            old.comm, old._hosts, old.plan.root, self._agreed
-        )
-        self._invitation: joining.Invitation | None = None
+        self._old_ranks = OldRanks(old.comm, old._hosts, old.plan.root, self._agreed)
+        self._invitation: Invitation | None = None
         self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
         self._group: CodedGroup | None = None
@@ -158,9 +158,7 @@ class Extending:
         asked = plain(old._asked)
         if asked and isinstance(asked["code"], Mapping):
             asked = None  # for just some ranks
-        invitation = joining.Invitation(
-            old.size, self._ranks, root, asked, self._options
-        )
+        invitation = Invitation(old.size, self._ranks, root, asked, self._options)
         words = (
             f"ranks={self._ranks}, rounds={self._rounds}, command={self._command}, "
             f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
@@ -216,39 +214,3 @@ class Extending:
 
     def _none(self, why: str) -> str:
         return f"no rank has joined of {self._ranks}: {why}{_GOES_ON}"
-
-
-def joined(kind: type[CodedGroup]) -> CodedGroup | None:
-    """The group that this process is taken into; None where it was not started to join one.
-
-    Args:
-        kind: of group.
-    """
-    new_rank = joining.NewRank.of_this_process()
-    if new_rank is None:
-        return None
-    both, old_root, invitation = new_rank.invited()
-    comms: list[MPI.Comm] = [both]
-    group, failure = None, None
-    try:
-        with recovery.let_go(comms, joining.opening_seconds(new_rank.seconds)):
-            own = invitation.own(both, old_root)
-            comms.append(own)
-            group = kind._taking_over(
-                *(own, invitation.options, invitation.request),
-                lambda _: plan_of_root(own, invitation.place),
-                *(invitation.asked, 0),
-            )
-    except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-        failure = error
-    new_rank.ready(failure)
-    if failure is not None:
-        both.Revoke()
-        raise failure
-    assert group is not None
-    try:
-        new_rank.enter(both, invitation.size)
-    except BaseException:
-        group._withdraw()
-        raise
-    return group

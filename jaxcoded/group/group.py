@@ -19,11 +19,12 @@ from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_close
-from jaxcoded.group import joining, opening, recovery, snapshots
+from jaxcoded.group import joining, old_ranks, opening, recovery, snapshots
 from jaxcoded.group.anew import Anew
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
-from jaxcoded.group.extending import Extending, joined
+from jaxcoded.group.extending import Extending
+from jaxcoded.group.new_rank import NewRank, joined
 from jaxcoded.group.record import Path, Record
 from jaxcoded.group.succession import Planner, check_planner, planned, planned_anew
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
@@ -281,7 +282,7 @@ class CodedGroup:
         """What the constructors have in common; ``takes``: the communicator is this group's own, and all
         are still to agree that they have opened it."""
         check_communicator(comm)
-        if not takes and joining.NewRank.waits_to_join():
+        if not takes and NewRank.waits_to_join():
             raise CodedError(
                 "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
                 "where it returns None"
@@ -908,7 +909,7 @@ class CodedGroup:
             raise TypeError(
                 f"options must be jaxcoded.Options, got {_require.kind(options)}"
             )
-        command = joining.checked(command)
+        command = old_ranks.checked(command)
         with self._changing("extended") as transport:
             if why := joining.why_not(len(set(self._hosts))):
                 raise ValueError(why)

@@ -35,7 +35,7 @@ from schedule import FATAL, Fault, Phase, Schedule
 
 import jaxcoded
 from jaxcoded import errors
-from jaxcoded.group import joining
+from jaxcoded.group.new_rank import NewRank
 
 jax.config.update("jax_enable_x64", True)
 
@@ -260,7 +260,7 @@ class Player:
         """Those that have come to the end of a phase, or not, where one dies on the way."""
         self._befall(phase, phase.extending)
         if self._dying:  # at the latest before the others take it for one of them
-            joining.NewRank.ready = lambda *_: self._be_killed()
+            NewRank.ready = lambda *_: self._be_killed()
         try:
             self._group = jaxcoded.CodedGroup.joining()
         except jaxcoded.CodedError as error:

@@ -34,7 +34,8 @@ from harness import EXAMPLES, PATIENCE, SLOWNESS, Board
 from mpi4py import MPI
 
 import jaxcoded
-from jaxcoded.group import joining
+from jaxcoded.group import joining, old_ranks
+from jaxcoded.group.new_rank import NewRank
 from jaxcoded.transport import engine
 
 EVERY = 12  # steps between two events
@@ -51,9 +52,9 @@ if joins and way == "hangs":
 if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
     whose, what = {
         "hello": (engine, "fault_tolerant"),
-        "connect": (joining, "_within"),
+        "connect": (joining.Side, "joined"),
         "open": (jaxcoded.CodedGroup, "_open"),
-        "enter": (joining.NewRank, "enter"),
+        "enter": (NewRank, "enter"),
     }[way.split()[1]]
     setattr(whose, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 if joins and way == "refuses":
@@ -109,10 +110,10 @@ def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def interrupt(*, verdict=joining.Verdict, **said):
+def interrupt(*, verdict=old_ranks.Verdict, **said):
     if not said:  # as long as there is none
         return verdict()
-    joining.Verdict = verdict
+    old_ranks.Verdict = verdict
     raise ValueError("interrupted")
 
 
@@ -176,7 +177,7 @@ while True:
             group.extended(1 + (group.rank == ranks[0]))
         elif event == "interrupts":
             if group.rank in ranks:
-                joining.Verdict = interrupt
+                old_ranks.Verdict = interrupt
             group.extended(1, timeout=PATIENCE)
         elif event == "loses":
             _, where, *stops = words.split()
@@ -184,7 +185,9 @@ while True:
                 threading.Timer(STARTING, fall, ["kill"]).start()
             elif group.rank in ranks:
                 setattr(
-                    joining.OldRanks, where, stop if stops else lambda *_: fall("kill")
+                    old_ranks.OldRanks,
+                    where,
+                    stop if stops else lambda *_: fall("kill"),
                 )
             group.extended(1, timeout=COMES if words.endswith("stops") else PATIENCE)
         elif event in fails:

@@ -1,0 +1,184 @@
+"""A process that was started to join a group."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
+from jaxcoded import _own_process
+from jaxcoded.errors import CodedError
+from jaxcoded.group import recovery
+from jaxcoded.group.joining import (
+    LATER,
+    PAUSE,
+    TAG_ALL,
+    TAG_NEW,
+    Invitation,
+    Side,
+    opening_seconds,
+    tolerant,
+)
+from jaxcoded.group.line import Gone, Line
+from jaxcoded.group.started import MARK
+from jaxcoded.group.succession import plan_of_root
+from jaxcoded.transport import engine
+
+if TYPE_CHECKING:
+    from jaxcoded.group.group import CodedGroup
+
+_joined = False
+
+
+class NewRank:
+    """This process, which was started to join.
+
+    Args:
+        parent: whoever started it.
+        seconds: for which that waits.
+    """
+
+    def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
+        self._parent = parent
+        self._line = Line(tolerant(parent), TAG_NEW)
+        self._seconds = seconds
+
+    @staticmethod
+    def waits_to_join() -> bool:
+        """Whether this process was started to join, and has not tried to."""
+        # processes that it starts itself have the variable, too
+        marked = os.environ.get(MARK, "").count(":") == 1
+        return marked and not _joined and MPI.Comm.Get_parent() != MPI.COMM_NULL
+
+    @classmethod
+    def of_this_process(cls) -> NewRank | None:
+        """None where nobody has started it so.
+
+        Raises:
+            CodedError: it has joined already, or cannot.
+        """
+        global _joined
+        if _joined:
+            raise CodedError("this process has called joining already: call it once")
+        if not cls.waits_to_join():
+            return None
+        _joined = True
+        seconds = os.environ[MARK].partition(":")[2]
+        return cls(MPI.Comm.Get_parent(), float(seconds))
+
+    def invited(self) -> tuple[MPI.Intracomm, int, Invitation]:
+        """Be connected with the old ranks: the communicator of all, the old root, and what is to be known.
+
+        Raises:
+            CodedError: the others have not gone on with this one.
+        """
+        why = engine.missing()
+        if not why and not engine.fault_tolerant():
+            why = "its MPI is not fault-tolerant"
+        self._line.say(0, why)
+        if why:
+            raise CodedError(f"this process cannot join: {why}")
+        engine.join()
+        until = time.monotonic() + self._seconds + LATER
+        root, its, _own_process.command = self._heard(
+            lambda: self._line.heard(0), until
+        )
+        invitation = Invitation.from_json(its)
+        until = time.monotonic() + opening_seconds(self._seconds)
+        side = Side(tolerant(MPI.COMM_WORLD), 0, first=False)
+        try:
+            return side.joined(self._parent, 0, until, lambda: None), root, invitation
+        except BaseException as error:
+            self.ready(error)
+            raise
+
+    @property
+    def seconds(self) -> float:
+        """For which the group's ranks wait for this one."""
+        return self._seconds
+
+    def ready(self, failure: BaseException | None) -> None:
+        """Tell the starter that the group is made here, or why not."""
+        words = failure and f"{type(failure).__name__}: {failure}"
+        self._line.say(0, words or "")
+
+    def enter(self, both: MPI.Intracomm, old: int) -> None:
+        """Wait until the old ranks have agreed that all have made the group.
+
+        Raises:
+            CodedError: they have not.
+        """
+        line, left = Line(both, TAG_ALL), set(range(old))
+
+        def told() -> bool | None:
+            for rank in list(left):
+                try:
+                    said: bool | None = line.heard(rank)
+                except Gone:
+                    left.discard(rank)
+                    continue
+                if said is not None:
+                    return said
+            if not left:
+                raise Gone
+            return None
+
+        until = time.monotonic() + 2 * opening_seconds(self._seconds) + LATER
+        if not self._heard(told, until):
+            raise CodedError(
+                "the group has not taken this process in: its ranks say why"
+            )
+
+    @staticmethod
+    def _heard(ask: Callable[[], Any], until: float) -> Any:
+        while True:
+            try:
+                said = ask()
+            except Gone:
+                raise CodedError(
+                    "who has started this process has died, or has not taken it in: see what its group says"
+                ) from None
+            if said is not None:
+                return said
+            if time.monotonic() > until:
+                raise CodedError("who has started this process has not taken it in")
+            time.sleep(PAUSE)
+
+
+def joined(kind: type[CodedGroup]) -> CodedGroup | None:
+    """The group that this process is taken into; None where it was not started to join one.
+
+    Args:
+        kind: of group.
+    """
+    new_rank = NewRank.of_this_process()
+    if new_rank is None:
+        return None
+    both, old_root, invitation = new_rank.invited()
+    comms: list[MPI.Comm] = [both]
+    group, failure = None, None
+    try:
+        with recovery.let_go(comms, opening_seconds(new_rank.seconds)):
+            own = invitation.own(both, old_root)
+            comms.append(own)
+            group = kind._taking_over(
+                *(own, invitation.options, invitation.request),
+                lambda _: plan_of_root(own, invitation.place),
+                *(invitation.asked, 0),
+            )
+    except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+        failure = error
+    new_rank.ready(failure)
+    if failure is not None:
+        both.Revoke()
+        raise failure
+    assert group is not None
+    try:
+        new_rank.enter(both, invitation.size)
+    except BaseException:
+        group._withdraw()
+        raise
+    return group

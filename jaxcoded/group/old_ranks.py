@@ -1,0 +1,329 @@
+"""Ranks of a group that take in others."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+from mpi4py import MPI
+
+from jaxcoded import _own_process, _require
+from jaxcoded.errors import CodedError
+from jaxcoded.group.joining import (
+    LATER,
+    PAUSE,
+    TAG_ALL,
+    TAG_NEW,
+    Invitation,
+    Side,
+    tolerant,
+)
+from jaxcoded.group.line import Gone, Line
+from jaxcoded.group.pending import Pending
+from jaxcoded.group.recovery import shrunk
+from jaxcoded.group.started import MARK, Started, wrapper
+from jaxcoded.transport import engine
+from jaxcoded.transport.agreement import in_words, plain
+
+_TAG = 32_010  # of messages in the group's own communicator
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What the starter says of ranks that are to join: the same on all old ranks.
+
+    Attributes:
+        why_not: they do not; empty: all of them are there, and wait to be connected.
+        same: whether the arguments of all ranks were the same.
+        token: by which their processes are known, if there are any.
+    """
+
+    why_not: str = ""
+    same: bool = True
+    token: str = ""
+
+
+class OldRanks:
+    """The old ranks of a group, among which one starts ranks. Collective; all of them are here, as the roll
+    has told.
+
+    Args:
+        comm: of the group.
+        names: of the host of each rank.
+        root: in it.
+        agreed: whether something is so on all of them. Collective.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        names: Sequence[str],
+        root: int,
+        agreed: Callable[[bool], bool],
+    ) -> None:
+        self._comm, self._root, self._agreed = comm, root, agreed
+        self._starter = starter(names, root)
+        self._line = Line(comm, _TAG)
+        self._visit = secrets.token_hex(8)
+        self._visits: dict[int, str] = {}  # of others, on the starter
+        self._between: MPI.Intercomm | None = None
+        self._new: Line | None = None
+        self.verdict = Verdict()
+
+    def ask(
+        self, words: str, ranks: int, command: Sequence[str], seconds: float
+    ) -> None:
+        """Have the starter start ranks, and know how that went: `verdict`.
+
+        Args:
+            words: what this rank wants: all must want the same.
+            ranks: how many.
+            command: that starts each; empty: as the starter was.
+            seconds: until they must be there.
+
+        Raises:
+            CodedError: the starter is dead, or says nothing.
+        """
+        if self._comm.rank == self._starter:
+            try:
+                until = time.monotonic() + seconds
+                self.verdict = self._all_want(words, until)
+                if not self.verdict.why_not and ranks:
+                    self._start(ranks, command, seconds, until)
+            except BaseException as error:
+                self.verdict.why_not = (
+                    f"{_require.kind(error)} on rank {self._starter}, which starts them"
+                )
+                raise
+            finally:
+                for rank, visit in self._visits.items():
+                    self._line.say(rank, [visit, dataclasses.asdict(self.verdict)])
+            return
+        until = time.monotonic() + seconds + LATER
+        while True:
+            try:
+                # of earlier visits nothing counts any more
+                for visit, said in self._line.all_heard(self._starter):
+                    if said is None:
+                        self.verdict.token = visit  # also if it dies now
+                        self._line.say(self._starter, [visit, self._visit, words])
+                    elif visit == self._visit:
+                        self.verdict = Verdict(**said)
+                        return
+            except Gone:
+                why = "has died"
+                break
+            if time.monotonic() > until:
+                why = "has not called it, or is late"
+                break
+            time.sleep(PAUSE)
+        raise CodedError(
+            f"rank {self._starter}, which starts ranks that join, {why}: this group goes on as it is. All ranks call "
+            "extended after the same step, and recovered before"
+        )
+
+    def _all_want(self, words: str, until: float) -> Verdict:
+        """Whether all want the same."""
+        others = set(range(self._comm.size)) - {self._starter}
+        for rank in others:
+            self._line.say(rank, [self._visit, None])
+        said = {self._starter: words}
+        while len(said) < self._comm.size:
+            for rank in others:
+                try:
+                    for asked, visit, its in self._line.all_heard(rank):
+                        if asked == self._visit:
+                            self._visits[rank], said[rank] = visit, its
+                except Gone:
+                    return Verdict(f"rank {rank} has died: call recovered first")
+            late = sorted(others - set(said))
+            if late and time.monotonic() > until:
+                return Verdict(f"ranks {late} have not called extended")
+            time.sleep(PAUSE)
+        if len(set(said.values())) == 1:
+            return Verdict()
+        answers = [said[rank] for rank in sorted(said)]
+        why = in_words(answers, "ranks called extended with different arguments")
+        return Verdict(why, same=False)
+
+    def _start(
+        self, ranks: int, command: Sequence[str], seconds: float, until: float
+    ) -> None:
+        self.verdict = Verdict(token=self._visit)
+        info = MPI.Info.Create()
+        info["PMIX_ENVAR"] = f"{MARK}={self._visit}:{seconds:.0f}"
+        info["host"] = MPI.Get_processor_name()
+        # both may be others by now
+        if _own_process.began_in is not None:
+            info["wdir"] = _own_process.began_in
+        command = command or _own_process.command
+        words = [*wrapper(), *command]
+        engine.join()
+        spawning = Pending(lambda: _spawned(words, ranks, info))
+        seen = Started(self._visit)
+        here: set[int] = set()
+        try:
+            while spawning.runs():
+                seen.look()
+                if time.monotonic() > until:
+                    raise CodedError(
+                        f"they were not in MPI after {seconds:g} s: see what they say above, or give command=, or a "
+                        "longer timeout="
+                    )
+                time.sleep(PAUSE)
+            self._between = spawning.result(0.0)
+            self._new = Line(self._between, TAG_NEW)
+            while len(here) < ranks:
+                seen.look()
+                for rank in set(range(ranks)) - here:
+                    said = self._new.heard(rank)
+                    if said is None:
+                        continue
+                    if said != "":
+                        raise CodedError(
+                            f"number {rank + 1} of them cannot join: {said}"
+                        )
+                    here.add(rank)
+                if time.monotonic() > until:
+                    late = [rank + 1 for rank in sorted(set(range(ranks)) - here)]
+                    raise CodedError(
+                        f"numbers {late} of them have not called jaxcoded.CodedGroup.joining(): does the program "
+                        "call it early, or should timeout= be longer?"
+                    )
+                time.sleep(PAUSE)
+        except (CodedError, Gone, MPI.Exception) as error:
+            why = "one of them has died" if isinstance(error, Gone) else str(error)
+            what = f"processes were started as {' '.join(command)!r}"
+            self.verdict.why_not = f"{what}, but {why}"
+
+    def copied(self, mine: bool) -> MPI.Intracomm | None:
+        """A communicator of the old ranks alone: revoking it lets go whoever waits there, and leaves the group as it
+        is. None where not all of them are ready to connect, as none is to begin in MPI what others do not. Collective.
+
+        Args:
+            mine: whether this one is.
+        """
+        return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
+
+    def connect(
+        self, old: MPI.Intracomm, invitation: Invitation, until: float
+    ) -> MPI.Intracomm:
+        """All old ranks and then the new ones, in one communicator. Collective of both.
+
+        Args:
+            old: `copied`.
+            invitation: of the new ones.
+            until: when it is to be made.
+
+        Raises:
+            CodedError: it has not been made by then, or some have died.
+        """
+        if old.size < self._comm.size:
+            raise CodedError("one of the old ranks has died: call recovered first")
+        engine.join()
+        side = Side(old, self._starter, first=True)
+        try:
+            if self._new is not None:
+                what = [self._root, plain(invitation.to_json()), _own_process.command]
+                for rank in range(invitation.ranks):
+                    self._new.say(rank, what)
+            return side.joined(self._between, 1, until, self._look)
+        except BaseException:
+            old.Revoke()
+            raise
+
+    def ready(self, ranks: int, until: float) -> str:
+        """Why not all new ranks have made the group, on the starter; empty: they have, or this is another."""
+        if self._new is None:
+            return ""
+        said: dict[int, str] = {}
+        while len(said) < ranks:
+            for rank in set(range(ranks)) - set(said):
+                its = self._word_of(rank)
+                if its is not None:
+                    said[rank] = its
+                if its:
+                    return _has_not(rank, its)
+            if time.monotonic() > until:
+                return "one of them takes too long"
+            time.sleep(PAUSE)
+        return ""
+
+    def _look(self) -> None:
+        """New ranks say nothing while they are connected, unless one fails."""
+        if self._new is None:
+            return
+        assert self._between is not None
+        for rank in range(self._between.Get_remote_size()):
+            if its := self._word_of(rank):
+                raise CodedError(_has_not(rank, its))
+
+    def _word_of(self, rank: int) -> str | None:
+        """Why a new rank has failed; empty: it has not; None: it says nothing yet."""
+        assert self._new is not None
+        try:
+            its: str | None = self._new.heard(rank)
+        except Gone:
+            return "it has died"
+        return its
+
+    def tell(self, both: MPI.Intracomm) -> None:
+        """Say to the new ranks that they are in: each of the old ones does, as some may die meanwhile."""
+        line = Line(both, TAG_ALL)
+        for rank in range(self._comm.size, both.size):
+            line.say(rank, True)
+
+    def end(self) -> None:
+        """End the processes that were started, as far as this one sees them."""
+        Started(self.verdict.token).end()
+
+
+def starter(names: Sequence[str], root: int) -> int:
+    """The rank that starts others: on the host with the fewest ranks, the root if it is there.
+
+    Args:
+        names: of the host of each rank.
+        root: among them.
+
+    Example:
+        >>> starter(["a", "a", "b"], 0), starter(["a", "b", "a", "b"], 3)
+        (2, 3)
+    """
+    ranks = range(len(names))
+    return min(ranks, key=lambda rank: (names.count(names[rank]), rank != root))
+
+
+def checked(command: Sequence[str] | None) -> list[str]:
+    """A command that starts a process, or nothing.
+
+    Raises:
+        TypeError: it is something else.
+
+    Example:
+        >>> checked(["python", "train.py"])
+        ['python', 'train.py']
+    """
+    if command is None:
+        return []
+    if isinstance(command, str | bytes) or not (
+        isinstance(command, Sequence)
+        and command
+        and all(isinstance(word, str) and word for word in command)
+    ):
+        raise TypeError(
+            f"command must be words, such as [sys.executable, 'train.py'], got {_require.shown(command)}"
+        )
+    return list(command)
+
+
+def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
+    new: MPI.Intercomm = tolerant(
+        # others may do so in another thread
+        MPI.COMM_SELF.Dup().Spawn(words[0], list(words[1:]), ranks, info)
+    )
+    info.Free()
+    return new
+
+
+def _has_not(rank: int, why: str) -> str:
+    return f"number {rank + 1} of those that were started has not: {why}"
