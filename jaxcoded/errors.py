@@ -67,8 +67,9 @@ def translated() -> Iterator[None]:
     asked for: wait for them in the block.
 
     Raises:
-        CodedError: or a subclass, from the ``JaxRuntimeError`` that names it. Any other
-            error passes as it is.
+        CodedError: or a subclass, from the ``JaxRuntimeError`` that names it, or the ``ValueError``
+            that JAX raises in its place where a compiled call with a token fails before it returns
+            (`jax#34083 <https://github.com/jax-ml/jax/issues/34083>`_). Any other error passes as it is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -89,10 +90,11 @@ def translated() -> Iterator[None]:
 
     try:
         yield
-    except JaxRuntimeError as error:
+    except (JaxRuntimeError, ValueError) as error:
         classes: list[type[CodedError]] = [CodedError, *CodedError.__subclasses__()]
         kinds = {kind.__name__: kind for kind in classes}
         found = re.search(rf"\b({'|'.join(kinds)}): (.*)", str(error), re.DOTALL)
-        if found is None:
+        # JAX's own begins with the kind of error
+        if found is None or not re.match("[A-Z_]+: ", str(error)):
             raise
         raise kinds[found[1]](found[2].strip()) from error

@@ -1023,7 +1023,7 @@ def as_known(result, said, known):
 
 # Where one of these works, ranks can join that no other rank has started.
 not_in_open_mpi_5 = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="Open MPI 5.0, see docs/faults.md"
+    strict=True, raises=AssertionError, reason="Open MPI 5.0, see docs/open-mpi.md"
 )
 
 

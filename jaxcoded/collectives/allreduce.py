@@ -188,7 +188,8 @@ def coded_allreduce(
         NotImplementedError: reverse mode without ``transpose``, with a ``token``, or
             with slices or parts.
         GroupClosed: the group was closed.
-        jax.errors.JaxRuntimeError: what is found during the round, on every rank. Its
+        jax.errors.JaxRuntimeError: what is found during the round, on every rank, see
+            `jaxcoded.errors.translated`. Its
             text contains ``GroupMismatch`` (ranks called different things in this
             round or, with the engine, in the one before), ``TooManyErasures`` (the plan cannot do without the erased ranks) or
             ``GroupClosed`` (the call was compiled before the group was closed), and

@@ -770,7 +770,7 @@ class CodedGroup:
         put_out: bool = False,
     ) -> "CodedGroup":
         """The group without its dead ranks, with its tolerance restored and the data laid out
-        anew among those that live; see ``docs/faults.md``.
+        anew among those that live; see ``docs/recovery.md``.
 
         Collective of the ranks that live, between the same two rounds. It waits for all of them:
         call it every so many steps. Where MPI reports no death it is this group that comes
@@ -847,7 +847,7 @@ class CodedGroup:
         command: Sequence[str] | None = None,
         timeout: float = 120.0,
     ) -> "CodedGroup":
-        """The group with so many more ranks, of processes that are started for it; see ``docs/faults.md``.
+        """The group with so many more ranks, of processes that are started for it; see ``docs/recovery.md``.
 
         Collective, between the same two rounds, of a group of which nobody is dead: call `recovered` first. The
         processes run this program, and get the group from `joining`. They know nothing of the training: the new

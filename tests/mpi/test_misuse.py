@@ -27,6 +27,7 @@ from jaxcoded import (
     kernels,
     tree_bcast,
 )
+from jaxcoded.errors import translated
 from jaxcoded.transport import agreement, cuda_aware, engine
 
 RANK = MPI.COMM_WORLD.rank
@@ -556,6 +557,23 @@ def test_use_after_close(comm, group, transport):
         with pytest.raises(JaxRuntimeError, match=message):
             compiled(own)
         assert_sum(later, coded_allreduce(own, later), VECTOR)
+
+
+def test_errors_that_jax_raises_are_translated(comm, group, transport):
+    """With a token JAX has a ValueError for some of them, once the call has been compiled."""
+    closed = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    ordered = jax.jit(lambda x: coded_allreduce(x, closed))
+    by_token = jax.jit(lambda x: coded_allreduce(x, closed, token=jnp.int32(0)))
+    own = contribution(closed, VECTOR)
+    for _ in range(2):
+        jax.block_until_ready((ordered(own), by_token(own)))
+    closed.close()
+    for call in (ordered, by_token):
+        with pytest.raises(GroupClosed, match="use after close"), translated():
+            jax.block_until_ready(call(own))
+        jaxcoded.effects_barrier()
+    with pytest.raises(ValueError, match="no GroupClosed: of JAX"), translated():
+        raise ValueError("no GroupClosed: of JAX")
 
 
 def test_a_wrong_timeout_leaves_the_group_open(comm, group, transport):
