@@ -244,6 +244,8 @@ def test_an_idle_rank_hears_of_rounds_past_a_frozen_parent_where_it_watches(watc
     world.open = 3
     heard = lambda: node.decided() == 3
     others = ended(world, {0, 2, 4, 5, 6}, 3)
+    where = "is in recovered or extended, before" if watches else "has not called"
+    assert node.standing().startswith(f"rank 3 {where} round 2")
     if watches:
         pass_time(world, lambda: others() and heard())
     else:

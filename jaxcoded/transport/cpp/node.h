@@ -186,7 +186,7 @@ class Node {
   // Rounds that are decided, down to the last piece, and that this rank has not called yet.
   std::uint64_t lag() const;
   Round decided() const;  // the latest round that is over, as far as this rank knows
-  // Whether to ask what others do also while this rank calls nothing.
+  // Whether to ask what others do also while this rank calls nothing, as where ranks change.
   void watch(bool whether) { watches_ = whether; }
   Round next() const { return next_; }       // that this rank will call next
   Round frontier() const { return frontier_; }  // the first whose result is not here

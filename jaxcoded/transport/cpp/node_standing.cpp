@@ -24,7 +24,10 @@ std::string Node::standing() const {
   const double now = wire_.now();
   std::string out = named(family_.rank);
   if (in_program()) {
-    out += calling() ? " computes for " + numbered(next_) : " has not called " + numbered(next_);
+    out += calling()  ? " computes for "
+           : watches_ ? " is in recovered or extended, before "
+                      : " has not called ";
+    out += numbered(next_);
     const double since = calling() ? up_.started : ended_at_;
     if (since > 0) out += ", for " + seconds_in_words(now - since);
     if (lag()) out += "; rounds up to " + std::to_string(next_ + lag() - 1) + " are decided";
