@@ -128,18 +128,22 @@ class OldRanks:
         for rank in others:
             self._line.say(rank, [self._visit, None])
         said = {self._starter: words}
-        while len(said) < self._comm.size:
-            for rank in others:
+        dead: set[int] = set()
+        late = others
+        while late:  # whoever is not heard does not hear how it went
+            for rank in others - dead:
                 try:
                     for asked, visit, its in self._line.all_heard(rank):
                         if asked == self._visit:
                             self._visits[rank], said[rank] = visit, its
                 except Gone:
-                    return Verdict(f"rank {rank} has died: call recovered first")
-            late = sorted(others - set(said))
+                    dead.add(rank)
+            late = others - dead - set(said)
             if late and time.monotonic() > until:
-                return Verdict(f"ranks {late} have not called extended")
+                return Verdict(f"ranks {sorted(late)} have not called extended")
             time.sleep(PAUSE)
+        if dead:
+            return Verdict(f"rank {min(dead)} has died: call recovered first")
         if len(set(said.values())) == 1:
             return Verdict()
         answers = [said[rank] for rank in sorted(said)]

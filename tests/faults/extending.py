@@ -110,6 +110,16 @@ def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def late(call):
+    """It, once the others may know who has died."""
+
+    def after_a_while(*arguments):
+        time.sleep(1.0)
+        return call(*arguments)
+
+    return after_a_while
+
+
 def interrupt(*, verdict=old_ranks.Verdict, **said):
     if not said:  # as long as there is none
         return verdict()
@@ -181,6 +191,8 @@ while True:
             group.extended(1, timeout=PATIENCE)
         elif event == "loses":
             _, where, *stops = words.split()
+            if where == "ask" and group.rank == group.size - 1:
+                old_ranks.OldRanks.ask = late(old_ranks.OldRanks.ask)
             if group.rank in ranks and where == "start":
                 threading.Timer(STARTING, fall, ["kill"]).start()
             elif group.rank in ranks:
