@@ -1,5 +1,6 @@
 """A few schedules of faults on real processes; `make chaos` plays as many as one likes."""
 
+import subprocess
 import sys
 
 import pytest
@@ -12,16 +13,42 @@ import chaos
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize(
-    ("seeds", "ranks"),
-    [
-        # killed and stopped ranks, the root too, skips and errors, more dead than the plan can do without
-        ([162, 137], 8),
-        # an old rank is killed while others join, which then do; the root is
-        ([1961089], 9),
-    ],
-)
-def test_schedules_of_faults(seeds, ranks):
+def test_schedules_of_faults():
+    """Ranks are killed, and stopped, the root too; skips and errors; more dead than the plan can do without."""
     needs_fault_tolerance()
-    played, _ = chaos.play(seeds, ranks)
-    assert [it.seed for it in played] == seeds
+    played, _ = chaos.play([162, 137], 8)
+    assert [it.seed for it in played] == [162, 137]
+
+
+def test_one_schedule_again():
+    """An old rank is killed while others join, which then do; the root is."""
+    needs_fault_tolerance()
+    job = subprocess.run(
+        [sys.executable, chaos.__file__, "--replay", "1961089", "--ranks", "9"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-8000:]
+
+
+@pytest.mark.exhaustive
+def test_schedules_on_several_hosts():
+    """Whose cables are cut, and mended; ranks are killed."""
+    needs_fault_tolerance()
+    if not chaos.can_make_hosts():
+        pytest.skip("no hosts can be made")
+    played, _ = chaos.play([104], 9, chaos.HOSTS, "100mbit")
+    assert [it.seed for it in played] == [104]
+
+
+def test_what_a_finding_says():
+    schedule = chaos.schedule(162, 8)
+    assert "--replay 162 --ranks 8 --hosts 3" in str(
+        chaos.Finding("wrong", schedule, job=([161, 162], 9, 3))
+    )
+    assert "--first 161 --seeds 2 --ranks 9 --hosts 0" in str(
+        chaos.Finding("files are left", None, job=([161, 162], 9, 0))
+    )

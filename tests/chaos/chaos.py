@@ -6,6 +6,8 @@
     python tests/chaos/chaos.py --replay 1003 --ranks 9   one schedule again, alone
     python tests/chaos/chaos.py --minutes 5 --hosts 4     on so many hosts of scripts/on_hosts.py
 
+Of ten jobs one is on three hosts, unless `--hosts` says how many, or this machine cannot make them.
+
 A job plays one schedule after the other on the ranks that are left. This is its conductor: it lets
 ranks go on that stop themselves, kills those that hang by their schedule, looks for hangs, and in
 the end compares what the ranks have left and looks for what nobody has put away.
@@ -40,6 +42,7 @@ from jaxcoded.cli import launcher
 from jaxcoded.cli.rank import TAKES_IN
 
 OF_A_JOB = 16  # schedules
+HOSTS, OF_JOBS = 3, 10  # on which one of so many jobs is
 LOOK = 0.02  # seconds between two looks at the board
 # Seconds of an idle machine:
 HANGS = 30.0  # nothing has come on for so long
@@ -56,23 +59,27 @@ class Finding(Exception):
     Attributes:
         what: in words.
         schedule: in which it was found, if it was in one.
-        hosts: how many.
         said: by the ranks.
+        job: the seeds of the job that found it, its ranks and its hosts, if one has.
     """
 
     what: str
     schedule: Schedule | None
     said: str = ""
-    hosts: int = 0
+    job: tuple[list[int], int, int] | None = None
 
     def __str__(self) -> str:
-        if self.schedule is None:
+        seeds, ranks, hosts = self.job or ([], 0, 0)
+        if self.schedule is not None:
+            it = self.schedule
+            again = f"--replay {it.seed} --ranks {it.ranks}"
+        elif seeds:  # it is of no schedule alone
+            again = f"--first {seeds[0]} --seeds {len(seeds)} --ranks {ranks}"
+        else:
             return f"{self.what}\n{self.said}"
         return (
-            f"{self.what}\n{self.schedule}\n{self.said}\nTo run it again:\n    "
-            f"{sys.executable} tests/chaos/chaos.py --replay {self.schedule.seed} "
-            f"--ranks {self.schedule.ranks}"
-            + (f" --hosts {self.hosts}" if self.hosts else "")
+            f"{self.what}\n{self.schedule or ''}\n{self.said}\nTo run it again:\n    "
+            f"{sys.executable} tests/chaos/chaos.py {again} --hosts {hosts}"
         )
 
 
@@ -265,10 +272,12 @@ class Job:
         until = time.monotonic() + ASKED * self._slowness
         while (left := self._processes()) and time.monotonic() < until:
             time.sleep(LOOK)
-        if self.ended_late:
-            return  # its own things
+        if self.ended_late:  # and what is left is its own, but for ranks
+            left = [pid for pid in left if "play.py" in _program(pid)]
         if left:
             raise Finding(f"processes are left: {left}", None)
+        if self.ended_late:
+            return
         if files := [str(path) for path in self._temporary.rglob("*")]:
             raise Finding(f"files are left: {files}", None)
         if shared := sorted(self._shared & set(os.listdir("/dev/shm"))):
@@ -297,6 +306,25 @@ def _state(pid: int) -> str:
     except OSError:
         return ""
     return text.rpartition(")")[2].split()[0]
+
+
+def _program(pid: int) -> str:
+    """The script that a process of Python runs."""
+    with contextlib.suppress(OSError):
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if pathlib.Path(words[0]).name.startswith("python"):
+            return " ".join(words[1:2])
+    return ""
+
+
+def can_make_hosts() -> bool:
+    """Whether this machine can; says why not."""
+    try:
+        with on_hosts.network(1, "1gbit"):
+            return True
+    except on_hosts.Unavailable as why:
+        print(f"no job is on several hosts: {why}", flush=True)
+        return False
 
 
 def _mapped(pid: int) -> set[str]:
@@ -331,7 +359,7 @@ def play(
         try:
             job.play()
         except Finding as finding:
-            finding.hosts = hosts
+            finding.job = [it.seed for it in schedules], ranks, hosts
             raise
     return schedules, job.ended_late
 
@@ -347,7 +375,11 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, help=f"of a job; default: {FEWEST + 1} to {MOST}"
     )
-    parser.add_argument("--hosts", type=int, default=0, help="on which the ranks are")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        help=f"on which the ranks are; default: one of {OF_JOBS} jobs on {HOSTS}",
+    )
     parser.add_argument("--rate", default="100mbit", help="of a host's cable")
     parser.add_argument("--go-on", action="store_true", help="after a finding, too")
     given = parser.parse_args()
@@ -356,22 +388,26 @@ def main() -> None:
     compiled.share()
     if given.replay is not None:
         try:
-            play([given.replay], given.ranks or MOST, given.hosts, given.rate)
+            play([given.replay], given.ranks or MOST, given.hosts or 0, given.rate)
         except Finding as finding:
             sys.exit(str(finding))
         return
     if given.seeds is None and given.minutes is None:
         parser.error("say how many --seeds, or for how many --minutes")
-    start, findings, late = time.monotonic(), 0, 0
+    mixed = given.hosts is None and can_make_hosts()
+    start, findings, late, jobs, on_several = time.monotonic(), 0, 0, 0, 0
     seed, end = given.first, given.first + (given.seeds or 1 << 40)
     while seed < end and (
         given.minutes is None or time.monotonic() - start < 60 * given.minutes
     ):
         ranks = given.ranks or FEWEST + 1 + seed % (MOST - FEWEST)
         seeds = list(range(seed, min(end, seed + OF_A_JOB)))
+        jobs += 1
+        hosts = HOSTS if mixed and jobs % OF_JOBS == 0 else given.hosts or 0
         try:
-            played, ended_late = play(seeds, ranks, given.hosts, given.rate)
+            played, ended_late = play(seeds, ranks, hosts, given.rate)
             late += ended_late
+            on_several += len(played) if hosts else 0
             seed += len(played)
         except Finding as finding:
             findings += 1
@@ -381,8 +417,8 @@ def main() -> None:
             seed = finding.schedule.seed + 1 if finding.schedule else seed + OF_A_JOB
         minutes = (time.monotonic() - start) / 60
         print(
-            f"{seed - given.first} schedules from seed {given.first} on, {minutes:.1f} minutes, "
-            f"{findings} findings; the launcher of MPI has not ended {late} times",
+            f"{seed - given.first} schedules from seed {given.first} on, {on_several} of them on several hosts, "
+            f"{minutes:.1f} minutes, {findings} findings; the launcher of MPI has not ended {late} times",
             flush=True,
         )
     sys.exit(findings > 0)
