@@ -544,11 +544,11 @@ def as_readme_does(ranks, limit):
     return sys.executable, "-m", "jaxcoded", "run", "-n", str(ranks), *options
 
 
-def played(tmp_path, program, ranks=4):
+def played(tmp_path, program, ranks=4, arguments=()):
     """Run such a program on so many ranks."""
     (tmp_path / "program.py").write_text(program)
     return subprocess.run(
-        [*as_readme_does(ranks, SMALL_LIMIT), tmp_path / "program.py"],
+        [*as_readme_does(ranks, SMALL_LIMIT), tmp_path / "program.py", *arguments],
         env=settings(SMALL_LIMIT),
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -1391,6 +1391,63 @@ def test_every_line_of_the_faults_page_has_a_test():
         assert names, line
         for name in names:
             assert name in tests, name
+
+
+# The first two loops of docs/recovery.md, in which a rank is killed.
+
+LOOPS = re.findall(
+    r"^```python\n(.*?)^```",
+    (ROOT / "docs" / "recovery.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)[:2]
+AROUND = """
+import os, signal, sys
+import jax, numpy as np
+from mpi4py import MPI
+import jaxcoded
+
+jax.config.update("jax_enable_x64", True)
+data, steps, victim = np.random.default_rng(0).standard_normal((40, 5)), 40, int(sys.argv[1])
+
+def rows(number):
+    return data[(np.arange(24) + number) % 40]
+
+def make_step(group):
+    indices, weights = group.assignment(24)
+    losses = lambda w, x: (x @ w - 1) ** 2
+    coded = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+
+    def step(params, state, x):
+        return params - 0.1 * coded(params, x, weights)[1], state + 1
+
+    def batch(number):
+        if number == 17 and MPI.COMM_WORLD.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rows(number)[indices]
+
+    return jax.jit(step), batch
+
+params, state = np.zeros(5), np.zeros((), int)
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+step, batch = make_step(group)
+{}
+w = np.zeros(5)
+for number in range(steps):
+    w = w - 0.1 * 2 * rows(number).T @ (rows(number) @ w - 1) / 24
+assert state == steps and abs(params - w).max() < 1e-12
+print(f"is right on one of {{group.size}} ranks")
+group.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "victim"), [(LOOPS[0], 4), (LOOPS[1], 0), more(LOOPS[1], 3)]
+)
+def test_loops_of_the_recovery_page(tmp_path, loop, victim):
+    loop = loop.replace("1000", "10").replace("999", "9")
+    job = played(tmp_path, AROUND.format(loop), 5, [str(victim)])
+    assert job.stdout.count("is right on one of 4 ranks") == 4, job.stderr[-8000:]
+    assert job.returncode == 0
 
 
 # The start lines of README.md, and its program, in which something happens to a rank.

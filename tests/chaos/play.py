@@ -429,7 +429,7 @@ class Player:
             self._number += 1
         self._w = np.asarray(w)
         self._check(0.0 if self._of.exact else math.inf)
-        return np.asarray(failed)
+        return np.array(failed)  # to be written to
 
     # Faults.
 

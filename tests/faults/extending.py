@@ -1,4 +1,4 @@
-"""A training that takes in new ranks, as docs/faults.md shows it.
+"""A training that takes in new ranks, as docs/recovery.md shows it.
 
 ``extending.py DIRECTORY OPTION EVENTS...``: after every few steps comes one of the events, by ranks of the group of
 then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on

@@ -1,4 +1,4 @@
-"""A training that goes on with the ranks that live, as docs/faults.md shows it.
+"""A training that goes on with the ranks that live, as docs/recovery.md shows it.
 
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
 after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock"), and are put out; or they leave in order, in Python
