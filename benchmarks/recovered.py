@@ -3,14 +3,16 @@
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py --fault root
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py --fault stuck
+    .venv/bin/jaxcoded run -n 4 --ft benchmarks/recovered.py --fault replaced --deaths 9
 
 Again and again a rank turns faulty between two of its steps, while the others begin the next one. The last
 rank is killed, or sleeps for good ("stuck"): the others go on for 20 steps, and then call `recovered`, which
 puts out the stuck one after its `timeout`. Or the root is killed: the step fails on all others, which call
-`recovered` at once. Then the root hands on what it has, and they take a step with the new group, which compiles
+`recovered` at once. Or a new rank takes the place of the last one, which was killed ("replaced": `extended`).
+Then the root hands on what it has, and they take a step with the new group, which compiles
 it. Prints the medians of the slowest rank: of a usual step, of the longest one after the fault (or of the one
-that fails), of `recovered` (beyond its `timeout` where it puts out), of `tree_bcast`, and of the first step
-after it.
+that fails), of `recovered` (beyond its `timeout` where it puts out), of `extended`, of `tree_bcast`, and of the
+first step after it.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import jaxcoded
 WIDTH, EXAMPLES = 1000, 26
 AFTER = 20  # steps between a death and `recovered`
 TIMEOUT = 2.0  # of `recovered`, where it puts out a stuck rank
-FAULTS = ("killed", "root", "stuck")
+FAULTS = ("killed", "root", "stuck", "replaced")
 
 
 def losses(w, x):
@@ -74,54 +76,71 @@ def main():
     parser.add_argument("--deaths", type=int, help="default: until 4 ranks live")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
-    ranks = MPI.COMM_WORLD.size
+    root, stuck, replaced = (args.fault == it for it in FAULTS[1:])
+    group = jaxcoded.CodedGroup.joining()
+    joins = group is not None
+    ranks = group.size if joins else MPI.COMM_WORLD.size
     deaths = args.deaths or ranks - 4
-    if not 1 <= deaths <= ranks - 3:
+    if deaths < 1 or (ranks if replaced else ranks - deaths + 1) < 4:
         parser.error(
             f"{ranks} ranks are too few: start it as benchmarks/README.md says"
         )
-    group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
-    root, stuck = args.fault == "root", args.fault == "stuck"
+    group = group or jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
     how = {"timeout": TIMEOUT, "put_out": True} if stuck else {}
-    step, w = step_of(group), jnp.zeros(WIDTH)
-    rows = []
-    for _ in range(deaths):
-        usual = []
-        for _ in range(AFTER):
-            w, took = seconds(step, w)
-            usual.append(took)
-        group.comm.Barrier()  # all have the last sum
-        time.sleep(0.1)  # and what MPI sends for it has come
-        if group.rank == (0 if root else group.size - 1):
-            befall(args.fault)
-        if root:
-            _, longest = seconds(failing, step, w)
-        else:
-            longest = max(seconds(step, w)[1] for _ in range(AFTER))
-        group, anew = seconds(group.recovered, **how)
+    step, w, done, rows = step_of(group), jnp.zeros(WIDTH), 0, []
+    while done < deaths:
+        times = dict.fromkeys(["step", "fault", "recovered", "extended"], 0.0)
+        if not joins:
+            usual = []
+            for _ in range(AFTER):
+                w, took = seconds(step, w)
+                usual.append(took)
+            times["step"] = np.median(usual)
+            group.comm.Barrier()  # all have the last sum
+            time.sleep(0.1)  # and what MPI sends for it has come
+            if group.rank == (0 if root else group.size - 1):
+                befall(args.fault)
+            if root:
+                _, times["fault"] = seconds(failing, step, w)
+            else:
+                times["fault"] = max(seconds(step, w)[1] for _ in range(AFTER))
+            group, anew = seconds(group.recovered, **how)
+            times["recovered"] = anew - how.get("timeout", 0)
+            if replaced:
+                group, times["extended"] = seconds(group.extended, 1)
+        joins = False
         step = step_of(group)
-        w, handed_on = seconds(jaxcoded.tree_bcast, w, group)
-        w, first = seconds(step, w)
-        beyond = anew - how.get("timeout", 0)
-        slowest = np.array([np.median(usual), longest, beyond, handed_on, first])
+        (done, w), times["tree_bcast"] = seconds(jaxcoded.tree_bcast, (done, w), group)
+        done = int(done) + 1
+        w, times["first"] = seconds(step, w)
+        slowest = np.array(list(times.values()))
         group.comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
-        rows.append(slowest)
+        rows.append(dict(zip(times, slowest)))
     writes = group.rank == 0
     group.close()
     if not writes:
         return
     after = "the step that fails" if root else "longest step after the fault"
     anew = "recovered, beyond its timeout" if stuck else "recovered"
-    columns = ["step", after, anew, "tree_bcast", "first step after it"]
-    medians = np.median(rows, axis=0)
-    for name, value in zip(columns, medians):
-        print(f"{name:30}{value * 1e3:10.1f} ms")
+    names = {
+        "step": "step",
+        "fault": after,
+        "recovered": anew,
+        "extended": "extended",
+        "tree_bcast": "tree_bcast",
+        "first": "first step after it",
+    }
+    if not replaced:
+        del names["extended"]
+    for key, name in names.items():
+        median = np.median([row[key] for row in rows])
+        print(f"{name:30}{median * 1e3:10.1f} ms")
     args.out.mkdir(parents=True, exist_ok=True)
     table = args.out / f"recovered-{args.fault}-{ranks}.csv"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(rows)
+        writer.writerow(names.values())
+        writer.writerows([row[key] for key in names] for row in rows)
 
 
 if __name__ == "__main__":
