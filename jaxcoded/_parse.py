@@ -8,10 +8,12 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar
 
 from jaxcoded._require import shown
 
+T = TypeVar("T")
 LONGEST = 4096  # letters of a call
 
 
@@ -154,6 +156,58 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is no number in JSON")
+
+
+def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
+    """``value``, as JSON has it.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if not isinstance(value, kind):
+        wanted = kind.__name__ if isinstance(kind, type) else kind
+        raise ValueError(f"{what} must be of type {wanted}, got {shown(value)}")  # noqa: TRY004
+    return value
+
+
+def fields(
+    what: str, value: Any, kinds: Mapping[str, type | UnionType]
+) -> dict[str, Any]:
+    """``value``, with just these fields of an object of JSON, each of its kind.
+
+    Raises:
+        ValueError: it has others, or is none.
+
+    Example:
+        >>> from jaxcoded import _parse
+        >>> _parse.fields("a verdict", {"same": 1}, {"same": bool})
+        Traceback (most recent call last):
+        ...
+        ValueError: same of a verdict must be of type bool, got 1
+    """
+    if not isinstance(value, dict) or value.keys() != kinds.keys():
+        got = sorted(value) if isinstance(value, dict) else value
+        raise ValueError(f"{what} has the fields {sorted(kinds)}, got {shown(got)}")
+    for name, kind in kinds.items():
+        of_kind(f"{name} of {what}", value[name], kind)
+    return value
+
+
+def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[Any]:
+    """``value``, a list of JSON with just these items, each of its kind.
+
+    Raises:
+        ValueError: it has others, or is none.
+
+    Example:
+        >>> from jaxcoded import _parse
+        >>> _parse.items("a link", ["a", 3], {"host": str, "port": int})
+        ['a', 3]
+    """
+    if not isinstance(value, list) or len(value) != len(kinds):
+        raise ValueError(f"{what} is a list of {', '.join(kinds)}, got {shown(value)}")
+    fields(what, dict(zip(kinds, value)), kinds)
+    return value
 
 
 def count(what: str, text: str) -> float:

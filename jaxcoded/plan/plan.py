@@ -446,12 +446,8 @@ class Plan:
                 f"not a plan written by Plan.to_json of this version of jaxcoded ({_FORMAT}): "
                 f"{_require.shown(text)}"
             )
-        expected = {field.name for field in dataclasses.fields(cls)}
-        if fields.keys() != expected:
-            raise ValueError(
-                f"a plan has the fields {sorted(expected)}, got "
-                f"{_require.shown(sorted(fields))}"
-            )
+        expected = [field.name for field in dataclasses.fields(cls)]
+        _parse.fields("a plan", fields, dict.fromkeys(expected, object))
         for name, fits, wanted in (
             ("parents", _is_list_of(int), "a list of integers"),
             ("code", _is_code, "a text or a list of texts"),
