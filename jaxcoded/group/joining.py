@@ -11,12 +11,14 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from mpi4py import MPI
 
+from jaxcoded import _parse, _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.pending import Pending
+from jaxcoded.group.succession import ASKED
 from jaxcoded.transport.options import Options
 
 # 1 where the launcher goes on where such a process dies (`jaxcoded.cli.rank`)
@@ -83,8 +85,23 @@ class Invitation:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> "Invitation":
-        return cls(**{**said, "options": Options(**said["options"])})
+    def from_json(cls, said: Any) -> Self:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        kinds = {field.name: object for field in dataclasses.fields(cls)}
+        its = _parse.fields("an invitation", said, kinds)
+        size = _require.integer("size", its["size"], 1)
+        ranks = _require.integer("ranks", its["ranks"], 1, MOST)
+        _require.integer("place", its["place"], 0, size + ranks - 1)
+        if its["asked"] is not None:
+            _parse.fields("what a plan is asked for with", its["asked"], ASKED)
+        kinds = {field.name: object for field in dataclasses.fields(Options)}
+        options = Options(**_parse.fields("options", its["options"], kinds))
+        options.complete().check()
+        return cls(**its | {"options": options})
 
     @property
     def request(self) -> dict[str, Any]:
@@ -97,7 +114,14 @@ class Invitation:
         Args:
             both: old ranks, and then new ones.
             root: of the old group.
+
+        Raises:
+            CodedError: these are not as many as were invited.
         """
+        if both.size != self.size + self.ranks:
+            raise CodedError(
+                f"{self.ranks} ranks were to join {self.size}, but there are {both.size} of both"
+            )
         order = [rank for rank in range(both.size) if rank != root]
         order.insert(self.place, root)
         if order == sorted(order):

@@ -1,15 +1,18 @@
-"""What two ranks say to each other, in JSON."""
+"""What two ranks say to each other, in JSON: nothing is unpickled."""
 
 import json
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded import _parse
 from jaxcoded.errors import CodedError
+from jaxcoded.transport.agreement import LONGEST
 
+T = TypeVar("T")
 _Moving = tuple[MPI.Request, np.ndarray]
 # What is on its way, of all lines: MPI reads and writes it later.
 _sent: list[_Moving] = []
@@ -27,10 +30,13 @@ class Line:
     Args:
         comm: of both, or between them.
         tag: of the messages.
+        who: says a rank, in words.
     """
 
-    def __init__(self, comm: MPI.Comm, tag: int) -> None:
-        self._comm, self._tag = comm, tag
+    def __init__(
+        self, comm: MPI.Comm, tag: int, who: Callable[[int], str] = "rank {}".format
+    ) -> None:
+        self._comm, self._tag, self._who = comm, tag, who
         self._coming: dict[int, _Moving] = {}
         _coming.append(self._coming)
 
@@ -46,19 +52,27 @@ class Line:
             _sent[:] = [it for it in _sent if not _is_over(it[0])]
             _sent.append(moving)
 
-    def heard(self, rank: int) -> Any:
+    def heard(self, rank: int, read: Callable[[Any], T]) -> T | None:
         """What a rank has said next; None: nothing yet.
+
+        Args:
+            rank: that says it.
+            read: makes of what is in JSON what is meant, or raises a ValueError.
 
         Raises:
             Gone: it is dead, or has given up.
-            CodedError: it cannot be read.
+            CodedError: what it says cannot be read, or is longer than 16 MiB: that stays where it is, and nothing is
+                heard of this rank any more.
         """
         try:
             if rank not in self._coming:
                 status = MPI.Status()
                 if not self._comm.Iprobe(rank, self._tag, status):
                     return None
-                data = np.zeros(status.Get_count(MPI.BYTE), np.uint8)
+                length = status.Get_count(MPI.BYTE)
+                if not 0 <= length <= LONGEST:
+                    raise self._unreadable(rank, f"{length} bytes, not 0 … {LONGEST}")
+                data = np.zeros(length, np.uint8)
                 self._coming[rank] = self._comm.Irecv(data, rank, self._tag), data
             request, data = self._coming[rank]
             if not request.Test():
@@ -69,17 +83,19 @@ class Line:
             raise Gone from error
         del self._coming[rank]
         try:
-            return json.loads(data.tobytes())
-        except ValueError:
-            raise CodedError(
-                f"what rank {rank} says of ranks that join cannot be read: {data[:80].tobytes()!r}: do all run "
-                "the same jaxcoded?"
-            ) from None
+            return read(_parse.document(data.tobytes()))
+        except ValueError as error:
+            raise self._unreadable(rank, f"{error}: {data[:80].tobytes()!r}") from None
 
-    def all_heard(self, rank: int) -> Iterator[Any]:
-        """What it has said since."""
-        while (what := self.heard(rank)) is not None:
+    def all_heard(self, rank: int, read: Callable[[Any], T]) -> Iterator[T]:
+        """What it has said since, see `heard`."""
+        while (what := self.heard(rank, read)) is not None:
             yield what
+
+    def _unreadable(self, rank: int, why: str) -> CodedError:
+        return CodedError(
+            f"what {self._who(rank)} says of ranks that join cannot be read: {why}: do all run the same jaxcoded?"
+        )
 
 
 def _is_over(request: MPI.Request) -> bool:

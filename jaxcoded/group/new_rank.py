@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
 
-from jaxcoded import _own_process
+from jaxcoded import _own_process, _parse, _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group import recovery
 from jaxcoded.group.joining import (
@@ -23,14 +23,16 @@ from jaxcoded.group.joining import (
     tolerant,
 )
 from jaxcoded.group.line import Gone, Line
-from jaxcoded.group.started import MARK
+from jaxcoded.group.started import MARK, awaited
 from jaxcoded.group.succession import plan_of_root
 from jaxcoded.transport import engine
 
 if TYPE_CHECKING:
     from jaxcoded.group.group import CodedGroup
 
+T = TypeVar("T")
 _joined = False
+_WHO = "who has started this process"
 
 
 class NewRank:
@@ -43,7 +45,7 @@ class NewRank:
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent
-        self._line = Line(tolerant(parent), TAG_NEW)
+        self._line = Line(tolerant(parent), TAG_NEW, lambda _: _WHO)
         self._seconds = seconds
 
     @staticmethod
@@ -66,14 +68,13 @@ class NewRank:
         if not cls.waits_to_join():
             return None
         _joined = True
-        seconds = os.environ[MARK].partition(":")[2]
-        return cls(MPI.Comm.Get_parent(), float(seconds))
+        return cls(MPI.Comm.Get_parent(), awaited())
 
     def invited(self) -> tuple[MPI.Intracomm, int, Invitation]:
         """Be connected with the old ranks: the communicator of all, the old root, and what is to be known.
 
         Raises:
-            CodedError: the others have not gone on with this one.
+            CodedError: the others have not gone on with this one, or what they say cannot be read.
         """
         why = engine.missing()
         if not why and not engine.fault_tolerant():
@@ -83,13 +84,12 @@ class NewRank:
             raise CodedError(f"this process cannot join: {why}")
         engine.join()
         until = time.monotonic() + self._seconds + LATER
-        root, its, _own_process.command = self._heard(
-            lambda: self._line.heard(0), until
-        )
-        invitation = Invitation.from_json(its)
-        until = time.monotonic() + opening_seconds(self._seconds)
-        side = Side(tolerant(MPI.COMM_WORLD), 0, first=False)
         try:
+            root, invitation, _own_process.command = self._heard(
+                lambda: self._line.heard(0, _invited), until
+            )
+            until = time.monotonic() + opening_seconds(self._seconds)
+            side = Side(tolerant(MPI.COMM_WORLD), 0, first=False)
             return side.joined(self._parent, 0, until, lambda: None), root, invitation
         except BaseException as error:
             self.ready(error)
@@ -109,14 +109,14 @@ class NewRank:
         """Wait until the old ranks have agreed that all have made the group.
 
         Raises:
-            CodedError: they have not.
+            CodedError: they have not, or say something else.
         """
         line, left = Line(both, TAG_ALL), set(range(old))
 
         def told() -> bool | None:
             for rank in list(left):
                 try:
-                    said: bool | None = line.heard(rank)
+                    said = line.heard(rank, _taken_in)
                 except Gone:
                     left.discard(rank)
                     continue
@@ -133,19 +133,39 @@ class NewRank:
             )
 
     @staticmethod
-    def _heard(ask: Callable[[], Any], until: float) -> Any:
+    def _heard(ask: Callable[[], T | None], until: float) -> T:
         while True:
             try:
                 said = ask()
             except Gone:
                 raise CodedError(
-                    "who has started this process has died, or has not taken it in: see what its group says"
+                    f"{_WHO} has died, or has not taken it in: see what its group says"
                 ) from None
             if said is not None:
                 return said
             if time.monotonic() > until:
-                raise CodedError("who has started this process has not taken it in")
+                raise CodedError(f"{_WHO} has not taken it in")
             time.sleep(PAUSE)
+
+
+# What is said, as it is read: a ValueError where it is something else.
+
+
+def _invited(said: Any) -> tuple[int, Invitation, list[str]]:
+    """Of the starter: the old root, what is to be known, and the command that starts more of them."""
+    kinds = {"root": object, "invitation": object, "command": list}
+    root, its, command = _parse.items("what calls a rank in", said, kinds)
+    invitation = Invitation.from_json(its)
+    if not command:
+        raise ValueError("command has no words")
+    for word in command:
+        _parse.of_kind("a word of command", word, str)
+    return _require.integer("root", root, 0, invitation.size - 1), invitation, command
+
+
+def _taken_in(said: Any) -> bool:
+    """Of an old rank."""
+    return _parse.of_kind("whether ranks are in", said, bool)
 
 
 def joined(kind: type[CodedGroup]) -> CodedGroup | None:

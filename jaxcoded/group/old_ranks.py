@@ -4,10 +4,11 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from mpi4py import MPI
 
-from jaxcoded import _own_process, _require
+from jaxcoded import _own_process, _parse, _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.joining import (
     LATER,
@@ -21,7 +22,7 @@ from jaxcoded.group.joining import (
 from jaxcoded.group.line import Gone, Line
 from jaxcoded.group.pending import Pending
 from jaxcoded.group.recovery import shrunk
-from jaxcoded.group.started import MARK, Started, wrapper
+from jaxcoded.group.started import MARK, Started, mark, wrapper
 from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import in_words, plain
 
@@ -41,6 +42,16 @@ class Verdict:
     why_not: str = ""
     same: bool = True
     token: str = ""
+
+    @classmethod
+    def from_json(cls, said: Any) -> Self:
+        """Of its fields.
+
+        Raises:
+            ValueError: it is none.
+        """
+        kinds = {"why_not": str, "same": bool, "token": str}
+        return cls(**_parse.fields("a verdict", said, kinds))
 
 
 class OldRanks:
@@ -82,7 +93,7 @@ class OldRanks:
             seconds: until they must be there.
 
         Raises:
-            CodedError: the starter is dead, or says nothing.
+            CodedError: the starter is dead, or says nothing, or what cannot be read.
         """
         if self._comm.rank == self._starter:
             try:
@@ -103,12 +114,12 @@ class OldRanks:
         while True:
             try:
                 # of earlier visits nothing counts any more
-                for visit, said in self._line.all_heard(self._starter):
+                for visit, said in self._line.all_heard(self._starter, _told):
                     if said is None:
                         self.verdict.token = visit  # also if it dies now
                         self._line.say(self._starter, [visit, self._visit, words])
                     elif visit == self._visit:
-                        self.verdict = Verdict(**said)
+                        self.verdict = said
                         return
             except Gone:
                 why = "has died"
@@ -128,22 +139,24 @@ class OldRanks:
         for rank in others:
             self._line.say(rank, [self._visit, None])
         said = {self._starter: words}
-        dead: set[int] = set()
+        lost: dict[int, str] = {}  # and why
         late = others
         while late:  # whoever is not heard does not hear how it went
-            for rank in others - dead:
+            for rank in others - set(lost):
                 try:
-                    for asked, visit, its in self._line.all_heard(rank):
+                    for asked, visit, its in self._line.all_heard(rank, _wanted):
                         if asked == self._visit:
                             self._visits[rank], said[rank] = visit, its
                 except Gone:
-                    dead.add(rank)
-            late = others - dead - set(said)
+                    lost[rank] = f"rank {rank} has died: call recovered first"
+                except CodedError as error:
+                    lost[rank] = str(error)
+            late = others - set(lost) - set(said)
             if late and time.monotonic() > until:
                 return Verdict(f"ranks {sorted(late)} have not called extended")
             time.sleep(PAUSE)
-        if dead:
-            return Verdict(f"rank {min(dead)} has died: call recovered first")
+        if lost:
+            return Verdict(lost[min(lost)])
         if len(set(said.values())) == 1:
             return Verdict()
         answers = [said[rank] for rank in sorted(said)]
@@ -155,7 +168,7 @@ class OldRanks:
     ) -> None:
         self.verdict = Verdict(token=self._visit)
         info = MPI.Info.Create()
-        info["PMIX_ENVAR"] = f"{MARK}={self._visit}:{seconds:.0f}"
+        info["PMIX_ENVAR"] = f"{MARK}={mark(self._visit, seconds)}"
         info["host"] = MPI.Get_processor_name()
         # both may be others by now
         if _own_process.began_in is not None:
@@ -176,14 +189,14 @@ class OldRanks:
                     )
                 time.sleep(PAUSE)
             self._between = spawning.result(0.0)
-            self._new = Line(self._between, TAG_NEW)
+            self._new = Line(self._between, TAG_NEW, _number)
             while len(here) < ranks:
                 seen.look()
                 for rank in set(range(ranks)) - here:
-                    said = self._new.heard(rank)
+                    said = self._new.heard(rank, _word)
                     if said is None:
                         continue
-                    if said != "":
+                    if said:
                         raise CodedError(
                             f"number {rank + 1} of them cannot join: {said}"
                         )
@@ -266,10 +279,11 @@ class OldRanks:
         """Why a new rank has failed; empty: it has not; None: it says nothing yet."""
         assert self._new is not None
         try:
-            its: str | None = self._new.heard(rank)
+            return self._new.heard(rank, _word)
         except Gone:
             return "it has died"
-        return its
+        except CodedError as error:
+            return str(error)
 
     def tell(self, both: MPI.Intracomm) -> None:
         """Say to the new ranks that they are in: each of the old ones does, as some may die meanwhile."""
@@ -330,4 +344,30 @@ def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
 
 
 def _has_not(rank: int, why: str) -> str:
-    return f"number {rank + 1} of those that were started has not: {why}"
+    return f"{_number(rank)} has not: {why}"
+
+
+def _number(rank: int) -> str:
+    return f"number {rank + 1} of those that were started"
+
+
+# What is said, as it is read: a ValueError where it is something else.
+
+
+def _told(said: Any) -> tuple[str, Verdict | None]:
+    """Of the starter: a visit, and the verdict for it; None: it asks, and the visit is its own."""
+    kinds = {"visit": str, "verdict": dict | None}
+    visit, its = _parse.items("what the starter says", said, kinds)
+    return visit, None if its is None else Verdict.from_json(its)
+
+
+def _wanted(said: Any) -> tuple[str, str, str]:
+    """Of others, to the starter: its visit, their own, and what they want."""
+    kinds = {"asked": str, "visit": str, "words": str}
+    asked, visit, its = _parse.items("what a rank wants", said, kinds)
+    return asked, visit, its
+
+
+def _word(said: Any) -> str:
+    """Of a new rank: why it cannot go on; empty: it does."""
+    return _parse.of_kind("why a rank cannot join", said, str)

@@ -5,7 +5,9 @@ import pathlib
 import time
 from collections.abc import Iterator
 
+from jaxcoded import _parse
 from jaxcoded.errors import CodedError
+from jaxcoded.group.joining import LONGEST
 from jaxcoded.group.process import Process
 
 MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
@@ -14,6 +16,33 @@ _WRAPPER = "JAXCODED_STARTER"
 _LOOKS = 0.25  # seconds between two looks
 # of /proc/PID/stat, behind the name
 _STATE, _PARENT, _BEGAN = 0, 1, 19
+
+
+def mark(token: str, seconds: float) -> str:
+    """What `MARK` is in processes that are started.
+
+    Args:
+        token: by which they are known.
+        seconds: for which others wait for them.
+    """
+    # at least one: what is shorter than it takes to start need not be told apart
+    return f"{token}:{max(seconds, 1.0):.0f}"
+
+
+def awaited() -> float:
+    """Seconds for which others wait for this process, which was started so.
+
+    Raises:
+        CodedError: `MARK` does not say.
+    """
+    said = os.environ.get(MARK, "")
+    try:
+        seconds = _parse.number_of_seconds(
+            f"what {MARK} says behind its colon", said.partition(":")[2]
+        )
+    except ValueError as error:
+        raise CodedError(f"this process cannot join: {error}") from None
+    return min(seconds, LONGEST)
 
 
 def wrapper() -> list[str]:
@@ -71,13 +100,14 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
     """Processes that have the token, and their parents."""
     if not token:
         return
-    mark = f"{MARK}={token}:".encode()
+    # another rank may have said the token: what is no text in UTF-8 is none's
+    begins = f"{MARK}={token}:".encode(errors="replace")
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             variables = (place / "environ").read_bytes().split(b"\0")
         except OSError:  # another user's, or it is gone
             continue
-        if any(it.startswith(mark) for it in variables) and (stat := _stat(place)):
+        if any(it.startswith(begins) for it in variables) and (stat := _stat(place)):
             process = Process("", "", int(place.name), int(stat[_BEGAN]))
             yield process, int(stat[_PARENT])
 

@@ -1,5 +1,6 @@
 """The plan of a group that takes the place of another one, of other ranks."""
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -12,6 +13,11 @@ from jaxcoded.plan import Plan, make_plan
 from jaxcoded.transport.agreement import told
 
 Planner = Callable[[int], Plan]  # makes the plan for so many ranks
+# What a plan is asked for with, by name, and of which kind where `make_plan` does not say: see `planned`.
+ASKED = dict.fromkeys(inspect.signature(make_plan).parameters, object)
+for _name in ("size", "hosts", "parents"):
+    del ASKED[_name]
+ASKED["by_host"] = bool
 
 
 def check_planner(plan: object) -> None:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 
 T = TypeVar("T")
-_LONGEST = 16 << 20  # bytes of what a rank says
+LONGEST = 16 << 20  # bytes of what a rank says
 _WHY = "has a rank died, or do they not all run the same jaxcoded?"
 
 
@@ -239,9 +239,9 @@ def _bytes(value: Any) -> np.ndarray:
 
 
 def _check_length(rank: int, length: int) -> None:
-    if not 0 <= length <= _LONGEST:
+    if not 0 <= length <= LONGEST:
         raise Unreadable(
-            f"rank {rank} says something of {length} bytes, more than {_LONGEST}: {_WHY}"
+            f"rank {rank} says something of {length} bytes, more than {LONGEST}: {_WHY}"
         )
 
 

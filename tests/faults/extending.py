@@ -120,10 +120,9 @@ def late(call):
     return after_a_while
 
 
-def interrupt(*, verdict=old_ranks.Verdict, **said):
-    if not said:  # as long as there is none
-        return verdict()
-    old_ranks.Verdict = verdict
+def interrupt(*asked, ask=old_ranks.OldRanks.ask):
+    old_ranks.OldRanks.ask = ask
+    ask(*asked)
     raise ValueError("interrupted")
 
 
@@ -187,7 +186,7 @@ while True:
             group.extended(1 + (group.rank == ranks[0]))
         elif event == "interrupts":
             if group.rank in ranks:
-                old_ranks.Verdict = interrupt
+                old_ranks.OldRanks.ask = interrupt
             group.extended(1, timeout=PATIENCE)
         elif event == "loses":
             _, where, *stops = words.split()

@@ -106,7 +106,7 @@ def test_what_ranks_say(comm):
     [
         (b"\x80\x04\x95", "cannot be read"),  # what is pickled begins so
         (b"[" * 100_000, "cannot be read"),
-        (b"0" * (agreement._LONGEST + 1), "more than 16777216"),
+        (b"0" * (agreement.LONGEST + 1), "more than 16777216"),
     ],
 )
 def test_what_cannot_be_read(comm, monkeypatch, data, words):
