@@ -100,6 +100,7 @@ def fall(how):
     """Die, or leave in order."""
     board.say(f"{how}s")
     jax.effects_barrier()
+    time.sleep(1.0)  # all have the last sum, so that the first of them becomes the root
     if how == "leave":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PATIENCE)
