@@ -3,7 +3,8 @@
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
 after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock"), and are put out; or they leave in order, in Python
 ("3:leaves") or while they are busy ("3:leaves busy"); or their program ends with an error ("3:raises").
-WAY is "trains", with a code, or "shared", with shared work; "root" or
+WAY is "trains", with a code, or "shared", with shared work; "goes on" (nothing is recovered: the plan can do
+without all of them); "root" or
 "root-shared" (the root is among the dead, the step fails, and the state is handed on), "behind" (and
 rank 2 was stopped meanwhile, so that it knows less), "wakes" (the root was stopped, and goes on once
 others have missed the round in which it says that the roll is called); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
@@ -65,8 +66,9 @@ if way == "explicit":
 elif way.endswith("shared"):
     group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)", options=options)
 else:
-    fanout = size - 1 if way == "few" else 2
-    stragglers = size - 2 if way == "few" else 1
+    fanout, stragglers = {"few": (size - 1, size - 2), "goes on": (3, 2)}.get(
+        way, (2, 1)
+    )
     group = jaxcoded.CodedGroup(
         board.comm, fanout=fanout, stragglers=stragglers, options=options
     )
@@ -233,6 +235,8 @@ for round_ in range(len(victims)):
         said.append(fails())
         train((round_ + 1) * EVERY + 3)  # the old group goes on
         group = group.recovered(plan=lambda size: jaxcoded.make_plan(size, fanout=2))
+    elif way == "goes on":
+        continue
     elif way == "stopped":
         if board.rank == board.size - 1:
             board.wait({0}, 1000)  # until the others have given up
@@ -297,6 +301,7 @@ board.report(
     rank=group.rank,
     said=said,
     steps=steps,
+    rounds=group.rounds,
     compiled=compiled,
     heard=heard,
     failed_at=failed_at,
