@@ -203,6 +203,10 @@ def test_a_parent_that_lacks_too_many_waits(tmp_path):
         more(
             "loop", "its process answers, so its program is busy or stuck at round 10"
         ),
+        (
+            "device",
+            "its process answers, so its program is busy or stuck at round 10",
+        ),
         more("stopped", "its process does not answer: it is stopped, dead or cut off"),
     ],
 )
@@ -678,6 +682,7 @@ def words_of(victims):
     ("way", "victims", "sizes"),
     [
         more("trains", ["3:lock", "1:stopped"], [6, 5]),
+        more("trains", ["1:device"], [6]),
         more("trains", ["3,6:loop", "1:lock"], [5, 4]),
         more("shared", ["3:loop", "1,2:stopped"], [6, 4]),
         ("root", ["0:loop"], [6]),

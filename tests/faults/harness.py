@@ -91,19 +91,39 @@ class Board:
         self.say(f"reports {', '.join(values)}")
 
 
+class Device:
+    """What a compiled step waits for, which is nothing as long as it is not `stuck`."""
+
+    def __init__(self):
+        self.stuck = False
+
+    def __call__(self, x):
+        """The same, in a compiled function, once the device is through with it."""
+        zero = jax.pure_callback(self._work, jax.ShapeDtypeStruct((), x.dtype), x[0])
+        return x + zero
+
+    def _work(self, x):
+        if self.stuck:
+            hang("sleep")
+        return np.zeros((), x.dtype)
+
+
 class Sums:
     """Gradients of every round and example, the same on all ranks, and their true sums.
 
     Args:
         group: whose ranks sum them.
         widths: floats of a gradient, for one round after the other.
+        device: what a compiled sum waits for.
     """
 
-    def __init__(self, group, widths=(3000,)):
+    def __init__(self, group, widths=(3000,), device=lambda x: x):
         random = np.random.default_rng(0)
         self._bases = [random.standard_normal((EXAMPLES, width)) for width in widths]
         self._indices, self._weights = group.assignment(EXAMPLES)
-        self._sum = jax.jit(lambda vector: jaxcoded.coded_allreduce(vector, group))
+        self._sum = jax.jit(
+            lambda vector: jaxcoded.coded_allreduce(device(vector), group)
+        )
         self._hash = hashlib.sha256()
 
     def _gradients(self, number):

@@ -1,7 +1,7 @@
 """A training that goes on with the ranks that live, as docs/recovery.md shows it.
 
 ``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
-after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock"), and are put out; or they leave in order, in Python
+after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock") or in their compiled step ("3:device"), and are put out; or they leave in order, in Python
 ("3:leaves") or while they are busy ("3:leaves busy"); or their program ends with an error ("3:raises").
 WAY is "trains", with a code, or "shared", with shared work; "goes on" (nothing is recovered: the plan can do
 without all of them); "root" or
@@ -26,7 +26,7 @@ import time
 
 import jax
 import numpy as np
-from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, hang
+from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, Device, hang
 
 import jaxcoded
 from jaxcoded.group import recovery
@@ -80,7 +80,7 @@ if any(how.startswith("leaves") for how in hangs):
 
 random = np.random.default_rng(0)
 data = random.standard_normal((EXAMPLES, WIDTH))
-compiled = []
+compiled, device = [], Device()
 
 
 def make_step(group):
@@ -95,6 +95,8 @@ def make_step(group):
 
     def step(w, x, weights):
         compiled.append(group.size)
+        if "device" in hangs:
+            w = device(w)
         value, gradient = value_and_grad(w, x, weights)
         return w - 1e-3 * gradient, value
 
@@ -133,9 +135,11 @@ def train(to):
             jax.block_until_ready(w)
             if way == "behind":
                 board.wait({1}, steps)
-            if how == "raises":
+            if how == "device":
+                device.stuck = True
+            elif how == "raises":
                 raise ArithmeticError("injected")
-            if how == "wakes":
+            elif how == "wakes":
                 if not failed_at:
                     os.kill(os.getpid(), signal.SIGSTOP)
             else:

@@ -1,7 +1,7 @@
-"""A rank that lives and is stuck: in a loop with or without the interpreter's lock, or stopped.
+"""A rank that lives and is stuck: in a loop with or without the interpreter's lock, in a compiled step, or stopped.
 
 ``stuck.py DIRECTORY WAY RANK``: WAY is "lock" (a loop in C that holds the lock), "loop" (one in
-Python), "stopped", or "jit" (all ranks but that one wait in a jitted step for it, as no rank may be
+Python), "device" (its jitted step waits for one), "stopped", or "jit" (all ranks but that one wait in a jitted step for it, as no rank may be
 missing). The others do `ROUNDS` more rounds, and send SIGUSR1 to the stuck rank and to its parent.
 In the end the rank is killed or, where the others wait for it, goes on.
 """
@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from harness import PATIENCE, SLOWNESS, Board, Faults, Sums, hang, run
+from harness import PATIENCE, SLOWNESS, Board, Device, Faults, Sums, hang, run
 
 import jaxcoded
 
@@ -37,13 +37,18 @@ group = jaxcoded.CodedGroup(
     transport="engine",
     options=jaxcoded.Options(deadline=STUCK if way != "jit" else 60.0),
 )
-sums, faults = Sums(group), Faults(board)
+device = Device()
+sums = Sums(group, device=device) if way == "device" else Sums(group)
+faults = Faults(board)
 parent = group.plan.tree.parents[victim]
 
 
 def stay():
     board.note(FIRST)
-    hang(way)
+    if way == "device":
+        device.stuck = True
+    else:
+        hang(way)
 
 
 def ask():
