@@ -868,6 +868,8 @@ def extend(tmp_path, ranks, size, option, *events, status=0):
     assert job.of_all("size") == size
     job.of_all("digest")
     assert max(it["error"] for it in job.reports.values()) < 1e-12
+    for report in job.reports.values():  # once for each group
+        assert report["compiled"] == report["sizes"]
     return job
 
 

@@ -30,7 +30,7 @@ if joins and way.startswith("exit"):
 
 import jax
 import numpy as np
-from harness import EXAMPLES, PATIENCE, SLOWNESS, Board
+from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, pickle_nothing
 from mpi4py import MPI
 
 import jaxcoded
@@ -42,6 +42,8 @@ EVERY = 12  # steps between two events
 COMES = 4.0 * SLOWNESS  # seconds
 STARTING = 0.3  # in which no process can have started
 WIDTH = 400
+
+pickle_nothing()
 
 if joins and way == "ends":
     sys.exit()
@@ -62,7 +64,7 @@ if joins and way == "refuses":
 
 random = np.random.default_rng(0)
 data = random.standard_normal((EXAMPLES, WIDTH))
-said, alike, sizes = [], [], []
+said, alike, sizes, compiled = [], [], [], []
 
 
 def make_step(group):
@@ -77,6 +79,7 @@ def make_step(group):
 
     @jax.jit
     def step(w, x, weights):
+        compiled.append(group.size)
         value, gradient = value_and_grad(w, x, weights)
         return w - 1e-3 * gradient, value
 
@@ -234,6 +237,7 @@ board.report(
     error=error,
     digest=hashlib.sha256(w).hexdigest(),
     sizes=sizes,
+    compiled=compiled,
     said=said,
     alike=alike,
     joined=joins,

@@ -222,6 +222,15 @@ class Faults:
         return stat.rpartition(")")[2].split()[0] == "T"
 
 
+def pickle_nothing():
+    """From now on it is an error in this process to send or get an object that MPI would pickle."""
+
+    def fail(*_):
+        raise AssertionError("something was pickled")
+
+    MPI.pickle.__init__(fail, fail)
+
+
 def hang(how):
     """For ever: in compiled code that holds the interpreter's lock ("lock") or not ("busy"), in Python
     ("loop"), asleep ("sleep"), or "stopped"."""

@@ -26,7 +26,7 @@ import time
 
 import jax
 import numpy as np
-from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, Device, hang
+from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, Device, hang, pickle_nothing
 
 import jaxcoded
 from jaxcoded.group import recovery
@@ -44,6 +44,7 @@ hangs = [words.partition(":")[2] for words in victims]
 victims = [list(map(int, it.partition(":")[0].split(","))) for it in victims]
 board = Board(directory)
 pids = board.comm.allgather(os.getpid())
+pickle_nothing()
 heard = []
 logging.getLogger("jaxcoded").addHandler(
     type(
