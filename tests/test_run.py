@@ -367,6 +367,72 @@ def test_what_each_mpirun_is_told(fake):
             options(version, fault_tolerant=True)
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks", "hosts", "threads"),
+    [
+        (4, 2, None, "2"),
+        (12, 2, None, "6"),
+        (4, 4, None, "2"),
+        (1, 4, None, "2"),
+        (8, 4, "a:2,b:2", "4"),
+        (8, 5, "a:4,b:1", "2"),
+        (8, 3, "a,b", "4"),
+    ],
+)
+def test_each_rank_has_its_share_of_the_threads(
+    fake, monkeypatch, cores, ranks, hosts, threads
+):
+    """At least two, of which one may wait for a round; on one core one of them computes an operation."""
+    for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
+
+    def told():
+        return launcher.command(five, ranks, [], hosts=hosts)[1]
+
+    words, environment = launcher.command(five, ranks, [], hosts=hosts)
+    assert environment["PJRT_NPROC"] == threads
+    assert ("-x PJRT_NPROC" in " ".join(words)) == bool(hosts)
+    one = "--xla_cpu_multi_thread_eigen=false"
+    flags = one if environment["OMP_NUM_THREADS"] == "1" else None
+    assert environment.get("XLA_FLAGS") == flags
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=a")  # added to
+    assert told()["XLA_FLAGS"] == " ".join(filter(None, ("--xla_dump_to=a", flags)))
+    assert told()["PJRT_NPROC"] == threads
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    assert told()["XLA_FLAGS"] == "--xla_cpu_multi_thread_eigen=true"
+    monkeypatch.setenv("NPROC", "7")
+    assert "PJRT_NPROC" not in told()
+    monkeypatch.setenv("PJRT_NPROC", "3")
+    assert told()["PJRT_NPROC"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("settings", "threads", "devices"),
+    [
+        ({}, max(2, len(os.sched_getaffinity(0)) // 2), 1),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, 3, 3),
+        ({"PJRT_NPROC": "5", "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}, 5, 1),
+    ],
+    ids=["default", "devices", "own"],
+)
+def test_xla_has_as_many_threads(program, monkeypatch, settings, threads, devices):
+    """Counted in a rank: a pool of XLA's has at least one for each device."""
+    for name in ("PJRT_NPROC", "NPROC", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    path = program(
+        "import glob, jax\n"
+        "jax.jit(lambda a: a @ a)(jax.numpy.ones((600, 600))).block_until_ready()\n"
+        "names = [open(each).read() for each in glob.glob('/proc/self/task/*/comm')]\n"
+        "pool = sum('XLAEigen' in each for each in names)\n"
+        "print(f'pool of {pool}, {jax.device_count()} devices;\\n', end='')"
+    )
+    job = run("-n", 2, path, JAX_PLATFORMS="cpu", **settings)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count(f"pool of {threads}, {devices} devices;") == 2, job.stdout
+
+
 def test_where_a_host_may_be_lost_the_others_are_not_ended(fake, monkeypatch):
     five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
     names = "SLURM_NO_KILL", "PRTE_MCA_oob_tcp_keepalive_time"

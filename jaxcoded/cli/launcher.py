@@ -27,6 +27,10 @@ TAKES_IN = {
     "OMPI_MCA_coll_han_priority": "-1",
 }
 
+# Whether XLA divides an operation among threads. PJRT_NPROC is how many it has: at least two, one of which
+# may wait for a round. With one alone, two groups that two threads of Python call could wait for ever.
+_ONE_THREAD = "xla_cpu_multi_thread_eigen"
+
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
@@ -176,7 +180,7 @@ def command(
     Raises:
         ValueError: this MPI cannot do that.
     """
-    here = -(-ranks // (hosts.count(",") + 1)) if hosts else ranks
+    here = _on_one_host(ranks, hosts)
     # as many threads as a rank has cores, as if all hosts were like this one
     added = environment(max(1, len(os.sched_getaffinity(0)) // here)) | {**variables}
     told = mpirun.options(ranks, hosts=hosts, environment=list(added), **options)
@@ -185,12 +189,26 @@ def command(
     return [mpirun.path, *told, *program], {**alone, **os.environ, **added}
 
 
+def _on_one_host(ranks: int, hosts: str | None) -> int:
+    """The most ranks that a host has: of ``"a:2,b:1"`` two."""
+    if not hosts:
+        return ranks
+    counts = re.findall(r":(\d+)(?=,|$)", hosts)
+    if len(counts) == hosts.count(",") + 1:
+        return min(ranks, max(map(int, counts)))
+    return -(-ranks // (hosts.count(",") + 1))
+
+
 def environment(threads: int) -> dict[str, str]:
-    """The variables that ranks of so many threads each need, as far as they are not set already."""
-    wanted = {"OMP_NUM_THREADS": str(threads)}
-    if threads == 1:
-        wanted["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+    """The variables that ranks of so many threads each need. What is set already stays, and XLA_FLAGS
+    are added to."""
+    wanted = {"OMP_NUM_THREADS": str(threads), "PJRT_NPROC": str(max(2, threads))}
+    if "NPROC" in os.environ:  # XLA reads it where there is no PJRT_NPROC
+        del wanted["PJRT_NPROC"]
     out = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    flags = os.environ.get("XLA_FLAGS", "")
+    if threads == 1 and _ONE_THREAD not in flags:
+        out["XLA_FLAGS"] = f"{flags} --{_ONE_THREAD}=false".strip()
     if os.geteuid() == 0:  # which Open MPI refuses otherwise
         out |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return out
