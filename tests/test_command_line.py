@@ -365,6 +365,25 @@ def test_bench(tmp_path, capsys):
     assert [link[:2] for link in seen.links] == [(0, 1)]
 
 
+@pytest.mark.mpi
+def test_bench_as_json(capsys):
+    assert main(["bench", "-n", "2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said.keys() == {
+        *("ranks", "hosts", "speeds", "usual", "worst", "rounds"),
+        *("latency", "bandwidth", "links"),
+    }
+    assert said["ranks"] == 2 and said["rounds"] > 0
+    (link,) = said["links"]
+    assert (link["rank"], link["partner"]) == (0, 1)
+    assert link["latency"] > 0 and link["bandwidth"] > 0
+    assert said["latency"] > 0 and said["bandwidth"] > 0
+    assert len(said["hosts"]) == 2 and all(said["hosts"])
+    assert len(said["speeds"]) == 2 and max(said["speeds"]) == 1
+    for usual, worst in zip(said["usual"], said["worst"], strict=True):
+        assert 0 < usual <= worst
+
+
 def test_bench_of_one_rank():
     done = python("from jaxcoded.cli.main import main; main(['bench'])")
     assert done.returncode == 2

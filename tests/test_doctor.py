@@ -33,9 +33,9 @@ def states(findings):
 def test_all_is_well_here(capfd, tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise RuntimeError('not that one')")
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor", "-n", "2", "--json"]) == 0
+    assert main(["doctor", "-n", "4", "--json"]) == 0
     found = {each["about"]: each for each in json.loads(capfd.readouterr().out)}
-    assert found["ranks"]["found"].startswith("2 on ")
+    assert found["ranks"]["found"].startswith("4 on ")
     assert found["sums"]["state"] == GOOD
     assert "exact on all ranks, by the engine" in found["sums"]["found"]
     assert BAD not in {each["state"] for each in found.values()}

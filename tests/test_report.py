@@ -1,6 +1,7 @@
 """What is made of a job's telemetry, from records written by hand and from a real job."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -378,6 +379,43 @@ def test_command(name, tmp_path, capsys):
     if name == "dead":
         assert "from round 3 on an uncoded sum would not have ended" in said
         assert re.search(r"star, s = 0 .* does not end in round 3\n", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_as_json(name, tmp_path, capsys):
+    """JSON in the narrow sense, without NaN and infinity, and nothing else."""
+    paths = []
+    for number, file in enumerate(FILES[name]):
+        paths.append(str(tmp_path / f"{number}.npz"))
+        file.save(paths[-1])
+    assert main(["report", *paths, "--out", str(tmp_path / "out"), "--json"]) == 0
+    text = capsys.readouterr().out
+    said = json.loads(text, parse_constant=pytest.fail)
+    assert said.keys() == {
+        *("ranks", "shared", "rounds", "files", "too_late", "speeds", "savings"),
+        *("round", "replayed", "plans", "pictures"),
+    }
+    assert sorted(said["pictures"]) == sorted(map(str, (tmp_path / "out").glob("*")))
+    assert len(said["files"]) == len(said["rounds"]) == len(FILES[name])
+    assert len(said["speeds"]) == said["ranks"]
+    assert said["shared"] == name.startswith("shared")
+    if name == "usual":
+        (saved,) = said["savings"]
+        assert saved["rank"] == 0 and saved["rounds"] == 5 and saved["stuck"] is None
+        assert saved["avoided"] == pytest.approx(1)
+        assert saved["share"] == pytest.approx(1 / 5.5)
+        assert said["round"] == pytest.approx(1)
+        assert said["replayed"] == pytest.approx(0.9, rel=1e-3)
+        assert any(plan["actual"] for plan in said["plans"])
+        assert all(plan["name"] and plan["load"] > 0 for plan in said["plans"])
+    if name == "shared":
+        assert said["savings"] == [] and said["plans"] == []
+    if name == "without the root":
+        assert said["plans"] == [] and said["replayed"] is None
+    if name == "dead":
+        assert [each["stuck"] for each in said["savings"]] == [3]
+        assert None in [plan["seconds"] for plan in said["plans"]]
 
 
 @pytest.mark.parametrize(
