@@ -133,6 +133,15 @@ def test_several_devices(request):
     run(4, places, devices=4)
 
 
+@pytest.mark.mpi
+@pytest.mark.timeout(LIMIT + 30)
+def test_two_devices_on_each_of_four_ranks():
+    """Training, and a late rank, with a rank's message in two pieces."""
+    names = "test_training", "test_a_late_rank_catches_up", "test_started_rounds"
+    places = [f"tests/mpi/test_devices.py::{name}" for name in names]
+    run(4, [*places, "-k", "engine"], devices=2)
+
+
 def run(ranks, places, devices):
     """The tests at these places on so many ranks, of so many devices each."""
     environment = {}

@@ -495,7 +495,7 @@ def test_started_rounds(comm, group, late):
     if late is not None:
         out, residual, same = one_late(comm, group, late, number, rounds)
     assert_sum(group, (out, same), (TREE, TREE["same"]))
-    assert residual < 1e-12
+    assert residual < 1e-6  # rounded to float32 where a bucket has no wider numbers
     assert_same_bits(comm, (out, same))
     jax.tree.map(assert_same_copies, (out["same"], same))
 
