@@ -1,6 +1,7 @@
 """``jaxcoded run`` on a few ranks, and what it tells the mpirun of each MPI."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -365,6 +366,35 @@ def test_what_each_mpirun_is_told(fake):
     for version in ("mpirun (Open MPI) 4.1.4", mpich):
         with pytest.raises(ValueError, match="--ft needs Open MPI 5"):
             options(version, fault_tolerant=True)
+
+
+def test_the_ends_as_json(program):
+    """The last line on standard error; the program's output stays as it is."""
+    path = program(
+        """
+print("prints")
+sys.stdout.flush()
+MPI.COMM_WORLD.Barrier()
+if rank == 1:
+    os._exit(7)
+time.sleep(1000)
+"""
+    )
+    job = run("-n", 2, "--json", path)
+    assert job.stdout.count("prints") == 2
+    said = json.loads(job.stderr.splitlines()[-1])
+    assert said["status"] == job.returncode == 7
+    assert said["said"].startswith("the job failed with status 7")
+    first, second = said["ranks"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["begun"] and second["begun"]
+    assert first["status"] is None  # mpirun has killed it, or had not yet
+    assert (second["status"], second["signal"]) == (7, None)
+    assert 0 < second["seconds"] < 60 * slowness()
+    job = run("-n", 2, "--json", program("raise SystemExit"))
+    said = json.loads(job.stderr.splitlines()[-1])
+    assert (said["status"], said["said"]) == (0, "")
+    assert [each["status"] for each in said["ranks"]] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,24 @@ class Ends:
         """Whether a rank was heard."""
         return bool(self.begun or self.told)
 
+    def fields(self) -> list[dict[str, int | float | str | None]]:
+        """For JSON: of each rank its status or the signal that it died of, and after how many
+        seconds; null where nothing is known."""
+        out: list[dict[str, int | float | str | None]] = []
+        for number in sorted({*range(self.ranks), *self.begun, *self.told}):
+            code, after = self.told.get(number, (None, None))
+            killed = code is not None and code < 0
+            out.append(
+                {
+                    "rank": number,
+                    "begun": number in self.begun,
+                    "status": None if killed else code,
+                    "signal": signal_name(-code) if code and killed else None,
+                    "seconds": after,
+                }
+            )
+        return out
+
     def words(self) -> list[str]:
         """A line for all that ended alike, in the order in which the first of them did; none if
         all ended with status 0."""

@@ -8,6 +8,7 @@ No process of the job is left on this host when it is over, nor memory that rank
 docs/faults.md tells what a job survives that was started with --ft.
 """
 
+import json
 import pathlib
 import signal
 import sys
@@ -54,6 +55,12 @@ from jaxcoded.cli import ends, job, launcher, places, rank
 @click.option(
     "--plain", is_flag=True, help="Output without the ranks in front of the lines."
 )
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="At the end say on standard error, in one line of JSON, how each rank ended.",
+)
 @click.option("-m", "module", is_flag=True, help="PROGRAM is the name of a module.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -67,6 +74,7 @@ def command(
     timeout: float | None,
     all_gpus: bool,
     plain: bool,
+    as_json: bool,
     module: bool,
     program: str,
     arguments: tuple[str, ...],
@@ -114,6 +122,10 @@ def command(
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = status or heard.failure
     first = _words(chosen, status, fault_tolerant, timeout, heard.heard_any)
+    if as_json:
+        ended = {"status": status, "said": first, "ranks": heard.fields()}
+        print(json.dumps(ended, ensure_ascii=False), file=sys.stderr)
+        return status
     said = [first, *heard.words()]
     for line in filter(None, said):
         print(f"jaxcoded run: {line}", file=sys.stderr)

@@ -41,7 +41,7 @@ OPTIONS = {
     "--save": texts,
     "--out": texts,
 }
-FLAGS = ["--ft", "--all-gpus", "--plain", "-m"]
+FLAGS = ["--ft", "--all-gpus", "--plain", "--json", "-m"]
 ODD = ["-x", "--", "-nn", "--nothing=1", "--n", "-n"]
 OWN = {
     "run": ["-n", "--hosts", "--hostfile", "--mpirun", "--timeout", "--on-error"],
