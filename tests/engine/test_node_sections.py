@@ -2,6 +2,7 @@
 
 import collections
 import random
+import re
 
 import numpy as np
 import pytest
@@ -51,3 +52,72 @@ def test_as_simulated(n, s):
         in_engine = [found[kind, rank] for rank in range(plan.size)]
         np.testing.assert_allclose(simulated / PIECE, in_engine, atol=2)
     assert not found[MESSAGE, 0]  # zeros are not sent
+
+
+def star(seed, sections_from, dtype="float64"):
+    """Rounds of six ranks and a root without their like, of whom two each send the same."""
+    plan = make_plan(7, fanout=6, stragglers=1, code="fractional_repetition")
+    return World(
+        plan,
+        [Call(((dtype, 100), (dtype, 7)), number) for number in range(3)],
+        random.Random(seed),
+        hosts=list(range(plan.size)),
+        limits={
+            "piece_bytes": PIECE,
+            "announced_bytes": 128,
+            "sections_from": sections_from,
+        },
+    )
+
+
+def by_root(dtype):
+    """The bits that the root makes on its own."""
+    world = star(0, 0, dtype)
+    world.settle()
+    world.assert_done()
+    assert not any(what == SECTION for _, _, what, _, _ in world.fetched)
+    return world.results
+
+
+def makers(world):
+    """Who forms sections that are not whole yet, as the root has it."""
+    words = r"rank (\d+) forms pieces \d+ to (\d+), formed before (\d+)"
+    found = re.findall(words, world.nodes[world.plan.root].status())
+    return {int(rank) for rank, last, formed in found if formed != last}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bits_of_a_sum_by_the_root(seed, dtype):
+    """Whoever came first, and whichever copy of a message was used."""
+    world = star(seed, 1, dtype)
+    for _ in range(random.Random(seed).randint(0, 1000)):
+        world.step()
+    world.settle()
+    world.assert_done()
+    assert {r for _, _, what, r, _ in world.fetched if what == SECTION} == {1, 2, 3}
+    assert world.results == by_root(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bits_where_a_maker_is_replaced(seed, dtype):
+    """It is stopped, and another rank forms its section, from its twin's message."""
+    world = star(seed, 1, dtype)
+    root = world.plan.root
+    while not (found := makers(world) - {root}):
+        world.step()
+    maker = random.Random(seed).choice(sorted(found))
+    world.frozen = {maker}
+    round = world.nodes[root].next_round()
+    for _ in range(1000):
+        if maker not in makers(world):
+            break
+        world.step()
+    assert makers(world) and world.nodes[root].next_round() == round
+    world.settle()
+    world.assert_done(set(range(world.plan.size)) - {maker})
+    world.frozen = set()
+    world.settle()
+    world.assert_done()
+    assert world.results == by_root(dtype)

@@ -28,6 +28,10 @@ if SIZE >= 4:
     ]
 if SIZE in (7, 13):  # the root's children sum up what their own have
     CODES += [{"fanout": 2 if SIZE == 7 else 3, "stragglers": s} for s in (0, 1)]
+ALIKE = [{"stragglers": 0}]  # whichever messages are chosen, the bits are the same
+if SIZE in (4, 7):
+    repeated = {"stragglers": 2 if SIZE == 4 else 1, "code": "fractional_repetition"}
+    ALIKE.append(repeated)
 PIECE = 16 << 10  # bytes
 NUMBERS = 30_000  # 15 pieces, and 8 of single numbers
 
@@ -98,6 +102,25 @@ def test_the_same_bits_everywhere(comm, family, donated):
     assert [rank for rank in range(1, SIZE) if by_rank[rank]] == sorted(others)
     assert rounds * bytes_of_all <= sum(by_rank) <= (rounds + 1) * bytes_of_all
     assert SIZE == 2 or max(by_rank) < sum(by_rank)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("code", ALIKE, ids=str)
+def test_the_bits_of_a_sum_by_the_root(comm, code, dtype):
+    by_root = jaxcoded.Options(sections_from=0, piece_bytes=PIECE)
+    with (
+        opened(comm, **code) as group,
+        opened(comm, options=by_root, **code) as other,
+    ):
+        for seed in range(3):
+            gradients = per_example(NUMBERS, seed=seed, dtype=dtype)
+            mine = own(group, gradients)
+            total = host.coded_allreduce(mine, group)
+            assert_sum(group, total, gradients)
+            assert total.tobytes() == host.coded_allreduce(mine, other).tobytes()
+            assert_same_bits(comm, total)
+        assert sum(comm.allgather(formed(group))) >= 3 * total.nbytes
+        assert not formed(other)
 
 
 def test_other_lengths_in_turns(comm, family):
