@@ -209,6 +209,28 @@ def test_sums(comm, gpu, stream, group, sizes, in_place):
         check(comm, group, out, tree)
 
 
+def formed(comm, group):
+    """Bytes of sums that ranks have formed in sections."""
+    return comm.allreduce(group.transport.statistics()["formed_bytes"])
+
+
+@several
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
+@pytest.mark.parametrize("stragglers", sorted({0, LOST}))
+def test_sums_in_sections(comm, gpu, stream, stragglers, in_place):
+    """Others read what is on the host of a vector, and put a sum together there."""
+    wanted = jaxcoded.Options(sections_from=1)
+    with jaxcoded.CodedGroup(
+        comm, fanout=SIZE - 1, stragglers=stragglers, options=wanted
+    ) as group:
+        tree = gradients(CHUNK + 1, 5)
+        own = vectors_of(group, tree)
+        for _ in range(2):
+            out = device_round(gpu, stream, group, own, in_place=in_place, seconds=0.01)
+            check(comm, group, out, tree)
+        assert formed(comm, group) >= 2 * sum(v.nbytes for v in tree)
+
+
 def test_dtypes(comm, gpu, stream, group):
     tree = gradients(700_001, dtypes=("float16", "bfloat16", "float32", "float64"))
     out = device_round(gpu, stream, group, vectors_of(group, tree), in_place=True)
@@ -675,13 +697,14 @@ def shared_round(gpu, stream, group, size, pause=0.0):
 
 
 @several
-@pytest.mark.parametrize("size", [1, 1000, 2 * CHUNK + 77])
-def test_shared_work(comm, gpu, stream, size):
+@pytest.mark.parametrize(
+    ("size", "sections_from"), [(1, 0), (1000, 0), (2 * CHUNK + 77, 0), (CHUNK + 1, 1)]
+)
+def test_shared_work(comm, gpu, stream, size, sections_from):
     """Whoever is late in the turn of a rank, others compute what it has not; each block counts once."""
-    replicas = min(2, SIZE - 1)
-    with jaxcoded.CodedGroup(
-        comm, code=f"shared(replicas={replicas}, blocks=3)"
-    ) as group:
+    code = f"shared(replicas={min(2, SIZE - 1)}, blocks=3)"
+    wanted = jaxcoded.Options(sections_from=sections_from or None)
+    with jaxcoded.CodedGroup(comm, code=code, options=wanted) as group:
         blocks = 3 * SIZE
         expected = blocks * (blocks + 1) / 2 * of_blocks(size)
         for number in range(2 * SIZE):
@@ -690,6 +713,8 @@ def test_shared_work(comm, gpu, stream, size):
             np.testing.assert_array_equal(total, expected.astype(np.float32))
             assert_same_bits(comm, total)
             assert len(set(mine)) == len(mine)
+        if sections_from:
+            assert formed(comm, group) > 0
         wait_for_all(comm)
 
 

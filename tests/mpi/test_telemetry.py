@@ -149,6 +149,32 @@ def test_links_count_what_comes(comm, fresh):
 
 @engine_only
 @redundant
+def test_sums_in_sections(comm, transport):
+    """All messages are used, and the root gets less than all of them: others have a part in the sum."""
+    rounds, gradients = 5, per_example(1 << 16)
+    wanted = jaxcoded.Options(sections_from=1, piece_bytes=16 << 10)
+    with jaxcoded.CodedGroup(
+        comm, fanout=SIZE - 1, stragglers=0, transport=transport, options=wanted
+    ) as group:
+        x = np.asarray(contribution(group, gradients))
+        for _ in range(rounds):
+            assert_sum(group, host.coded_allreduce(x, group), gradients)
+        wait_for_all(comm)
+        seen = group.telemetry()
+        assert seen.rounds.tolist() == [*range(1, rounds + 1)]
+        assert (seen.payload == x.nbytes).all() and not seen.failed.any()
+        assert seen.used.all()
+        came = seen.link_bytes.sum()
+        if RANK == group.plan.root:
+            assert rounds * x.nbytes / 2 < came < (SIZE - 1) * rounds * x.nbytes
+            assert (seen.decided >= seen.started).all()
+        else:
+            siblings = [peer not in (RANK, group.plan.root) for peer in seen.peers]
+            assert seen.link_bytes[siblings].any()
+
+
+@engine_only
+@redundant
 def test_speeds_and_replan(comm, fresh, tmp_path):
     """A slow rank is found out, and gets less of the data, on all ranks."""
     group, slow = fresh, leaf(fresh)

@@ -223,6 +223,36 @@ def test_traffic_is_halved(comm, group, wire):
         assert full >= 4_000_000 * (comm.size - 1)
 
 
+@several
+@wires
+@engine_only
+def test_in_sections(comm, transport, wire):
+    """To the bit as by the root, where all messages are used."""
+    gradients = {
+        "rounded": per_example(30_000, dtype="float32"),
+        "wide": per_example(7),
+    }
+    totals, formed = [], []
+    for least in (1, 0):
+        wanted = jaxcoded.Options(sections_from=least, piece_bytes=16 << 10)
+        with jaxcoded.CodedGroup(
+            comm,
+            fanout=comm.size - 1,
+            stragglers=0,
+            transport=transport,
+            options=wanted,
+        ) as group:
+            own = contribution(group, gradients)
+            totals.append(coded_allreduce(own, group, wire_dtype=wire))
+            assert_rounded(group, wire, totals[-1]["rounded"], gradients["rounded"])
+            assert_same_bits(comm, totals[-1])
+            statistics = group.transport.statistics()
+            formed.append(comm.allreduce(statistics["formed_bytes"]))
+    jax.tree.map(np.testing.assert_array_equal, *totals)
+    assert formed[1] == 0
+    assert 2 * 30_000 <= formed[0] < 4 * 30_000
+
+
 @engine_only
 def test_token(group):
     gradients, wire = GRADIENTS["matrix"], "bfloat16"
