@@ -291,6 +291,16 @@ class World(simulation.World):
                     self.nodes[other].lost(rank)
 
 
+def in_sections(rng):
+    """Whether sums are formed in sections, and how much of one is told of at a time. From a generator
+    of its own: what else follows from a seed stays as it is."""
+    rng = random.Random(hash(rng.getstate()[1]))
+    return {
+        "sections_from": rng.choice([0, 1]),
+        "announced_bytes": rng.choice([8, 32, 64, 1 << 20]),
+    }
+
+
 def world(
     rng,
     *,
@@ -343,6 +353,7 @@ def world(
             for round, segments in enumerate(call.segments for call in script)
         ]
     limits = {"piece_bytes": rng.choice([16, 64, 1 << 18]), "telemetry_rounds": 4}
+    limits |= in_sections(rng)
     if approximate:
         action = simulation._engine.OnDeadline.approximate
         limits |= {"on_deadline": action, "deadline_seconds": 1.0}
@@ -415,7 +426,8 @@ def test_replayed(seed):
 
     if not assert_done_if_anybody_could(played(its)):
         return
-    again = World(its.plan, its.script, rng, shared=its.shared)
+    limits = in_sections(rng) | {"piece_bytes": 16}
+    again = World(its.plan, its.script, rng, shared=its.shared, limits=limits)
     for rank, node in enumerate(again.nodes):
         node.replay([] if rank else its.dealt)  # the root alone has the file
     played(again).assert_done()
@@ -611,6 +623,33 @@ def test_nobody_is_late():
     its.settle()
     its.assert_done()
     assert its.computed == {1: 12, 2: 12, 3: 12}
+
+
+@pytest.mark.parametrize("action", ["raise", "approximate"])
+def test_the_deadline_while_others_form_the_sum(action):
+    """Of a vector that does not come, as its rank is stopped: its own part of it does not come on, and
+    nobody is told again and again."""
+    plan = make_plan(4, code="shared(replicas=0, blocks=1)")
+    limits = {
+        "piece_bytes": 16,
+        "announced_bytes": 16,
+        "sections_from": 1,
+        "on_deadline": getattr(simulation._engine.OnDeadline, action),
+        "deadline_seconds": 1.0,
+    }
+    call = Partial((("float32", 40),), 0)
+    its = World(
+        plan, [call], random.Random(0), shared={1}, hosts=[0, 1, 2, 3], limits=limits
+    )
+    while "forms pieces" not in its.nodes[0].status():
+        its.step()
+    its.frozen = {1}
+    its.settle()
+    if action == "approximate":
+        its.assert_done({0, 2, 3})
+    its.frozen = set()
+    its.settle()
+    its.assert_done()
 
 
 @settings(deadline=None, max_examples=60)
