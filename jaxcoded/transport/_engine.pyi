@@ -14,6 +14,7 @@ class Family:
         ancestors: list[int],
         children: list[int],
         descendants: list[int],
+        leaves: list[int],
         siblings: list[int],
     ) -> None: ...
 

@@ -658,10 +658,11 @@ def _family(plan: Plan, rank: int, sections: bool) -> Any:
     descendants = list(children)
     for below in descendants:  # grows while it is walked
         descendants.extend(tree.children[below])
+    leaves = [child for child in children if not tree.children[child]]
     family = tree.children[plan.root]
     sibling = sections and rank in family
     siblings = [other for other in family if other != rank] if sibling else []
-    return _engine.Family(rank, ancestors, children, descendants, siblings)
+    return _engine.Family(rank, ancestors, children, descendants, leaves, siblings)
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:

@@ -481,12 +481,12 @@ NB_MODULE(_engine, module) {
   nb::class_<Family>(module, "Family")
       .def("__init__",
            [](Family* self, Rank rank, std::vector<Rank> ancestors, std::vector<Rank> children,
-              std::vector<Rank> descendants, std::vector<Rank> siblings) {
+              std::vector<Rank> descendants, std::vector<Rank> leaves, std::vector<Rank> siblings) {
              new (self) Family{rank, std::move(ancestors), std::move(children),
-                               std::move(descendants), std::move(siblings)};
+                               std::move(descendants), std::move(leaves), std::move(siblings)};
            },
            nb::arg("rank"), nb::arg("ancestors"), nb::arg("children"), nb::arg("descendants"),
-           nb::arg("siblings") = nb::list());
+           nb::arg("leaves"), nb::arg("siblings") = nb::list());
   nb::class_<Decoder>(module, "Decoder")
       .def(nb::init<>())
       .def("__init__", [](Decoder* self, const nb::ndarray<const double, nb::ndim<3>, nb::c_contig,

@@ -63,6 +63,7 @@ struct Family {
   std::vector<Rank> ancestors = {};    // the parent first, the root last; empty at the root
   std::vector<Rank> children = {};     // in the order of the code's rows
   std::vector<Rank> descendants = {};  // children and all below them
+  std::vector<Rank> leaves = {};       // children with nobody below them
   std::vector<Rank> siblings = {};     // which this rank exchanges sections with
 };
 

@@ -90,10 +90,10 @@ void Node::give_up(Child& child) {
 
 void Node::say_bye() {
   if (!departures_.leaving() || departures_.gone()) return;
-  // The dead need nothing; those below them may.
-  const bool leaves = family_.descendants.size() == children_.size();
   for (Child& child : children_) {
-    if (leaves && !child.left && child.dead) give_up(child);
+    // The dead need nothing; those below them may.
+    const bool alone = std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
+    if (alone && !child.left && child.dead) give_up(child);
   }
   if (!std::ranges::all_of(children_, &Child::left)) return;
   departures_.said_bye();

@@ -329,8 +329,9 @@ bool Node::mend_sections() {
       late |= !is_responsive(child);
     }
     if (lost && chosen_by_all()) return false;
-    // One choice of messages for all of the sum: another one is a matter of the ordinary way.
-    if (late && chosen_by_all() && (gives_up() || decoding_from(0, true))) return false;
+    // One choice of messages for all of the sum: another one is a matter of the ordinary way, and where
+    // the work is shared, of the ledger (`watch_members`), which has not chosen another one.
+    if (late && chosen_by_all() && !up_.call.shared && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
     const bool stuck = now - it.flows[i].moved >= patience;
