@@ -642,6 +642,8 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
         more("root", ["0", "1"], [6, 5]),
         more("root", ["0,3"], [5]),
         ("root-shared", ["0"], [6]),
+        more("root-holds", ["0"], [6]),
+        ("root-donated", ["0"], [6]),
         ("behind", ["0"], [6]),
     ],
 )
@@ -665,6 +667,7 @@ def test_ranks_that_live_go_on_without_the_root(
     )
     for report in job.reports.values():
         assert "cannot be decided: the root, rank 0, is dead" in report["said"][0]
+        assert report["read"] == ([8] if way == "root-donated" else [])
     assert job.of_all("alike")[0] == (len(set(failed_at.values())) == 1)
     if way == "behind":
         assert failed_at[2] < failed_at[1]
@@ -710,11 +713,15 @@ def test_a_rank_that_is_stuck_is_put_out(tmp_path, fault_tolerant, way, victims,
         more("root", ["0:leaves"], [6]),
     ],
 )
-def test_a_rank_leaves_in_order_on_a_signal(
-    tmp_path, fault_tolerant, way, victims, sizes
-):
-    job = recover(tmp_path, fault_tolerant, way, *victims)
+def test_a_rank_leaves_in_order_on_a_signal(tmp_path, way, victims, sizes):
+    start = as_readme_does(7, LIMIT)
+    job = recover(tmp_path, (), way, *victims, start=start)
     trained(job, words_of(victims), *sizes)
+    took, notice = job.reports[5]["took"], job.reports[5]["notice"]
+    assert set(map(int, took)) == words_of(victims)
+    assert max(took.values()) < notice
+    # of the other ranks, too: their statuses are 0, or they would be listed
+    assert not re.search(r"ranks? \d.*: (status|killed by|no word)", job.stderr)
     assert job.stderr.count("leaves, as SIGTERM has come") == len(words_of(victims))
     assert "Traceback" not in job.stderr
     if way != "root":  # nobody was missed: a parent may say that it left, and no more

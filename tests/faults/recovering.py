@@ -5,7 +5,8 @@ after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lo
 ("3:leaves") or while they are busy ("3:leaves busy"); or their program ends with an error ("3:raises").
 WAY is "trains", with a code, or "shared", with shared work; "goes on" (nothing is recovered: the plan can do
 without all of them); "root" or
-"root-shared" (the root is among the dead, the step fails, and the state is handed on), "behind" (and
+"root-shared" (the root is among the dead, the step fails, and the state is handed on), "root-holds" (the same, where
+the root holds data), "root-donated" (the state is lost with the step, and is read from the root's last checkpoint), "behind" (and
 rank 2 was stopped meanwhile, so that it knows less), "wakes" (the root was stopped, and goes on once
 others have missed the round in which it says that the roll is called); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
 "explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
@@ -19,6 +20,7 @@ import hashlib
 import logging
 import os
 import pathlib
+import select
 import signal
 import sys
 import threading
@@ -34,7 +36,17 @@ from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two looks for the dead
 MET = 1000  # more than steps: on the board of ranks that are about to recover
-FAILS = ("beyond", "root", "root-shared", "behind", "wakes")  # a step does
+# a step does
+FAILS = (
+    "beyond",
+    "root",
+    "root-shared",
+    "root-holds",
+    "root-donated",
+    "behind",
+    "wakes",
+)
+SAVED = 4  # steps between two checkpoints
 WIDTH = 400
 NOTICE = 12.0  # seconds
 STUCK, COMES = 8.0 * SLOWNESS, 4.0 * SLOWNESS  # seconds
@@ -71,11 +83,16 @@ else:
         way, (2, 1)
     )
     group = jaxcoded.CodedGroup(
-        board.comm, fanout=fanout, stragglers=stragglers, options=options
+        board.comm,
+        fanout=fanout,
+        stragglers=stragglers,
+        root_computes=way == "root-holds",
+        options=options,
     )
 rounds = []
 group.on_round(lambda it: rounds.append(it.number))
 
+took = {}  # seconds, of those that leave
 if any(how.startswith("leaves") for how in hangs):
     jaxcoded.leave_on_sigterm(NOTICE)
 
@@ -87,6 +104,7 @@ compiled, device = [], Device()
 def make_step(group):
     """The compiled step, and what this rank reads of each batch."""
     indices, weights = group.assignment(EXAMPLES)
+    assert len(indices) or (group.rank == group.plan.root and way != "root-holds")
     x = data[indices]
 
     def loss(w, x):
@@ -102,7 +120,8 @@ def make_step(group):
         return w - 1e-3 * gradient, value
 
     # a step that fails takes with it what was donated
-    jitted = jax.jit(step, donate_argnums=() if way in FAILS else 0)
+    donates = way not in FAILS or way == "root-donated"
+    jitted = jax.jit(step, donate_argnums=0 if donates else ())
     return lambda w: jitted(w, x, weights)
 
 
@@ -120,6 +139,8 @@ def alone(steps):
 
 w, step = jax.numpy.zeros(WIDTH), make_step(group)
 steps, meetings = 0, 0
+checkpoint = board.directory / "checkpoint.npy"
+written = board.directory / "written.npy"
 
 
 def train(to):
@@ -162,21 +183,44 @@ def train(to):
             step = make_step(group)
             if not group.alike:
                 too_early.append(sums_too_early())
+            if way == "root-donated":
+                assert w.is_deleted()
+                *saved, steps = np.load(checkpoint)
+                w = jax.numpy.asarray(saved)
+                read.append(int(steps))
             steps, w = jaxcoded.tree_bcast((steps, w), group)
             steps = int(steps)
             continue
         w = new
         steps += 1
         board.note(steps)
+        saves = way == "root-donated" and group.rank == group.plan.root
+        if saves and steps % SAVED == 0:
+            np.save(written, np.append(w, steps))
+            written.rename(checkpoint)
 
 
 def leave(*, busy):
     """As a machine that is taken back makes this rank, with its last step in flight."""
     if busy:
-        threading.Timer(0.5 * SLOWNESS, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.5 * SLOWNESS, told_to_leave).start()
         hang("busy")
-    os.kill(os.getpid(), signal.SIGTERM)
+    told_to_leave()
     time.sleep(PATIENCE)
+
+
+def told_to_leave():
+    told = board.directory / f"told-{board.rank}"
+    told.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def see_off(rank, process):
+    """Note how long the process of a rank takes to leave."""
+    select.select([process], [], [])
+    end = time.monotonic()
+    told = board.directory / f"told-{rank}"
+    took[rank] = end - float(told.read_text())
 
 
 def recover(round_):
@@ -227,7 +271,14 @@ def wake():
     os.kill(pids[0], signal.SIGCONT)
 
 
-said, failed_at, alike, too_early = [], [], [], []
+said, failed_at, alike, too_early, read = [], [], [], [], []
+watchers = []
+for how, ranks in zip(hangs, victims):
+    if how.startswith("leaves") and board.rank == size - 2:  # which stays
+        for rank in ranks:
+            process = rank, os.pidfd_open(pids[rank])
+            watchers.append(threading.Thread(target=see_off, args=process, daemon=True))
+            watchers[-1].start()
 for round_ in range(len(victims)):
     try:
         train((round_ + 1) * EVERY)
@@ -294,6 +345,8 @@ for round_ in range(len(victims)):
     if way not in FAILS[1:]:
         step = make_step(group)
 train(steps + EVERY)
+for each in watchers:
+    each.join(PATIENCE)
 w = np.asarray(w)
 error = abs(w - alone(steps)).max() / abs(w).max()
 until = time.monotonic() + PATIENCE
@@ -307,11 +360,14 @@ board.report(
     said=said,
     steps=steps,
     rounds=group.rounds,
+    took=took,
+    notice=NOTICE,
     compiled=compiled,
     heard=heard,
     failed_at=failed_at,
     alike=alike,
+    read=read,
     too_early=too_early,
     followed=rounds[-1:] == [group.rounds] and rounds.count(1) > 1,
 )
-group.close()
+group.close(2.0 if way == "goes on" else 60.0)  # which has its dead
