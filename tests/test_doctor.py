@@ -16,6 +16,8 @@ RANK = {
     "engine": "",
     "mpi4jax": "",
     "backend": "cpu",
+    "threads": "MPI_THREAD_MULTIPLE",
+    "driver": False,
     "devices": ["cpu"],
     "cuda_aware": "",
     "took": [1e-3, 1e-2],
@@ -37,6 +39,9 @@ def test_all_is_well_here(capfd, tmp_path, monkeypatch):
     found = {each["about"]: each for each in json.loads(capfd.readouterr().out)}
     assert found["ranks"]["found"].startswith("4 on ")
     assert found["sums"]["state"] == GOOD
+    assert "of XLA's" in found["threads"]["found"]
+    assert found["MPI threads"]["found"] == "MPI_THREAD_MULTIPLE"
+    assert found["MPI threads"]["state"] == GOOD
     assert "exact on all ranks, by the engine" in found["sums"]["found"]
     assert BAD not in {each["state"] for each in found.values()}
 
@@ -75,10 +80,50 @@ def test_what_ranks_have_found():
         ("library", "another", "MPI", BAD),
         ("mpi4jax", "cannot be loaded", "mpi4jax", BAD),
         ("cuda_aware", "set it to 0", "cuda-aware", BAD),
+        ("threads", "MPI_THREAD_SERIALIZED", "MPI threads", NOTE),
+        ("driver", True, "GPUs", NOTE),
     ):
         found = states(doctor._of_ranks(3, [*usual[:2], usual[2] | {key: value}]))
         assert found.pop(about) == state
         assert set(found.values()) == {GOOD}
+
+
+def test_a_driver_without_jax_on_its_gpus():
+    idle = [RANK | {"rank": rank, "driver": True} for rank in range(2)]
+    (found,) = (each for each in doctor._of_ranks(2, idle) if each.about == "GPUs")
+    assert found.found.startswith("ranks [0, 1]: ") and "jax[cuda" in found.remedy
+    used = [each | {"backend": "gpu"} for each in idle]
+    assert "GPUs" not in states(doctor._of_ranks(2, used))
+
+
+@pytest.mark.parametrize(
+    ("says", "state"),
+    [
+        ("echo options:ft_mpi_support:yes", GOOD),
+        ("echo options:ft_mpi_support:no", NOTE),
+        ("echo nothing", NOTE),
+        (None, NOTE),
+    ],
+)
+def test_whether_deaths_are_reported(says, state, tmp_path, monkeypatch):
+    """Asked of the Open MPI, and not taken from its number."""
+    monkeypatch.setattr(launcher, "check_fits", lambda _: None)
+    if says:
+        (tmp_path / "ompi_info").write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "ompi_info").chmod(0o700)
+    mpirun = launcher.Launcher(str(tmp_path / "mpirun"), launcher.OPEN_MPI, 5)
+    found = {each.about: each for each in machine.examined(1, mpirun)}["deaths"]
+    assert found.state == state
+    unknown = says in ("echo nothing", None)
+    assert ("not known" in found.found) == unknown
+
+
+def test_threads_of_a_rank(monkeypatch):
+    for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "cores", lambda: 9.0)
+    found = {each.about: each.found for each in machine.examined(3, "no mpirun")}
+    assert found["threads"].startswith("each rank has 3 of XLA's, and 3 of OpenMP's")
 
 
 def test_packages_that_are_missing(monkeypatch):

@@ -101,6 +101,17 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
     yield Finding("ranks", GOOD, f"{ranks} on {', '.join(hosts)}")
     libraries = [words for words, _ in said("library")]
     yield Finding("MPI", GOOD if len(libraries) == 1 else BAD, ", ".join(libraries))
+    for words, who in said("threads"):
+        many = words == machine.MULTIPLE
+        yield Finding(
+            "MPI threads",
+            GOOD if many else NOTE,
+            who + words,
+            ""
+            if many
+            else "the engine needs MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level as it is, or "
+            "use an MPI that is built for it",
+        )
     for name, state in (("mpi4jax", BAD), ("engine", NOTE), ("cuda_aware", BAD)):
         for words, who in said(name):
             yield Finding(name.replace("_", "-"), state, who + words, _REMEDIES[name])
@@ -119,6 +130,19 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         kinds = collections.Counter(ast.literal_eval(words))
         listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         yield Finding("devices", GOOD, f"{who}{listed} each")
+    idle = [
+        each["rank"]
+        for each in everything
+        if each["driver"] and each["backend"] == "cpu"
+    ]
+    if idle:
+        yield Finding(
+            "GPUs",
+            NOTE,
+            f"ranks {idle}: there is a driver of NVIDIA's, and JAX sees only CPUs",
+            'pip install "jax[cuda13]" or "jax[cuda12]", as the driver allows; and leave JAX_PLATFORMS and '
+            "CUDA_VISIBLE_DEVICES unset",
+        )
     wrong = sum(each["wrong"] for each in everything)
     small, large = (
         _format.seconds(max(each["took"][i] for each in everything)) for i in (0, 1)
@@ -134,11 +158,14 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
 
 
 _KINDS = {
-    **dict.fromkeys(("host", "library", "engine", "mpi4jax", "cuda_aware"), str),
+    **dict.fromkeys(
+        ("host", "library", "engine", "mpi4jax", "cuda_aware", "threads", "backend"),
+        str,
+    ),
     **dict.fromkeys(("rank", "wrong"), int),
     **dict.fromkeys(("devices", "took"), list),
     "transport": str,
-    "reads": bool,
+    **dict.fromkeys(("reads", "driver"), bool),
 }
 _REMEDIES = {
     "mpi4jax": "install it again, built for this MPI: pip install --no-cache-dir --no-binary "

@@ -51,6 +51,24 @@ class Launcher:
         """Whether ranks can hear of others' deaths, and live."""
         return self.mpi == OPEN_MPI and self.major >= 5
 
+    def built_for_deaths(self) -> bool | None:
+        """What its ompi_info says of that; ``None`` if there is none, or it says nothing."""
+        beside = pathlib.Path(self.path).with_name("ompi_info")
+        try:
+            said = subprocess.run(
+                [beside, "--parsable", "--config"],
+                env=os.environ | environment(1),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=60,
+                check=False,
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+        found = re.search(r"^options:ft_mpi_support:(yes|no)", said, re.MULTILINE)
+        return found[1] == "yes" if found else None
+
     @property
     def killed(self) -> int:
         """Its status when a rank was killed."""

