@@ -51,8 +51,10 @@ def test_page(browser, server, page):
     assert said == []
 
 
-def test_search(browser, server):
-    browser.get(f"{server}/index.html")
+@pytest.mark.parametrize("by", ["server", "files"])
+def test_search(browser, server, by):
+    start = server if by == "server" else SITE.as_uri()
+    browser.get(f"{start}/index.html")
     browser.execute_script("document.querySelector('[for=__search]').click()")
     browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys(
         "amplification"
