@@ -17,7 +17,7 @@ from together import wait_for_all, wait_until
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
 DIGITS = 1500  # that are trained with
-# Libraries cost much, and on one rank, too, they show that the example fits them.
+# Libraries cost much, and on one rank, too, they show that the example fits them; that of orbax is for several.
 with_libraries = pytest.mark.exhaustive if SIZE > 1 else lambda test: test
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -228,7 +228,6 @@ def test_slow_loader(comm):
     np.testing.assert_allclose(w, expected, atol=1e-4)
 
 
-@with_libraries
 def test_orbax_checkpoint(comm, tmp_path, capsys):
     """Seven batches on all ranks, and the rest on all but one; then nothing is left."""
     module = example("orbax_checkpoint", "sklearn", "orbax.checkpoint")
@@ -253,7 +252,6 @@ def test_orbax_checkpoint(comm, tmp_path, capsys):
     wait_for_all(comm)  # before the folder goes
 
 
-@with_libraries
 def test_shakespeare(comm, monkeypatch):
     module = example("shakespeare")
     monkeypatch.setattr(module, "PLAYS", pathlib.Path("missing"))
@@ -280,6 +278,16 @@ def test_shakespeare(comm, monkeypatch):
     monkeypatch.setattr(module, "ROOT", pathlib.Path("missing"))  # a copy elsewhere
     with pytest.raises(SystemExit, match="no text found: give --text FILE"):
         module.read()
+
+
+def test_shakespeare_reads_the_plays():
+    """Where they are beside the checkout, and not the documentation instead."""
+    module = example("shakespeare")
+    if not module.PLAYS.exists():
+        pytest.skip(f"there is no {module.PLAYS}")
+    text = module.read()
+    assert text.tobytes().startswith(b"First Citizen:\nBefore we proceed any further")
+    assert len(text) == module.PLAYS.stat().st_size == 1_115_394
 
 
 @not_alone
