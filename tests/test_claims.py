@@ -35,6 +35,14 @@ def test_every_line_names_a_test_or_says_that_it_is_none():
         assert ".py::test_" in line or "not a test" in line, line
 
 
+def test_every_line_has_a_figure_or_a_dash():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    assert len(rows) > 25
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 4 and all(cells), row
+
+
 def test_everything_public_is_in_the_reference():
     pages = (ROOT / "docs" / "reference").glob("*.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
