@@ -173,10 +173,22 @@ def joined(kind: type[CodedGroup]) -> CodedGroup | None:
 
     Args:
         kind: of group.
+
+    Raises:
+        CodedError: the group has not taken it in.
     """
     new_rank = NewRank.of_this_process()
     if new_rank is None:
         return None
+    try:
+        return _taken_by(new_rank, kind)
+    except MPI.Exception as error:
+        raise CodedError(
+            f"this process has not joined, as a rank has died on the way ({error}): see what its group says"
+        ) from None
+
+
+def _taken_by(new_rank: NewRank, kind: type[CodedGroup]) -> CodedGroup:
     both, old_root, invitation = new_rank.invited()
     comms: list[MPI.Comm] = [both]
     group, failure = None, None
