@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 
 import pytest
 from launch import slowness
@@ -30,10 +31,16 @@ else:
 
 
 @pytest.fixture
+def one():
+    """A token of this test alone: others may run beside it."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
 def start():
     processes = []
 
-    def one(token, how="waits"):
+    def begin(token, how="waits"):
         job = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, how],
             stdin=subprocess.PIPE,
@@ -43,7 +50,7 @@ def start():
         processes.append(job)
         return job
 
-    yield one
+    yield begin
     for job in processes:
         job.kill()
         job.communicate()
@@ -61,20 +68,20 @@ def looks(it, seconds):
         time.sleep(0.01)
 
 
-def test_who_becomes_another_program_has_not_ended(start):
-    job = start("one")
-    other = start("two", "ends")
-    it = started.Started("one")
+def test_who_becomes_another_program_has_not_ended(start, one):
+    job = start(one)
+    other = start(one + "two", "ends")
+    it = started.Started(one)
     looks(it, 0.5 + 0.5 * slowness())
     other.communicate()
     looks(it, 0.1)
     assert job.poll() is None and {each.pid for each in it._seen} == {job.pid}
 
 
-def test_who_ends_is_missed(start):
-    it = started.Started("one")
-    start("one")
-    job = start("one", "ends")
+def test_who_ends_is_missed(start, one):
+    it = started.Started(one)
+    start(one)
+    job = start(one, "ends")
     until = time.monotonic() + 60 * slowness()
     while len(it._seen) < 2:
         assert time.monotonic() < until
@@ -85,18 +92,18 @@ def test_who_ends_is_missed(start):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_all_are_ended(start, monkeypatch, wrapped):
+def test_all_are_ended(start, one, monkeypatch, wrapped):
     """The small process around another ends by itself."""
     if wrapped:
         monkeypatch.setenv("JAXCODED_STARTER", "python\nrank.py")
-    jobs = [start("one"), start("one")]
-    other = start("two")
+    jobs = [start(one), start(one)]
+    other = start(one + "two")
     until = time.monotonic() + 60 * slowness()
-    while len(list(started._marked("one"))) < 4:
+    while len(list(started._marked(one))) < 4:
         assert time.monotonic() < until
-    started.Started("one").end()
+    started.Started(one).end()
     assert {job.wait(60 * slowness()) for job in jobs} == ({0} if wrapped else {-9})
-    assert not list(started._marked("one")) and other.poll() is None
+    assert not list(started._marked(one)) and other.poll() is None
     started.Started("").end()
     assert other.poll() is None
 
@@ -119,8 +126,8 @@ def test_why_no_ranks_can_join(monkeypatch):
     assert "jaxcoded run --ft" in joining.why_not(1)
 
 
-def test_a_wrapper_without_a_rank_is_ended(start, monkeypatch):
+def test_a_wrapper_without_a_rank_is_ended(start, one, monkeypatch):
     monkeypatch.setenv("JAXCODED_STARTER", "python\nrank.py")
-    job = subprocess.Popen(["sleep", "1000"], env={started.MARK: "one:60"})
-    started.Started("one").end()
+    job = subprocess.Popen(["sleep", "1000"], env={started.MARK: f"{one}:60"})
+    started.Started(one).end()
     assert job.wait(60 * slowness()) == -9
