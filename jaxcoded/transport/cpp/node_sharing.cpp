@@ -284,6 +284,7 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
     const Version version = versions.emplace_back(work_.ledger->version(i + 1));
     if (!version.blocks) continue;
     if (!usable(i, piece) || children_[i].offer.progress.version() != version) return nullptr;
+    if (gives_up() && stalled(children_[i])) return nullptr;
     there &= up_.call.lends() || is_there(children_[i]);
     out->rows.push_back(i);
   }
@@ -390,8 +391,12 @@ void Node::watch_members() {
     if (quiet < limits_.orphan_seconds) continue;
     if (!child.asked) {
       ask_whether_it_is_there(child);
-    } else if (now - child.asked >= limits_.silent_seconds && work_.ledger->replaceable(i + 1)) {
-      work_.ledger->give_up(i + 1, now);
+    } else if (now - child.asked >= limits_.silent_seconds) {
+      if (work_.ledger->replaceable(i + 1)) {
+        work_.ledger->give_up(i + 1, now);
+      } else if (up_.overdue) {
+        stall(child);
+      }
     }
   }
 }
@@ -409,8 +414,8 @@ std::string Node::lacking_blocks() const {
   if (blocks) busy.push_back(family_.rank);
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const std::size_t left = work_.ledger->left(i + 1);
-    const bool lacks = left || (work_.ledger->version(i + 1).blocks && !usable(i, up_.decoded.pieces));
-    if (lacks) busy.push_back(children_[i].rank);
+    const bool comes = usable(i, up_.decoded.pieces) && !stalled(children_[i]);
+    if (left || (work_.ledger->version(i + 1).blocks && !comes)) busy.push_back(children_[i].rank);
     blocks += left;
   }
   if (busy.empty()) return {};
