@@ -55,15 +55,7 @@ class Launcher:
         """What its ompi_info says of that; ``None`` if there is none, or it says nothing."""
         beside = pathlib.Path(self.path).with_name("ompi_info")
         try:
-            said = subprocess.run(
-                [beside, "--parsable", "--config"],
-                env=os.environ | environment(1),
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=60,
-                check=False,
-            ).stdout
+            said = _asked(beside, "--parsable", "--config").stdout
         except (OSError, subprocess.SubprocessError):
             return None
         found = re.search(r"^options:ft_mpi_support:(yes|no)", said, re.MULTILINE)
@@ -151,15 +143,7 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
             "`apt-get install openmpi-bin`"
         )
     try:
-        job = subprocess.run(
-            [path, "--version"],
-            env=os.environ | environment(1),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            check=False,
-        )
+        job = _asked(path, "--version")
     except (OSError, subprocess.SubprocessError) as error:
         raise ValueError(f"{path} does not run: {error}") from None
     if job.returncode:
@@ -173,6 +157,19 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
         mpi = MPICH
     number = re.search(r"(?<![0-9])([0-9]{1,9})\.[0-9]", said)
     return Launcher(path, mpi, int(number[1]) if number else 0)
+
+
+def _asked(*command: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
+    """A command of an MPI that ends by itself, and what it said."""
+    return subprocess.run(
+        command,
+        env=os.environ | environment(1),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=60,
+        check=False,
+    )
 
 
 def command(
