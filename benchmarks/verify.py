@@ -2,10 +2,11 @@
 
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/verify.py
 
-Jitted all-reduces of a donated float32 vector, ordered by a token, of groups with the same plan:
-without ``verify``, with it, and with ``verify_wait``. Nobody lies. Every repetition times all of
-them one after the other. Times are of the slowest rank. Prints medians, the medians of the ratios
-within a repetition, and in how many rounds the root had something to compare, and stores them.
+Jitted all-reduces of a donated float32 vector, ordered by a token, and steps of training a small
+network, of groups with the same plan: without ``verify``, with it, and with ``verify_wait``. Nobody
+lies. Every repetition times all of them one after the other. Times are of the slowest rank. Prints
+medians, the medians of the ratios within a repetition, and in how many rounds the root had something
+to compare, and stores them.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import contextlib
 import csv
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 from tqdm import tqdm
@@ -21,6 +24,7 @@ from wire import prepared, seconds
 import jaxcoded
 
 comm = MPI.COMM_WORLD
+INPUTS, BATCH = 256, 1024
 OPTIONS = {
     "without": {},
     "verify": {"verify": "drop"},
@@ -33,13 +37,45 @@ def compared(group):
     return comm.bcast(group.transport.statistics()["compared_rounds"], group.plan.root)
 
 
-def measure(groups, sizes, repetitions):
-    """Rows of bytes, name, seconds, ratio, and the share of rounds that were compared."""
+def all_reduce(group, size):
+    return prepared(group, None, size)
+
+
+def training_step(group, size):
+    """A step on a batch, of a network with about so many parameters: its gradient is summed."""
+    rng = np.random.default_rng(0)
+    hidden = max(1, size // (INPUTS + 1))
+    params = {
+        "in": jnp.asarray(rng.normal(size=(INPUTS, hidden)) / INPUTS**0.5, jnp.float32),
+        "out": jnp.asarray(rng.normal(size=hidden) / hidden**0.5, jnp.float32),
+    }
+    x = rng.normal(size=(BATCH, INPUTS)).astype(np.float32)
+    indices, weights = group.assignment(BATCH)
+    data = jnp.asarray(x[indices]), jnp.asarray(np.sin(x.sum(1))[indices])
+
+    def loss(params, example):
+        x, y = example
+        return (jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2 / BATCH
+
+    @jax.jit
+    def step(params, data, weights):
+        gradient = jaxcoded.coded_value_and_grad(loss, group)(params, data, weights)[1]
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient)
+
+    def run():
+        nonlocal params
+        params = jax.block_until_ready(step(params, data, weights))
+
+    return run
+
+
+def measure(groups, kind, sizes, repetitions):
+    """Rows of kind, bytes, name, seconds, ratio, and the share of rounds that were compared."""
     rows = []
     with tqdm(total=len(sizes) * repetitions, disable=comm.rank != 0) as progress:
         for size in sizes:
             calls = max(2, min(30, 4_000_000 // size))
-            runs = {name: prepared(group, None, size) for name, group in groups.items()}
+            runs = {name: KINDS[kind](group, size) for name, group in groups.items()}
             for run in runs.values():
                 run()
             before = {name: compared(group) for name, group in groups.items()}
@@ -51,10 +87,12 @@ def measure(groups, sizes, repetitions):
             for name, group in groups.items():
                 ratios = np.array(times[name]) / np.array(times["without"])
                 share = (compared(group) - before[name]) / (calls * repetitions)
-                rows.append(
-                    (4 * size, name, np.median(times[name]), np.median(ratios), share)
-                )
+                medians = np.median(times[name]), np.median(ratios)
+                rows.append((kind, 4 * size, name, *medians, share))
     return rows
+
+
+KINDS = {"all-reduce": all_reduce, "training step": training_step}
 
 
 def main():
@@ -79,18 +117,28 @@ def main():
             )
             for name, options in OPTIONS.items()
         }
-        rows = measure(groups, sizes, 2 if args.smoke else args.repetitions)
+        rows = [
+            row
+            for kind in KINDS
+            for row in measure(
+                groups, kind, sizes, 2 if args.smoke else args.repetitions
+            )
+        ]
     if comm.rank:
         return
     code = groups["without"].plan.code
     print(f"{comm.size} ranks, {code}, any {args.stragglers} of them may be late")
-    print(f"{'bytes':>10}  {'':14}{'median':>12}{'÷ without':>12}{'compared':>12}")
-    for size, name, median, ratio, share in rows:
-        print(f"{size:10}  {name:14}{median * 1e3:9.3f} ms{ratio:12.2f}{share:12.0%}")
+    print(
+        f"{'':15}{'bytes':>10}  {'':14}{'median':>12}{'÷ without':>12}{'compared':>12}"
+    )
+    for kind, size, name, median, ratio, share in rows:
+        print(
+            f"{kind:15}{size:10}  {name:14}{median * 1e3:9.3f} ms{ratio:12.2f}{share:12.0%}"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / f"verify-{comm.size}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["bytes", "options", "seconds", "ratio", "compared"])
+        writer.writerow(["kind", "bytes", "options", "seconds", "ratio", "compared"])
         writer.writerows(rows)
 
 

@@ -665,6 +665,31 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
         assert "rank 0 waits for rank 1" in ends[1].error
 
 
+def test_who_was_late_forms_a_section():
+    """When the round is over, and programs go on with the memory of their vectors."""
+    plan = make_plan(4, code="shared(replicas=0, blocks=1)")
+    limits = {"piece_bytes": 16, "announced_bytes": 16, "sections_from": 1}
+    call = Call((("float32", 40),), 0)
+    its = World(plan, [call], random.Random(0), shared={1}, limits=limits)
+    while "forms pieces" not in its.nodes[0].status():
+        its.step()
+    its.frozen, its.idle = {2}, {1, 3}
+    while 1 not in its.ends[0]:
+        its.sweep()
+        its.clock += its.limits.orphan_seconds
+    its.idle = set()
+    assert its.may_extend(1) and its.may_extend(3)
+    fetched = len(its.fetched)
+    its.frozen = set()
+    for source in (0, 1, 3):
+        while its.queues[source, 2]:
+            its.deliver((source, 2))
+            its.advance(2)
+    assert any(it[0] == 2 and it[1] in (1, 3) for it in its.fetched[fetched:])
+    its.settle()
+    its.assert_done()
+
+
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_a_rank_that_computes_something_else(seed):

@@ -69,6 +69,7 @@ void Node::come_for_block(const std::vector<const std::byte*>& own) {
 
 std::optional<Work> Node::take_block() {
   if (no_more_blocks()) {
+    withdraw(Object::What::message, next_ + 1);  // who is late may still form a section from it
     stop_lending();
     return std::nullopt;
   }
