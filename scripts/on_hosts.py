@@ -37,6 +37,9 @@ def environment(limit: float) -> dict[str, str]:
     added = {
         "JAXCODED_MPIRUN_TIMEOUT": str(limit),
         "PRTE_MCA_prte_if_include": NETWORK,
+        # they have the cores in common, of which MPI knows nothing: two ranks that look for messages
+        # all the time have kept both for a minute
+        "OMPI_MCA_mpi_yield_when_idle": "1",
         "PYTHONPATH": str(ROOT),
     }
     if BESIDE.exists():

@@ -407,13 +407,15 @@ time.sleep(1000)
         (8, 4, "a:2,b:2", "4"),
         (8, 5, "a:4,b:1", "2"),
         (8, 3, "a,b", "4"),
+        (1, 4, "a:2,b:2", "2"),
     ],
 )
 def test_each_rank_has_its_share_of_the_threads(
     fake, monkeypatch, cores, ranks, hosts, threads
 ):
     """At least two, of which one may wait for a round; on one core one of them computes an operation."""
-    for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS", "XLA_FLAGS"):
+    yields = "OMPI_MCA_mpi_yield_when_idle"
+    for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", yields):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
@@ -422,11 +424,15 @@ def test_each_rank_has_its_share_of_the_threads(
         return launcher.command(five, ranks, [], hosts=hosts)[1]
 
     words, environment = launcher.command(five, ranks, [], hosts=hosts)
+    # who waits lets others go on
+    assert environment.get(yields) == ("1" if cores < ranks else None)
     assert environment["PJRT_NPROC"] == threads
     assert ("-x PJRT_NPROC" in " ".join(words)) == bool(hosts)
     one = "--xla_cpu_multi_thread_eigen=false"
     flags = one if environment["OMP_NUM_THREADS"] == "1" else None
     assert environment.get("XLA_FLAGS") == flags
+    monkeypatch.setenv(yields, "0")
+    assert told()[yields] == "0"
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=a")  # added to
     assert told()["XLA_FLAGS"] == " ".join(filter(None, ("--xla_dump_to=a", flags)))
     assert told()["PJRT_NPROC"] == threads

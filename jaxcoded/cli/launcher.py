@@ -27,6 +27,14 @@ TAKES_IN = {
     "OMPI_MCA_coll_han_priority": "-1",
 }
 
+# Of Open MPI, where there are more ranks than cores: who waits for a message is to let others go on. It finds out
+# by itself, but where the user says how many a host is to have.
+_YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+
+# Open MPI finds out how to reach a rank when the first message goes there or comes from there. Where two threads
+# do so at a time, it may drop the connection for good (ompi#3035): so it is to look all of them up as it begins.
+_KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
+
 # Whether XLA divides an operation among threads. PJRT_NPROC is how many it has: at least two, one of which
 # may wait for a round. With one alone, two groups that two threads of Python call could wait for ever.
 _ONE_THREAD = "xla_cpu_multi_thread_eigen"
@@ -197,7 +205,10 @@ def command(
     """
     here = _on_one_host(ranks, hosts)
     # as many threads as a rank has cores, as if all hosts were like this one
-    added = environment(max(1, len(os.sched_getaffinity(0)) // here)) | {**variables}
+    cores = len(os.sched_getaffinity(0))
+    added = environment(max(1, cores // here)) | {**variables}
+    if mpirun.mpi == OPEN_MPI and here > cores:
+        added.setdefault(_YIELDS, os.environ.get(_YIELDS, "1"))
     told = mpirun.options(ranks, hosts=hosts, environment=list(added), **options)
     program = [*wrapper, sys.executable, *arguments]
     alone = _GOES_ON if options.get("fault_tolerant") else {}
@@ -217,7 +228,11 @@ def _on_one_host(ranks: int, hosts: str | None) -> int:
 def environment(threads: int) -> dict[str, str]:
     """The variables that ranks of so many threads each need. What is set already stays, and XLA_FLAGS
     are added to."""
-    wanted = {"OMP_NUM_THREADS": str(threads), "PJRT_NPROC": str(max(2, threads))}
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        "PJRT_NPROC": str(max(2, threads)),
+        **_KNOWS_ALL,
+    }
     if "NPROC" in os.environ:  # XLA reads it where there is no PJRT_NPROC
         del wanted["PJRT_NPROC"]
     out = {name: os.environ.get(name, value) for name, value in wanted.items()}

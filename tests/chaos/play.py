@@ -356,6 +356,10 @@ class Player:
             with errors.translated():
                 self._w = np.asarray(self._w)
             self._check(0.0)
+        if not phase.root_dies and any(it.kind == "error" for it in phase.faults):
+            # a rank that is late may not have heard yet that its calls do not match, and would wait
+            # alone for the others' next one
+            self._agree()
         return True
 
     def _check(self, residual):
