@@ -57,8 +57,8 @@ class Layout:
 
     @functools.cached_property
     def one_family(self) -> bool:
-        """Whether all ranks are the root's children, with messages as long as the sum."""
-        return bool(self.counts[0] == self.size - 1 and (self.messages == 1).all())
+        """Whether all ranks are the root's children."""
+        return bool(self.counts[0] == self.size - 1)
 
     @functools.cached_property
     def layers(self) -> list[slice]:

@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
     """Whether the engine forms sums of so many bytes in sections: those that are long enough, where
-    all ranks are the root's children and their messages as long as the sum.
+    all ranks are the root's children.
 
     Example:
         >>> from jaxcoded.simulator import Layout, Network
@@ -79,6 +79,8 @@ class Sections:
         self.children = layout.size - 1
         self.needs, self.copies = int(layout.needs[0]), int(layout.copies[0])
         self.pieces = _pieces(layout, network, payload)
+        # of each rank's vector, beside the sum
+        self.lengths = np.append(1.0, layout.messages[1:])
         self.sends_root = bool(layout.loads[0] > 0)  # zeros are not sent
         self._late = 0  # ranks, in this round
         self._lasted = 0.0  # seconds, the last time that a sum was formed
@@ -146,12 +148,12 @@ class Sections:
         serves, terms = self._serves(usable)
         own = self._sections(np.append(True, there), usable, serves, terms)
         # a maker forms its section from its own message, which is not sent to it
-        uses_own = np.minimum(own, serves)
+        uses_own = np.minimum(own, serves) * self.lengths
         fetching = np.append(True, there | joins)
         used = serves > 0
         used[0] = False
         return Traffic(
-            terms_sent=(serves - uses_own) * self.payload,
+            terms_sent=(serves * self.lengths - uses_own) * self.payload,
             terms_received=(own * terms - uses_own) * self.payload,
             sections_sent=own * (fetching.sum() - 1) * self.payload,
             sections_received=(fetching - own) * self.payload,
@@ -165,7 +167,8 @@ class Sections:
         if not comes.size or not np.isfinite(suffices):
             return np.inf
         there = np.arange(1, len(comes) + 1)
-        lasts = (self.needs + there) / (there + 1)  # vectors through each port
+        messages = self.needs * self.lengths[1:].max(initial=0.0)
+        lasts = (messages + there) / (there + 1)  # vectors through each port
         patience = np.maximum(_STALL, self._lasted * (lasts / lasts[-1] - 1))
         patience[-1] = 0.0
         begins = np.maximum(comes, suffices + patience)
@@ -181,9 +184,9 @@ class Sections:
         waits = np.sort(heard) - overhead * np.arange(len(heard))
         return float(waits.max() + overhead * len(heard))
 
-    def _serves(self, usable: np.ndarray) -> tuple[np.ndarray, int]:
-        """For how much of the sum each rank's message is used, float64 ``(N,)``, and of how many
-        messages it is the sum: copies take turns, and so does who is not needed."""
+    def _serves(self, usable: np.ndarray) -> tuple[np.ndarray, float]:
+        """For how much of the sum each rank's message is used, float64 ``(N,)``, and how long the
+        messages are together that it is the sum of: copies take turns, and so does who is not needed."""
         children = usable[1:]
         if self.copies > 1:
             table = children.reshape(-1, self.copies)
@@ -193,10 +196,11 @@ class Sections:
         else:
             terms = min(self.needs, int(children.sum()))
             part = np.full(self.children, terms / max(int(children.sum()), 1))
-        return usable * np.append(1.0, part), terms + int(usable[0])
+        serves = usable * np.append(1.0, part)
+        return serves, float(serves @ self.lengths)
 
     def _sections(
-        self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: int
+        self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: float
     ) -> np.ndarray:
         """How much of the sum each maker forms, float64 ``(N,)``, in whole pieces: so much that no
         port sends or receives more than it must.
@@ -205,9 +209,10 @@ class Sections:
         receives what its section is formed from, and the other sections. Both grow with its section.
         """
         receivers = np.count_nonzero(makers) - 1
-        sends = np.maximum(receivers - usable, 1e-9)[makers]
-        receives = np.maximum(terms - 1.0 - usable, 1e-9)[makers]
-        already = serves[makers]
+        own_message = usable * self.lengths
+        sends = np.maximum(receivers - own_message, 1e-9)[makers]
+        receives = np.maximum(terms - 1.0 - own_message, 1e-9)[makers]
+        already = (serves * self.lengths)[makers]
 
         def formed(most: float) -> np.ndarray:
             room = np.minimum((most - already) / sends, (most - 1) / receives)

@@ -76,10 +76,12 @@ class Limits:
     step_times_seconds: float
     sections_from: int
     section_pieces: int
+    slices: int
+    parts: int
     least_piece_bytes: int
 
 def section_shares(
-    makers: list[int], choices: list[list[int]], ports: int, pieces: int
+    makers: list[int], choices: list[dict[int, float]], ports: int, pieces: int
 ) -> tuple[list[tuple[int, int, int]], float]: ...
 
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address

@@ -141,6 +141,7 @@ class Engine(Transport):
         limits.piece_bytes = cut.bytes
         limits.sections_from = cut.sections_from
         limits.section_pieces = cut.of_sections
+        _fit_messages(limits, plan)
         limits.history_bytes = options.history_bytes
         limits.history_most = max(limits.history_most, options.history_bytes)
         limits.telemetry_rounds = options.telemetry_rounds
@@ -645,6 +646,13 @@ def _height(plan: Plan, rank: int) -> int:
 def _deadline_share(plan: Plan, rank: int) -> float:
     """Deadlines of parents further down are earlier, so that they are heard in time."""
     return _height(plan, rank) / max(_height(plan, plan.root), 1)
+
+
+def _fit_messages(limits: Any, plan: Plan) -> None:
+    """Sums that are formed in sections are cut as the messages of the root's children are."""
+    coding = plan.codings[plan.root]
+    if limits.sections_from and coding is not None:
+        limits.slices, limits.parts = coding.code.m, coding.code.parts
 
 
 def _family(plan: Plan, rank: int, sections: bool) -> Any:

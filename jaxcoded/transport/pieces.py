@@ -46,14 +46,14 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     here: Any = MPI.Get_processor_name(), sorted(os.sched_getaffinity(0))
     hosts, cores = zip(*gathered(comm, here))
     near = len(set(hosts)) == 1
-    coding = plan.codings[plan.root]
-    whole = coding is not None and coding.code.m == coding.code.parts == 1
     sections_from = 0
-    if whole and options.sections_from is not None:
+    if plan.codings[plan.root] is None:
+        pass  # nobody sends a message
+    elif options.sections_from is not None:
         sections_from = options.sections_from
-    elif whole and not near and pays_between_hosts(plan, hosts):
+    elif not near and pays_between_hosts(plan, hosts):
         sections_from = SECTIONS_FROM
-    elif whole and near and pays_on_one_host(plan, number := len(set().union(*cores))):
+    elif near and pays_on_one_host(plan, number := len(set().union(*cores))):
         pay_from = _NEAR_SECTIONS_FROM // min(number, plan.size)
         sections_from = max(pay_from, 2 * _NEAR_PIECE)
     family = 1 + len(plan.tree.children[plan.root])

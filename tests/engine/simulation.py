@@ -210,14 +210,17 @@ class Header:
         self.body = data[HEADER.size :]
 
 
-def layout(segments, piece_bytes):
+def layout(segments, piece_bytes, slices=1):
     """Pieces ``(segment, offset, bytes)`` of vectors ``(dtype code, count)``, as `Layout`."""
     out = []
     for s, (dtype, count) in enumerate(segments):
         size = SIZES[dtype]
         step = max(piece_bytes // size, 1)
-        for first in range(0, count, step):
-            out.append((s, first * size, min(step, count - first) * size))
+        turns = 1 if count % slices else slices
+        part = count // turns
+        for first in range(0, part, step):
+            bytes_ = min(step, part - first) * size
+            out += [(s, (u * part + first) * size, bytes_) for u in range(turns)]
     return out or [(0, 0, 0)]
 
 
@@ -359,6 +362,7 @@ class World:
         self.nodes = [self._node(rank) for rank in range(plan.size)]
 
     def _node(self, rank):
+        engine._fit_messages(self.limits, self.plan)
         self.limits.deadline_share = engine._deadline_share(self.plan, rank)
         return _engine.LoneNode(
             engine._family(self.plan, rank, sections=True),
@@ -429,7 +433,9 @@ class World:
         if decided or self.skips or self.deviations or running.call.erased:
             return
         segment, offset, _size = layout(
-            running.message, self.piece_bytes(running.call)
+            running.message,
+            self.piece_bytes(running.call),
+            self.limits.slices if source == self.plan.root else 1,
         )[piece]
         dtype = running.own[segment].dtype
         actual = np.frombuffer(data, dtype)

@@ -35,11 +35,13 @@ def sent(plan):
 
 
 @pytest.mark.parametrize(
-    ("n", "s"), [(3, 0), (12, 0), (12, 1), (12, 2), (6, 1), (70, 1)]
+    ("n", "s", "m"),
+    [(3, 0, 1), (12, 0, 1), (12, 1, 1), (12, 2, 1), (6, 1, 1), (70, 1, 1)]
+    + [(12, 0, 2), (6, 0, 2)],
 )
-def test_as_simulated(n, s):
+def test_as_simulated(n, s, m):
     """Copies of a message take turns, and all form equal sections: but for a piece or two."""
-    plan = make_plan(n + 1, fanout=n, stragglers=s, root_computes=False)
+    plan = make_plan(n + 1, fanout=n, stragglers=s, slices=m, root_computes=False)
     payload = 2.0 * PIECE * plan.size
     everybody = np.ones(n, bool)
     job = Sections(Layout.of(plan), Network(piece=PIECE), payload)
@@ -97,6 +99,54 @@ def test_the_bits_of_a_sum_by_the_root(seed, dtype):
     world.assert_done()
     assert {r for _, _, what, r, _ in world.fetched if what == SECTION} == {1, 2, 3}
     assert world.results == by_root(dtype)
+
+
+def coded(seed, sections_from, hosts, **code):
+    """Rounds of seven ranks of which one is stopped, so that only the messages of all others will do."""
+    plan = make_plan(7, fanout=6, stragglers=1, **code)
+    world = World(
+        plan,
+        [Call((("float32", 120), ("float64", 36)), number) for number in range(3)],
+        random.Random(seed),
+        hosts=hosts,
+        limits={
+            "piece_bytes": PIECE,
+            "announced_bytes": 128,
+            "sections_from": sections_from,
+        },
+    )
+    world.frozen = {6}
+    for _ in range(random.Random(seed).randint(0, 1000)):
+        world.step()
+    world.settle()
+    world.assert_done(set(range(6)))
+    return world
+
+
+@pytest.mark.parametrize("hosts", [[0] * 7, list(range(7)), [0, 0, 1, 1, 2, 2, 2]])
+@pytest.mark.parametrize("slices", [2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_shorter_than_the_sum(seed, slices, hosts):
+    """Each piece of them is fetched once by a maker, and makes one of each slice; the bits are the root's."""
+    world = coded(seed, 1, hosts, slices=slices)
+    assert {r for _, _, what, r, _ in world.fetched if what == SECTION} == {1, 2, 3}
+    assert world.results == coded(seed, 0, hosts, slices=slices).results
+    pieces = collections.Counter(
+        (asker, source, round, piece)
+        for asker, source, what, round, piece in world.fetched
+        if what == MESSAGE and source
+    )
+    message = sum(-(-bytes_ // slices // PIECE) for bytes_ in (4 * 120, 8 * 36))
+    # a maker has its own one
+    assert 3 * 4 * message <= len(pieces) == sum(pieces.values()) <= 3 * 5 * message
+
+
+@pytest.mark.parametrize("code", ["progressive", "adaptive"])
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_of_several_parts(seed, code):
+    world = coded(seed, 1, list(range(7)), code=code)
+    assert world.plan.codings[0].code.parts > 1
+    assert {r for _, _, what, r, _ in world.fetched if what == SECTION} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

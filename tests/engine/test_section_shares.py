@@ -18,10 +18,10 @@ def traffic(makers, choices, ports, given):
     sends, fetches = [0] * ports, [0] * ports
     for maker, choice, pieces in given:
         for _ in range(pieces):
-            for other in choices[choice]:
+            for other, length in choices[choice].items():
                 if other != makers[maker]:
-                    sends[other] += 1
-                    fetches[makers[maker]] += 1
+                    sends[other] += length
+                    fetches[makers[maker]] += length
             for other in makers:
                 if other != makers[maker]:
                     sends[makers[maker]] += 1
@@ -39,17 +39,18 @@ def repeated(workers, copies, late=()):
             [port for port in range(first, first + copies) if port not in late]
             for first in range(0, workers, copies)
         ]
-        choices.append([some[turn % len(some)] for some in there])
+        choices.append({some[turn % len(some)]: 1.0 for some in there})
     return makers, choices
 
 
 @st.composite
 def families(draw):
     ports = draw(st.integers(2, 12))
-    numbers = st.sets(st.integers(0, ports - 1), min_size=1).map(sorted)
-    makers = draw(numbers)
-    choices = draw(st.lists(numbers, min_size=1, max_size=4))
-    return makers, choices, ports
+    numbers = st.integers(0, ports - 1)
+    makers = draw(st.sets(numbers, min_size=1).map(sorted))
+    lengths = st.sampled_from([1.0, 1.0, 0.5, 0.25])  # of coded messages
+    choice = st.dictionaries(numbers, lengths, min_size=1)
+    return makers, draw(st.lists(choice, min_size=1, max_size=4)), ports
 
 
 @given(families(), st.integers(1, 300))
@@ -101,7 +102,8 @@ def test_who_has_no_copy_that_is_there_forms_less():
 
 
 def test_one_maker_forms_all_of_it():
-    shares, busiest = engine.section_shares([2], [[0, 1, 2]], 3, 100)
+    choice = dict.fromkeys(range(3), 1.0)
+    shares, busiest = engine.section_shares([2], [choice], 3, 100)
     assert shares == [(0, 0, 100)]
     assert busiest == 2
 

@@ -1,5 +1,6 @@
 """Long sums that are formed in sections, each by another rank."""
 
+import itertools
 import re
 import threading
 import time
@@ -25,6 +26,12 @@ if SIZE >= 4:
         {"stragglers": 1, "code": "cyclic_repetition"},
         {"stragglers": 2 if SIZE == 4 else 1},
         {"code": "shared(replicas=2)"},
+    ]
+CODED = []  # messages are not as long as the sum: half of it, or of two parts
+if SIZE >= 4:
+    CODED = [
+        {"stragglers": 1, "slices": 2},
+        {"stragglers": 1, "code": "progressive"},
     ]
 if SIZE in (7, 13):  # the root's children sum up what their own have
     CODES += [{"fanout": 2 if SIZE == 7 else 3, "stragglers": s} for s in (0, 1)]
@@ -80,7 +87,12 @@ def formed(group):
     return group.transport.statistics()["formed_bytes"]
 
 
-@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize(
+    ("family", "donated"),
+    [*itertools.product(CODES, [True, False]), *((code, False) for code in CODED)],
+    indirect=["family"],
+    ids=str,
+)
 def test_the_same_bits_everywhere(comm, family, donated):
     gradients = vectors(NUMBERS)
     mine = own(family, gradients)

@@ -43,6 +43,7 @@ struct Piece {
   std::uint64_t count = 0;
   std::uint64_t offset = 0;  // bytes from the segment's start
   std::uint64_t bytes = 0;
+  std::uint64_t packed = 0;  // the same where the segment's pieces lie one after the other
 };
 
 // The pieces of a message. There is always one, if need be of no elements: a message of nothing
@@ -51,13 +52,18 @@ class Layout {
  public:
   Layout() = default;
 
-  Layout(std::vector<Segment> segments, std::uint64_t piece_bytes) : segments_(std::move(segments)) {
+  // `slices`: the first piece of each of so many equal slices of a segment comes first, then the second of
+  // each: a piece of coded messages makes one of each.
+  Layout(std::vector<Segment> segments, std::uint64_t piece_bytes, std::uint64_t slices = 1)
+      : segments_(std::move(segments)) {
     places_.reserve(segments_.size());
     for (const Segment& segment : segments_) {
       const std::uint64_t step = std::max<std::uint64_t>(piece_bytes / size_of(segment.dtype), 1);
-      places_.push_back({.start = bytes_, .step = step, .first = pieces_});
+      const std::uint64_t turns = segment.count % slices ? 1 : slices;
+      const std::uint64_t slice = segment.count / turns;
+      places_.push_back({.start = bytes_, .step = step, .slices = turns, .slice = slice, .first = pieces_});
       bytes_ += (segment.bytes() + alignment - 1) / alignment * alignment;
-      pieces_ += static_cast<std::uint32_t>((segment.count + step - 1) / step);
+      pieces_ += static_cast<std::uint32_t>((slice + step - 1) / step * turns);
     }
   }
 
@@ -71,10 +77,14 @@ class Layout {
       const auto after = std::ranges::upper_bound(places_, piece, {}, &Place::first);
       s = static_cast<std::size_t>(after - places_.begin()) - 1;
     }
+    const Place& place = places_[s];
     const std::uint64_t size = size_of(segments_[s].dtype);
-    const std::uint64_t first = (piece - places_[s].first) * places_[s].step;
-    const std::uint64_t count = std::min(places_[s].step, segments_[s].count - first);
-    return {s, first, count, first * size, count * size};
+    const std::uint64_t turn = (piece - place.first) / place.slices, slice = (piece - place.first) % place.slices;
+    const std::uint64_t in_slice = turn * place.step;
+    const std::uint64_t count = std::min(place.step, place.slice - in_slice);
+    const std::uint64_t first = slice * place.slice + in_slice;
+    const std::uint64_t before = in_slice * place.slices + slice * count;
+    return {s, first, count, first * size, count * size, before * size};
   }
 
   // Bytes of a copy in one block of memory, in which segment `s` starts at `start(s)`.
@@ -92,6 +102,8 @@ class Layout {
   struct Place {
     std::uint64_t start;  // bytes
     std::uint64_t step;   // elements of a piece
+    std::uint64_t slices;
+    std::uint64_t slice;  // elements of each
     std::uint32_t first;  // piece
   };
 

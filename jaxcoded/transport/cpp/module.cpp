@@ -568,20 +568,29 @@ NB_MODULE(_engine, module) {
       .def_rw("step_times_seconds", &Limits::step_times_seconds)
       .def_rw("sections_from", &Limits::sections_from)
       .def_rw("section_pieces", &Limits::section_pieces)
+      .def_rw("slices", &Limits::slices)
+      .def_rw("parts", &Limits::parts)
       .def_rw("least_piece_bytes", &Limits::least_piece_bytes)
       .def("piece_for", &Limits::piece_for);
 
-  // Shares as tuples of a maker, a choice and so many pieces; and how busy the busiest port is.
+  // Choices as dicts of the length of each port's message. Shares as tuples of a maker, a choice and so many
+  // pieces; and how busy the busiest port is.
   module.def("section_shares", [](const std::vector<std::size_t>& makers,
-                                  const std::vector<std::vector<std::size_t>>& choices,
+                                  const std::vector<std::map<std::size_t, double>>& choices,
                                   std::size_t ports, std::uint32_t pieces) {
-    const auto known = [&](std::size_t port) { return port < ports; };
-    const auto all_known = [&](const auto& some) { return std::ranges::all_of(some, known); };
-    if (makers.empty() || choices.empty() || !pieces || !all_known(makers) ||
-        !std::ranges::all_of(choices, all_known)) {
+    bool known = std::ranges::all_of(makers, [&](std::size_t port) { return port < ports; });
+    std::vector<std::vector<PortMessage>> messages;
+    for (const auto& choice : choices) {
+      auto& some = messages.emplace_back();
+      for (const auto& [port, length] : choice) {
+        some.push_back({port, length});
+        known &= port < ports;
+      }
+    }
+    if (makers.empty() || choices.empty() || !pieces || !known) {
       throw nb::value_error("there are no makers, choices, pieces, or no such ports");
     }
-    const SectionShares found = section_shares(makers, choices, ports, pieces);
+    const SectionShares found = section_shares(makers, messages, ports, pieces);
     std::vector<std::tuple<std::size_t, std::size_t, std::uint32_t>> out;
     for (const auto& [maker, choice, count] : found.shares) out.emplace_back(maker, choice, count);
     return std::pair(out, found.busiest);

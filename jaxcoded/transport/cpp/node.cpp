@@ -91,6 +91,7 @@ void Node::submit(Call call) {
 
   up_.lay_out(decoder_, piece_bytes(up_.call.total));
   if (root()) {
+    if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // is a term of sections of the sum
     const std::string& reason = alerts_.pending().empty() ? up_.call.why_not : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
     if (lacks_state()) return decide_error(what_it_lacks());
@@ -470,7 +471,8 @@ std::string Node::status() const {
 std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_t piece) const {
   if (object.what == Object::What::message) {
     if (!calling() || object.round != next_ || piece >= up_.outgoing.size()) return std::nullopt;
-    const bool offered = root() ? adds_own() && own_ready(piece) : up_.offering && piece < up_.offered;
+    const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);  // of theirs
+    const bool offered = root() ? adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;
     const Piece it = up_.outgoing[piece];

@@ -110,6 +110,8 @@ struct Limits {
   double step_times_seconds = 1;             // between messages of how fast ranks are
   std::uint64_t sections_from = 0;           // bytes of a sum that is formed in sections; 0: none
   std::uint64_t section_pieces = 0;          // in which so many pieces are wanted of a sum
+  std::uint32_t slices = 1;                  // a piece of a message makes so many of the sum then,
+  std::uint32_t parts = 1;                   // and a message has so many parts
   std::uint64_t least_piece_bytes = 16 << 10;  // but none shorter,
   std::uint64_t most_piece_bytes = 60 << 10;   // and none longer than what MPI sends at once
 
@@ -372,6 +374,8 @@ class Node {
   // Sections.
   std::uint64_t piece_bytes(const std::vector<Segment>& total) const;
   Layout laid_out(const std::vector<Segment>& total) const;
+  SumShape sum_shape(const std::vector<Segment>& total) const;
+  Incoming messages_of(const std::vector<Segment>& total) const;
   bool may_delegate() const;
   std::optional<bool> delegate();
   bool takes_part(const Child& child) const;
@@ -484,6 +488,7 @@ class Node {
   bool follow();
   void lost_source();
   void hand_over(const Entry& entry);
+  void give(const Layout& layout, std::uint32_t piece);
   std::size_t height(Rank ancestor) const;
   bool is_above(Rank rank) const;
   bool awaited_below() const;

@@ -251,10 +251,18 @@ void Node::hand_over(const Entry& entry) {
         copy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes,
              for_program(entry.layout.bytes()));
       }
-      if (up_.call.feed) up_.call.feed->given(it.segment, it.offset, it.bytes);
+      if (up_.call.feed) give(entry.layout, up_.given);
     }
   }
   if (entry.complete()) finish(Outcome::done);
+}
+
+// What is at the feed's place: of slices that take turns all at once, as it is told of bytes in order.
+void Node::give(const Layout& layout, std::uint32_t piece) {
+  const Piece it = layout[piece];
+  if (limits_.slices == 1) return up_.call.feed->given(it.segment, it.offset, it.bytes);
+  if (piece + 1 < layout.first(it.segment + 1)) return;
+  up_.call.feed->given(it.segment, 0, layout.segments()[it.segment].bytes());
 }
 
 // How far above this rank an ancestor is; 0 for the parent.

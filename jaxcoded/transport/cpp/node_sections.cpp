@@ -35,7 +35,16 @@ std::uint64_t Node::piece_bytes(const std::vector<Segment>& total) const {
 }
 
 Layout Node::laid_out(const std::vector<Segment>& total) const {
-  return Layout(total, piece_bytes(total));
+  return Layout(total, piece_bytes(total), limits_.slices);
+}
+
+// Of a sum of vectors like these, and of the messages that it is formed from.
+SumShape Node::sum_shape(const std::vector<Segment>& total) const {
+  return {laid_out(total).size(), total.size(), limits_.slices, limits_.parts};
+}
+
+Incoming Node::messages_of(const std::vector<Segment>& total) const {
+  return Incoming::of(total, total.size(), limits_.slices, limits_.parts, piece_bytes(total));
 }
 
 // --- The root ---
@@ -43,7 +52,8 @@ Layout Node::laid_out(const std::vector<Segment>& total) const {
 bool Node::may_delegate() const {
   return limits_.sections_from && up_.call.up && up_.call.down && !up_.whole &&
          up_.call.audits.empty() && !decoder_.checked() && !up_.approximating && up_.decoded.pieces == 0 &&
-         up_.incoming.size() > 1 && up_.outgoing.bytes() >= limits_.sections_from;
+         up_.incoming.size() > 1 && up_.outgoing.bytes() >= limits_.sections_from &&
+         up_.outgoing.size() == up_.incoming.size() * limits_.slices;
 }
 
 // Form the sum in sections, if it can be. Whether there is more to do at once; nothing if it is to be
@@ -78,8 +88,9 @@ double Node::patience_with_latecomers() const {
   const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
   const auto now = static_cast<std::size_t>(std::ranges::count_if(children_, here));
   if (now >= most) return 0;
-  const double before = evenly_shared(decoder_.enough(), now + 1);
-  const double after = evenly_shared(decoder_.enough(), most + 1);
+  const double messages = static_cast<double>(decoder_.enough()) / limits_.slices;
+  const double before = evenly_shared(messages, now + 1);
+  const double after = evenly_shared(messages, most + 1);
   const double lasts = section_seconds_ * static_cast<double>(up_.outgoing.bytes());
   const double saved = lasts * (before / after - 1);
   const bool near = std::ranges::all_of(children_, [&](const Child& it) { return wire_.direct(it.rank); });
@@ -97,7 +108,7 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
   for (const Child& child : children_) {
     if (takes_part(child)) it.members.push_back(child.rank);
   }
-  if (it.members.empty() || decoder_.slices() > 1 || decoder_.parts() > 1) return false;
+  if (it.members.empty()) return false;
   const auto choices = chosen_by_all() ? std::vector{decoding} : decodings_in_turn(decoding);
   for (const auto& choice : choices) {
     if (!fetchable(*choice)) return false;
@@ -108,12 +119,13 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
   std::uint32_t first = 0;
   for (const SectionShare& share : shares_of(it, choices).shares) {
     const bool own = share.maker == it.members.size();
+    const std::uint32_t pieces = share.pieces * limits_.slices;
     sections.push_back({.first = first,
-                        .last = first + share.pieces,
+                        .last = first + pieces,
                         .maker = own ? family_.rank : it.members[share.maker],
                         .version = ++section_versions_});
     it.decodings.push_back(choices[share.choice]);
-    first += share.pieces;
+    first += pieces;
   }
   it.flows.assign(sections.size(), {.moved = it.since});
   it.attempts.assign(sections.size(), 0);
@@ -127,7 +139,7 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
 bool Node::own_is_zero() const {
   for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
     const std::byte* begin = up_.call.own[s];
-    const std::uint64_t bytes = up_.incoming.segments()[s].bytes();
+    const std::uint64_t bytes = up_.call.total[s].bytes();
     if (bytes && (begin[0] != std::byte{0} || std::memcmp(begin, begin + 1, bytes - 1) != 0)) return false;
   }
   return true;
@@ -136,7 +148,7 @@ bool Node::own_is_zero() const {
 // Whether others can fetch these messages: short ones come within offers.
 bool Node::fetchable(const Decoding& choice) {
   return std::ranges::all_of(choice.rows, [&](std::size_t row) {
-    return child_of_row(row).offer.addresses.size() == up_.incoming.segments().size();
+    return child_of_row(row).offer.addresses.size() == up_.of_child().segments().size();
   });
 }
 
@@ -151,10 +163,16 @@ SectionShares Node::shares_of(const Delegated& it,
   std::vector<std::size_t> makers;
   for (const Rank rank : it.members) makers.push_back(port(rank));
   makers.push_back(own);
-  std::vector<std::vector<std::size_t>> messages;
+  const double length = 1.0 / limits_.slices;
+  std::vector<std::vector<PortMessage>> messages;
   for (const auto& choice : choices) {
-    auto& ports = messages.emplace_back(choice->rows);  // one of each child
-    if (it.of_root == OfRoot::term) ports.push_back(own);
+    auto& ports = messages.emplace_back();
+    for (const std::size_t row : choice->rows) {
+      const std::size_t child = row / decoder_.parts();
+      const auto known = std::ranges::find(ports, child, &PortMessage::port);
+      known == ports.end() ? ports.push_back({child, length}) : void(known->length += length);
+    }
+    if (it.of_root == OfRoot::term) ports.push_back({own, 1});
   }
   return section_shares(makers, messages, own + 1, up_.incoming.size());
 }
@@ -242,6 +260,7 @@ void Node::add_terms(SectionPlan& plan, std::size_t job) {
   if (plan.of_root == OfRoot::term) {
     Term& own = plan.terms.emplace_back();
     own.rank = family_.rank;
+    own.coefficients.assign(limits_.slices, 1.0);
     if (up_.call.shared) own.version = up_.share.version().number();
     for (const std::byte* vector : up_.call.own) {
       own.addresses.push_back(reinterpret_cast<std::uintptr_t>(vector));
@@ -249,10 +268,14 @@ void Node::add_terms(SectionPlan& plan, std::size_t job) {
   }
   for (std::size_t i = 0; i < decoding.rows.size(); ++i) {
     const Child& child = child_of_row(decoding.rows[i]);
-    plan.terms.push_back({.rank = child.rank,
-                            .coefficient = decoding.coefficients[0][i],
-                            .version = version_of(child.offer),
-                            .addresses = child.offer.addresses});
+    const std::size_t part = decoding.rows[i] % decoder_.parts(), vectors = up_.call.total.size();
+    Term& term = plan.terms.emplace_back();
+    term.rank = child.rank;
+    term.part = static_cast<std::uint32_t>(part);
+    for (const auto& of_slice : decoding.coefficients) term.coefficients.push_back(of_slice[i]);
+    term.version = version_of(child.offer);
+    const auto addresses = std::span(child.offer.addresses).subspan(part * vectors, vectors);
+    term.addresses.assign(addresses.begin(), addresses.end());
   }
 }
 
@@ -410,10 +433,9 @@ void Node::on_delegate(Rank from, const Message& message) {
   if (known != announced_.end() && !known->second.failed && known->second.segments != total) {
     throw Damaged();
   }
-  const SectionPlan plan =
-      SectionPlan::from(message, laid_out(total).size(), total.size(), [&](Rank rank) {
-        return rank == family_.rank || rank == from || is_sibling(rank);
-      });
+  const SectionPlan plan = SectionPlan::from(message, sum_shape(total), [&](Rank rank) {
+    return rank == family_.rank || rank == from || is_sibling(rank);
+  });
   const bool mine = !plan.terms.empty();
   if (mine) {
     if (head.ready >= plan.sections.size()) throw Damaged();
@@ -428,7 +450,10 @@ void Node::on_delegate(Rank from, const Message& message) {
 // What is the same as before stays, the rest is to be fetched again.
 void Node::learn_sections(SectionPlan plan) {
   if (sections_.round != next_) {
-    sections_ = {.round = next_, .layout = laid_out(up_.call.total)};
+    sections_ = {.round = next_,
+                 .layout = laid_out(up_.call.total),
+                 .messages = messages_of(up_.call.total),
+                 .slices = limits_.slices};
     drop_formed();
   }
   Sections& it = sections_;
@@ -526,7 +551,7 @@ bool Node::form() {
     if (inputs.size() < it.terms.size()) break;
     const Piece piece = formed_.layout[it.next];
     std::vector<double> coefficients;
-    for (const Term& term : it.terms) coefficients.push_back(term.coefficient);
+    for (const Term& term : it.terms) coefficients.push_back(term.coefficients[it.next % sections_.slices]);
     const std::size_t own = it.of_root == OfRoot::term ? 1 : 0;
     const std::byte* of_root = own ? inputs.front() : nullptr;
     if (it.of_root == OfRoot::zero) {
@@ -537,8 +562,12 @@ bool Node::form() {
       combine(formed_.layout.segments()[piece.segment].dtype, formed_.at(part, it.next), of_root,
               std::span(inputs).subspan(own), std::span(coefficients).subspan(own), piece.count);
     }
-    it.slots.erase(it.slots.lower_bound({it.next, 0}), it.slots.lower_bound({it.next + 1, 0}));
     ++it.next;
+    for (std::size_t i = 0; i < it.terms.size(); ++i) {
+      const std::uint32_t number = sections_.number(it, i, it.next - 1);
+      const bool again = it.next < it.section.last && sections_.number(it, i, it.next) == number;
+      if (!again) it.slots.erase({number, i});
+    }
     bytes += piece.bytes;
   }
   if (it.next == part.end) return false;
@@ -560,21 +589,22 @@ bool Node::form() {
 bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   static const std::byte nothing[1] = {};
   const std::size_t count = it.terms.size();
-  const Layout& layout = sections_.layout;
   const Object::What what = Object::What::message;
   for (std::uint32_t p = it.next; p < it.section.last; ++p) {
-    const Piece piece = layout[p];
-    for (std::size_t turn = 0; turn < count && piece.bytes; ++turn) {
+    for (std::size_t turn = 0; turn < count; ++turn) {
       const std::size_t i = (turn + it.index) % count;  // everybody begins with another one
       const Term& term = it.terms[i];
-      if (term.rank == family_.rank || it.slots.contains({p, i})) continue;
+      const std::uint32_t number = sections_.number(it, i, p);
+      const Piece piece = sections_.of_term(it, i, number);
+      if (!piece.bytes || term.rank == family_.rank || it.slots.contains({number, i})) continue;
       const bool direct = wire_.direct(term.rank);
       if (direct ? p > it.next : it.pending >= terms_ahead) continue;
-      Forming::Slot& slot = it.slots[{p, i}];
+      Forming::Slot& slot = it.slots[{number, i}];
       slot.buffer = pool_.take(piece.bytes);
       fetched_bytes_ += piece.bytes;
-      switch (wire_.fetch(term.rank, {what, sections_.round, term.version}, p,
-                          term.addresses[piece.segment] + piece.offset, slot.buffer.data(),
+      const std::size_t vector = piece.segment % term.addresses.size();
+      switch (wire_.fetch(term.rank, {what, sections_.round, term.version}, number,
+                          term.addresses[vector] + piece.offset, slot.buffer.data(),
                           piece.bytes, Copy::cached)) {
         case Wire::Fetch::done:
           slot.here = true;
@@ -589,19 +619,19 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
     }
     if (!it.pending || it.pending >= terms_ahead) break;
   }
-  const Piece piece = layout[it.next];
   for (std::size_t i = 0; i < count; ++i) {
     const Term& term = it.terms[i];
-    if (!piece.bytes) {
+    const std::uint32_t number = sections_.number(it, i, it.next);
+    if (!sections_.of_term(it, i, number).bytes) {
       inputs.push_back(nothing);
     } else if (term.rank == family_.rank) {
-      const auto own = read({what, sections_.round, term.version}, it.next);
+      const auto own = read({what, sections_.round, term.version}, number);
       if (!own) {
         cannot_form(it.index, term.rank);
         return false;
       }
       inputs.push_back(own->data());
-    } else if (const auto slot = it.slots.find({it.next, i}); slot != it.slots.end() && slot->second.here) {
+    } else if (const auto slot = it.slots.find({number, i}); slot != it.slots.end() && slot->second.here) {
       inputs.push_back(slot->second.buffer.data());
     } else {
       break;
@@ -685,7 +715,7 @@ void Node::tell_formed(Rank to, std::size_t index) {
       message.append(piece_of_section(index, p), sections_.layout[p].bytes);
     }
   } else if (known.addresses.empty()) {
-    return;  // it came to this rank in a message, and goes on with the result
+    message.header.flags = failed;  // it came to this rank in a message, and goes on with the result
   } else {
     message.header.segments = static_cast<std::uint32_t>(known.addresses.size());
     message.append(known.addresses.data(), known.addresses.size() * sizeof(std::uint64_t));
@@ -710,10 +740,8 @@ void Node::on_formed(Rank from, const Message& message) {
   if (head.fingerprint != it.section.version) return;
   if (from != it.section.maker && !relayed) throw Damaged();
   if (head.flags & failed) {
-    if (root()) {
-      it.gone = true;
-      lose_term(static_cast<Rank>(head.ready));
-    }
+    it.gone = root() || relayed;
+    if (root()) lose_term(static_cast<Rank>(head.ready));
     return;
   }
   if (head.ready < it.section.first || head.ready > it.section.last) throw Damaged();
@@ -792,7 +820,7 @@ bool Node::take_sections(Entry& entry) {
       }
       fetched_bytes_ += piece.bytes;
       switch (wire_.fetch(maker, {Object::What::section, sections_.round, it.section.version}, p,
-                          it.addresses[piece.segment] + piece.offset, to, piece.bytes, how)) {
+                          it.addresses[piece.segment] + piece.packed, to, piece.bytes, how)) {
         case Wire::Fetch::done:
           entry.here[p] = true;
           bytes += piece.bytes;

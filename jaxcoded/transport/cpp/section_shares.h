@@ -14,7 +14,13 @@
 
 namespace jaxcoded {
 
-// So many neighbouring pieces are formed by this maker from the messages of this choice.
+// Whose message is one of those that a sum is formed from, and how long it is beside the sum.
+struct PortMessage {
+  std::size_t port = 0;
+  double length = 1;
+};
+
+// So many neighbouring pieces of messages are added up by this maker, those of this choice.
 struct SectionShare {
   std::size_t maker = 0, choice = 0;  // by their index
   std::uint32_t pieces = 0;
@@ -26,15 +32,15 @@ struct SectionShares {
 };
 
 // The same if it could be shared evenly among so many makers: each message goes to all, and all get
-// all of the sum.
-inline double evenly_shared(std::size_t messages, std::size_t makers) {
-  return static_cast<double>(messages + makers - 1) / static_cast<double>(makers);
+// all of the sum. `messages`: their length, in lengths of the sum.
+inline double evenly_shared(double messages, std::size_t makers) {
+  return (messages + static_cast<double>(makers) - 1) / static_cast<double>(makers);
 }
 
-// `makers`: who is there, and may form some of it. `choices`: whose messages suffice for it, any of
-// them. Both are numbers of ports.
+// `makers`: who is there, and may form some of it, as numbers of ports. `choices`: messages that suffice for
+// it, any of them, one of each port.
 inline SectionShares section_shares(std::span<const std::size_t> makers,
-                                    std::span<const std::vector<std::size_t>> choices,
+                                    std::span<const std::vector<PortMessage>> choices,
                                     std::size_t ports, std::uint32_t pieces) {
   constexpr std::size_t units_of_each = 16;  // as fine as it is of use
   const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
@@ -43,17 +49,21 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   // choices took turns. Without that, who alone has a message would be given too much early on.
   std::vector<double> turns(ports), sends(ports), fetches(ports);
   for (const auto& choice : choices) {
-    for (const std::size_t port : choice) turns[port] += 1.0 / static_cast<double>(choices.size());
+    for (const PortMessage& it : choice) turns[it.port] += it.length / static_cast<double>(choices.size());
   }
   for (std::size_t port = 0; port < ports; ++port) sends[port] = static_cast<double>(units) * turns[port];
   for (const std::size_t port : makers) fetches[port] = static_cast<double>(units);
 
-  // Whether a maker's own message is of a choice; it need not be sent.
-  std::vector<std::vector<bool>> own(choices.size(), std::vector<bool>(ports));
+  // A maker's own message, if it is of a choice, need not be sent.
+  std::vector<std::vector<double>> own(choices.size(), std::vector<double>(ports));
+  std::vector<double> lengths(choices.size());
   for (std::size_t c = 0; c < choices.size(); ++c) {
-    for (const std::size_t port : choices[c]) own[c][port] = true;
+    for (const PortMessage& it : choices[c]) {
+      own[c][it.port] = it.length;
+      lengths[c] += it.length;
+    }
   }
-  // Of the ports of a choice, the one that sends most, and what the second one sends.
+  // Of the ports of a choice, the one that would send most, and what the second one would.
   struct Most {
     std::size_t port = 0;
     double first = -2, second = -2;
@@ -61,10 +71,10 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   std::vector<Most> most(choices.size());
   const auto look = [&](std::size_t c) {
     most[c] = {};
-    for (const std::size_t port : choices[c]) {
-      const double load = sends[port] - turns[port];
+    for (const PortMessage& it : choices[c]) {
+      const double load = sends[it.port] - turns[it.port] + it.length;
       if (load > most[c].first) {
-        most[c] = {.port = port, .first = load, .second = most[c].first};
+        most[c] = {.port = it.port, .first = load, .second = most[c].first};
       } else {
         most[c].second = std::max(most[c].second, load);
       }
@@ -74,10 +84,10 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   // How busy the busiest of the ports would be that move one more unit, and how much would move.
   const auto cost = [&](std::size_t m, std::size_t c) {
     const std::size_t port = makers[m];
-    const double terms = static_cast<double>(choices[c].size()) - own[c][port];
+    const double terms = lengths[c] - own[c][port];
     const double others = most[c].port == port ? most[c].second : most[c].first;
     const double busiest = std::max(
-        {sends[port] - turns[port] + receivers, fetches[port] + terms - 1, others + 1});
+        {sends[port] - turns[port] + receivers, fetches[port] + terms - 1, others});
     return std::tuple(busiest, terms, sends[port] + fetches[port]);
   };
 
@@ -97,13 +107,9 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     ++given[maker][choice];
     const std::size_t port = makers[maker];
     for (std::size_t it = 0; it < ports; ++it) sends[it] -= turns[it];
-    for (const std::size_t other : choices[choice]) sends[other] += 1;
-    fetches[port] += static_cast<double>(choices[choice].size()) - 1;
-    if (own[choice][port]) {
-      sends[port] -= 1;
-      fetches[port] -= 1;
-    }
-    sends[port] += receivers;
+    for (const PortMessage& other : choices[choice]) sends[other.port] += other.length;
+    fetches[port] += lengths[choice] - own[choice][port] - 1;
+    sends[port] += receivers - own[choice][port];
     for (std::size_t c = 0; c < choices.size(); ++c) look(c);
   }
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "incoming.h"
 #include "layout.h"
 #include "message.h"
 #include "pool.h"
@@ -33,9 +34,18 @@ struct Section {
 // A message that is summed up.
 struct Term {
   Rank rank = 0;
-  double coefficient = 1;
+  std::uint32_t part = 0;                     // of its message
+  std::vector<double> coefficients = {};      // in each slice of the sum
   std::uint64_t version = 0;                   // of the vector, where work is shared
   std::vector<std::uint64_t> addresses = {};  // by segment
+};
+
+// Of a sum that is formed in sections.
+struct SumShape {
+  std::uint32_t pieces = 0;
+  std::size_t segments = 0;
+  std::uint32_t slices = 1;  // of which a piece of a message makes a piece each
+  std::uint32_t parts = 1;   // of a message
 };
 
 // The root's own vector in a section.
@@ -66,17 +76,16 @@ struct SectionPlan {
     }
     for (const Rank rank : members) add(static_cast<std::uint64_t>(rank));
     for (const Term& it : terms) {
-      add(static_cast<std::uint64_t>(it.rank));
-      add(std::bit_cast<std::uint64_t>(it.coefficient));
+      add(static_cast<std::uint64_t>(it.rank) << 32 | it.part);
+      for (const double coefficient : it.coefficients) add(std::bit_cast<std::uint64_t>(coefficient));
       add(it.version);
       message.append(it.addresses.data(), it.addresses.size() * sizeof(std::uint64_t));
     }
   }
 
-  // For a sum of so many pieces and segments, among the ranks that are of the family.
+  // Among the ranks that are of the family.
   template <class Member>
-  static SectionPlan from(const Message& message, std::uint32_t pieces, std::size_t segments,
-                          Member is_member) {
+  static SectionPlan from(const Message& message, const SumShape& sum, Member is_member) {
     const auto all = message.all<std::uint64_t>();
     std::size_t at = 0;
     const auto next = [&] {
@@ -89,7 +98,7 @@ struct SectionPlan {
     if (of_root > static_cast<std::uint64_t>(OfRoot::zero)) throw Damaged();
     out.of_root = static_cast<OfRoot>(of_root);
     if (std::max({sections, members, terms}) > all.size()) throw Damaged();
-    if (terms && addresses != segments) throw Damaged();
+    if (terms && addresses != sum.segments) throw Damaged();
     const auto rank = [&](std::uint64_t number) {
       const auto it = static_cast<Rank>(number);
       if (number > std::numeric_limits<std::uint32_t>::max() || !is_member(it)) throw Damaged();
@@ -105,15 +114,19 @@ struct SectionPlan {
       const bool known = std::ranges::any_of(
           out.sections, [&](const Section& it) { return it.version == section.version; });
       if (section.first != end || section.last <= end || !section.version || known) throw Damaged();
+      if (section.last % sum.slices) throw Damaged();
       end = section.last;
       out.sections.push_back(section);
     }
-    if (sections && end != pieces) throw Damaged();
+    if (sections && end != sum.pieces) throw Damaged();
     for (std::uint64_t i = 0; i < members; ++i) out.members.push_back(rank(next()));
     for (std::uint64_t i = 0; i < terms; ++i) {
       Term& term = out.terms.emplace_back();
-      term.rank = rank(next());
-      term.coefficient = std::bit_cast<double>(next());
+      const std::uint64_t whose = next();
+      term.rank = rank(whose >> 32);
+      term.part = static_cast<std::uint32_t>(whose);
+      if (term.part >= sum.parts) throw Damaged();
+      for (std::uint32_t u = 0; u < sum.slices; ++u) term.coefficients.push_back(std::bit_cast<double>(next()));
       term.version = next();
       for (std::uint64_t s = 0; s < addresses; ++s) term.addresses.push_back(next());
     }
@@ -134,7 +147,7 @@ struct Forming {
     Buffer buffer = {};
     bool here = false;
   };
-  std::map<std::pair<std::uint32_t, std::size_t>, Slot> slots = {};  // by piece and term
+  std::map<std::pair<std::uint32_t, std::size_t>, Slot> slots = {};  // by piece of a message, and term
   std::size_t pending = 0;  // slots whose pieces are on their way
 };
 
@@ -176,7 +189,7 @@ struct Formed {
 
  private:
   std::uint64_t place(std::uint32_t piece) const {
-    return layout[piece].count ? layout.start(layout[piece].segment) + layout[piece].offset : 0;
+    return layout[piece].count ? layout.start(layout[piece].segment) + layout[piece].packed : 0;
   }
 };
 
@@ -196,6 +209,8 @@ struct Flow {
 struct Sections {
   Round round = 0;  // 0: none
   Layout layout = {};
+  Incoming messages = {};    // that it is formed from,
+  std::uint32_t slices = 1;  // a piece of which makes so many pieces
   struct Known {
     Section section = {};
     std::uint32_t formed = 0;  // pieces before this one can be had from the maker,
@@ -210,10 +225,24 @@ struct Sections {
   Flow flow = {};         // of all sections
   double decided_at = 0;  // when this rank heard that the root has all of it
 
+  // What goes of a term into this piece of the sum: which piece of that rank's vector.
+  std::uint32_t number(const Forming& it, std::size_t term, std::uint32_t piece) const {
+    if (is_roots(it, term)) return piece;
+    return messages.piece_of_part(it.terms[term].part, piece / slices);
+  }
+  Piece of_term(const Forming& it, std::size_t term, std::uint32_t number) const {
+    return is_roots(it, term) ? layout[number] : messages.of_child()[number];
+  }
+
   std::size_t of_piece(std::uint32_t piece) const {
     std::size_t index = 0;
     while (index < all.size() && piece >= all[index].section.last) ++index;
     return index;
+  }
+
+ private:
+  static bool is_roots(const Forming& it, std::size_t term) {
+    return it.of_root == OfRoot::term && term == 0;
   }
 };
 

@@ -10,6 +10,7 @@
 
 #include "call.h"
 #include "decoder.h"
+#include "incoming.h"
 #include "message.h"
 #include "pool.h"
 #include "sections.h"
@@ -17,14 +18,11 @@
 
 namespace jaxcoded {
 
-struct WayUp {
+struct WayUp : Incoming {
   Call call = {};
   double started = 0;    // when this rank called
   bool in_time = false;  // the round was not decided then
 
-  std::size_t parts = 1;  // of a child's message for one of this rank's
-  Layout incoming = {};   // one part of the children's messages for each of this rank's parts
-  Layout theirs = {};     // all of a child's message, if it has several
   Layout outgoing = {};   // this rank's
 
   // Where the sum is formed.
@@ -87,34 +85,18 @@ struct WayUp {
   std::uint32_t given = 0;  // pieces of the result, copied to `call.out`
 
   void lay_out(const Decoder& decoder, std::uint64_t piece_bytes) {
-    parts = decoder.parts();
+    static_cast<Incoming&>(*this) =
+        Incoming::of(call.message, call.total.size(), decoder.slices(), decoder.parts(), piece_bytes);
     outgoing = Layout(call.message, piece_bytes);
-    std::vector<Segment> segments = call.message;
-    for (Segment& segment : segments) segment.count /= decoder.slices();
-    if (parts > 1) {
-      std::vector<Segment> all;
-      const auto step = static_cast<std::ptrdiff_t>(call.total.size());
-      for (auto part = segments.begin(); part != segments.end(); part += step) {
-        for (std::size_t p = 0; p < parts; ++p) all.insert(all.end(), part, part + step);
-      }
-      theirs = Layout(std::move(all), piece_bytes);
-    }
-    incoming = Layout(std::move(segments), piece_bytes);
     decoded.elements.assign(call.message.size(), 0);
     exact = decoded;
   }
 
-  // Of a child's message.
-  const Layout& of_child() const { return parts > 1 ? theirs : incoming; }
   bool all_decoded() const { return decoded.pieces == incoming.size(); }
 
   // The piece of a child's message that goes into this piece of `incoming`.
   std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const {
-    if (parts == 1 || !incoming[piece].count) return piece;
-    const std::size_t segment = incoming[piece].segment;
-    const std::size_t vectors = call.total.size();
-    const std::size_t part = segment / vectors * parts + row % parts;
-    return theirs.first(part * vectors + segment % vectors) + piece - incoming.first(segment);
+    return piece_of_part(row % parts, piece);
   }
 
   // The pieces of this rank's message, or of the result at the root, that are summed: all before

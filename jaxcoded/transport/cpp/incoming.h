@@ -1,0 +1,46 @@
+// How the messages of a rank's children are cut, beside its own.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "layout.h"
+
+namespace jaxcoded {
+
+struct Incoming {
+  std::size_t parts = 1;    // of a child's message for one of this rank's
+  std::size_t vectors = 0;  // of a part
+  Layout incoming = {};     // one part of the children's messages for each of this rank's parts
+  Layout theirs = {};       // all of a child's message, if it has several
+
+  // `message`: this rank's, in parts of so many vectors.
+  static Incoming of(std::vector<Segment> message, std::size_t vectors, std::size_t slices, std::size_t parts,
+                     std::uint64_t piece_bytes) {
+    Incoming out{.parts = parts, .vectors = vectors};
+    for (Segment& segment : message) segment.count /= slices;
+    if (parts > 1) {
+      std::vector<Segment> all;
+      const auto step = static_cast<std::ptrdiff_t>(vectors);
+      for (auto part = message.begin(); part != message.end(); part += step) {
+        for (std::size_t p = 0; p < parts; ++p) all.insert(all.end(), part, part + step);
+      }
+      out.theirs = Layout(std::move(all), piece_bytes);
+    }
+    out.incoming = Layout(std::move(message), piece_bytes);
+    return out;
+  }
+
+  // Of a child's message.
+  const Layout& of_child() const { return parts > 1 ? theirs : incoming; }
+
+  // The piece of a child's message that goes into this piece of `incoming`, of this one of its parts.
+  std::uint32_t piece_of_part(std::size_t part, std::uint32_t piece) const {
+    if (parts == 1 || !incoming[piece].count) return piece;
+    const std::size_t segment = incoming[piece].segment;
+    const std::size_t of_parts = segment / vectors * parts + part;
+    return theirs.first(of_parts * vectors + segment % vectors) + piece - incoming.first(segment);
+  }
+};
+
+}  // namespace jaxcoded
