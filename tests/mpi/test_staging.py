@@ -244,12 +244,17 @@ def test_the_stream_is_waited_for(comm, gpu, stream, group):
 
 
 @slices
+@pytest.mark.parametrize("sections_from", [0, 1])
 @pytest.mark.parametrize("code", ["gaussian_mds", "single_parity_check"])
-def test_slices(comm, gpu, stream, code):
-    with jaxcoded.CodedGroup(comm, fanout=3, code=code, slices=2) as group:
+def test_slices(comm, gpu, stream, code, sections_from):
+    wanted = jaxcoded.Options(sections_from=sections_from)
+    with jaxcoded.CodedGroup(
+        comm, fanout=3, code=code, slices=2, options=wanted
+    ) as group:
         tree = gradients(2 * CHUNK + 78)
         out = device_round(gpu, stream, group, vectors_of(group, tree))
         check(comm, group, out, tree)
+        assert bool(formed(comm, group)) == bool(sections_from)
 
 
 @redundant
