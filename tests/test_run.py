@@ -408,10 +408,13 @@ time.sleep(1000)
         (8, 5, "a:4,b:1", "2"),
         (8, 3, "a,b", "4"),
         (1, 4, "a:2,b:2", "2"),
+        (8, 5, ["a slots=4  # the big one", "", "b slots=1"], "2"),
+        (8, 5, ["a:4", "b:1"], "2"),
+        (8, 3, ["a", "b max_slots=4"], "4"),
     ],
 )
 def test_each_rank_has_its_share_of_the_threads(
-    fake, monkeypatch, cores, ranks, hosts, threads
+    fake, monkeypatch, tmp_path, cores, ranks, hosts, threads
 ):
     """At least two, of which one may wait for a round; on one core one of them computes an operation."""
     yields = "OMPI_MCA_mpi_yield_when_idle"
@@ -420,10 +423,15 @@ def test_each_rank_has_its_share_of_the_threads(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
 
-    def told():
-        return launcher.command(five, ranks, [], hosts=hosts)[1]
+    places = {"hosts": hosts}
+    if isinstance(hosts, list):
+        (tmp_path / "hosts").write_text("\n".join(hosts))
+        places = {"hostfile": str(tmp_path / "hosts")}
 
-    words, environment = launcher.command(five, ranks, [], hosts=hosts)
+    def told():
+        return launcher.command(five, ranks, [], **places)[1]
+
+    words, environment = launcher.command(five, ranks, [], **places)
     # who waits lets others go on
     assert environment.get(yields) == ("1" if cores < ranks else None)
     assert environment["PJRT_NPROC"] == threads

@@ -186,6 +186,7 @@ def command(
     arguments: Sequence[str],
     *,
     hosts: str | None = None,
+    hostfile: str | None = None,
     wrapper: Sequence[str] = (),
     variables: Mapping[str, str] = {},
     **options: Any,
@@ -196,33 +197,44 @@ def command(
         mpirun: the launcher.
         ranks: how many.
         arguments: of Python.
-        hosts: and the other options of `Launcher.options`.
+        hosts, hostfile: and the other options of `Launcher.options`.
         wrapper: a command that starts the one after it, for each rank.
         variables: of its environment.
 
     Raises:
         ValueError: this MPI cannot do that.
     """
-    here = _on_one_host(ranks, hosts)
+    listed = hosts.split(",") if hosts else _listed(hostfile) if hostfile else []
+    here = _on_one_host(ranks, listed)
     # as many threads as a rank has cores, as if all hosts were like this one
     cores = len(os.sched_getaffinity(0))
     added = environment(max(1, cores // here)) | {**variables}
     if mpirun.mpi == OPEN_MPI and here > cores:
         added.setdefault(_YIELDS, os.environ.get(_YIELDS, "1"))
-    told = mpirun.options(ranks, hosts=hosts, environment=list(added), **options)
+    told = mpirun.options(
+        ranks, hosts=hosts, hostfile=hostfile, environment=list(added), **options
+    )
     program = [*wrapper, sys.executable, *arguments]
     alone = _GOES_ON if options.get("fault_tolerant") else {}
     return [mpirun.path, *told, *program], {**alone, **os.environ, **added}
 
 
-def _on_one_host(ranks: int, hosts: str | None) -> int:
-    """The most ranks that a host has: of ``"a:2,b:1"`` two."""
-    if not hosts:
-        return ranks
-    counts = re.findall(r":(\d+)(?=,|$)", hosts)
-    if len(counts) == hosts.count(",") + 1:
-        return min(ranks, max(map(int, counts)))
-    return -(-ranks // (hosts.count(",") + 1))
+def _listed(hostfile: str) -> list[str]:
+    """The hosts of a file, with how many ranks each is to have."""
+    try:
+        lines = pathlib.Path(hostfile).read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"--hostfile {hostfile}: {error.strerror}") from None
+    return [line for it in lines if (line := it.partition("#")[0].strip())]
+
+
+def _on_one_host(ranks: int, hosts: Sequence[str]) -> int:
+    """The most ranks that a host has: of ``["a:2", "b slots=1"]`` two."""
+    said = [re.search(r":([0-9]{1,9})$|\bslots *= *([0-9]{1,9})", it) for it in hosts]
+    counts = [int(it[1] or it[2]) for it in said if it]
+    if counts and len(counts) == len(hosts):
+        return min(ranks, max(1, *counts))
+    return -(-ranks // max(1, len(hosts)))
 
 
 def environment(threads: int) -> dict[str, str]:
