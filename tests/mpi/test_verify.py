@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import more
 from jax.errors import JaxRuntimeError
 from marks import SIZE
 from mpi4py import MPI
@@ -140,9 +141,15 @@ def step_of(group, rows, losses):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "options", [{"verify": "warn"}, {"verify": "raise"}, {"debug": True}]
+    ("options", "rounds"),
+    [
+        ({"verify": "warn"}, 50),
+        ({"verify": "raise"}, 50),
+        ({"debug": True}, 50),
+        more({"verify": "raise"}, 10_000),
+    ],
 )
-def test_shared_work_of_honest_ranks(comm, caplog, options, dtype):
+def test_shared_work_of_honest_ranks(comm, caplog, options, rounds, dtype):
     """The sum is that of the whole batch, blocks are compared, and there is no alarm."""
     caplog.set_level(logging.WARNING, "jaxcoded")
     rows = VECTOR.astype(np.float32)
@@ -154,7 +161,7 @@ def test_shared_work_of_honest_ranks(comm, caplog, options, dtype):
     reference = jax.jit(jax.grad(lambda w: losses(w, rows).mean()))
     with sharing(comm, **options) as group:
         step = step_of(group, rows, losses)
-        for _ in range(50):
+        for _ in range(rounds):
             _, gradient = step()
             assert_same_bits(comm, gradient)
             expected = reference(jnp.ones(rows.shape[1], np.float32))
@@ -163,7 +170,7 @@ def test_shared_work_of_honest_ranks(comm, caplog, options, dtype):
             )
         if RANK == 0:
             compared = group.transport.statistics()["compared_rounds"]
-            assert compared == 50 if "debug" in options else compared
+            assert compared == rounds if "debug" in options else compared
     assert not logged(caplog)
 
 
