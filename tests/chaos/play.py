@@ -240,6 +240,7 @@ class Player:
         self._number = 0  # steps that are done
         # the step that has failed in each phase; 0: none
         self._failed = np.zeros(len(of.phases), int)
+        self._missed = False  # the next phase, see `_go_on`
         self._dying = self._flips = False
         self._found: set[tuple[Phase, int]] = set()  # phases and steps of flipped bits
         self._repeated = 0
@@ -275,9 +276,13 @@ class Player:
     def play(self, first=0):
         """The communicator of the ranks that live in the end; ``first``: the phase with which it begins."""
         for number, phase in enumerate(self._of.phases[first:], first):
-            if not self._train(phase, number):
-                self._be_killed()
-            self._recover(phase)
+            if self._missed:
+                self._missed = False
+                self._failed = self._take_over()
+            else:
+                if not self._train(phase, number):
+                    self._be_killed()
+                self._recover(phase, number)
             if phase.joining:
                 self._extend(phase, number)
         bits = hashlib.sha256(np.asarray(self._w).tobytes()).hexdigest()
@@ -495,18 +500,20 @@ class Player:
 
     # The end of a phase.
 
-    def _recover(self, phase):
+    def _recover(self, phase, number):
         for it in phase.faults:  # where a step has failed before, it dies now
             if it.rank == self._rank and it.rank in phase.dead and it.kind in FATAL:
                 self._befall(phase, it.step)
         self._befall(phase, phase.recovering)
         left = len(phase.living) - len(phase.dead)
-        self._go_on(left, put_out=phase.puts_out)
-        if phase.root_dies:
+        follows = () if phase.joining else self._of.phases[number + 1 : number + 2]
+        self._go_on(left, put_out=phase.puts_out, follows=follows)
+        if phase.root_dies and not self._missed:
             self._take_over()
 
-    def _go_on(self, left: int, put_out: bool = False):
-        """With so many ranks."""
+    def _go_on(self, left: int, put_out: bool = False, follows=()):
+        """With so many ranks; or with those that are left of the phase that follows. Of a root that died in it
+        this rank, which was late, has not heard that nobody was dead, and met the others at its end."""
         for _ in range(TRIES):
             mine["progress"] = time.monotonic()
             try:
@@ -522,7 +529,10 @@ class Player:
                 break
             if self._dying:
                 self._be_killed()
-        if self._group.size != left:
+        for phase in follows:
+            end = len(phase.living) - len(phase.dead)
+            self._missed = phase.root_dies and self._group.size == end < left
+        if self._group.size != left and not self._missed:
             raise Wrong(f"{left} ranks live, but the group has {self._group.size}")
         say(f"goes on as rank {self._group.rank} of {left}")
 
