@@ -131,11 +131,13 @@ class Ends:
             first = "the first of them " * (len(numbers) > 1)
             how = f"status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
             lines.append(f"{_format.ranks(numbers)}: {how}, {first}after {after}")
-        if missing:
-            why = "mpirun ended the job first"
-            if not self._near:
-                why += ", or a host does not answer"
-            lines.append(f"{_format.ranks(missing)}: no word of the end: {why}")
+        why = "mpirun ended the job first"
+        if not self._near:
+            why += ", or a host does not answer"
+        by_others = f"those that had started them ended them, or {why}"
+        for more, reason in ((False, why), (True, by_others)):
+            if numbers := [it for it in missing if (it >= self.ranks) == more]:
+                lines.append(f"{_format.ranks(numbers)}: no word of the end: {reason}")
         return lines
 
 
