@@ -170,7 +170,7 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
 def _asked(*command: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
     """A command of an MPI that ends by itself, and what it said."""
     return subprocess.run(
-        command,
+        [*command],
         env=os.environ | environment(1),
         capture_output=True,
         text=True,
