@@ -438,6 +438,8 @@ void Node::on_delegate(Rank from, const Message& message) {
   });
   const bool mine = !plan.terms.empty();
   if (mine) {
+    // a sum that no messages of the family's code can make, such as of a length that its slices do not divide
+    if (sum_shape(total).pieces != messages_of(total).incoming.size() * limits_.slices) throw Damaged();
     if (head.ready >= plan.sections.size()) throw Damaged();
     if (plan.sections[head.ready].maker != family_.rank) throw Damaged();
     if (plan.of_root == OfRoot::term && plan.terms.front().rank != from) throw Damaged();
