@@ -3,7 +3,8 @@
     .venv/bin/python scripts/on_hosts.py --hosts 13 --rate 200mbit --both-ways -- \\
         .venv/bin/python -m mpi4py benchmarks/sections.py
 
-One family: all ranks are the root's children; with ``--by-host`` also trees that follow hosts.
+One family: all ranks are the root's children; with ``--fanout`` a tree whose parents have so many,
+with ``--by-host`` also trees that follow hosts.
 Jitted all-reduces of float32 vectors, ordered by a token and donated, take turns, once their
 inputs are there; a root without data hands in zeros. With one worker late, the time is that of
 the slowest other rank; the late one calls when the others are done. Times are of the slowest
@@ -36,9 +37,9 @@ def barrier():
         time.sleep(1e-3)
 
 
-def groups(stragglers, by_host):
+def groups(stragglers, fanout, by_host):
     """With all sums in sections, and with none."""
-    trees = {"": {"fanout": comm.size - 1}}
+    trees = {"": {"fanout": fanout or comm.size - 1}}
     if by_host:
         trees["by host, "] = {"by_host": True}
     for tree, shape in trees.items():
@@ -143,6 +144,7 @@ def main():
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--stragglers", type=int, default=1)
+    parser.add_argument("--fanout", type=int, help="of the tree; default: one family")
     parser.add_argument("--by-host", action="store_true", help="also such trees")
     parser.add_argument(
         "--kilobytes", type=int, nargs="+", default=[4, 64, 200, 2000, 20000]
@@ -151,7 +153,7 @@ def main():
     args = parser.parse_args()
     sizes = [200_000, 400_000] if args.smoke else [250 * kb for kb in args.kilobytes]
     repetitions = 2 if args.smoke else args.repetitions
-    made = dict(groups(args.stragglers, args.by_host))
+    made = dict(groups(args.stragglers, args.fanout, args.by_host))
     rows = []
     with tqdm(total=len(sizes) * (repetitions + 1), disable=comm.rank != 0) as progress:
         for size in sizes:

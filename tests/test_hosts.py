@@ -193,6 +193,25 @@ def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
     assert formed == [rank in (0, 1, 2, 4, 6) for rank in range(RANKS)]
 
 
+def test_sections_in_all_layers_of_a_tree(hosts, tmp_path):
+    """Children of the root's children form their messages, and share the result among each other."""
+    rounds, widths = 20, "300,30000,100000"
+    for name in ("stopped", "sleeping"):
+        (tmp_path / name).mkdir()
+    # 1 has the children 4 and 5, and 2 has 6 and 7
+    reports, _ = faulty(
+        *(hosts, tmp_path / "stopped", "stopped.py", "3 in sections", str(rounds)),
+        *(widths, "5", "1", "2,4"),
+    )
+    for rank in (1, 2, 4, 5):
+        assert reports[rank]["lag"] > rounds - 10
+    reports, _ = faulty(
+        *(hosts, tmp_path / "sleeping", "sleeps.py"),
+        *("3 in sections", "60", widths),
+    )
+    assert all(report["formed"] for report in reports)
+
+
 def users_job(hosts, directory, each, *words, **environment):
     """A job of `jaxcoded run`, of so many ranks on each of the first hosts, that has ended."""
     places = [f"{host}:{n}" for host, n in zip(on_hosts.addresses(len(each)), each)]

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,7 @@ class Engine(Transport):
                     self._own.py2f(),
                     session,
                     cards,
-                    _family(plan, comm.rank, cut.sections_from > 0),
+                    _family(plan, comm.rank, cut.delegating),
                     _decoder(plan, comm.rank, self._compares),
                     limits,
                     _erasures(plan),
@@ -655,7 +655,8 @@ def _fit_messages(limits: Any, plan: Plan) -> None:
         limits.slices, limits.parts = coding.code.m, coding.code.parts
 
 
-def _family(plan: Plan, rank: int, sections: bool) -> Any:
+def _family(plan: Plan, rank: int, delegating: Container[int]) -> Any:
+    """``delegating``: the parents whose children form sections of their sums."""
     tree = plan.tree
     ancestors = []
     above = tree.parents[rank]
@@ -667,10 +668,12 @@ def _family(plan: Plan, rank: int, sections: bool) -> Any:
     for below in descendants:  # grows while it is walked
         descendants.extend(tree.children[below])
     leaves = [child for child in children if not tree.children[child]]
-    family = tree.children[plan.root]
-    sibling = sections and rank in family
-    siblings = [other for other in family if other != rank] if sibling else []
-    return _engine.Family(rank, ancestors, children, descendants, leaves, siblings)
+    siblings = []
+    if ancestors and ancestors[0] in delegating:
+        siblings = [other for other in tree.children[ancestors[0]] if other != rank]
+    return _engine.Family(
+        rank, ancestors, children, descendants, leaves, siblings, rank in delegating
+    )
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:

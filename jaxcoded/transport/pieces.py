@@ -22,6 +22,8 @@ _NEAR_SECTIONS_FROM = 4 << 20
 # How many times as long the root takes to fetch and add a message as another rank to copy the result: of 16 MB
 # 5 ms of CPU against 2.4.
 _ADDING = 2.0
+# Layers that wait for each other between hosts are not all busy all of the time.
+_IN_TURNS = 0.9
 # How much more the root must have to do than the others: sections cost messages, and copies.
 _AS_MUCH = 1.5
 
@@ -34,11 +36,13 @@ class Pieces(NamedTuple):
         sections_from: bytes from which sums are formed in sections; 0: none.
         of_sections: into how many pieces such a sum is cut, if they are not too long or short; 0: into
             those of any other.
+        delegating: the parents whose children form sections.
     """
 
     bytes: int
     sections_from: int
     of_sections: int
+    delegating: frozenset[int]
 
 
 def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
@@ -62,13 +66,34 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
         sections_from,
         # memory has no port that would be idle while long pieces move
         0 if near else SECTION_PIECES * family,
+        delegating(plan, hosts) if sections_from else frozenset(),
+    )
+
+
+def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
+    """The parents whose children form sections, where any do: the root, and parents of several children of
+    whom one is on another host.
+
+    Example:
+        >>> from jaxcoded.plan import make_plan
+        >>> tree = make_plan(7, fanout=2, stragglers=0)
+        >>> sorted(delegating(tree, "aabcabc")), sorted(delegating(tree, "abcbbcc"))
+        ([0, 1, 2], [0])
+    """
+    families = enumerate(plan.tree.children)
+    return frozenset({plan.root}).union(
+        parent
+        for parent, children in families
+        if len(children) > 1
+        and any(hosts[child] != hosts[parent] for child in children)
     )
 
 
 def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
-    """Whether all ranks but the root's children are on their parent's host. Sections begin once all
-    messages of the root's children are whole, and go on down once all of the sum is there: layers that take
-    long, too, would wait for each other.
+    """Whether the busiest port would be busy for longer without sections. They begin once all messages of a
+    parent's children are whole, and its children get the result once all of it is there, so that layers
+    between hosts wait for each other, each for as long as a port takes for a vector, on the way up and on the way
+    down. Without them pieces pipeline through all layers, but all children of a parent fetch all from it.
 
     Example:
         >>> from jaxcoded.plan import make_plan
@@ -76,13 +101,26 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
         >>> by_host, chain = make_plan(5, hosts=hosts), make_plan(5, parents=[-1, 0, 1, 2, 3], stragglers=0)
         >>> [pays_between_hosts(plan, hosts) for plan in (by_host, chain)]
         [True, False]
+        >>> trees = [make_plan(1 + n + n * n, fanout=n) for n in (2, 3, 5)]
+        >>> [pays_between_hosts(tree, range(tree.size)) for tree in trees]
+        [False, True, True]
     """
-    parents = plan.tree.parents
-    return all(
-        hosts[rank] == hosts[above]
-        for rank, above in enumerate(parents)
-        if rank != plan.root and above != plan.root
-    )
+    tree = plan.tree
+    far = [
+        above >= 0 and hosts[rank] != hosts[above]
+        for rank, above in enumerate(tree.parents)
+    ]
+    ports = [sum(far[child] for child in children) for children in tree.children]
+    layers = [0] * plan.size  # between hosts, below the root's
+    for rank in tree.order:
+        if rank != plan.root:
+            layers[rank] = layers[tree.parents[rank]] + (ports[rank] > 0)
+    if not max(layers):
+        return True
+    children = len(tree.children[plan.root])
+    of_root = (float(Layout.of(plan).needs[0]) + children) / (1 + children)
+    without = max(below + above for below, above in zip(ports, far))
+    return of_root + 2 * max(layers) < _IN_TURNS * without
 
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:

@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxcoded import make_plan
 from jaxcoded.plan.assignment import shares
-from jaxcoded.transport import _engine, engine
+from jaxcoded.transport import _engine, engine, pieces
 
-MESSAGE, RESULT, STATE, SECTION = range(4)
+MESSAGE, RESULT, STATE, SECTION, OWN = range(5)
 PENDING, DONE, FAILED, DESYNCHRONIZED = range(4)
 # as `Kind` in message.h
 OFFER, WANT, WANT_STATE, ALERT, BYE, RESULTS, NOTE, GONE, STATES, SIGNATURE = range(10)
@@ -143,9 +143,6 @@ class Call:
     def check_message(self, plan, rank, segment, first, actual):
         """Whether this is a part of what a rank tells its parent."""
         exact, scale = self.messages(plan)
-        if rank == plan.root:  # others read its own vector
-            own = self.own(plan, rank)[segment][first : first + len(actual)]
-            return actual.tobytes() == own.tobytes()
         expected = exact[rank][segment][first : first + len(actual)]
         size = scale[segment % len(self.segments)]
         bound = rounding(plan, actual.dtype) * size * EXAMPLES
@@ -230,7 +227,7 @@ class Wire:
     def __init__(self, world, rank):
         self.world = weakref.proxy(world)  # nodes take no part in garbage collection
         self.rank = rank
-        self.valid = [0, 0, 0, 0]
+        self.valid = [0] * 5
 
     def send(self, to, message):
         self.world.sent(self.rank, to, message)
@@ -334,8 +331,11 @@ class World:
         self.offered = collections.defaultdict(list)  # by (rank, round)
         self.fetched = []  # (asker, source, what, round, piece)
         self.limits = _engine.Limits()
+        self.delegating = ()
         for name, value in (limits or {}).items():
             setattr(self.limits, name, value)
+        if self.limits.sections_from:
+            self.delegating = pieces.delegating(plan, self.hosts)
         if verify is not None:
             compares = _engine.Compares
             waits = compares.until_deadline if verify_wait else compares.what_has_come
@@ -352,8 +352,8 @@ class World:
         links = [
             (rank, above) for rank, line in enumerate(self.ancestors) for above in line
         ]
-        family = plan.tree.children[plan.root]
-        links += itertools.combinations(family, 2)
+        for family in plan.tree.children:
+            links += itertools.combinations(family, 2)
         for one, other in links:
             for link in ((one, other), (other, one)):
                 self.inline[link] = rng.choice(inline)
@@ -365,7 +365,7 @@ class World:
         engine._fit_messages(self.limits, self.plan)
         self.limits.deadline_share = engine._deadline_share(self.plan, rank)
         return _engine.LoneNode(
-            engine._family(self.plan, rank, sections=True),
+            engine._family(self.plan, rank, self.delegating),
             engine._decoder(self.plan, rank, self.compares),
             self.limits,
             self.wires[rank],
@@ -418,10 +418,23 @@ class World:
     def check_piece(self, source, what, round, piece, version, data):
         """Nothing that travels is wrong, whether it is used or not."""
         if what in (RESULT, SECTION):
-            known = self.seen.setdefault((round, piece, version), data)
+            # each parent counts those of its own family
+            above = self.plan.tree.parents[source] if what == SECTION else None
+            known = self.seen.setdefault((round, piece, version, above), data)
             assert known == data, (round, piece, version)
+        elif what == OWN:
+            self._check_own(source, round, piece, data)
         elif what == MESSAGE:
             self._check_message(source, round, piece, data)
+
+    def _check_own(self, source, round, piece, data):
+        running = self.running[source]
+        segment, offset, size = self._place(running, piece, self.limits.slices)
+        own = running.call.own(self.plan, source)[segment].view(np.uint8)
+        assert own[offset : offset + size].tobytes() == data, (source, round, piece)
+
+    def _place(self, running, piece, slices=1):
+        return layout(running.message, self.piece_bytes(running.call), slices)[piece]
 
     def _check_message(self, source, round, piece, data):
         running, root = self.running[source], self.nodes[self.plan.root]
@@ -432,11 +445,7 @@ class World:
         # What is decided is not needed any more, and the result may lie in its place.
         if decided or self.skips or self.deviations or running.call.erased:
             return
-        segment, offset, _size = layout(
-            running.message,
-            self.piece_bytes(running.call),
-            self.limits.slices if source == self.plan.root else 1,
-        )[piece]
+        segment, offset, _size = self._place(running, piece)
         dtype = running.own[segment].dtype
         actual = np.frombuffer(data, dtype)
         right = running.call.check_message(

@@ -267,6 +267,9 @@ def test_a_snapshot_that_cannot_be(damage):
         assert UNREADABLE.format(1, 0) in world.ends[rank][1].error
 
 
+FIRST = 6  # word of the sections
+
+
 def sections(message):
     """Of a plan of sections: its numbers as a list, how many sections and ranks, and its terms."""
     numbers = np.frombuffer(message[HEADER.size :], np.uint64).tolist()
@@ -281,16 +284,16 @@ def same_version(message):
     """All sections have one version."""
     numbers, count, _, _ = sections(message)
     for i in range(count):
-        numbers[6 + 2 * i] = numbers[6 + 2 * i] >> 32 << 32 | 7
+        numbers[FIRST + 1 + 2 * i] = numbers[FIRST + 1 + 2 * i] >> 32 << 32 | 7
     return _with_numbers(message, numbers)
 
 
 def no_pieces(message):
     """There is one more section, of nothing."""
     numbers, count, _, _ = sections(message)
-    end, (_, whose) = numbers[3 + 2 * count] % 2**32, numbers[5:7]
+    end, (_, whose) = numbers[FIRST - 2 + 2 * count] % 2**32, numbers[FIRST : FIRST + 2]
     numbers[0] += 1
-    numbers[5 + 2 * count : 5 + 2 * count] = [end << 32 | end, whose + 2**20]
+    numbers[FIRST + 2 * count : FIRST + 2 * count] = [end << 32 | end, whose + 2**20]
     return _with_numbers(message, numbers)
 
 
@@ -298,7 +301,7 @@ def no_such_maker(message):
     """They are formed by a rank that there is not."""
     numbers, count, _, _ = sections(message)
     for i in range(count):
-        numbers[6 + 2 * i] = 2**40 | numbers[6 + 2 * i] % 2**32
+        numbers[FIRST + 1 + 2 * i] = 2**40 | numbers[FIRST + 1 + 2 * i] % 2**32
     return _with_numbers(message, numbers)
 
 
@@ -306,21 +309,28 @@ def other_makers(message):
     """They are formed by the root."""
     numbers, count, _, _ = sections(message)
     for i in range(count):
-        numbers[6 + 2 * i] %= 2**32
+        numbers[FIRST + 1 + 2 * i] %= 2**32
     return _with_numbers(message, numbers)
 
 
 def no_such_member(message):
     """A rank that there is not is told of them."""
     numbers, count, _, _ = sections(message)
-    numbers[5 + 2 * count] = 99
+    numbers[FIRST + 2 * count] = 99
     return _with_numbers(message, numbers)
 
 
 def no_such_term(message):
     """They are formed from what such a rank has."""
     numbers, count, members, _ = sections(message)
-    numbers[5 + 2 * count + members] = 99
+    numbers[FIRST + 2 * count + members] = 99
+    return _with_numbers(message, numbers)
+
+
+def no_such_purpose(message):
+    """They are for nothing that there is."""
+    numbers, *_ = sections(message)
+    numbers[FIRST - 1] = 3
     return _with_numbers(message, numbers)
 
 
@@ -348,6 +358,7 @@ def shifted(message):
         (DELEGATE, other_makers),
         (DELEGATE, no_such_member),
         (DELEGATE, no_such_term),
+        (DELEGATE, no_such_purpose),
         (FORMED, cut),
         (FORMED, longer_body),
         (FORMED, shifted),

@@ -1,4 +1,4 @@
-"""Sums in sections: who sends how much."""
+"""Sums in sections: who sends how much, and the bits."""
 
 import collections
 import random
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
-from simulation import MESSAGE, SECTION, Call, World
+from simulation import MESSAGE, OWN, RESULT, SECTION, Call, World
 
 from jaxcoded import make_plan
 from jaxcoded.simulator import Layout, Network
@@ -171,3 +171,119 @@ def test_the_bits_where_a_maker_is_replaced(seed, dtype):
     world.settle()
     world.assert_done()
     assert world.results == by_root(dtype)
+
+
+def tree(seed, sections_from, rounds=3, **options):
+    """Rounds of a root, four inner parents and their four leaves each; each two children send the same."""
+    plan = make_plan(21, fanout=4, stragglers=1, code="fractional_repetition")
+    return World(
+        plan,
+        [Call((("float32", 160), ("float64", 7)), number) for number in range(rounds)],
+        random.Random(seed),
+        hosts=list(range(plan.size)),
+        limits={
+            "piece_bytes": PIECE,
+            "announced_bytes": 128,
+            "sections_from": sections_from,
+        },
+        **options,
+    )
+
+
+PIECES = 160 * 4 // PIECE + 1
+
+
+def test_inner_parents_move_each_piece_once():
+    """A parent's port sends its own vector, its message and the result once, however many children it has,
+    and fetches what its children have formed."""
+    world = tree(0, 1, rounds=1)
+    world.settle()
+    world.assert_done()
+    sent = collections.Counter(
+        (what, source) for _, source, what, _, _ in world.fetched
+    )
+    to = collections.Counter((what, asker) for asker, _, what, _, _ in world.fetched)
+    for parent in range(1, 5):
+        assert sent[OWN, parent] == sent[RESULT, parent] == PIECES
+        leaves = world.plan.tree.children[parent]
+        own_family = [
+            (what, source)
+            for asker, source, what, _, _ in world.fetched
+            if asker == parent and source in leaves
+        ]
+        assert collections.Counter(what for what, _ in own_family) == {SECTION: PIECES}
+        # the result, of which a leaf forms a quarter
+        assert sum(to[RESULT, leaf] for leaf in leaves) == PIECES
+        assert sum(sent[SECTION, leaf] for leaf in leaves) == (1 + 3) * PIECES
+    assert not to[RESULT, 0]
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": 1.0}, {"unreadable": 0.2}])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bits_of_a_tree(seed, options):
+    """As without sections, whoever comes first or is stopped, be it a parent."""
+    without = tree(0, 0)
+    without.settle()
+    world = tree(seed, 1, **options)
+    rng = random.Random(seed)
+    while not all(node.next_round() > 3 for node in world.nodes):
+        world.frozen = set()
+        if rng.random() < 0.5:
+            world.frozen = set(rng.sample(range(1, 21), rng.randint(1, 3)))
+        for _ in range(rng.randint(0, 600)):
+            world.step()
+        if rng.random() < 0.5:
+            world.frozen = set()
+            world.settle()
+    world.frozen = set()
+    world.settle()
+    world.assert_done()
+    assert {r for _, _, what, r, _ in world.fetched if what == OWN}
+    assert world.results == without.results
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_leaf_that_is_stopped_while_it_forms(seed):
+    """Its siblings form its part of their parent's message, and fetch its part of the result from there."""
+    world = tree(seed, 1)
+    rng = random.Random(seed)
+    stopped = set()
+    while not stopped:
+        world.step()
+        for parent in rng.sample(range(1, 5), 4):
+            words = r"rank (\d+) forms pieces \d+ to (\d+), formed before (\d+)"
+            found = re.findall(words, world.nodes[parent].status())
+            stopped = {int(r) for r, last, done in found if last != done and int(r) > 4}
+            if stopped:
+                stopped = {rng.choice(sorted(stopped))}
+                break
+    world.frozen = stopped
+    world.settle()
+    world.assert_done(set(range(21)) - stopped)
+    world.frozen = set()
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("inline", [(0,), (64,), (0, 256)])
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
+    """Who has got the result elsewhere says so, and its siblings need no patience."""
+    plan = make_plan(13, fanout=3, stragglers=1)
+    world = World(
+        plan,
+        [Call((("float32", 160), ("float64", 7)), number) for number in range(3)],
+        random.Random(seed),
+        hosts=list(range(plan.size)),
+        inline=inline,
+        limits={
+            "piece_bytes": PIECE,
+            "announced_bytes": 1 << 20,
+            "sections_from": 1,
+            "silent_seconds": 1e6,
+        },
+    )
+    for _ in range(random.Random(seed).randint(0, 3000)):
+        world.step()
+    world.settle()
+    world.assert_done()

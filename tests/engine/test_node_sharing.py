@@ -131,9 +131,16 @@ class World(simulation.World):
             return
         super().sent(source, to, message)
 
-    def _check_message(self, source, round, piece, data):
+    def _of_blocks(self, round):
         summed = round > 1 and not self.script[round - 2].segments
-        if not (round in self.shared or summed):
+        return round in self.shared or summed
+
+    def _check_own(self, source, round, piece, data):
+        if not self._of_blocks(round):
+            super()._check_own(source, round, piece, data)
+
+    def _check_message(self, source, round, piece, data):
+        if not self._of_blocks(round):
             super()._check_message(source, round, piece, data)
 
     def submit(self, rank):

@@ -114,10 +114,16 @@ struct Message {
 
 // What can be fetched from a rank, piece by piece.
 struct Object {
-  enum class What : std::uint8_t { message, result, state, section } what;
-  static constexpr std::size_t kinds = 4;
+  enum class What : std::uint8_t {
+    message,
+    result,
+    state,
+    section,
+    own,  // what a parent adds itself to a sum that others form
+  } what;
+  static constexpr std::size_t kinds = 5;
   Round round;  // of a state: its number, counted by the rank that has it
-  std::uint64_t version = 0;  // of a message whose work is shared, and of a section
+  std::uint64_t version = 0;  // of a message or vector whose work is shared, and of a section
 
   bool operator==(const Object&) const = default;
   auto operator<=>(const Object&) const = default;

@@ -481,12 +481,14 @@ NB_MODULE(_engine, module) {
   nb::class_<Family>(module, "Family")
       .def("__init__",
            [](Family* self, Rank rank, std::vector<Rank> ancestors, std::vector<Rank> children,
-              std::vector<Rank> descendants, std::vector<Rank> leaves, std::vector<Rank> siblings) {
+              std::vector<Rank> descendants, std::vector<Rank> leaves, std::vector<Rank> siblings,
+              bool delegates) {
              new (self) Family{rank, std::move(ancestors), std::move(children),
-                               std::move(descendants), std::move(leaves), std::move(siblings)};
+                               std::move(descendants), std::move(leaves), std::move(siblings),
+                               delegates};
            },
            nb::arg("rank"), nb::arg("ancestors"), nb::arg("children"), nb::arg("descendants"),
-           nb::arg("leaves"), nb::arg("siblings") = nb::list());
+           nb::arg("leaves"), nb::arg("siblings") = nb::list(), nb::arg("delegates") = false);
   nb::class_<Decoder>(module, "Decoder")
       .def(nb::init<>())
       .def("__init__", [](Decoder* self, const nb::ndarray<const double, nb::ndim<3>, nb::c_contig,
@@ -577,7 +579,8 @@ NB_MODULE(_engine, module) {
   // pieces; and how busy the busiest port is.
   module.def("section_shares", [](const std::vector<std::size_t>& makers,
                                   const std::vector<std::map<std::size_t, double>>& choices,
-                                  std::size_t ports, std::uint32_t pieces) {
+                                  std::size_t ports, std::uint32_t pieces,
+                                  std::optional<std::size_t> taker) {
     bool known = std::ranges::all_of(makers, [&](std::size_t port) { return port < ports; });
     std::vector<std::vector<PortMessage>> messages;
     for (const auto& choice : choices) {
@@ -590,11 +593,11 @@ NB_MODULE(_engine, module) {
     if (makers.empty() || choices.empty() || !pieces || !known) {
       throw nb::value_error("there are no makers, choices, pieces, or no such ports");
     }
-    const SectionShares found = section_shares(makers, messages, ports, pieces);
+    const SectionShares found = section_shares(makers, messages, ports, pieces, taker);
     std::vector<std::tuple<std::size_t, std::size_t, std::uint32_t>> out;
     for (const auto& [maker, choice, count] : found.shares) out.emplace_back(maker, choice, count);
     return std::pair(out, found.busiest);
-  });
+  }, nb::arg("makers"), nb::arg("choices"), nb::arg("ports"), nb::arg("pieces"), nb::arg("taker") = nb::none());
 
   module.attr("Closed") =
       nb::steal(PyErr_NewException("jaxcoded.transport._engine.Closed", PyExc_RuntimeError, nullptr));

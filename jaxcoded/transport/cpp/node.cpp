@@ -191,6 +191,7 @@ void Node::finish(Outcome outcome, std::string error) {
     error = what_it_lacks();
   }
   withdraw(Object::What::message, next_ + 1);
+  if (!children_.empty()) withdraw(Object::What::own, next_ + 1);
   if (outcome == Outcome::done && !up_.call.down && !root()) {
     for (std::size_t s = 0; s < up_.call.out.size(); ++s) {
       if (const auto size = up_.call.total[s].bytes()) std::memset(up_.call.out[s], 0, size);
@@ -398,7 +399,8 @@ void Node::lost(Rank rank) {
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
-  if (object.what == Object::What::message && term_arrived(from, object, piece, data)) return;
+  if (term_arrived(from, object, piece, data)) return;
+  if (object.what == Object::What::own) return;
   if (object.what == Object::What::section) return section_arrived(from, object, piece, data);
   if (object.what == Object::What::message) {
     Child* child = child_of(from);
@@ -469,17 +471,17 @@ std::string Node::status() const {
 }
 
 std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_t piece) const {
-  if (object.what == Object::What::message) {
+  const bool of_own = object.what == Object::What::own;
+  if (of_own || object.what == Object::What::message) {
     if (!calling() || object.round != next_ || piece >= up_.outgoing.size()) return std::nullopt;
+    const bool delegates = root() || up_.delegated;
     const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);  // of theirs
-    const bool offered = root() ? adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;
+    const bool offered = of_own ? delegates && adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;
     const Piece it = up_.outgoing[piece];
-    if (root()) {
-      return std::span<const std::byte>{up_.call.own[it.segment] + it.offset, it.bytes};
-    }
-    return std::span<const std::byte>{up_.sum_at[it.segment] + it.offset, it.bytes};
+    const std::byte* from = of_own ? up_.call.own[it.segment] : up_.sum_at[it.segment];
+    return std::span<const std::byte>{from + it.offset, it.bytes};
   }
   if (object.what == Object::What::result) {
     const Entry* entry = history_.find(object.round);

@@ -65,6 +65,7 @@ struct Family {
   std::vector<Rank> descendants = {};  // children and all below them
   std::vector<Rank> leaves = {};       // children with nobody below them
   std::vector<Rank> siblings = {};     // which this rank exchanges sections with
+  bool delegates = false;              // children form sections of sums, which their parent can move
 };
 
 // What a parent does that still waits for its children at the deadline.
@@ -376,7 +377,9 @@ class Node {
   Layout laid_out(const std::vector<Segment>& total) const;
   SumShape sum_shape(const std::vector<Segment>& total) const;
   Incoming messages_of(const std::vector<Segment>& total) const;
+  Purpose purpose() const { return root() ? Purpose::result : Purpose::message; }
   bool may_delegate() const;
+  bool may_delegate_message() const;
   std::optional<bool> delegate();
   bool takes_part(const Child& child) const;
   bool begin_sections(const std::shared_ptr<const Decoding>& decoding);
@@ -392,16 +395,30 @@ class Node {
   double patience_with_latecomers() const;
   void assign(std::vector<Section> sections);
   void add_terms(SectionPlan& plan, std::size_t job);
-  void tell_sections(Rank to, const SectionPlan& plan, std::size_t job);
+  void tell_sections(Rank to, Round round, std::uint64_t fingerprint, const SectionPlan& plan, std::size_t job);
   void join_sections(const Child& child);
   bool oversee();
   bool mend_sections();
   bool is_responsive(Child& child);
   Rank stand_in(std::size_t index);
+  void end_delegation();
   void abandon_sections();
+  bool spreads(const Entry& entry) const;
+  std::vector<Rank> those_waiting(const Entry& entry) const;
+  bool will_spread_to(Rank rank, const Entry& entry) const;
+  void spread(const Entry& entry);
   void on_delegate(Rank from, const Message& message);
+  void decline(const Message& message);
   void learn_sections(SectionPlan plan);
   Entry* begin_entry();
+  struct Destination {
+    const Layout& layout;
+    const std::vector<std::byte*>& at;
+    std::vector<bool>& here;
+    Copy how;
+  };
+  Destination destination();
+  Destination destination(Entry& entry) const;
   bool from_afar() const;
   const std::byte* piece_of_section(std::size_t index, std::uint32_t piece) const;
   bool is_sibling(Rank rank) const;
@@ -418,8 +435,8 @@ class Node {
   void on_formed(Rank from, const Message& message);
   void formed(std::size_t index, std::uint32_t ready, std::vector<std::uint64_t> addresses);
   void sections_came_on(std::size_t index);
-  bool take_sections(Entry& entry);
-  bool all_taken() const;
+  bool take_sections(Destination to);
+  bool all_taken(bool or_gone = false) const;
   void section_arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
   std::optional<bool> follow_sections();
   double sections_at() const;

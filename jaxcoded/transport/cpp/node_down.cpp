@@ -38,6 +38,7 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
     asked_pieces_.clear();
   }
   upstream_.moved(wire_.now());
+  if (entry.complete()) spread(entry);
   tell_all();
   hand_over(entry);
 }
@@ -92,7 +93,8 @@ void Node::read_announcement(Announcement& news, const Message& message) const {
   }
   const Entry* begun = history_.find(head.round);
   if (begun && begun->layout.segments() != news.segments) throw Damaged();
-  if (sections_.round == head.round && sections_.layout.segments() != news.segments) throw Damaged();
+  const bool in_sections = sections_.round == head.round && sections_.purpose != Purpose::message;
+  if (in_sections && sections_.layout.segments() != news.segments) throw Damaged();
   const Layout fresh = begun ? Layout() : laid_out(news.segments);
   const Layout& layout = begun ? begun->layout : fresh;
   const std::size_t start = table.size() * sizeof table[0];
@@ -156,6 +158,8 @@ Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bo
 
 bool Node::follow() {
   if (root()) return false;
+  // what is decided may soon be where this rank's own vector is
+  if (up_.delegated && announced_.contains(frontier_)) abandon_sections();
   if (const auto more = follow_sections()) return *more;
   const auto found = announced_.find(frontier_);
   if (found == announced_.end()) return false;
@@ -371,7 +375,8 @@ void Node::tell(Rank rank, Listener& listener) {
       return wire_.send(rank, message);
     }
     const bool small = !entry->failed && entry->layout.bytes() <= wire_.inline_bytes(rank);
-    if (entry->ready == listener.told || (small && !entry->complete())) return;
+    if (entry->ready == listener.told) return;
+    if (!entry->complete() && (small || will_spread_to(rank, *entry))) return;
     if (!entry->failed) introduce(rank, listener.introduced, entry->fingerprint);
     Message message{header(Kind::result, entry->round)};
     message.header.fingerprint = entry->fingerprint;

@@ -237,10 +237,8 @@ bool Node::gather() {
     if (!up_.overdue) return false;
   }
   if (!calling()) return false;
-  if (root()) {
-    if (const auto more = delegate()) return *more;
-    if (!calling()) return false;
-  }
+  if (const auto more = delegate()) return *more;
+  if (!calling()) return false;
   std::uint64_t bytes = 0;
   while (up_.decoded.pieces < up_.incoming.size()) {
     // What is decided is not needed any more, and may lie where this rank's own vector was.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <tuple>
 #include <vector>
@@ -38,13 +39,16 @@ inline double evenly_shared(double messages, std::size_t makers) {
 }
 
 // `makers`: who is there, and may form some of it, as numbers of ports. `choices`: messages that suffice for
-// it, any of them, one of each port.
+// it, any of them, one of each port. `taker`: the port that
+// gets all of the sum; if none is named, all makers do.
 inline SectionShares section_shares(std::span<const std::size_t> makers,
                                     std::span<const std::vector<PortMessage>> choices,
-                                    std::size_t ports, std::uint32_t pieces) {
+                                    std::size_t ports, std::uint32_t pieces,
+                                    std::optional<std::size_t> taker = {}) {
   constexpr std::size_t units_of_each = 16;  // as fine as it is of use
   const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
-  const double receivers = static_cast<double>(makers.size()) - 1;
+  const auto takes = [&](std::size_t port) { return !taker || port == *taker ? 1.0 : 0.0; };
+  const double takers = taker ? 1 : static_cast<double>(makers.size());
   // What each port moves in all: what it does so far, and for the rest of its message what it would if
   // choices took turns. Without that, who alone has a message would be given too much early on.
   std::vector<double> turns(ports), sends(ports), fetches(ports);
@@ -52,7 +56,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     for (const PortMessage& it : choice) turns[it.port] += it.length / static_cast<double>(choices.size());
   }
   for (std::size_t port = 0; port < ports; ++port) sends[port] = static_cast<double>(units) * turns[port];
-  for (const std::size_t port : makers) fetches[port] = static_cast<double>(units);
+  for (const std::size_t port : makers) fetches[port] = static_cast<double>(units) * takes(port);
 
   // A maker's own message, if it is of a choice, need not be sent.
   std::vector<std::vector<double>> own(choices.size(), std::vector<double>(ports));
@@ -87,7 +91,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     const double terms = lengths[c] - own[c][port];
     const double others = most[c].port == port ? most[c].second : most[c].first;
     const double busiest = std::max(
-        {sends[port] - turns[port] + receivers, fetches[port] + terms - 1, others});
+        {sends[port] - turns[port] + takers - takes(port), fetches[port] + terms - takes(port), others});
     return std::tuple(busiest, terms, sends[port] + fetches[port]);
   };
 
@@ -108,8 +112,8 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     const std::size_t port = makers[maker];
     for (std::size_t it = 0; it < ports; ++it) sends[it] -= turns[it];
     for (const PortMessage& other : choices[choice]) sends[other.port] += other.length;
-    fetches[port] += lengths[choice] - own[choice][port] - 1;
-    sends[port] += receivers - own[choice][port];
+    fetches[port] += lengths[choice] - own[choice][port] - takes(port);
+    sends[port] += takers - takes(port) - own[choice][port];
     for (std::size_t c = 0; c < choices.size(); ++c) look(c);
   }
 

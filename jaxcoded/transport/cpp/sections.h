@@ -1,7 +1,8 @@
-// A long sum is formed in sections, each by one rank of the root's family (delegated decoding).
+// A long sum is formed in sections, each by one rank of a family (delegated decoding).
 //
-// The root says who forms what from whose messages. Everybody fetches the sections from those who
-// form them, and once the root has all of them the round is decided.
+// The parent says who forms what from whose messages. Of the root's sum everybody fetches the sections
+// from those who form them, and once the root has all of them the round is decided. Another parent alone
+// fetches those of its message, and lets its children fetch the result in sections, too.
 #pragma once
 
 #include <algorithm>
@@ -40,6 +41,13 @@ struct Term {
   std::vector<std::uint64_t> addresses = {};  // by segment
 };
 
+// What the sections of a family make.
+enum class Purpose : std::uint8_t {
+  result,   // the sum of the round, which everybody takes,
+  message,  // that of their parent, which it takes alone,
+  copy,     // or what the parent has of the round's, which the others take
+};
+
 // Of a sum that is formed in sections.
 struct SumShape {
   std::uint32_t pieces = 0;
@@ -48,8 +56,8 @@ struct SumShape {
   std::uint32_t parts = 1;   // of a message
 };
 
-// The root's own vector in a section.
-enum class OfRoot : std::uint8_t {
+// The parent's own vector in a section. Of a copy: the result that it has.
+enum class OfParent : std::uint8_t {
   none,  // is not added,
   term,  // is the first term,
   zero,  // or is all zeros, which nobody has to fetch
@@ -58,9 +66,10 @@ enum class OfRoot : std::uint8_t {
 // What a rank is told of a round: all sections, who else is told, and what its own section is formed
 // from.
 struct SectionPlan {
+  Purpose purpose = Purpose::result;
   std::vector<Section> sections = {};
   std::vector<Rank> members = {};
-  OfRoot of_root = OfRoot::none;
+  OfParent of_parent = OfParent::none;
   std::vector<Term> terms = {};
 
   void append_to(Message& message) const {
@@ -69,7 +78,8 @@ struct SectionPlan {
     add(members.size());
     add(terms.size());
     add(terms.empty() ? 0 : terms.front().addresses.size());
-    add(static_cast<std::uint64_t>(of_root));
+    add(static_cast<std::uint64_t>(of_parent));
+    add(static_cast<std::uint64_t>(purpose));
     for (const Section& it : sections) {
       add(std::uint64_t{it.first} << 32 | it.last);
       add(static_cast<std::uint64_t>(it.maker) << 32 | it.version);
@@ -83,9 +93,9 @@ struct SectionPlan {
     }
   }
 
-  // Among the ranks that are of the family.
+  // Among the ranks that are of the family. `sum`: null for who does not take part, and needs no terms.
   template <class Member>
-  static SectionPlan from(const Message& message, const SumShape& sum, Member is_member) {
+  static SectionPlan from(const Message& message, const SumShape* sum, Member is_member) {
     const auto all = message.all<std::uint64_t>();
     std::size_t at = 0;
     const auto next = [&] {
@@ -94,11 +104,14 @@ struct SectionPlan {
     };
     const std::uint64_t sections = next(), members = next(), terms = next(), addresses = next();
     SectionPlan out;
-    const std::uint64_t of_root = next();
-    if (of_root > static_cast<std::uint64_t>(OfRoot::zero)) throw Damaged();
-    out.of_root = static_cast<OfRoot>(of_root);
+    const std::uint64_t of_parent = next();
+    if (of_parent > static_cast<std::uint64_t>(OfParent::zero)) throw Damaged();
+    out.of_parent = static_cast<OfParent>(of_parent);
+    const std::uint64_t purpose = next();
+    if (purpose > static_cast<std::uint64_t>(Purpose::copy)) throw Damaged();
+    out.purpose = static_cast<Purpose>(purpose);
     if (std::max({sections, members, terms}) > all.size()) throw Damaged();
-    if (terms && addresses != sum.segments) throw Damaged();
+    if (sum && terms && addresses != sum->segments) throw Damaged();
     const auto rank = [&](std::uint64_t number) {
       const auto it = static_cast<Rank>(number);
       if (number > std::numeric_limits<std::uint32_t>::max() || !is_member(it)) throw Damaged();
@@ -114,19 +127,20 @@ struct SectionPlan {
       const bool known = std::ranges::any_of(
           out.sections, [&](const Section& it) { return it.version == section.version; });
       if (section.first != end || section.last <= end || !section.version || known) throw Damaged();
-      if (section.last % sum.slices) throw Damaged();
+      if (sum && section.last % sum->slices) throw Damaged();
       end = section.last;
       out.sections.push_back(section);
     }
-    if (sections && end != sum.pieces) throw Damaged();
+    if (sum && sections && end != sum->pieces) throw Damaged();
     for (std::uint64_t i = 0; i < members; ++i) out.members.push_back(rank(next()));
+    if (!sum) return out;
     for (std::uint64_t i = 0; i < terms; ++i) {
       Term& term = out.terms.emplace_back();
       const std::uint64_t whose = next();
       term.rank = rank(whose >> 32);
       term.part = static_cast<std::uint32_t>(whose);
-      if (term.part >= sum.parts) throw Damaged();
-      for (std::uint32_t u = 0; u < sum.slices; ++u) term.coefficients.push_back(std::bit_cast<double>(next()));
+      if (term.part >= sum->parts) throw Damaged();
+      for (std::uint32_t u = 0; u < sum->slices; ++u) term.coefficients.push_back(std::bit_cast<double>(next()));
       term.version = next();
       for (std::uint64_t s = 0; s < addresses; ++s) term.addresses.push_back(next());
     }
@@ -139,7 +153,7 @@ struct SectionPlan {
 struct Forming {
   std::size_t index = 0;
   Section section = {};
-  OfRoot of_root = OfRoot::none;
+  OfParent of_parent = OfParent::none;
   std::vector<Term> terms = {};
   std::uint32_t next = 0;  // its piece
 
@@ -208,6 +222,7 @@ struct Flow {
 // What a rank of the family knows of the round that is formed in sections.
 struct Sections {
   Round round = 0;  // 0: none
+  Purpose purpose = Purpose::result;
   Layout layout = {};
   Incoming messages = {};    // that it is formed from,
   std::uint32_t slices = 1;  // a piece of which makes so many pieces
@@ -220,6 +235,7 @@ struct Sections {
   };
   std::vector<Known> all = {};
   std::vector<Rank> members = {};
+  std::vector<bool> here = {};               // which pieces of this rank's message are
   std::map<std::uint32_t, Rank> asked = {};  // pieces on their way, and from whom
   std::deque<Forming> forming = {};
   Flow flow = {};         // of all sections
@@ -227,11 +243,15 @@ struct Sections {
 
   // What goes of a term into this piece of the sum: which piece of that rank's vector.
   std::uint32_t number(const Forming& it, std::size_t term, std::uint32_t piece) const {
-    if (is_roots(it, term)) return piece;
+    if (is_of_parent(it, term)) return piece;
     return messages.piece_of_part(it.terms[term].part, piece / slices);
   }
   Piece of_term(const Forming& it, std::size_t term, std::uint32_t number) const {
-    return is_roots(it, term) ? layout[number] : messages.of_child()[number];
+    return is_of_parent(it, term) ? layout[number] : messages.of_child()[number];
+  }
+  Object::What kind_of_term(const Forming& it, std::size_t term) const {
+    if (!is_of_parent(it, term)) return Object::What::message;
+    return purpose == Purpose::copy ? Object::What::result : Object::What::own;
   }
 
   std::size_t of_piece(std::uint32_t piece) const {
@@ -241,18 +261,18 @@ struct Sections {
   }
 
  private:
-  static bool is_roots(const Forming& it, std::size_t term) {
-    return it.of_root == OfRoot::term && term == 0;
+  static bool is_of_parent(const Forming& it, std::size_t term) {
+    return it.of_parent == OfParent::term && term == 0;
   }
 };
 
-// At the root: what it has asked for.
+// At the parent: what it has asked for.
 struct Delegated {
-  OfRoot of_root = OfRoot::none;
+  OfParent of_parent = OfParent::none;
   std::vector<std::shared_ptr<const Decoding>> decodings = {};  // by section
   std::vector<Flow> flows = {};                                 // of each
   std::vector<Rank> members = {};  // who is told by the makers,
-  std::vector<Rank> joined = {};   // and who by the root, as they came later
+  std::vector<Rank> joined = {};   // and who by the parent, as they came later
   std::vector<std::size_t> attempts = {};  // of others to form a section again
   std::size_t turns = 0;                   // whose turn it is to do so
   double since = 0;

@@ -1,0 +1,467 @@
+// A parent whose children form a long sum in sections: it chooses the messages, as for any sum, and says
+// who forms which section from which of them.
+//
+// The root's sum is the result, which everybody takes; that of another parent is its message, which it takes
+// alone. Once it has all of it, the round goes on as any other.
+#include "node.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+namespace jaxcoded {
+namespace {
+
+constexpr std::size_t most_choices = 16;  // of messages
+constexpr std::size_t most_attempts = 3;  // by others than the parent
+constexpr double unformed = 4;  // times as long may it take until any of a sum is formed
+
+}  // namespace
+
+bool Node::may_delegate() const {
+  return family_.delegates && up_.call.up && up_.call.down && !up_.whole && may_delegate_message() &&
+         up_.call.audits.empty() && !decoder_.checked() && !up_.approximating && up_.decoded.pieces == 0 &&
+         up_.incoming.size() > 1 && up_.outgoing.bytes() >= limits_.sections_from &&
+         up_.outgoing.size() == up_.incoming.size() * limits_.slices;
+}
+
+// Another parent than the root forms its message so if that is as long as the result, and while that is not
+// known: then this rank's own vector may be where it goes.
+bool Node::may_delegate_message() const {
+  if (root()) return true;
+  const bool known = announced_.contains(next_) || history_.find(next_);
+  return !known && !up_.call.shared && !sums_blocks() && up_.call.message == up_.call.total &&
+         limits_.slices == 1 && limits_.parts == 1 && decoder_.slices() == 1 && decoder_.parts() == 1;
+}
+
+// Form the sum in sections, if it can be. Whether there is more to do at once; nothing if it is to be
+// formed here.
+std::optional<bool> Node::delegate() {
+  if (up_.delegated) return oversee();
+  if (!may_delegate()) return {};
+  const std::uint32_t last = up_.incoming.size() - 1;
+  const auto decoding = own_ready(last) ? choose(last) : nullptr;
+  if (!may_delegate()) return {};
+  if (!decoding) {
+    up_.whole = gives_up() || too_few_left(last);
+    if (up_.whole) return {};
+    if (up_.overdue && !root()) miss_the_deadline();
+    return false;
+  }
+  // Whoever comes a little later is of use, too.
+  const double now = wire_.now();
+  if (!up_.sufficient_at) up_.sufficient_at = now;
+  if (now < up_.sufficient_at + patience_with_latecomers()) return false;
+  if (!begin_sections(decoding)) {
+    up_.whole = true;
+    return {};
+  }
+  return true;
+}
+
+// Seconds to wait for them: no more than it would save that they send and form a part, too. From another
+// host nobody comes sooner than that. A parent that alone takes what is formed needs as long without them.
+double Node::patience_with_latecomers() const {
+  if (!root()) return 0;
+  const auto comes = [&](const Child& child) { return !child.retired && !child.dead; };
+  const auto here = [&](const Child& child) { return takes_part(child); };
+  const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
+  const auto now = static_cast<std::size_t>(std::ranges::count_if(children_, here));
+  if (now >= most) return 0;
+  const double messages = static_cast<double>(decoder_.enough()) / limits_.slices;
+  const double before = evenly_shared(messages, now + 1);
+  const double after = evenly_shared(messages, most + 1);
+  const double lasts = section_seconds_ * static_cast<double>(up_.outgoing.bytes());
+  const double saved = lasts * (before / after - 1);
+  const bool near = std::ranges::all_of(children_, [&](const Child& it) { return wire_.direct(it.rank); });
+  return near ? saved : std::max(limits_.stall_seconds, saved);
+}
+
+// Whether a child waits for this round and may form a part of it.
+bool Node::takes_part(const Child& child) const {
+  return child.offer.round == next_ && !child.offer.withdrawn && !child.dead && !stalled(child) &&
+         child.offer.fingerprint == up_.call.fingerprint;
+}
+
+bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
+  Delegated it;
+  for (const Child& child : children_) {
+    if (takes_part(child)) it.members.push_back(child.rank);
+  }
+  if (it.members.empty()) return false;
+  const auto choices = chosen_by_all() ? std::vector{decoding} : decodings_in_turn(decoding);
+  for (const auto& choice : choices) {
+    if (!fetchable(*choice)) return false;
+  }
+  it.since = wire_.now();
+  if (adds_own()) it.of_parent = own_is_zero() ? OfParent::zero : OfParent::term;
+  std::vector<Section> sections;
+  std::uint32_t first = 0;
+  for (const SectionShare& share : shares_of(it, choices).shares) {
+    const bool own = share.maker == it.members.size();
+    const std::uint32_t pieces = share.pieces * limits_.slices;
+    sections.push_back({.first = first,
+                        .last = first + pieces,
+                        .maker = own ? family_.rank : it.members[share.maker],
+                        .version = ++section_versions_});
+    it.decodings.push_back(choices[share.choice]);
+    first += pieces;
+  }
+  it.flows.assign(sections.size(), {.moved = it.since});
+  it.attempts.assign(sections.size(), 0);
+  up_.delegated = std::move(it);
+  assign(std::move(sections));
+  return true;
+}
+
+// Whether this rank hands in zeros: a root without data does. They are added all the same, so that the
+// bits do not depend on where.
+bool Node::own_is_zero() const {
+  for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
+    const std::byte* begin = up_.call.own[s];
+    const std::uint64_t bytes = up_.call.total[s].bytes();
+    if (bytes && (begin[0] != std::byte{0} || std::memcmp(begin, begin + 1, bytes - 1) != 0)) return false;
+  }
+  return true;
+}
+
+// Whether others can fetch these messages: short ones come within offers.
+bool Node::fetchable(const Decoding& choice) {
+  return std::ranges::all_of(choice.rows, [&](std::size_t row) {
+    return child_of_row(row).offer.addresses.size() == up_.of_child().segments().size();
+  });
+}
+
+// Who of the members, and of this rank as the last one, forms how much, and from which messages.
+SectionShares Node::shares_of(const Delegated& it,
+                              const std::vector<std::shared_ptr<const Decoding>>& choices) const {
+  const std::size_t own = children_.size();
+  const auto port = [&](Rank rank) {
+    const auto same = [&](const Child& child) { return child.rank == rank; };
+    return static_cast<std::size_t>(std::ranges::find_if(children_, same) - children_.begin());
+  };
+  std::vector<std::size_t> makers;
+  for (const Rank rank : it.members) makers.push_back(port(rank));
+  makers.push_back(own);
+  const double length = 1.0 / limits_.slices;
+  std::vector<std::vector<PortMessage>> messages;
+  for (const auto& choice : choices) {
+    auto& ports = messages.emplace_back();
+    for (const std::size_t row : choice->rows) {
+      const std::size_t child = row / decoder_.parts();
+      const auto known = std::ranges::find(ports, child, &PortMessage::port);
+      known == ports.end() ? ports.push_back({child, length}) : void(known->length += length);
+    }
+    if (it.of_parent == OfParent::term) ports.push_back({own, 1});
+  }
+  const auto taker = root() ? std::nullopt : std::optional(own);
+  return section_shares(makers, messages, own + 1, up_.incoming.size(), taker);
+}
+
+// Choices of messages, of which the first is known, that use all messages about equally often.
+std::vector<std::shared_ptr<const Decoding>> Node::decodings_in_turn(
+    std::shared_ptr<const Decoding> first) {
+  std::vector<std::size_t> order(decoder_.rows()), used(decoder_.rows());
+  std::iota(order.begin(), order.end(), 0);
+  std::vector<std::shared_ptr<const Decoding>> out;
+  for (auto next = std::move(first); next && out.size() < most_choices; next = decoding_from(order, true)) {
+    if (std::ranges::any_of(out, [&](const auto& it) { return it->rows == next->rows; })) break;
+    for (const std::size_t row : next->rows) ++used[row];
+    out.push_back(std::move(next));
+    std::ranges::stable_sort(order, {}, [&](std::size_t row) { return used[row]; });
+  }
+  return out;
+}
+
+// Whether nobody is waited for any more.
+bool Node::gives_up() const {
+  return up_.overdue && limits_.on_deadline != OnDeadline::wait;
+}
+
+// Whether all of the sum is of one choice of messages, which is not this function's.
+bool Node::chosen_by_all() const { return pinned() || up_.call.shared || sums_blocks(); }
+
+// Messages that suffice for all of the sum, the first of them in this order.
+std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_t>& order, bool in_time) {
+  const std::uint32_t last = up_.incoming.size() - 1;
+  std::vector<std::size_t> here;
+  for (const std::size_t row : order) {
+    const Child& child = child_of_row(row);
+    if (usable(row, last) && !child.dead && !(in_time && stalled(child))) here.push_back(row);
+  }
+  return decoder_.decode(here, may_offer(last));
+}
+
+// The same, those from `first` on before others.
+std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_time) {
+  std::vector<std::size_t> order(decoder_.rows());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = (first + i) % order.size();
+  return decoding_from(order, in_time);
+}
+
+// Say who forms which section, where that has changed.
+void Node::assign(std::vector<Section> sections) {
+  Delegated& it = *up_.delegated;
+  const auto is_new = [&](std::size_t i) {
+    return i >= sections_.all.size() || sections_.all[i].section != sections[i];
+  };
+  std::vector<std::size_t> jobs;
+  for (std::size_t i = 0; i < sections.size(); ++i) {
+    if (!is_new(i)) continue;
+    jobs.push_back(i);
+    it.flows[i].begin(wire_.now());
+    for (const std::size_t row : it.decodings[i]->rows) {
+      telemetry_.used(next_, child_of_row(row).column);
+    }
+  }
+  SectionPlan plan{.purpose = purpose(), .sections = std::move(sections)};
+  if (root()) plan.members = it.members;
+  std::vector<Rank> idle = it.members;
+  idle.insert(idle.end(), it.joined.begin(), it.joined.end());
+  for (const std::size_t job : jobs) {
+    const Rank maker = plan.sections[job].maker;
+    if (maker == family_.rank) continue;
+    add_terms(plan, job);
+    tell_sections(maker, next_, up_.call.fingerprint, plan, job);
+    std::erase(idle, maker);
+  }
+  plan.terms.clear();
+  for (const Rank rank : idle) tell_sections(rank, next_, up_.call.fingerprint, plan, 0);
+  learn_sections(plan);
+  for (const std::size_t job : jobs) {
+    if (plan.sections[job].maker != family_.rank) continue;
+    add_terms(plan, job);
+    begin_forming(plan, job);
+  }
+}
+
+void Node::add_terms(SectionPlan& plan, std::size_t job) {
+  const Decoding& decoding = *up_.delegated->decodings[job];
+  plan.terms.clear();
+  plan.of_parent = up_.delegated->of_parent;
+  if (plan.of_parent == OfParent::term) {
+    Term& own = plan.terms.emplace_back();
+    own.rank = family_.rank;
+    own.coefficients.assign(limits_.slices, 1.0);
+    if (up_.call.shared) own.version = up_.share.version().number();
+    for (const std::byte* vector : up_.call.own) {
+      own.addresses.push_back(reinterpret_cast<std::uintptr_t>(vector));
+    }
+  }
+  for (std::size_t i = 0; i < decoding.rows.size(); ++i) {
+    const Child& child = child_of_row(decoding.rows[i]);
+    const std::size_t part = decoding.rows[i] % decoder_.parts(), vectors = up_.call.total.size();
+    Term& term = plan.terms.emplace_back();
+    term.rank = child.rank;
+    term.part = static_cast<std::uint32_t>(part);
+    for (const auto& of_slice : decoding.coefficients) term.coefficients.push_back(of_slice[i]);
+    term.version = version_of(child.offer);
+    const auto addresses = std::span(child.offer.addresses).subspan(part * vectors, vectors);
+    term.addresses.assign(addresses.begin(), addresses.end());
+  }
+}
+
+void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const SectionPlan& plan,
+                         std::size_t job) {
+  Message message{header(Kind::delegate, round)};
+  message.header.fingerprint = fingerprint;
+  message.header.ready = static_cast<std::uint32_t>(job);
+  plan.append_to(message);
+  wire_.send(to, message);
+}
+
+// A child comes while others form the sum: it can have what they have formed.
+void Node::join_sections(const Child& child) {
+  if (!root() || !up_.delegated || !takes_part(child)) return;
+  Delegated& it = *up_.delegated;
+  if (std::ranges::find(it.members, child.rank) != it.members.end()) return;
+  if (std::ranges::find(it.joined, child.rank) != it.joined.end()) return;
+  it.joined.push_back(child.rank);
+  SectionPlan plan{.members = it.members};
+  for (const Sections::Known& known : sections_.all) plan.sections.push_back(known.section);
+  tell_sections(child.rank, next_, up_.call.fingerprint, plan, 0);
+  for (std::size_t i = 0; i < sections_.all.size(); ++i) {
+    if (sections_.all[i].formed > sections_.all[i].section.first) tell_formed(child.rank, i);
+  }
+}
+
+// One more turn of the sections. Whether there is more to do at once.
+bool Node::oversee() {
+  if (up_.call.shared) {
+    const std::vector<Version> before = up_.versions;
+    if (!choose_sealed(up_.incoming.size() - 1) || up_.versions != before) {
+      abandon_sections();
+      return true;
+    }
+  }
+  if (!mend_sections()) {
+    abandon_sections();
+    return true;
+  }
+  const bool more = take_sections(destination());
+  if (!all_taken()) return more;
+  if (!up_.all_decoded()) {
+    const double lasted = wire_.now() - up_.delegated->since;
+    section_seconds_ = lasted / static_cast<double>(up_.outgoing.bytes());
+  }
+  while (!up_.all_decoded()) skip_piece();
+  if (root() && !counted()) return false;
+  announce_sum();
+  if (!root()) end_delegation();
+  return false;
+}
+
+// What the children of another parent than the root form is whole, or not needed any more.
+void Node::end_delegation() {
+  withdraw(Object::What::own, next_ + 1);
+  up_.delegated.reset();
+  sections_ = {};
+  formed_.parts.clear();  // by itself, for want of others
+}
+
+// See to it that somebody forms every section. False if nobody can.
+bool Node::mend_sections() {
+  Delegated& it = *up_.delegated;
+  const double now = wire_.now();
+  for (const Child& child : children_) {
+    if (!child.asked) up_.stalled.erase(child.rank);  // it has answered since
+  }
+  // On slow cables all are slow. Before any of it is formed, that none is says little.
+  double longest = 0;
+  for (const Flow& flow : it.flows) longest = std::max(longest, flow.longest);
+  const double patience = longest > 0 ? std::max(limits_.silent_seconds, 2 * longest)
+                                      : unformed * limits_.silent_seconds;
+  std::vector<Section> sections;
+  bool changed = false;
+  for (std::size_t i = 0; i < sections_.all.size(); ++i) {
+    const Sections::Known& known = sections_.all[i];
+    Section& section = sections.emplace_back(known.section);
+    if (known.taken == section.last) continue;
+    bool lost = false, late = false;  // messages
+    for (const std::size_t row : it.decodings[i]->rows) {
+      Child& child = child_of_row(row);
+      lost |= !usable(row, up_.incoming.size() - 1) || child.dead;
+      late |= !is_responsive(child);
+    }
+    if (lost && chosen_by_all()) return false;
+    // One choice of messages for all of the sum: another one is a matter of the ordinary way, and where
+    // the work is shared, of the ledger (`watch_members`), which has not chosen another one.
+    if (late && chosen_by_all() && !up_.call.shared && (gives_up() || decoding_from(0, true))) return false;
+    Child* maker = child_of(section.maker);
+    const bool left = known.gone || (maker && !is_responsive(*maker));
+    const bool stuck = now - it.flows[i].moved >= patience;
+    std::shared_ptr<const Decoding> other;
+    if ((lost || late) && !chosen_by_all()) {
+      other = decoding_from(i, true);
+      if (!other && lost && !gives_up()) other = decoding_from(i, false);
+      if (!other && (lost || gives_up())) return false;
+    }
+    if (other && !fetchable(*other)) return false;
+    if (!other && !left && !stuck) continue;
+    if (other) it.decodings[i] = std::move(other);
+    if (left || stuck) section.maker = stand_in(i);
+    section.version = ++section_versions_;
+    changed = true;
+  }
+  if (changed) assign(std::move(sections));
+  return true;
+}
+
+// Whether a child that is relied on answers. It is asked if it has said nothing for a while. On the
+// way to another host a word may have to wait for much that was sent before.
+bool Node::is_responsive(Child& child) {
+  if (child.dead || stalled(child)) return false;
+  const double now = wire_.now();
+  const double heard = std::max(child.heard, up_.delegated->since);
+  if (now - heard < limits_.orphan_seconds) return true;
+  const double least = wire_.direct(child.rank) ? limits_.orphan_seconds : limits_.silent_seconds;
+  if (!child.asked) {
+    ask_whether_it_is_there(child);
+  } else if (now - child.asked >= std::max(least, patience(heard))) {
+    stall(child);
+    return false;
+  }
+  return true;
+}
+
+// Who forms a section in place of its maker.
+Rank Node::stand_in(std::size_t index) {
+  Delegated& it = *up_.delegated;
+  if (++it.attempts[index] > most_attempts) return family_.rank;
+  for (std::size_t i = 0; i < it.members.size(); ++i) {
+    const Rank rank = it.members[it.turns++ % it.members.size()];
+    const Child& child = *child_of(rank);
+    if (rank != sections_.all[index].section.maker && takes_part(child)) return rank;
+  }
+  return family_.rank;
+}
+
+// The sum is formed in another way, or anew. What is known of the sections is forgotten everywhere.
+void Node::abandon_sections() {
+  if (!up_.delegated) return;
+  const Delegated it = std::move(*up_.delegated);
+  up_.delegated.reset();
+  const SectionPlan none{.purpose = purpose(), .members = it.members};
+  for (const Rank rank : it.members) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
+  for (const Rank rank : it.joined) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
+  learn_sections(none);
+  if (!root()) end_delegation();
+  up_.whole = !up_.call.shared;
+  up_.decoding.reset();
+  up_.decoded = up_.exact;
+}
+
+// --- On the way down ---
+
+// Whether children fetch a result from here in sections.
+bool Node::spreads(const Entry& entry) const {
+  return family_.delegates && !root() && !entry.failed && entry.buffer && limits_.slices == 1 &&
+         entry.layout.size() > 1 && entry.layout.bytes() >= limits_.sections_from;
+}
+
+// Children that wait for this result and know nothing of it; none if there is only one.
+std::vector<Rank> Node::those_waiting(const Entry& entry) const {
+  std::vector<Rank> out;
+  for (const Child& child : children_) {
+    const Listener& listener = listeners_.at(child.rank);
+    const bool waits = child.offer.round == entry.round && listener.first == entry.round &&
+                       listener.last >= entry.round && !listener.told;
+    if (waits && child.offer.fingerprint == entry.fingerprint && !child.dead && !child.asked) {
+      out.push_back(child.rank);
+    }
+  }
+  if (out.size() < 2) out.clear();
+  return out;
+}
+
+// Whether this rank will get it so once it is whole.
+bool Node::will_spread_to(Rank rank, const Entry& entry) const {
+  return spreads(entry) && std::ranges::count(those_waiting(entry), rank);
+}
+
+// Let them fetch a part of it each, and the rest from each other, before they hear that all of it can be had
+// from here. Who lacks something after a while fetches it from here all the same.
+void Node::spread(const Entry& entry) {
+  if (!spreads(entry)) return;
+  SectionPlan plan{.purpose = Purpose::copy, .members = those_waiting(entry), .of_parent = OfParent::term};
+  const std::size_t makers = std::min<std::size_t>(plan.members.size(), entry.layout.size());
+  for (std::size_t i = 0; i < makers; ++i) {
+    const auto bound = [&](std::size_t part) {
+      return static_cast<std::uint32_t>(std::uint64_t{entry.layout.size()} * part / makers);
+    };
+    plan.sections.push_back({.first = bound(i),
+                             .last = bound(i + 1),
+                             .maker = plan.members[i],
+                             .version = ++section_versions_});
+  }
+  Term& term = plan.terms.emplace_back(Term{.rank = family_.rank, .coefficients = {1.0}});
+  for (const std::byte* vector : entry.at) term.addresses.push_back(reinterpret_cast<std::uintptr_t>(vector));
+  for (std::size_t i = 0; i < plan.members.size(); ++i) {
+    if (i == makers) plan.terms.clear();
+    tell_sections(plan.members[i], entry.round, entry.fingerprint, plan, i < makers ? i : 0);
+  }
+}
+
+}  // namespace jaxcoded
