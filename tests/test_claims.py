@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import pydoc
 import re
 
 import jaxcoded
@@ -50,3 +51,14 @@ def test_everything_public_is_in_the_reference():
     named |= {name.partition(".")[0] for name in named}  # what is in a module
     assert set(jaxcoded.__all__) - {"__version__"} <= named
     assert {f"codes.{name}" for name in codes.NAMES} <= named
+
+
+def test_pydoc_prints_what_the_reference_names():
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        names = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+        for name in names:
+            first = (pydoc.locate(name).__doc__ or "").partition("\n")[0]
+            assert first and first in pydoc.render_doc(name), name
+        shown = re.findall(r"`python -m pydoc ([\w.]+)`", text)
+        assert bool(shown) == bool(names) and set(shown) <= set(names), page.name
