@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import json
+import os
+import socket
 
 import pytest
 from commands import main
 from test_run import fake  # noqa: F401
 
-from jaxcoded.cli import doctor, launcher, machine
+from jaxcoded.cli import doctor, launcher, machine, places, reaching
 from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding, show
 
 RANK = {
@@ -53,6 +55,54 @@ def test_a_job_that_fails_is_shown(capfd, monkeypatch):
     said = capfd.readouterr().out
     assert "failed with status 1" in said
     assert "no such thing" in said
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """Stands in for ssh: it gets to `good` alone."""
+    path = tmp_path / "bin" / "ssh"
+    path.parent.mkdir()
+    path.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in *" good "*) exit 0;; *" mute "*) exit 255;; esac\n'
+        'echo "a warning\nssh: connect to host x port 22: Connection refused" >&2\n'
+        "exit 255\n"
+    )
+    path.chmod(0o700)
+    monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
+    for name in places.OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    return path
+
+
+@pytest.mark.mpi
+def test_a_host_that_cannot_be_reached(ssh, capfd):
+    assert main(["doctor", "--hosts", "x.invalid:2", "--json"]) == 1
+    found = json.loads(capfd.readouterr().out)[-1]
+    assert found["about"] == "ranks" and found["state"] == BAD
+    assert found["found"] == (
+        "2 ranks were not started, as ssh does not get to x.invalid "
+        "(connect to host x port 22: Connection refused)"
+    )
+    assert found["remedy"].startswith("`ssh x.invalid true` must end")
+    assert main(["bench", "-n", "2", "--hosts", "x.invalid:2"]) == 1
+    assert "→ `ssh x.invalid true` must end" in capfd.readouterr().err
+
+
+def test_hosts_that_ssh_does_not_get_to(ssh, monkeypatch):
+    hosts = ["good:2", "mute slots=3", "x:auto", "localhost", socket.gethostname()]
+    refused = "connect to host x port 22: Connection refused"
+    assert reaching.failures(hosts) == {"mute": "status 255", "x": refused}
+    # where something else starts ranks, ssh need not get anywhere
+    for name in ("PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER", "SLURM_JOB_ID"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "rsh")
+            assert reaching.failures(hosts) == {}
+    ssh.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(reaching, "_SECONDS", 0.1)
+    assert reaching.failures(["x"]) == {"x": "no answer within 0.3 s"}
+    monkeypatch.setenv("PATH", "/none")
+    assert reaching.failures(["x"]) == {"x": "there is no command ssh"}
 
 
 def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811

@@ -672,7 +672,7 @@ def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
 def test_a_launcher_that_starts_no_rank(
     fake, program, tmp_path, monkeypatch, launchers, options, batch, status, words
 ):
-    for name in places._OTHERS:
+    for name in places.OTHERS:
         monkeypatch.delenv(name, raising=False)
     if batch:
         monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))

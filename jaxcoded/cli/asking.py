@@ -8,14 +8,23 @@ from typing import Any
 import click
 
 from jaxcoded import _parse, _require
-from jaxcoded.cli import job, launcher, output, places
+from jaxcoded.cli import job, launcher, output, places, reaching
 
 _SECONDS = 120.0
 _MARK = "jaxcoded answers "  # the line may stand among what others print
 
 
 class NoAnswer(click.ClickException):
-    """The ranks have failed; what they said."""
+    """The ranks have failed.
+
+    Attributes:
+        found: in words; what they said.
+        remedy: what to do.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}\n→ {remedy}")
+        self.found, self.remedy = found, remedy
 
 
 def answered(
@@ -31,6 +40,7 @@ def answered(
     Raises:
         NoAnswer: the job failed, or took too long, or what it answers cannot be read.
     """
+    asked = launcher.listed(hosts, hostfile)
     hosts = places.chosen(ranks, hosts, hostfile)
     # a file of the user's in this folder must not pass for a module, such as random.py
     command, environment = launcher.command(
@@ -56,19 +66,29 @@ def answered(
             return _parse.document(said)
         except ValueError:
             raise unreadable(ranks, said) from None
+    if status and (away := reaching.failures(asked)):
+        those = ", ".join(f"{name} ({words})" for name, words in away.items())
+        raise NoAnswer(
+            f"{ranks} ranks were not started, as ssh does not get to {those}",
+            f"`ssh {next(iter(away))} true` must end without a question: check the names of the hosts, their sshd "
+            "and your keys: docs/several-hosts.md",
+        )
     words = (
         f"did not end within {_SECONDS:g} s"
         if status == job.TOO_LONG
         else f"failed with status {status}"
     )
-    raise NoAnswer(f"{ranks} {words}: {said.strip()[-2000:]}")
+    remedy = "mend what that says; docs/troubleshooting.md goes by symptoms"
+    if asked:
+        remedy += ", and docs/several-hosts.md tells what several hosts need"
+    raise NoAnswer(f"{ranks} ranks {words}: {said.strip()[-2000:]}", remedy)
 
 
 def unreadable(ranks: int, said: Any) -> NoAnswer:
     """The error of what rank 0 answers, where it is something else than what was asked for."""
     return NoAnswer(
-        f"what {ranks} ranks answer cannot be read: {_require.shown(said)}: install the same jaxcoded on "
-        "all hosts"
+        f"what {ranks} ranks answer cannot be read: {_require.shown(said)}",
+        "install the same jaxcoded on all hosts",
     )
 
 

@@ -61,7 +61,7 @@ def _tried(
         if not (isinstance(everything, list) and all(map(_is_of_rank, everything))):
             raise asking.unreadable(ranks, everything)
     except asking.NoAnswer as failure:
-        yield Finding("ranks", BAD, str(failure))
+        yield Finding("ranks", BAD, failure.found, failure.remedy)
         return
     yield from _of_ranks(ranks, everything)
 

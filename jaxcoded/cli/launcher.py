@@ -204,8 +204,7 @@ def command(
     Raises:
         ValueError: this MPI cannot do that.
     """
-    listed = hosts.split(",") if hosts else _listed(hostfile) if hostfile else []
-    here = _on_one_host(ranks, listed)
+    here = _on_one_host(ranks, listed(hosts, hostfile))
     # as many threads as a rank has cores, as if all hosts were like this one
     cores = len(os.sched_getaffinity(0))
     added = environment(max(1, cores // here)) | {**variables}
@@ -219,8 +218,10 @@ def command(
     return [mpirun.path, *told, *program], {**alone, **os.environ, **added}
 
 
-def _listed(hostfile: str) -> list[str]:
-    """The hosts of a file, with how many ranks each is to have."""
+def listed(hosts: str | None, hostfile: str | None) -> list[str]:
+    """The hosts, of a file or not, with how many ranks each is to have; none if none were asked for."""
+    if hosts or not hostfile:
+        return hosts.split(",") if hosts else []
     try:
         lines = pathlib.Path(hostfile).read_text(errors="replace").splitlines()
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 # Where mpirun finds hosts by itself, of Slurm, PBS, LSF, Grid Engine, and of files of the user.
-_OTHERS = (
+OTHERS = (
     *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"),
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     "OMPI_MCA_orte_default_hostfile",
@@ -74,7 +74,7 @@ def all_here(hosts: str | None, hostfile: str | None) -> bool:
     """Whether all ranks are known to be started on this host: no other one was asked for, nor does
     mpirun look for any."""
     asked = hosts is not None or hostfile is not None
-    return not asked and not any(name in os.environ for name in _OTHERS)
+    return not asked and not any(name in os.environ for name in OTHERS)
 
 
 def of_slurm() -> str | None:

@@ -132,7 +132,7 @@ def test_what_doctor_hears_of_another_jaxcoded():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asking, "answered", lambda *_, **__: everything)
         (found,) = doctor._tried(2, MPIRUN, {})
-    assert found.state == BAD and "install the same jaxcoded" in found.found
+    assert found.state == BAD and "install the same jaxcoded" in found.remedy
 
 
 # A rank's end
