@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import socket
 
 import pytest
@@ -30,6 +31,8 @@ RANK = {
 
 
 def states(findings):
+    findings = list(findings)
+    assert all(each.remedy for each in findings if each.state == BAD)
     return {each.about: each.state for each in findings}
 
 
@@ -110,9 +113,11 @@ def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811
     if launcher.found(None).mpi == launcher.MPICH:
         other = fake("mpirun (Open MPI) 5.0.9")
     assert main(["doctor", "--mpirun", str(other)]) == 1
-    said = " ".join(capsys.readouterr().out.split())  # lines end where the path is long
+    out = capsys.readouterr().out
+    said = " ".join(out.split())  # lines end where the path is long
     assert "but mpi4py uses" in said
     assert "were not started" in said
+    assert out.count("→") == len(re.findall("^bad ", out, re.MULTILINE)) == 2
     assert main(["doctor", "--mpirun", "/none"]) == 1
     assert "/none does not run" in capsys.readouterr().out
 
@@ -122,7 +127,7 @@ def test_what_ranks_have_found():
     assert set(states(doctor._of_ranks(3, usual)).values()) == {GOOD}
     alone = list(doctor._of_ranks(3, usual[:1]))
     assert alone[0].found == "3 were started, and MPI sees 1"
-    assert alone[0].state == BAD
+    assert states(alone) == {"ranks": BAD}
     for key, value, about, state in (
         ("wrong", 1, "sums", BAD),
         ("reads", False, "reading", NOTE),
@@ -174,6 +179,15 @@ def test_threads_of_a_rank(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 9.0)
     found = {each.about: each.found for each in machine.examined(3, "no mpirun")}
     assert found["threads"].startswith("each rank has 3 of XLA's, and 3 of OpenMP's")
+
+
+def test_an_mpi4py_without_its_mpi(monkeypatch):
+    def fails(_):
+        raise RuntimeError("cannot load MPI library")
+
+    monkeypatch.setattr(launcher, "check_fits", fails)
+    mpirun = launcher.Launcher("mpirun", launcher.OPEN_MPI, 5)
+    assert states(machine.examined(1, mpirun))["mpirun"] == BAD
 
 
 def test_packages_that_are_missing(monkeypatch):

@@ -42,7 +42,7 @@ def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> 
     found = list(machine.examined(ranks, chosen))
     if isinstance(chosen, str) or any(each.state == BAD for each in found):
         words = "were not started, for what is bad above"
-        found.append(Finding("ranks", BAD, words))
+        found.append(Finding("ranks", BAD, words, "mend that first"))
     else:
         found += _tried(ranks, chosen, where)
     if json:
@@ -99,8 +99,14 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         return
     hosts = sorted({each["host"] for each in everything})
     yield Finding("ranks", GOOD, f"{ranks} on {', '.join(hosts)}")
-    libraries = [words for words, _ in said("library")]
-    yield Finding("MPI", GOOD if len(libraries) == 1 else BAD, ", ".join(libraries))
+    libraries = [who + words for words, who in said("library")]
+    one = len(libraries) == 1
+    yield Finding(
+        "MPI",
+        GOOD if one else BAD,
+        "; ".join(libraries),
+        "" if one else "install the same MPI, mpi4py and jaxcoded on all hosts",
+    )
     for words, who in said("threads"):
         many = words == machine.MULTIPLE
         yield Finding(
@@ -154,6 +160,10 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         f"{wrong} of them are wrong"
         if wrong
         else f"exact on all ranks, by {transport}; {small} for a number, {large} for 4 MiB",
+        "memory, a network or the MPI spoils numbers: find the host with fewer --hosts at a time, and try "
+        "another MPI"
+        if wrong
+        else "",
     )
 
 
@@ -171,5 +181,5 @@ _REMEDIES = {
     "mpi4jax": "install it again, built for this MPI: pip install --no-cache-dir --no-binary "
     "mpi4jax --no-build-isolation mpi4jax",
     "engine": "without it groups use mpi4jax, wait for everybody, and share no work. docs/engine.md",
-    "cuda_aware": "",
+    "cuda_aware": "MPI4JAX_USE_CUDA_MPI=0, or an MPI that is built with CUDA",
 }

@@ -257,11 +257,24 @@ def environment(threads: int) -> dict[str, str]:
     return out
 
 
+class Unfit(ValueError):
+    """The ranks' MPI is not the launcher's.
+
+    Attributes:
+        found: in words.
+        remedy: what to do.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}: {remedy}")
+        self.found, self.remedy = found, remedy
+
+
 def check_fits(launcher: Launcher) -> None:
     """Raise unless the ranks' MPI is the launcher's, as each rank would be alone otherwise.
 
     Raises:
-        ValueError: mpi4py uses another MPI.
+        Unfit: mpi4py uses another MPI.
     """
     import mpi4py
 
@@ -272,8 +285,8 @@ def check_fits(launcher: Launcher) -> None:
     mine = {OPEN_MPI: "Open MPI", MPICH: "MPICH"}.get(launcher.mpi)
     others = {"Open MPI", "MPICH"} - {mine}
     if mine and any(theirs.startswith(other) for other in others):
-        raise ValueError(
+        raise Unfit(
             f"{launcher.path} is of {launcher.mpi}, but mpi4py uses "
-            f"{theirs.partition(',')[0].split(chr(10))[0].strip()}: give the mpirun of that with "
-            "--mpirun, or install mpi4py and jaxcoded for this one"
+            f"{theirs.partition(',')[0].split(chr(10))[0].strip()}",
+            "give the mpirun of that with --mpirun, or install mpi4py and jaxcoded for this one",
         )

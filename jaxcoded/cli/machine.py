@@ -69,8 +69,16 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
     name = f"{mpirun.mpi} {mpirun.major}, {mpirun.path}"
     try:
         launcher.check_fits(mpirun)
-    except (ValueError, ImportError, RuntimeError) as error:
-        yield Finding("mpirun", BAD, f"{name}: {error}")
+    except launcher.Unfit as error:
+        yield Finding("mpirun", BAD, f"{name}: {error.found}", error.remedy)
+        return
+    except (ImportError, RuntimeError) as error:  # of mpi4py, which finds no MPI
+        yield Finding(
+            "mpirun",
+            BAD,
+            f"{name}: {error}",
+            "install mpi4py for this MPI: pip install --no-cache-dir --no-binary mpi4py mpi4py",
+        )
         return
     yield Finding("mpirun", GOOD, name)
     built = mpirun.built_for_deaths() if mpirun.reports_deaths else False
