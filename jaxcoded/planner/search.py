@@ -170,10 +170,13 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """What to do and why; if rounding rules out a faster code, which; and why the work is
-        not shared, if it is not."""
-        shared = self.best.candidate.shared
-        return self._sentence + self._too_rough + ("" if shared else self._why_not)
+        """What to do and why; if rounding rules out a faster code, which; why the work is not shared,
+        if it is not; and what it means where nobody may be late."""
+        it = self.best.candidate
+        said = self._sentence + self._too_rough + ("" if it.shared else self._why_not)
+        if not (it.shared or it.stragglers) and math.isfinite(self.best.step):
+            said += ". So all ranks wait for each: one that is stuck or dead stops all"
+        return said
 
     @property
     def _too_rough(self) -> str:

@@ -117,6 +117,7 @@ def test_nobody_straggles(ranks, gigabits):
     assert not ranking.best_tree.candidate.coded
     assert ranking.best_tree.candidate.tree
     assert ranking.verdict.startswith("do not code")
+    assert ranking.verdict.endswith("one that is stuck or dead stops all")
 
 
 def test_a_rank_that_never_ends():
@@ -134,6 +135,7 @@ def test_no_plan_ends():
         ranking = search.best_plans(4, 1e4, 0.1, stragglers=model)
         assert ranking.best is ranking.uncoded
         assert ranking.verdict.startswith("do not code: a step would never end")
+        assert "stops all" not in ranking.verdict
 
 
 def test_a_rank_that_never_ends_and_shares_its_work():
@@ -186,7 +188,7 @@ def test_why_work_is_not_shared(asked, why, model):
 def test_why_work_is_shared_does_not_say_why_not():
     ranking = search.best_plans(7, 4e3, 0.7, stragglers="fixed(factor=10)")
     assert ranking.verdict.startswith("share the work: ")
-    assert "Not shared" not in ranking.verdict
+    assert "Not shared" not in ranking.verdict and "stops all" not in ranking.verdict
 
 
 @pytest.mark.slow
