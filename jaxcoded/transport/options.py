@@ -58,7 +58,7 @@ class Options:
             groups as they are (with a warning) where ``debug=True`` is an error.
         verify: compare what children send with what a parent gets beyond what it needs,
             and look for NaN and infinities, in long trainings too: for ranks whose
-            memory or processor is at fault. What does not fit by more than rounding
+            memory or processor is at fault (``docs/verify.md``). What does not fit by more than rounding
             explains (``docs/theory.md``) is an error of ``"raise"``, which fails the
             round with `InconsistentMessages` on all ranks; ``"warn"`` logs it, and goes
             on; ``"drop"`` logs it, and forms the sum without the child that is wrong, or
