@@ -100,6 +100,25 @@ def test_raise(comm, deadline):
 
 
 @several
+def test_what_is_compiled_before_the_first_round_is_not_late(comm):
+    """Ranks that compile for longer, and then meet."""
+    with opened(comm, SECONDS, "raise") as group:
+        late = too_late(group)
+        x = contribution(group, VECTOR)
+
+        def traced(x):
+            if RANK in late:
+                time.sleep(LATE)
+            return jaxcoded.coded_allreduce(x, group)
+
+        call = jax.jit(traced)
+        call.lower(x).compile()
+        wait_for_all(comm)
+        assert_sum(group, np.asarray(call(x)), VECTOR)
+        wait_for_all(comm)
+
+
+@several
 def test_no_deadline_is_met_by_those_it_can_do_without(comm):
     with opened(comm, SECONDS, "raise") as group:
         late = too_late(group)[-1]
