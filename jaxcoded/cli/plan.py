@@ -121,8 +121,8 @@ def _as_text(ranking: Ranking, top: int, seed: int) -> None:
     )
     output.say()
     output.say(_LEGEND.format(max(len(e.seconds) for e in ranking.estimates)))
-    if any(e.in_sections for e in chosen):
-        output.say(f"fan-out {ranking.ranks - 1}, shared: {IN_SECTIONS}")
+    if fanouts := sorted({e.candidate.fanout for e in chosen if e.in_sections}):
+        output.say(f"fan-out {', '.join(map(str, fanouts))}: {IN_SECTIONS}")
     output.say()
     output.say(ranking.verdict)
     output.code(_python(ranking, seed))

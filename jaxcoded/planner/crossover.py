@@ -8,14 +8,14 @@ _LEAST, _MOST = 12, 26  # powers of two: shorter sums come with a control messag
 
 
 def sections_pay_from(layout: Layout, network: Network) -> int:
-    """Bytes of a sum, a power of two, from which on all ranks of a family are expected to form it
-    sooner in sections than the root by itself, with nobody late; 0: never, up to 64 MiB.
+    """Bytes of a sum, a power of two, from which on families are expected to form it sooner in sections
+    than parents by themselves, with nobody late; 0: never, up to 64 MiB.
 
     Slow cables gain early, as the root's is the bottleneck. Where latency is what takes the time,
     sections cost more of it.
 
     Args:
-        layout: of the plan; no others than families form sections (``docs/engine.md``).
+        layout: of the plan.
         network: measured.
 
     Example:
@@ -25,8 +25,6 @@ def sections_pay_from(layout: Layout, network: Network) -> int:
         >>> [sections_pay_from(star, Network.of(rate, latency=1e-3)) for rate in (1, 10)]
         [32768, 262144]
     """
-    if not layout.one_family:
-        return 0
     found = 0
     for power in range(_MOST, _LEAST - 1, -1):
         in_sections, by_root = (

@@ -61,6 +61,24 @@ class Layout:
         return bool(self.counts[0] == self.size - 1)
 
     @functools.cached_property
+    def family(self) -> "Layout":
+        """The root and its children."""
+        ranks = slice(0, 1 + int(self.counts[0]))
+        needs, copies = (
+            np.zeros_like(self.needs[ranks]),
+            np.ones_like(self.copies[ranks]),
+        )
+        needs[0], copies[0] = self.needs[0], self.copies[0]
+        return Layout(
+            parents=self.parents[ranks],
+            loads=self.loads[ranks],
+            needs=needs,
+            copies=copies,
+            messages=self.messages[ranks],
+            ranks=np.arange(ranks.stop),
+        )
+
+    @functools.cached_property
     def layers(self) -> list[slice]:
         """The ranks of each layer, the root's first."""
         layers = [slice(0, 1)]

@@ -4,8 +4,8 @@ What is simulated is what ``docs/engine.md`` describes: ranks tell their parents
 have, a parent that has called fetches from the first children that suffice, piece by
 piece, adds up and tells its parent; results go down the same way. A rank to which a round
 is decided before it calls it leaves its work out and takes the result. Ports serve one
-message at a time. Long sums of one family are formed in sections (`sections`). A round is a few array operations per layer, so that millions of ranks
-take well under a second.
+message at a time. Long sums are formed in sections (`sections`). A round is a few array operations per
+layer, so that millions of ranks take well under a second.
 
 What is left out: the bound of the history (a rank is never out of it), control messages,
 and that processors are shared by ranks.
@@ -22,7 +22,7 @@ from jaxcoded import _require
 from jaxcoded.simulator.layout import Layout
 from jaxcoded.simulator.network import Network
 from jaxcoded.simulator.ring import Ring
-from jaxcoded.simulator.sections import Sections, forms_sections
+from jaxcoded.simulator.sections import Sections, forms_sections, in_a_layer
 from jaxcoded.simulator.sharing import Sharing
 from jaxcoded.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.simulator.way_up import Parents, WayUp
@@ -115,11 +115,7 @@ def simulate(
     delays = as_model(stragglers).rounds(layout.size, seed)
     if isinstance(layout, Ring):
         return _ring(layout, network, payload, work, delays, rounds)
-    job: Sections | _Job = (
-        Sections(layout, network, payload)
-        if forms_sections(layout, network, payload)
-        else _Job(layout, network, payload)
-    )
+    job = _Job(layout, network, payload, forms_sections(layout, network, payload))
     numbers = layout.ranks
     free = np.zeros(layout.size)
     frozen = np.full(layout.size, -np.inf)
@@ -193,6 +189,7 @@ class _Below:
         payload: float,
         pieces: int,
         ranks: slice,
+        in_sections: bool,
     ) -> None:
         self.ranks, self.above = ranks, layout.parents[ranks]
         children = layout.counts[self.above]
@@ -207,6 +204,9 @@ class _Below:
             there += (network.trips - 1) * network.latency
         # of a piece, and of those after the first
         self.period, self.rest = there + period, (pieces - 1) * period
+        if in_sections:  # once all of it is there
+            most = int(children.max())
+            self.period, self.rest = in_a_layer(layout, network, payload, most), 0.0
         # the port that sends results down is that which sends the sum up
         self.sending = there + payload * children / network.sending
         mine = payload * layout.messages[self.above] / network.sending
@@ -216,18 +216,25 @@ class _Below:
 class _Job:
     """What does not change from round to round."""
 
-    def __init__(self, layout: Layout, network: Network, payload: float) -> None:
+    def __init__(
+        self, layout: Layout, network: Network, payload: float, in_sections: bool
+    ) -> None:
         self.layout, self.network, self.payload = layout, network, payload
+        # of the root's sum
+        self.sections = (
+            Sections(layout.family, network, payload) if in_sections else None
+        )
+        self.family = slice(0, 1 + int(layout.counts[0]) if in_sections else 0)
         self.parents = [
             parents
-            for layer in reversed(layout.layers)
+            for layer in reversed(layout.layers[1:] if in_sections else layout.layers)
             for parents in self._alike(np.arange(layer.start, layer.stop))
         ]
         # the result is of equal length everywhere
         self.pieces = max(1, int(np.ceil(payload / network.piece)))
         self.below = [
-            _Below(layout, network, payload, self.pieces, ranks)
-            for ranks in layout.layers[1:]
+            _Below(layout, network, payload, self.pieces, ranks, in_sections)
+            for ranks in layout.layers[2 if in_sections else 1 :]
         ]
         # when those below each rank ask further up, while it passes on nothing
         self.asked = np.full(layout.size, -np.inf)
@@ -242,7 +249,15 @@ class _Job:
         )
         kinds, kind = np.unique(keys, axis=1, return_inverse=True)
         return [
-            Parents(layout, self.network, self.payload, ranks[np.ravel(kind) == number])
+            Parents(
+                layout,
+                self.network,
+                self.payload,
+                ranks[np.ravel(kind) == number],
+                in_a_layer(layout, self.network, self.payload, int(kinds[0, number]))
+                if self.sections
+                else None,
+            )
             for number in range(kinds.shape[1])
         ]
 
@@ -252,6 +267,10 @@ class _Job:
         used = np.zeros(self.layout.size, bool)
         for parents in self.parents:
             parents.sum_up(called, first, last, used)
+        if self.sections:
+            ranks = self.family
+            busy = np.maximum(busy[ranks], last[ranks])
+            first[ranks], last[ranks], used[ranks] = self.sections.up(last[ranks], busy)
         for layer in self.layout.layers[
             2:
         ]:  # a late rank leaves out those below it, too
@@ -268,27 +287,46 @@ class _Job:
                 who answers until it passes on results again.
         """
         first, last = up.first.copy(), up.last.copy()
+        if self.sections:
+            family = WayUp(*(column[self.family] for column in up))
+            ranks = slice(1, self.family.stop)
+            done = self.sections.down(family)[1:]
+            first[ranks], last[ranks] = self._passed_on(
+                ranks, done, done, frozen, patience
+            )
         for below in self.below:
             ranks, above = below.ranks, below.above
             begun = first[above] + below.period
             done = np.maximum(begun + below.rest, last[above] + below.period)
-            if self.pieces > 1:
+            if self.pieces > 1 and not self.sections:
                 busy = np.where(
                     up.used[above],
                     up.first[above] + below.sending_both,
                     first[above] + below.sending,
                 )
                 done = np.maximum(done, busy)
-            asked, still = self.asked[ranks], frozen[ranks]
-            late = still > begun
-            if late.any():
-                new = late & np.isinf(asked)
-                asked[new] = begun[new] + patience
-                asked[~late] = -np.inf
-                # passed on by those above it, once those below it ask there
-                until = np.minimum(still, asked)
-                begun, done = np.maximum(begun, until), np.maximum(done, until)
-            else:
-                asked[:] = -np.inf
-            first[ranks], last[ranks] = begun, done
+            first[ranks], last[ranks] = self._passed_on(
+                ranks, begun, done, frozen, patience
+            )
         return np.where(np.isposinf(frozen), np.inf, np.maximum(last, frozen))
+
+    def _passed_on(
+        self,
+        ranks: slice,
+        begun: np.ndarray,
+        done: np.ndarray,
+        frozen: np.ndarray,
+        patience: float,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When those below these ranks can have the first and the last piece."""
+        asked, still = self.asked[ranks], frozen[ranks]
+        late = still > begun
+        if not late.any():
+            asked[:] = -np.inf
+            return begun, done
+        new = late & np.isinf(asked)
+        asked[new] = begun[new] + patience
+        asked[~late] = -np.inf
+        # by those above them, once those below them ask there
+        until = np.minimum(still, asked)
+        return np.maximum(begun, until), np.maximum(done, until)

@@ -1,4 +1,4 @@
-"""Rounds in sections: the ranks of one family form a long sum together (``docs/engine.md``).
+"""Rounds in sections: the ranks of a family form a long sum together (``docs/engine.md``).
 
 The root chooses the messages and cuts the sum into sections; each has a maker, who fetches its part
 of these messages, and everybody fetches all sections. All ports are in use at the same time, so what
@@ -28,6 +28,10 @@ _LEAST_PIECE, _MOST_PIECE = 16 << 10, 60 << 10  # bytes
 _BUSY = 0.9
 
 
+# Layers that wait for each other are not all busy all of the time.
+_IN_TURNS = 0.9
+
+
 class Traffic(NamedTuple):
     """What each rank's port carries in a round, float64 ``(N,)`` in bytes, and whose messages count.
 
@@ -47,22 +51,61 @@ class Traffic(NamedTuple):
 
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
-    """Whether the engine forms sums of so many bytes in sections: those that are long enough, where
-    all ranks are the root's children.
+    """Whether the engine forms sums of so many bytes in sections, where all ranks are hosts: those that are
+    long enough, if the ports of the tree move less so.
 
     Example:
         >>> from jaxcoded.simulator import Layout, Network
         >>> from jaxcoded.simulator.sections import forms_sections
-        >>> star, tree = Layout.balanced(13, 12), Layout.balanced(13, 3)
-        >>> [forms_sections(it, Network(), 20e6) for it in (star, tree)]
-        [True, False]
+        >>> star, tree, narrow = [Layout.balanced(n, fanout) for n, fanout in ((13, 12), (31, 5), (15, 2))]
+        >>> [forms_sections(it, Network(), 20e6) for it in (star, tree, narrow)]
+        [True, True, False]
         >>> forms_sections(star, Network(), 1e3)
         False
     """
     least = network.sections_from
-    if not least or payload < least or not layout.one_family:
+    if not least or payload < least or _pieces(layout, network, payload) < 2:
         return False
-    return _pieces(layout, network, payload) > 1
+    if layout.one_family:
+        return True
+    if not (layout.messages == 1).all():
+        return False
+    most = max(int(layout.counts[0]), int(layout.counts[1:].max()) + 1)
+    return pay_in_layers(
+        int(layout.needs[0]), int(layout.counts[0]), len(layout.layers) - 2, most
+    )
+
+
+def pay_in_layers(needs: int, children: int, layers: int, most: int) -> bool:
+    """Whether the ports of a tree between hosts are busy for shorter where its families form sections. They
+    begin once all messages of a parent's children are whole, and its children get the result once all of
+    it is there, so that layers wait for each other, each for as long as a port takes for a vector, on the way
+    up and on the way down. Without sections pieces pipeline through all layers, but all children of a parent
+    fetch all of the result from it.
+
+    Args:
+        needs: messages that suffice for the root's sum,
+        children: of so many.
+        layers: of parents below the root.
+        most: vectors that a port sends without sections, at most.
+    """
+    if not layers:
+        return True
+    return (needs + children) / (1 + children) + 2 * layers < _IN_TURNS * most
+
+
+def in_a_layer(
+    layout: Layout, network: Network, payload: float, children: int
+) -> float:
+    """Seconds from when the messages of so many children of a parent below the root suffice, until it has
+    formed its own one from what they form; or from when it has the result, until they have it: its port
+    moves it once, in pieces, and what it says, what they ask for and what they have formed are on their way
+    before and after."""
+    pieces = _pieces(layout, network, payload)
+    moving = payload / min(network.bandwidth, network.sending)
+    turns = (children - 1) * payload / pieces / network.bandwidth
+    words = 2 * network.trips * network.latency
+    return words + 2 * pieces * network.overhead + (moving + turns) / _BUSY
 
 
 def _pieces(layout: Layout, network: Network, payload: float) -> int:
@@ -124,15 +167,14 @@ class Sections:
         self._late = int((np.isinf(last[1:]) & np.isfinite(comes)).sum())
         return WayUp(last, last, traffic.used)
 
-    def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
+    def down(self, up: WayUp) -> np.ndarray:
         """When each rank has the result; who was late gets it from the root. See `_Job.down`."""
         network = self.network
         sent = self._late * self.payload / network.sending
         self._sends_until = max(self._sends_until, up.last[0]) + sent
         fetched = up.last[0] + self.payload / network.bandwidth
         fetched = max(fetched, self._sends_until) + network.trips * network.latency
-        done = np.where(np.isinf(up.last), fetched, up.last)
-        return np.where(np.isposinf(frozen), np.inf, np.maximum(done, frozen))
+        return np.where(np.isinf(up.last), fetched, up.last)
 
     def traffic(
         self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray

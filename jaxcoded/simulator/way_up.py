@@ -24,10 +24,16 @@ class WayUp(NamedTuple):
 
 class Parents:
     """Parents of one layer, alike in the number of their children and how many they
-    need."""
+    need. With ``seconds`` their children form their messages in sections, which take so long once they are
+    whole."""
 
     def __init__(
-        self, layout: Layout, network: Network, payload: float, ranks: np.ndarray
+        self,
+        layout: Layout,
+        network: Network,
+        payload: float,
+        ranks: np.ndarray,
+        seconds: float | None = None,
     ) -> None:
         self.ranks, self.latency = ranks, network.latency
         self.count = int(layout.counts[ranks[0]])
@@ -55,6 +61,9 @@ class Parents:
             0.0 if inlined else piece / network.sending,
             self.needs * piece / network.combine,
         )
+        self.as_a_whole = seconds is not None
+        if seconds is not None:
+            self.pieces, self.asked, self.period = 1, 0.0, seconds
 
     def sum_up(
         self,
@@ -65,7 +74,8 @@ class Parents:
     ) -> None:
         """Enter when the first and the last piece of the sums of these parents are there,
         from those of their children, and which children they use."""
-        heard = first[self.children].reshape(-1, self.count) + self.latency
+        there = last if self.as_a_whole else first
+        heard = there[self.children].reshape(-1, self.count) + self.latency
         if self.copies > 1:  # the first of each class
             classes = heard.reshape(len(heard), -1, self.copies)
             chosen = classes.argmin(axis=2) + np.arange(self.needs) * self.copies

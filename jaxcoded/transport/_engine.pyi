@@ -16,6 +16,7 @@ class Family:
         descendants: list[int],
         leaves: list[int],
         siblings: list[int],
+        delegates: bool = False,
     ) -> None: ...
 
 class Decoder:
@@ -81,7 +82,11 @@ class Limits:
     least_piece_bytes: int
 
 def section_shares(
-    makers: list[int], choices: list[dict[int, float]], ports: int, pieces: int
+    makers: list[int],
+    choices: list[dict[int, float]],
+    ports: int,
+    pieces: int,
+    taker: int | None = None,
 ) -> tuple[list[tuple[int, int, int]], float]: ...
 
 # dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address

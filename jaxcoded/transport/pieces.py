@@ -10,6 +10,7 @@ from mpi4py import MPI
 from jaxcoded.plan import Plan
 from jaxcoded.simulator import Layout
 from jaxcoded.simulator.network import SECTION_PIECES, SECTIONS_FROM
+from jaxcoded.simulator.sections import pay_in_layers
 from jaxcoded.transport.agreement import gathered
 from jaxcoded.transport.options import PIECE, Options
 
@@ -22,8 +23,6 @@ _NEAR_SECTIONS_FROM = 4 << 20
 # How many times as long the root takes to fetch and add a message as another rank to copy the result: of 16 MB
 # 5 ms of CPU against 2.4.
 _ADDING = 2.0
-# Layers that wait for each other between hosts are not all busy all of the time.
-_IN_TURNS = 0.9
 # How much more the root must have to do than the others: sections cost messages, and copies.
 _AS_MUCH = 1.5
 
@@ -90,10 +89,8 @@ def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
 
 
 def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
-    """Whether the busiest port would be busy for longer without sections. They begin once all messages of a
-    parent's children are whole, and its children get the result once all of it is there, so that layers
-    between hosts wait for each other, each for as long as a port takes for a vector, on the way up and on the way
-    down. Without them pieces pipeline through all layers, but all children of a parent fetch all from it.
+    """Whether the ports between hosts would be busy for longer without sections. Messages that are shorter than
+    the sum, or of several parts, form none below the root's children.
 
     Example:
         >>> from jaxcoded.plan import make_plan
@@ -115,12 +112,12 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
     for rank in tree.order:
         if rank != plan.root:
             layers[rank] = layers[tree.parents[rank]] + (ports[rank] > 0)
-    if not max(layers):
-        return True
-    children = len(tree.children[plan.root])
-    of_root = (float(Layout.of(plan).needs[0]) + children) / (1 + children)
-    without = max(below + above for below, above in zip(ports, far))
-    return of_root + 2 * max(layers) < _IN_TURNS * without
+    codes = [coding.code for coding in plan.codings if coding is not None]
+    if max(layers) and any((code.m, code.parts) != (1, 1) for code in codes):
+        return False
+    needs, children = int(Layout.of(plan).needs[0]), len(tree.children[plan.root])
+    most = max(below + above for below, above in zip(ports, far))
+    return pay_in_layers(needs, children, max(layers), most)
 
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:

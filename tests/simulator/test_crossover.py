@@ -46,6 +46,7 @@ def test_latency_puts_it_off():
     assert found[0] < found[-1]
 
 
-@pytest.mark.parametrize("fanout", [2, 3])
-def test_trees_form_none(fanout):
-    assert sections_pay_from(Layout.balanced(13, fanout), Network.of(1)) == 0
+@pytest.mark.parametrize(("fanout", "pays"), [(2, False), (3, True), (4, True)])
+def test_trees_that_form_some(fanout, pays):
+    found = sections_pay_from(Layout.balanced(13, fanout), Network.of(1))
+    assert (found > 0) == pays

@@ -156,7 +156,7 @@ def test_balanced_layout_is_that_of_the_plan(size, fanout, s, m):
 def test_who_is_late_every_time_costs_nothing(late):
     """A leaf, or a rank with children; and it leaves out most of its work."""
     slow = stragglers.FixedSlow(ranks=(late,), factor=10.5)
-    layout, network = Layout.balanced(13, 3, 1), Network(**FREE)
+    layout, network = Layout.balanced(13, 3, 1), Network(**FREE, **BY_ROOT)
     job = {"payload": 1e6, "work": 1.5, "rounds": 50}
     usual = simulate(layout, network, **job)
     out = simulate(layout, network, **job, stragglers=slow)
@@ -186,7 +186,7 @@ def test_killed(s, ends):
 
 def test_stopped_rank_passes_on_nothing():
     """Those below it ask further up, after a while, and take part again as it does."""
-    network = Network(**FREE)
+    network = Network(**FREE, **BY_ROOT)
     job = {"payload": 1e6, "work": 0.15, "rounds": 30}
     layout = Layout.balanced(13, 3, 1)
     model = stragglers.Stopped(ranks=(1,), round=3, seconds=0.4)

@@ -260,7 +260,10 @@ def test_who_forms_sections():
     assert forms_sections(star(12), CABLE, 1e6)
     assert forms_sections(star(12, 1), CABLE, SECTIONS_FROM)
     assert not forms_sections(star(12), CABLE, SECTIONS_FROM - 1)
-    assert not forms_sections(Layout.balanced(13, 3), CABLE, 1e6)
+    # inner families, too, if their parents have more than two children, and messages are as long as the sum
+    assert forms_sections(Layout.balanced(13, 3), CABLE, 1e6)
+    assert not forms_sections(Layout.balanced(15, 2), CABLE, 1e6)
+    assert not forms_sections(Layout.balanced(31, 5, 1, 2), CABLE, 1e6)
     assert forms_sections(star(12, 1, 2), CABLE, 1e6)
     # one host: ranks read each other's memory
     assert not forms_sections(star(12), Network(trips=1), 1e6)
@@ -300,7 +303,7 @@ def test_who_comes_soon_forms_a_section_too():
         up = job.up(called, called)
         assert up.used[12] == used
         assert np.isfinite(up.last[12]) == in_time
-        here = job.down(up, np.full(13, -np.inf), 1.0)
+        here = job.down(up)
         if in_time:
             assert here[12] == up.last[12]
         else:
