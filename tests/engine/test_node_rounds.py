@@ -17,6 +17,7 @@ from simulation import (
     DONE,
     FAILED,
     MESSAGE,
+    RESULT,
     Call,
     World,
     _engine,
@@ -480,3 +481,34 @@ def test_a_rank_that_stops_after_a_long_wait_is_passed_over():
         world.clock += 0.1
         assert world.clock - since < 30
     world.assert_done({0, 3, 5, 6})
+
+
+def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
+    """Ranks below one that is stopped get a result from the root, and then from their parent again: in no
+    later round do they fetch from the root, whose port has other work."""
+    plan = make_plan(7, fanout=2, stragglers=1)
+    below = plan.tree.children[1]
+    world = World(
+        plan,
+        [Call((("float32", 160),), number) for number in range(6)],
+        random.Random(0),
+        hosts=list(range(plan.size)),
+        limits={"piece_bytes": 64, "announced_bytes": 128},
+    )
+    world.open, world.frozen = 1, {1}
+    world.settle()
+    world.assert_done(set(range(plan.size)) - {1})
+
+    def from_root():
+        fetched = world.fetched
+        return {
+            r
+            for to, source, what, r, _ in fetched
+            if (source, what) == (0, RESULT) and to in below
+        }
+
+    assert from_root() == {1}
+    world.open, world.frozen = 6, set()
+    world.sweep_all()
+    world.assert_done()
+    assert from_root() <= {1, 2}  # until the parent has said something

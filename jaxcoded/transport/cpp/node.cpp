@@ -231,10 +231,10 @@ void Node::withdraw(Object::What what, Round first_valid) {
 }
 
 // For which a rank that is relied on may say nothing. It grows while nothing comes, as cables may be
-// slow, and waiting for long is to cost little.
+// slow, and waiting for long is to cost little. Nor is an answer late that takes no longer than others have.
 double Node::patience(double stuck_since) const {
   const double stuck = wire_.now() - stuck_since;
-  return std::max({limits_.orphan_seconds, 2 * durations_.median(),
+  return std::max({limits_.orphan_seconds, 2 * durations_.median(), 3 * upstream_.answer_seconds(),
                    std::min(stuck / 4, longest_patience)});
 }
 

@@ -40,6 +40,7 @@
 #include "telemetry.h"
 #include "upstream.h"
 #include "way_up.h"
+#include "window.h"
 #include "wire.h"
 
 namespace jaxcoded {
@@ -610,6 +611,8 @@ class Node {
   std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the root's
   std::uint32_t section_versions_ = 0;  // given so far, in all rounds: a round may come again
   double section_seconds_ = 0;  // that a byte of the latest sum took the root, from its plan on
+  // Where that takes time: pieces that a section is formed from, and of sections.
+  Window terms_ahead_{4, 24}, results_ahead_{8, 48};
   Formed formed_;  // by this rank, of the latest such round
   FailedAlone failed_alone_;
   bool desynchronized_ = false;

@@ -55,11 +55,14 @@ void Node::on_result(Rank from, const Message& message) {
     }
   }
   if (head.round < frontier_) return;
+  // What was asked for further up when a nearer rank was silent: that has spoken since, and all below would
+  // crowd out each other there.
+  if (!(head.flags & failed) && height(from) > height(upstream_.source())) return;
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {
     if (known->second.failed) return;  // pieces may be known of elsewhere, but it stays an error
-    // The nearest rank that has it is asked: all below would crowd out each other further up.
+    // The nearest rank that has it is asked.
     const bool better = from == known->second.from ? head.ready > known->second.ready
                                                    : height(from) < height(known->second.from);
     if (!better && !(head.flags & failed)) return;

@@ -15,11 +15,7 @@
 namespace jaxcoded {
 namespace {
 
-// Pieces on their way at a time where that takes time: those that a section is formed from, those of
-// the result, and of these from one rank at least. Receivers set the pace, or ports overflow; but what
-// is asked for waits behind what was asked for before it.
-constexpr std::size_t terms_ahead = 24;
-constexpr std::size_t results_ahead = 48;
+// Of pieces that are on their way, those from one rank at least.
 constexpr std::size_t results_from_one = 4;
 constexpr std::size_t early_of_each = 32;  // messages of a rank that overtook the parent's
 
@@ -251,7 +247,7 @@ bool Node::form() {
 // can be had no more.
 bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   static const std::byte nothing[1] = {};
-  const std::size_t count = it.terms.size();
+  const std::size_t count = it.terms.size(), ahead = terms_ahead_.pieces();
   for (std::uint32_t p = it.next; p < it.section.last; ++p) {
     for (std::size_t turn = 0; turn < count; ++turn) {
       const std::size_t i = (turn + it.index) % count;  // everybody begins with another one
@@ -260,9 +256,10 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
       const Piece piece = sections_.of_term(it, i, number);
       if (!piece.bytes || term.rank == family_.rank || it.slots.contains({number, i})) continue;
       const bool direct = wire_.direct(term.rank);
-      if (direct ? p > it.next : it.pending >= terms_ahead) continue;
+      if (direct ? p > it.next : it.pending >= ahead) continue;
       Forming::Slot& slot = it.slots[{number, i}];
       slot.buffer = pool_.take(piece.bytes);
+      slot.asked = wire_.now();
       fetched_bytes_ += piece.bytes;
       const std::size_t vector = piece.segment % term.addresses.size();
       switch (wire_.fetch(term.rank, {sections_.kind_of_term(it, i), sections_.round, term.version}, number,
@@ -279,7 +276,7 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
           return false;
       }
     }
-    if (!it.pending || it.pending >= terms_ahead) break;
+    if (!it.pending || it.pending >= ahead) break;
   }
   for (std::size_t i = 0; i < count; ++i) {
     const Term& term = it.terms[i];
@@ -345,6 +342,7 @@ bool Node::term_arrived(Rank from, Object object, std::uint32_t piece,
       }
       std::memcpy(slot->second.buffer.data(), data.data(), data.size());
       slot->second.here = true;
+      terms_ahead_.arrived(wire_.now() - slot->second.asked);
       --it.pending;
       return true;
     }
@@ -464,7 +462,8 @@ void Node::sections_came_on(std::size_t index) {
 bool Node::take_sections(Destination to) {
   const std::size_t count = sections_.all.size();
   std::uint64_t bytes = 0;
-  const std::size_t from_one = std::max(results_from_one, results_ahead / std::max<std::size_t>(count, 1));
+  const std::size_t ahead = results_ahead_.pieces();
+  const std::size_t from_one = std::max(results_from_one, ahead / std::max<std::size_t>(count, 1));
   for (std::size_t turn = 1; turn <= count; ++turn) {
     // everybody begins with another one
     Sections::Known& it = sections_.all[(turn + static_cast<std::size_t>(family_.rank)) % count];
@@ -485,7 +484,7 @@ bool Node::take_sections(Destination to) {
       }
       const bool direct = wire_.direct(maker);
       if (direct && bytes >= limits_.announced_bytes) return true;
-      if (!direct && (sections_.asked.size() >= results_ahead || on_their_way >= from_one)) {
+      if (!direct && (sections_.asked.size() >= ahead || on_their_way >= from_one)) {
         break;
       }
       fetched_bytes_ += piece.bytes;
@@ -496,7 +495,7 @@ bool Node::take_sections(Destination to) {
           bytes += piece.bytes;
           break;
         case Wire::Fetch::pending:
-          sections_.asked[p] = maker;
+          sections_.asked[p] = {maker, wire_.now()};
           ++on_their_way;
           break;
         case Wire::Fetch::gone:
@@ -524,7 +523,8 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
   const auto asked = sections_.asked.find(piece);
   if (object.round != sections_.round || asked == sections_.asked.end()) return;
   Sections::Known& it = sections_.all[sections_.of_piece(piece)];
-  if (asked->second != from || it.section.version != object.version) return;
+  if (asked->second.first != from || it.section.version != object.version) return;
+  results_ahead_.arrived(wire_.now() - asked->second.second);
   sections_.asked.erase(asked);
   if (data.empty()) {
     it.gone = true;

@@ -160,6 +160,7 @@ struct Forming {
   struct Slot {
     Buffer buffer = {};
     bool here = false;
+    double asked = 0;  // when
   };
   std::map<std::pair<std::uint32_t, std::size_t>, Slot> slots = {};  // by piece of a message, and term
   std::size_t pending = 0;  // slots whose pieces are on their way
@@ -236,7 +237,7 @@ struct Sections {
   std::vector<Known> all = {};
   std::vector<Rank> members = {};
   std::vector<bool> here = {};               // which pieces of this rank's message are
-  std::map<std::uint32_t, Rank> asked = {};  // pieces on their way, and from whom
+  std::map<std::uint32_t, std::pair<Rank, double>> asked = {};  // pieces on their way: of whom, and when
   std::deque<Forming> forming = {};
   Flow flow = {};         // of all sections
   double decided_at = 0;  // when this rank heard that the root has all of it

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -21,7 +22,11 @@ class Upstream {
   // A rank has sent something. Where it only asks whether this one is there, it lives, but nobody
   // knows whether it has what this one waits for.
   void heard(Rank rank, bool asks, double now) {
-    asked_.erase(rank);
+    if (const auto asked = asked_.find(rank); asked != asked_.end()) {
+      const double took = std::min(now - asked->second, longest_answer);
+      answer_seconds_ = std::max(took, forgets * answer_seconds_);
+      asked_.erase(asked);
+    }
     if (above_.empty()) return;
     if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
@@ -31,7 +36,7 @@ class Upstream {
   }
   // It is dead, and will not answer.
   void lost(Rank rank) {
-    asked_.insert(rank);
+    asked_.try_emplace(rank, 0);
     rootless_ |= !above_.empty() && rank == above_.back();
   }
   bool rootless() const { return rootless_; }
@@ -48,6 +53,8 @@ class Upstream {
   // For how long it has said nothing but questions, and nothing has come.
   double silent_since() const { return heard_at_; }
   double stuck_since() const { return stuck_since_; }
+  // What the slowest of the latest answers took: a word may wait for much that was sent before it.
+  double answer_seconds() const { return answer_seconds_; }
 
   // The parent was told that this rank has something of a round, or more of it. That asks for the
   // result, and takes the place of what was asked for before.
@@ -63,7 +70,7 @@ class Upstream {
   // A rank was asked for the results from the frontier up to that of `last`.
   void asked(Rank rank, Round frontier, Round last, double now) {
     source_ = static_cast<std::size_t>(std::ranges::find(above_, rank) - above_.begin());
-    asked_.insert(rank);
+    asked_.try_emplace(rank, now);
     asked_for_ = frontier;
     wanted_ = last;
     heard_at_ = now;
@@ -115,12 +122,15 @@ class Upstream {
  private:
   // A process may be stopped itself, and is not to take that time for the silence of others.
   static constexpr double longest_step = 0.25;
+  static constexpr double longest_answer = 1;  // who took longer may have been stopped
+  static constexpr double forgets = 0.9;
 
   const std::vector<Rank>& above_;  // the parent first, the root last
   std::size_t source_ = 0;          // in it
   double heard_at_ = 0;             // of the source, or when it was asked, or something came
   double stuck_since_ = 0;
-  std::set<Rank> asked_;  // that have said nothing since, and the dead
+  std::map<Rank, double> asked_;  // when, who has said nothing since, and the dead
+  double answer_seconds_ = 0;
   bool rootless_ = false;
   Signatures::Known introduced_;
   bool unanswered_ = false, refusing_ = false;
