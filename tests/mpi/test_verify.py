@@ -83,7 +83,7 @@ def test_a_rank_that_flips_a_bit_of_its_gradient(comm, caplog, verify):
         assert compared == 3
         (text,) = set(texts)
         assert f"what rank {LIAR} has sent to rank 0 does not fit with what its" in text
-        assert verify != "drop" or text.endswith("; the sum does without it")
+        assert verify != "drop" or "; the sum does without it. So do later" in text
     elif verify != "raise":
         assert not texts
 

@@ -28,6 +28,9 @@ constexpr const char* miscounted_blocks =
     ". Some rank is at another batch, its parameters are not those of the others (tree_bcast hands on "
     "one rank's), or its weights are not those that group.epoch gave it: the gradient is of no use";
 
+constexpr const char* without =
+    "; the sum does without it. So do later ones, and nothing is said of it, until what is sent fits again";
+
 }  // namespace
 
 // Whether no child is waited for that has closed the group.
@@ -172,7 +175,7 @@ bool Node::accepted(const Contradiction& wrong) {
                        : " does not fit together (which of them is wrong, more redundancy would tell)") +
       ": it is off by " + percent(wrong.mismatch) + ", and rounding explains " + percent(wrong.allowed);
   if (limits_.on_contradiction == OnContradiction::drop && one && can_do_without(alone)) {
-    news_.push_back(text + "; the sum does without it");
+    if (decoder_.parity()->newly_wrong(alone)) news_.push_back(text + without);
     leave_out(alone);
     return false;
   }
@@ -208,7 +211,7 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
   if (limits_.on_contradiction == OnContradiction::drop) {
     if (children.empty() && !root()) return true;  // its parent does without it
     if (!children.empty() && can_do_without(children)) {
-      news_.push_back(text + "; the sum does without it");
+      if (decoder_.parity()->newly_wrong(children)) news_.push_back(text + without);
       leave_out(children);
       return false;
     }

@@ -366,6 +366,9 @@ std::optional<Contradiction> Parity::contradiction() {
 }
 
 void Parity::remember() {
+  for (std::size_t row = 0; compares() && row < rows_.size(); ++row) {
+    if (rows_[row]) wrong_.erase(row / parts());
+  }
   if (remembered_.size() >= most_calls && !remembered_.contains(call_)) remembered_.clear();
   for (const Check& check : active_) {
     for (const Norm norm : norms) {
@@ -374,6 +377,12 @@ void Parity::remember() {
       if (std::isfinite(its)) largest = std::max(largest, its);
     }
   }
+}
+
+bool Parity::newly_wrong(const std::vector<std::size_t>& children) {
+  bool newly = false;
+  for (const std::size_t child : children) newly |= wrong_.insert(child).second;
+  return newly;
 }
 
 }  // namespace jaxcoded

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -67,6 +68,8 @@ class Parity {
   std::optional<Contradiction> contradiction();
   // It is right: its sizes tell later rounds of the call what rounding may be.
   void remember();
+  // These children are wrong. Whether one of them was not, when it was last compared.
+  bool newly_wrong(const std::vector<std::size_t>& children);
 
  private:
   // Of numbers, in both norms in which they are compared: a mistake in many of them shows in the
@@ -114,6 +117,7 @@ class Parity {
   std::vector<Size> all_;  // of each row, all of its message
   // Of gradients, as messages tell: the largest of any round of a call.
   std::map<std::uint64_t, std::map<Norm, double>> remembered_;
+  std::set<std::size_t> wrong_;  // children, when they were last compared
   std::uint64_t call_ = 0;
   double program_eps_ = 0;
 };
