@@ -54,6 +54,34 @@ def test_another_users_process(child):
     assert child.poll() is None
 
 
+ASKS = """
+import sys
+from jaxcoded.group.process import Process
+print(Process("", "", *map(int, sys.argv[1:])).is_first(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_of_several_is_the_first(child):
+    """Until it ends."""
+    command = [sys.executable, "-c", ASKS, str(child.pid), "5"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    said = []
+    for _ in range(2):
+        with subprocess.Popen(command, **pipes) as one:
+            said.append(one.stdout.readline())
+            other = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            said.append(other.stdout)
+            one.stdin.close()
+    assert said == ["True\n", "False\n"] * 2
+
+
 def test_who_can_be_reached():
     own = Process.own()
     assert own.pid == os.getpid()

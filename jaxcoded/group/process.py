@@ -4,6 +4,7 @@ import errno
 import os
 import pathlib
 import signal
+import socket
 from typing import NamedTuple, Self
 
 from mpi4py import MPI
@@ -58,6 +59,18 @@ class Process(NamedTuple):
         except OSError as error:
             return error.errno or errno.EIO
         return 0
+
+    def is_first(self) -> bool:
+        """Whether no other process of this host has asked this of this one, as far as those live."""
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            # a name in no file system, which one alone can have
+            line.bind(f"\0jaxcoded.{self.pid}.{self.started}")
+        except OSError as error:
+            line.close()
+            return error.errno != errno.EADDRINUSE
+        line.detach()  # the name is held until this process ends
+        return True
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -427,13 +427,13 @@ class Roll:
         return words
 
     def _kill(self, late: list[int]) -> None:
-        """Kill the processes of ranks that this one can see."""
+        """Kill the processes of ranks that this one can see, as others do, of which one says so."""
         for rank in late:
             process = self._processes[rank]
             if not process.reachable(self._processes[self._rank]):
                 continue
             self._hindered[rank] = process.kill()
-            if not self._hindered[rank]:
+            if not self._hindered[rank] and process.is_first():
                 logger.warning(
                     "rank %d has killed %s, rank %d, as it lives and has not called recovered",
                     *(self._rank, process, rank),

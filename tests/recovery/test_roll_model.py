@@ -207,6 +207,9 @@ class Process:
         self._world.kill(self._rank)
         return 0
 
+    def is_first(self):
+        return True
+
     def __str__(self):
         return f"rank {self._rank}"
 
