@@ -17,6 +17,7 @@ from commands import main
 from launch import ROOT, limited, slowness
 
 from jaxcoded.cli import ends, launcher, places, rank
+from jaxcoded.cli.lines import whole
 
 pytestmark = pytest.mark.mpi
 
@@ -157,6 +158,42 @@ def test_an_uncaught_error_ends_the_job(program):
     assert "jaxcoded run: the job failed with status 1" in said.stderr
     # what the rank that called MPI_Abort ends with is the launcher's affair
     assert re.search("^jaxcoded run: ranks? [01]", said.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("printed", "lines"),
+    [
+        (b"[0]<stdout>: a\0b\n", b"[0]<stdout>: ab\n"),
+        (b"[1]<stderr>: \0", b""),
+        (b"[1]<stderr>: \0text\n", b"[1]<stderr>: text\n"),
+        (b"[1]<stderr>: \0[2]<stderr>: x", b"[2]<stderr>: x\n"),
+        (b"prterun: [2]<stdout>\n", b"prterun: [2]<stdout>\n"),
+        (b"[0]<stdout>: [1]<stdout>: x\n", b"[0]<stdout>: [1]<stdout>: x\n"),
+        (b"[0]<stdout>: x[12]<stdout>: y", b"[0]<stdout>: x\n[12]<stdout>: y\n"),
+        (b"", b""),
+    ],
+)
+def test_lines_of_ranks(printed, lines):
+    assert whole(printed) == lines
+
+
+def test_the_output_of_a_job_that_a_rank_aborts_is_lines(program):
+    if not open_mpi():
+        pytest.skip("MPICH names no such lines")
+    body = """
+print("begins", end="", flush=True)
+MPI.COMM_WORLD.Barrier()
+if rank == 1:
+    MPI.COMM_WORLD.Abort(3)
+time.sleep(600)
+"""
+    job = run("-n", 3, program(body))
+    assert job.returncode == 3
+    assert sorted(job.stdout.splitlines()) == [
+        f"[{it}]<stdout>: begins" for it in range(3)
+    ]
+    assert "MPI_ABORT was invoked on rank 1" in job.stderr and "\0" not in job.stderr
+    assert "\njaxcoded run: the job failed with status 3: " in job.stderr
 
 
 def test_a_killed_rank_ends_the_job(program):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
-from jaxcoded.cli import rank
+from jaxcoded.cli import lines, rank
 
 TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
 _GRACE = 10.0  # seconds for the launcher to end it
@@ -30,6 +30,7 @@ def play(
     ended: threading.Event | None = None,
     own_files: bool = True,
     output: IO[str] | None = None,
+    whole_lines: bool = False,
 ) -> int:
     """Start a launcher, hand signals on to it, and wait for its end.
 
@@ -47,6 +48,7 @@ def play(
         own_files: whether it gets a directory of its own for temporary files, over which a later
             launcher would trip. Other hosts have none of that name.
         output: takes what it prints and what its errors say. Default: those of this process.
+        whole_lines: whether these get it as `jaxcoded.cli.lines` makes it.
 
     Returns:
         Its status: 128 and the number of a signal that ended it, or that told this process to end it,
@@ -64,9 +66,18 @@ def play(
                 )
             )
         # in a session of its own: a terminal would signal the ranks, too
+        to = subprocess.PIPE if whole_lines else output
         process = subprocess.Popen(
-            command, env=settings, start_new_session=True, stdout=output, stderr=output
+            command, env=settings, start_new_session=True, stdout=to, stderr=to
         )
+        for number, pipe in ((1, process.stdout), (2, process.stderr)):
+            if pipe is not None:
+                thread = threading.Thread(
+                    target=lines.hand_on, args=(pipe, number), daemon=True
+                )
+                thread.start()
+                # to its end, unless what mpirun has started on other hosts keeps it open
+                stack.callback(thread.join, _GRACE)
         stack.callback(_kill_all, name)
         late: list[bool] = []
         if ended is not None:

@@ -117,7 +117,12 @@ def command(
         environment.pop(rank.JOINS, None)  # of a rank that has started this job
         environment.pop(rank.STARTER, None)
         status = job.play(
-            words, environment, seconds=timeout, ended=heard.of_job, own_files=not away
+            words,
+            environment,
+            seconds=timeout,
+            ended=heard.of_job,
+            own_files=not away,
+            whole_lines=not plain and chosen.mpi == launcher.OPEN_MPI,
         )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = status or heard.failure
