@@ -253,7 +253,11 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
         "while True: time.sleep(0.1)\n"
     )
     limit = ["--timeout", f"{3 * slowness():.0f}"] if how == "limit" else []
-    job = subprocess.Popen(command("--timeout", 300, *limit, "-n", 2, path), cwd=ROOT)
+    words = tmp_path / "words"
+    with words.open("wb") as errors:
+        job = subprocess.Popen(
+            command("--timeout", 300, *limit, "-n", 2, path), cwd=ROOT, stderr=errors
+        )
 
     def started():
         return [int(each.name) for each in said.iterdir() if each.name.isdigit()]
@@ -273,6 +277,8 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
         job.kill()
         job.wait()
     assert status == {"limit": 124, "signal": 128 + 15, "killed launcher": 128 + 9}[how]
+    stopped = "; stopped, as by SIGSTOP: rank 1\n" in words.read_text()
+    assert stopped == (how == "limit")
     files = {line for each in said.iterdir() for line in each.read_text().splitlines()}
     if open_mpi():  # MPICH cannot be told where it puts its own
         assert files
@@ -645,7 +651,7 @@ def test_ends_in_words(hosts, monkeypatch):
         "rank 2: killed by SIGKILL, after",
         "rank 3: status 44, after",
         "rank 4: killed by signal 40, after",
-        f"ranks 5–6: {not_heard}",
+        f"ranks 5–6: {not_heard.replace('of the end', 'at all')}",
     ]
     del heard.told[2], heard.told[3], heard.told[4]
     heard.begun -= {2, 3, 4}
@@ -653,6 +659,8 @@ def test_ends_in_words(hosts, monkeypatch):
     assert heard.words() == []
     assert heard.failure == 0
     heard.ranks = 3
+    assert heard.words()[-1] == f"rank 2: {not_heard.replace('of the end', 'at all')}"
+    heard.begun.add(2)
     assert heard.words()[-1] == f"rank 2: {not_heard}"
 
 

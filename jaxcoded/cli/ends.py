@@ -134,10 +134,17 @@ class Ends:
         why = "mpirun ended the job first"
         if not self._near:
             why += ", or a host does not answer"
+        unheard = [it for it in missing if it not in self.begun]
+        begun = [it for it in missing if it in self.begun and it < self.ranks]
+        joined = [it for it in missing if it >= self.ranks]
         by_others = f"those that had started them ended them, or {why}"
-        for more, reason in ((False, why), (True, by_others)):
-            if numbers := [it for it in missing if (it >= self.ranks) == more]:
-                lines.append(f"{_format.ranks(numbers)}: no word of the end: {reason}")
+        for numbers, what in (
+            (unheard, f"no word at all: {why}"),
+            (begun, f"no word of the end: {why}"),
+            (joined, f"no word of the end: {by_others}"),
+        ):
+            if numbers:
+                lines.append(f"{_format.ranks(numbers)}: {what}")
         return lines
 
 

@@ -31,6 +31,7 @@ def play(
     own_files: bool = True,
     output: IO[str] | None = None,
     whole_lines: bool = False,
+    stopped: set[int] | None = None,
 ) -> int:
     """Start a launcher, hand signals on to it, and wait for its end.
 
@@ -49,6 +50,7 @@ def play(
             launcher would trip. Other hosts have none of that name.
         output: takes what it prints and what its errors say. Default: those of this process.
         whole_lines: whether these get it as `jaxcoded.cli.lines` makes it.
+        stopped: takes the ranks on this host that are stopped where it is ended after too long.
 
     Returns:
         Its status: 128 and the number of a signal that ended it, or that told this process to end it,
@@ -87,6 +89,8 @@ def play(
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
+                if stopped is not None:
+                    stopped |= _stopped(name)
                 process.terminate()
                 _kill_later(process)
                 process.wait()
@@ -147,11 +151,32 @@ def _kill_all(name: str) -> None:
 
 def _kill(name: str) -> int:
     """Kill all processes of a job, and say how many there were."""
-    mark = f"{_MARK}={name}".encode()
     found = 0
-    for place in pathlib.Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's, or it is gone
-            if mark in place.read_bytes().split(b"\0"):
-                os.kill(int(place.parent.name), signal.SIGKILL)
-                found += 1
+    for place, _ in _processes(name):
+        with contextlib.suppress(OSError):  # it is gone
+            os.kill(int(place.name), signal.SIGKILL)
+            found += 1
     return found
+
+
+def _stopped(name: str) -> set[int]:
+    """The ranks of a job of which a process is stopped; not those that have joined, whose numbers are others."""
+    out = set()
+    for place, variables in _processes(name):
+        with contextlib.suppress(OSError):
+            state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+            number = rank.number(variables)
+            if state == "T" and number.isdigit() and rank.JOINS not in variables:
+                out.add(int(number))
+    return out
+
+
+def _processes(name: str) -> Iterator[tuple[pathlib.Path, dict[str, str]]]:
+    """Those of a job, in /proc, and the environment with which each has begun."""
+    for place in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it is gone
+            words = (place / "environ").read_bytes().decode(errors="replace")
+            pairs = (word.partition("=") for word in words.split("\0"))
+            variables = {key: value for key, _, value in pairs}
+            if variables.get(_MARK) == name:
+                yield place, variables

@@ -160,9 +160,14 @@ def _visible_gpus() -> list[str]:
     return [] if failed else list(map(str, range(count.value)))
 
 
+def number(variables: "os._Environ[str] | dict[str, str]") -> str:
+    """The number of a rank, as its launcher says it; -1 if it does not."""
+    return next((variables[name] for name in _RANK if name in variables), "-1")
+
+
 def _tell(code: int | str) -> None:
     """Best effort: where nobody hears it the job goes on."""
-    rank = next((os.environ[name] for name in _RANK if name in os.environ), "-1")
+    rank = number(os.environ)
     import socket
 
     try:

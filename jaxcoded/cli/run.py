@@ -15,7 +15,7 @@ import sys
 
 import click
 
-from jaxcoded import _require
+from jaxcoded import _format, _require
 from jaxcoded.cli import ends, job, launcher, places, rank
 
 
@@ -116,6 +116,7 @@ def command(
         )
         environment.pop(rank.JOINS, None)  # of a rank that has started this job
         environment.pop(rank.STARTER, None)
+        stopped: set[int] = set()
         status = job.play(
             words,
             environment,
@@ -123,10 +124,13 @@ def command(
             ended=heard.of_job,
             own_files=not away,
             whole_lines=not plain and chosen.mpi == launcher.OPEN_MPI,
+            stopped=stopped,
         )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = status or heard.failure
     first = _words(chosen, status, fault_tolerant, timeout, heard.heard_any)
+    if stopped:
+        first += f"; stopped, as by SIGSTOP: {_format.ranks(stopped)}"
     if as_json:
         ended = {"status": status, "said": first, "ranks": heard.fields()}
         print(json.dumps(ended, ensure_ascii=False), file=sys.stderr)
