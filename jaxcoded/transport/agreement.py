@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,6 +14,9 @@ from jaxcoded.errors import CodedError
 
 T = TypeVar("T")
 LONGEST = 16 << 20  # bytes of what a rank says
+# Characters of a long text that are said: at its beginning; at its end, where an error may stand; and before
+# and after a difference.
+_FIRST, _LAST, _BEFORE, _AFTER = 120, 240, 20, 60
 _WHY = "has a rank died, or do they not all run the same jaxcoded?"
 
 
@@ -130,8 +134,28 @@ def in_words(said: Sequence[str], what: str) -> str:
     for answer in answers:
         its = [str(rank) for rank, other in enumerate(said) if other == answer]
         who.append(f"rank{'s' * (len(its) > 1)} {', '.join(its)}")
-    first = ", ".join(f"{it} at {at}" for it, at in zip(differences(answers), who))
-    return "; ".join([f"{first}: {what}", *map(": ".join, zip(who, answers))])
+    different = _excerpts(differences(answers))
+    first = ", ".join(f"{it} at {at}" for it, at in zip(different, who))
+    wholes = map(_shortened, answers)
+    return "; ".join([f"{first}: {what}", *map(": ".join, zip(who, wholes))])
+
+
+def _excerpts(items: Sequence[str]) -> list[str]:
+    """The beginning of long ones, and where they differ first."""
+    at = len(os.path.commonprefix(list(items)))
+    if at <= _FIRST:
+        return [*map(_shortened, items)]
+    start, end = at - _BEFORE, at + _AFTER
+    return [
+        f"{it[:_BEFORE]} … {it[start:end]}" + " …" * (len(it) > end) for it in items
+    ]
+
+
+def _shortened(words: str) -> str:
+    """Without the middle, if it is long: the ends tell what it is."""
+    if len(words) <= _FIRST + _LAST:
+        return words
+    return f"{words[:_FIRST]} … {words[-_LAST:]}"
 
 
 def on_all(

@@ -47,6 +47,19 @@ def failures(world, rank):
     return {r: e for r, e in world.ends[rank].items() if e.outcome != DONE}
 
 
+def test_of_long_calls_the_ends_are_said():
+    plan = make_plan(2, stragglers=0)
+    segments = tuple(("float32", count) for count in range(40))
+    world = random_world(plan, 1, random.Random(0), script=[Call(segments, 1)])
+    world.deviations[1, 1] = Call((*segments[:20], ("float32", 7), *segments[21:]), 1)
+    world.settle()
+    for ends in world.ends:
+        said = ends[1].error
+        assert "round 1, allreduce 1 of [('float32', 0), (" in said
+        assert said.endswith("('float32', 38), ('float32', 39)]") and " … " in said
+        assert len(said) < 2000
+
+
 def assert_told(world, odd, round):
     """All ranks were told of the odd one's call, in the same round, and later rounds are
     right. If the odd call's own round was decided before, either the odd rank failed in it,

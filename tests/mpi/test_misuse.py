@@ -142,6 +142,19 @@ def test_where_calls_differ(calls, said):
     assert agreement.differences(calls) == said
 
 
+def test_of_what_is_long_the_difference_is_said():
+    one = f"a=1, parents={list(range(500))}, z=3"
+    other = one.replace(" 250,", " 249,")
+    said = agreement.in_words([one, other], "they differ")
+    assert said.startswith("parents=[0, 1, 2, 3, … ")
+    assert "249, 250, 251" in said and "249, 249, 251" in said
+    assert said.endswith("499], z=3") and "; rank 1: a=1, parents=[0" in said
+    assert len(said) < 1000
+    items = [f"{letter}=" + 500 * letter for letter in "ab"]
+    said = agreement.in_words(items, "they differ")
+    assert said.startswith("a=aa") and len(said) < 1600
+
+
 @several
 @mpi4jax_only
 @differences

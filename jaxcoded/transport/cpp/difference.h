@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "readable.h"
 
 namespace jaxcoded {
 
@@ -39,6 +42,13 @@ inline std::pair<std::string_view, std::string_view> difference(std::string_view
     return first + last < of.size() ? of[first] : std::string_view("nothing");
   };
   return {left(a), left(b)};
+}
+
+// What a call says, without the middle of a long one: the ends tell which call it is.
+inline std::string shortened(std::string_view call) {
+  constexpr std::size_t first = 120, last = 60;
+  if (call.size() <= first + last) return std::string(call);
+  return readable(call.substr(0, first)) + " … " + readable(call.substr(call.size() - last));
 }
 
 }  // namespace jaxcoded

@@ -24,8 +24,8 @@ std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
   const std::string at = ": round " + std::to_string(round) + ", ";
   const auto [here, there] = difference(call, another);
   return "GroupMismatch: " + std::string(here) + " at " + who + ", " + std::string(there) + " at " +
-         whom + ": ranks called different things in the same round; " + who + at + call + "; " +
-         whom + at + another;
+         whom + ": ranks called different things in the same round; " + who + at + shortened(call) +
+         "; " + whom + at + shortened(another);
 }
 
 void Node::check_offer(Child& child) {
