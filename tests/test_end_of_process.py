@@ -32,6 +32,8 @@ try:
     if way == "translated":
         with translated():
             jax.block_until_ready(result)
+    if way == "of what follows":
+        result = result + 1
     jax.block_until_ready(result)
 except jax.errors.JaxRuntimeError:
     if way != "caught":
@@ -40,7 +42,7 @@ except jax.errors.JaxRuntimeError:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["uncaught", "translated", "caught"])
+@pytest.mark.parametrize("way", ["uncaught", "translated", "of what follows", "caught"])
 def test_an_error_is_said_once(way):
     job = subprocess.run(
         [sys.executable, "-c", PROGRAM, way],
