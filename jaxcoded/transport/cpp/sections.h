@@ -211,13 +211,16 @@ struct Formed {
 // How something comes on, piece by piece.
 struct Flow {
   double moved = 0;    // when it last did
-  double longest = 0;  // that it ever took
+  double longest = 0;  // that it ever took, or this process was stopped
 
   void begin(double now) { *this = {.moved = now}; }
   void move(double now) {
-    longest = std::max(longest, now - moved);
+    longest = std::max(longest, std::min(now - moved, most));
     moved = now;
   }
+
+ private:
+  static constexpr double most = 5;  // seconds
 };
 
 // What a rank of the family knows of the round that is formed in sections.
