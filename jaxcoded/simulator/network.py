@@ -8,7 +8,7 @@ from jaxcoded import _require
 # Bytes of a sum from which sections pay between hosts, measured in benchmarks/README.md.
 SECTIONS_FROM = 64 << 10
 # Pieces of such a sum for each rank, if they are neither too short nor too long.
-SECTION_PIECES = 2
+SECTION_PIECES = 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ IN_SECTIONS = "long sums are formed in sections"  # in words
 _STALL = (
     0.002  # seconds that the root waits, at least, for those who come a little later
 )
-_LEAST_PIECE, _MOST_PIECE = 16 << 10, 60 << 10  # bytes
+_LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes
 
 # The part of the time in which the busiest port is busy, but for the first and last pieces. Measured
 # on 13 hosts with 200 Mbit/s, whose figures are in tests/simulator/test_simulated_sections.py. In

@@ -86,7 +86,7 @@ def test_ports_carry_as_much_as_can_be_said_in_advance(s, computes):
     busiest = max(_sent(it).max(), _received(it).max())
     assert busiest >= (terms + n) * payload / (n + 1) - own.max()
     for ports in (_sent(it), _received(it)):
-        assert ports.mean() <= busiest <= (terms + n) * payload / (n + 1) + 61440 * n
+        assert ports.mean() <= busiest <= (terms + n) * payload / (n + 1) + (32 << 10) * n
 
 
 def _sent(traffic):

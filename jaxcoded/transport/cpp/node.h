@@ -115,7 +115,7 @@ struct Limits {
   std::uint32_t slices = 1;                  // a piece of a message makes so many of the sum then,
   std::uint32_t parts = 1;                   // and a message has so many parts
   std::uint64_t least_piece_bytes = 16 << 10;  // but none shorter,
-  std::uint64_t most_piece_bytes = 60 << 10;   // and none longer than what MPI sends at once
+  std::uint64_t most_piece_bytes = 32 << 10;   // and none longer: MPI sends them at once
 
   // Of a vector of so many bytes.
   std::uint64_t piece_for(std::uint64_t bytes) const {
