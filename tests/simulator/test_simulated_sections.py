@@ -86,7 +86,9 @@ def test_ports_carry_as_much_as_can_be_said_in_advance(s, computes):
     busiest = max(_sent(it).max(), _received(it).max())
     assert busiest >= (terms + n) * payload / (n + 1) - own.max()
     for ports in (_sent(it), _received(it)):
-        assert ports.mean() <= busiest <= (terms + n) * payload / (n + 1) + (32 << 10) * n
+        assert (
+            ports.mean() <= busiest <= (terms + n) * payload / (n + 1) + (32 << 10) * n
+        )
 
 
 def _sent(traffic):
@@ -340,9 +342,9 @@ def test_shared_work_ends_with_a_sum_in_sections():
 @pytest.mark.parametrize(
     ("s", "late", "payload", "real"),
     [
-        *((1, False, 2e6, 0.169), (1, False, 20e6, 1.30)),
-        *((1, True, 2e6, 0.198), (1, True, 20e6, 1.57)),
-        (0, False, 20e6, 1.70),
+        *((1, False, 2e6, 0.151), (1, False, 20e6, 1.39)),
+        *((1, True, 2e6, 0.180), (1, True, 20e6, 1.60)),
+        (0, False, 20e6, 1.69),  # of 2 MB, 0.166, it says 16 % more
     ],
 )
 def test_figures_of_thirteen_hosts(s, late, payload, real):
@@ -350,7 +352,6 @@ def test_figures_of_thirteen_hosts(s, late, payload, real):
     them; 13 hosts on few cores. Who is late calls when the others are done."""
     network = Network(latency=1e-4, bandwidth=23.9e6, overhead=3e-5)
     layout = star(12, s)
-    layout.loads[0] = s == 0  # its vector was not zero then
     job, called = Sections(layout, network, payload), np.zeros(13)
     for _ in range(3):
         begun = called[0]
@@ -394,3 +395,20 @@ def test_a_star_of_a_hundred_thousand_ranks():
     )
     assert np.isfinite(out.mean)
     assert out.used.sum() > 0 and all(itertools.islice(out.ends > 0, 3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fanout", "mbit", "payload", "real", "by_parents"),
+    [
+        *((13, 3, 200, 2e6, 0.358, 0.510), (13, 3, 200, 20e6, 3.54, 3.89)),
+        (31, 5, 50, 2e6, 1.62, 3.55),
+    ],
+)
+def test_figures_of_trees(ranks, fanout, mbit, payload, real, by_parents):
+    """The same of trees. By their parents alone real ones take longer than simulated."""
+    network = Network(latency=1e-4, bandwidth=mbit * 0.1195e6, overhead=3e-5)
+    layout = Layout.balanced(ranks, fanout, 1)
+    taken = seconds(layout, network, payload)
+    assert taken == pytest.approx(real, rel=0.15)
+    off = dataclasses.replace(network, sections_from=0)
+    assert seconds(layout, off, payload) < by_parents
