@@ -11,8 +11,8 @@ round that is waited for after the backward pass of the next step, as where grad
 several batches are added up. The number of examples is chosen so that computing takes as long as the round. The settings
 take turns; times are of the slowest rank. On one host the ranks compute and communicate
 with the same cores; on several hosts with slow cables the cores are free while messages
-travel. Prints medians and the medians of the ratios within a repetition, and stores
-them.
+travel. Prints medians, the medians of the ratios within a repetition, and the processor time of all ranks, and
+stores them.
 """
 
 import argparse
@@ -52,6 +52,15 @@ def settings(group, other, width):
     def communicate(weights, x, token):
         return jaxcoded.coded_allreduce(weights, group, token=token)
 
+    def communicate_in(groups):
+        def step(weights, x, token):
+            handle, token = jaxcoded.coded_allreduce_start(
+                weights, groups, bucket_bytes=layer, token=token
+            )
+            return jaxcoded.coded_allreduce_done(handle, token=token)
+
+        return step
+
     def blocking(weights, x, token):
         return jaxcoded.coded_allreduce(gradients(weights, x), group, token=token)
 
@@ -78,6 +87,8 @@ def settings(group, other, width):
     return {
         "compute alone": jax.jit(compute),
         "communicate alone": jax.jit(communicate),
+        "alone, in 8 rounds": jax.jit(communicate_in(group)),
+        "alone, in 8 of two groups": jax.jit(communicate_in([group, other])),
         "one round at the end": jax.jit(blocking),
         "a round for each layer": jax.jit(buckets),
         "the same without after=": jax.jit(without_after),
@@ -115,15 +126,17 @@ def step_before(group):
 
 
 def seconds(step, weights, x, count):
-    """Of one step, at the slowest rank."""
+    """Of one step, at the slowest rank, and of all ranks' processors."""
     token = jnp.int32(0)
     jax.block_until_ready(step(weights, x, token))
     comm.Barrier()
-    start = time.perf_counter()
+    start, begun = time.perf_counter(), time.process_time()
     for _ in range(count):
         out, *_, token = step(weights, x, token)
         jax.block_until_ready(out)
-    return comm.allreduce((time.perf_counter() - start) / count, op=MPI.MAX)
+    own = time.perf_counter() - start
+    busy = time.process_time() - begun
+    return comm.allreduce(own / count, MPI.MAX), comm.allreduce(busy / count, MPI.SUM)
 
 
 def main():
@@ -146,11 +159,13 @@ def main():
         jaxcoded.CodedGroup.from_plan(comm, group.plan) as other,
     ):
         steps = settings(group, other, width)
-        communicate = seconds(steps["communicate alone"], weights, jnp.zeros(1), count)
+        communicate, _ = seconds(
+            steps["communicate alone"], weights, jnp.zeros(1), count
+        )
         examples = 64
         for _ in range(3):
             x = jnp.ones((examples, width), jnp.float32)
-            compute = seconds(steps["compute alone"], weights, x, count)
+            compute, _ = seconds(steps["compute alone"], weights, x, count)
             examples = max(16, round(examples * communicate / compute))
         x = jnp.ones((examples, width), jnp.float32)
         times = {name: [] for name in steps}
@@ -164,16 +179,24 @@ def main():
 def report(times, hosts, size, examples, out):
     print(f"{comm.size} ranks on {hosts} hosts, {size:,} B, {examples} examples")
     rows = []
-    base = np.array(times["one round at the end"])
+    base = np.array(times["one round at the end"])[:, 0]
     for name, values in times.items():
-        gain = np.median(base / np.array(values))
-        rows.append((comm.size, hosts, size, name, np.median(values), gain))
-        print(f"{name:28}{np.median(values) * 1e3:10.2f} ms   gain {gain:5.2f}")
+        took, busy = np.array(values).T
+        gain = np.median(base / took)
+        rows.append(
+            (comm.size, hosts, size, name, np.median(took), gain, np.median(busy))
+        )
+        print(
+            f"{name:28}{np.median(took) * 1e3:10.2f} ms   gain {gain:5.2f}"
+            f"   processors {np.median(busy) * 1e3:8.2f} ms"
+        )
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"overlap-{comm.size}-on-{hosts}.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["ranks", "hosts", "bytes", "step", "seconds", "gain"])
+        writer.writerow(
+            ["ranks", "hosts", "bytes", "step", "seconds", "gain", "processors"]
+        )
         writer.writerows(rows)
 
 
