@@ -9,7 +9,8 @@ takes 1 + x times as long, x exponential with mean 0.2), a heavy one (x Pareto w
 1.5 and scale 0.2), and the last rank always ten times slower. Links of 1, 10 and 100 Gb/s,
 50 µs away.
 
-Stars sum by the root, or in sections, as the engine does between hosts.
+Parents sum up what their children send, or families form long sums in sections, as the engine does
+between hosts.
 Of trees, stars and codes the best of some fan-outs and numbers of stragglers is shown, as
 a user would choose: what is compared is "with a code" and "without one", not one setting
 of each. Medians over rounds, as means of heavy tails need more rounds than there is time
@@ -35,7 +36,7 @@ MODELS = {
 }
 GIGABITS = (1, 10, 100)
 WORK, PAYLOAD = 0.1, 100e6  # seconds of a rank's equal part; bytes
-FANOUTS = (2, 4, 8, 16, 32, 100)
+FANOUTS = (2, 4, 8, 16, 32, 100, 1000)
 IN_SECTIONS = "in sections"  # as the engine forms long sums between hosts
 
 
@@ -46,18 +47,22 @@ def layouts(size):
     lost = sorted({max(1, round(star * part)) for part in (0.01, 0.05)})
     stars = {"": Layout.balanced(size, star)}
     coded_stars = {f"s={s}": Layout.balanced(size, star, s) for s in lost if s < star}
+    uncoded_trees = {f"n={n}": Layout.balanced(size, n) for n in trees}
+    coded_trees = {
+        f"n={n} s={s}": Layout.balanced(size, n, s)
+        for n, s in itertools.product(trees, (1, 2, 4))
+        if s < n / 2
+    }
     chosen = {
         "ring": {"": Ring(size)},
-        "tree": {f"n={n}": Layout.balanced(size, n) for n in trees},
+        "tree": uncoded_trees,
         "star": stars,
         "coded star": coded_stars,
         f"star {IN_SECTIONS}": stars,
         f"coded star {IN_SECTIONS}": coded_stars,
-        "coded tree": {
-            f"n={n} s={s}": Layout.balanced(size, n, s)
-            for n, s in itertools.product(trees, (1, 2, 4))
-            if s < n / 2
-        },
+        "coded tree": coded_trees,
+        f"tree {IN_SECTIONS}": uncoded_trees,
+        f"coded tree {IN_SECTIONS}": coded_trees,
     }
     return {scheme: some for scheme, some in chosen.items() if some}
 
@@ -114,6 +119,9 @@ def verdicts(rows):
 
 def draw(rows, path):
     schemes = list(dict.fromkeys(row[3] for row in rows))
+    shapes = list(
+        dict.fromkeys(name.removesuffix(f" {IN_SECTIONS}") for name in schemes)
+    )
     with picture(
         path, len(MODELS), len(GIGABITS), size=(9.5, 7.6), sharex=True, sharey=True
     ) as (figure, axes):
@@ -124,11 +132,12 @@ def draw(rows, path):
                 some = [
                     row for row in rows if row[:2] + row[3:4] == (model, rate, scheme)
                 ]
-                number = schemes.index(scheme)
+                number = shapes.index(scheme.removesuffix(f" {IN_SECTIONS}"))
+                line = "--" if scheme.endswith(IN_SECTIONS) else "-"
                 axes[i, j].loglog(
                     [row[2] for row in some],
                     [row[6] for row in some],
-                    f"{MARKERS[number]}-",
+                    f"{MARKERS[number]}{line}",
                     color=COLOURS[number],
                     markersize=4,
                     label=scheme,
@@ -140,9 +149,9 @@ def draw(rows, path):
         for ax in axes[-1]:
             ax.set_xlabel("ranks")
         handles, names = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+        figure.legend(handles, names, loc="outside lower center", ncols=5)
         figure.suptitle(
-            "Coded trees win large jobs with heavy tails, coded stars small ones with a slow rank",
+            "With heavy tails or a slow rank coded trees win large jobs, coded stars small ones",
             x=0.01,
             ha="left",
         )
