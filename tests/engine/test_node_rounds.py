@@ -512,3 +512,27 @@ def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
     world.sweep_all()
     world.assert_done()
     assert from_root() <= {1, 2}  # until the parent has said something
+
+
+def test_a_parent_that_is_stopped_again_holds_up_nobody_for_longer():
+    """What answers take says nothing of one that was stopped meanwhile."""
+    plan = make_plan(7, fanout=2, stragglers=1)
+    script = [Call((("float32", 4),), number) for number in range(40)]
+    hosts = list(range(plan.size))
+    world = World(plan, script, random.Random(0), hosts=hosts)
+    below = plan.tree.children[1]
+    world.open = 0
+    for _ in range(5):
+        for stopped in (False, False, True, True):
+            world.frozen = {1} if stopped else set()
+            world.open += 1
+            begun = world.clock
+            while any(world.nodes[r].next_round() <= world.open for r in below):
+                world.sweep()
+                world.clock += 0.01
+            assert world.clock - begun < 1
+        world.clock += 10
+        world.frozen = set()
+        for _ in range(20):
+            world.sweep()
+            world.clock += 0.01

@@ -234,7 +234,7 @@ void Node::withdraw(Object::What what, Round first_valid) {
 // slow, and waiting for long is to cost little. Nor is an answer late that takes no longer than others have.
 double Node::patience(double stuck_since) const {
   const double stuck = wire_.now() - stuck_since;
-  return std::max({limits_.orphan_seconds, 2 * durations_.median(), 3 * upstream_.answer_seconds(),
+  return std::max({limits_.orphan_seconds, 2 * durations_.median(), 2 * upstream_.answer_seconds(wire_.now()),
                    std::min(stuck / 4, longest_patience)});
 }
 

@@ -410,6 +410,7 @@ class Node {
   void spread(const Entry& entry);
   void on_delegate(Rank from, const Message& message);
   void decline(const Message& message);
+  void tell_unformed(Round round, std::size_t index, std::uint32_t version, const std::vector<Rank>& members);
   void learn_sections(SectionPlan plan);
   Entry* begin_entry();
   struct Destination {

@@ -57,7 +57,7 @@ void Node::on_result(Rank from, const Message& message) {
   if (head.round < frontier_) return;
   // What was asked for further up when a nearer rank was silent: that has spoken since, and all below would
   // crowd out each other there.
-  if (!(head.flags & failed) && height(from) > height(upstream_.source())) return;
+  if (!(head.flags & failed) && !upstream_.may_use(height(from))) return;
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {

@@ -82,12 +82,18 @@ void Node::decline(const Message& message) {
   const std::size_t index = message.header.ready;
   if (plan.purpose != Purpose::copy || index >= plan.sections.size()) return;
   if (plan.sections[index].maker != family_.rank) return;
-  Message failure{header(Kind::formed, message.header.round)};
-  failure.header.flags = failed;
-  failure.header.last = index;
-  failure.header.fingerprint = plan.sections[index].version;
-  for (const Rank rank : plan.members) {
-    if (is_sibling(rank)) wire_.send(rank, failure);
+  tell_unformed(message.header.round, index, plan.sections[index].version, plan.members);
+}
+
+// Nobody is to wait for that section of a copy.
+void Node::tell_unformed(Round round, std::size_t index, std::uint32_t version,
+                         const std::vector<Rank>& members) {
+  Message message{header(Kind::formed, round)};
+  message.header.flags = failed;
+  message.header.last = index;
+  message.header.fingerprint = version;
+  for (const Rank rank : members) {
+    if (is_sibling(rank)) wire_.send(rank, message);
   }
 }
 
@@ -123,6 +129,7 @@ void Node::learn_sections(SectionPlan plan) {
     it.here.resize(it.layout.size());
     for (std::uint32_t p = 0; p < it.layout.size(); ++p) it.here[p] = it.here[p] && stays(p);
   } else if (entry) {
+    asked_pieces_.clear();
     entry->here.resize(entry->layout.size());
     for (std::uint32_t p = 0; p < entry->layout.size(); ++p) entry->here[p] = entry->here[p] && stays(p);
   }
@@ -185,6 +192,11 @@ void Node::begin_forming(const SectionPlan& plan, std::size_t job) {
 }
 
 void Node::end_sections() {
+  if (sections_.purpose == Purpose::copy) {
+    for (const Forming& it : sections_.forming) {
+      tell_unformed(sections_.round, it.index, it.section.version, sections_.members);
+    }
+  }
   if (sections_.round) sections_ = {};
   early_.clear();
   up_.delegated.reset();
@@ -307,7 +319,7 @@ void Node::cannot_form(std::size_t index, Rank term) {
   if (up_.delegated) return lose_term(term);
   if (sections_.purpose == Purpose::copy) {
     sections_.all[index].gone = true;
-    return;
+    return tell_unformed(sections_.round, index, section.version, sections_.members);
   }
   Message message{header(Kind::formed, sections_.round)};
   message.header.flags = failed;

@@ -23,15 +23,15 @@ class Upstream {
   // knows whether it has what this one waits for.
   void heard(Rank rank, bool asks, double now) {
     if (const auto asked = asked_.find(rank); asked != asked_.end()) {
-      const double took = std::min(now - asked->second, longest_answer);
-      answer_seconds_ = std::max(took, forgets * answer_seconds_);
+      const double took = now - asked->second;
+      if (took < longest_answer && took >= answer_seconds(now)) answer_ = {took, now};
       asked_.erase(asked);
     }
     if (above_.empty()) return;
     if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
       unanswered_ = refusing_ = false;
-      source_ = 0;
+      if (std::exchange(source_, 0)) wanted_ = 0;  // was asked for elsewhere
     }
   }
   // It is dead, and will not answer.
@@ -54,7 +54,7 @@ class Upstream {
   double silent_since() const { return heard_at_; }
   double stuck_since() const { return stuck_since_; }
   // What the slowest of the latest answers took: a word may wait for much that was sent before it.
-  double answer_seconds() const { return answer_seconds_; }
+  double answer_seconds(double now) const { return now - answer_.at < remembered ? answer_.took : 0; }
 
   // The parent was told that this rank has something of a round, or more of it. That asks for the
   // result, and takes the place of what was asked for before.
@@ -96,6 +96,8 @@ class Upstream {
     gone_from_.insert(rank);
     oldest_ = std::max(oldest, oldest_);
   }
+  // Whether a result of a rank so far up is of use: nobody nearer is relied on that may have it.
+  bool may_use(std::size_t height) const { return height <= source_ || gone_from_.contains(source()); }
   bool gone_somewhere() const { return !gone_from_.empty(); }
   bool gone_everywhere() const { return gone_from_.size() == above_.size(); }
   Round oldest() const { return oldest_; }  // the first that those have
@@ -122,15 +124,17 @@ class Upstream {
  private:
   // A process may be stopped itself, and is not to take that time for the silence of others.
   static constexpr double longest_step = 0.25;
-  static constexpr double longest_answer = 1;  // who took longer may have been stopped
-  static constexpr double forgets = 0.9;
+  static constexpr double longest_answer = 0.25;  // who took longer was stopped, as a rule
+  static constexpr double remembered = 10;  // seconds
 
   const std::vector<Rank>& above_;  // the parent first, the root last
   std::size_t source_ = 0;          // in it
   double heard_at_ = 0;             // of the source, or when it was asked, or something came
   double stuck_since_ = 0;
   std::map<Rank, double> asked_;  // when, who has said nothing since, and the dead
-  double answer_seconds_ = 0;
+  struct {
+    double took = 0, at = 0;
+  } answer_;
   bool rootless_ = false;
   Signatures::Known introduced_;
   bool unanswered_ = false, refusing_ = false;
