@@ -231,7 +231,8 @@ def simulated(capsys, *arguments):
 
 
 def test_simulated_steps(capsys):
-    """Of a star with links as fast as may be, in closed form; who is late is waited for 2 ms."""
+    """Of a star with links as fast as may be, in closed form; who is late is waited for 2 ms, and
+    pieces cost a ms or so."""
     asked = ["--gigabits=1e9", "--latency=0", "--fanout=6", "--rounds=20"]
     said = simulated(capsys, *asked, "--model=fixed(factor=10)", "--stragglers=1")
     steps = said["steps"]
@@ -245,7 +246,7 @@ def test_simulated_steps(capsys):
     }
     for name, seconds in expected.items():
         for key in ("mean", "median", "p95", "p99"):
-            assert steps[name][key] == pytest.approx(seconds, rel=0.01, abs=3e-3), (
+            assert steps[name][key] == pytest.approx(seconds, rel=0.01, abs=4e-3), (
                 name,
                 key,
             )
