@@ -56,6 +56,14 @@ def test_as_simulated(n, s, m):
     assert not found[MESSAGE, 0]  # zeros are not sent
 
 
+def short_pieces(sections_from):
+    return {
+        "piece_bytes": PIECE,
+        "announced_bytes": 128,
+        "sections_from": sections_from,
+    }
+
+
 def star(seed, sections_from, dtype="float64"):
     """Rounds of six ranks and a root without their like, of whom two each send the same."""
     plan = make_plan(7, fanout=6, stragglers=1, code="fractional_repetition")
@@ -64,11 +72,7 @@ def star(seed, sections_from, dtype="float64"):
         [Call(((dtype, 100), (dtype, 7)), number) for number in range(3)],
         random.Random(seed),
         hosts=list(range(plan.size)),
-        limits={
-            "piece_bytes": PIECE,
-            "announced_bytes": 128,
-            "sections_from": sections_from,
-        },
+        limits=short_pieces(sections_from),
     )
 
 
@@ -109,11 +113,7 @@ def coded(seed, sections_from, hosts, **code):
         [Call((("float32", 120), ("float64", 36)), number) for number in range(3)],
         random.Random(seed),
         hosts=hosts,
-        limits={
-            "piece_bytes": PIECE,
-            "announced_bytes": 128,
-            "sections_from": sections_from,
-        },
+        limits=short_pieces(sections_from),
     )
     world.frozen = {6}
     for _ in range(random.Random(seed).randint(0, 1000)):
@@ -181,11 +181,7 @@ def tree(seed, sections_from, rounds=3, **options):
         [Call((("float32", 160), ("float64", 7)), number) for number in range(rounds)],
         random.Random(seed),
         hosts=list(range(plan.size)),
-        limits={
-            "piece_bytes": PIECE,
-            "announced_bytes": 128,
-            "sections_from": sections_from,
-        },
+        limits=short_pieces(sections_from),
         **options,
     )
 

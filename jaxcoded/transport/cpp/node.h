@@ -609,9 +609,9 @@ class Node {
   std::map<Rank, Listener> listeners_;
   std::vector<std::byte> zeros_ = {};  // a piece of a root's vector that is nothing else
   Sections sections_;  // of the round at the frontier, if it is formed so
-  std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the root's
+  std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the parent's
   std::uint32_t section_versions_ = 0;  // given so far, in all rounds: a round may come again
-  double section_seconds_ = 0;  // that a byte of the latest sum took the root, from its plan on
+  double section_seconds_ = 0;  // that a byte of the latest sum took here, from the plan on
   // Where that takes time: pieces that a section is formed from, and of sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};
   Formed formed_;  // by this rank, of the latest such round

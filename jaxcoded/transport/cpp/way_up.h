@@ -77,7 +77,7 @@ struct WayUp : Incoming {
   bool approximating = false;  // the pieces from here on are of what has come:
   Extent exact = {};
 
-  // At the root: whether the sum is formed in sections.
+  // Where children form the sum in sections.
   std::optional<Delegated> delegated = {};
   bool whole = false;        // it is not, for good
   double sufficient_at = 0;  // when the messages for it were there
