@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import platform
 import re
 import shutil
 import signal
@@ -493,6 +494,51 @@ def test_each_rank_has_its_share_of_the_threads(
     assert "PJRT_NPROC" not in told()
     monkeypatch.setenv("PJRT_NPROC", "3")
     assert told()["PJRT_NPROC"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        (None, "glibc.malloc.hugetlb=1"),
+        ("", "glibc.malloc.hugetlb=1"),
+        (
+            "glibc.malloc.tcache_count=3",
+            "glibc.malloc.tcache_count=3:glibc.malloc.hugetlb=1",
+        ),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_tunables_are_added_to(monkeypatch, own, told):
+    if own is None:
+        monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    else:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    environment = launcher.environment(2)
+    assert {"GLIBC_TUNABLES": own, **environment}["GLIBC_TUNABLES"] == told
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.hugetlb=0"])
+def test_arrays_may_be_in_huge_pages(program, monkeypatch, own):
+    """So the kernel says of the memory that XLA's arrays are in, and not of it where the user says no."""
+    kernel = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("the C library is not glibc")
+    if not kernel.exists() or "[madvise]" not in kernel.read_text():
+        pytest.skip("this kernel does not leave it to programs")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    path = program(
+        "import re, jax\n"
+        "x = jax.numpy.ones(1 << 22).block_until_ready()\n"
+        "for area in re.split('(?m)^(?=[0-9a-f]+-[0-9a-f]+ )', open('/proc/self/smaps').read())[1:]:\n"
+        "    first, last = (int(it, 16) for it in area.split(maxsplit=1)[0].split('-'))\n"
+        "    if first <= x.unsafe_buffer_pointer() < last:\n"
+        "        print('advised' if ' hg' in area else 'not advised', flush=True)\n"
+    )
+    settings = {} if own is None else {"GLIBC_TUNABLES": own}
+    job = run("-n", 2, path, JAX_PLATFORMS="cpu", **settings)
+    assert job.returncode == 0, job.stderr
+    found = [line.split(maxsplit=1)[1] for line in job.stdout.splitlines()]
+    assert found == ["not advised" if own else "advised"] * 2, job.stdout
 
 
 @pytest.mark.parametrize(
