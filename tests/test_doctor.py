@@ -28,6 +28,7 @@ RANK = {
     "transport": "the engine",
     "reads": True,
 }
+REFUSED = "connect to host x port 22: Connection refused"  # says ssh
 
 
 def states(findings):
@@ -68,7 +69,7 @@ def ssh(tmp_path, monkeypatch):
     path.write_text(
         "#!/bin/sh\n"
         'case " $* " in *" good "*) exit 0;; *" mute "*) exit 255;; esac\n'
-        'echo "a warning\nssh: connect to host x port 22: Connection refused" >&2\n'
+        f'echo "a warning\nssh: {REFUSED}" >&2\n'
         "exit 255\n"
     )
     path.chmod(0o700)
@@ -84,18 +85,23 @@ def test_a_host_that_cannot_be_reached(ssh, capfd):
     found = json.loads(capfd.readouterr().out)[-1]
     assert found["about"] == "ranks" and found["state"] == BAD
     assert found["found"] == (
-        "2 ranks were not started, as ssh does not get to x.invalid "
-        "(connect to host x port 22: Connection refused)"
+        f"2 ranks were not started, as ssh does not get to x.invalid ({REFUSED})"
     )
     assert found["remedy"].startswith("`ssh x.invalid true` must end")
     assert main(["bench", "-n", "2", "--hosts", "x.invalid:2"]) == 1
     assert "→ `ssh x.invalid true` must end" in capfd.readouterr().err
+    assert main(["run", "-n", "2", "--hosts", "x.invalid:2", __file__])
+    (said,) = (
+        it for it in capfd.readouterr().err.splitlines() if "the job failed" in it
+    )
+    assert (
+        f"ssh does not get to x.invalid ({REFUSED}); `ssh x.invalid true` must" in said
+    )
 
 
 def test_hosts_that_ssh_does_not_get_to(ssh, monkeypatch):
     hosts = ["good:2", "mute slots=3", "x:auto", "localhost", socket.gethostname()]
-    refused = "connect to host x port 22: Connection refused"
-    assert reaching.failures(hosts) == {"mute": "status 255", "x": refused}
+    assert reaching.failures(hosts) == {"mute": "status 255", "x": REFUSED}
     # where something else starts ranks, ssh need not get anywhere
     for name in ("PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER", "SLURM_JOB_ID"):
         with monkeypatch.context() as patch:

@@ -66,13 +66,9 @@ def answered(
             return _parse.document(said)
         except ValueError:
             raise unreadable(ranks, said) from None
-    if status and (away := reaching.failures(asked)):
-        those = ", ".join(f"{name} ({words})" for name, words in away.items())
-        raise NoAnswer(
-            f"{ranks} ranks were not started, as ssh does not get to {those}",
-            f"`ssh {next(iter(away))} true` must end without a question: check the names of the hosts, their sshd "
-            "and your keys: docs/several-hosts.md",
-        )
+    if status and (away := reaching.failure(asked)):
+        found, remedy = away
+        raise NoAnswer(f"{ranks} ranks were not started, as {found}", remedy)
     words = (
         f"did not end within {_SECONDS:g} s"
         if status == job.TOO_LONG

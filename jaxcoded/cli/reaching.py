@@ -15,9 +15,23 @@ _AT_A_TIME = 32
 _OWN = re.compile(r"(PRTE|OMPI)_MCA_.*_(ssh|rsh)_agent|HYDRA_LAUNCHER(_EXEC)?")
 
 
+def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
+    """Of hosts as in ``--hosts`` or a file of them, which ones `ssh` does not get to, and what to do; none if it
+    gets to all of them."""
+    away = failures(hosts)
+    if not away:
+        return None
+    those = ", ".join(f"{name} ({words})" for name, words in away.items())
+    remedy = (
+        f"`ssh {next(iter(away))} true` must end without a question: check the names of the hosts, their sshd "
+        "and your keys: docs/several-hosts.md"
+    )
+    return f"ssh does not get to {those}", remedy
+
+
 def failures(hosts: Sequence[str]) -> dict[str, str]:
-    """Of hosts as in ``--hosts`` or a file of them, those that ``ssh`` does not get to without a question, and
-    what it says; none where mpirun starts ranks by something else."""
+    """Those that `ssh` does not get to without a question, and what it says; none where mpirun starts ranks by
+    something else."""
     if not places.all_here(None, None) or any(map(_OWN.fullmatch, os.environ)):
         return {}
     names = {re.split(r"[\s:]", each)[0] for each in hosts}

@@ -12,11 +12,12 @@ import json
 import pathlib
 import signal
 import sys
+from collections.abc import Sequence
 
 import click
 
 from jaxcoded import _format, _require
-from jaxcoded.cli import ends, job, launcher, places, rank
+from jaxcoded.cli import ends, job, launcher, places, rank, reaching
 
 
 @click.command("run", help=__doc__, context_settings={"allow_interspersed_args": False})
@@ -89,6 +90,7 @@ def command(
     launcher.check_fits(chosen)
     if on_error is None:
         on_error = "go-on" if fault_tolerant else "abort"
+    asked = launcher.listed(hosts, hostfile)
     hosts = places.chosen(ranks, hosts, hostfile)
     away = hosts is not None or hostfile is not None
     names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
@@ -128,7 +130,7 @@ def command(
         )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = status or heard.failure
-    first = _words(chosen, status, fault_tolerant, timeout, heard.heard_any)
+    first = _words(chosen, status, fault_tolerant, timeout, heard.heard_any, asked)
     if stopped:
         first += f"; stopped, as by SIGSTOP: {_format.ranks(stopped)}"
     if as_json:
@@ -147,17 +149,22 @@ def _words(
     fault_tolerant: bool,
     seconds: float | None,
     begun: bool,
+    hosts: Sequence[str],
 ) -> str:
     """What the status means; empty if all went well."""
     if status == 0:
         return ""
-    if status == job.TOO_LONG and seconds is not None:
-        return f"the job was ended, as it took longer than {seconds:g} s"
     if status == mpirun.killed and not fault_tolerant and begun:
         return f"a rank was killed, and the job with it (status {status}). With --ft the others go on"
     if status - 128 in signal.valid_signals():
         return (
             f"the job was ended by {ends.signal_name(status - 128)} (status {status})"
         )
+    unreached = None if begun else reaching.failure(hosts)
+    if status == job.TOO_LONG and seconds is not None:
+        why = f"it took longer than {seconds:g} s"
+        return f"the job was ended, as {'; '.join((why, *(unreached or ())))}"
+    if unreached:
+        return f"the job failed with status {status}, as {'; '.join(unreached)}"
     who = "its ranks say" if begun else "mpirun says"
     return f"the job failed with status {status}: see what {who} above"
