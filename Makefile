@@ -41,7 +41,7 @@ help:
 	@echo 'make wheels   the source archive and the wheels, in dist, tried where nothing can be compiled'
 	@echo 'make docs     the documentation as a site, in build/site, with warnings as errors'
 	@echo 'make browser  the site and the interactive page in a headless Chromium'
-	@echo 'make check-all  what takes too long for .ci/run: browser, wheels, sanitizers, chaos'
+	@echo 'make check-all  what takes too long for .ci/run: test-all, browser, wheels, sanitizers, chaos'
 	@echo 'make setup    only make .venv'
 	@echo 'make clean    remove .venv and everything else these commands made'
 	@echo
@@ -120,7 +120,7 @@ docs: setup
 browser: docs
 	JAXCODED_BROWSER=1 $(python) -m pytest tests/browser $(ARGS)
 
-check-all: browser wheels test-asan test-tsan chaos
+check-all: test-all browser wheels test-asan test-tsan chaos
 
 clean:
 	@scripts/setup --remove
