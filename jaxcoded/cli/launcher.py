@@ -257,8 +257,8 @@ def environment(threads: int) -> dict[str, str]:
     if threads == 1 and _ONE_THREAD not in flags:
         out["XLA_FLAGS"] = f"{flags} --{_ONE_THREAD}=false".strip()
     tunables = os.environ.get(_TUNABLES, "")
-    if _HUGE not in tunables:
-        out[_TUNABLES] = ":".join(filter(None, (tunables, f"{_HUGE}=1")))
+    huge = "" if _HUGE in tunables else f"{_HUGE}=1"
+    out[_TUNABLES] = ":".join(filter(None, (tunables, huge)))
     if os.geteuid() == 0:  # which Open MPI refuses otherwise
         out |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return out

@@ -80,7 +80,7 @@ def summed(
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
     starts = placement.examples(weights.batch_size)[:-1]
-    marked = marks.weights(placement, weights.batch_size)
+    marked = marks.of_blocks(placement, weights.batch_size)
     with group.failing(request.name):
         local, aux = like(batch, weights, group, compute)
         packing = Packing.of(local, request.wire_dtype)

@@ -194,8 +194,8 @@ def coded_value_and_grad(
                 about=about,
                 apart=_APART,
             )
-            # with it, too, mistakes are found; and the scale of a loss that vanishes
-            counted = mean or (group.options.compares and not own_weights)
+            # to find mistakes, too; and it is the scale of a loss that vanishes
+            counted = not own_weights
             # what is asked for its shape, chunk after chunk, is traced once
             gradient = jax.jit(
                 functools.partial(
@@ -210,7 +210,10 @@ def coded_value_and_grad(
                 group.transport.computes_with(
                     _jax_compat.coarsest_eps(per_example_loss, params, batch)
                 )
-            examples = None
+            examples = key = None
+            if counted and not group.approximate:
+                assert isinstance(weights, Weights)
+                key = marks.key(weights.number, params, bits=bool(group.options.debug))
             if shares:
                 compute = functools.partial(partial, None)
                 if counted and not group.approximate:
@@ -222,9 +225,6 @@ def coded_value_and_grad(
                 ).checked(group)
         if shares:  # a round that fails is not this rank's mistake
             assert isinstance(weights, Weights)
-            key = None
-            if examples is not None:
-                key = marks.key(weights.number, params if group.options.debug else None)
             return result(
                 *shared.summed(compute, batch, weights, group, request, key),
                 weights,
@@ -233,6 +233,11 @@ def coded_value_and_grad(
         with group.failing(_NAME):
             parts = group.plan.parts_above[group.rank]
             ahead = group.transport.takes_parts and erasures is None and parts > 1
+            mark = None
+            if key is not None:
+                assert isinstance(weights, Weights)
+                of_rank = marks.of_rank(group.plan, group.rank, weights.batch_size)
+                mark = key * jnp.asarray(of_rank)
             if group.plan.encoded:
 
                 def send(part: Encoded, number: int) -> jax.Array | None:
@@ -254,9 +259,12 @@ def coded_value_and_grad(
                     parts,
                     send if ahead else None,
                     wire_dtype,
+                    mark,
                 )
             else:
                 local, aux = partial(behind, batch, coding)
+                if mark is not None:
+                    local["count"] += mark[0].astype(local["count"].dtype)
             if counted and not group.approximate:
                 assert isinstance(weights, Weights)  # one's own are not counted
                 examples = _examples(local, weights, group.plan)
@@ -364,9 +372,11 @@ def _encoded(
     parts: int,
     send: Callable[[Encoded, int], jax.Array | None] | None,
     wire_dtype: np.dtype | None,
+    mark: jax.Array | None,
 ) -> tuple[Encoded, Any, jax.Array | None]:
     """The coded message of what ``partial`` makes of every chunk, one after the other;
-    the auxiliary data, stacked; and whether this rank is behind at the end.
+    the auxiliary data, stacked; and whether this rank is behind at the end. The ``mark`` of each
+    part goes to the count, which is its first number.
 
     With ``send`` every part but the last goes there when its chunks are done, and the
     message is the last one.
@@ -390,6 +400,9 @@ def _encoded(
         )
         for kind, length in packing.vectors.items()
     )
+    if mark is not None:
+        first, *others = message
+        message = (first.at[:, 0].set(mark.astype(first.dtype)), *others)
 
     def steps(behind: jax.Array | None) -> Callable[..., tuple[Any, Any]]:
         # a new function for each stage: `scan` would trace one only once, with the

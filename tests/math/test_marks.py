@@ -1,20 +1,24 @@
-"""What tells ranks at another batch from the others, where work is shared."""
+"""What tells ranks at another batch, or at other parameters, from the others."""
 
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jaxcoded import make_plan
 from jaxcoded.collectives import marks
+from jaxcoded.plan import atoms
 from jaxcoded.plan.placement import Placement
 
 
 @given(st.integers(2, 40), st.integers(1, 24), st.integers(1, 10**7))
 def test_weights_of_blocks(owners, blocks, batch_size):
-    table = marks.weights(Placement(tuple(range(owners)), 1, blocks), batch_size)
+    table = marks.of_blocks(Placement(tuple(range(owners)), 1, blocks), batch_size)
     assert table.dtype == np.float32 and table.shape == (owners * blocks,)
     of_owners = table.astype(float).reshape(owners, blocks).sum(axis=1)
     assert of_owners.sum() == 0 and of_owners.all()
@@ -24,11 +28,49 @@ def test_weights_of_blocks(owners, blocks, batch_size):
 
 
 def test_one_rank_alone():
-    assert not marks.weights(Placement((0,), 0, 3), 10).any()
+    assert not marks.of_blocks(Placement((0,), 0, 3), 10).any()
+
+
+@given(
+    st.integers(2, 40),
+    st.integers(0, 3),
+    st.integers(1, 2),
+    st.integers(1, 10**6),
+    st.data(),
+)
+def test_what_ranks_add_to_their_counts(ranks, stragglers, slices, batch_size, data):
+    """It comes to nothing in the sum, whoever is left out, where all have one key."""
+    try:
+        plan = make_plan(
+            ranks,
+            fanout=ranks - 1,
+            stragglers=stragglers,
+            slices=slices,
+            root_computes=False,
+        )
+    except ValueError:
+        assume(False)
+    added = np.array(
+        [marks.of_rank(plan, rank, batch_size)[0] for rank in range(1, ranks)]
+    )
+    out = data.draw(st.sets(st.integers(1, ranks - 1), max_size=stragglers))
+    here = [rank for rank in range(1, ranks) if rank not in out]
+    weighed = np.array([atoms.coefficients(plan, rank)[:, 0] for rank in here])
+    exact = np.zeros(weighed.shape[1:])
+    exact[:, 0] = 1  # of the first slice, which the count is in
+    matrix = weighed.reshape(len(here), -1).T
+    decoding = np.linalg.lstsq(matrix, exact.ravel())[0]
+    assert np.allclose(matrix @ decoding, exact.ravel())
+    total = decoding @ added[np.array(here) - 1]
+    assert (
+        abs(total)
+        <= 1e-7 * np.abs(decoding) @ np.abs(added[np.array(here) - 1]) + 1e-12
+    )
+    assert added.any() == (len(atoms.sizes(plan)) > 1)
 
 
 def test_batches_that_follow_each_other_have_different_keys():
-    keys = [float(marks.key(np.int32(number))) for number in range(200)]
+    keys = [float(marks.key(np.int32(number), [], bits=True)) for number in range(200)]
     assert all(a != b for a, b in itertools.pairwise(keys))
     assert all(key == int(key) and 0 <= key < 63 for key in keys)
     assert len(set(keys)) > 40
@@ -37,12 +79,39 @@ def test_batches_that_follow_each_other_have_different_keys():
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
 def test_parameters_that_differ_in_a_bit(dtype):
     """Almost all of them have another key."""
+    key = functools.partial(marks.key, np.int32(5), bits=True)
     params = {"a": jnp.ones((3, 2), dtype), "b": jnp.zeros(4, dtype)}
-    usual = marks.key(np.int32(5), params)
-    assert usual == marks.key(np.int32(5), params)
-    changed = [
-        marks.key(np.int32(5), params | {"b": params["b"].at[i].set(1)})
-        for i in range(4)
+    usual = key(params)
+    assert usual == key(params)
+    changed = [key(params | {"b": params["b"].at[i].set(1)}) for i in range(4)]
+    others = [key(params | {"b": params["b"] + i}) for i in (1, 2)]
+    assert sum(abs(float(it - usual)) >= 0.9 for it in changed + others) >= 5
+
+
+@settings(deadline=None)  # what JAX compiles
+@given(st.integers(0, 2**31), st.sampled_from([1e-3, 0.1, 1.0, 100.0]))
+def test_parameters_that_differ_in_rounding_alone_or_in_their_seed(seed, scale):
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (40, 300), "b": (300,), "conv": (3, 3, 4, 8), "scale": ()}
+    params = {
+        name: scale * rng.standard_normal(shape) for name, shape in shapes.items()
+    }
+    rounded = {
+        name: (x * (1 + 1e-6 * rng.uniform(-1, 1, x.shape)))
+        for name, x in params.items()
+    }
+    other = {name: scale * rng.standard_normal(shape) for name, shape in shapes.items()}
+    keys = [
+        float(marks.key(None, jax.tree.map(jnp.float32, it), bits=False))
+        for it in (params, rounded, other)
     ]
-    others = [marks.key(np.int32(5), params | {"b": params["b"] + i}) for i in (1, 2)]
-    assert sum(bool(key != usual) for key in changed + others) >= 5
+    assert abs(keys[1] - keys[0]) < 1e-3  # a thousandth of what a batch's number makes
+    assert abs(keys[2] - keys[0]) > 1e-3 or scale < 0.01
+
+
+def test_parameters_that_are_not_finite_say_nothing():
+    for x in (np.nan, np.inf, 3e38):
+        params = {"w": jnp.full((2, 3), x), "none": jnp.zeros(0)}
+        assert marks.key(np.int32(9), params, bits=False) == marks.key(
+            np.int32(9), [], bits=False
+        )

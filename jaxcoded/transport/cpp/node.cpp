@@ -204,6 +204,7 @@ void Node::finish(Outcome outcome, std::string error) {
     work_.computed_round = next_;
     work_.computed = up_.share.blocks();
   }
+  if (outcome == Outcome::desynchronized && up_.delegated) end_sections();  // what comes of it has no place
   up_.sum = {};
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();
@@ -233,10 +234,11 @@ void Node::withdraw(Object::What what, Round first_valid) {
 // For which a rank that is relied on may say nothing. It grows while nothing comes, as cables may be
 // slow, and waiting for long is to cost little. Nor is an answer late that takes no longer than others have.
 double Node::patience(double stuck_since) const {
-  const double stuck = wire_.now() - stuck_since;
   return std::max({limits_.orphan_seconds, 2 * durations_.median(), 2 * upstream_.answer_seconds(wire_.now()),
-                   std::min(stuck / 4, longest_patience)});
+                   share_of_wait(stuck_since)});
 }
+
+double Node::share_of_wait(double since) const { return std::min((wire_.now() - since) / 4, longest_patience); }
 
 std::uint64_t Node::lag() const {
   const Round latest = decided();
@@ -399,6 +401,11 @@ void Node::lost(Rank rank) {
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
+  // its words may wait behind it
+  if (Child* child = child_of(from)) {
+    child->asked = 0;
+    child->heard = wire_.now();
+  }
   if (term_arrived(from, object, piece, data)) return;
   if (object.what == Object::What::own) return;
   if (object.what == Object::What::section) return section_arrived(from, object, piece, data);

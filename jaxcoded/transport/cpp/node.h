@@ -558,6 +558,7 @@ class Node {
   void keep_own();
   void withdraw(Object::What what, Round first_valid);
   double patience(double stuck_since) const;
+  double share_of_wait(double since) const;
   Round done() const;
   Header header(Kind kind, Round round) const;
   static void append_addresses(Message& message, const std::vector<std::byte*>& segments);
@@ -615,6 +616,12 @@ class Node {
   // Where that takes time: pieces that a section is formed from, and of sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};
   Formed formed_;  // by this rank, of the latest such round
+  struct {
+    Round round = 0;
+    std::size_t index = 0;
+    std::uint32_t version = 0;
+    std::vector<Rank> members = {};
+  } copied_ = {};  // its section of the latest copy, and who may fetch it
   FailedAlone failed_alone_;
   bool desynchronized_ = false;
 

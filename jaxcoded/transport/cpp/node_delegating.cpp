@@ -6,6 +6,7 @@
 #include "node.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -334,7 +335,7 @@ bool Node::mend_sections() {
   const double patience = longest > 0 ? std::max(limits_.silent_seconds, 2 * longest)
                                       : unformed * limits_.silent_seconds;
   std::vector<Section> sections;
-  bool changed = false;
+  bool changed = false, other_messages = false;
   for (std::size_t i = 0; i < sections_.all.size(); ++i) {
     const Sections::Known& known = sections_.all[i];
     Section& section = sections.emplace_back(known.section);
@@ -351,7 +352,6 @@ bool Node::mend_sections() {
     if (late && chosen_by_all() && !up_.call.shared && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
-    const bool stuck = now - it.flows[i].moved >= patience;
     std::shared_ptr<const Decoding> other;
     if ((lost || late) && !chosen_by_all()) {
       other = decoding_from(i, true);
@@ -359,18 +359,25 @@ bool Node::mend_sections() {
       if (!other && (lost || gives_up())) return false;
     }
     if (other && !fetchable(*other)) return false;
-    if (!other && !left && !stuck) continue;
+    if (late && !other) it.flows[i].wait(now);
+    // Of what is begun anew all that was fetched is lost. So each time there is more patience, and this rank,
+    // the last to try, does not lose it: not on slow networks either is there no end to it.
+    const bool stuck = now - it.flows[i].moved >= std::ldexp(patience, static_cast<int>(it.attempts[i]));
+    if (!other && (!maker || !(left || stuck))) continue;
+    other_messages |= late && other;
     if (other) it.decodings[i] = std::move(other);
     if (left || stuck) section.maker = stand_in(i);
     section.version = ++section_versions_;
     changed = true;
   }
+  it.changes += other_messages;
   if (changed) assign(std::move(sections));
   return true;
 }
 
 // Whether a child that is relied on answers. It is asked if it has said nothing for a while. On the
-// way to another host a word may have to wait for much that was sent before.
+// way to another host a word may have to wait for much that was sent before. How long rounds take says nothing
+// of that: their most is what programs compute.
 bool Node::is_responsive(Child& child) {
   if (child.dead || stalled(child)) return false;
   const double now = wire_.now();
@@ -379,7 +386,7 @@ bool Node::is_responsive(Child& child) {
   const double least = wire_.direct(child.rank) ? limits_.orphan_seconds : limits_.silent_seconds;
   if (!child.asked) {
     ask_whether_it_is_there(child);
-  } else if (now - child.asked >= std::max(least, patience(heard))) {
+  } else if (now - child.asked >= std::ldexp(std::max(least, share_of_wait(heard)), up_.delegated->changes)) {
     stall(child);
     return false;
   }

@@ -13,6 +13,8 @@ namespace jaxcoded {
 void Node::leave(const std::string& failure) {
   if (!departures_.leave(family_.rank, failure)) return;
   leave_share();
+  // nobody is to wait for what this rank gives no more
+  if (copied_.round) tell_unformed(copied_.round, copied_.index, copied_.version, copied_.members);
   if (!std::ranges::all_of(children_, &Child::left)) retire();
   for (Child& child : children_) check_offer(child);
   for (const auto& [round, text] : alerts_.left()) refuse(round, text);

@@ -21,12 +21,8 @@ constexpr const char* causes =
     "the rank and not to the example";
 
 constexpr const char* miscounted =
-    ". The values of some rank's weights are not those that group.assignment gave it, and the "
-    "gradient is as wrong. Hand them on as they are; a group with debug=True finds out whose they are";
-
-constexpr const char* miscounted_blocks =
-    ". Some rank is at another batch, its parameters are not those of the others (tree_bcast hands on "
-    "one rank's), or its weights are not those that group.epoch gave it: the gradient is of no use";
+    ". Some rank's parameters are not those of the others (tree_bcast hands on one rank's), it is at another "
+    "batch, or its weights are not those that group.epoch or group.assignment gave it: the gradient is of no use";
 
 constexpr const char* without =
     "; the sum does without it. So do later ones, and nothing is said of it, until what is sent fits again";
@@ -128,7 +124,7 @@ bool Node::counted() {
   char counts[96];
   std::snprintf(counts, sizeof counts, "%.9g examples were counted, not %.9g", count, number);
   decide_error("InconsistentMessages: round " + std::to_string(next_) + ", " + up_.call.signature +
-               ": " + counts + (up_.call.shared ? miscounted_blocks : miscounted));
+               ": " + counts + miscounted);
   return false;
 }
 

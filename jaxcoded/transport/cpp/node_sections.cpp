@@ -71,6 +71,9 @@ void Node::on_delegate(Rank from, const Message& message) {
   if (plan.purpose != Purpose::result && limits_.slices != 1) throw Damaged();
   if (up_.delegated) abandon_sections();  // its message is of no use any more
   learn_sections(plan);
+  if (mine && plan.purpose == Purpose::copy) {
+    copied_ = {next_, head.ready, plan.sections[head.ready].version, plan.members};
+  }
   if (mine && !has_begun(plan.sections[head.ready])) begin_forming(plan, head.ready);
   for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
 }

@@ -214,6 +214,7 @@ struct Flow {
   double longest = 0;  // that it ever took, or this process was stopped
 
   void begin(double now) { *this = {.moved = now}; }
+  void wait(double now) { moved = now; }  // for what nobody can hasten
   void move(double now) {
     longest = std::max(longest, std::min(now - moved, most));
     moved = now;
@@ -279,6 +280,7 @@ struct Delegated {
   std::vector<Rank> joined = {};   // and who by the parent, as they came later
   std::vector<std::size_t> attempts = {};  // of others to form a section again
   std::size_t turns = 0;                   // whose turn it is to do so
+  int changes = 0;                         // of messages, as somebody's were late
   double since = 0;
 };
 
