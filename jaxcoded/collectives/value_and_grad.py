@@ -237,7 +237,8 @@ def coded_value_and_grad(
             if key is not None:
                 assert isinstance(weights, Weights)
                 of_rank = marks.of_rank(group.plan, group.rank, weights.batch_size)
-                mark = key * jnp.asarray(of_rank)
+                mark = jnp.asarray(of_rank)
+                mark *= key.astype(mark.dtype)
             if group.plan.encoded:
 
                 def send(part: Encoded, number: int) -> jax.Array | None:

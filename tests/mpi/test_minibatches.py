@@ -218,7 +218,40 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         indices, weights = batches(group, 0)[0] if epochs else group.assignment(BATCH)
         w = START + 1e-9 * (comm.rank == SIZE - 1)
-        with pytest.raises(JaxRuntimeError, match="its parameters are not those"):
+        with pytest.raises(JaxRuntimeError, match="parameters are not those"):
             finish(step(w, (X[indices], Y[indices]), weights))
         jaxcoded.effects_barrier()
         finish(step(START, (X[indices], Y[indices]), weights))
+
+
+@several
+@engine_only
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"stragglers": 0},
+        {"stragglers": min(1, SIZE - 2)},
+        {"stragglers": 0, "slices": min(2, SIZE - 1)},
+        {"code": "shared(replicas=0)"},
+        {"code": f"shared(replicas={min(1, SIZE - 2)})"},
+    ],
+    ids=["uncoded", "coded", "slices", "shared", "replicas"],
+)
+def test_ranks_that_start_from_parameters_of_their_own(comm, transport, how, mean):
+    """Such as those of a seed each: an error on all of them, with any code, while parameters that differ in
+    rounding alone go on."""
+    with jaxcoded.CodedGroup(
+        comm, fanout=SIZE - 1, transport=transport, **how
+    ) as group:
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=mean))
+        indices, weights = batches(group, 0)[0]
+        mine = X[indices], Y[indices]
+        own = np.random.default_rng(comm.rank).standard_normal(len(START))
+        comm.barrier()  # nobody is late, so that others are in the sum
+        with pytest.raises(
+            JaxRuntimeError, match="parameters are not those of the others"
+        ):
+            finish(step(jnp.asarray(own, START.dtype), mine, weights))
+        jaxcoded.effects_barrier()
+        finish(step(START * (1 + 1e-7 * comm.rank), mine, weights))
