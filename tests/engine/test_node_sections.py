@@ -283,3 +283,62 @@ def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
         world.step()
     world.settle()
     world.assert_done()
+
+
+@pytest.mark.parametrize(
+    ("plan", "stopped"),
+    [
+        (make_plan(5, fanout=4, stragglers=0), 2),
+        (make_plan(13, fanout=3, stragglers=0), 6),
+    ],
+    ids=["star", "tree"],
+)
+def test_nothing_piles_up_before_a_rank_that_no_sum_can_do_without(plan, stopped):
+    """It is stopped once others are to form its part, too, and nothing is begun anew without end."""
+    world = World(
+        plan,
+        [Call((("float32", 4000),), 0)],
+        random.Random(0),
+        hosts=list(range(plan.size)),
+        limits=short_pieces(1),
+    )
+    parent = plan.tree.parents[stopped]
+    while " forms pieces " not in world.nodes[parent].status():
+        world.step()
+    world.frozen = {stopped}
+    piles = []
+    for _ in range(2):
+        for _ in range(300):
+            world.sweep()
+            world.clock += 1
+        words = sum(len(it) for (_, to), it in world.queues.items() if to == stopped)
+        piles.append((words, sum(node.memory_bytes() for node in world.nodes)))
+    assert piles[0] == piles[1] and piles[0][0] < 10, piles
+    world.frozen = set()
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_leaves_keeps_nobody_waiting_for_its_part_of_a_copy(seed):
+    plan = make_plan(13, fanout=3, stragglers=seed % 2)
+    rounds = 3
+    world = World(
+        plan,
+        [Call((("float32", 320), ("float64", 7)), k) for k in range(rounds)],
+        random.Random(seed),
+        hosts=list(range(plan.size)),
+        limits=short_pieces(1) | {"announced_bytes": 1 << 20, "silent_seconds": 1e6},
+    )
+    leaves = {rank for rank in range(plan.size) if not plan.tree.children[rank]}
+    while leaves - world.leaving:
+        assert world.clock < 1000
+        for _ in range(1000):
+            world.step()
+            for rank in leaves - world.leaving:
+                if world.nodes[rank].next_round() > rounds:
+                    world.leave(rank)  # and its process ends
+        if not world.sweep():
+            world.clock += 1
+    world.settle()
+    world.assert_done()
