@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from commands import main
+from launch import ROOT
 
 from jaxcoded import _format, codes
 from jaxcoded._progress import progress
@@ -394,3 +396,33 @@ def test_bench_of_one_rank():
     done = python("from jaxcoded.cli.main import main; main(['bench'])")
     assert done.returncode == 2
     assert "links are between ranks, and here is one" in done.stderr
+
+
+def shown_commands():
+    """Of docs/planning.md, with what they print there."""
+    page = (ROOT / "docs/planning.md").read_text()
+    for block in re.findall(r"(?s)```\n\$ jaxcoded ((?:plan|simulate) .*?)\n```", page):
+        command, printed = re.match(r"(?s)(.*?[^\\])\n(.*)", block).groups()
+        words = shlex.split(command.replace("\\\n", " "))
+        if not {"--measured", "--trace"} & set(words):
+            yield words, printed
+
+
+@pytest.mark.parametrize(("words", "printed"), list(shown_commands()))
+def test_what_the_page_on_planning_shows_is_printed(
+    capsys, monkeypatch, words, printed
+):
+    """But for the last digits: a library of another version may round otherwise."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(words) == 0
+
+    def parts(text):
+        number = r"[\d.]+"
+        numbers = np.array(
+            [float(it.rstrip(".")) for it in re.findall(r"\d[\d.]*", text)]
+        )
+        return re.sub(number, "#", re.sub(r"\s+|─+", " ", text)).strip(), numbers
+
+    (text, numbers), (shown, digits) = parts(capsys.readouterr().out), parts(printed)
+    assert text == shown
+    np.testing.assert_allclose(numbers, digits, rtol=0.05)

@@ -83,7 +83,7 @@ def command(
     """Start the job, and return its status."""
     ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     if timeout is not None:
-        _require.not_negative("--timeout", timeout)
+        _require.positive("--timeout", timeout)
     if not (module or pathlib.Path(program).is_file()):
         raise ValueError(f"there is no file {program}")
     chosen = launcher.found(mpirun)
