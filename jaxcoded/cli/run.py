@@ -137,7 +137,10 @@ def command(
         ended = {"status": status, "said": first, "ranks": heard.fields()}
         print(json.dumps(ended, ensure_ascii=False), file=sys.stderr)
         return status
-    said = [first, *heard.words()]
+    said = heard.words()
+    if not first and said:
+        first = "the job succeeded (status 0), though not all of its ranks"
+    said.insert(0, first)
     for line in filter(None, said):
         print(f"jaxcoded run: {line}", file=sys.stderr)
     return status
