@@ -79,6 +79,11 @@ def coded_value_and_grad(
     decided, and it catches up. The loss must be a sum over examples: batch normalisation is not, and
     random keys must belong to the example, not to the rank.
 
+    The examples are counted by the same code, in a way that shows where ranks have other parameters than the
+    others, are at other batches of ``group.epoch``, or have weights whose values have changed: the round fails
+    with ``InconsistentMessages`` on all ranks (``docs/sharp-bits.md`` says of what it does not); with the
+    mpi4jax transport, or under ``vmap``, loss and gradient may be NaN instead, with ``mean``.
+
     Args:
         per_example_loss: ``(params, batch) -> losses`` of shape ``(length,)``, or
             ``(losses, aux)`` with ``has_aux``.
@@ -87,13 +92,9 @@ def coded_value_and_grad(
             rank's own, not reduced; zeros where it computed nothing, and, with slices,
             stacked over the chunks.
         mean: divide loss and gradient by the number of examples in the global batch, of a
-            smaller last batch of ``group.epoch`` by the number of those that are there. They
-            are counted by the same code. Where the count is not this number the values
-            of some rank's weights have changed, and the sum is as wrong: the round fails
-            with ``InconsistentMessages`` on all ranks; with the mpi4jax transport, or
-            under ``vmap``, loss and gradient may be NaN instead. With an approximate code, or
-            ``on_deadline="approximate"``, divide by the weight that the examples have in
-            the sum.
+            smaller last batch of ``group.epoch`` by the number of those that are there. With an
+            approximate code, or ``on_deadline="approximate"``, divide by the weight that the examples
+            have in the sum.
         residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
             ``c_k`` with which the atoms of the batch, its parts ``p_k``, entered; of
             atoms that divide the batch, see `coded_allreduce`.
@@ -213,7 +214,9 @@ def coded_value_and_grad(
             examples = key = None
             if counted and not group.approximate:
                 assert isinstance(weights, Weights)
-                key = marks.key(weights.number, params, bits=bool(group.options.debug))
+                # of a code the debug mode compares messages, which may differ in rounding
+                bits = shares and bool(group.options.debug)
+                key = marks.key(weights.number, params, bits=bits)
             if shares:
                 compute = functools.partial(partial, None)
                 if counted and not group.approximate:
