@@ -30,7 +30,7 @@ def of_rank(plan: Plan, rank: int, batch_size: int) -> np.ndarray:
     Example:
         >>> import jaxcoded
         >>> plan = jaxcoded.make_plan(4, fanout=3, stragglers=0)
-        >>> added = [float(of_rank(plan, rank, 100)[0]) for rank in range(4)]
+        >>> added = [float(of_rank(plan, rank, 100)[0]) for rank in (1, 2, 3)]
         >>> all(added), abs(sum(added)) < 1e-15
         (True, True)
     """

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from independent import bounded
 
 from jaxcoded import make_plan
 from jaxcoded.collectives import marks
@@ -16,6 +17,7 @@ from jaxcoded.plan import atoms
 from jaxcoded.plan.placement import Placement
 
 
+@bounded
 @given(st.integers(2, 40), st.integers(1, 24), st.integers(1, 10**7))
 def test_weights_of_blocks(owners, blocks, batch_size):
     table = marks.of_blocks(Placement(tuple(range(owners)), 1, blocks), batch_size)
@@ -31,6 +33,7 @@ def test_one_rank_alone():
     assert not marks.of_blocks(Placement((0,), 0, 3), 10).any()
 
 
+@bounded
 @given(
     st.integers(2, 40),
     st.integers(0, 3),
@@ -88,7 +91,7 @@ def test_parameters_that_differ_in_a_bit(dtype):
     assert sum(abs(float(it - usual)) >= 0.9 for it in changed + others) >= 5
 
 
-@settings(deadline=None)  # what JAX compiles
+@bounded
 @given(st.integers(0, 2**31), st.sampled_from([1e-3, 0.1, 1.0, 100.0]))
 def test_parameters_that_differ_in_rounding_alone_or_in_their_seed(seed, scale):
     rng = np.random.default_rng(seed)
