@@ -217,6 +217,8 @@ def coded_value_and_grad(
                 # of a code the debug mode compares messages, which may differ in rounding
                 bits = shares and bool(group.options.debug)
                 key = marks.key(weights.number, params, bits=bits)
+                # one of all devices that the parameters are split over, as the count is
+                key = _over_devices(key, _jax_compat.varying(key))
             if shares:
                 compute = functools.partial(partial, None)
                 if counted and not group.approximate:

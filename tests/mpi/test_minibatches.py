@@ -224,7 +224,7 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
         finish(step(START, (X[indices], Y[indices]), weights))
 
 
-@several
+@redundant
 @engine_only
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize(
