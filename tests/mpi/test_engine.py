@@ -830,13 +830,13 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         # from one rank on the way up to the next
         while waited_for != RANK and parents[waited_for] not in (RANK, -1):
             waited_for = parents[waited_for]
+        # the machine may make others late, too
         if parents[waited_for] != RANK:
-            assert said == []
+            assert not any(f"waits for rank {last};" in words for words in said)
         else:
             children = len(group.plan.coded_children(RANK))
-            (words,) = said
-            assert lags == [0]  # whoever hears of it may ask
-            assert words == (
+            assert lags == [0] * len(said)  # whoever hears of it may ask
+            assert said[-1] == (
                 f"group {group.index}, round 1: rank {RANK} waits for rank "
                 f"{waited_for}; it needs {children} of its {children} children"
             )

@@ -126,7 +126,8 @@ def sharing(comm, **options):
         comm,
         code="shared(replicas=2, blocks=3)",
         transport="engine",
-        options=jaxcoded.Options(**options),
+        # who is awaited is no alarm
+        options=jaxcoded.Options(deadline=None, **options),
     )
 
 
