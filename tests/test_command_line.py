@@ -343,9 +343,35 @@ def test_no_measurement(change, tmp_path, capsys):
         assert "was not written by jaxcoded bench" in capsys.readouterr().err
 
 
-def test_a_plan_for_what_was_measured(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "links", "late"),
+    [
+        ([], "10 Gb/s, latency 50 µs", "none, as no --model, --trace or --measured"),
+        (
+            ["--gigabits=2", "--send-gigabits=0.5", "--model=pareto"],
+            "2 Gb/s and to send 0.5 Gb/s, latency 50 µs",
+            "pareto",
+        ),
+    ],
+)
+def test_what_was_asked_is_said(options, links, late, capsys, monkeypatch):
+    """A payload in bytes, which was meant in MB, is seen."""
+    monkeypatch.setenv("COLUMNS", "200")
+    asked = ["simulate", "-n3", "--payload=4", "--compute=0.7", "--rounds=1", *options]
+    assert main(asked) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    job = (
+        "3 ranks sum 4 B in every step, and the whole batch would take one rank 700 ms"
+    )
+    assert first.startswith(f"{job}; links: {links}; stragglers: {late}")
+
+
+def test_a_plan_for_what_was_measured(tmp_path, capsys, monkeypatch):
     path = tmp_path / "seen"
     SEEN.save(path)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["simulate", "--payload=1kB", "--compute=3", f"--measured={path}"]) == 0
+    assert f"; stragglers: those of {path}\n" in capsys.readouterr().out
     asked = ["--payload=1kB", "--compute=3", f"--measured={path}", "--json"]
     assert main(["simulate", *asked, "--rounds=3"]) == 0
     said = json.loads(capsys.readouterr().out)

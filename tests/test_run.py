@@ -222,7 +222,7 @@ def test_ranks_that_end_in_different_ways(program):
         "MPI.Finalize()\n"
         "os._exit(7 if rank == 2 else 0)"
     )
-    said = run("--on-error", "go-on", "-n", 3, path)
+    said = run("--on-error", "go-on", "-np", 3, path)
     assert said.returncode == 7, said.stderr
     ends = re.findall(
         "^jaxcoded run: (ranks? .*), (?:the first )?after", said.stderr, re.MULTILINE

@@ -32,7 +32,7 @@ _MANY = 32  # rows of a table
 
 @click.command("bench", help=__doc__)
 @click.option(
-    *("-n", "--ranks"),
+    *places.RANKS,
     type=int,
     help="Ranks to start. Default: none, this is one of a job.",
 )

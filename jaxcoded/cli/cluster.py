@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from jaxcoded import _require, codes
+from jaxcoded import _format, _require, codes
 from jaxcoded._parse import count, number_of_bytes, number_of_seconds
 from jaxcoded.planner.measurement import Measurement
 from jaxcoded.simulator import Network, stragglers
@@ -17,6 +17,7 @@ from jaxcoded.simulator import Network, stragglers
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _FILE = click.Path(exists=True, dir_okay=False)
 _GIGABITS = 10.0
+_NOBODY = "none, as no --model, --trace or --measured tells of any"
 _MOST_RANKS = 2_000_000  # of which the simulator takes 2 GB
 
 
@@ -30,6 +31,7 @@ class Cluster:
         work: seconds that one usual rank would take for the whole batch.
         network: between the ranks.
         stragglers: a model of them.
+        model: how they were named.
         seed: of the draws, and of random codes.
     """
 
@@ -38,7 +40,22 @@ class Cluster:
     work: float
     network: Network
     stragglers: stragglers.Stragglers
+    model: str
     seed: int
+
+    @property
+    def words(self) -> str:
+        """The job in one line, so that one sees what was not meant."""
+        it = self.network
+        sends = it.bandwidth if it.send_bandwidth is None else it.send_bandwidth
+        links = f"{8e-9 * it.bandwidth:.3g} Gb/s"
+        if sends != it.bandwidth:
+            links += f" and to send {8e-9 * sends:.3g} Gb/s"
+        return (
+            f"{self.ranks} ranks sum {_format.size(self.payload)} in every step, and the whole batch would take one "
+            f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(it.latency)}; stragglers: "
+            + self.model
+        )
 
 
 class Command(click.Command):
@@ -190,7 +207,7 @@ def _cluster(
         _payload(payload, parameters, dtype),
         number_of_seconds("--compute", compute),
         _network(seen, gigabits, send_gigabits, latency),
-        _stragglers(ranks, model, trace, measured, seen),
+        *_stragglers(ranks, model, trace, measured, seen),
         _require.integer("--seed", seed, 0),
     )
 
@@ -253,17 +270,20 @@ def _stragglers(
     trace: str | None,
     measured: str | None,
     seen: Measurement | None,
-) -> stragglers.Stragglers:
+) -> tuple[stragglers.Stragglers, str]:
+    """A model, and how it was named."""
     if trace is not None:
         found: Any = stragglers.Trace(trace)
         columns = found.table.shape[1]
-    elif model is not None or seen is None:
-        return stragglers.named(model or "none")
+    elif model is not None:
+        return stragglers.named(model), model
+    elif seen is None:
+        return stragglers.named("none"), _NOBODY
     else:
         found, columns, trace = seen.stragglers, len(seen.speeds), measured
     if columns != ranks:
         raise ValueError(
             f"{trace} has {columns} columns, and --ranks is {ranks}: it must have one for "
-            "each rank" + ", or give a --model of the stragglers" * (found is not None)
+            "each rank, or give a --model of the stragglers"
         )
-    return found
+    return found, f"those of {trace}"

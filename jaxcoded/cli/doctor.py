@@ -23,7 +23,7 @@ _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
 
 @click.command("doctor", help=__doc__)
 @click.option(
-    *("-n", "--ranks"),
+    *places.RANKS,
     type=int,
     default=2,
     show_default=True,

@@ -18,6 +18,8 @@ OTHERS = (
 # there are cores.
 _PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
 
+# The name, and what one is used to of one mpirun or another.
+RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
 MOST_RANKS = 2_000_000  # of a job; an mpirun takes 2**32 + 1 for 1
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
 

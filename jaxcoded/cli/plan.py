@@ -76,8 +76,12 @@ def command(
             reading=0.0 if reading is None else number_of_seconds("--reading", reading),
             progress=tell,
         )
-    show = _as_json if json else _as_text
-    show(ranking, top, cluster.seed)
+    if json:
+        _as_json(ranking, top, cluster.seed)
+        return
+    output.say(cluster.words)
+    output.say()
+    _as_text(ranking, top, cluster.seed)
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:

@@ -22,7 +22,7 @@ from jaxcoded.cli import ends, job, launcher, places, rank, reaching
 
 @click.command("run", help=__doc__, context_settings={"allow_interspersed_args": False})
 @click.option(
-    *("-n", "--ranks"),
+    *places.RANKS,
     type=int,
     required=True,
     envvar="SLURM_NTASKS",

@@ -99,7 +99,8 @@ def command(
     if json:
         output.as_json(_fields(cluster, plan, rounds, seconds))
         return
-    output.say(plan.describe().splitlines()[0])
+    output.say(cluster.words)
+    output.say(f"this plan: {plan.describe().splitlines()[0]}")
     output.say()
     ideal = seconds[_IDEAL].mean()
     output.table(

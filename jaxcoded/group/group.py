@@ -287,7 +287,7 @@ class CodedGroup:
                 "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
                 "where it returns None"
             )
-        self._comm = comm if takes else comm.Dup()
+        self._comm = comm if takes else opening.communicator_of_its_own(comm)
         given = Options() if options is None else options
         wanted = (given if isinstance(given, Options) else Options()).complete()
 

@@ -1,6 +1,8 @@
 """What all ranks of a new group agree on: its plan, and its transport with its options."""
 
 import dataclasses
+import logging
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +17,20 @@ from jaxcoded.transport.base import Transport
 from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
+LONG = 30.0  # seconds of waiting for the others, after which a rank says so
+logger = logging.getLogger("jaxcoded")
+
+
+def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A duplicate, for the messages of a group alone. Collective: MPI waits for all ranks, without a word."""
+    words = "rank %d has waited %g s for others to make a group: whoever does not say so has ended, or not got to it"
+    waits = threading.Timer(LONG, logger.warning, (words, comm.rank, LONG))
+    waits.daemon = True
+    waits.start()
+    try:
+        return comm.Dup()
+    finally:
+        waits.cancel()
 
 
 def agreed_plan(

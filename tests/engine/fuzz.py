@@ -120,13 +120,18 @@ def tests(most, seen):
     return out
 
 
+def asked_for(known, only):
+    """The names of all tests, or of those of a file, or of one."""
+    return [
+        name for name, it in known.items() if not only or only in (name, it.__module__)
+    ]
+
+
 def work(pipe, seed, only, most, replay):
     """Run schedules and tell of each, until the process is ended."""
     seen = collections.Counter()
     known = tests(most, seen)
-    names = [
-        name for name, it in known.items() if not only or only in (name, it.__module__)
-    ]
+    names = asked_for(known, only)
     rng = random.Random(seed)
     while True:
         name = rng.choice(names)
@@ -249,10 +254,13 @@ def main():
     parser.add_argument("--most", type=int, default=14, help="ranks of a plan")
     parser.add_argument("--replay", type=int, help="the seed of one schedule")
     given = parser.parse_args()
+    known = tests(given.most, collections.Counter())
+    if not asked_for(known, given.only):
+        parser.error(f"no test draws schedules from a seed in --only {given.only}")
     if given.replay is not None:
-        if not given.only:
-            parser.error("--replay needs --only")
-        tests(given.most, collections.Counter())[given.only](given.replay)
+        if given.only not in known:
+            parser.error("--replay needs the name of a test: --only")
+        known[given.only](given.replay)
         return
 
     from tqdm import tqdm

@@ -387,7 +387,7 @@ def test_table(capsys):
     assert main([*USUAL, "--model", FIXED, "--top", "2", "--replicas", "0"]) == 0
     out, err = capsys.readouterr()
     assert not err
-    table, _, verdict = out.split("\n\n")
+    _, table, _, verdict = out.split("\n\n")
     header, _, *rows = table.splitlines()
     assert header.split()[:4] == ["fan-out", "s", "m", "code"]
     assert rows[0].startswith("→  6        1  1  fractional_repetition")
@@ -406,7 +406,7 @@ def test_table(capsys):
 def test_shared_work_in_the_table(capsys):
     asked = [*USUAL, "--model", FIXED]
     assert main(asked) == 0
-    table, _, verdict = capsys.readouterr().out.split("\n\n")
+    _, table, _, verdict = capsys.readouterr().out.split("\n\n")
     assert "→  –        –  –  shared(replicas=" in table
     said, python = verdict.strip().splitlines()
     assert said.startswith("share the work: ")

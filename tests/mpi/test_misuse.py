@@ -28,6 +28,7 @@ from jaxcoded import (
     tree_bcast,
 )
 from jaxcoded.errors import translated
+from jaxcoded.group import opening
 from jaxcoded.transport import agreement, cuda_aware, engine
 
 RANK = MPI.COMM_WORLD.rank
@@ -204,6 +205,32 @@ def test_mismatch_with_ranks_that_may_be_late(comm, group, own, call, usual, unu
 def test_mismatch_at_a_parent(comm, group, own, odd):
     words = "coded_allreduce of float64[5]", "coded_allreduce of float64[4]"
     assert_odd_one_out(comm, group, own, odd, shapes, *words)
+
+
+@several
+def test_who_waits_long_for_others_to_make_a_group(comm, monkeypatch):
+    """It says so, and gets the group when they come."""
+    last, logger, said = SIZE - 1, logging.getLogger("jaxcoded"), []
+
+    def hear(record):
+        said.append(record.getMessage())
+        comm.send(None, last)
+
+    hears = logging.Handler()
+    hears.emit = hear
+    if RANK == last:
+        for _ in range(last):
+            comm.recv()
+    else:
+        monkeypatch.setattr(opening, "LONG", 0.01)
+        logger.addHandler(hears)
+    try:
+        with jaxcoded.CodedGroup(comm, stragglers=0) as group:
+            assert group.size == SIZE
+    finally:
+        logger.removeHandler(hears)
+    words = f"rank {RANK} has waited 0.01 s for others to make a group: "
+    assert said == [] if RANK == last else said[0].startswith(words)
 
 
 @engine_only
