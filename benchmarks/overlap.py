@@ -11,7 +11,8 @@ round that is waited for after the backward pass of the next step, as where grad
 several batches are added up. The number of examples is chosen so that computing takes as long as the round. The settings
 take turns; times are of the slowest rank. On one host the ranks compute and communicate
 with the same cores; on several hosts with slow cables the cores are free while messages
-travel. Prints medians, the medians of the ratios within a repetition, and the processor time of all ranks, and
+travel. With --sleep each layer's forward and backward pass only sleeps, as where they are computed on a GPU, or where
+each host has cores of its own. Prints medians, the medians of the ratios within a repetition, and the processor time of all ranks, and
 stores them.
 """
 
@@ -32,7 +33,27 @@ comm = MPI.COMM_WORLD
 LAYERS = 8
 
 
-def gradients(weights, x):
+def slept(weights, x):
+    """The backward pass of layers that take ``x[0]`` seconds each; a forward pass takes half as long."""
+
+    def sleep(seconds, _):
+        time.sleep(float(seconds))
+        return np.float32(0)
+
+    def layer(seconds, after):
+        return jax.pure_callback(
+            sleep, jax.ShapeDtypeStruct((), np.float32), seconds, after
+        )
+
+    done = layer(len(weights) * x[0] / 2, x[0])
+    grads = []
+    for w in reversed(weights):
+        done = layer(x[0], done)
+        grads.append(w + done)
+    return grads[::-1]
+
+
+def computed(weights, x):
     def loss(weights):
         h = x
         for w in weights:
@@ -42,7 +63,7 @@ def gradients(weights, x):
     return jax.grad(loss)(weights)
 
 
-def settings(group, other, width):
+def settings(group, other, width, gradients):
     """Steps ``(weights, x, token) -> (weights, token)``, by name."""
     layer = 4 * width**2
 
@@ -93,11 +114,11 @@ def settings(group, other, width):
         "a round for each layer": jax.jit(buckets),
         "the same without after=": jax.jit(without_after),
         "by two groups in turns": jax.jit(taking_turns),
-        "the round of the step before": step_before(group),
+        "the round of the step before": step_before(group, gradients),
     }
 
 
-def step_before(group):
+def step_before(group, gradients):
     """The gradient of a step is summed during the next one."""
 
     @jax.jit
@@ -142,6 +163,9 @@ def seconds(step, weights, x, count):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument(
+        "--sleep", action="store_true", help="compute nothing, and take as long"
+    )
     parser.add_argument("--width", type=int, default=512, help="of a layer")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
@@ -158,26 +182,32 @@ def main():
         jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group,
         jaxcoded.CodedGroup.from_plan(comm, group.plan) as other,
     ):
-        steps = settings(group, other, width)
+        gradients, kind = (slept, "-asleep") if args.sleep else (computed, "")
+        steps = settings(group, other, width, gradients)
         communicate, _ = seconds(
             steps["communicate alone"], weights, jnp.zeros(1), count
         )
-        examples = 64
-        for _ in range(3):
+        if args.sleep:
+            x = jnp.array([communicate / (1.5 * LAYERS)], jnp.float32)
+            what = f"layers of {1e3 * x[0]:.1f} ms"
+        else:
+            examples = 64
+            for _ in range(3):
+                x = jnp.ones((examples, width), jnp.float32)
+                compute, _ = seconds(steps["compute alone"], weights, x, count)
+                examples = max(16, round(examples * communicate / compute))
             x = jnp.ones((examples, width), jnp.float32)
-            compute, _ = seconds(steps["compute alone"], weights, x, count)
-            examples = max(16, round(examples * communicate / compute))
-        x = jnp.ones((examples, width), jnp.float32)
+            what = f"{examples} examples"
         times = {name: [] for name in steps}
         for _ in range(repetitions):
             for name, step in steps.items():
                 times[name].append(seconds(step, weights, x, count))
     if comm.rank == 0:
-        report(times, hosts, 4 * LAYERS * width**2, examples, args.out)
+        report(times, hosts, 4 * LAYERS * width**2, what, args.out, kind)
 
 
-def report(times, hosts, size, examples, out):
-    print(f"{comm.size} ranks on {hosts} hosts, {size:,} B, {examples} examples")
+def report(times, hosts, size, what, out, kind):
+    print(f"{comm.size} ranks on {hosts} hosts, {size:,} B, {what}")
     rows = []
     base = np.array(times["one round at the end"])[:, 0]
     for name, values in times.items():
@@ -191,7 +221,7 @@ def report(times, hosts, size, examples, out):
             f"   processors {np.median(busy) * 1e3:8.2f} ms"
         )
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"overlap-{comm.size}-on-{hosts}.csv"
+    path = out / f"overlap-{comm.size}-on-{hosts}{kind}.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(

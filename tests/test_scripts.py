@@ -337,13 +337,13 @@ def test_recovered_benchmark(fault, tmp_path):
 
 
 @pytest.mark.exhaustive  # a benchmark of many seconds
-def test_overlap_benchmark(tmp_path):
-    mpirun(
-        4, "-m", "mpi4py", "benchmarks/overlap.py", "--smoke", "--out", str(tmp_path)
-    )
-    with (tmp_path / "overlap-4-on-1.csv").open() as file:
+@pytest.mark.parametrize(("options", "kind"), [((), ""), (("--sleep",), "-asleep")])
+def test_overlap_benchmark(options, kind, tmp_path):
+    smoke = "benchmarks/overlap.py", "--smoke", "--out", str(tmp_path), *options
+    mpirun(4, "-m", "mpi4py", *smoke)
+    with (tmp_path / f"overlap-4-on-1{kind}.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 6
+    assert len(rows) == 9
     for row in rows:
         assert float(row["seconds"]) > 0
         assert (float(row["gain"]) == 1) == (row["step"] == "one round at the end")
