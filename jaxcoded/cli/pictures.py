@@ -55,7 +55,7 @@ def picture(
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError(
-            "pictures need matplotlib: pip install 'jaxcoded[pictures]'"
+            "pictures need matplotlib: pip install matplotlib"
         ) from None
     colours = cycler(color=COLOURS)
     with mpl.rc_context(_STYLE | {"axes.prop_cycle": colours}):

@@ -30,8 +30,8 @@ _HEADER = (
 _LEGEND = (
     "→: the advice, which is the fastest; nothing coded or shared unless that is certain to be faster; no more "
     "replicas where fewer take up to 5 % longer\n"
-    "s: children of each parent that may be late; m: messages are so many times shorter; piece: "
-    "bytes in which they move; root: whether it computes too\n"
+    "s: children of each parent that may be late; m: how many times shorter messages are; "
+    "piece: the bytes in which they move; root: whether it computes too\n"
     "shared: others compute a late rank's blocks; replicas: how many others hold its data\n"
     "step: mean of up to {} simulated steps; 5 … 95 %: of them; load: part of the batch that the busiest rank "
     "computes; κ: how much rounding may grow"

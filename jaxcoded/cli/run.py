@@ -45,7 +45,7 @@ from jaxcoded.cli import ends, job, launcher, places, rank, reaching
     "--timeout",
     type=float,
     metavar="SECONDS",
-    help="End the job after so long.",
+    help="End the job after these.",
 )
 @click.option(
     "--all-gpus",

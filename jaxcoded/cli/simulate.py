@@ -46,7 +46,7 @@ _PLAN, _UNCODED, _RING, _IDEAL = "this plan", "uncoded tree", "ring all-reduce",
     type=int,
     default=1,
     show_default=True,
-    help="Messages are so many times shorter.",
+    help="How many times shorter messages are.",
 )
 @click.option(
     "--code",

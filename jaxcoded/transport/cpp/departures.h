@@ -1,6 +1,7 @@
 // Who has left the group: this rank, and those below.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
@@ -29,6 +30,13 @@ class Departures {
     const auto failure = failures_.find(rank);
     return "rank " + std::to_string(rank) +
            (failure == failures_.end() ? " closed the group" : " failed: " + failure->second);
+  }
+
+  // The error of a call that these ranks do not make: one of them, or the caller, is mistaken, unless
+  // they have failed.
+  std::string kind(const std::vector<Rank>& ranks) const {
+    const auto failed = [&](Rank rank) { return failures_.contains(rank); };
+    return std::ranges::all_of(ranks, failed) ? "CodedError: " : "GroupMismatch: ";
   }
 
   // Ranks that make no more calls, here or below.

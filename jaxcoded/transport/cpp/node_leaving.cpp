@@ -155,15 +155,16 @@ void Node::refuse(Round round, const std::string& text) {
   } else if (round >= next_ && !calling()) {
     up_.call = {};
     outcome_ = Outcome::pending;
-    decide_error(text + ", but " + departures_.how(family_.rank));
+    decide_error(departures_.kind({family_.rank}) + text + ", but " +
+                 departures_.how(family_.rank));
   }
 }
 
 // A rank asks for the result of a round that it has called, but the root has left.
 void Node::refuse_called(Rank rank, const Listener& listener) {
   if (listener.called < next_) return;
-  refuse(listener.called, "GroupMismatch: rank " + std::to_string(rank) +
-                              " or one below it called round " + std::to_string(listener.called));
+  refuse(listener.called, "rank " + std::to_string(rank) + " or one below it called round " +
+                              std::to_string(listener.called));
 }
 
 }  // namespace jaxcoded

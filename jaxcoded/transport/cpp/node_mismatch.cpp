@@ -47,8 +47,8 @@ void Node::check_offer(Child& child) {
     garbled(child.rank, "an offer of " + std::to_string(offer.ready) + " pieces");
   } else if (departures_.leaving() && offer.round >= next_ && !calling()) {
     offer.withdrawn = true;
-    refuse(offer.round, "GroupMismatch: rank " + std::to_string(child.rank) + " called " +
-                            signatures_.of(offer.fingerprint));
+    refuse(offer.round,
+           "rank " + std::to_string(child.rank) + " called " + signatures_.of(offer.fingerprint));
   }
 }
 
@@ -76,8 +76,9 @@ void Node::check_offers() {
   }
   if (!awaits_all() && decoder_.decode(rows, possible)) return;
   if (!root() && up_.call.erased.empty()) return retire();
-  const std::string text = "GroupMismatch: rank " + std::to_string(family_.rank) + " called " +
-                           up_.call.signature + ", but " + who_left();
+  const std::string text = departures_.kind(departures_.closed()) + "rank " +
+                           std::to_string(family_.rank) + " called " + up_.call.signature +
+                           ", but " + who_left();
   if (root()) {
     decide_error(text);
   } else {  // in other rounds it may offer
