@@ -54,9 +54,7 @@ def picture(
         from cycler import cycler
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError(
-            "pictures need matplotlib: pip install matplotlib"
-        ) from None
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from None
     colours = cycler(color=COLOURS)
     with mpl.rc_context(_STYLE | {"axes.prop_cycle": colours}):
         # not by pyplot, which stores figures and needs a display

@@ -18,30 +18,37 @@ from jaxcoded.plan.placement import Placement
 
 _MOST = 64  # of a block's mark, in the smallest
 _KEYS = 63
-_LARGEST = 2.0**-12  # of an atom's, as a part of the batch
+_LEAST, _LARGEST = 2.0**-12, 2.0**-6  # of an atom's, as parts of the batch
 _OF_EACH = 256  # numbers of a leaf that are looked at
 _SMALL = 1e-4  # of the sum of their squares, which may be nothing but rounding
 _SWING = 16  # of the key with them
 
 
-def of_rank(plan: Plan, rank: int, batch_size: int) -> np.ndarray:
+def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
     """What one rank adds to its count for a key of 1, part by part: float64 ``(P,)``, of marks that add up to 0.
+
+    Args:
+        plan, rank: of the group.
+        batch_size: examples of a batch.
+        rounding: the share of the count that rounding explains, beyond which marks have to stand out. They are not
+            so large that they add much to it.
 
     Example:
         >>> import jaxcoded
         >>> plan = jaxcoded.make_plan(4, fanout=3, stragglers=0)
-        >>> added = [float(of_rank(plan, rank, 100)[0]) for rank in (1, 2, 3)]
+        >>> added = [float(of_rank(plan, rank, 100, 1e-5)[0]) for rank in (1, 2, 3)]
         >>> all(added), abs(sum(added)) < 1e-15
         (True, True)
     """
     weighed = atoms.coefficients(plan, rank)[:, :, 0]
     marks = np.random.default_rng(0).uniform(-1, 1, len(weighed))
-    return _LARGEST * batch_size * (marks - marks.mean()) @ weighed
+    largest = min(max(_LEAST, 2 * rounding), _LARGEST)
+    return largest * batch_size * (marks - marks.mean()) @ weighed
 
 
 def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
-    """The mark of each block, float32 ``(blocks,)``. They add up to 0, but those of one owner do not, and
-    all sums of them are exact, and short beside the number of examples."""
+    """The mark of each block, float32 ``(blocks,)``. They add up to 0, but those of one owner do not. Sums of them,
+    times a key that is an integer, are exact beside the number of examples."""
     owners = len(placement.ranks)
     own = np.random.default_rng(0).integers(1, _MOST, (owners, placement.blocks))
     if owners == 1:
@@ -54,15 +61,15 @@ def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
     return (own.reshape(-1) * unit).astype(np.float32)
 
 
-def key(number: Any, params: Any, *, bits: bool) -> jax.Array:
+def key(number: Any, params: Any, *, to_the_bit: bool) -> jax.Array:
     """A float32 from −16 to 78 of the number of a batch, an int32 or None, and of a pytree of
     parameters. Batches that follow each other have different ones.
 
-    Parameters that differ in rounding alone have nearly the same ones, unless each of their ``bits`` counts.
+    Parameters that differ in rounding alone have nearly the same ones, unless these are to be the same ``to_the_bit``.
     """
     its = jnp.uint32(0 if number is None else number)
     out = 9 * (its % 7) + mixed(its) % 9
-    if bits:
+    if to_the_bit:
         out += mixed(_checksum(params))
     return (out % _KEYS).astype(jnp.float32) + _resemblance(params)
 

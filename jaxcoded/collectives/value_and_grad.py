@@ -196,15 +196,12 @@ def coded_value_and_grad(
                 apart=_APART,
             )
             # to find mistakes, too; and it is the scale of a loss that vanishes
-            counted = not own_weights
+            counted = None if own_weights else _known(weights)
+            # what is counted is the batch
+            exact = None if group.approximate else counted
             # what is asked for its shape, chunk after chunk, is traced once
             gradient = jax.jit(
-                functools.partial(
-                    _gradient,
-                    per_example_loss,
-                    has_aux,
-                    weights if counted and isinstance(weights, Weights) else None,
-                )
+                functools.partial(_gradient, per_example_loss, has_aux, counted)
             )
             partial = functools.partial(_unless_behind, gradient, params)
             if group.options.compares and not (shares or together):
@@ -212,26 +209,23 @@ def coded_value_and_grad(
                     _jax_compat.coarsest_eps(per_example_loss, params, batch)
                 )
             examples = key = None
-            if counted and not group.approximate:
-                assert isinstance(weights, Weights)
+            if exact is not None:
                 # of a code the debug mode compares messages, which may differ in rounding
-                bits = shares and bool(group.options.debug)
-                key = marks.key(weights.number, params, bits=bits)
+                to_the_bit = shares and bool(group.options.debug)
+                key = marks.key(exact.number, params, to_the_bit=to_the_bit)
                 # one of all devices that the parameters are split over, as the count is
                 key = _over_devices(key, _jax_compat.varying(key))
             if shares:
                 compute = functools.partial(partial, None)
-                if counted and not group.approximate:
-                    assert isinstance(weights, Weights)
-                    local = shared.like(batch, weights, group, compute)[0]
-                    examples = _examples(local, weights, group.plan)
+                if exact is not None:
+                    local = shared.like(batch, exact, group, compute)[0]
+                    examples = _examples(local, exact, group.plan)
                 request = dataclasses.replace(
                     request, token=token, examples=examples
                 ).checked(group)
         if shares:  # a round that fails is not this rank's mistake
-            assert isinstance(weights, Weights)
             return result(
-                *shared.summed(compute, batch, weights, group, request, key),
+                *shared.summed(compute, batch, _known(weights), group, request, key),
                 weights,
                 examples,
             )
@@ -239,10 +233,11 @@ def coded_value_and_grad(
             parts = group.plan.parts_above[group.rank]
             ahead = group.transport.takes_parts and erasures is None and parts > 1
             mark = None
-            if key is not None:
-                assert isinstance(weights, Weights)
-                of_rank = marks.of_rank(group.plan, group.rank, weights.batch_size)
-                mark = jnp.asarray(of_rank)
+            if exact is not None and key is not None:
+                rounding = _rounding(group.plan, exact.dtype)
+                mark = jnp.asarray(
+                    marks.of_rank(group.plan, group.rank, exact.batch_size, rounding)
+                )
                 mark *= key.astype(mark.dtype)
             if group.plan.encoded:
 
@@ -271,9 +266,8 @@ def coded_value_and_grad(
                 local, aux = partial(behind, batch, coding)
                 if mark is not None:
                     local["count"] += mark[0].astype(local["count"].dtype)
-            if counted and not group.approximate:
-                assert isinstance(weights, Weights)  # one's own are not counted
-                examples = _examples(local, weights, group.plan)
+            if exact is not None:
+                examples = _examples(local, exact, group.plan)
         # the skipped gradient and its round are one: zeros can never enter a sum
         request = dataclasses.replace(
             request, skip=behind, token=token, last_part=ahead, examples=examples
@@ -458,9 +452,19 @@ def _examples(local: Any, weights: Weights, plan: Plan) -> tuple[float, float]:
     rounding explains."""
     packing = local.packing if isinstance(local, Encoded) else Packing.of(local)
     count = packing.dtypes[0]  # the first of the keys
-    eps = max(float(jnp.finfo(dtype).eps) for dtype in (count, weights.dtype))
-    rounding = (_ROUNDINGS + plan.size) * plan.amplification * eps
-    return float(weights.batch_size), max(_MISCOUNT, rounding)
+    return float(weights.batch_size), _rounding(plan, count, weights.dtype)
+
+
+def _rounding(plan: Plan, *dtypes: Any) -> float:
+    """The share of a count of examples, in numbers of these dtypes, that rounding explains."""
+    eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+    return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
+
+
+def _known(weights: Any) -> Weights:
+    """Those that were checked."""
+    assert isinstance(weights, Weights)
+    return weights
 
 
 def _counts(count: jax.Array, weights: Weights) -> dict[str, jax.Array]:
