@@ -343,12 +343,76 @@ def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
         "import os, signal, sys\n"
         "from jaxcoded.cli import job\n"
         f"signal.signal(signal.SIG{name}, lambda *_: None)\n"
-        f"sys.exit(job.play(['sh', '-c', {launcher!r}], os.environ))"
+        f"sys.exit(job.play(['sh', '-c', {launcher!r}], os.environ).status)"
     )
     told = subprocess.run(
         [sys.executable, "-c", program], check=False, timeout=60 * slowness()
     )
     assert told.returncode == status
+
+
+def played(program, **options):
+    """A program in which there is ``job``, in a process of its own."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import os, signal, sys\nfrom jaxcoded.cli import job\n{program}",
+        ],
+        cwd=ROOT,
+        **options,
+    )
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """As by nohup."""
+    program = (
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "job._GRACE = 0.1\n"
+        "command = ['sh', '-c', 'kill -HUP $PPID; sleep 1; exit 5']\n"
+        "sys.exit(job.play(command, os.environ).status)"
+    )
+    assert played(program).wait(60 * slowness()) == 5
+
+
+def test_whoever_reads_late_gets_all():
+    program = (
+        "job._GRACE = 0.1\n"
+        "command = [sys.executable, '-c', 'for i in range(4000): print(i, 100 * chr(120))']\n"
+        "sys.exit(job.play(command, os.environ, whole_lines=True).status)"
+    )
+    job = played(program, stdout=subprocess.PIPE, text=True)
+    # nobody reads until its ranks are gone, and longer
+    assert job.stdout.readline().startswith("0 x")
+    time.sleep(2)
+    lines = job.communicate()[0].splitlines()
+    assert [int(line.split()[0]) for line in lines] == list(range(1, 4000))
+    assert job.wait(60 * slowness()) == 0
+
+
+def test_nothing_is_left_of_a_job_that_a_rank_has_started(tmp_path):
+    inner = (
+        "import os\n"
+        "from jaxcoded.cli import job\n"
+        "job.play(['sh', '-c', 'echo $$ > pid; exec sleep 600'], os.environ)\n"
+    )
+    program = (
+        f"os.chdir({str(tmp_path)!r})\n"
+        f"command, limit = [sys.executable, '-c', {inner!r}], {5 * slowness()}\n"
+        "sys.exit(job.play(command, os.environ, seconds=limit).status)"
+    )
+    assert played(program).wait(60 * slowness()) == 124
+    process = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 30 * slowness()
+    while alive(process) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not alive(process)
+
+
+def test_a_rank_may_end_as_if_by_a_time_limit(program):
+    job = run("--timeout", 300, "-n", 1, program("sys.exit(124)"))
+    assert job.returncode == 124
+    assert "the job failed with status 124: see what its ranks say" in job.stderr
 
 
 @pytest.mark.parametrize(
@@ -358,9 +422,13 @@ def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
         (("-n", 0, "setup.cfg"), "--ranks must be an integer in 1 …"),
         (("-n", 2, "--mpirun", "/none", __file__), "/none does not run"),
         (("-n", 2, "--mpirun", "/bin/false", __file__), "does not run: status 1"),
+        (("-x", "=3", "-n", 2, __file__), "-x =3: must be NAME or NAME=VALUE"),
+        (("-x", "NO.SUCH", "-n", 2, __file__), "no such variable: say NO.SUCH=VALUE"),
+        ((__file__,), "how many ranks? Say -n 4"),
     ],
 )
-def test_what_cannot_be_started(arguments, words):
+def test_what_cannot_be_started(arguments, words, monkeypatch):
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
     said = run(*arguments)
     assert said.returncode == 2
     assert words in said.stderr
@@ -480,6 +548,9 @@ def test_each_rank_has_its_share_of_the_threads(
     assert environment.get(yields) == ("1" if cores < ranks else None)
     assert environment["PJRT_NPROC"] == threads
     assert ("-x PJRT_NPROC" in " ".join(words)) == bool(hosts)
+    monkeypatch.setenv("JAX_DEBUG_NANS", "1")  # the user's
+    words, environment = launcher.command(five, ranks, [], **places)
+    assert ("-x JAX_DEBUG_NANS" in " ".join(words)) == bool(hosts)
     one = "--xla_cpu_multi_thread_eigen=false"
     flags = one if environment["OMP_NUM_THREADS"] == "1" else None
     assert environment.get("XLA_FLAGS") == flags
@@ -630,7 +701,7 @@ def test_the_hosts_of_a_job_of_slurm(names, tasks, hosts, tmp_path, monkeypatch)
     ],
 )
 def test_hosts_with_a_place_for_every_rank(hosts):
-    assert places.chosen(4, hosts, None) == hosts
+    assert places.chosen(4, hosts, None).hosts == hosts
 
 
 @pytest.mark.parametrize(

@@ -40,42 +40,46 @@ def answered(
     Raises:
         NoAnswer: the job failed, or took too long, or what it answers cannot be read.
     """
-    asked = launcher.listed(hosts, hostfile)
-    hosts = places.chosen(ranks, hosts, hostfile)
+    where = places.chosen(ranks, hosts, hostfile)
     # a file of the user's in this folder must not pass for a module, such as random.py
     command, environment = launcher.command(
-        mpirun, ranks, ["-P", *program], named=False, hosts=hosts, hostfile=hostfile
+        mpirun,
+        ranks,
+        ["-P", *program],
+        named=False,
+        hosts=where.hosts,
+        hostfile=where.hostfile,
     )
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed,
         output.waiting(f"asking {ranks} ranks"),
     ):
-        status = job.play(
+        end = job.play(
             command,
             environment,
             seconds=_SECONDS,
-            own_files=not (hosts or hostfile),
+            own_files=not where.away,
             output=printed,
         )
         printed.seek(0)
         said = printed.read()
     lines = [line for line in said.splitlines() if line.startswith(_MARK)]
-    if status == 0 and lines:
+    if end.status == 0 and lines:
         said = lines[-1].removeprefix(_MARK)
         try:
             return _parse.document(said)
         except ValueError:
             raise unreadable(ranks, said) from None
-    if status and (away := reaching.failure(asked)):
+    if end.status and (away := reaching.failure(where.asked)):
         found, remedy = away
         raise NoAnswer(f"{ranks} ranks were not started, as {found}", remedy)
     words = (
         f"did not end within {_SECONDS:g} s"
-        if status == job.TOO_LONG
-        else f"failed with status {status}"
+        if end.too_long
+        else f"failed with status {end.status}"
     )
     remedy = "mend what that says; docs/troubleshooting.md goes by symptoms"
-    if asked:
+    if where.asked:
         remedy += ", and docs/several-hosts.md tells what several hosts need"
     raise NoAnswer(f"{ranks} ranks {words}: {said.strip()[-2000:]}", remedy)
 

@@ -10,6 +10,7 @@ import click
 
 from jaxcoded import _format, _require, codes
 from jaxcoded._parse import count, number_of_bytes, number_of_seconds
+from jaxcoded.cli import places
 from jaxcoded.planner.measurement import Measurement
 from jaxcoded.simulator import Network, stragglers
 
@@ -18,7 +19,6 @@ _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _FILE = click.Path(exists=True, dir_okay=False)
 _GIGABITS = 10.0
 _NOBODY = "none, as no --model, --trace or --measured tells of any"
-_MOST_RANKS = 2_000_000  # of which the simulator takes 2 GB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +111,9 @@ def _sentence(what: object) -> str:
 _COMMON = ("n", "stragglers", "slices", "seed")
 _OPTIONS = (
     click.Option(
-        ["-n", "--ranks"],
+        [*places.RANKS],
         type=int,
-        help=f"Ranks in the job, up to {_MOST_RANKS:,}. Default: those of --measured.",
+        help=f"Ranks in the job, up to {places.MOST_RANKS:,}. Default: those of --measured.",
     ),
     click.Option(
         ["--payload"],
@@ -201,7 +201,7 @@ def _cluster(
         if seen is None:
             raise ValueError("how many ranks? Give --ranks, or --measured with a file")
         ranks = len(seen.speeds)
-    ranks = _require.integer("--ranks", ranks, 2, _MOST_RANKS)
+    ranks = _require.integer("--ranks", ranks, 2, places.MOST_RANKS)
     return Cluster(
         ranks,
         _payload(payload, parameters, dtype),

@@ -1,6 +1,7 @@
 """A job of many processes, of which nothing is left when it is over."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -16,10 +17,27 @@ from jaxcoded.cli import lines, rank
 
 TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
 _GRACE = 10.0  # seconds for the launcher to end it
-_MARK = "JAXCODED_JOB"  # the environment variable by which its processes are known
+# The environment variable by which its processes are known: JOB, or JOB/JOB of a job that a rank has started.
+_MARK = "JAXCODED_JOB"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1)
 _SHARED_MEMORY = "/dev/shm"
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a job has ended.
+
+    Attributes:
+        status: of the launcher: 128 and the number of a signal that ended it, or that told this process to end it,
+            `TOO_LONG` after too long, 0 if it went on after a rank had ended the job.
+        too_long: whether it was ended as it took too long.
+        stopped: the ranks on this host that were stopped then.
+    """
+
+    status: int
+    too_long: bool = False
+    stopped: frozenset[int] = frozenset()
 
 
 def play(
@@ -31,8 +49,7 @@ def play(
     own_files: bool = True,
     output: IO[str] | None = None,
     whole_lines: bool = False,
-    stopped: set[int] | None = None,
-) -> int:
+) -> End:
     """Start a launcher, hand signals on to it, and wait for its end.
 
     A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end:
@@ -50,14 +67,10 @@ def play(
             launcher would trip. Other hosts have none of that name.
         output: takes what it prints and what its errors say. Default: those of this process.
         whole_lines: whether these get it as `jaxcoded.cli.lines` makes it.
-        stopped: takes the ranks on this host that are stopped where it is ended after too long.
-
-    Returns:
-        Its status: 128 and the number of a signal that ended it, or that told this process to end it,
-        `TOO_LONG` after too long, 0 if it went on after `ended`.
     """
     name = f"{os.getpid()}.{time.time_ns()}"
-    settings = {**environment, _MARK: name}
+    outer = environment.get(_MARK)
+    settings = {**environment, _MARK: f"{outer}/{name}" if outer else name}
     with contextlib.ExitStack() as stack:
         if own_files:
             settings["TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory())
@@ -74,12 +87,7 @@ def play(
         )
         for number, pipe in ((1, process.stdout), (2, process.stderr)):
             if pipe is not None:
-                thread = threading.Thread(
-                    target=lines.hand_on, args=(pipe, number), daemon=True
-                )
-                thread.start()
-                # to its end, unless what mpirun has started on other hosts keeps it open
-                stack.callback(thread.join, _GRACE)
+                stack.callback(lines.HandedOn(pipe, number).end, _GRACE)
         stack.callback(_kill_all, name)
         late: list[bool] = []
         if ended is not None:
@@ -89,17 +97,16 @@ def play(
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
-                if stopped is not None:
-                    stopped |= _stopped(name)
+                stopped = _stopped(name)
                 process.terminate()
                 _kill_later(process)
                 process.wait()
-                return TOO_LONG
+                return End(TOO_LONG, True, stopped)
     if status and told:
-        return 128 + told[0]
+        return End(128 + told[0])
     if late:
-        return 0
-    return 128 - status if status < 0 else status
+        return End(0)
+    return End(128 - status if status < 0 else status)
 
 
 def _kill_later(process: subprocess.Popen[bytes]) -> None:
@@ -134,7 +141,9 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
                 told.append(number)
                 _kill_later(process)
 
-    before = {number: signal.signal(number, hand_on) for number in _HANDED_ON}
+    # what is ignored stays so, as by nohup
+    heard = [it for it in _HANDED_ON if signal.getsignal(it) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hand_on) for number in heard}
     try:
         yield told
     finally:
@@ -159,7 +168,7 @@ def _kill(name: str) -> int:
     return found
 
 
-def _stopped(name: str) -> set[int]:
+def _stopped(name: str) -> frozenset[int]:
     """The ranks of a job of which a process is stopped; not those that have joined, whose numbers are others."""
     out = set()
     for place, variables in _processes(name):
@@ -168,7 +177,7 @@ def _stopped(name: str) -> set[int]:
             number = rank.number(variables)
             if state == "T" and number.isdigit() and rank.JOINS not in variables:
                 out.add(int(number))
-    return out
+    return frozenset(out)
 
 
 def _processes(name: str) -> Iterator[tuple[pathlib.Path, dict[str, str]]]:
@@ -178,5 +187,5 @@ def _processes(name: str) -> Iterator[tuple[pathlib.Path, dict[str, str]]]:
             words = (place / "environ").read_bytes().decode(errors="replace")
             pairs = (word.partition("=") for word in words.split("\0"))
             variables = {key: value for key, _, value in pairs}
-            if variables.get(_MARK) == name:
+            if name in variables.get(_MARK, "").split("/"):
                 yield place, variables

@@ -39,6 +39,9 @@ _KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
 # may wait for a round. With one alone, two groups that two threads of Python call could wait for ever.
 _ONE_THREAD = "xla_cpu_multi_thread_eigen"
 
+# Variables of the user that ranks on other hosts are to have, too.
+_HANDED_ON = ("JAX", "XLA_")
+
 # Arrays in huge pages, where the kernel has programs ask for them: other ranks read those up to 1.7 times as fast, and
 # each new array costs fewer faults.
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
@@ -214,8 +217,13 @@ def command(
     added = environment(max(1, cores // here)) | {**variables}
     if mpirun.mpi == OPEN_MPI and here > cores:
         added.setdefault(_YIELDS, os.environ.get(_YIELDS, "1"))
+    users = [name for name in os.environ if name.startswith(_HANDED_ON)]
     told = mpirun.options(
-        ranks, hosts=hosts, hostfile=hostfile, environment=list(added), **options
+        ranks,
+        hosts=hosts,
+        hostfile=hostfile,
+        environment=list(dict.fromkeys([*users, *added])),
+        **options,
     )
     program = [*wrapper, sys.executable, *arguments]
     alone = _GOES_ON if options.get("fault_tolerant") else {}
@@ -289,9 +297,9 @@ def check_fits(launcher: Launcher) -> None:
     from mpi4py import MPI
 
     theirs = MPI.Get_library_version()
-    mine = {OPEN_MPI: "Open MPI", MPICH: "MPICH"}.get(launcher.mpi)
-    others = {"Open MPI", "MPICH"} - {mine}
-    if mine and any(theirs.startswith(other) for other in others):
+    known = {OPEN_MPI, MPICH}
+    others = known - {launcher.mpi} if launcher.mpi in known else set()
+    if any(theirs.startswith(other) for other in others):
         raise Unfit(
             f"{launcher.path} is of {launcher.mpi}, but mpi4py uses "
             f"{theirs.partition(',')[0].split(chr(10))[0].strip()}",

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import select
+import threading
 from typing import IO
 
 _WHOSE = rb"\[[0-9]{1,9}\]<std(?:out|err)>: "
@@ -26,12 +27,34 @@ def whole(line: bytes) -> bytes:
     return line + b"\n" if line and not line.endswith(b"\n") else line
 
 
-def hand_on(pipe: IO[bytes], to: int) -> None:
-    """Write the lines that come to a file descriptor, while somebody reads it."""
-    with pipe, contextlib.suppress(OSError):
-        for line in pipe:
-            left = whole(line)
-            while left:
-                select.select([], [to], [])  # others may have it not block
-                with contextlib.suppress(BlockingIOError):
-                    left = left[os.write(to, left) :]
+class HandedOn:
+    """The lines that come are written to a file descriptor, while somebody reads it.
+
+    Args:
+        pipe: from which they come.
+        to: where they are written.
+    """
+
+    def __init__(self, pipe: IO[bytes], to: int) -> None:
+        self._pipe, self._to = pipe, to
+        self._writes = False
+        self._thread = threading.Thread(target=self._hand_on, daemon=True)
+        self._thread.start()
+
+    def _hand_on(self) -> None:
+        with self._pipe, contextlib.suppress(OSError):
+            for line in self._pipe:
+                left = whole(line)
+                self._writes = True
+                while left:
+                    select.select([], [self._to], [])  # others may have it not block
+                    with contextlib.suppress(BlockingIOError):
+                        left = left[os.write(self._to, left) :]
+                self._writes = False
+
+    def end(self, seconds: float) -> None:
+        """Wait until all is written, however long whoever reads it takes; but no longer than this for more, as
+        what mpirun has started on other hosts may keep the pipe open."""
+        self._thread.join(seconds)
+        while self._thread.is_alive() and self._writes:
+            self._thread.join(seconds)

@@ -1,5 +1,6 @@
 """Options of commands that start ranks: by which mpirun, and on which hosts."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+
+from jaxcoded.cli import launcher
 
 # Where mpirun finds hosts by itself, of Slurm, PBS, LSF, Grid Engine, and of files of the user.
 OTHERS = (
@@ -20,7 +23,8 @@ _PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
 
 # The name, and what one is used to of one mpirun or another.
 RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
-MOST_RANKS = 2_000_000  # of a job; an mpirun takes 2**32 + 1 for 1
+# Of a job: an mpirun takes 2**32 + 1 for 1, and the simulator 2 GB for so many.
+MOST_RANKS = 2_000_000
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
 
 
@@ -48,14 +52,55 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> str | None:
-    """The hosts that were asked for so many ranks, or where nothing was, those of Slurm.
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where ranks are to be started.
+
+    Attributes:
+        asked: the hosts that the user has named, with how many ranks each is to have.
+        hosts: ``"a:2,b:2"``: these, or those of Slurm; ``None`` where they are those of the file, or this one.
+        hostfile: a file of hosts.
+    """
+
+    asked: list[str]
+    hosts: str | None
+    hostfile: str | None
+
+    @property
+    def away(self) -> bool:
+        """Whether there may be ranks on other hosts."""
+        return self.hosts is not None or self.hostfile is not None
+
+    @property
+    def sure(self) -> bool:
+        """Whether all ranks are known to be started on this host."""
+        return not self.away and not mpirun_finds_hosts()
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Of hosts that may have ranks, if not this one alone; ``None``: not known."""
+        if not self.away:
+            return ()
+        if self.hosts is None:
+            return None
+        return tuple(each.partition(":")[0] for each in self.hosts.split(","))
+
+
+def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> Places:
+    """Where so many ranks are to be started: on the hosts that were asked for, or where none were, on those of Slurm.
 
     Raises:
-        ValueError: those that were asked for are no hosts, or have fewer places.
+        ValueError: those that were asked for are no hosts, or have fewer places; or the file cannot be read.
     """
-    if hosts is None:
-        return of_slurm() if hostfile is None else None
+    asked = launcher.listed(hosts, hostfile)
+    if hosts is not None:
+        _check(ranks, hosts)
+    elif hostfile is None:
+        hosts = of_slurm()
+    return Places(asked, hosts, hostfile)
+
+
+def _check(ranks: int, hosts: str) -> None:
     for each in hosts.split(","):
         if not _PLACES.fullmatch(each):
             raise ValueError(
@@ -69,14 +114,11 @@ def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> str | None:
         raise ValueError(
             f"--hosts {hosts} has room for {room} of {ranks} ranks: give it more places or hosts{fewer}"
         )
-    return hosts
 
 
-def all_here(hosts: str | None, hostfile: str | None) -> bool:
-    """Whether all ranks are known to be started on this host: no other one was asked for, nor does
-    mpirun look for any."""
-    asked = hosts is not None or hostfile is not None
-    return not asked and not any(name in os.environ for name in OTHERS)
+def mpirun_finds_hosts() -> bool:
+    """Whether mpirun may find other hosts than this one where none are given."""
+    return any(name in os.environ for name in OTHERS)
 
 
 def of_slurm() -> str | None:

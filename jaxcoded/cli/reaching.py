@@ -1,6 +1,7 @@
 """Which hosts `ssh` does not get to, by which mpirun starts what starts the ranks there."""
 
 import concurrent.futures
+import contextlib
 import os
 import re
 import socket
@@ -32,7 +33,7 @@ def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
 def failures(hosts: Sequence[str]) -> dict[str, str]:
     """Those that `ssh` does not get to without a question, and what it says; none where mpirun starts ranks by
     something else."""
-    if not places.all_here(None, None) or any(map(_OWN.fullmatch, os.environ)):
+    if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
         return {}
     names = {re.split(r"[\s:]", each)[0] for each in hosts}
     away = sorted(name for name in names if not _is_here(name))
@@ -44,14 +45,16 @@ def failures(hosts: Sequence[str]) -> dict[str, str]:
 def _is_here(name: str) -> bool:
     """Whether it is this host, on which mpirun starts ranks by itself."""
     try:
-        for family, kind, _, _, address in socket.getaddrinfo(
-            name, 0, type=socket.SOCK_STREAM
-        ):
-            with socket.socket(family, kind) as line:
-                line.bind(address)  # refused where it is another host's
-                return True
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # no name that there can be
-        pass
+        return False
+    for family, kind, _, _, address in addresses:
+        with (
+            contextlib.suppress(OSError),  # it is another host's
+            socket.socket(family, kind) as line,
+        ):
+            line.bind(address)
+            return True
     return False
 
 

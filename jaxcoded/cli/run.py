@@ -9,6 +9,7 @@ docs/faults.md tells what a job survives that was started with --ft.
 """
 
 import json
+import os
 import pathlib
 import signal
 import sys
@@ -24,9 +25,8 @@ from jaxcoded.cli import ends, job, launcher, places, rank, reaching
 @click.option(
     *places.RANKS,
     type=int,
-    required=True,
     envvar="SLURM_NTASKS",
-    help="How many processes. Default: the tasks of the job of Slurm.",
+    help="How many processes. In a job of Slurm, default: its tasks.",
 )
 @click.option(
     "--ft",
@@ -41,6 +41,13 @@ from jaxcoded.cli import ends, job, launcher, places, rank, reaching
     "go-on.",
 )
 @places.options
+@click.option(
+    *("-x", "variables"),
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A variable of the environment that ranks on other hosts are to get, too. They get those that begin with JAX "
+    "or XLA_.",
+)
 @click.option(
     "--timeout",
     type=float,
@@ -66,12 +73,13 @@ from jaxcoded.cli import ends, job, launcher, places, rank, reaching
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
-    ranks: int,
+    ranks: int | None,
     fault_tolerant: bool,
     on_error: str | None,
     hosts: str | None,
     hostfile: str | None,
     mpirun: str | None,
+    variables: tuple[str, ...],
     timeout: float | None,
     all_gpus: bool,
     plain: bool,
@@ -81,6 +89,8 @@ def command(
     arguments: tuple[str, ...],
 ) -> int:
     """Start the job, and return its status."""
+    if ranks is None:
+        raise ValueError("how many ranks? Say -n 4")
     ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     if timeout is not None:
         _require.positive("--timeout", timeout)
@@ -90,17 +100,15 @@ def command(
     launcher.check_fits(chosen)
     if on_error is None:
         on_error = "go-on" if fault_tolerant else "abort"
-    asked = launcher.listed(hosts, hostfile)
-    hosts = places.chosen(ranks, hosts, hostfile)
-    away = hosts is not None or hostfile is not None
-    names = [each.partition(":")[0] for each in hosts.split(",")] if hosts else None
-    sure = places.all_here(hosts, hostfile)
-    variables = {rank.ALL_GPUS: "1"} if all_gpus else {}
+    where = places.chosen(ranks, hosts, hostfile)
+    given = dict(map(_variable, variables))
+    if all_gpus:
+        given[rank.ALL_GPUS] = "1"
     if fault_tolerant:
-        variables |= {rank.TAKES_IN: "1", **launcher.TAKES_IN}
+        given |= {rank.TAKES_IN: "1", **launcher.TAKES_IN}
     if fault_tolerant and on_error == "go-on":
-        variables[rank.GOES_ON] = "1"
-    with ends.listening(ranks, names if away else (), sure=sure) as heard:
+        given[rank.GOES_ON] = "1"
+    with ends.listening(ranks, where.names, sure=where.sure) as heard:
         words, environment = launcher.command(
             chosen,
             ranks,
@@ -111,28 +119,27 @@ def command(
             ],
             fault_tolerant=fault_tolerant,
             named=not plain,
-            hosts=hosts,
-            hostfile=hostfile,
+            hosts=where.hosts,
+            hostfile=where.hostfile,
             wrapper=ends.WRAPPER,
-            variables=heard.variables | variables,
+            variables=heard.variables | given,
         )
         environment.pop(rank.JOINS, None)  # of a rank that has started this job
         environment.pop(rank.STARTER, None)
-        stopped: set[int] = set()
-        status = job.play(
+        end = job.play(
             words,
             environment,
             seconds=timeout,
             ended=heard.of_job,
-            own_files=not away,
+            own_files=not where.away,
             whole_lines=not plain and chosen.mpi == launcher.OPEN_MPI,
-            stopped=stopped,
         )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
-    status = status or heard.failure
-    first = _words(chosen, status, fault_tolerant, timeout, heard.heard_any, asked)
-    if stopped:
-        first += f"; stopped, as by SIGSTOP: {_format.ranks(stopped)}"
+    status = end.status or heard.failure
+    limit = timeout if end.too_long else None
+    first = _words(chosen, status, fault_tolerant, limit, heard.heard_any, where.asked)
+    if end.stopped:
+        first += f"; stopped, as by SIGSTOP: {_format.ranks(end.stopped)}"
     if as_json:
         ended = {"status": status, "said": first, "ranks": heard.fields()}
         print(json.dumps(ended, ensure_ascii=False), file=sys.stderr)
@@ -146,6 +153,16 @@ def command(
     return status
 
 
+def _variable(said: str) -> tuple[str, str]:
+    """The name and the value of one, as in ``NAME=VALUE``, or ``NAME`` for what it is here."""
+    name, given, value = said.partition("=")
+    if not name:
+        raise ValueError(f"-x {said}: must be NAME or NAME=VALUE")
+    if not given and name not in os.environ:
+        raise ValueError(f"-x {said}: there is no such variable: say {said}=VALUE")
+    return name, value if given else os.environ[name]
+
+
 def _words(
     mpirun: launcher.Launcher,
     status: int,
@@ -154,7 +171,7 @@ def _words(
     begun: bool,
     hosts: Sequence[str],
 ) -> str:
-    """What the status means; empty if all went well."""
+    """What the status means; empty if all went well. ``seconds``: after which the job was ended, if it was."""
     if status == 0:
         return ""
     if status == mpirun.killed and not fault_tolerant and begun:
@@ -164,7 +181,7 @@ def _words(
             f"the job was ended by {ends.signal_name(status - 128)} (status {status})"
         )
     unreached = None if begun else reaching.failure(hosts)
-    if status == job.TOO_LONG and seconds is not None:
+    if seconds is not None:
         why = f"it took longer than {seconds:g} s"
         return f"the job was ended, as {'; '.join((why, *(unreached or ())))}"
     if unreached:

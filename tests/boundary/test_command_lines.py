@@ -92,7 +92,7 @@ def nothing_started(version):
 
     def play(command, environment, **_):
         played.append((command, environment))
-        return 0
+        return job.End(0)
 
     def run(command, **options):
         assert command[1:] == ["--version"]

@@ -708,6 +708,8 @@ class World:
                     break
             else:
                 raise AssertionError(f"rank {rank} never comes to rest")
+            if self.nodes[rank].wakes_at() <= self.clock:
+                raise AssertionError(f"rank {rank} never sleeps")
             if self.recover(rank):
                 moved = NEWS
         return max(moved, self._on_their_way())

@@ -314,6 +314,7 @@ def test_nothing_piles_up_before_a_rank_that_no_sum_can_do_without(plan, stopped
         words = sum(len(it) for (_, to), it in world.queues.items() if to == stopped)
         piles.append((words, sum(node.memory_bytes() for node in world.nodes)))
     assert piles[0] == piles[1] and piles[0][0] < 10, piles
+    assert f"waits for rank {stopped};" in world.nodes[parent].waiting_for()
     world.frozen = set()
     world.settle()
     world.assert_done()

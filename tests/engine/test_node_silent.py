@@ -40,6 +40,31 @@ def pass_time(world, until):
 # Children.
 
 
+@pytest.mark.parametrize("sections_from", [0, 1])
+def test_who_is_stopped_behind_its_offer_is_named(sections_from):
+    """Nobody can do without it, and what it has offered cannot be fetched."""
+    plan = make_plan(4, stragglers=0)
+    world = World(
+        plan,
+        [Call((("float64", 100),), 0)],
+        random.Random(0),
+        hosts=list(range(plan.size)),
+        limits=limits("wait") | {"piece_bytes": 64, "sections_from": sections_from},
+    )
+    while not any(source == 2 for _, source, *_ in world.requests):
+        world.step()
+    world.frozen.add(2)
+    for _ in range(600):
+        world.sweep_all()
+        world.clock += TICK
+    root = world.nodes[0]
+    assert root.overdue()
+    assert "rank 0 waits for rank 2; it needs 3 of its 3 children" in root.waiting_for()
+    world.frozen.clear()
+    world.settle()
+    world.assert_done()
+
+
 def residual(world, number):
     exact, weights = atoms.deviation(world.plan)
     probe = np.frombuffer(world.results[number], np.float64)[-len(exact) :]

@@ -741,6 +741,7 @@ NB_MODULE(_engine, module) {
       .def("decided", [](LoneNode& self) { return self.node().decided(); })
       .def("alike", [](LoneNode& self) { return self.node().alike(); })
       .def("overdue", [](LoneNode& self) { return self.node().overdue(); })
+      .def("wakes_at", [](LoneNode& self) { return self.node().wakes_at(); })
       .def("share_blocks", [](LoneNode& self, const std::vector<std::vector<Rank>>& holders) {
         self.node().share_blocks(holders);
       })

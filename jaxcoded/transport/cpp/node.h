@@ -313,6 +313,7 @@ class Node {
   // The way up.
   void on_offer(Child& child, const Message& message);
   Child& child_of_row(std::size_t row) { return children_[row / decoder_.parts()]; }
+  const Child& child_of_row(std::size_t row) const { return children_[row / decoder_.parts()]; }
   bool stalled(const Child& child) const { return up_.stalled.contains(child.rank); }
   bool usable(std::size_t row, std::uint32_t piece) const;
   bool skips(const Child& child) const { return child.offer.round == next_ && child.offer.skips; }
@@ -393,7 +394,7 @@ class Node {
   std::vector<std::shared_ptr<const Decoding>> decodings_in_turn(std::shared_ptr<const Decoding> first);
   std::shared_ptr<const Decoding> decoding_from(const std::vector<std::size_t>& order, bool in_time);
   std::shared_ptr<const Decoding> decoding_from(std::size_t first, bool in_time);
-  double patience_with_latecomers() const;
+  double latecomers_until() const;
   void assign(std::vector<Section> sections);
   void add_terms(SectionPlan& plan, std::size_t job);
   void tell_sections(Rank to, Round round, std::uint64_t fingerprint, const SectionPlan& plan, std::size_t job);
@@ -410,6 +411,7 @@ class Node {
   void spread(const Entry& entry);
   void on_delegate(Rank from, const Message& message);
   void decline(const Message& message);
+  Message about_section(Round round, std::size_t index, std::uint32_t version) const;
   void tell_unformed(Round round, std::size_t index, std::uint32_t version, const std::vector<Rank>& members);
   void learn_sections(SectionPlan plan);
   Entry* begin_entry();
@@ -436,7 +438,7 @@ class Node {
   void tell_formed(Rank to, std::size_t index);
   void on_formed(Rank from, const Message& message);
   void formed(std::size_t index, std::uint32_t ready, std::vector<std::uint64_t> addresses);
-  void sections_came_on(std::size_t index);
+  void sections_came_on();
   bool take_sections(Destination to);
   bool all_taken(bool or_gone = false) const;
   void section_arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
@@ -478,6 +480,7 @@ class Node {
   double began() const;
   bool waits_for_children() const;
   void waited(double seconds);
+  bool can_be_had() const;
   std::string lacking() const;
   void miss_the_deadline();
   bool lacks(std::size_t child) const;

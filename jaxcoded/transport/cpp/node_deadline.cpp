@@ -219,6 +219,14 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   return decoder_.approximate(answered);
 }
 
+// Whether messages that suffice can be fetched: of ranks that answer.
+bool Node::can_be_had() const {
+  const auto answer = [&](const std::shared_ptr<const Decoding>& it) {
+    return it && std::ranges::none_of(it->rows, [&](std::size_t row) { return stalled(child_of_row(row)); });
+  };
+  return up_.delegated ? std::ranges::all_of(up_.delegated->decodings, answer) : answer(up_.decoding);
+}
+
 // Whom this rank waits for, or why it cannot go on; empty if it can.
 std::string Node::lacking() const {
   if (up_.forsaken) {
@@ -227,7 +235,7 @@ std::string Node::lacking() const {
   }
   if (!calling() || !up_.call.up || up_.call.skipped || children_.empty()) return {};
   if (deals()) return lacking_blocks();
-  if (up_.decoding || up_.all_decoded()) return {};
+  if (up_.all_decoded() || can_be_had()) return {};
   std::vector<Rank> missing, silent;
   std::string theirs;
   for (std::size_t i = 0; i < children_.size(); ++i) {

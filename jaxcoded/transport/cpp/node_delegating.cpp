@@ -41,10 +41,11 @@ bool Node::may_delegate_message() const {
 // formed here.
 std::optional<bool> Node::delegate() {
   if (up_.delegated) return oversee();
+  const double sufficient_at = std::exchange(up_.sufficient_at, 0);
   if (!may_delegate()) return {};
   const std::uint32_t last = up_.incoming.size() - 1;
   const auto decoding = own_ready(last) ? choose(last) : nullptr;
-  if (!may_delegate()) return {};
+  if (!may_delegate()) return {};  // it is to be of what has come
   if (!decoding) {
     up_.whole = gives_up() || too_few_left(last);
     if (up_.whole) return {};
@@ -53,8 +54,9 @@ std::optional<bool> Node::delegate() {
   }
   // Whoever comes a little later is of use, too.
   const double now = wire_.now();
-  if (!up_.sufficient_at) up_.sufficient_at = now;
-  if (now < up_.sufficient_at + patience_with_latecomers()) return false;
+  up_.sufficient_at = sufficient_at ? sufficient_at : now;
+  if (now < latecomers_until()) return false;
+  up_.sufficient_at = 0;
   if (!begin_sections(decoding)) {
     up_.whole = true;
     return {};
@@ -62,22 +64,23 @@ std::optional<bool> Node::delegate() {
   return true;
 }
 
-// Seconds to wait for them: no more than it would save that they send and form a part, too. From another
-// host nobody comes sooner than that. A parent that alone takes what is formed needs as long without them.
-double Node::patience_with_latecomers() const {
-  if (!root()) return 0;
-  const auto comes = [&](const Child& child) { return !child.retired && !child.dead; };
+// When nobody waits for them any more: no later than it would save that they send and form a part, too. From
+// another host nobody comes sooner than that. A parent that alone takes what is formed needs as long without them.
+double Node::latecomers_until() const {
+  if (!root()) return up_.sufficient_at;
+  // of some it was said that they are stuck
+  const auto comes = [&](const Child& child) { return !child.retired && !child.dead && !child.behind.said; };
   const auto here = [&](const Child& child) { return takes_part(child); };
   const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
   const auto now = static_cast<std::size_t>(std::ranges::count_if(children_, here));
-  if (now >= most) return 0;
+  if (now >= most) return up_.sufficient_at;
   const double messages = static_cast<double>(decoder_.enough()) / limits_.slices;
   const double before = evenly_shared(messages, now + 1);
   const double after = evenly_shared(messages, most + 1);
   const double lasts = section_seconds_ * static_cast<double>(up_.outgoing.bytes());
   const double saved = lasts * (before / after - 1);
   const bool near = std::ranges::all_of(children_, [&](const Child& it) { return wire_.direct(it.rank); });
-  return near ? saved : std::max(limits_.stall_seconds, saved);
+  return up_.sufficient_at + (near ? saved : std::max(limits_.stall_seconds, saved));
 }
 
 // Whether a child waits for this round and may form a part of it.
@@ -407,6 +410,7 @@ Rank Node::stand_in(std::size_t index) {
 
 // The sum is formed in another way, or anew. What is known of the sections is forgotten everywhere.
 void Node::abandon_sections() {
+  up_.sufficient_at = 0;
   if (!up_.delegated) return;
   const Delegated it = std::move(*up_.delegated);
   up_.delegated.reset();

@@ -123,8 +123,7 @@ bool Node::counted() {
   if (!(std::abs(count - number) > allowed * number)) return true;
   char counts[96];
   std::snprintf(counts, sizeof counts, "%.9g examples were counted, not %.9g", count, number);
-  decide_error("InconsistentMessages: round " + std::to_string(next_) + ", " + up_.call.signature +
-               ": " + counts + miscounted);
+  decide_error("InconsistentMessages: " + about_round() + counts + miscounted);
   return false;
 }
 

@@ -88,13 +88,18 @@ void Node::decline(const Message& message) {
   tell_unformed(message.header.round, index, plan.sections[index].version, plan.members);
 }
 
+Message Node::about_section(Round round, std::size_t index, std::uint32_t version) const {
+  Message message{header(Kind::formed, round)};
+  message.header.last = index;
+  message.header.fingerprint = version;
+  return message;
+}
+
 // Nobody is to wait for that section of a copy.
 void Node::tell_unformed(Round round, std::size_t index, std::uint32_t version,
                          const std::vector<Rank>& members) {
-  Message message{header(Kind::formed, round)};
+  Message message = about_section(round, index, version);
   message.header.flags = failed;
-  message.header.last = index;
-  message.header.fingerprint = version;
   for (const Rank rank : members) {
     if (is_sibling(rank)) wire_.send(rank, message);
   }
@@ -324,10 +329,8 @@ void Node::cannot_form(std::size_t index, Rank term) {
     sections_.all[index].gone = true;
     return tell_unformed(sections_.round, index, section.version, sections_.members);
   }
-  Message message{header(Kind::formed, sections_.round)};
+  Message message = about_section(sections_.round, index, section.version);
   message.header.flags = failed;
-  message.header.last = index;
-  message.header.fingerprint = section.version;
   message.header.ready = static_cast<std::uint32_t>(term);
   wire_.send(family_.ancestors.front(), message);
 }
@@ -380,9 +383,7 @@ const std::byte* Node::piece_of_section(std::size_t index, std::uint32_t piece) 
 // Tell a rank how much of a section can be had, and where; or all of it, if that is short.
 void Node::tell_formed(Rank to, std::size_t index) {
   const Sections::Known& known = sections_.all[index];
-  Message message{header(Kind::formed, sections_.round)};
-  message.header.last = index;
-  message.header.fingerprint = known.section.version;
+  Message message = about_section(sections_.round, index, known.section.version);
   message.header.ready = known.formed;
   std::uint64_t bytes = 0;
   bool here = known.formed == known.section.last;
@@ -457,20 +458,17 @@ void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint6
   Sections::Known& it = sections_.all[index];
   it.formed = ready;
   it.addresses = std::move(addresses);
-  sections_came_on(index);
+  sections_came_on();
   if (!up_.delegated) return;
+  up_.delegated->flows[index].move(wire_.now());
   for (const Rank rank : up_.delegated->joined) tell_formed(rank, index);
 }
 
 // Some of it came.
-void Node::sections_came_on(std::size_t index) {
+void Node::sections_came_on() {
   const double now = wire_.now();
   sections_.flow.move(now);
-  if (up_.delegated) {
-    up_.delegated->flows[index].move(now);
-  } else {
-    upstream_.moved(now);
-  }
+  if (!up_.delegated) upstream_.moved(now);
 }
 
 // Fetch what has been formed. Whether there is more to do at once.
@@ -518,11 +516,9 @@ bool Node::take_sections(Destination to) {
           break;
       }
     }
-    while (it.taken < it.formed && to.here[it.taken]) ++it.taken;
+    it.take(to.here);
   }
-  if (!bytes) return false;
-  sections_.flow.move(wire_.now());
-  if (!up_.delegated) upstream_.moved(sections_.flow.moved);
+  if (bytes) sections_came_on();
   return false;
 }
 
@@ -549,8 +545,9 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
   const Piece its = to.layout[piece];
   std::memcpy(to.at[its.segment] + its.offset, data.data(), data.size());
   to.here[piece] = true;
-  while (it.taken < it.formed && to.here[it.taken]) ++it.taken;
-  sections_came_on(sections_.of_piece(piece));
+  it.take(to.here);
+  sections_came_on();
+  if (up_.delegated) up_.delegated->flows[sections_.of_piece(piece)].move(wire_.now());
 }
 
 // Go on with the sections of the round at the frontier. Whether there is more to do at once; nothing
@@ -583,9 +580,7 @@ std::optional<bool> Node::follow_sections() {
 
 // When somebody who says nothing of the sections is to be asked, or given up.
 double Node::sections_at() const {
-  if (family_.delegates && calling() && up_.sufficient_at && !up_.delegated && !up_.all_decoded() && !up_.whole) {
-    return up_.sufficient_at + patience_with_latecomers();
-  }
+  if (calling() && up_.sufficient_at) return latecomers_until();
   return sections_.round ? wire_.now() + limits_.orphan_seconds
                          : std::numeric_limits<double>::infinity();
 }

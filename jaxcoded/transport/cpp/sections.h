@@ -237,6 +237,9 @@ struct Sections {
     std::vector<std::uint64_t> addresses = {};  // there
     bool gone = false;         // or no longer
     std::uint32_t taken = 0;   // pieces before this one are here
+    void take(const std::vector<bool>& here) {
+      while (taken < formed && here[taken]) ++taken;
+    }
   };
   std::vector<Known> all = {};
   std::vector<Rank> members = {};

@@ -80,7 +80,7 @@ struct WayUp : Incoming {
   // Where children form the sum in sections.
   std::optional<Delegated> delegated = {};
   bool whole = false;        // it is not, for good
-  double sufficient_at = 0;  // when the messages for it were there
+  double sufficient_at = 0;  // when the messages for it were there, while latecomers are waited for
 
   std::uint32_t given = 0;  // pieces of the result, copied to `call.out`
 
