@@ -143,7 +143,7 @@ def coded_value_and_grad(
             )
 
     def result(
-        out: CodedSum, aux: Any, weights: Any, examples: tuple[float, float] | None
+        out: CodedSum, aux: Any, examples: tuple[float, float] | None, weights: Any
     ) -> Any:
         """What the user gets of the sum."""
         total = out.total
@@ -192,13 +192,12 @@ def coded_value_and_grad(
                 erasures=erasures,
                 residual=residual,
                 wire_dtype=wire_dtype,
+                token=token,
                 about=about,
                 apart=_APART,
             )
             # to find mistakes, too; and it is the scale of a loss that vanishes
             counted = None if own_weights else _known(weights)
-            # what is counted is the batch
-            exact = None if group.approximate else counted
             # what is asked for its shape, chunk after chunk, is traced once
             gradient = jax.jit(
                 functools.partial(_gradient, per_example_loss, has_aux, counted)
@@ -208,76 +207,107 @@ def coded_value_and_grad(
                 group.transport.computes_with(
                     _jax_compat.coarsest_eps(per_example_loss, params, batch)
                 )
-            examples = key = None
-            if exact is not None:
+            told = None
+            if counted is not None and not group.approximate:
                 # of a code the debug mode compares messages, which may differ in rounding
                 to_the_bit = shares and bool(group.options.debug)
-                key = marks.key(exact.number, params, to_the_bit=to_the_bit)
+                key = marks.key(counted.number, params, to_the_bit=to_the_bit)
                 # one of all devices that the parameters are split over, as the count is
-                key = _over_devices(key, _jax_compat.varying(key))
-            if shares:
-                compute = functools.partial(partial, None)
-                if exact is not None:
-                    local = shared.like(batch, exact, group, compute)[0]
-                    examples = _examples(local, exact, group.plan)
-                request = dataclasses.replace(
-                    request, token=token, examples=examples
-                ).checked(group)
-        if shares:  # a round that fails is not this rank's mistake
-            return result(
-                *shared.summed(compute, batch, _known(weights), group, request, key),
-                weights,
-                examples,
-            )
-        with group.failing(_NAME):
-            parts = group.plan.parts_above[group.rank]
-            ahead = group.transport.takes_parts and erasures is None and parts > 1
-            mark = None
-            if exact is not None and key is not None:
-                rounding = _rounding(group.plan, exact.dtype)
-                mark = jnp.asarray(
-                    marks.of_rank(group.plan, group.rank, exact.batch_size, rounding)
-                )
-                mark *= key.astype(mark.dtype)
-            if group.plan.encoded:
-
-                def send(part: Encoded, number: int) -> jax.Array | None:
-                    """What is ready goes ahead. Whether this rank is behind by now."""
-                    nonlocal token
-                    asked = dataclasses.replace(
-                        request, skip=behind, token=token, last_part=True
-                    )
-                    token = begin(part, number, group, asked)
-                    lag, token = group.transport.lag(token)
-                    return (lag > 0).astype(jnp.int32)
-
-                local, aux, behind = _encoded(
-                    partial,
-                    batch,
-                    coding,
-                    behind,
-                    group.plan,
-                    parts,
-                    send if ahead else None,
-                    wire_dtype,
-                    mark,
-                )
-            else:
-                local, aux = partial(behind, batch, coding)
-                if mark is not None:
-                    local["count"] += mark[0].astype(local["count"].dtype)
-            if exact is not None:
-                examples = _examples(local, exact, group.plan)
-        # the skipped gradient and its round are one: zeros can never enter a sum
-        request = dataclasses.replace(
-            request, skip=behind, token=token, last_part=ahead, examples=examples
-        )
-        out = summed(local, group, request)
-        if not isinstance(out, CodedSum):
-            out = CodedSum(out)
-        return result(out, aux, weights, examples)
+                told = _Told(counted, _over_devices(key, _jax_compat.varying(key)))
+        if shares:
+            compute = functools.partial(partial, None)
+            out = _of_blocks(compute, batch, _known(weights), told, group, request)
+        else:
+            out = _of_code(partial, batch, coding, behind, told, group, request)
+        return result(*out, weights)
 
     return value_and_grad
+
+
+class _Told(NamedTuple):
+    """By what an exact sum tells whether ranks compute the same: the weights whose examples are counted, and the key
+    of `marks` that goes to the count."""
+
+    weights: Weights
+    key: jax.Array
+
+
+def _of_blocks(
+    compute: Callable[..., tuple[Any, Any]],
+    batch: Any,
+    weights: Weights,
+    told: _Told | None,
+    group: CodedGroup,
+    request: Request,
+) -> tuple[CodedSum, Any, tuple[float, float] | None]:
+    """The sum of shared work, the auxiliary data, and how many examples it is of."""
+    with group.failing(_NAME):
+        examples = None
+        if told is not None:
+            local = shared.like(batch, weights, group, compute)[0]
+            examples = _examples(local, weights, group.plan)
+        request = dataclasses.replace(request, examples=examples).checked(group)
+    key = None if told is None else told.key
+    # a round that fails is not this rank's mistake
+    return *shared.summed(compute, batch, weights, group, request, key), examples
+
+
+def _of_code(
+    partial: Callable[..., tuple[Any, Any]],
+    batch: Any,
+    weights: jax.Array,
+    behind: jax.Array | None,
+    told: _Told | None,
+    group: CodedGroup,
+    request: Request,
+) -> tuple[CodedSum, Any, tuple[float, float] | None]:
+    """The sum by the group's code, the auxiliary data, and how many examples it is of."""
+    plan, token = group.plan, request.token
+    with group.failing(_NAME):
+        parts = plan.parts_above[group.rank]
+        ahead = group.transport.takes_parts and request.erasures is None and parts > 1
+        mark = examples = None
+        if told is not None:
+            rounding = _rounding(plan, told.weights.dtype)
+            mark = jnp.asarray(
+                marks.of_rank(plan, group.rank, told.weights.batch_size, rounding)
+            )
+            mark *= told.key.astype(mark.dtype)
+        if plan.encoded:
+
+            def send(part: Encoded, number: int) -> jax.Array | None:
+                """What is ready goes ahead. Whether this rank is behind by now."""
+                nonlocal token
+                asked = dataclasses.replace(
+                    request, skip=behind, token=token, last_part=True
+                )
+                token = begin(part, number, group, asked)
+                lag, token = group.transport.lag(token)
+                return (lag > 0).astype(jnp.int32)
+
+            local, aux, behind = _encoded(
+                partial,
+                batch,
+                weights,
+                behind,
+                plan,
+                parts,
+                send if ahead else None,
+                request.wire_dtype,
+                mark,
+            )
+        else:
+            local, aux = partial(behind, batch, weights)
+            if mark is not None:
+                local["count"] += mark[0].astype(local["count"].dtype)
+        if told is not None:
+            examples = _examples(local, told.weights, plan)
+    # the skipped gradient and its round are one: zeros can never enter a sum
+    request = dataclasses.replace(
+        request, skip=behind, token=token, last_part=ahead, examples=examples
+    )
+    out = summed(local, group, request)
+    return out if isinstance(out, CodedSum) else CodedSum(out), aux, examples
 
 
 def _gradient(
