@@ -261,6 +261,41 @@ def test_a_leaf_that_is_stopped_while_it_forms(seed):
     world.assert_done()
 
 
+def test_who_stops_while_it_forms_is_not_waited_for_longer_where_rounds_take_long():
+    plan = make_plan(7, fanout=6, stragglers=1)
+    rounds = 6
+    world = World(
+        plan,
+        [Call((("float32", 160),), k) for k in range(rounds)],
+        random.Random(0),
+        hosts=list(range(plan.size)),
+        limits=short_pieces(1),
+    )
+    for number in range(1, rounds):  # each takes 20 s, until the root calls
+        world.open, world.idle = number, {0}
+        world.sweep_all()
+        world.clock += 20
+        world.idle = set()
+        world.settle()
+    world.open = rounds
+    found = None
+    while not found:
+        world.step()
+        words = r"rank (\d+) forms pieces \d+ to (\d+), formed before (\d+)"
+        found = [
+            int(rank)
+            for rank, last, done in re.findall(words, world.nodes[0].status())
+            if last != done and int(rank)
+        ]
+    world.frozen = {found[0]}
+    start = world.clock
+    world.sweep_all()
+    while world.nodes[0].next_round() == rounds:
+        world.clock += 0.05
+        world.sweep_all()
+    assert 0.5 < world.clock - start < 3
+
+
 @pytest.mark.parametrize("inline", [(0,), (64,), (0, 256)])
 @pytest.mark.parametrize("seed", range(4))
 def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
