@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxcoded.group.telemetry import TOLD, Telemetry
 from jaxcoded.plan import Plan, make_plan
-from jaxcoded.plan.tree import NO_PARENT
+from jaxcoded.plan.tree import NO_PARENT, balanced_parents
 from jaxcoded.simulator import Layout, Network, Ring, simulate
 from jaxcoded.simulator.stragglers import Measured, Stragglers
 
@@ -410,7 +410,7 @@ def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
     """A balanced tree with the same root."""
     if fanout == size - 1:
         return tuple(NO_PARENT if rank == root else root for rank in range(size))
-    parents = make_plan(size, fanout=fanout, stragglers=needed - 1).parents
+    parents = balanced_parents(size, fanout, needed)
     swapped = {0: root, root: 0}
     renamed = [swapped.get(parent, parent) for parent in parents]
     return tuple(renamed[swapped.get(rank, rank)] for rank in range(size))

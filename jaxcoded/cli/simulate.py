@@ -2,7 +2,7 @@
 
     jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --fanout 3 --model pareto
 
-Uncoded is the tree of the same fan-out that waits for all ranks, and a ring all-reduce; ideal are
+Uncoded is the same tree that waits for all ranks, and a ring all-reduce; ideal are
 steps in which all ranks compute until all is done, and messages take no time. All have the same draws
 of the stragglers. jaxcoded plan looks for the best plan; docs/simulation.md tells what is simulated.
 """
@@ -93,7 +93,7 @@ def command(
         root_computes=root_computes,
         seed=cluster.seed,
     )
-    seconds = _simulated(cluster, plan, fanout, rounds)
+    seconds = _simulated(cluster, plan, rounds)
     if path is not None:
         _draw(path, seconds)
     if json:
@@ -126,11 +126,11 @@ def command(
         output.say(f"wrote {path}")
 
 
-def _simulated(
-    cluster: Cluster, plan: Plan, fanout: int | None, rounds: int
-) -> dict[str, np.ndarray]:
+def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarray]:
     """Seconds of each step, of each way to make it."""
-    uncoded = make_plan(cluster.ranks, fanout=fanout, stragglers=0, root_computes=True)
+    uncoded = make_plan(
+        cluster.ranks, parents=plan.parents, stragglers=0, root_computes=True
+    )
     layouts: dict[str, Layout | Ring] = {
         _PLAN: Layout.of(plan),
         _UNCODED: Layout.of(uncoded),

@@ -293,8 +293,8 @@ class GradientCode:
     @functools.cached_property
     def amplification_limit(self) -> float:
         """What bounds the amplification of any set that suffices; infinite in codes that do
-        not have several parts, where ``κ`` is over all sets that a parent waits for, and
-        in approximate ones."""
+        not have several parts, where ``κ`` is over all sets that a parent waits for unless more than ``s``
+        children are dead or erased, and in approximate ones."""
         if self.parts == 1 or self.approximate:
             return math.inf
         return (1 + _ROUNDING) * self.amplification

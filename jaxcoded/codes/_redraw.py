@@ -80,6 +80,7 @@ def accepted(
         amplification = max(amplification, float((A @ magnitude).max()))
     if too_large(amplification):
         raise ValueError(f"{start}the amplification is {amplification:.1e}; {remedy}")
+    code.__dict__["amplification"] = amplification  # in place of what it caches
     return code
 
 

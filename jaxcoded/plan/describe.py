@@ -33,8 +33,10 @@ def describe(plan: "Plan") -> str:
         return _shared(plan, plan.placement)
     workers, depth = plan.size - 1, plan.tree.depth
     with_data = "with" if plan.root_computes else "without"
-    uncoded = Fraction(1, workers + plan.root_computes)
-    missing = f"any {plan.stragglers}" if plan.stragglers else "none"
+    uncoded = 1 / sum(map(plan.speed, range(plan.size)))
+    codes = [coding.code for coding in plan.codings if coding is not None]
+    least = max(plan.stragglers, min(code.stragglers for code in codes))
+    missing = f"any {least}" if least else "none"
     lines = [
         (
             f"{plan.size} ranks: root {plan.root} ({with_data} data) and {workers} "

@@ -20,7 +20,7 @@ _MOST_SHARING = 64  # ranks, in jobs whose work may be shared
 _BLOCK = 5e-3  # seconds that a block takes at least
 _MOST_BLOCKS = 12  # of a rank
 _MOST_CHILDREN = 1024  # codes are matrices with a row for each child
-_MOST_DRAWN = (
+MOST_DRAWN = (
     64  # children of codes that are drawn at random, which costs time and digits
 )
 
@@ -208,20 +208,31 @@ def _smallest_fanout(ranks: int, depth: int) -> int:
     return fanout
 
 
+def too_many_to_draw(layout: Layout, candidate: Candidate) -> bool:
+    """Whether a parent of more than 64 children has a code that is no repetition, which takes long to find."""
+    return candidate.coded and max(_most_drawn(layout)) > MOST_DRAWN
+
+
 def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Whether κ is certainly above a bound: to leave out codes without drawing them.
+    """Whether κ is above a bound, as far as that is known without drawing codes.
 
     Codes that are no repetition were drawn for up to 128 children: with one straggler κ
-    is above ``n / 2``, with more of them far above its square.
+    is above ``n / 2``, with more of them far above its square. With slices that holds where ``s + m``
+    does not divide ``n``, as the code falls into small blocks otherwise.
     """
     if not candidate.coded:
         return False
     product = 1.0
-    for layer in layout.layers:
-        counts = layout.counts[layer][layout.copies[layer] == 1]
-        most = int(counts.max(initial=0))
-        if most > _MOST_DRAWN:
-            return True
-        lost = min(candidate.stragglers + candidate.slices, most) - 1
-        product *= max(1.0, most / 2) ** min(max(lost, 0), 2)
+    lost = candidate.stragglers + candidate.slices
+    for most in _most_drawn(layout):
+        if candidate.slices == 1 or most % lost:
+            product *= max(1.0, most / 2) ** min(max(min(lost, most) - 1, 0), 2)
     return product > amplification
+
+
+def _most_drawn(layout: Layout) -> list[int]:
+    """Of each layer, the most children of a parent whose code is no repetition."""
+    return [
+        int(layout.counts[layer][layout.copies[layer] == 1].max(initial=0))
+        for layer in layout.layers
+    ]

@@ -11,11 +11,13 @@ import numpy as np
 from jaxcoded import _require
 from jaxcoded.plan import Plan
 from jaxcoded.planner.candidates import (
+    MOST_DRAWN,
     Candidate,
     candidates,
     checked_replicas,
     exceeds,
     sharing,
+    too_many_to_draw,
     why_not_shared,
 )
 from jaxcoded.simulator import Layout, Network, simulate
@@ -100,18 +102,21 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A code that would be faster, but for its rounding errors.
+    """A code that would be faster, but for its rounding errors, or the time that it takes to find one.
 
     Attributes:
-        candidate: which; its κ is above the bound.
+        candidate: which; its κ is above the bound, or not known.
         gain: how many times as fast as the best is; infinite if steps of that never end.
-        ranks: the next larger number of ranks with such a tree and code whose κ is
-            within the bound; 0 if there is none near.
+        ranks: the next larger number of ranks with such a tree and code that would not be left out;
+            0 if there is none near.
+        drawn: whether κ is known to be above the bound; otherwise a parent has too many children for such a code
+            to be looked for.
     """
 
     candidate: Candidate
     gain: float
     ranks: int
+    drawn: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Ranking:
         work: seconds that one usual rank would take for the whole batch.
         estimates: of the best coded and uncoded candidates, the fastest first.
         amplification: the largest κ of a plan.
-        left_out: the fastest of those whose κ is larger, if it is faster than `best`.
+        left_out: the fastest of those whose κ is larger, or that were not looked for, if it is faster than `best`.
         not_shared: why no candidate shares the work, in words that follow "shared work".
     """
 
@@ -158,13 +163,11 @@ class Ranking:
         best = next((e for e in others if e.faster_than(uncoded)), uncoded)
         if not best.candidate.shared:
             return best
-        shared = (e for e in self.estimates if e.candidate.shared)
+        shared = [e for e in self.estimates if e.candidate.shared]
+        codes = (e.step for e in self.estimates if e.candidate.coded)
+        most = min((1 + _MORE_DATA) * best.step, next(codes, math.inf))
         return min(
-            (
-                e
-                for e in shared
-                if e.step <= (1 + _MORE_DATA) * best.step and e.faster_than(uncoded)
-            ),
+            (e for e in shared if e.step <= most and e.faster_than(uncoded)),
             key=lambda e: e.candidate.replicas,
         )
 
@@ -190,8 +193,13 @@ class Ranking:
             else "with which steps would end"
         )
         there = f"; {it.ranks} ranks could have it" if it.ranks else ""
+        why = (
+            f"κ is above {self.amplification:g}"
+            if it.drawn
+            else f"such codes are not looked for where a parent has more than {MOST_DRAWN} children"
+        )
         return (
-            f". Left out, as κ is above {self.amplification:g}: fan-out "
+            f". Left out, as {why}: fan-out "
             f"{it.candidate.fanout}, s = {it.candidate.stragglers}, m = "
             f"{it.candidate.slices}, {gain}{there}"
         )
@@ -373,7 +381,9 @@ class _Search:
     def run(self) -> list[Estimate]:
         entering: list[Candidate] = []
         for candidate in candidates(self.ranks):
-            (self.amplified if self._exceeds(candidate) else entering).append(candidate)
+            (entering if self._may_be_drawn(candidate) else self.amplified).append(
+                candidate
+            )
         first = self._rung(entering, _SHARES[0], least=4, most=64)
         # rare or rising delays may not show yet, so every s goes on
         entering = _each(first, lambda c: (c.stragglers, c.slices))
@@ -419,7 +429,8 @@ class _Search:
         gain = best.seconds[:256].mean() / again[: len(best.seconds)].mean()
         if not gain > 1 / (1 - _GAIN):
             return None
-        return LeftOut(fastest, float(gain), self._ranks_for(fastest))
+        drawn = not too_many_to_draw(self._layout(fastest), fastest)
+        return LeftOut(fastest, float(gain), self._ranks_for(fastest), drawn)
 
     def _ranks_for(self, candidate: Candidate) -> int:
         star = candidate.fanout >= self.ranks - 1
@@ -430,7 +441,7 @@ class _Search:
                 it = dataclasses.replace(it, fanout=ranks - 1)
             layout = it.layout(ranks)
             assert isinstance(layout, Layout)
-            if exceeds(layout, it, self.amplification):
+            if too_many_to_draw(layout, it) or exceeds(layout, it, self.amplification):
                 continue
             try:
                 if it.plan(ranks, self.seed).amplification <= self.amplification:
@@ -476,12 +487,19 @@ class _Search:
     def _network(self, candidate: Candidate) -> Network:
         return dataclasses.replace(self.network, piece=candidate.piece)
 
-    def _exceeds(self, candidate: Candidate) -> bool:
-        if not candidate.coded:
-            return False
+    def _layout(self, candidate: Candidate) -> Layout:
         layout = candidate.layout(self.ranks)
         assert isinstance(layout, Layout)
-        return exceeds(layout, candidate, self.amplification)
+        return layout
+
+    def _may_be_drawn(self, candidate: Candidate) -> bool:
+        if not candidate.coded:
+            return True
+        layout = self._layout(candidate)
+        return not (
+            too_many_to_draw(layout, candidate)
+            or exceeds(layout, candidate, self.amplification)
+        )
 
     def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
         """Coded candidates of which there are plans with κ within the bound: the best of some

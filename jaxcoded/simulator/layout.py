@@ -111,7 +111,8 @@ class Layout:
             code, children = coding.code, plan.coded_children(rank)
             classes = np.asarray(code.classes)
             alike = np.bincount(classes)
-            if len(alike) < code.n and len(set(alike.tolist())) == 1:
+            whoever = code.approximate  # any n − s, copies or not
+            if not whoever and len(alike) < code.n and len(set(alike.tolist())) == 1:
                 # copies beside each other
                 children = tuple(
                     children[row] for row in np.argsort(classes, kind="stable")

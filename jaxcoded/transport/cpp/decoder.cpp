@@ -53,9 +53,20 @@ class Decoder::Heard {
 };
 
 Decoder::Decoder(CodeTensor tensor) : code_(std::make_shared<const GradientCode>(std::move(tensor))) {
-  // any n − s do, and of copies one of each class; of parts fewer may
-  const std::size_t children = this->tensor().children() - this->tensor().stragglers;
-  enough_ = pinned() ? children : parts() > 1 ? 1 : std::min(children, code().class_count());
+  // any n − s do; of parts fewer may
+  enough_ = parts() > 1 ? 1 : this->tensor().children() - this->tensor().stragglers;
+  if (pinned() || parts() > 1) return;
+  // of copies one of each class, but for classes of which all may be missing
+  std::vector<std::size_t> copies(code().class_count());
+  for (const std::size_t each : code().classes()) ++copies[each];
+  std::ranges::sort(copies);
+  std::size_t missing = this->tensor().stragglers;
+  enough_ = copies.size();
+  for (const std::size_t each : copies) {
+    if (each > missing) break;
+    missing -= each;
+    --enough_;
+  }
 }
 
 std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& order,

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 namespace jaxcoded {
@@ -59,13 +60,13 @@ std::uint64_t mixed(std::uint64_t fingerprint, const std::string& words) {
   return fingerprint;
 }
 
-// Copies of vectors, in memory of the flight.
-std::vector<std::byte*> memory_for(Flight& flight, const std::vector<Segment>& segments,
+// Memory for so many vectors.
+std::vector<std::byte*> memory_for(std::vector<Buffer>& memory, Pool& pool, const std::vector<Segment>& segments,
                                    std::size_t count) {
   std::vector<std::byte*> out;
   for (std::size_t i = 0; i < count; ++i) {
-    flight.memory.push_back(flight.pool->take(segments[i].bytes()));
-    out.push_back(flight.memory.back().data());
+    memory.push_back(pool.take(segments[i].bytes()));
+    out.push_back(memory.back().data());
   }
   return out;
 }
@@ -117,8 +118,8 @@ Engine::Engine() {
     forked = true;
     status_signal::uninstall();
   });
-  status_signal::install(page_->wake_up);
   thread_ = std::thread([this] { progress(); });
+  status_signal::install(page_->wake_up);
 }
 
 Engine::~Engine() = default;
@@ -188,6 +189,25 @@ Member& Engine::member(std::uint64_t index) {
 void Engine::note_failure(std::uint64_t index, const std::string& words) {
   std::unique_lock lock(mutex_);
   member(index).failure = words;
+}
+
+std::shared_ptr<Flight> Engine::flight_of(Member& its, Request& request) {
+  auto out = std::make_shared<Flight>();
+  out->pool = its.pool;
+  out->feed = request.feed;
+  out->fingerprint = request.fingerprint;
+  out->total = request.total;
+  out->call = call_of(its, request);
+  return out;
+}
+
+// The open call that a request goes on with; none if there is none, or another one's. Whoever only ends it says
+// nothing of what it is.
+std::shared_ptr<Flight> Engine::continued(Member& its, const Request& request) const {
+  if (!its.has_open_call()) return nullptr;
+  const std::shared_ptr<Flight>& flight = its.queue.back();
+  const bool same = !request.fingerprint || request.fingerprint == flight->fingerprint;
+  return same && request.total == flight->total ? flight : nullptr;
 }
 
 Call Engine::call_of(Member& its, Request& request) {
@@ -289,8 +309,8 @@ bool Engine::fly(Member& its) {
   while (!its.queue.empty()) {
     Flight& flight = *its.queue.front();
     if (!flight.submitted) {
-      node.submit(std::move(flight.call));
       flight.submitted = news = true;
+      node.submit(std::move(flight.call));
       // a process that was stopped finds out the time first, and then what has come meanwhile
       if (node.wakes_at() <= now()) its.wire->poll(node, true);
       node.advance();
@@ -319,8 +339,8 @@ Result Engine::run(std::uint64_t index, Request request) {
   if (std::string why = why_not(its); !why.empty()) return {Outcome::failed, std::move(why)};
   std::shared_ptr<Flight> flight;
   if (request.continues) {
-    if (!its.has_open_call()) return {Outcome::failed, broken_off};
-    flight = its.queue.back();
+    flight = continued(its, request);
+    if (!flight) return {Outcome::failed, broken_off};
     Call& call = flight->call;
     if (flight->submitted) {
       if (!request.skipped) its.node->extend(request.own);
@@ -332,9 +352,7 @@ Result Engine::run(std::uint64_t index, Request request) {
     }
     flight->open = false;
   } else {
-    flight = std::make_shared<Flight>();
-    flight->feed = request.feed;
-    flight->call = call_of(its, request);
+    flight = flight_of(its, request);
     enqueue(its, flight);
   }
   work(its);
@@ -359,8 +377,9 @@ Taken Engine::take(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   if (std::string why = why_not(its); !why.empty()) return {.error = std::move(why)};
-  if (request.continues && !(its.has_open_call() && its.queue.back()->shared)) {
-    return {.error = broken_off};
+  if (request.continues) {
+    const auto open = continued(its, request);
+    if (!open || !open->shared) return {.error = broken_off};
   }
   if (!request.continues && its.has_open_call() && its.queue.back()->looped) {
     return {.error = broken_off};
@@ -370,8 +389,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   if (!here) own.assign(request.message.size(), nullptr);
   if (!request.continues) {
     request.own.clear();
-    auto opened = std::make_shared<Flight>();
-    opened->call = call_of(its, request);
+    auto opened = flight_of(its, request);
     opened->call.shared = true;
     opened->call.complete = false;
     opened->open = opened->shared = true;
@@ -383,6 +401,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   bool lent = false, needs_own = false;
   std::optional<Work> taken;
   const auto done = [&] {
+    if (flight->outcome != Outcome::pending) return true;  // the group is closed, or has failed
     if (taken || !its.mixed_up.empty()) return true;
     if (!flight->submitted) return false;  // rounds that were started before are not over
     if (!here && (needs_own = !node.goes_on_at_once())) return true;
@@ -395,6 +414,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   const bool ended = drive(lock, done, 1e300);
   if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
+  if (flight->outcome != Outcome::pending) return {.error = flight->error};
   // The progress thread goes on where that is more than to wait for messages.
   if (!request.continues || its.root || its.wire->unfinished()) page_->wake_up.send();
   return {.work = taken, .needs_own = needs_own};
@@ -404,19 +424,17 @@ std::string Engine::extend(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
   if (std::string why = why_not(its); !why.empty()) return why;
-  if (request.continues && !its.has_open_call()) return broken_off;
-  if (!request.continues || !request.skipped) {
-    auto flight = request.continues ? its.queue.back() : std::make_shared<Flight>();
-    flight->pool = its.pool;
-    if (request.feed) {
-      flight->feed = request.feed;
-    } else {
-      const auto own = memory_for(*flight, request.message, request.own.size());
+  std::shared_ptr<Flight> flight;
+  if (request.continues && !(flight = continued(its, request))) return broken_off;
+  if (!flight || !request.skipped) {
+    std::vector<Buffer> memory;
+    if (!request.feed) {
+      const auto own = memory_for(memory, *its.pool, request.message, request.own.size());
       copy(own, request.own, request.message.data());
       request.own.assign(own.begin(), own.end());
     }
-    if (!request.continues) {
-      flight->call = call_of(its, request);
+    if (!flight) {
+      flight = flight_of(its, request);
       flight->call.complete = false;
       flight->open = true;
       enqueue(its, flight);
@@ -425,6 +443,8 @@ std::string Engine::extend(std::uint64_t index, Request request) {
     } else {
       flight->call.own.insert(flight->call.own.end(), request.own.begin(), request.own.end());
     }
+    if (request.feed) flight->feed = request.feed;
+    std::ranges::move(memory, std::back_inserter(flight->memory));
   }
   work(its);
   page_->wake_up.send();  // the progress thread goes on
@@ -442,10 +462,10 @@ Started Engine::start(std::uint64_t index, Request request) {
   }
   auto flight = std::make_shared<Flight>();
   flight->pool = its->pool;
-  const std::vector<std::byte*> own = memory_for(*flight, request.message, request.own.size());
+  const std::vector<std::byte*> own = memory_for(flight->memory, *flight->pool, request.message, request.own.size());
   flight->result = request.message == request.total
                        ? own
-                       : memory_for(*flight, request.total, request.total.size());
+                       : memory_for(flight->memory, *flight->pool, request.total, request.total.size());
   // The engine goes on meanwhile.
   lock.unlock();
   copy(own, request.own, request.message.data());
@@ -701,7 +721,10 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     throw use_after_close(index);
   }
   its.closing = true;
-  wait_until_nobody_is_in(lock, its.inside);
+  {
+    const Inside inside(inside_);
+    wait_until_nobody_is_in(lock, its.inside);
+  }
   if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   its.node->leave({});

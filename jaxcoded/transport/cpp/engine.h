@@ -36,8 +36,9 @@ struct Flight {
   bool looped = false;       // in a loop on the host, which says when it ends
   Outcome outcome = Outcome::pending;
   std::string error;
-  std::vector<Segment> total;      // of a started one's result,
-  std::vector<std::byte*> result;  // and where that is
+  std::uint64_t fingerprint = 0;   // of the call,
+  std::vector<Segment> total;      // its result,
+  std::vector<std::byte*> result;  // and where that is, of a started one
   // Copies of the caller's vectors. A result takes the place of a copy like it.
   std::shared_ptr<Pool> pool;
   std::vector<Buffer> memory;
@@ -199,6 +200,8 @@ class Engine {
   void progress();
   std::string standing() const;
   std::string waited_for_elsewhere(std::uint64_t index) const;
+  std::shared_ptr<Flight> flight_of(Member& member, Request& request);
+  std::shared_ptr<Flight> continued(Member& member, const Request& request) const;
   Call call_of(Member& member, Request& request);
   void enqueue(Member& member, std::shared_ptr<Flight> flight);
   std::string why_not(Member& member);

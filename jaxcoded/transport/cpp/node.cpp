@@ -1,6 +1,7 @@
 #include "node.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "readable.h"
@@ -67,6 +68,16 @@ std::string Node::listed(const std::vector<Rank>& ranks) {
 // --- This rank's calls ---
 
 void Node::submit(Call call) {
+  try {
+    begin(std::move(call));
+  } catch (const std::bad_alloc&) {  // the round fails, on all ranks
+    const std::string text = "CodedError: rank " + std::to_string(family_.rank) + " has too little memory for this call";
+    up_.call.skipped = true;
+    root() ? decide_error(text) : alert(next_, text);
+  }
+}
+
+void Node::begin(Call call) {
   const double now = wire_.now();
   up_ = WayUp();
   up_.call = std::move(call);

@@ -119,9 +119,10 @@ struct Limits {
 
   // Of a vector of so many bytes.
   std::uint64_t piece_for(std::uint64_t bytes) const {
-    if (!section_pieces || !sections_from || bytes < sections_from) return piece_bytes;
+    const std::uint64_t countable = std::max(piece_bytes, bytes >> 24);  // pieces have numbers of 32 bits
+    if (!section_pieces || !sections_from || bytes < sections_from) return countable;
     const std::uint64_t wanted = std::clamp(bytes / section_pieces, least_piece_bytes, most_piece_bytes);
-    return std::min(piece_bytes, wanted);
+    return std::min(countable, wanted);
   }
 };
 
@@ -265,6 +266,7 @@ class Node {
   bool alike() const { return alike_; }
 
  private:
+  void begin(Call call);
   struct Child {
     Rank rank;
     std::size_t column;  // in the telemetry

@@ -29,6 +29,8 @@ void Node::on_bye(Child& child, const Message& message) {
   if (flags & ended) child.offer.withdraw();
   if (child.left) return;
   const auto ranks = message.values<Rank>(0, message.header.ready);
+  const auto known = [&](Rank rank) { return std::ranges::count(family_.descendants, rank) > 0; };
+  if (!std::ranges::all_of(ranks, known)) throw Damaged();
   learn_failures(message.text().substr(ranks.size() * sizeof(Rank)));
   if (flags & relays) {
     departures_.closed(ranks);
@@ -152,7 +154,8 @@ void Node::refuse(Round round, const std::string& text) {
   }
   if (!departures_.leaving()) {  // not yet
     alerts_.if_left(round, text);
-  } else if (round >= next_ && !calling()) {
+  } else if (round >= frontier_ && !calling()) {
+    next_ = frontier_;  // those that its program never called have failed
     up_.call = {};
     outcome_ = Outcome::pending;
     decide_error(departures_.kind({family_.rank}) + text + ", but " +

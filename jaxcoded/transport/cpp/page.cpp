@@ -71,7 +71,8 @@ void WakeUp::sleep(Sleeper who, std::uint32_t seen, double seconds) {
 
 void WakeUp::end_driving(std::uint32_t seen, bool wake_it) {
   state_.fetch_and(~driving);
-  if (wake_it || sent_.load() != seen) wake(progress);
+  if (wake_it) sent_.fetch_add(1);  // or it might go to sleep just now
+  if (sent_.load() != seen) wake(progress);
 }
 
 OwnPage::OwnPage()

@@ -75,7 +75,8 @@ Recovery::Progress Recovery::gone() {
 Recovery::Progress Recovery::fetch(Wire& wire, std::uint64_t bytes, std::uint32_t ahead) {
   const bool direct = wire.direct(from_);
   std::uint64_t taken = 0;
-  while (wanted_ < layout_.size() && taken < bytes && (direct || wanted_ < fetched_ + ahead)) {
+  // where the other's memory is read, each piece is here at once
+  while (wanted_ < layout_.size() && taken < bytes && wanted_ < fetched_ + ahead) {
     const Piece& it = layout_[wanted_];
     const Wire::Fetch fetch =
         it.bytes == 0 ? Wire::Fetch::done
@@ -91,7 +92,8 @@ Recovery::Progress Recovery::fetch(Wire& wire, std::uint64_t bytes, std::uint32_
     ++wanted_;
     heard_at_ = wire.now();
   }
-  return direct && wanted_ < layout_.size() ? Progress::more : Progress::waits;
+  const bool more = wanted_ < layout_.size() && wanted_ < fetched_ + ahead;
+  return direct && more ? Progress::more : Progress::waits;
 }
 
 Recovery::Progress Recovery::arrived(Rank from, std::uint64_t number, std::uint32_t piece,
