@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from jaxcoded import make_plan
-from jaxcoded.group.record import Writer, read
+from jaxcoded.group.record import Record, Writer, read
 
 PLAN = make_plan(2, code="shared(blocks=2)")
 ROUNDS = [
@@ -70,3 +70,13 @@ def test_another_plan(tmp_path):
     path = written(tmp_path / "record")
     with pytest.raises(ValueError, match="record of another plan"):
         read(path, make_plan(2, code="shared(blocks=3)"))
+
+
+def test_the_record_that_is_followed_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "record")
+    (tmp_path / "link").symlink_to("record")
+    for other in ("./record", tmp_path / "record", "link"):
+        with pytest.raises(ValueError, match="record and replay are the same file"):
+            Record(other, "record").check(PLAN, "wait")
+    Record("other", "record").check(PLAN, "wait")

@@ -79,6 +79,11 @@ class TreeRound(primitive.Specification):
     def __str__(self) -> str:
         return self.collective.signature
 
+    def of_tangents(self) -> "TreeRound":
+        # no examples are counted in them
+        collective = dataclasses.replace(self.collective, examples=None)
+        return dataclasses.replace(self, collective=collective)
+
     def no_transpose(self) -> str:
         does = self.collective
         if not (does.up and does.down) or find(self.index).plan.encoded:
@@ -250,7 +255,8 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
 
     Args:
         x: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on
-            all ranks. Only the root's values matter.
+            all ranks. Only the root's values matter. As everywhere in JAX, float64 becomes float32 without
+            ``jax_enable_x64``.
         group: an open group.
         token: orders this call, see `coded_allreduce`.
 
@@ -260,6 +266,7 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
 
     Raises:
         TypeError: a leaf is not made of numbers of whole bytes (keys, int4).
+        ValueError: a leaf has integers of 64 bits that do not fit into 32.
         GroupClosed, jax.errors.JaxRuntimeError: as `coded_allreduce`.
 
     Example:

@@ -67,6 +67,7 @@ def key(number: Any, params: Any, *, to_the_bit: bool) -> jax.Array:
 
     Parameters that differ in rounding alone have nearly the same ones, unless these are to be the same ``to_the_bit``.
     """
+    params = jax.lax.stop_gradient(params)
     its = jnp.uint32(0 if number is None else number)
     out = 9 * (its % 7) + mixed(its) % 9
     if to_the_bit:

@@ -182,6 +182,7 @@ def _placement(group: CodedGroup) -> Placement:
 def _shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
     """How many blocks a rank holds, and their examples with padding."""
     blocks = max(len(_placement(group).held(group.rank)), 1)
+    assert len(weights) % blocks == 0, (len(weights), blocks)
     return blocks, len(weights) // blocks
 
 

@@ -13,7 +13,7 @@ from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import marks, reduced, shared
 from jaxcoded.collectives.allreduce import CodedSum, begin, summed
 from jaxcoded.collectives.request import Request
-from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.group.group import CodedGroup, check_alike, check_open
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import Encoded, accumulator, divided, encode_vector
@@ -113,7 +113,8 @@ def coded_value_and_grad(
         `Weights` that came with it, for the same batch size on all ranks. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it: where it gets the very ``grads``, in the
-        same ``jit``, that is an error; otherwise they are wrong.
+        same ``jit``, that is an error; otherwise they are wrong. Call it inside ``jax.jit``:
+        outside, each call is compiled anew.
 
         It raises ``TypeError`` for weights that are not `Weights`, and for losses or leaves
         of ``params`` that are not floating point (partition the model), ``ValueError``
@@ -173,6 +174,8 @@ def coded_value_and_grad(
         erasures: jax.Array | None = None,
         token: jax.Array | None = None,
     ) -> Any:
+        check_open(group)
+        check_alike(group)
         with group.failing(_NAME):
             _check_parameters(params)
             batch = jax.tree.map(jnp.asarray, batch)

@@ -32,7 +32,8 @@ class Epoch:
     ) -> None:
         n = _require.integer("n, the number of examples,", n, 1, np.iinfo(np.int64).max)
         most = np.iinfo(np.int32).max  # `Weights.present` is int32
-        self.batch_size = _require.integer("batch_size", batch_size, 1, most)
+        batch_size = _require.integer("batch_size", batch_size, 1, most)
+        self.batch_size = batch_size
         epoch = _require.integer("epoch", epoch, 0)
         self._batches = n // batch_size if drop_last else -(-n // batch_size)
         if not self._batches:

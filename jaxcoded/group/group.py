@@ -317,7 +317,7 @@ class CodedGroup:
         request |= {name: getattr(wanted, name) for name in common}
         self._planned = ""
         try:
-            build.check(self._comm)
+            warned = [build.check(self._comm)]
             self.plan = opening.agreed_plan(self._comm, transport, request, checked)
             if chooser is not None:
                 choice = chooser(self._comm)
@@ -330,7 +330,7 @@ class CodedGroup:
             self.index = next(_indices)
             self._record.open(self._comm, self.plan)
             self._roll = recovery.Roll(self._comm, self.plan.root)
-            self.transport, self.options = opening.agreed_transport(
+            self.transport, self.options, more = opening.agreed_transport(
                 *(self._comm, self.index, self.plan),
                 *(transport, wanted, given.debug is not None),
             )
@@ -358,6 +358,10 @@ class CodedGroup:
         # what coded calls say of the plan, which a replan may have passed some ranks by
         self.plan_words = ""
         _groups[self.index] = self
+        # where warnings are errors, the others have the group
+        for said in filter(None, [*warned, *more]):
+            if self._comm.rank == 0:
+                warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     @property
     def planned(self) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,8 +86,8 @@ def agreed_transport(
     transport: str,
     options: Options,
     explicit: bool,
-) -> tuple[Transport, Options]:
-    """The transport asked for, the same on all ranks, and its options. Collective.
+) -> tuple[Transport, Options, list[str]]:
+    """The transport asked for, the same on all ranks, its options, and what to warn of. Collective.
 
     Args:
         comm: of the group.
@@ -107,8 +106,8 @@ def agreed_transport(
         raise ValueError(f"code={plan.code!r} {why}")
     if transport != "mpi4jax" and not any(reasons):
         build.check_engine(comm)
-        options = _comparing(comm, plan, "engine", options, explicit)
-        return engine.Engine(index, comm, plan, options), options
+        options, said = _comparing(plan, "engine", options, explicit)
+        return engine.Engine(index, comm, plan, options), options, said
     words = "; ".join(
         f"rank {rank}: {reason}"
         for rank, reason in enumerate(reasons)
@@ -131,15 +130,11 @@ def agreed_transport(
         reason = cuda_aware.why_not()
     if reasons := list(filter(None, gathered(comm, reason))):
         raise ValueError(reasons[0])
-    if transport == "auto" and comm.rank == 0:
-        warnings.warn(
-            "falling back on the mpi4jax transport, in which every rank waits "
-            f"for the slowest one; {words}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    options = _comparing(comm, plan, "mpi4jax", options, explicit)
-    return Mpi4jax(index, comm, plan), options
+    options, said = _comparing(plan, "mpi4jax", options, explicit)
+    if transport == "auto":
+        fallback = f"falling back on the mpi4jax transport, in which every rank waits for the slowest one; {words}"
+        said = [fallback, *said]
+    return Mpi4jax(index, comm, plan), options, said
 
 
 def why_not_shared(transport: str, reasons: list[str]) -> str:
@@ -151,9 +146,9 @@ def why_not_shared(transport: str, reasons: list[str]) -> str:
 
 
 def _comparing(
-    comm: MPI.Intracomm, plan: Plan, transport: str, options: Options, explicit: bool
-) -> Options:
-    """The options with ``debug`` as this group can have it, if it was asked for.
+    plan: Plan, transport: str, options: Options, explicit: bool
+) -> tuple[Options, list[str]]:
+    """The options with ``debug`` as this group can have it, if it was asked for; and what to warn of.
 
     Raises:
         ValueError: it cannot have ``debug``, or ``verify``.
@@ -179,6 +174,4 @@ def _comparing(
     said = f"{comparing.VARIABLE} is ignored: debug {ignored}" if ignored else ""
     if options.compares and (gaps := comparing.gaps(plan)):
         said = f"{'debug' if options.debug else verify} does not see all: {gaps}"
-    if said and comm.rank == 0:
-        warnings.warn(said, RuntimeWarning, stacklevel=5)
-    return options
+    return options, [said] if said else []

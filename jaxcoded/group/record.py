@@ -65,7 +65,10 @@ class Record:
                     f"{name}={str(path)!r}: a record is of sums of the whole batch, so "
                     'on_deadline must be "wait" or "raise"'
                 )
-        if self._path == self._replay and self.request:
+        same = self.request and os.path.realpath(self._path or "") == os.path.realpath(
+            self._replay or ""
+        )
+        if same:
             raise ValueError(
                 f"record and replay are the same file, {str(self._path)!r}: "
                 "give another one to record"

@@ -90,12 +90,13 @@ def _as(leaf: Any, values: np.ndarray) -> Any:
 
 
 def _digest(pytree: Any) -> np.ndarray:
-    leaves, structure = jax.tree.flatten(pytree)
-    table = [
-        (leaf.shape, leaf.dtype.name, leaf.dtype.byteorder)
-        for leaf in map(_aval, leaves)
-    ]
-    digest = hashlib.sha256(f"{structure} {json.dumps(table)}".encode()).digest()
+    table = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
+        its = _aval(leaf)
+        # not the structure, which may name functions by where they lie in this process
+        name = jax.tree_util.keystr(path)
+        table.append((name, its.shape, its.dtype.name, its.dtype.byteorder))
+    digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)
 
 

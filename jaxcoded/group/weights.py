@@ -150,6 +150,10 @@ def assigned(
     multiple = _require.integer("multiple", multiple, 1)
     indices, weights = assignment(plan, rank, batch_size)
     if multiple > 1:
+        if plan.placement is not None:
+            raise ValueError(
+                f"multiple={multiple} cannot be given where work is shared, as examples belong to blocks: leave it out"
+            )
         if weights.ndim != 1:
             raise ValueError(
                 f"multiple={multiple} cannot be given in a group with slices or parts "

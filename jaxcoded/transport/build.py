@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import platform
 import sys
-import warnings
 
 import jax
 import numpy as np
@@ -37,11 +36,12 @@ def wanted() -> str:
     return f"jax {jax.__version__}, jaxlib {jaxlib}, {platform.machine()}"
 
 
-def check(comm: MPI.Intracomm) -> None:
+def check(comm: MPI.Intracomm) -> str:
     """Raise unless the ranks run builds that understand each other. Collective.
 
-    Where only the versions of JAX or the kinds of processors differ, rank 0 warns: sums are the
-    same bits on all ranks, but what each makes of them may not be.
+    Returns:
+        What to warn of where only the versions of JAX or the kinds of processors differ: sums are the
+        same bits on all ranks, but what each makes of them may not be. Otherwise empty.
 
     Raises:
         GroupMismatch: they do not. On every rank.
@@ -57,9 +57,7 @@ def check(comm: MPI.Intracomm) -> None:
         "ones: install the same JAX for all of them, or hand on parameters with tree_bcast from "
         "time to time"
     )
-    said = disagreement(comm, wanted(), what)
-    if said is not None and comm.rank == 0:
-        warnings.warn(said, RuntimeWarning, stacklevel=4)
+    return disagreement(comm, wanted(), what) or ""
 
 
 def check_engine(comm: MPI.Intracomm) -> None:

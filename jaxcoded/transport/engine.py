@@ -76,7 +76,10 @@ def missing() -> str:
         _engine.start()
     except RuntimeError as error:
         return f"the engine cannot start: {error}"
-    backend = jax.default_backend()
+    try:
+        backend = jax.default_backend()
+    except Exception as error:  # noqa: BLE001  # of any kind, where a driver is broken
+        return f"JAX does not start: {type(error).__name__}: {error}"
     if backend == "cpu":
         return ""
     if backend != "gpu":

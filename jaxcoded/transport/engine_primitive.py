@@ -103,6 +103,7 @@ class Together(NamedTuple):
 call_p = Primitive("coded_engine_call")
 call_p.multiple_results = True
 call_p.def_impl(functools.partial(apply_primitive, call_p))
+_jax_compat.never_drop(call_p)
 
 
 def call(

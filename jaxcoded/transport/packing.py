@@ -309,6 +309,11 @@ def _array(leaf: Any, place: str, floats_only: bool) -> jax.Array:
             f"leaf{place} is {_require.kind(leaf)}, which is not an array: leave it out "
             "of the tree"
         ) from None
+    whole = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu"
+    if not floats_only and whole and (leaf != leaf.astype(array.dtype)).any():
+        raise ValueError(
+            f"leaf{place} has numbers of {leaf.dtype} that do not fit into {array.dtype}: set jax_enable_x64"
+        )
     if floats_only and not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"leaf{place} has dtype {array.dtype}: coded sums need floating point; "

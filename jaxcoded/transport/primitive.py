@@ -107,6 +107,10 @@ class Specification(abc.ABC):
             dtype; and the next token.
         """
 
+    def of_tangents(self) -> "Specification":
+        """The same for tangents, which are not what they are tangents of."""
+        return self
+
     def result_length(self, length: int) -> int:
         """The length of the result's last axis."""
         return length
@@ -222,6 +226,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     # integers have no tangent, and none is sent
     moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]
     full = [ad.instantiate_zeros(t) for t, move in zip(tangents, moves) if move]
+    params["spec"] = params["spec"].of_tangents()
     moved = iter(round_p.bind(*full, *extras, **params) if full else ())
     return out, [next(moved) if move else t for t, move in zip(tangents, moves)]
 

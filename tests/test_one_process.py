@@ -1,0 +1,134 @@
+"""Groups of one process, each in a process of its own: what needs no other ranks."""
+
+import subprocess
+import sys
+
+import pytest
+from launch import slowness
+
+SHARED = "group = jaxcoded.CodedGroup(MPI.COMM_SELF, code='shared(blocks=3)')\n"
+ALONE = "group = jaxcoded.CodedGroup(MPI.COMM_SELF, transport='engine')\n"
+PARTS = """
+from jaxcoded.transport.base import Collective
+its, token = group.transport, jnp.int32(0)
+one, other = Collective("sum of f4[9]"), Collective("sum of f4[8]")
+begin = jax.jit(lambda x, token: its.begin(one, [x], 0, token=token))
+end = jax.jit(lambda x, token: its.carry(other, [x], token=token, last_part=True))
+begin(jnp.full(9, 3.0), token).block_until_ready()
+jax.block_until_ready(end(jnp.arange(8.0), token))
+"""
+LITTLE_MEMORY = """
+import resource
+big = jnp.ones(64 << 20, jnp.float32)
+step = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
+compiled = step.lower(big).compile()
+print(step(jnp.ones(2)))
+size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+# for XLA's result, and not for the engine's
+limit = 1024 * int(size.split()[1]) + 300_000_000
+resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
+try:
+    jax.block_until_ready(compiled(big))
+except jax.errors.JaxRuntimeError as error:
+    print(str(error).partition(": ")[2])
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+print(step(jnp.ones(2)))
+"""
+LOSSES = """
+def losses(w, x):
+    return (x @ w) ** 2
+x = jnp.arange(12.0).reshape(4, 3)
+w, v = jnp.ones(3), jnp.array([1.0, -1.0, 2.0])
+indices, weights = group.assignment(4)
+value_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+"""
+TANGENTS = (
+    LOSSES
+    + """
+(loss, grad), (dloss, dgrad) = jax.jit(
+    lambda: jax.jvp(lambda w: value_and_grad(w, x[indices], weights), (w,), (v,))
+)()
+exact = lambda w: jax.value_and_grad(lambda w: losses(w, x).mean())(w)
+for found, wanted in zip((loss, grad, dloss, dgrad), jax.tree.leaves(jax.jvp(exact, (w,), (v,)))):
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+print("the same")
+"""
+)
+CLOSED = LOSSES + "group.close()\nvalue_and_grad(w, x[indices], weights)\n"
+BIG_STEP = "jaxcoded.tree_bcast({'step': np.int64(3_000_000_000)}, group)\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            ALONE + PARTS,
+            "a collective of the group was called before another one was over",
+        ),
+        (
+            ALONE + LITTLE_MEMORY,
+            "[1. 1.]\nCodedError: rank 0 has too little memory for this call\n[1. 1.]\n",
+        ),
+        (ALONE + TANGENTS, "the same\n"),
+        (ALONE + CLOSED, "jaxcoded.errors.GroupClosed: use after close"),
+        (SHARED + CLOSED, "jaxcoded.errors.GroupClosed: use after close"),
+        (
+            SHARED + "group.assignment(6, multiple=9)\n",
+            "multiple=9 cannot be given where work is shared",
+        ),
+        (
+            ALONE + BIG_STEP,
+            "leaf at ['step'] has numbers of int64 that do not fit into int32",
+        ),
+        (
+            SHARED + "print(len(group.epoch(1000, np.uint32(4), seed=0)))\n",
+            "250\n",
+        ),
+    ],
+    ids=[
+        *("parts of another call", "little memory", "tangents", "closed"),
+        *("closed, shared", "padded blocks", "a big step", "an unsigned batch size"),
+    ],
+)
+def test_what_is_said(program, said):
+    imports = (
+        "import jax, jax.numpy as jnp, jaxcoded, numpy as np\nfrom mpi4py import MPI\n"
+    )
+    job = subprocess.run(
+        [sys.executable, "-c", imports + program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100 * slowness(),
+        check=False,
+    )
+    assert said in job.stdout
+    assert job.returncode in (0, 1)
+
+
+def test_a_state_is_told_by_its_names():
+    """And not by where its functions lie in a process."""
+    program = """
+import dataclasses, functools, jax, numpy as np
+from jaxcoded.group import snapshots
+static = functools.partial(dataclasses.field, metadata={"static": True})
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+    params: np.ndarray
+    apply: object = static()
+print(snapshots.to_bytes(State(np.ones(3), lambda x: x)).tobytes().hex())
+print(snapshots.to_bytes(State(np.ones(4), lambda x: x)).tobytes().hex())
+"""
+    jobs = [
+        subprocess.run(
+            [sys.executable, "-c", filler + program],
+            capture_output=True,
+            text=True,
+            timeout=100 * slowness(),
+            check=True,
+        )
+        for filler in ("", "kept = [object() for _ in range(10_000)]\n")
+    ]
+    (three, four), others = (job.stdout.split() for job in jobs)
+    assert [three, four] == others and three[:64] != four[:64]
