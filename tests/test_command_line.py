@@ -262,6 +262,28 @@ def test_simulated_steps(capsys):
     assert dead["this plan"]["p99"] == pytest.approx(0.7 / 3, abs=3e-3)
 
 
+def test_an_approximate_parent_goes_on_with_any(capsys):
+    """Also where its children come in copies: any two of six, each with half of the batch."""
+    asked = [
+        "--payload=4KB",
+        "--gigabits=1e9",
+        "--latency=0",
+        "--fanout=6",
+        "--rounds=4",
+    ]
+    asked += ["--stragglers=4", "--code=grouped(load=3)"]
+    said = simulated(capsys, *asked, "--model=fixed(ranks=(4, 5, 6), factor=100)")
+    assert said["steps"]["this plan"]["mean"] == pytest.approx(0.7 / 2, rel=0.02)
+
+
+def test_uncoded_is_the_same_tree(capsys):
+    asked = ["simulate", "-n13", "--payload=1MB", "--compute=1", "--rounds=2", "--json"]
+    assert main([*asked, "--stragglers=3"]) == 0
+    four = json.loads(capsys.readouterr().out)["steps"]["uncoded tree"]
+    assert main([*asked, "--stragglers=0", "--fanout=4", "--root-computes"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"]["this plan"] == four
+
+
 def test_simulation_in_words_and_a_picture(capsys, tmp_path):
     path = tmp_path / "steps.png"
     asked = ["simulate", *JOB, "--model=killed(round=3)", "--rounds=9"]

@@ -103,6 +103,18 @@ def test_a_leaf_waits_for_nobody():
     assert _engine.Decoder().decode([], []) == []
 
 
+def test_any_that_may_be_missing_with_copies_and_without():
+    """Of six children, of whom two each send the same, any three messages suffice."""
+    generator = [[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1]]
+    code = codes.linear(6, generator, stragglers=3)
+    decoder = decoder_of(code)
+    for here in itertools.permutations(range(6), 3):
+        may = [row in here for row in range(6)]
+        found = decoder.decode(list(here), [True] * 6)
+        assert len(found) > 0, here
+        assert not np.any(np.array(found)[..., np.flatnonzero(~np.array(may))])
+
+
 @given(st.integers(0, 2**32))
 @settings(bounded, max_examples=200)
 def test_the_same_coefficients_as_in_numpy(seed):

@@ -18,6 +18,7 @@ from simulation import (
     DONE,
     FAILED,
     Call,
+    World,
     _engine,
     random_plan,
     random_script,
@@ -304,6 +305,36 @@ def test_a_root_that_does_not_call(seed):
     world.idle.clear()
     world.settle()
     assert all(world.ends[plan.root][number].error == said[number] for number in said)
+
+
+@pytest.mark.parametrize("failure", ["", "ValueError: mine"])
+@pytest.mark.parametrize("missed", [1, 2, 3, 5])
+def test_a_root_that_leaves_after_rounds_that_it_never_called(missed, failure):
+    """Those are decided, as errors; the next one fails on all ranks at once."""
+    plan = make_plan(3, stragglers=0)
+    script = [Call((("float64", 4),), seed) for seed in range(missed + 2)]
+    world = World(plan, script, random.Random(0), limits=limits("raise"))
+    world.open = 1
+    world.settle()
+    world.idle.add(plan.root)
+    for number in range(2, 2 + missed):
+        world.open = number
+        while any(number not in world.ends[rank] for rank in (1, 2)):
+            world.sweep_all()
+            world.clock += 0.5
+    world.open = missed + 2
+    world.sweep_all()
+    world.leave(plan.root, failure)
+    begun = world.clock
+    while any(missed + 2 not in world.ends[rank] for rank in (1, 2)):
+        world.sweep_all()
+        world.clock += 0.05
+    assert world.clock - begun < 1
+    how = f" failed: {failure}" if failure else " closed the group"
+    kind = "CodedError: " if failure else "GroupMismatch: "
+    for rank in (1, 2):
+        error = world.ends[rank][missed + 2].error
+        assert error.startswith(kind) and error.endswith(f", but rank 0{how}")
 
 
 @pytest.mark.parametrize("action", ["raise", "wait", "approximate"])

@@ -590,3 +590,14 @@ def test_as_many_stragglers_as_replicas():
     for size in (1, 5):
         asked = make_plan(size, code="shared(replicas=2)", stragglers=2)
         assert asked == make_plan(size, code="shared(replicas=2)")
+
+
+def test_a_description_tells_what_holds():
+    """The tolerance of the codes, and what the fastest rank would have without any."""
+    plan = make_plan(8, fanout=7, stragglers=0, slices=4, code="hamming(r=3)")
+    assert "; any 2 of a parent's children may be missing" in plan.describe()
+    plan = make_plan(13, fanout=12, stragglers=0, speeds=[1] * 7 + [0.5] * 6)
+    assert (
+        "load r = 1/9 of the batch for the busiest rank (uncoded 1/9)"
+        in plan.describe()
+    )

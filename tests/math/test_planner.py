@@ -325,6 +325,53 @@ def test_a_faster_code_that_loses_digits():
 
 
 @pytest.mark.slow
+def test_a_faster_code_that_is_not_looked_for():
+    """With 65 workers there is no repetition, and κ is not known."""
+    ranking = search.best_plans(66, 4e4, 10.0, stragglers="fixed(factor=10)")
+    left_out = ranking.left_out
+    assert (left_out.candidate.fanout, left_out.drawn) == (65, False)
+    words = "such codes are not looked for where a parent has more than 64 children"
+    assert f"Left out, as {words}: fan-out 65, s = 1" in ranking.verdict
+
+
+@pytest.mark.parametrize(
+    ("ranks", "candidate"),
+    [(13, Candidate(12, 1, 2)), (13, Candidate(12, 0, 4)), (12, Candidate(11, 1))],
+)
+def test_what_exceeds_a_bound_without_being_drawn(ranks, candidate):
+    layout = candidate.layout(ranks)
+    amplification = candidate.plan(ranks).amplification
+    assert not exceeds(layout, candidate, 1.001 * amplification)
+
+
+def test_no_more_data_where_a_code_takes_less():
+    """Fewer replicas may take longer, but not longer than a code."""
+
+    def estimate(candidate, step):
+        seconds = np.full(64, step)
+        return search.Estimate(
+            candidate, seconds, 0.1, 1.0, candidate.code, 1.0, 0.1, False
+        )
+
+    shared = [Candidate(12, blocks=12, replicas=it) for it in (11, 1)]
+    steps = {
+        shared[0]: 1.0,
+        Candidate(12, 1): 1.01,
+        shared[1]: 1.049,
+        Candidate(0): 3.0,
+    }
+    estimates = tuple(estimate(it, step) for it, step in steps.items())
+    ranking = search.Ranking(13, 1e6, 1.0, estimates)
+    assert ranking.best.candidate == shared[0]
+    assert (
+        dataclasses.replace(
+            ranking, estimates=(estimates[0], *estimates[2:])
+        ).best.candidate
+        == shared[1]
+    )
+
+
+@pytest.mark.slow
 def test_only_codes_that_lose_digits_end(capsys):
     dead = f"killed(ranks={tuple(range(1, 9))}, round=3)"
     asked = ["plan", "--ranks", "24", "--payload", "1kB", "--compute", "2.4"]

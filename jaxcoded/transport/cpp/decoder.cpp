@@ -53,10 +53,10 @@ class Decoder::Heard {
 };
 
 Decoder::Decoder(CodeTensor tensor) : code_(std::make_shared<const GradientCode>(std::move(tensor))) {
-  // any n − s do; of parts fewer may
-  enough_ = parts() > 1 ? 1 : this->tensor().children() - this->tensor().stragglers;
+  // any n − s do; of parts fewer may,
+  enough_ = parts() > 1 && !pinned() ? 1 : this->tensor().children() - this->tensor().stragglers;
   if (pinned() || parts() > 1) return;
-  // of copies one of each class, but for classes of which all may be missing
+  // and of copies one of each class, but for classes of which all may be missing
   std::vector<std::size_t> copies(code().class_count());
   for (const std::size_t each : code().classes()) ++copies[each];
   std::ranges::sort(copies);
