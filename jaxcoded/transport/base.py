@@ -68,7 +68,7 @@ class Transport(abc.ABC):
     takes_tokens = False
     # Whether the parts of a message can go ahead of the others.
     takes_parts = False
-    # How many rounds can be started before the first is finished. None: a started round
+    # How many rounds can be started before the first is finished. 0: a started round
     # would not go on while its rank computes.
     most_started = 0
 
@@ -150,8 +150,9 @@ class Transport(abc.ABC):
             first: whether it is the round's first.
 
         Returns:
-            int32 ``(2,)``: the block, -1 at the end; and not 0 where the vectors are to
-            be zeros before the block is added. And the next token.
+            int32 ``(3,)``: the block, -1 at the end; not 0 where the vectors are to
+            be zeros before the block is added; and whether it is added, told to be compared, or both. And
+            the next token.
         """
         raise NotImplementedError
 

@@ -1,6 +1,7 @@
 """The effect by which rounds keep their order in compiled programs."""
 
 import importlib.util
+import logging
 
 import jax
 from mpi4py import MPI
@@ -11,14 +12,17 @@ from jaxcoded.transport import devices
 # mpi4jax orders its operations by an effect of its own. Where it is installed rounds take part in
 # that order, so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
 # dropped.
-_Effect: type
+_Effect: type = _jax_compat.ordered_effect("Order")
 if importlib.util.find_spec("mpi4jax"):
-    import mpi4jax
-
-    (_theirs,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
-    _Effect = type(_theirs)
-else:
-    _Effect = _jax_compat.ordered_effect("Order")
+    try:
+        import mpi4jax
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with it, it is not needed
+        logging.getLogger("jaxcoded").warning("mpi4jax cannot be imported: %s", error)
+    else:
+        (_theirs,) = jax.make_jaxpr(
+            lambda: mpi4jax.barrier(comm=MPI.COMM_SELF)
+        )().effects
+        _Effect = type(_theirs)
 # Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
 # policy, so a round is never run again.
 _jax_compat.keep_results_of(_Effect)
