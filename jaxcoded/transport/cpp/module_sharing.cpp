@@ -1,14 +1,7 @@
 // Python's view of how work is shared, for tests.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-
 #include "ledger.h"
+#include "module.h"
 #include "share.h"
-
-namespace nb = nanobind;
 
 namespace jaxcoded {
 namespace {
