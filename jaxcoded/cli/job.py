@@ -74,12 +74,16 @@ def play(
     with contextlib.ExitStack() as stack:
         if own_files:
             settings["TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory())
-        with contextlib.suppress(OSError):  # a system without it
-            settings[rank.SHARED_MEMORY] = stack.enter_context(
-                tempfile.TemporaryDirectory(
-                    prefix="jaxcoded.", dir=_SHARED_MEMORY, ignore_cleanup_errors=True
+        # where a rank has started this job, it is that of the rank's
+        if not any(name in environment for name in rank.BACKING):
+            with contextlib.suppress(OSError):  # a system without it
+                settings[rank.SHARED_MEMORY] = stack.enter_context(
+                    tempfile.TemporaryDirectory(
+                        prefix="jaxcoded.",
+                        dir=_SHARED_MEMORY,
+                        ignore_cleanup_errors=True,
+                    )
                 )
-            )
         # in a session of its own: a terminal would signal the ranks, too
         to = subprocess.PIPE if whole_lines else output
         process = subprocess.Popen(

@@ -36,7 +36,7 @@ _LOCAL = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # where Open MPI 5 and 4 put such memory
-_BACKING = (
+BACKING = (
     "OMPI_MCA_btl_sm_backing_directory",
     "OMPI_MCA_btl_vader_backing_directory",
 )
@@ -103,8 +103,8 @@ def main() -> None:
 
 def _share_in(directory: str) -> None:
     """Other hosts have none of that name; what the user has set stays."""
-    if os.path.isdir(directory) and not any(name in os.environ for name in _BACKING):
-        os.environ.update(dict.fromkeys(_BACKING, directory))
+    if os.path.isdir(directory) and not any(name in os.environ for name in BACKING):
+        os.environ.update(dict.fromkeys(BACKING, directory))
 
 
 def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <iterator>
+#include <new>
 #include <utility>
 
 namespace jaxcoded {
@@ -328,9 +329,21 @@ bool Engine::fly(Member& its) {
 // The same, and a turn of the call that is on its way. Other groups and what has come are looked at
 // before its next turn.
 void Engine::work(Member& its) {
-  fly(its);
-  if (its.node->outcome() == Outcome::pending) its.node->advance();
-  fly(its);
+  in_memory(its, [&] {
+    fly(its);
+    if (its.node->outcome() == Outcome::pending) its.node->advance();
+    return fly(its);
+  });
+}
+
+// A turn of a member. Whether there was anything. With too little memory its round fails.
+bool Engine::in_memory(Member& its, const std::function<bool()>& turn) {
+  try {
+    return turn();
+  } catch (const std::bad_alloc&) {
+    its.node->lack_memory();
+    return false;
+  }
 }
 
 Result Engine::run(std::uint64_t index, Request request) {
@@ -531,9 +544,11 @@ bool Engine::poll() {
   const bool anyway = time >= asks_mpi_at_;  // which tells of dead ranks without a message
   if (anyway) asks_mpi_at_ = time + shortest_timer;
   for (auto& [index, its] : members_) {
-    bool its_news = its.wire->poll(*its.node, anyway);
-    its_news |= its.node->advance();
-    its_news |= fly(its);
+    const bool its_news = in_memory(its, [&] {
+      bool out = its.wire->poll(*its.node, anyway);
+      out |= its.node->advance();
+      return fly(its) || out;
+    });
     news |= its_news;
     for (std::string& words : its.node->take_news()) warnings_.add({index, std::move(words)});
     const std::pair overdue{its.node->next(), its.node->overdue()};

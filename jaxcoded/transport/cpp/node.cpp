@@ -70,11 +70,22 @@ std::string Node::listed(const std::vector<Rank>& ranks) {
 void Node::submit(Call call) {
   try {
     begin(std::move(call));
-  } catch (const std::bad_alloc&) {  // the round fails, on all ranks
-    const std::string text = "CodedError: rank " + std::to_string(family_.rank) + " has too little memory for this call";
-    up_.call.skipped = true;
-    root() ? decide_error(text) : alert(next_, text);
+  } catch (const std::bad_alloc&) {
+    lack_memory();
   }
+}
+
+// The round fails, on all ranks; or here alone, if its result is there and cannot be kept. Until the program calls
+// it, others can do without this rank.
+void Node::lack_memory() {
+  if (!calling()) return;
+  const std::string text = "CodedError: rank " + std::to_string(family_.rank) + " has too little memory for this call";
+  if (root()) return decide_error(text);
+  if (next_ == frontier_ && (announced_.contains(next_) || history_.find(next_))) return decide_alone(text);
+  if (std::exchange(up_.call.skipped, true)) return;
+  abandon_sections();
+  withdraw(Object::What::message, next_ + 1);
+  alert(next_, text);
 }
 
 void Node::begin(Call call) {

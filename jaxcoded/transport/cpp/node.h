@@ -132,6 +132,8 @@ class Node {
 
   // The call in progress. At most one at a time; `outcome` stays until the next `submit`.
   void submit(Call call);
+  // There was too little memory for what this rank had to do.
+  void lack_memory();
   // The next of this rank's vectors in a call that was not complete. Nothing if it is over.
   void extend(const std::vector<const std::byte*>& own);
   // No more of them, and where the result goes.

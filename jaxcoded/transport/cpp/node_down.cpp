@@ -358,7 +358,7 @@ void Node::desynchronize() {
   if (calling()) {
     finish(Outcome::desynchronized,
            failed_alone_.first() ? "round " + std::to_string(failed_alone_.first()) +
-                        " failed here since the root did not answer, but others may have its "
+                        " failed at this rank alone, and others may have its "
                         "result: call group.resync"
                   : "the results that this rank lacks are no longer kept anywhere: call "
                     "group.resync");
