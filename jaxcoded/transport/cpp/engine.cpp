@@ -303,6 +303,17 @@ void Engine::leave_share(Member& its) {
   flight.call.skipped = flight.call.complete = true;
 }
 
+// A turn of a member. Whether there was anything. With too little memory its round fails.
+template <class Turn>
+bool Engine::in_memory(Member& its, Turn turn) {
+  try {
+    return turn();
+  } catch (const std::bad_alloc&) {
+    its.node->lack_memory();
+    return false;
+  }
+}
+
 // Carry out the calls of the queue as far as can be done now. Whether one began or ended.
 bool Engine::fly(Member& its) {
   bool news = false;
@@ -334,16 +345,6 @@ void Engine::work(Member& its) {
     if (its.node->outcome() == Outcome::pending) its.node->advance();
     return fly(its);
   });
-}
-
-// A turn of a member. Whether there was anything. With too little memory its round fails.
-bool Engine::in_memory(Member& its, const std::function<bool()>& turn) {
-  try {
-    return turn();
-  } catch (const std::bad_alloc&) {
-    its.node->lack_memory();
-    return false;
-  }
 }
 
 Result Engine::run(std::uint64_t index, Request request) {

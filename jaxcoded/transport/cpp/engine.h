@@ -209,7 +209,8 @@ class Engine {
   void leave_share(Member& member);
   bool fly(Member& member);
   void work(Member& member);
-  bool in_memory(Member& member, const std::function<bool()>& turn);
+  template <class Turn>
+  bool in_memory(Member& member, Turn turn);
   void leave(Member& member, const std::string& failure);
   void give_up(const Member& member, const std::vector<Rank>& absent);
   void attend_finalize();
