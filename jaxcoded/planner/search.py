@@ -166,6 +166,7 @@ class Ranking:
         shared = [e for e in self.estimates if e.candidate.shared]
         codes = (e.step for e in self.estimates if e.candidate.coded)
         most = min((1 + _MORE_DATA) * best.step, next(codes, math.inf))
+        most = max(most, best.step)  # a code may be faster by chance
         return min(
             (e for e in shared if e.step <= most and e.faster_than(uncoded)),
             key=lambda e: e.candidate.replicas,

@@ -371,6 +371,23 @@ def test_no_more_data_where_a_code_takes_less():
     )
 
 
+def test_shared_work_where_a_code_is_faster_by_chance():
+    def estimate(candidate, seconds):
+        return search.Estimate(
+            candidate, seconds, 0.1, 1.0, candidate.code, 1.0, 0.1, False
+        )
+
+    shared = Candidate(12, blocks=12, replicas=1)
+    by_chance = np.repeat([6.0, -4.2], 32)  # seconds of 0.9 in the mean
+    estimates = (
+        estimate(Candidate(12, 1), by_chance),
+        estimate(shared, np.full(64, 1.0)),
+        estimate(Candidate(0), np.full(64, 3.0)),
+    )
+    assert not estimates[0].faster_than(estimates[2])
+    assert search.Ranking(13, 1e6, 1.0, estimates).best.candidate == shared
+
+
 @pytest.mark.slow
 def test_only_codes_that_lose_digits_end(capsys):
     dead = f"killed(ranks={tuple(range(1, 9))}, round=3)"
