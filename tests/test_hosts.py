@@ -1,18 +1,25 @@
 """Several hosts, of `scripts/on_hosts.py`."""
 
+import contextlib
 import csv
 import itertools
 import json
+import os
+import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import launch
 import on_hosts
 import pytest
 from cases import more
 from on_hosts import ROOT, received
+
+from jaxcoded.cli import guardian
 
 LIMIT = 120  # seconds a job may take on an idle machine
 HOSTS, RANKS_EACH = 4, 2
@@ -134,6 +141,61 @@ def test_a_stuck_rank_is_put_out_by_one_of_its_host(tmp_path, ranks, why):
         assert set(said) == {0, 1, 2}
         (line,) = re.findall("rank . has killed .*", job.stderr)
         assert line.startswith("rank 2 ") and f" on {names[1]}, rank 3" in line
+
+
+LASTING = """
+from mpi4py import MPI
+import os, pathlib, signal, sys, time
+
+MPI.COMM_WORLD.Barrier()
+pathlib.Path(sys.argv[1], f"rank-{MPI.COMM_WORLD.rank}.pid").write_text(f"{os.getpid()} ")
+if MPI.COMM_WORLD.rank == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_ranks_on_other_hosts_end_with_a_launcher_that_is_killed(tmp_path):
+    """They have no mark, as `ssh` hands on no variables; one of them is stopped."""
+    program = tmp_path / "lasting.py"
+    program.write_text(LASTING)
+
+    def in_time(true):
+        end = time.monotonic() + 60 * launch.slowness()
+        while not true() and time.monotonic() < end:
+            time.sleep(0.05)
+        return true()
+
+    def processes(words):
+        """Those of which a word of the command is one of these."""
+        for place in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if words & set((place / "cmdline").read_text().split("\0")):
+                    yield int(place.name)
+
+    try:
+        with on_hosts.network(2) as names:
+            command = on_hosts.job(
+                names, tmp_path, 4, sys.executable, program, tmp_path
+            )
+            agent = tmp_path / "agent"
+            agent.write_text(
+                agent.read_text().replace("shift", "unset JAXCODED_JOB; shift", 1)
+            )
+            job = subprocess.Popen(
+                command, cwd=ROOT, env=on_hosts.environment(LIMIT * launch.slowness())
+            )
+            assert in_time(lambda: len([*tmp_path.glob("rank-*.pid")]) == 4)
+            (launcher,) = set(processes({str(on_hosts.MPIRUN)}))
+            os.kill(launcher, signal.SIGKILL)
+            job.wait()
+            assert in_time(lambda: not [*processes({str(program)})])
+            assert in_time(lambda: not [*processes({guardian.__file__})])
+            shared = os.listdir("/dev/shm")
+            assert not [it for it in shared for name in names if name in it]
+    except on_hosts.Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def test_training_benchmark(tmp_path):

@@ -3,22 +3,19 @@
 import contextlib
 import dataclasses
 import os
-import pathlib
+import secrets
 import signal
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
-from jaxcoded.cli import lines, rank
+from jaxcoded.cli import guardian, lines, rank
 
 TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
-_GRACE = 10.0  # seconds for the launcher to end it
-# The environment variable by which its processes are known: JOB, or JOB/JOB of a job that a rank has started.
-_MARK = "JAXCODED_JOB"
+_GRACE = guardian.GRACE  # seconds for mpirun to end it
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1)
 _SHARED_MEMORY = "/dev/shm"
@@ -55,7 +52,8 @@ def play(
     A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end:
     whatever is left of the job on this host is killed. So is a launcher that waits for those after a
     signal that ends. The files in which ranks share memory, which a killed launcher leaves too, are in
-    a directory of the job's own, where `jaxcoded.cli.rank` starts the ranks.
+    a directory of the job's own, where `jaxcoded.cli.rank` starts the ranks. Where this process itself is
+    killed, `jaxcoded.cli.guardian` does all that.
 
     Args:
         command: the launcher and its arguments.
@@ -68,31 +66,36 @@ def play(
         output: takes what it prints and what its errors say. Default: those of this process.
         whole_lines: whether these get it as `jaxcoded.cli.lines` makes it.
     """
-    name = f"{os.getpid()}.{time.time_ns()}"
-    outer = environment.get(_MARK)
-    settings = {**environment, _MARK: f"{outer}/{name}" if outer else name}
+    name = f"{os.getpid()}.{secrets.token_hex(4)}"
+    outer = environment.get(guardian.MARK)
+    settings = {**environment, guardian.MARK: f"{outer}/{name}" if outer else name}
+    folders = [
+        os.path.join(it, f"jaxcoded.{name}")
+        for it in (tempfile.gettempdir(), _SHARED_MEMORY)
+    ]
+    temporary, shared = folders
     with contextlib.ExitStack() as stack:
+        watcher = guardian.Guardian(name, folders)
+        stack.callback(watcher.dismiss)
+        stack.callback(guardian.clean_up, name, folders)
         if own_files:
-            settings["TMPDIR"] = stack.enter_context(tempfile.TemporaryDirectory())
+            os.mkdir(temporary, 0o700)
+            settings["TMPDIR"] = temporary
         # where a rank has started this job, it is that of the rank's
         if not any(name in environment for name in rank.BACKING):
             with contextlib.suppress(OSError):  # a system without it
-                settings[rank.SHARED_MEMORY] = stack.enter_context(
-                    tempfile.TemporaryDirectory(
-                        prefix="jaxcoded.",
-                        dir=_SHARED_MEMORY,
-                        ignore_cleanup_errors=True,
-                    )
-                )
+                os.mkdir(shared, 0o700)
+                settings[rank.SHARED_MEMORY] = shared
         # in a session of its own: a terminal would signal the ranks, too
         to = subprocess.PIPE if whole_lines else output
         process = subprocess.Popen(
             command, env=settings, start_new_session=True, stdout=to, stderr=to
         )
+        watcher.watch(process.pid)
         for number, pipe in ((1, process.stdout), (2, process.stderr)):
             if pipe is not None:
                 stack.callback(lines.HandedOn(pipe, number).end, _GRACE)
-        stack.callback(_kill_all, name)
+        stack.callback(guardian.kill_all, name)
         late: list[bool] = []
         if ended is not None:
             arguments = process, ended, late
@@ -155,41 +158,13 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _kill_all(name: str) -> None:
-    """Until they are gone: meanwhile they may write files."""
-    end = time.monotonic() + _GRACE
-    while _kill(name) and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def _kill(name: str) -> int:
-    """Kill all processes of a job, and say how many there were."""
-    found = 0
-    for place, _ in _processes(name):
-        with contextlib.suppress(OSError):  # it is gone
-            os.kill(int(place.name), signal.SIGKILL)
-            found += 1
-    return found
-
-
 def _stopped(name: str) -> frozenset[int]:
     """The ranks of a job of which a process is stopped; not those that have joined, whose numbers are others."""
     out = set()
-    for place, variables in _processes(name):
+    for place, variables in guardian.processes(name).items():
         with contextlib.suppress(OSError):
             state = (place / "stat").read_text().rpartition(")")[2].split()[0]
             number = rank.number(variables)
             if state == "T" and number.isdigit() and rank.JOINS not in variables:
                 out.add(int(number))
     return frozenset(out)
-
-
-def _processes(name: str) -> Iterator[tuple[pathlib.Path, dict[str, str]]]:
-    """Those of a job, in /proc, and the environment with which each has begun."""
-    for place in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or it is gone
-            words = (place / "environ").read_bytes().decode(errors="replace")
-            pairs = (word.partition("=") for word in words.split("\0"))
-            variables = {key: value for key, _, value in pairs}
-            if name in variables.get(_MARK, "").split("/"):
-                yield place, variables

@@ -4,7 +4,8 @@
 
 Where there are more ranks than cores they take turns, and each computes with as many threads as it
 has cores. The GPUs of a host are divided among its ranks. Every line of output begins with its rank.
-No process of the job is left on this host when it is over, nor memory that ranks share with Open MPI.
+No process of the job is left on this host when it is over, nor memory that ranks share with Open MPI: also when this
+command is killed.
 docs/faults.md tells what a job survives that was started with --ft.
 """
 

@@ -1,0 +1,124 @@
+"""Ends a job whose launcher is gone: all its processes on this host, and its folders.
+
+Runs by itself, without the package: `python -I -S guardian.py NAME FOLDER...`. The launcher holds the other end of its
+standard input. So that input ends when the launcher does, also by SIGKILL or a crash. The guardian has a session of
+its own and ignores all signals that can be ignored: what a terminal sends to the launcher does not end it.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+# The environment variable by which processes of a job are known: NAME, or NAME/NAME of a job that a rank has started.
+MARK = "JAXCODED_JOB"
+GRACE = 10.0  # seconds for mpirun to end the job
+_PAUSE = 0.1  # seconds between two looks at mpirun
+
+
+class Guardian:
+    """The process, from its launcher's side.
+
+    Args:
+        name: of the job.
+        folders: which it removes; they need not exist.
+    """
+
+    def __init__(self, name: str, folders: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, name, *folders],
+            # without the mark of a job to which its launcher belongs: the end of that job must not end it
+            env={key: value for key, value in os.environ.items() if key != MARK},
+            cwd="/",
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._line = self._process.stdin
+
+    def watch(self, mpirun: int) -> None:
+        """Name the process to end first, as it ends ranks on other hosts."""
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the guardian
+            self._line.write(b"%d" % mpirun)
+
+    def dismiss(self) -> None:
+        """End the guardian. Nothing of the job is left then."""
+        self._process.kill()
+        self._process.wait()
+        self._line.close()
+
+
+def main() -> None:
+    """Wait for the end of the launcher."""
+    for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(each, signal.SIG_IGN)
+    name, *folders = sys.argv[1:]
+    mpirun = sys.stdin.buffer.read()
+    # a process that was just being started shows its mark by then
+    time.sleep(_PAUSE)
+    if mpirun:
+        _end_in_order(name, int(mpirun))
+    clean_up(name, folders)
+
+
+def _end_in_order(name: str, mpirun: int) -> None:
+    place = pathlib.Path(f"/proc/{mpirun}")
+    end = time.monotonic() + GRACE
+    if _belongs(place, name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(mpirun, signal.SIGTERM)
+    while _belongs(place, name) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+
+
+def clean_up(name: str, folders: Iterable[str]) -> None:
+    """Leave nothing of a job on this host."""
+    kill_all(name)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill_all(name: str) -> None:
+    """Kill all processes of a job until they are gone: meanwhile they may start others, or write files."""
+    end = time.monotonic() + GRACE
+    while (found := processes(name)) and time.monotonic() < end:
+        for place in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(place.name), signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
+    """The processes of a job, by their places in /proc, and the environment with which each has begun."""
+    found = {it: _environment(it) for it in pathlib.Path("/proc").glob("[0-9]*")}
+    return {it: its for it, its in found.items() if _named(its, name)}
+
+
+def _belongs(place: pathlib.Path, name: str) -> bool:
+    return _named(_environment(place), name)
+
+
+def _named(environment: dict[str, str], name: str) -> bool:
+    return name in environment.get(MARK, "").split("/")
+
+
+def _environment(place: pathlib.Path) -> dict[str, str]:
+    """Empty if the process is gone or of another user."""
+    try:
+        words = (place / "environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    pairs = (word.partition("=") for word in words.split("\0"))
+    return {key: value for key, _, value in pairs}
+
+
+if __name__ == "__main__":
+    main()

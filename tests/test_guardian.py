@@ -1,0 +1,209 @@
+"""Nothing of a job is left when its launcher has ended in a way that it cannot handle."""
+
+import contextlib
+import os
+import pathlib
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import time
+
+import launch
+import pytest
+import terminal
+from launch import ROOT, slowness
+
+pytestmark = pytest.mark.mpi
+
+MARK = "JAXCODED_TEST"  # environment variable of all processes that a test starts
+
+
+@pytest.fixture
+def marked(monkeypatch):
+    """Give all processes of the test a mark, and end those that are left."""
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv(MARK, mark)
+    yield mark
+    for process in living(mark):
+        os.kill(process, signal.SIGKILL)
+
+
+def living(mark):
+    """The processes that the test has started, this one aside."""
+    out = []
+    for place in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (place / "environ").read_bytes().split(b"\0")
+            if f"{MARK}={mark}".encode() in words and int(place.name) != os.getpid():
+                out.append(int(place.name))
+    return out
+
+
+def until(true, seconds=60):
+    """Wait for something, and say whether it came."""
+    end = time.monotonic() + seconds * slowness()
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
+
+
+# Ranks that say where they have files. The last one is stopped then, and no signal but SIGKILL ends the first one.
+PROGRAM = """
+from mpi4py import MPI
+import os, pathlib, signal, sys, time
+
+rank, there = MPI.COMM_WORLD.rank, pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+names = "TMPDIR", "OMPI_MCA_btl_sm_backing_directory"
+(there / f"{rank}.new").write_text("\\n".join(filter(None, map(os.environ.get, names))))
+(there / f"{rank}.new").rename(there / f"{rank}")
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not (there / "go on").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def job(tmp_path, marked):
+    """A job on two ranks: how to start it, and how to wait for its start."""
+
+    class Job:
+        there = tmp_path / "there"
+        program = tmp_path / "program.py"
+
+        def command(self, *options):
+            words = ["-n", "2", *options, self.program, self.there]
+            return [sys.executable, "-m", "jaxcoded", "run", *map(str, words)]
+
+        def folders(self):
+            """Those of the job, when all ranks have begun."""
+            said = [self.there / "0", self.there / "1"]
+            assert until(lambda: all(it.exists() for it in said))
+            found = {line for it in said for line in it.read_text().splitlines()}
+            assert found and all(map(os.path.isdir, found))
+            return found
+
+        def is_gone(self, folders):
+            assert until(lambda: not living(marked)), living(marked)
+            assert not list(filter(os.path.exists, folders))
+
+    job = Job()
+    job.there.mkdir()
+    job.program.write_text(PROGRAM)
+    return job
+
+
+@pytest.fixture(params=[(), ("--ft",)], ids=["plain", "ft"])
+def options(request):
+    if request.param:
+        launch.needs_fault_tolerance()
+    return request.param
+
+
+@contextlib.contextmanager
+def no_core():
+    """Crashes leave no file."""
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [
+        (os.kill, signal.SIGKILL),
+        (os.kill, signal.SIGSEGV),
+        (os.kill, signal.SIGQUIT),
+        (os.killpg, signal.SIGKILL),  # as `timeout -s KILL` does
+    ],
+    ids=["kill", "crash", "quit", "group"],
+)
+def test_a_launcher_that_is_killed(job, options, whom, number):
+    with no_core(), open(os.devnull, "wb") as nowhere:
+        process = subprocess.Popen(
+            job.command(*options),
+            cwd=ROOT,
+            stdout=nowhere,
+            stderr=nowhere,
+            start_new_session=True,
+        )
+    try:
+        folders = job.folders()
+        whom(process.pid, number)
+        assert process.wait(60 * slowness()) == -number
+    finally:
+        process.kill()
+        process.wait()
+    job.is_gone(folders)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-\\", "closed"])
+def test_a_launcher_whose_terminal_ends_it(job, options, how):
+    with no_core(), terminal.started(job.command(*options), cwd=ROOT) as (_, keyboard):
+        folders = job.folders()
+        if how == "closed":
+            os.close(keyboard)
+        else:
+            os.write(keyboard, b"\x1c")
+        job.is_gone(folders)
+
+
+def test_a_guardian_that_is_killed(job):
+    """The job goes on, and leaves nothing."""
+    job.program.write_text(PROGRAM.replace("rank == 1", "False"))
+    process = subprocess.Popen(job.command(), cwd=ROOT)
+    try:
+        folders = job.folders()
+        place = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        (guardian,) = [
+            int(it)
+            for it in place.read_text().split()
+            if "guardian.py" in pathlib.Path(f"/proc/{it}/cmdline").read_text()
+        ]
+        os.kill(guardian, signal.SIGKILL)
+        (job.there / "go on").touch()
+        assert process.wait(60 * slowness()) == 0
+    finally:
+        process.kill()
+        process.wait()
+    job.is_gone(folders)
+
+
+def played(program):
+    words = "import os, signal, sys\nfrom jaxcoded.cli import guardian, job\n"
+    return subprocess.Popen([sys.executable, "-c", words + program], cwd=ROOT)
+
+
+def test_a_launcher_that_ends_before_it_has_started_anything(tmp_path, marked):
+    folder = tmp_path / "folder"
+    program = (
+        f"os.mkdir({str(folder)!r})\n"
+        f"guardian.Guardian('name', [{str(folder)!r}])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert played(program).wait(60 * slowness()) == -signal.SIGKILL
+    assert until(lambda: not living(marked))
+    assert not folder.exists()
+
+
+def test_an_mpirun_that_does_not_end_the_job(tmp_path, marked):
+    """And one that a rank has started."""
+    pids = tmp_path / "pids"
+    start = "job.play(['sh', '-c', {!r}], os.environ)\n"
+    deaf = "trap '' TERM; "
+    inner = start.format(f"{deaf} echo $$ > {pids}; while :; do sleep 1; done")
+    inner = f"import os\nfrom jaxcoded.cli import job\n{inner}"
+    outer = start.format(f'{deaf} "{sys.executable}" -c "$INNER"; sleep 1000')
+    process = played(f"os.environ['INNER'] = {inner!r}\n{outer}")
+    try:
+        assert until(lambda: pids.exists() and pids.read_text())
+    finally:
+        process.kill()
+        process.wait()
+    assert until(lambda: not living(marked)), living(marked)
