@@ -639,6 +639,48 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
     assert "go on with group.recovered()" in said
 
 
+# In floats, on either side of what comes along with an announcement, from a rank of the same host or of another, of
+# a piece, and of what is summed in sections.
+AT_MOST = [str(most // 4) for most in (1 << 10, 32 << 10, 256 << 10, (1 << 20) - 4)]
+BEYOND = [str(int(most) + 1) for most in AT_MOST]
+
+
+@pytest.mark.parametrize(
+    ("when", "sizes"),
+    [
+        ("known", BEYOND),
+        more("known", AT_MOST),
+        more("at once", AT_MOST),
+        more("at once", BEYOND),
+        more("before", AT_MOST),
+        more("before", BEYOND),
+    ],
+)
+def test_the_death_of_a_rank_that_nobody_can_do_without(
+    tmp_path, fault_tolerant, when, sizes
+):
+    places = 4
+    ranks = places * len(sizes)
+    job = run(
+        *(tmp_path, ranks, "announced.py", when, *sizes),
+        options=fault_tolerant,
+        limit=LIMIT,
+    )
+    assert set(job.reports) == {rank for rank in range(ranks) if rank % places != 1}
+    for root in range(0, ranks, places):
+        said, *others = (job.reports[root + place]["outcome"] for place in (0, 2, 3))
+        assert others == [said] * 2
+        if when != "before" and 4 * int(sizes[root // places]) <= 32 << 10:
+            assert said == "sum" or said.startswith("TooManyErasures: round 2: "), said
+            continue
+        # nor did it come along with the announcement
+        assert said.startswith("TooManyErasures: round 2: rank 0 cannot rebuild"), said
+        assert "it lacks rank 1, which is dead" in said
+    # the engine does not look at the network all the time for what will never come
+    for report in job.reports.values():
+        assert report["wake_ups"] < 500
+
+
 @pytest.mark.parametrize(
     ("way", "victims", "sizes"),
     [

@@ -80,22 +80,23 @@ MpiWire::~MpiWire() {
     if (request == MPI_REQUEST_NULL) continue;
     MPI_Cancel(&request);
     int over = 0;
-    MPI_Test(&request, &over, MPI_STATUS_IGNORE);
-    if (over) continue;
+    if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over) continue;
     // What has come in part may stay away, where its sender is stopped.
     MPI_Request_free(&request);
     new std::vector<std::byte>(std::move(peers_[ranks_[i]].inbox));
   }
   // Nobody will send these any more, or take those. Their memory must outlive them.
-  for (Fetching& it : fetches_) {
+  for (Transfer& it : fetches_) {
+    if (it.request == MPI_REQUEST_NULL) continue;
     MPI_Cancel(&it.request);
     MPI_Request_free(&it.request);
-    new std::vector<std::byte>(std::move(it.bytes));
   }
-  for (Outgoing& it : outgoing_) {
-    MPI_Request_free(&it.request);
-    new std::vector<std::byte>(std::move(it.bytes));
+  for (Transfer& it : outgoing_) {
+    if (it.request != MPI_REQUEST_NULL) MPI_Request_free(&it.request);
   }
+  left_to_mpi_->splice(left_to_mpi_->end(), fetches_);
+  left_to_mpi_->splice(left_to_mpi_->end(), outgoing_);
+  if (!left_to_mpi_->empty()) static_cast<void>(left_to_mpi_.release());
 }
 
 void MpiWire::receive(std::size_t peer) {
@@ -105,38 +106,45 @@ void MpiWire::receive(std::size_t peer) {
             &inboxes_[peer]);
 }
 
-void MpiWire::receive(Fetching& it) {
-  MPI_Irecv(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.from, it.tag, comm_,
+void MpiWire::receive(Transfer& it) noexcept {
+  it.state = Transfer::pending;
+  MPI_Irecv(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag, comm_,
             &it.request);
 }
 
-void MpiWire::post(Rank to, int tag, std::vector<std::byte> bytes) {
-  Outgoing& it = outgoing_.emplace_back(MPI_REQUEST_NULL, to, std::move(bytes));
-  MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, to, tag, comm_,
-            &it.request);
-  int sent = 0;
-  if (MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent) outgoing_.pop_back();
-  tell(to);
+void MpiWire::post(Transfers ready) noexcept {
+  while (!ready.empty()) {
+    Transfer& it = ready.front();
+    MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag, comm_,
+              &it.request);
+    int sent = 0;
+    const bool over = MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent;
+    tell(it.other);
+    over ? ready.pop_front() : outgoing_.splice(outgoing_.end(), ready, ready.begin());
+  }
 }
 
 // There is something for that rank to ask MPI for.
-void MpiWire::tell(Rank to) const {
+void MpiWire::tell(Rank to) const noexcept {
   const auto peer = peers_.find(to);
   if (peer != peers_.end() && peer->second.page) peer->second.page->tell();
 }
 
-// What an inbox cannot hold goes in several messages, which arrive one after the other.
+// What an inbox cannot hold goes in several messages, which arrive one after the other: all, or none where there is
+// too little memory.
 void MpiWire::send(Rank to, const Message& message) {
   Header header = message.header;
   header.session = session_;
   std::span<const std::byte> body = message.body;
+  Transfers parts;
   for (constexpr std::size_t most = inbox_bytes - sizeof header; body.size() > most;) {
     Header first = header;
     first.flags |= continued;
-    post(to, tag::control, Message::bytes(first, body.first(most)));
+    parts.push_back({to, tag::control, Message::bytes(first, body.first(most))});
     body = body.subspan(most);
   }
-  post(to, tag::control, Message::bytes(header, body));
+  parts.push_back({to, tag::control, Message::bytes(header, body)});
+  post(std::move(parts));
 }
 
 Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address,
@@ -153,15 +161,22 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     if (read) return Fetch::done;
     // It is there, but cannot be read from here: let it be sent.
   }
-  if (peer.fetches++ == 0) peer.since = now();
   next_tag_ = next_tag_ == tag::last_vector ? tag::first_vector : next_tag_ + 1;
-  receive(fetches_.emplace_back(MPI_REQUEST_NULL, from, next_tag_, object, piece,
-                                std::vector<std::byte>(sizeof(Stamp) + bytes)));
-  Message pull{{.kind = Kind::pull, .round = object.round, .fingerprint = object.version}};
-  pull.header.flags = static_cast<std::uint8_t>(object.what);
-  pull.header.ready = piece;
-  pull.header.last = static_cast<Round>(next_tag_);
-  send(from, pull);
+  Header pull{.kind = Kind::pull,
+              .flags = static_cast<std::uint8_t>(object.what),
+              .ready = piece,
+              .round = object.round,
+              .last = static_cast<Round>(next_tag_),
+              .fingerprint = object.version,
+              .session = session_};
+  Transfers asking, coming;
+  asking.push_back({from, tag::control, Message::bytes(pull, {})});
+  coming.push_back({from, next_tag_, std::vector<std::byte>(sizeof(Stamp) + bytes), object, piece});
+  // From here on nothing takes memory.
+  if (peer.fetches++ == 0) peer.since = now();
+  receive(coming.front());
+  fetches_.splice(fetches_.end(), coming);
+  post(std::move(asking));
   return Fetch::pending;
 }
 
@@ -176,7 +191,9 @@ void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
     bytes.resize(sizeof stamp + data->size());
     if (!data->empty()) std::memcpy(bytes.data() + sizeof stamp, data->data(), data->size());
   }
-  post(from, static_cast<int>(pull.last), std::move(bytes));
+  Transfers piece;
+  piece.push_back({from, static_cast<int>(pull.last), std::move(bytes)});
+  post(std::move(piece));
 }
 
 void MpiWire::withdraw(Object::What what, Round first_valid) {
@@ -222,45 +239,64 @@ bool MpiWire::open_inboxes(Node& node) {
     outcome = MPI_Testsome(static_cast<int>(inboxes_.size()), inboxes_.data(), &count,
                            indices_.data(), statuses_.data());
   }
-  bool news = false;
+  // All of it is noted before the node gets any, which may have too little memory for it.
   for (int i = 0; i < count; ++i) {
-    const auto peer = static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)]);
     const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
-    int error = MPI_SUCCESS;
-    if (outcome == MPI_ERR_IN_STATUS) MPI_Error_class(status.MPI_ERROR, &error);
+    Peer& its = peers_[ranks_[static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)])]];
+    int error = MPI_SUCCESS, bytes = 0;
+    if (outcome != MPI_SUCCESS) MPI_Error_class(status.MPI_ERROR, &error);
     if (error == MPI_SUCCESS) {
-      open_inbox(peer, status, node);
+      MPI_Get_count(&status, MPI_BYTE, &bytes);
+      its.bytes = static_cast<std::size_t>(bytes);
+      its.link.bytes += its.bytes;
+      its.unread = Unread::message;
     } else if (error == MPI_ERR_TRUNCATE) {
-      node.garbled(ranks_[peer], "one that is too long");
-    } else {
-      if (reports_death(error)) node.lost(ranks_[peer]);
-      inboxes_[peer] = MPI_REQUEST_NULL;  // nothing has come; the next look tries it again
-      continue;
+      its.unread = Unread::too_long;
+    } else if (reports_death(error)) {
+      its.unread = Unread::death;
     }
-    receive(peer);
-    news = true;
+    unread_ += its.unread != Unread::nothing;
   }
+  bool news = false;
+  Attempts attempts;
+  for (int i = 0; i < count; ++i) {
+    news |= attempts.make(
+        [&] { return open_inbox(static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)]), node); });
+  }
+  attempts.end();
   return news;
 }
 
-void MpiWire::open_inbox(std::size_t peer, const MPI_Status& status, Node& node) {
+// Hand what is in an inbox to the node, and wait for the next message. Whether there was one.
+bool MpiWire::open_inbox(std::size_t peer, Node& node) {
   const Rank from = ranks_[peer];
   Peer& its = peers_[from];
-  int bytes = 0;
-  MPI_Get_count(&status, MPI_BYTE, &bytes);
-  its.link.bytes += static_cast<std::uint64_t>(bytes);
+  if (its.unread == Unread::message) {
+    understand(from, its, node);
+  } else if (its.unread == Unread::too_long) {
+    node.garbled(from, "one that is too long");
+  } else if (its.unread == Unread::death) {
+    node.lost(from);
+  }
+  const Unread had = std::exchange(its.unread, Unread::nothing);
+  unread_ -= had != Unread::nothing;
+  const bool news = had == Unread::message || had == Unread::too_long;
+  if (news) receive(peer);  // otherwise nothing has come; the next look tries it again
+  return news;
+}
+
+void MpiWire::understand(Rank from, Peer& its, Node& node) {
   try {
-    Message message = Message::from(std::span(its.inbox).first(static_cast<std::size_t>(bytes)));
+    Message message = Message::from(std::span(its.inbox).first(its.bytes));
     if (message.header.session != session_) return;
     const bool more = (message.header.flags & continued) != 0;
     if (more || !its.begun.empty()) {
-      its.begun.insert(its.begun.end(), message.body.begin(), message.body.end());
-      if (its.begun.size() > longest_body) {
-        its.begun = {};
-        throw Damaged();
+      if (its.begun.size() + message.body.size() > longest_body) throw Damaged();
+      if (more) {
+        its.begun.insert(its.begun.end(), message.body.begin(), message.body.end());
+        return;
       }
-      if (more) return;
-      message.body = std::exchange(its.begun, {});
+      message.body.insert(message.body.begin(), its.begun.begin(), its.begun.end());
     }
     if (message.header.kind == Kind::pull) {
       answer(from, message.header, node);
@@ -268,19 +304,25 @@ void MpiWire::open_inbox(std::size_t peer, const MPI_Status& status, Node& node)
       node.deliver(from, message);
     }
   } catch (const Damaged&) {
-    node.garbled(from, "one of " + std::to_string(bytes) + " bytes");
+    node.garbled(from, "one of " + std::to_string(its.bytes) + " bytes");
   }
+  its.begun = {};
 }
 
-// What has become of everything that is on its way, in its order. One look at the network for all of
-// it: a look for each takes more time than what comes.
-const std::vector<MpiWire::Completion>& MpiWire::complete_some() {
-  auto& [requests, indices, statuses, found] = look_;
+// Note what has become of everything that is on its way. One look at the network for all of it: a look for each
+// takes more time than what comes.
+void MpiWire::complete_some() {
+  auto& [requests, transfers, indices, statuses] = look_;
   requests.clear();
-  for (const Outgoing& it : outgoing_) requests.push_back(it.request);
-  for (const Fetching& it : fetches_) requests.push_back(it.request);
-  found.assign(requests.size(), {});
-  if (requests.empty()) return found;
+  transfers.clear();
+  for (Transfers* list : {&outgoing_, &fetches_}) {
+    for (Transfer& it : *list) {
+      if (it.state != Transfer::pending) continue;  // there was no memory for it
+      requests.push_back(it.request);
+      transfers.push_back(&it);
+    }
+  }
+  if (requests.empty()) return;
   indices.resize(requests.size());
   statuses.resize(requests.size());
   int count = 0, outcome = MPI_SUCCESS;
@@ -290,64 +332,82 @@ const std::vector<MpiWire::Completion>& MpiWire::complete_some() {
   }
   for (int i = 0; i < count; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    Completion& it = found[static_cast<std::size_t>(indices[at])];
-    it.status = statuses[at];
-    const bool well = outcome != MPI_ERR_IN_STATUS || it.status.MPI_ERROR == MPI_SUCCESS;
-    it.state = well ? Completion::done : Completion::failed;
+    Transfer& it = *transfers[static_cast<std::size_t>(indices[at])];
+    const bool well = outcome == MPI_SUCCESS || statuses[at].MPI_ERROR == MPI_SUCCESS;
+    it.state = well ? Transfer::done : Transfer::failed;
+    int bytes = 0;
+    if (well) MPI_Get_count(&statuses[at], MPI_BYTE, &bytes);
+    it.received = static_cast<std::size_t>(bytes);
   }
-  std::size_t next = 0;
-  for (Outgoing& it : outgoing_) it.request = requests[next++];
-  for (Fetching& it : fetches_) it.request = requests[next++];
-  return found;
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    Transfer& it = *transfers[i];
+    it.request = requests[i];
+    // Where one request has failed, Open MPI frees all whose rank is dead, and reports only those that it had seen to
+    // have failed before.
+    if (it.state == Transfer::pending && it.request == MPI_REQUEST_NULL) it.state = Transfer::unreported;
+  }
+}
+
+// Hand a piece that has come, or will not, to the node. Whether it is one.
+bool MpiWire::end_fetch(Transfer& it, Node& node) {
+  const Stamp expected{session_, it.object.round, it.object.version, it.piece,
+                       static_cast<std::uint64_t>(it.object.what)};
+  if (it.received >= sizeof(Stamp) && std::memcmp(it.bytes.data(), &expected, sizeof expected) != 0) {
+    receive(it);  // an answer to somebody else, who has left
+    return false;
+  }
+  std::span<const std::byte> data;  // none, or all that was asked for
+  if (it.received == it.bytes.size()) data = std::span(it.bytes).subspan(sizeof(Stamp));
+  node.arrived(it.other, it.object, it.piece, data);
+  Peer& peer = peers_[it.other];
+  peer.link.bytes += it.received;
+  if (--peer.fetches == 0) peer.link.seconds += now() - peer.since;
+  return true;
+}
+
+// What MPI has not reported it may still be at work on.
+void MpiWire::remove(Transfers& from, Transfers::iterator it) {
+  if (it->state == Transfer::unreported) {
+    left_to_mpi_->splice(left_to_mpi_->end(), from, it);
+  } else {
+    from.erase(it);
+  }
 }
 
 bool MpiWire::poll(Node& node, bool anyway) {
   sent_ = messages_.load();
   if (!anyway && sent_ == had_ && !silent_peers_ && !unfinished()) return false;
   bool news = false;
+  Attempts attempts;
   for (std::size_t i = 0; i < inboxes_.size(); ++i) {
-    if (inboxes_[i] == MPI_REQUEST_NULL) receive(i);  // it had an error
+    if (inboxes_[i] != MPI_REQUEST_NULL) continue;
+    const bool unread = peers_[ranks_[i]].unread != Unread::nothing;
+    if (!unread) receive(i);  // it had an error
+    if (unread) news |= attempts.make([&] { return open_inbox(i, node); });
   }
   // An inbox holds one message. All that was sent before the last wake-up must be seen now.
-  for (int i = 0; i < most_at_once && open_inboxes(node); ++i) news = true;
-  const std::vector<Completion>& completions = complete_some();
-  auto completion = completions.begin();
+  for (int i = 0; i < most_at_once && attempts.make([&] { return open_inboxes(node); }); ++i) news = true;
+  attempts.make([&] {
+    complete_some();
+    return true;
+  });
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
-    if (completion++->state != Completion::pending) {
-      it = outgoing_.erase(it);
+    const auto at = it++;
+    if (at->state != Transfer::pending) {
+      remove(outgoing_, at);
     } else {
-      tell(it++->to);  // MPI sends a long one in parts
+      tell(at->other);  // MPI sends a long one in parts
     }
   }
   // What has come may make the node ask for more, at the end of the list.
-  for (auto it = fetches_.begin(); completion != completions.end(); ++completion) {
-    if (completion->state == Completion::pending) {
-      ++it;
-      continue;
-    }
-    const bool lost = completion->state == Completion::failed;
-    const MPI_Status& status = completion->status;
-    int bytes = 0;
-    if (!lost) MPI_Get_count(&status, MPI_BYTE, &bytes);
-    const Stamp expected{session_, it->object.round, it->object.version, it->piece,
-                         static_cast<std::uint64_t>(it->object.what)};
-    const bool stamped = static_cast<std::size_t>(bytes) >= sizeof(Stamp);
-    if (stamped && std::memcmp(it->bytes.data(), &expected, sizeof expected) != 0) {
-      receive(*it++);  // an answer to somebody else, who has left
-      continue;
-    }
-    const Fetching fetched = std::move(*it);
-    it = fetches_.erase(it);
-    Peer& peer = peers_[fetched.from];
-    peer.link.bytes += static_cast<std::uint64_t>(bytes);
-    if (--peer.fetches == 0) peer.link.seconds += now() - peer.since;
-    std::span<const std::byte> data;  // none, or all that was asked for
-    if (static_cast<std::size_t>(bytes) == fetched.bytes.size()) {
-      data = std::span(fetched.bytes).subspan(sizeof(Stamp));
-    }
-    node.arrived(fetched.from, fetched.object, fetched.piece, data);
+  for (auto it = fetches_.begin(); it != fetches_.end();) {
+    const auto at = it++;
+    if (at->state == Transfer::pending) continue;
+    if (!attempts.make([&] { return end_fetch(*at, node); })) continue;
+    remove(fetches_, at);
     news = true;
   }
+  attempts.end();
   return news;
 }
 

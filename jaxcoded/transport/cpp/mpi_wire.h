@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "attempts.h"
 #include "node.h"
 #include "page.h"
 
@@ -52,59 +53,63 @@ class MpiWire : public Wire {
   double now() const override;
 
   // Hand what has come to the node. Whether anything has. Where MPI finds nothing it may yield the
-  // core, so it is asked only where more has been sent than the node has, or `anyway`.
+  // core, so it is asked only where more has been sent than the node has, or `anyway`. What the node
+  // has no memory for stays here until the next call, and this one ends with `std::bad_alloc`.
   bool poll(Node& node, bool anyway);
   // It has all that had been sent before: no group's latest look has found anything.
   void has_all() { had_ = sent_; }
   // Whether something may come without a wake-up.
   bool silent_peers() const { return silent_peers_; }
-  bool unfinished() const { return !outgoing_.empty() || !fetches_.empty(); }
+  bool unfinished() const { return unread_ > 0 || !outgoing_.empty() || !fetches_.empty(); }
   // Whether all that was said has left.
   bool sent() const { return outgoing_.empty(); }
   std::map<Rank, Link> links() const;
 
  private:
+  // What came to an inbox, until the node has it.
+  enum class Unread : std::uint8_t { nothing, message, too_long, death };
   struct Peer {
     std::unique_ptr<PeerPage> page;
     std::vector<std::byte> inbox;
+    Unread unread = Unread::nothing;
+    std::size_t bytes = 0;  // of the message in the inbox
     std::vector<std::byte> begun = {};  // of a body whose rest follows
     Link link = {};
     std::size_t fetches = 0;  // in progress,
     double since = 0;         // since then without a break
   };
-  struct Outgoing {
-    MPI_Request request;
-    Rank to;
-    std::vector<std::byte> bytes;
-  };
-  struct Fetching {
-    MPI_Request request;
-    Rank from;
+  // A message or a piece on its way, until what has become of it is known, and the node has it.
+  struct Transfer {
+    Rank other;
     int tag;
-    Object object;
-    std::uint32_t piece;
     std::vector<std::byte> bytes;
+    Object object = {};  // of a piece
+    std::uint32_t piece = 0;
+    MPI_Request request = MPI_REQUEST_NULL;
+    enum { pending, done, failed, unreported } state = pending;
+    std::size_t received = 0;  // bytes
   };
-  struct Completion {
-    enum { pending, done, failed } state = pending;
-    MPI_Status status = {};
-  };
-  // What looking at requests takes; kept, as it is done in every turn.
+  // Adding what is in another list to a list takes no memory.
+  using Transfers = std::list<Transfer>;
+  // What looking at transfers takes; kept, as it is done in every turn.
   struct Look {
     std::vector<MPI_Request> requests = {};
+    std::vector<Transfer*> transfers = {};
     std::vector<int> indices = {};
     std::vector<MPI_Status> statuses = {};
-    std::vector<Completion> found = {};  // of each request
   };
 
   bool open_inboxes(Node& node);
-  const std::vector<Completion>& complete_some();
-  void open_inbox(std::size_t peer, const MPI_Status& status, Node& node);
+  bool open_inbox(std::size_t peer, Node& node);
+  void understand(Rank from, Peer& peer, Node& node);
   void receive(std::size_t peer);
-  void post(Rank to, int tag, std::vector<std::byte> bytes);
-  void tell(Rank to) const;
+  void complete_some();
+  bool end_fetch(Transfer& it, Node& node);
+  void remove(Transfers& from, Transfers::iterator it);
+  void post(Transfers ready) noexcept;
+  void tell(Rank to) const noexcept;
   void answer(Rank from, const Header& pull, const Node& node);
-  void receive(Fetching& it);
+  void receive(Transfer& it) noexcept;
 
   MPI_Comm comm_;
   std::uint64_t session_;
@@ -118,8 +123,10 @@ class MpiWire : public Wire {
   std::vector<MPI_Request> inboxes_;
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
-  std::list<Outgoing> outgoing_;
-  std::list<Fetching> fetches_;
+  std::size_t unread_ = 0;  // inboxes
+  Transfers outgoing_, fetches_;
+  // MPI may still read from these, or write to them.
+  std::unique_ptr<Transfers> left_to_mpi_ = std::make_unique<Transfers>();
   Look look_;
   int next_tag_;
   bool silent_peers_ = false;

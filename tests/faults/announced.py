@@ -1,0 +1,81 @@
+"""A rank that nobody can do without is killed, where MPI reports deaths.
+
+``announced.py DIRECTORY WHEN FLOATS...``: there is a group of `PLACES` ranks for each number of FLOATS, and its second
+rank is killed "before" it calls a round, or after it has announced its message, and before its parent wants to fetch
+it, which is "at once" or when its death is "known". The survivors report what their round ended with, and how often their process woke up in the time
+after it.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+from harness import Board
+
+import jaxcoded
+
+PLACES = 4
+IDLE = 2.0  # seconds
+KNOWN = 2.0  # seconds after which MPI has reported a death
+SUM = PLACES * (PLACES + 1) // 2
+
+directory, when, *sizes = sys.argv[1:]
+board = Board(directory)
+mine, place = divmod(board.rank, PLACES)
+comm = board.comm.Split(mine)
+pids = comm.allgather(os.getpid())
+group = jaxcoded.CodedGroup(
+    comm,
+    stragglers=0,
+    transport="engine",
+    options=jaxcoded.Options(sections_from=1 << 20),
+)
+own = np.full(int(sizes[mine]), place + 1.0, np.float32)
+assert (jaxcoded.host.coded_allreduce(own, group) == SUM).all()
+
+
+def die_when_announced():
+    while True:
+        said = group.transport.status()
+        if "calls round 2" in said and "offered nothing" not in said:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1e-3)
+
+
+def wake_ups():
+    """How often the threads of this process have gone to sleep so far."""
+    lines = [
+        line
+        for path in pathlib.Path("/proc/self/task").glob("*/status")
+        for line in path.read_text().splitlines()
+    ]
+    return sum(
+        int(line.split()[1])
+        for line in lines
+        if line.startswith("voluntary_ctxt_switches")
+    )
+
+
+if place == 1:
+    if when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=die_when_announced, daemon=True).start()
+while place == 0 and pathlib.Path(f"/proc/{pids[1]}").exists():
+    time.sleep(1e-3)  # its parent comes too late to fetch it
+if place == 0 and when == "known":
+    time.sleep(KNOWN)
+try:
+    total = jaxcoded.host.coded_allreduce(own, group)
+    outcome = "sum" if (total == SUM).all() else "wrong"
+except jaxcoded.TooManyErasures as error:
+    outcome = f"{type(error).__name__}: {error}"
+before = wake_ups()
+time.sleep(IDLE)
+board.report(group=mine, outcome=outcome, wake_ups=wake_ups() - before)
+board.note(1)
+board.wait({rank for rank in range(board.size) if rank % PLACES != 1}, 1)
+os._exit(0)  # the end of such an MPI is not of this test
