@@ -136,7 +136,7 @@ def rows(size, collectives, times):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+        description=__doc__ and __doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--smoke", action="store_true", help="small and short")

@@ -235,7 +235,7 @@ def milliseconds(seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--before", type=int, default=20, help="steps before the fault")
     parser.add_argument("--after", type=int, default=20, help="steps after it")
     parser.add_argument(

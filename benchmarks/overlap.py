@@ -161,7 +161,7 @@ def seconds(step, weights, x, count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument(
         "--sleep", action="store_true", help="compute nothing, and take as long"

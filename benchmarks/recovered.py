@@ -71,7 +71,7 @@ def failing(step, w):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--fault", choices=FAULTS, default="killed")
     parser.add_argument("--deaths", type=int, help="default: until 4 ranks live")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")

@@ -26,7 +26,7 @@ WAIT = 2.5  # seconds in which step times come up the tree
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--rounds", type=int, default=40, help="of each half")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")

@@ -140,7 +140,7 @@ def measure(size, made, repetitions, progress):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--stragglers", type=int, default=1)

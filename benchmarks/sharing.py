@@ -273,7 +273,7 @@ def report(name, seconds, ideal, args, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--work", type=float, default=120, help="ms of a worker's step")
     parser.add_argument("--blocks", type=int, default=12, help="of a worker")

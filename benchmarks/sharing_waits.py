@@ -37,7 +37,7 @@ def step(group, work):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--work", type=float, default=30, help="ms of a worker's step")
     parser.add_argument("--blocks", type=int, default=6, help="of a worker")

@@ -150,7 +150,7 @@ def idle(group, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--rounds", type=int, default=10_000, help="for memory")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")

@@ -40,7 +40,7 @@ def interval(ratios, seed=0):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--pairs", type=int, default=400)
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")

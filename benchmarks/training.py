@@ -378,7 +378,7 @@ def several_hosts(args):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+        description=__doc__ and __doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     names = functools.partial(parser.add_argument, type=lambda text: text.split(","))

@@ -96,7 +96,7 @@ KINDS = {"all-reduce": all_reduce, "training step": training_step}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--kilobytes", type=int, nargs="+", default=[4, 1000, 16_000])

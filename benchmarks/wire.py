@@ -89,7 +89,7 @@ def measure(group, sizes, repetitions):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 16, 64])

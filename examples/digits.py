@@ -266,7 +266,7 @@ SCHEMES = {"uncoded": "tab:orange", "coded": "tab:blue", "shared": "tab:green"}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=300, help="global batch size")
     parser.add_argument("--learning-rate", type=float, default=0.03)
@@ -285,11 +285,11 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/demo"))
     args = parser.parse_args()
     if not 0 < args.slow < comm.size:
-        parser.error(f"--slow={args.slow} is not a worker: 1 … {comm.size - 1}")
+        parser.error(f"--slow={args.slow} is not a worker: say 1 to {comm.size - 1}")
 
     train_set, test_set = digits()
     if not 0 < args.batch <= len(train_set[0]):
-        parser.error(f"--batch must be in 1 … {len(train_set[0])}")
+        parser.error(f"--batch must be from 1 to {len(train_set[0])}")
     # a step may take long to compile where many ranks share a few cores
     options = jaxcoded.Options(deadline=100.0)
     with (

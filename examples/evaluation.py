@@ -64,7 +64,7 @@ def evaluate(comm, victim=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--kill", type=int, metavar="RANK", help="which kills itself")
     loss, confusions = evaluate(MPI.COMM_WORLD, parser.parse_args().kill)
     if MPI.COMM_WORLD.rank == 0:

@@ -64,7 +64,7 @@ def train(comm, epochs=10):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
     model, loss = train(MPI.COMM_WORLD, parser.parse_args().epochs)
     images, labels = load_digits(return_X_y=True)

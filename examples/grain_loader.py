@@ -60,6 +60,6 @@ def train(comm, epochs=5):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
     train(MPI.COMM_WORLD, parser.parse_args().epochs)

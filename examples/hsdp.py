@@ -90,7 +90,7 @@ def train(comm, epochs=5):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
     params, loss = train(MPI.COMM_WORLD, parser.parse_args().epochs)
     images, labels = load_digits(return_X_y=True)

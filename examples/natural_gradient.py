@@ -62,7 +62,7 @@ def train(comm, steps=8):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     w, _ = train(MPI.COMM_WORLD, parser.parse_args().steps)
     x, y = data()

@@ -77,7 +77,7 @@ def train(comm, folder, epochs=5, stop_after=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("folder")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--stop-after", type=int, metavar="BATCHES")

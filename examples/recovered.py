@@ -119,7 +119,7 @@ def faults(text):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument(
         "--kill", type=faults, action="append", default=[], metavar="STEP:RANK"
     )

@@ -36,7 +36,7 @@ def arrivals(seen):
 
 
 def write(path, *rows, mode="a"):
-    with path.open(mode, newline="") as file:
+    with path.open(mode, newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 
 
@@ -74,7 +74,7 @@ def train(comm, folder, steps=30, slow=2):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("folder")
     args = parser.parse_args()
     train(MPI.COMM_WORLD, args.folder)

@@ -137,7 +137,7 @@ def write(params, begin, length=200):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--text", help="a file of your own")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()

@@ -57,7 +57,7 @@ def train(comm, epochs=10, slow=2, seconds=0.1):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--slow", type=int, default=2, help="the rank that is")
     args = parser.parse_args()

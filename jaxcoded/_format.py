@@ -10,7 +10,7 @@ def unit(largest: float) -> tuple[float, str]:
     for size, name in ((1.0, "s"), (1e-3, "ms")):
         if largest >= size:
             return size, name
-    return 1e-6, "µs"
+    return 1e-6, "us"
 
 
 def seconds(value: float, endless: str = "unknown") -> str:
@@ -54,7 +54,7 @@ def ranks(numbers: Iterable[int]) -> str:
     Example:
         >>> from jaxcoded import _format
         >>> _format.ranks([3]), _format.ranks([5, 0, 1, 2])
-        ('rank 3', 'ranks 0–2, 5')
+        ('rank 3', 'ranks 0-2, 5')
     """
     spans: list[list[int]] = []
     for number in sorted(numbers):
@@ -62,7 +62,7 @@ def ranks(numbers: Iterable[int]) -> str:
             spans[-1][1:] = [number]
         else:
             spans.append([number])
-    said = ", ".join("–".join(map(str, span)) for span in spans)
+    said = ", ".join("-".join(map(str, span)) for span in spans)
     only = len(spans) == 1 and len(spans[0]) == 1
     return f"rank{'s' * (not only)} {said}"
 

@@ -96,7 +96,7 @@ def check_arguments(
     for each, its in parameters.items():
         if its.default is its.empty and each not in {*given, *besides}:
             raise ValueError(
-                f"{what}={text!r}: {name} needs {each!r}, as in '{name}({each}=…)'"
+                f"{what}={text!r}: {name} needs {each!r}, as in '{name}({each}=...)'"
             )
 
 

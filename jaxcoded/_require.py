@@ -55,7 +55,7 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
         or number < least
         or (most is not None and number > most)
     ):
-        wanted = f"≥ {least}" if most is None else f"in {least} … {most}"
+        wanted = f">= {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name} must be an integer {wanted}, got {shown(value)}")
     return number
 
@@ -94,5 +94,5 @@ def not_negative(name: str, value: Any) -> float:
         ValueError: it is not a number ≥ 0. The message has the name.
     """
     if not (is_number(value) and value >= 0):
-        raise ValueError(f"{name} must be a number ≥ 0, got {shown(value)}")
+        raise ValueError(f"{name} must be a number >= 0, got {shown(value)}")
     return float(value)

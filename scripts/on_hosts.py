@@ -193,7 +193,7 @@ def agent(hosts: Sequence[str], directory: pathlib.Path) -> pathlib.Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--each", type=int, default=1, help="ranks on each host")
     parser.add_argument("--rate", default="", help="of a host's cable, as 100mbit")

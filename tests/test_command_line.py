@@ -102,17 +102,23 @@ def test_help_lists_models_and_codes():
         (["plan", "--ranks=x"], "'x' is not a valid integer (jaxcoded plan --help"),
         (["plan", "-n", "4"], "jaxcoded plan: Missing option '--compute'"),
         (["plan", *JOB[1:]], "jaxcoded plan: how many ranks? Give --ranks"),
-        (["plan", "-n50000000", *JOB[1:]], "an integer in 2 … 2000000, got 50000000"),
-        (["simulate", f"-n{10**12}", *JOB[1:]], "an integer in 2 … 2000000, got 1000"),
+        (
+            ["plan", "-n50000000", *JOB[1:]],
+            "an integer from 2 to 2000000, got 50000000",
+        ),
+        (
+            ["simulate", f"-n{10**12}", *JOB[1:]],
+            "an integer from 2 to 2000000, got 1000",
+        ),
         (["plan", "-n", "4", "--compute=1"], "how much is summed? Give --payload"),
         (["plan", *JOB, "--parameters=1M"], "--parameters cannot go with --payload"),
-        (["simulate", *JOB, "--rounds=0"], "--rounds must be an integer ≥ 1, got 0"),
+        (["simulate", *JOB, "--rounds=0"], "--rounds must be an integer >= 1, got 0"),
         (["simulate", *JOB, "--code=none"], "jaxcoded simulate: code must be "),
         (["simulate", *JOB, "--picture=a.b"], "--picture a.b: must end with .png or"),
-        (["run", "-n", "0", __file__], "an integer in 1 … 2000000, got 0"),
-        (["run", f"-n{2**32 + 1}", __file__], "in 1 … 2000000, got 4294967297"),
+        (["run", "-n", "0", __file__], "an integer from 1 to 2000000, got 0"),
+        (["run", f"-n{2**32 + 1}", __file__], "from 1 to 2000000, got 4294967297"),
         (["run", "--ft"], "jaxcoded run: Missing "),
-        (["bench", "-n", "1"], "an integer in 2 … 2000000, got 1"),
+        (["bench", "-n", "1"], "an integer from 2 to 2000000, got 1"),
         (["bench", "--hosts=a"], "how many? Give -n"),
         (["bench", "--save=/none/file"], "--save /none/file: there is no such folder"),
         (["report"], "jaxcoded report: Missing argument"),
@@ -219,8 +225,8 @@ def test_progress_is_for_terminals():
 
 def test_ranks_in_words():
     assert _format.ranks([0]) == "rank 0"
-    assert _format.ranks([4, 0, 2, 1]) == "ranks 0–2, 4"
-    assert _format.ranks([5, 4]) == "ranks 4–5"
+    assert _format.ranks([4, 0, 2, 1]) == "ranks 0-2, 4"
+    assert _format.ranks([5, 4]) == "ranks 4-5"
     assert _format.ranks([1, 3]) == "ranks 1, 3"
 
 
@@ -368,10 +374,10 @@ def test_no_measurement(change, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "links", "late"),
     [
-        ([], "10 Gb/s, latency 50 µs", "none, as no --model, --trace or --measured"),
+        ([], "10 Gb/s, latency 50 us", "none, as no --model, --trace or --measured"),
         (
             ["--gigabits=2", "--send-gigabits=0.5", "--model=pareto"],
-            "2 Gb/s and to send 0.5 Gb/s, latency 50 µs",
+            "2 Gb/s and to send 0.5 Gb/s, latency 50 us",
             "pareto",
         ),
     ],

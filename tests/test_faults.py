@@ -981,7 +981,7 @@ def test_ranks_that_fail_to_join_leave_the_group_as_it_is(tmp_path, way, words, 
     assert words in failed(job)
     assert "Exception: MPI_ERR" not in job.stderr  # of the other one
     if way == "exit 1":  # it is heard how they end
-        assert re.search("ranks? 3(–4)?: status 1", job.stderr), job.stderr[-2000:]
+        assert re.search("ranks? 3(-4)?: status 1", job.stderr), job.stderr[-2000:]
 
 
 @pytest.mark.exhaustive

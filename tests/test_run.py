@@ -420,7 +420,7 @@ def test_a_rank_may_end_as_if_by_a_time_limit(program):
     "arguments, words",
     [
         (("-n", 2, "none.py"), "there is no file none.py"),
-        (("-n", 0, "setup.cfg"), "--ranks must be an integer in 1 …"),
+        (("-n", 0, "setup.cfg"), "--ranks must be an integer from 1 to"),
         (("-n", 2, "--mpirun", "/none", __file__), "/none does not run"),
         (("-n", 2, "--mpirun", "/bin/false", __file__), "does not run: status 1"),
         (("-x", "=3", "-n", 2, __file__), "-x =3: must be NAME or NAME=VALUE"),
@@ -764,11 +764,11 @@ def test_ends_in_words(hosts, monkeypatch):
     not_heard = NOT_HEARD + (", or a host does not answer" if hosts != () else "")
     words = [re.sub("after .*", "after", line) for line in heard.words()]
     assert words == [
-        "ranks 0–1: status 0, the first of them after",
+        "ranks 0-1: status 0, the first of them after",
         "rank 2: killed by SIGKILL, after",
         "rank 3: status 44, after",
         "rank 4: killed by signal 40, after",
-        f"ranks 5–6: {not_heard.replace('of the end', 'at all')}",
+        f"ranks 5-6: {not_heard.replace('of the end', 'at all')}",
     ]
     del heard.told[2], heard.told[3], heard.told[4]
     heard.begun -= {2, 3, 4}
@@ -797,7 +797,7 @@ def test_ends_of_ranks_that_have_joined():
             time.sleep(0.01)
     words = [re.sub("after .*", "after", line) for line in heard.words()]
     assert words == [
-        "ranks 0–2: status 0, the first of them after",
+        "ranks 0-2: status 0, the first of them after",
         "rank 3: status 3, after",
         f"rank 4: {NOT_HEARD.replace('mpirun', 'those that had started them ended them, or mpirun')}",
     ]

@@ -30,7 +30,7 @@ _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.bench"]
 _MANY = 32  # rows of a table
 
 
-@click.command("bench", help=__doc__)
+@click.command("bench")
 @click.option(
     *places.RANKS,
     type=int,

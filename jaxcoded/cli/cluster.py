@@ -10,7 +10,7 @@ import click
 
 from jaxcoded import _format, _require, codes
 from jaxcoded._parse import count, number_of_bytes, number_of_seconds
-from jaxcoded.cli import places
+from jaxcoded.cli import docstrings, places
 from jaxcoded.planner.measurement import Measurement
 from jaxcoded.simulator import Network, stragglers
 
@@ -103,7 +103,7 @@ def _call(name: str, what: Callable[..., Any], without: Collection[str] = ()) ->
 
 def _sentence(what: object) -> str:
     """The first one of its docstring."""
-    paragraph, *_ = str(inspect.getdoc(what)).split("\n\n")
+    paragraph, *_ = docstrings.of(what).split("\n\n")
     first, *_ = re.split(r"(?<=\.) (?=[A-Z])", " ".join(paragraph.split()))
     return first.replace("``", "").replace("`", "")
 

@@ -21,7 +21,7 @@ from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding
 _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
 
 
-@click.command("doctor", help=__doc__)
+@click.command("doctor")
 @click.option(
     *places.RANKS,
     type=int,

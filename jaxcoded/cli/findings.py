@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from jaxcoded.cli import output
+from jaxcoded.cli import output, plain
 
 GOOD, NOTE, BAD = "ok", "note", "bad"
 _STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
@@ -33,8 +33,8 @@ def show(findings: Sequence[Finding]) -> None:
     """One line for each, and the remedies below."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for each in findings:
-        words = Text(each.found)
+        words = Text(plain.words(each.found))
         if each.remedy:
-            words.append(f"\n→ {each.remedy}", "bold")
+            words.append(plain.words(f"\n→ {each.remedy}"), "bold")
         grid.add_row(Text(each.state, _STYLES[each.state]), Text(each.about), words)
     output.show(grid)

@@ -1,6 +1,5 @@
 """The command line: ``jaxcoded COMMAND``, or ``python -m jaxcoded COMMAND``."""
 
-import ast
 import functools
 import importlib
 import pathlib
@@ -11,14 +10,28 @@ from typing import Any, NoReturn
 import click
 
 import jaxcoded
+from jaxcoded.cli import docstrings, plain
 
 # Each is a module of jaxcoded.cli, whose docstring is its help, with a `command`.
 COMMANDS = ("doctor", "run", "bench", "plan", "simulate", "report")
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 
+class _Formatter(click.HelpFormatter):
+    """Help in characters that standard output has: click would print others to an ASCII terminal."""
+
+    def getvalue(self) -> str:
+        return plain.words(super().getvalue())
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
 class _Commands(click.Group):
     """Commands that are imported when they are asked for; an error is one line."""
+
+    context_class = _Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -26,13 +39,20 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return importlib.import_module(f"jaxcoded.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(
+            f"jaxcoded.cli.{cmd_name}"
+        ).command
+        command.help = _help(cmd_name)
+        command.context_class = _Context
+        return command
 
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _summary(name)) for name in COMMANDS])
+            formatter.write_dl(
+                [(name, _help(name).splitlines()[0]) for name in COMMANDS]
+            )
 
     def main(
         self,
@@ -42,6 +62,7 @@ class _Commands(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
+        plain.use()
         given = sys.argv[1:] if args is None else list(args)
         run = functools.partial(
             super().main, given, prog_name, complete_var, False, **extra
@@ -63,7 +84,8 @@ def _ended(run: Callable[[], Any], given: list[str]) -> NoReturn:
     except click.Abort:
         _fail(given, "interrupted", _INTERRUPTED)
     except ValueError as error:
-        _fail(given, str(error), _USAGE)
+        # Python and NumPy raise others than ValueError itself, such as UnicodeEncodeError
+        _fail(given, str(error), _USAGE if type(error) is ValueError else _FAILURE)
     except BrokenPipeError:  # nobody reads on
         sys.stdout = sys.stderr
         sys.exit(_FAILURE)
@@ -77,10 +99,8 @@ def _fail(given: list[str], words: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _summary(name: str) -> str:
-    """The first line of a command's docstring, without importing it."""
-    source = pathlib.Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-    return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
+def _help(name: str) -> str:
+    return docstrings.of_module(pathlib.Path(__file__).with_name(f"{name}.py"))
 
 
 def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -90,7 +110,10 @@ def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
 
 
 @click.group(
-    "jaxcoded", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}
+    "jaxcoded",
+    cls=_Commands,
+    help="Coded collective operations for JAX over MPI.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.option(
     "--version",
@@ -101,4 +124,4 @@ def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
     help="Print the version.",
 )
 def main() -> None:
-    """Coded collective operations for JAX over MPI."""
+    """Run the command that is asked for."""

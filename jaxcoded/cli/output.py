@@ -14,6 +14,8 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxcoded.cli import plain
+
 _WIDTH = 120  # where there is no terminal
 _GAP = 2  # between columns
 # Gives its ranks what looks like a terminal.
@@ -26,7 +28,7 @@ json_option = click.option("--json", is_flag=True, help="Print JSON instead.")
 def say(words: str = "") -> None:
     """A statement: wrapped where there is a terminal, one line where there is none."""
     console = _console()
-    console.print(Text(words), soft_wrap=not console.is_terminal)
+    console.print(Text(plain.words(words)), soft_wrap=not console.is_terminal)
 
 
 def code(line: str) -> None:
@@ -38,13 +40,17 @@ def code(line: str) -> None:
 def waiting(what: str) -> Iterator[None]:
     """Say on a terminal what is being waited for."""
     console = Console(stderr=True)
-    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+    with (
+        console.status(what, spinner="line")
+        if console.is_terminal
+        else contextlib.nullcontext()
+    ):
         yield
 
 
 def as_json(value: Any) -> None:
     """The same for programs."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2))
 
 
 def finite(value: float) -> float | None:
@@ -69,7 +75,10 @@ def table(
         extra: columns that a narrow terminal does without, the first of them first.
         best: the row to look at first.
     """
-    rows = [list(map(str, row)) for row in rows]
+    header, wraps, extra = (
+        list(map(plain.words, names)) for names in (header, wraps, extra)
+    )
+    rows = [[plain.words(str(text)) for text in row] for row in rows]
     widths = []
     for name, *texts in zip(header, *rows):
         if name in wraps:  # but never within a word
@@ -88,7 +97,7 @@ def table(
             )
             for place in kept
         ),
-        box=box.SIMPLE_HEAD,
+        box=box.Box(plain.words(str(box.SIMPLE_HEAD)), ascii=True),
         show_edge=False,
         pad_edge=False,
         padding=(0, _GAP - 1, 0, 0),

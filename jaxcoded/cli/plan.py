@@ -38,7 +38,7 @@ _LEGEND = (
 )
 
 
-@click.command("plan", cls=Command, help=__doc__)
+@click.command("plan", cls=Command)
 @click.option(
     "--replicas",
     type=int,

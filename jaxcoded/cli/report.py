@@ -29,7 +29,7 @@ _POINTS = 3000  # of a row
 _COLUMNS = 200  # of rounds in a picture
 
 
-@click.command("report", help=__doc__)
+@click.command("report")
 @click.argument(
     "files",
     nargs=-1,

@@ -22,7 +22,7 @@ from jaxcoded import _format, _require
 from jaxcoded.cli import ends, job, launcher, places, rank, reaching
 
 
-@click.command("run", help=__doc__, context_settings={"allow_interspersed_args": False})
+@click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
     *places.RANKS,
     type=int,
@@ -143,7 +143,7 @@ def command(
         first += f"; stopped, as by SIGSTOP: {_format.ranks(end.stopped)}"
     if as_json:
         ended = {"status": status, "said": first, "ranks": heard.fields()}
-        print(json.dumps(ended, ensure_ascii=False), file=sys.stderr)
+        print(json.dumps(ended), file=sys.stderr)
         return status
     said = heard.words()
     if not first and said:

@@ -30,7 +30,7 @@ _QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
 _PLAN, _UNCODED, _RING, _IDEAL = "this plan", "uncoded tree", "ring all-reduce", "ideal"
 
 
-@click.command("simulate", cls=Command, help=__doc__)
+@click.command("simulate", cls=Command)
 @click.option(
     "--fanout", type=int, help="Most children of a rank. Default: a shallow tree's."
 )

@@ -89,7 +89,7 @@ class GradientCode:
 
     Raises:
         ValueError: ``B`` has a wrong shape or entries that are not finite, ``sizes``
-            are not ``k`` numbers ≥ 0 with a sum above 0, some pattern of ``stragglers``
+            are not ``k`` numbers >= 0 with a sum above 0, some pattern of ``stragglers``
             missing children or of a promise cannot be decoded, a promise is not ``0 ≤
             late ≤ n`` and ``0 ≤ first ≤ parts ≤ P``, ``stragglers=None`` and there are
             too many patterns to try or the code is not exact, or ``"one_step"`` with
@@ -128,7 +128,7 @@ class GradientCode:
         object.__setattr__(self, "parts", parts)
         if B.ndim != 3 or 0 in B.shape or len(B) % parts:
             raise ValueError(
-                f"B must have shape (n{f' · {parts}' * (parts > 1)}, k, m) with no "
+                f"B must have shape (n{f' * {parts}' * (parts > 1)}, k, m) with no "
                 f"axis empty, got {np.shape(self.B)}"
             )
         if not np.isfinite(B).all():
@@ -141,7 +141,7 @@ class GradientCode:
         sizes = [Fraction(size) for size in self.sizes] or [Fraction(1)] * self.k
         if len(sizes) != self.k or min(sizes) < 0 or sum(sizes) <= 0:
             raise ValueError(
-                f"sizes must be {self.k} numbers ≥ 0 with a sum above 0, got "
+                f"sizes must be {self.k} numbers >= 0 with a sum above 0, got "
                 f"{list(map(str, self.sizes))}"
             )
         total = sum(sizes, Fraction(0))
@@ -159,8 +159,8 @@ class GradientCode:
         for late, some, first in promises:
             if not (0 <= late <= self.n and 0 <= first <= some <= parts):
                 raise ValueError(
-                    f"a promise is (late, parts, first) with 0 ≤ late ≤ {self.n} and "
-                    f"0 ≤ first ≤ parts ≤ {parts}, got {(late, some, first)}"
+                    f"a promise is (late, parts, first) with 0 <= late <= {self.n} and "
+                    f"0 <= first <= parts <= {parts}, got {(late, some, first)}"
                 )
         object.__setattr__(self, "promises", promises)
         if self.stragglers is None:
@@ -520,8 +520,8 @@ class GradientCode:
                 or len(set(given.tolist())) < len(given)
             ):
                 raise ValueError(
-                    f"answered must be a bool array or distinct children of "
-                    f"0 … {self.n - 1}, got {answered!r}"
+                    f"answered must be a bool array or distinct children from "
+                    f"0 to {self.n - 1}, got {answered!r}"
                 )
             mask[given] = True
         return self._rows_of(mask)

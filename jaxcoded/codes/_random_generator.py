@@ -65,7 +65,7 @@ def random_generator(
     support = np.asarray(support, bool)
     if support.ndim != 2 or len(support) != n or support.shape[1] == 0:
         raise ValueError(
-            f"support must have shape ({n}, k) with k ≥ 1, got {support.shape}"
+            f"support must have shape ({n}, k) with k >= 1, got {support.shape}"
         )
     holders = support.sum(axis=0)
     if holders.min() < s + m:
@@ -91,11 +91,11 @@ def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
         or not np.issubdtype(loads.dtype, np.integer)
         or loads.min() < 0
     ):
-        raise ValueError(f"loads must be {n} integers ≥ 0, got {loads.tolist()}")
+        raise ValueError(f"loads must be {n} integers >= 0, got {loads.tolist()}")
     k, rest = divmod(int(loads.sum()), holders)
     if rest or k == 0 or loads.max() > k:
         raise ValueError(
-            f"loads {loads.tolist()} must add up to a multiple k·(s + m) of s + m = {holders}, with none above k"
+            f"loads {loads.tolist()} must add up to a multiple k*(s + m) of s + m = {holders}, with none above k"
         )
     check_size(n, k)
     support = np.zeros((n, k), bool)

@@ -96,7 +96,7 @@ def stochastic_block(
     blocks = _require.integer("blocks", blocks, 2, n)
     if not 0 < load < np.inf or not 0 <= inside <= 1:
         raise ValueError(
-            f"load must be above 0 and inside in 0 … 1, got {load!r} and {inside!r}"
+            f"load must be above 0 and inside from 0 to 1, got {load!r} and {inside!r}"
         )
     block = np.arange(n) * blocks // n
     own = block[:, None] == block

@@ -507,7 +507,7 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:
         raise ValueError(
-            f"the plan's amplification κ = {amplification:.1e} lets rounding in "
+            f"the plan's amplification kappa = {amplification:.1e} lets rounding in "
             f"{accumulator(dtype)} grow to {rounding:.1e} of the sum, more than "
             f"{MAX_ROUNDING:.0e}: {remedy}"
         )
@@ -515,7 +515,7 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
     if dtype != accumulator(dtype) and narrow > MAX_NARROW_ROUNDING:
         warnings.warn(
             f"messages in {dtype} with the plan's amplification "
-            f"κ = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
+            f"kappa = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
             stacklevel=_levels_to_the_user(),
         )
 

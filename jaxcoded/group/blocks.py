@@ -58,7 +58,7 @@ class Blocks:
         if not self._entered or self._begun or self._over:
             raise CodedError(
                 "blocks are for one loop within their with statement: "
-                "with group.blocks(batch_size) as blocks: for block in blocks: …"
+                "with group.blocks(batch_size) as blocks: for block in blocks: ..."
             )
         self._begun = (
             True  # a second loop would be a round of its own, and its sum another one

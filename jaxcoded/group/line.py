@@ -71,7 +71,7 @@ class Line:
                     return None
                 length = status.Get_count(MPI.BYTE)
                 if not 0 <= length <= LONGEST:
-                    raise self._unreadable(rank, f"{length} bytes, not 0 … {LONGEST}")
+                    raise self._unreadable(rank, f"{length} bytes, not 0 to {LONGEST}")
                 data = np.zeros(length, np.uint8)
                 self._coming[rank] = self._comm.Irecv(data, rank, self._tag), data
             request, data = self._coming[rank]

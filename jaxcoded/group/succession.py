@@ -71,7 +71,7 @@ def planned_anew(
     if asked is None or isinstance(asked["code"], Mapping):
         raise ValueError(
             f"the group was made with a plan, or a code, for just its ranks: say with {call}("
-            f"plan=lambda size: jaxcoded.make_plan(size, …)) which one the ranks {whose} go on with"
+            f"plan=lambda size: jaxcoded.make_plan(size, ...)) which one the ranks {whose} go on with"
         )
     try:
         return planned(hosts, **{**asked, "speeds": speeds or None})

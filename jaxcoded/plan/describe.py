@@ -17,7 +17,7 @@ HEADER = [
     "code",
     "tolerance",
     "s/n",
-    "κ",
+    "kappa",
     "load",
     "unused",
     "message",
@@ -47,7 +47,7 @@ def describe(plan: "Plan") -> str:
         ),
         (
             f"load r = {_fraction(plan.load)} of the batch for the busiest rank "
-            f"(uncoded {uncoded}), amplification κ = {plan.amplification:.3g}"
+            f"(uncoded {uncoded}), amplification kappa = {plan.amplification:.3g}"
         ),
         "",
     ]
@@ -98,7 +98,7 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
         str(layer),
         str(len(ranks)),
         _span(code.n for code in codes),
-        ", ".join(dict.fromkeys(code.name for code in codes)) or "–",
+        ", ".join(dict.fromkeys(code.name for code in codes)) or "-",
         _span(code.stragglers for code in codes),
         _span((code.stragglers / code.n for code in codes), "{:.2f}".format),
         _span((code.amplification for code in codes), "{:.3g}".format),
@@ -142,9 +142,9 @@ def _span(values: Iterable[Any], show: Callable[[Any], str] = str) -> str:
     """The value, or the smallest and the largest one."""
     ordered = sorted(values)
     if not ordered:
-        return "–"
+        return "-"
     least, most = show(ordered[0]), show(ordered[-1])
-    return least if least == most else f"{least}…{most}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _fraction(value: Fraction) -> str:

@@ -596,7 +596,7 @@ def make_plan(
         if _require.integer("fanout", fanout, 1) < needed:
             raise ValueError(
                 f"fanout={fanout} is too small: losing s={stragglers} of n children "
-                f"with m={slices} slices needs n ≥ s + m = {needed}; take a larger "
+                f"with m={slices} slices needs n >= s + m = {needed}; take a larger "
                 "fan-out, or fewer stragglers or slices"
             )
         parents = balanced_parents(size, min(int(fanout), size - 1), needed)

@@ -168,7 +168,7 @@ def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
         f"{_format.seconds(best.step, 'never')}. {of_groups.verdict}. Measured: latency "
         f"{_format.seconds(network.latency)}, {network.bandwidth * 8e-9:.3g} Gb/s, work "
         f"{_format.seconds(seconds)} for the whole batch; ranks took "
-        f"{spread[0]:.2f} … {spread[2]:.2f} times as much (5 … 95 %; at most "
+        f"{spread[0]:.2f} to {spread[2]:.2f} times as much (5 to 95 %; at most "
         f"{spread[3]:.3g}) in {seen.rounds} turns"
     )
     if best.candidate.shared:

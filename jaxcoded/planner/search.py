@@ -195,7 +195,7 @@ class Ranking:
         )
         there = f"; {it.ranks} ranks could have it" if it.ranks else ""
         why = (
-            f"κ is above {self.amplification:g}"
+            f"kappa is above {self.amplification:g}"
             if it.drawn
             else f"such codes are not looked for where a parent has more than {MOST_DRAWN} children"
         )
@@ -328,7 +328,7 @@ def best_plans(
     if replicas is not None:
         replicas = checked_replicas(replicas, ranks)
     if not 0 <= reading < math.inf:
-        raise ValueError(f"reading must be seconds ≥ 0, got {reading!r}")
+        raise ValueError(f"reading must be seconds >= 0, got {reading!r}")
     search = _Search(
         ranks,
         payload,

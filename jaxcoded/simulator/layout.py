@@ -167,7 +167,7 @@ class Layout:
         fanout = _require.integer("fanout", fanout, 1)
         if holders > min(fanout, size - 1):
             raise ValueError(
-                f"stragglers={stragglers} and slices={slices} need fanout ≥ {holders} "
+                f"stragglers={stragglers} and slices={slices} need fanout >= {holders} "
                 f"and more than {holders} ranks, got fanout={fanout}, size={size}"
             )
         parents = np.array(balanced_parents(size, min(fanout, size - 1), holders))

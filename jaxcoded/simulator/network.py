@@ -67,7 +67,7 @@ class Network:
         for name in ("latency", "overhead", "call"):
             value = getattr(self, name)
             if not (_require.is_number(value) and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be seconds ≥ 0, got {value!r}")
+                raise ValueError(f"{name} must be seconds >= 0, got {value!r}")
         for name in ("bandwidth", "send_bandwidth", "combine"):
             value = getattr(self, name)
             if not (_require.is_number(value) and value > 0):

@@ -47,7 +47,7 @@ def expected_runtime(
     for name, (shift, rate) in (("compute", compute), ("communicate", communicate)):
         if not (0 <= shift < math.inf and 0 < rate < math.inf):
             raise ValueError(
-                f"{name} must be seconds ≥ 0 and a rate > 0, got {(shift, rate)}"
+                f"{name} must be seconds >= 0 and a rate > 0, got {(shift, rate)}"
             )
     shift = load * compute[0] + communicate[0] / slices
     fast, slow = sorted((compute[1] / load, communicate[1] * slices), reverse=True)

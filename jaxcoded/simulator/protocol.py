@@ -110,7 +110,7 @@ def simulate(
     _require.integer("rounds", rounds, 1)
     for name, value in (("payload", payload), ("work", work)):
         if not (0 <= value < np.inf):
-            raise ValueError(f"{name} must be a number ≥ 0, got {value!r}")
+            raise ValueError(f"{name} must be a number >= 0, got {value!r}")
     seed = _require.integer("seed", seed, 0)
     delays = as_model(stragglers).rounds(layout.size, seed)
     if isinstance(layout, Ring):

@@ -437,14 +437,14 @@ def _table(what: str, numbers: Any) -> np.ndarray:
     real = table.dtype.kind in "biuf" and table.size > 0
     if not real or table.ndim != 2:
         raise ValueError(
-            f"{what} must be numbers ≥ 0, a line for each round and a column for each "
+            f"{what} must be numbers >= 0, a line for each round and a column for each "
             f"rank; got {table.dtype} of shape {table.shape}"
         )
     wrong = np.argwhere(~(table >= 0))
     if len(wrong):
         line, column = wrong[0]
         raise ValueError(
-            f"{what} must be numbers ≥ 0, got {table[line, column]} for round {line + 1} "
+            f"{what} must be numbers >= 0, got {table[line, column]} for round {line + 1} "
             f"in column {column + 1}"
         )
     return table.astype(np.float64)

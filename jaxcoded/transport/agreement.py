@@ -147,7 +147,7 @@ def _excerpts(items: Sequence[str]) -> list[str]:
         return [*map(_shortened, items)]
     start, end = at - _BEFORE, at + _AFTER
     return [
-        f"{it[:_BEFORE]} … {it[start:end]}" + " …" * (len(it) > end) for it in items
+        f"{it[:_BEFORE]} ... {it[start:end]}" + " ..." * (len(it) > end) for it in items
     ]
 
 
@@ -155,7 +155,7 @@ def _shortened(words: str) -> str:
     """Without the middle, if it is long: the ends tell what it is."""
     if len(words) <= _FIRST + _LAST:
         return words
-    return f"{words[:_FIRST]} … {words[-_LAST:]}"
+    return f"{words[:_FIRST]} ... {words[-_LAST:]}"
 
 
 def on_all(

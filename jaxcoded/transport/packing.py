@@ -132,7 +132,7 @@ class Packing:
         digest = hashlib.sha256(words.encode()).hexdigest()[:12]
         ends = itertools.accumulate(len(leaf) + 2 for leaf in leaves)
         first = [leaf for leaf, end in zip(leaves, ends) if end <= _MOST_WORDS]
-        return ", ".join([*first, f"… ({len(leaves)} leaves, {digest})"])
+        return ", ".join([*first, f"... ({len(leaves)} leaves, {digest})"])
 
     @property
     def vectors(self) -> dict[Kind, int]:

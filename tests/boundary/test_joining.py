@@ -136,7 +136,7 @@ def test_whose_words_cannot_be_read(read, data):
 
 
 def test_what_is_too_long_is_not_received():
-    words = f"number 0 says .* cannot be read: {LONGEST + 1} bytes, not 0 … {LONGEST}"
+    words = f"number 0 says .* cannot be read: {LONGEST + 1} bytes, not 0 to {LONGEST}"
     with a_line(b"0" * (LONGEST + 1)) as line:
         for _ in range(2):
             with pytest.raises(CodedError, match=words):
@@ -155,9 +155,9 @@ def test_what_a_group_is_asked_for_with():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ranks": 0}, "ranks must be an integer in 1 … 32768, got 0"),
-        ({"size": True}, "size must be an integer ≥ 1, got True"),
-        ({"place": 5}, "place must be an integer in 0 … 4, got 5"),
+        ({"ranks": 0}, "ranks must be an integer from 1 to 32768, got 0"),
+        ({"size": True}, "size must be an integer >= 1, got True"),
+        ({"place": 5}, "place must be an integer from 0 to 4, got 5"),
         ({"asked": {"code": "auto"}}, "what a plan is asked for with has the fields"),
         ({"asked": REQUEST | {"by_host": 1}}, "by_host .* must be of type bool, got 1"),
         ({"options": {}}, r"options has the fields .*, got \[\]"),

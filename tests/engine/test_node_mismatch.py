@@ -56,7 +56,7 @@ def test_of_long_calls_the_ends_are_said():
     for ends in world.ends:
         said = ends[1].error
         assert "round 1, allreduce 1 of [('float32', 0), (" in said
-        assert said.endswith("('float32', 38), ('float32', 39)]") and " … " in said
+        assert said.endswith("('float32', 38), ('float32', 39)]") and " ... " in said
         assert len(said) < 2000
 
 

@@ -220,7 +220,7 @@ def test_shares_in_the_large():
 )
 def test_misuse_of_the_batch_size(call, batch):
     with pytest.raises(
-        ValueError, match=f"batch_size must be an integer ≥ 1, got {batch!r}"
+        ValueError, match=f"batch_size must be an integer >= 1, got {batch!r}"
     ):
         call(PLANS["regular"], batch)
 

@@ -202,7 +202,7 @@ def test_parts_and_sizes_are_kept():
 
 
 def test_misuse_of_approximate():
-    with pytest.raises(ValueError, match="stragglers must be an integer in 0 … 3"):
+    with pytest.raises(ValueError, match="stragglers must be an integer from 0 to 3"):
         codes.approximate(codes.uncoded(4), 4)
     with pytest.raises(ValueError, match="one-step decoding is for one slice"):
         codes.approximate(codes.random_generator(4, 1, 2), 2, "one_step")
@@ -312,10 +312,10 @@ def test_the_more_inside_the_less_random_stragglers_harm():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"blocks": 1}, "blocks must be an integer in 2 … 8, got 1"),
-        ({"blocks": 9}, "blocks must be an integer in 2 … 8, got 9"),
-        ({"load": 0}, "load must be above 0 and inside in 0 … 1, got 0 and 0.8"),
-        ({"inside": 1.1}, "load must be above 0 and inside in 0 … 1, got 4 and 1.1"),
+        ({"blocks": 1}, "blocks must be an integer from 2 to 8, got 1"),
+        ({"blocks": 9}, "blocks must be an integer from 2 to 8, got 9"),
+        ({"load": 0}, "load must be above 0 and inside from 0 to 1, got 0 and 0.8"),
+        ({"inside": 1.1}, "load must be above 0 and inside from 0 to 1, got 4 and 1.1"),
         ({"load": 5, "inside": 1}, "cannot hold 5 partitions of its own block of 4"),
         ({"load": 5, "inside": 0}, "4 and 5 of the others; take another load"),
     ],
@@ -417,9 +417,9 @@ def test_all_regular_graphs_come_up():
     ("n", "d", "message"),
     [
         (7, 3, "their product is odd; take degree 2 or 4, or another n"),
-        (6, 0, "degree must be an integer in 1 … 5, got 0"),
-        (6, 6, "degree must be an integer in 1 … 5, got 6"),
-        (1, 1, "n must be an integer ≥ 2, got 1"),
+        (6, 0, "degree must be an integer from 1 to 5, got 0"),
+        (6, 6, "degree must be an integer from 1 to 5, got 6"),
+        (1, 1, "n must be an integer >= 2, got 1"),
     ],
 )
 def test_expanders_that_cannot_be(n, d, message):
@@ -534,9 +534,9 @@ def test_groups_are_exact_while_m_answer(load, m):
     ("n", "load", "m", "message"),
     [
         (7, 4, 4, "4 slices need groups of at least 4 children, but 7 .* groups of 3"),
-        (4, 5, 1, "load must be an integer in 1 … 4, got 5"),
-        (4, 0, 1, "load must be an integer in 1 … 4, got 0"),
-        (4, 2, 0, "slices must be an integer ≥ 1, got 0"),
+        (4, 5, 1, "load must be an integer from 1 to 4, got 5"),
+        (4, 0, 1, "load must be an integer from 1 to 4, got 0"),
+        (4, 2, 0, "slices must be an integer >= 1, got 0"),
     ],
 )
 def test_groups_that_cannot_be(n, load, m, message):

@@ -288,12 +288,12 @@ def test_the_hardest_sets_of_a_polynomial_code_are_neighbouring_points(monkeypat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0), "n must be an integer ≥ 1, got 0"),
-        ((4, -1), "stragglers must be an integer ≥ 0, got -1"),
-        ((4, 1, 0), "slices must be an integer ≥ 1, got 0"),
+        ((0, 0), "n must be an integer >= 1, got 0"),
+        ((4, -1), "stragglers must be an integer >= 0, got -1"),
+        ((4, 1, 0), "slices must be an integer >= 1, got 0"),
         ((4, 2, 3), r"stragglers \+ slices = 2 \+ 3 children are needed, but n = 4"),
-        ((6, 2, 2, 3), "load must be an integer in 4 … 6, got 3"),
-        ((6, 2, 2, 7), "load must be an integer in 4 … 6, got 7"),
+        ((6, 2, 2, 3), "load must be an integer from 4 to 6, got 3"),
+        ((6, 2, 2, 7), "load must be an integer from 4 to 6, got 7"),
     ],
 )
 def test_codes_that_cannot_be(make, arguments, message):
@@ -560,26 +560,26 @@ def test_a_block_too_long_to_enumerate(make, monkeypatch):
         ),
         (lambda: codes.linear(4, [[1j, 2]]), r"real matrix \(m, d\), got complex128"),
         (lambda: codes.linear(4, np.ones((1, 0))), r"of shape \(1, 0\)"),
-        (lambda: codes.linear(0, [[1]]), "n must be an integer ≥ 1, got 0"),
+        (lambda: codes.linear(0, [[1]]), "n must be an integer >= 1, got 0"),
         (
             lambda: codes.linear(4, [[1, 0, 1, 0], [0, 1, 0, 1]], stragglers=2),
             "linear: in float64 some 2 of the 4 children of a group cannot be missing",
         ),
         (
             lambda: codes.linear(3, np.ones((1, 3)), stragglers=3),
-            "stragglers must be an integer in 0 … 2, got 3",
+            "stragglers must be an integer from 0 to 2, got 3",
         ),
         (
             lambda: codes.linear(16, np.vander(np.linspace(1, 2, 16), 8).T),
             "linear with n = 16, stragglers = 8, slices = 8 cannot be decoded in float64",
         ),
-        (lambda: codes.hamming(7, 1), "r must be an integer in 2 … 6, got 1"),
+        (lambda: codes.hamming(7, 1), "r must be an integer from 2 to 6, got 1"),
         (
             lambda: codes.single_parity_check(4, 0),
-            "slices must be an integer ≥ 1, got 0",
+            "slices must be an integer >= 1, got 0",
         ),
-        (lambda: codes.gaussian_mds(4, -1, 2), "stragglers must be an integer ≥ 0"),
-        (lambda: codes.reed_solomon(4, 2, 0), "slices must be an integer ≥ 1, got 0"),
+        (lambda: codes.gaussian_mds(4, -1, 2), "stragglers must be an integer >= 0"),
+        (lambda: codes.reed_solomon(4, 2, 0), "slices must be an integer >= 1, got 0"),
     ],
 )
 def test_misuse_of_linear_codes(make, message):

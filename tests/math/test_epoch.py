@@ -151,11 +151,14 @@ def test_grain_reads_it():
     [
         (
             {"n": 0},
-            "n, the number of examples, must be an integer in 1 … 9223372036854775807, got 0",
+            "n, the number of examples, must be an integer from 1 to 9223372036854775807, got 0",
         ),
-        ({"batch_size": 0}, "batch_size must be an integer in 1 … 2147483647, got 0"),
-        ({"seed": -1}, "seed must be an integer ≥ 0, got -1"),
-        ({"epoch": 0.5}, "epoch must be an integer ≥ 0, got 0.5"),
+        (
+            {"batch_size": 0},
+            "batch_size must be an integer from 1 to 2147483647, got 0",
+        ),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"epoch": 0.5}, "epoch must be an integer >= 0, got 0.5"),
         ({"n": 3, "drop_last": True}, "3 examples are fewer than batch_size=4"),
     ],
 )

@@ -280,9 +280,9 @@ def test_misuse_of_the_tensor(B, message):
 @pytest.mark.parametrize(
     ("stragglers", "message"),
     [
-        (-1, "stragglers must be an integer in 0 … 2, got -1"),
-        (True, "stragglers must be an integer in 0 … 2, got True"),
-        (3, "stragglers must be an integer in 0 … 2, got 3"),
+        (-1, "stragglers must be an integer from 0 to 2, got -1"),
+        (True, "stragglers must be an integer from 0 to 2, got True"),
+        (3, "stragglers must be an integer from 0 to 2, got 3"),
     ],
 )
 def test_misuse_of_stragglers(stragglers, message):
@@ -301,9 +301,9 @@ def test_a_tolerance_too_long_to_find():
     ("answered", "kind", "message"),
     [
         ([True, False], ValueError, r"answered must have shape \(3,\), got \(2,\)"),
-        ([0, 3], ValueError, "distinct children of 0 … 2"),
-        ([-1], ValueError, "distinct children of 0 … 2"),
-        ([1, 0, 1], ValueError, "distinct children of 0 … 2"),
+        ([0, 3], ValueError, "distinct children from 0 to 2"),
+        ([-1], ValueError, "distinct children from 0 to 2"),
+        ([1, 0, 1], ValueError, "distinct children from 0 to 2"),
         ([0.5], TypeError, "answered must be a bool array or a list of child indices"),
         (
             [[0, 1]],

@@ -320,7 +320,7 @@ def test_a_faster_code_that_loses_digits():
         for it in (ranking.best.candidate, left_out.candidate)
     ]
     assert seconds[0] / seconds[1] == pytest.approx(left_out.gain, rel=0.05)
-    assert "Left out, as κ is above 2: fan-out 11, s = 1" in ranking.verdict
+    assert "Left out, as kappa is above 2: fan-out 11, s = 1" in ranking.verdict
     assert "13 ranks could have it" in ranking.verdict
 
 
@@ -425,15 +425,15 @@ def test_plans_are_those_of_the_seed(capsys):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"ranks": 1}, "ranks must be an integer ≥ 2, got 1"),
+        ({"ranks": 1}, "ranks must be an integer >= 2, got 1"),
         ({"payload": 0}, "payload must be a number > 0, got 0"),
         ({"work": math.nan}, "work must be a number > 0, got nan"),
         ({"payload": True}, "payload must be a number > 0, got True"),
-        ({"seed": -1}, "seed must be an integer ≥ 0, got -1"),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"stragglers": "slow"}, "model must be one of none, "),
-        ({"replicas": -1}, "replicas must be an integer ≥ 0, got -1"),
+        ({"replicas": -1}, "replicas must be an integer >= 0, got -1"),
         ({"replicas": 4}, "replicas=4: of 4 ranks only 3 others can .* replicas=3 or"),
-        ({"reading": -1.0}, "reading must be seconds ≥ 0, got -1.0"),
+        ({"reading": -1.0}, "reading must be seconds >= 0, got -1.0"),
         ({"amplification": 0.5}, "amplification must be at least 1, got 0.5"),
     ],
 )
@@ -514,7 +514,7 @@ def test_json_and_a_trace(capsys, tmp_path):
     [
         (["--payload", "4XB"], "--payload must be a number of bytes"),
         (["--payload", "-4"], "--payload must be a number of bytes"),
-        (["--ranks", "1"], "--ranks must be an integer in 2 … 2000000, got 1"),
+        (["--ranks", "1"], "--ranks must be an integer from 2 to 2000000, got 1"),
         (["--payload", "1e300TB"], "--payload must be a number of bytes"),
         (
             ["--compute", "0"],
@@ -525,8 +525,8 @@ def test_json_and_a_trace(capsys, tmp_path):
         (["--trace", ""], "does not exist"),
         (["--gigabits", "0"], "--gigabits must be a number > 0, got 0.0"),
         (["--send-gigabits", "-1"], "--send-gigabits must be a number > 0, got -1.0"),
-        (["--latency", "-1"], "--latency must be a number ≥ 0, got -1.0"),
-        (["--top", "0"], "--top must be an integer ≥ 1, got 0"),
+        (["--latency", "-1"], "--latency must be a number >= 0, got -1.0"),
+        (["--top", "0"], "--top must be an integer >= 1, got 0"),
     ],
 )
 def test_errors_in_one_line(capsys, wrong, said):

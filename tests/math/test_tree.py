@@ -47,17 +47,23 @@ def test_one_rank():
         ((1, 2, 0), r"exactly one root \(parent -1\), got roots \[\]"),
         ((-1, -1, 0), r"exactly one root \(parent -1\), got roots \[0, 1\]"),
         ((-1, 1, 0), r"exactly one root \(parent -1\), got roots \[0, 1\]"),
-        ((-1, 0, 3), "the parent of rank 2 must be an integer in -1 … 2, got 3"),
-        ((-1, 0, -2), "the parent of rank 2 must be an integer in -1 … 2, got -2"),
+        ((-1, 0, 3), "the parent of rank 2 must be an integer from -1 to 2, got 3"),
+        ((-1, 0, -2), "the parent of rank 2 must be an integer from -1 to 2, got -2"),
         ((-1, 0, 3, 2), "parents contain a cycle through rank 2"),
-        ((-1, 0, None), "the parent of rank 2 must be an integer in -1 … 2, got None"),
-        ((-1, 0, "0"), "the parent of rank 2 must be an integer in -1 … 2, got '0'"),
-        ((-1, 0, 0.0), "the parent of rank 2 must be an integer in -1 … 2, got 0.0"),
+        (
+            (-1, 0, None),
+            "the parent of rank 2 must be an integer from -1 to 2, got None",
+        ),
+        ((-1, 0, "0"), "the parent of rank 2 must be an integer from -1 to 2, got '0'"),
+        ((-1, 0, 0.0), "the parent of rank 2 must be an integer from -1 to 2, got 0.0"),
         (
             (-1, 0, False),
-            "the parent of rank 2 must be an integer in -1 … 2, got False",
+            "the parent of rank 2 must be an integer from -1 to 2, got False",
         ),
-        ((-1, 0, [0]), r"the parent of rank 2 must be an integer in -1 … 2, got \[0\]"),
+        (
+            (-1, 0, [0]),
+            r"the parent of rank 2 must be an integer from -1 to 2, got \[0\]",
+        ),
     ],
 )
 def test_misuse_of_parents(parents, message):

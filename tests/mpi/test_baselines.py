@@ -87,7 +87,7 @@ def test_no_communicator(reduce, comm):
 
 
 def test_misuse():
-    with pytest.raises(ValueError, match="fanout must be an integer ≥ 1, got 0"):
+    with pytest.raises(ValueError, match="fanout must be an integer >= 1, got 0"):
         baselines.tree_allreduce(1.0, COMM, fanout=0)
     with pytest.raises(TypeError, match=r"leaf at \['a'\] has dtype int64"):
         baselines.allreduce({"a": 1}, COMM)

@@ -48,7 +48,7 @@ inline std::pair<std::string_view, std::string_view> difference(std::string_view
 inline std::string shortened(std::string_view call) {
   constexpr std::size_t first = 120, last = 60;
   if (call.size() <= first + last) return std::string(call);
-  return readable(call.substr(0, first)) + " … " + readable(call.substr(call.size() - last));
+  return readable(call.substr(0, first)) + " ... " + readable(call.substr(call.size() - last));
 }
 
 }  // namespace jaxcoded
