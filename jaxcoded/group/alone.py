@@ -1,0 +1,52 @@
+"""Tasks that a launcher has started together, while MPI takes each for a job of its own."""
+
+import os
+from collections.abc import Mapping
+
+_MPIRUN = "with the mpirun of the MPI that mpi4py uses"
+# How many tasks a step has, of each launcher, and what makes them ranks of one job. The number of an allocation, such
+# as SLURM_NTASKS, says nothing: single processes and several jobs run in one.
+_TASKS = {
+    "SLURM_STEP_NUM_TASKS": "by `srun --mpi=pmix` (`srun --mpi=list` names what yours has)",
+    "FLUX_JOB_SIZE": "by `flux run -o pmi=pmix`",
+    "JSM_NAMESPACE_SIZE": "by the jsrun of the MPI that mpi4py uses",
+    **dict.fromkeys(
+        ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), _MPIRUN
+    ),
+}
+
+
+def warning() -> str:
+    """Return what to warn of on this rank; empty if nothing."""
+    from mpi4py import MPI
+
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # the numbers are those of its parents
+        return ""
+    return words(MPI.COMM_WORLD.size)
+
+
+def words(ranks: int, variables: Mapping[str, str] = os.environ) -> str:
+    """Return what to warn of where MPI has so many ranks; empty if a launcher has started as few, or none says.
+
+    mpirun may run in a step of more tasks, and neither says which of them is the inner one: so all
+    numbers must be larger. Whoever has a terminal starts single processes on purpose.
+
+    Example:
+        >>> from jaxcoded.group import alone
+        >>> alone.words(4, {"SLURM_STEP_NUM_TASKS": "4"})
+        ''
+    """
+    tasks = {
+        name: int(said)
+        for name in _TASKS
+        if (said := variables.get(name, "")).isascii() and said.isdigit()
+        if len(said) < 10
+    }
+    if not tasks or min(tasks.values()) <= ranks or os.isatty(0):
+        return ""
+    name, count = min(tasks.items(), key=lambda it: it[1])
+    return (
+        f"MPI has {ranks} rank{'s' * (ranks > 1)}, but {name}={count}: "
+        f"{'each task' if ranks == 1 else 'this part of the tasks'} trains alone. Start the program {_TASKS[name]}, or "
+        f"one `jaxcoded run -n {count}` in place of all tasks"
+    )
