@@ -17,8 +17,7 @@ import pytest
 from commands import main
 from launch import ROOT, limited, slowness
 
-from jaxcoded.cli import ends, launcher, places, rank
-from jaxcoded.cli.lines import whole
+from jaxcoded.cli import ends, launcher, lines, places, rank
 
 pytestmark = pytest.mark.mpi
 
@@ -159,23 +158,6 @@ def test_an_uncaught_error_ends_the_job(program):
     assert "jaxcoded run: the job failed with status 1" in said.stderr
     # what the rank that called MPI_Abort ends with is the launcher's affair
     assert re.search("^jaxcoded run: ranks? [01]", said.stderr, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("printed", "lines"),
-    [
-        (b"[0]<stdout>: a\0b\n", b"[0]<stdout>: ab\n"),
-        (b"[1]<stderr>: \0", b""),
-        (b"[1]<stderr>: \0text\n", b"[1]<stderr>: text\n"),
-        (b"[1]<stderr>: \0[2]<stderr>: x", b"[2]<stderr>: x\n"),
-        (b"prterun: [2]<stdout>\n", b"prterun: [2]<stdout>\n"),
-        (b"[0]<stdout>: [1]<stdout>: x\n", b"[0]<stdout>: [1]<stdout>: x\n"),
-        (b"[0]<stdout>: x[12]<stdout>: y", b"[0]<stdout>: x\n[12]<stdout>: y\n"),
-        (b"", b""),
-    ],
-)
-def test_lines_of_ranks(printed, lines):
-    assert whole(printed) == lines
 
 
 def test_the_output_of_a_job_that_a_rank_aborts_is_lines(program):
@@ -380,7 +362,7 @@ def test_whoever_reads_late_gets_all():
     program = (
         "job._GRACE = 0.1\n"
         "command = [sys.executable, '-c', 'for i in range(4000): print(i, 100 * chr(120))']\n"
-        "sys.exit(job.play(command, os.environ, whole_lines=True).status)"
+        "sys.exit(job.play(command, os.environ, marked=True).status)"
     )
     job = played(program, stdout=subprocess.PIPE, text=True)
     # nobody reads until its ranks are gone, and longer
@@ -463,7 +445,7 @@ def test_what_each_mpirun_is_told(fake):
 
     five = "mpirun (Open MPI) 5.0.11"
     crowded = ["--oversubscribe", "--bind-to", "none", "-n", "2"]
-    assert options(five) == [*crowded, "--output", "rank"]
+    assert options(five) == [*crowded, *lines.OPTIONS]
     assert options(five, fault_tolerant=True, named=False) == [
         *crowded,
         *("--with-ft", "ulfm"),

@@ -45,7 +45,7 @@ def play(
     ended: threading.Event | None = None,
     own_files: bool = True,
     output: IO[str] | None = None,
-    whole_lines: bool = False,
+    marked: bool = False,
 ) -> End:
     """Start a launcher, hand signals on to it, and wait for its end.
 
@@ -64,7 +64,7 @@ def play(
         own_files: whether it gets a directory of its own for temporary files, over which a later
             launcher would trip. Other hosts have none of that name.
         output: takes what it prints and what its errors say. Default: those of this process.
-        whole_lines: whether these get it as `jaxcoded.cli.lines` makes it.
+        marked: whether the launcher says whose output it is, for `jaxcoded.cli.lines` to hand it on.
     """
     name = f"{os.getpid()}.{secrets.token_hex(4)}"
     outer = environment.get(guardian.MARK)
@@ -87,14 +87,14 @@ def play(
                 os.mkdir(shared, 0o700)
                 settings[rank.SHARED_MEMORY] = shared
         # in a session of its own: a terminal would signal the ranks, too
-        to = subprocess.PIPE if whole_lines else output
+        to = subprocess.PIPE if marked else output
         process = subprocess.Popen(
             command, env=settings, start_new_session=True, stdout=to, stderr=to
         )
         watcher.watch(process.pid)
-        for number, pipe in ((1, process.stdout), (2, process.stderr)):
-            if pipe is not None:
-                stack.callback(lines.HandedOn(pipe, number).end, _GRACE)
+        if process.stdout and process.stderr:
+            handed_on = lines.HandedOn({1: process.stdout, 2: process.stderr})
+            stack.callback(handed_on.end, _GRACE)
         stack.callback(guardian.kill_all, name)
         late: list[bool] = []
         if ended is not None:

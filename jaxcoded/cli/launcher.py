@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxcoded.cli import lines
+
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
 # Of Open MPI's mpirun, where a host may be lost
@@ -123,7 +125,7 @@ class Launcher:
             if fault_tolerant:
                 out += ["--with-ft", "ulfm"]
             if named:
-                out += ["--output", "rank"] if self.major >= 5 else ["--tag-output"]
+                out += lines.OPTIONS if self.major >= 5 else ["--tag-output"]
             if hosts or hostfile:
                 out += [word for name in environment for word in ("-x", name)]
             flags = ("--host", "--hostfile")

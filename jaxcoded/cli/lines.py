@@ -1,60 +1,109 @@
-"""What ranks print, on its way through Open MPI's mpirun, which says whose it is: whole lines."""
+"""What ranks print, on its way through Open MPI's mpirun, which says piece by piece whose it is."""
 
 import contextlib
 import os
 import re
-import select
 import threading
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO
 
-_WHOSE = rb"\[[0-9]{1,9}\]<std(?:out|err)>: "
-# where a rank calls MPI_Abort it prints the zero byte at the end of its own words
-_NOTHING = re.compile(_WHOSE + rb"\0+(?=\[|\Z)")
-# what a rank has not ended by a newline is followed by another's; but a rank may print what a job of its own does
-_GLUED = re.compile(rb"(?!\A)(?<!>: )(?=" + _WHOSE + rb")")
+from jaxcoded.cli import output
+from jaxcoded.cli.display import File, Source, Terminal, size
+
+# The form in which mpirun hands on pieces as they come. Without "xml" it does not mark where a piece ends; without
+# "raw" it keeps a piece until its line ends. Ranks that others have started get no "jobid".
+OPTIONS = ["--output", "tag,xml:raw"]
+_PIECE = re.compile(
+    rb'<(stdout|stderr|stddiag)( (?:jobid|nspace)="[^"<>]*")?(?: rank="([0-9]{0,9})[^"<>]*")?[^<>]*>([^<]*)</\1>\n?'
+    rb"|</?[a-z]+run>\n"
+)
+# some versions write & as &ap;, and bytes beyond 127 as negative numbers
+_REFERENCE = re.compile(rb"&(?:(lt)|(gt)|(am?p)|#(-?[0-9]{1,9}));")
 
 
-def whole(line: bytes) -> bytes:
-    """What mpirun has made of a line, as a line of each rank.
+def pieces(line: bytes) -> Iterator[tuple[Source, bytes]]:
+    """What mpirun has made of what ranks have written, as they have written it.
 
     Example:
-        >>> from jaxcoded.cli.lines import whole
-        >>> whole(b"[2]<stdout>: half of [0]<stdout>: a line")
-        b'[2]<stdout>: half of \\n[0]<stdout>: a line\\n'
+        >>> from jaxcoded.cli.lines import pieces
+        >>> _, piece, _ = pieces(b'<stdout jobid="1" rank="2">1 &lt; 2&#010;</stdout>\\n')
+        >>> piece
+        (Source(rank=2, stream='stdout', named=True), b'1 < 2\\n')
     """
-    line = _NOTHING.sub(b"", line).replace(b"\0", b"")
-    line = _GLUED.sub(b"\n", line)
-    return line + b"\n" if line and not line.endswith(b"\n") else line
+    end, mpirun = 0, Source(-1, "", False)
+    for found in _PIECE.finditer(line):
+        yield mpirun, line[end : found.start()]
+        end = found.end()
+        stream, named, rank, text = found.groups(b"")
+        source = Source(int(rank or -1), stream.decode(), bool(named))
+        # the rank of what mpirun says itself says nothing
+        yield mpirun if stream == b"stddiag" else source, _REFERENCE.sub(_byte, text)
+    yield mpirun, line[end:]
+
+
+def _byte(reference: re.Match[bytes]) -> bytes:
+    less, greater, _, number = reference.groups()
+    if number:
+        return bytes([int(number) & 255])
+    return b"<" if less else b">" if greater else b"&"
 
 
 class HandedOn:
-    """The lines that come are written to a file descriptor, while somebody reads it.
+    """The pieces that come are handed on, while somebody reads them.
 
     Args:
-        pipe: from which they come.
-        to: where they are written.
+        pipes: from which they come, by the file descriptor to which each belongs.
     """
 
-    def __init__(self, pipe: IO[bytes], to: int) -> None:
-        self._pipe, self._to = pipe, to
-        self._writes = False
-        self._thread = threading.Thread(target=self._hand_on, daemon=True)
-        self._thread.start()
-
-    def _hand_on(self) -> None:
-        with self._pipe, contextlib.suppress(OSError):
-            for line in self._pipe:
-                left = whole(line)
-                self._writes = True
-                while left:
-                    select.select([], [self._to], [])  # others may have it not block
-                    with contextlib.suppress(BlockingIOError):
-                        left = left[os.write(self._to, left) :]
-                self._writes = False
+    def __init__(self, pipes: Mapping[int, IO[bytes]]) -> None:
+        shown = _displays(pipes)
+        self._reads = {
+            threading.Thread(target=_read, args=(pipe, shown[to]), daemon=True): shown[
+                to
+            ]
+            for to, pipe in pipes.items()
+        }
+        for thread in self._reads:
+            thread.start()
 
     def end(self, seconds: float) -> None:
         """Wait until all is written, however long whoever reads it takes; but no longer than this for more, as
-        what mpirun has started on other hosts may keep the pipe open."""
-        self._thread.join(seconds)
-        while self._thread.is_alive() and self._writes:
-            self._thread.join(seconds)
+        what mpirun has started on other hosts may keep a pipe open."""
+        for thread, display in self._reads.items():
+            thread.join(seconds)
+            while thread.is_alive() and display.busy():
+                thread.join(seconds)
+        for display in set(self._reads.values()):
+            display.end()
+
+
+def _read(pipe: IO[bytes], display: File) -> None:
+    with pipe, contextlib.suppress(OSError):
+        for line in pipe:
+            for source, data in pieces(line):
+                # where a rank calls MPI_Abort it prints the zero byte at the end of its own words, and mpirun adds others
+                if data := data.replace(b"\0", b""):
+                    display.add(source, data)
+
+
+def _displays(files: Iterable[int]) -> dict[int, File]:
+    """One for each file, as standard output and standard error may be the same one."""
+    names = {it: (os.fstat(it).st_dev, os.fstat(it).st_ino) for it in files}
+    shown: dict[tuple[int, int], File] = {}
+    for number, name in names.items():
+        if name not in shown:
+            alone = len(set(names.values())) == 1
+            shown[name] = (
+                Terminal(number, alone) if output.is_terminal(number) else File(number)
+            )
+    return {number: shown[name] for number, name in names.items()}
+
+
+def variables(ranks: int) -> dict[str, str]:
+    """What tells so many ranks how wide and how high the terminal is, if there is one."""
+    for number in (1, 2):
+        if output.is_terminal(number) and not {"COLUMNS", "LINES"} & {*os.environ}:
+            width, height = size(number)
+            width -= len(Source(ranks - 1, "stderr", True).prefix)
+            return {"COLUMNS": str(max(1, width)), "LINES": str(height)}
+    return {}

@@ -120,6 +120,12 @@ def show(what: RenderableType) -> None:
     print(*map(str.rstrip, capture.get().splitlines()), sep="\n")
 
 
+def is_terminal(number: int) -> bool:
+    """Whether a file descriptor is a terminal on which a cursor can be moved."""
+    plain = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return os.isatty(number) and not plain and _OPEN_MPI not in os.environ
+
+
 def _console() -> Console:
     # made anew: standard output may be another one than at the last time
     terminal = sys.stdout.isatty() and _OPEN_MPI not in os.environ

@@ -3,7 +3,8 @@
     jaxcoded run -n 4 train.py --steps 100
 
 Where there are more ranks than cores they take turns, and each computes with as many threads as it
-has cores. The GPUs of a host are divided among its ranks. Every line of output begins with its rank.
+has cores. The GPUs of a host are divided among its ranks. Every line of output begins with its rank,
+and a terminal shows progress bars of ranks below each other.
 No process of the job is left on this host when it is over, nor memory that ranks share with Open MPI: also when this
 command is killed.
 docs/faults.md tells what a job survives that was started with --ft.
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 import click
 
 from jaxcoded import _format, _require
-from jaxcoded.cli import ends, job, launcher, places, rank, reaching
+from jaxcoded.cli import ends, job, launcher, lines, places, rank, reaching
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -109,6 +110,9 @@ def command(
         given |= {rank.TAKES_IN: "1", **launcher.TAKES_IN}
     if fault_tolerant and on_error == "go-on":
         given[rank.GOES_ON] = "1"
+    marked = not plain and chosen.mpi == launcher.OPEN_MPI
+    if marked:
+        given = lines.variables(ranks) | given
     with ends.listening(ranks, where.names, sure=where.sure) as heard:
         words, environment = launcher.command(
             chosen,
@@ -133,7 +137,7 @@ def command(
             seconds=timeout,
             ended=heard.of_job,
             own_files=not where.away,
-            whole_lines=not plain and chosen.mpi == launcher.OPEN_MPI,
+            marked=marked,
         )
     # which MPICH does not always tell, nor Open MPI where it has lost its daemons
     status = end.status or heard.failure
