@@ -680,15 +680,14 @@ def _family(plan: Plan, rank: int, delegating: Container[int]) -> Any:
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
+    """``compares``: whether parents compare messages, which leaves must know, too."""
     coding = plan.codings[rank]
-    if coding is None:
-        return _engine.Decoder()
-    code = coding.code
-    decoder = _decoder_of(code)
-    if compares:
-        checks = code.parity_checks if rank in plan.checked else code.parity_checks[:0]
+    code = None if coding is None else coding.code
+    decoder = _engine.Decoder() if code is None else _decoder_of(code)
+    if compares and plan.size > 1:
+        checks = code.parity_checks.tolist() if code and rank in plan.checked else []
         children = plan.coded_children(rank)
-        decoder.check(checks.tolist(), [_below(plan, child) for child in children])
+        decoder.check(checks, [_below(plan, child) for child in children])
     return decoder
 
 

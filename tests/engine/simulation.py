@@ -320,6 +320,7 @@ class World:
         self.requests = []  # (asker, source, what, round, piece, version)
         self.answers = []  # the same and the data
         self.running = [None] * plan.size
+        self.given_back = [()] * plan.size  # the memory of each rank's latest call
         self.ends = [{} for _ in range(plan.size)]
         self.results = {}  # bytes of each round's result
         self.seen = {}  # pieces of results that were fetched, by round and version
@@ -398,9 +399,6 @@ class World:
         if source in self.dead or self.wires[source].valid[what] > round:
             return None
         data = self.nodes[source].read(what, round, piece, version)
-        if what == SECTION and data is None:
-            # it forms it anew: whoever reads the old one is told in time
-            return ctypes.string_at(address, size)
         assert data is not None, (
             f"rank {source} changed {what, round} before it withdrew it"
         )
@@ -437,14 +435,11 @@ class World:
         return layout(running.message, self.piece_bytes(running.call), slices)[piece]
 
     def _check_message(self, source, round, piece, data):
-        running, root = self.running[source], self.nodes[self.plan.root]
-        decided = root.next_round() > round or (
-            self.plan.slices_above[source] == 1
-            and root.read(RESULT, round, piece) is not None
-        )
-        # What is decided is not needed any more, and the result may lie in its place.
-        if decided or self.skips or self.deviations or running.call.erased:
+        # What is decided is not needed any more, and the result may lie in its place: but
+        # where messages are compared, nobody may read it.
+        if not self.compares and self._is_decided(source, round, piece):
             return
+        running = self.running[source]
         segment, offset, _size = self._place(running, piece)
         dtype = running.own[segment].dtype
         actual = np.frombuffer(data, dtype)
@@ -452,6 +447,13 @@ class World:
             self.plan, source, segment, offset // dtype.itemsize, actual
         )
         assert right, (source, round, piece)
+
+    def _is_decided(self, source, round, piece):
+        root = self.nodes[self.plan.root]
+        return root.next_round() > round or (
+            self.plan.slices_above[source] == 1
+            and root.read(RESULT, round, piece) is not None
+        )
 
     # What ranks do.
 
@@ -531,6 +533,8 @@ class World:
         """See whether a rank's call has ended, and with what."""
         running, node = self.running[rank], self.nodes[rank]
         if running is None or node.outcome() == PENDING:
+            for array in self.given_back[rank]:
+                assert (array == 255).all(), f"rank {rank} writes after its call"
             return
         self.running[rank] = None
         end = End(node.outcome(), node.error())
@@ -542,9 +546,11 @@ class World:
         if end.outcome != DESYNCHRONIZED and every and (running.round + 1) % every == 0:
             state = self.state(running.round + 1)
             self.nodes[rank].keep_state(running.round + 1, state)
-        # Nobody relies on the caller's memory any more.
-        for array in (*running.own, *running.out):
-            array.view(np.uint8)[:] = 255
+        # Nobody relies on the caller's memory any more, and nobody writes to it.
+        arrays = [array.view(np.uint8) for array in (*running.own, *running.out)]
+        for array in arrays:
+            array[:] = 255
+        self.given_back[rank] = arrays
 
     def _check_result(self, rank, running):
         where = rank, running.round

@@ -82,10 +82,22 @@ void Node::lack_memory() {
   const std::string text = "CodedError: rank " + std::to_string(family_.rank) + " has too little memory for this call";
   if (root()) return decide_error(text);
   if (next_ == frontier_ && (announced_.contains(next_) || history_.find(next_))) return decide_alone(text);
-  if (std::exchange(up_.call.skipped, true)) return;
-  abandon_sections();
-  withdraw(Object::What::message, next_ + 1);
+  if (up_.call.skipped) return;
+  stop_contributing();
   alert(next_, text);
+}
+
+// Neither this rank's vectors nor what it forms from them are used in this round any more.
+void Node::stop_contributing() {
+  withdraw(Object::What::message, next_ + 1);
+  if (!std::exchange(up_.call.skipped, true)) abandon_sections();
+}
+
+// Once the root has the whole sum, the result may go where this rank's vectors are. Whoever compares messages,
+// here or further up, must not take what is left of them for this rank's message. Where messages are compared,
+// the root tells of no part of a sum before it has all of it.
+void Node::stop_contributing_to_what_is_decided() {
+  if (!root() && calling() && decoder_.checked() && newest_ >= next_) stop_contributing();
 }
 
 void Node::begin(Call call) {
@@ -283,6 +295,7 @@ bool Node::is_over(Round round) const {
 }
 
 bool Node::advance() {
+  stop_contributing_to_what_is_decided();
   const bool more_sections = form();
   const bool more_up = gather();
   const bool more_down = follow();
@@ -503,6 +516,7 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
   const bool of_own = object.what == Object::What::own;
   if (of_own || object.what == Object::What::message) {
     if (!calling() || object.round != next_ || piece >= up_.outgoing.size()) return std::nullopt;
+    if (first_valid_[static_cast<std::size_t>(object.what)] > object.round) return std::nullopt;
     const bool delegates = root() || up_.delegated;
     const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);  // of theirs
     const bool offered = of_own ? delegates && adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;

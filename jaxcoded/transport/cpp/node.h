@@ -338,6 +338,8 @@ class Node {
   bool too_few_left(std::uint32_t piece);
   void go_without_sum();
   void fail(const std::string& text);
+  void stop_contributing();
+  void stop_contributing_to_what_is_decided();
   void watch_for_stalls();
   bool as_a_whole() const { return pinned() || up_.call.shared || (sums_blocks() && approximates()); }
   void append_vectors(Message& message, bool inline_them) const;
