@@ -17,7 +17,7 @@ import pytest
 from commands import main
 from launch import ROOT, limited, slowness
 
-from jaxcoded.cli import ends, launcher, lines, places, rank
+from jaxcoded.cli import ends, launcher, places, rank
 
 pytestmark = pytest.mark.mpi
 
@@ -358,6 +358,18 @@ def test_a_signal_that_is_ignored_stays_so():
     assert played(program).wait(60 * slowness()) == 5
 
 
+def test_mpirun_for_work_on_the_project_needs_no_package():
+    """Any Python runs it, with a time limit too."""
+    job = subprocess.run(
+        [sys.executable, "-I", "-S", ROOT / "scripts" / "mpirun", "--version"],
+        env=limited(60),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.search("MPI|HYDRA", job.stdout)
+
+
 def test_whoever_reads_late_gets_all():
     program = (
         "job._GRACE = 0.1\n"
@@ -445,7 +457,7 @@ def test_what_each_mpirun_is_told(fake):
 
     five = "mpirun (Open MPI) 5.0.11"
     crowded = ["--oversubscribe", "--bind-to", "none", "-n", "2"]
-    assert options(five) == [*crowded, *lines.OPTIONS]
+    assert options(five) == [*crowded, "--output", "tag,xml:raw"]
     assert options(five, fault_tolerant=True, named=False) == [
         *crowded,
         *("--with-ft", "ulfm"),

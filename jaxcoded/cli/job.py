@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
-from jaxcoded.cli import guardian, lines, rank
+from jaxcoded.cli import guardian, rank
 
 TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
 _GRACE = guardian.GRACE  # seconds for mpirun to end it
@@ -93,6 +93,9 @@ def play(
         )
         watcher.watch(process.pid)
         if process.stdout and process.stderr:
+            # here, as any Python can run scripts/mpirun, which needs no such package as rich
+            from jaxcoded.cli import lines
+
             handed_on = lines.HandedOn({1: process.stdout, 2: process.stderr})
             stack.callback(handed_on.end, _GRACE)
         stack.callback(guardian.kill_all, name)

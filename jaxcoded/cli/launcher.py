@@ -10,8 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxcoded.cli import lines
-
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
 # Of Open MPI's mpirun, where a host may be lost
@@ -40,6 +38,11 @@ _KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
 # Whether XLA divides an operation among threads. PJRT_NPROC is how many it has: at least two, one of which
 # may wait for a round. With one alone, two groups that two threads of Python call could wait for ever.
 _ONE_THREAD = "xla_cpu_multi_thread_eigen"
+
+# With these Open MPI 5 hands on what ranks print in pieces as they come, for `jaxcoded.cli.lines`. Without "xml" it does
+# not mark where a piece ends; without "raw" it keeps a piece until its line ends. Ranks that others have started get no
+# "jobid".
+_PIECES = ["--output", "tag,xml:raw"]
 
 # Variables of the user that ranks on other hosts are to have, too.
 _HANDED_ON = ("JAX", "XLA_")
@@ -125,7 +128,7 @@ class Launcher:
             if fault_tolerant:
                 out += ["--with-ft", "ulfm"]
             if named:
-                out += lines.OPTIONS if self.major >= 5 else ["--tag-output"]
+                out += _PIECES if self.major >= 5 else ["--tag-output"]
             if hosts or hostfile:
                 out += [word for name in environment for word in ("-x", name)]
             flags = ("--host", "--hostfile")

@@ -10,9 +10,6 @@ from typing import IO
 from jaxcoded.cli import output
 from jaxcoded.cli.display import File, Source, Terminal, size
 
-# The form in which mpirun hands on pieces as they come. Without "xml" it does not mark where a piece ends; without
-# "raw" it keeps a piece until its line ends. Ranks that others have started get no "jobid".
-OPTIONS = ["--output", "tag,xml:raw"]
 _PIECE = re.compile(
     rb'<(stdout|stderr|stddiag)( (?:jobid|nspace)="[^"<>]*")?(?: rank="([0-9]{0,9})[^"<>]*")?[^<>]*>([^<]*)</\1>\n?'
     rb"|</?[a-z]+run>\n"
