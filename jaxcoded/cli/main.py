@@ -85,7 +85,9 @@ def _ended(run: Callable[[], Any], given: list[str]) -> NoReturn:
         _fail(given, "interrupted", _INTERRUPTED)
     except ValueError as error:
         # Python and NumPy raise others than ValueError itself, such as UnicodeEncodeError
-        _fail(given, str(error), _USAGE if type(error) is ValueError else _FAILURE)
+        kind = type(error)
+        ours = kind is ValueError or kind.__module__.startswith("jaxcoded.")
+        _fail(given, str(error), _USAGE if ours else _FAILURE)
     except BrokenPipeError:  # nobody reads on
         sys.stdout = sys.stderr
         sys.exit(_FAILURE)
