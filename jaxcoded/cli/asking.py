@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from jaxcoded import _parse, _require
-from jaxcoded.cli import job, launcher, output, places, reaching
+from jaxcoded.cli import job, launcher, misfits, output, places, reaching
 
 _SECONDS = 120.0
 _MARK = "jaxcoded answers "  # the line may stand among what others print
@@ -78,6 +78,8 @@ def answered(
         if end.too_long
         else f"failed with status {end.status}"
     )
+    if why := misfits.blame(mpirun):
+        raise NoAnswer(f"{ranks} ranks {words}: {why[0]}", why[1])
     remedy = "mend what that says; docs/troubleshooting.md goes by symptoms"
     if where.asked:
         remedy += ", and docs/several-hosts.md tells what several hosts need"

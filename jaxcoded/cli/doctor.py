@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from jaxcoded import _format, _require
-from jaxcoded.cli import asking, findings, launcher, machine, output, places
+from jaxcoded.cli import asking, findings, launcher, machine, misfits, output, places
 from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding
 
 _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.cli.trial"]
@@ -62,6 +62,9 @@ def _tried(
             raise asking.unreadable(ranks, everything)
     except asking.NoAnswer as failure:
         yield Finding("ranks", BAD, failure.found, failure.remedy)
+        if kinds := misfits.suspects():
+            words = f"MPI and mpirun read {misfits.listed(kinds.values())}"
+            yield Finding("variables", NOTE, words, "try without them")
         return
     yield from _of_ranks(ranks, everything)
 

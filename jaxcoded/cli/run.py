@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import click
 
 from jaxcoded import _format, _require
-from jaxcoded.cli import ends, job, launcher, lines, places, rank, reaching
+from jaxcoded.cli import ends, job, launcher, lines, misfits, places, rank, reaching
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -143,6 +143,9 @@ def command(
     status = end.status or heard.failure
     limit = timeout if end.too_long else None
     first = _words(chosen, status, fault_tolerant, limit, heard.heard_any, where.asked)
+    failed = status and status - 128 not in signal.valid_signals()
+    if failed and (why := misfits.blame(chosen, begun=bool(heard.begun))):
+        first += f"; {': '.join(why)}"
     if end.stopped:
         first += f"; stopped, as by SIGSTOP: {_format.ranks(end.stopped)}"
     if as_json:

@@ -1,0 +1,142 @@
+"""Variables of other MPIs and of other jobs: `run` and `doctor` name those with which MPI does not start."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from commands import main
+from launch import ROOT, limited, slowness
+
+from jaxcoded.cli import launcher, misfits
+
+MPIRUN = launcher.Launcher("mpirun", launcher.OPEN_MPI, 5)
+
+
+@pytest.fixture
+def nothing_set(monkeypatch):
+    for names in misfits.suspects().values():
+        for name in names:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def starts(nothing_set, monkeypatch):
+    """MPI starts unless all variables of one of these sets are there; and how often it was tried."""
+    wrong, tried = [], []
+
+    def start(_, without):
+        tried.append(without)
+        there = {it for names in misfits.suspects().values() for it in names}
+        return not any(names <= there - {*without} for names in wrong)
+
+    monkeypatch.setattr(misfits, "_starts", start)
+    return wrong, tried
+
+
+def test_nothing_is_tried_where_nothing_is_set(starts, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert misfits.blame(MPIRUN) is None and not starts[1]
+    monkeypatch.setenv("SLURM_JOB_ID", "3")  # which ranks that run do not read
+    assert misfits.blame(MPIRUN, begun=True) is None and not starts[1]
+
+
+def test_nothing_is_blamed_where_mpi_starts_or_starts_with_none(starts, monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_pml", "ucx")
+    assert misfits.blame(MPIRUN) is None
+    starts[0].append(set())
+    assert misfits.blame(MPIRUN) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found", "unset"),
+    [
+        ([{"OMPI_MCA_pml"}], "OMPI_MCA_pml=ucx", "OMPI_MCA_pml"),
+        (
+            [{"UCX_TLS"}, {"OPAL_PREFIX"}],
+            "OPAL_PREFIX=/o, UCX_TLS=rc",
+            "OPAL_PREFIX UCX_TLS",
+        ),
+        (
+            [{"PBS_JOBID", "PBS_NODEFILE"}],
+            "PBS_JOBID=3, PBS_NODEFILE=/none",
+            "${!PBS_*}, if this is no part of that job",
+        ),
+        (
+            [{"OMPI_MCA_pml", "UCX_TLS"}],  # only together
+            "OMPI_MCA_pml=ucx, OPAL_PREFIX=/o, PBS_JOBID=3, PBS_NODEFILE=/none, UCX_TLS=rc",
+            "OMPI_MCA_pml OPAL_PREFIX ${!PBS_*} UCX_TLS, if this is no part of that job",
+        ),
+    ],
+)
+def test_those_that_are_wrong_are_named(wrong, found, unset, starts, monkeypatch):
+    given = {"OMPI_MCA_pml": "ucx", "UCX_TLS": "rc", "OPAL_PREFIX": "/o"}
+    given |= {"PBS_JOBID": "3", "PBS_NODEFILE": "/none", "HOME": "/x"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    starts[0].extend(wrong)
+    said = f"MPI does not start with {found} in the environment, and does without"
+    assert misfits.blame(MPIRUN) == (said, f"unset {unset}")
+
+
+def test_a_scheduler_has_many(nothing_set, monkeypatch):
+    for number in range(6):
+        monkeypatch.setenv(f"SLURM_{number}", "x")
+    shown = misfits.listed(misfits.suspects().values())
+    assert shown == "SLURM_0=x, SLURM_1=x, SLURM_2=x, SLURM_3=x, 2 more of SLURM"
+
+
+@pytest.fixture
+def open_mpi(nothing_set):
+    if launcher.found(limited(10).get("JAXCODED_MPIRUN")).mpi != launcher.OPEN_MPI:
+        pytest.skip("the variables are those of Open MPI")
+
+
+def run(program, **variables):
+    # mpirun does not always end after a rank that has failed in MPI's start
+    limit = f"--timeout={20 * slowness():.0f}"
+    return subprocess.run(
+        [sys.executable, "-m", "jaxcoded", "run", "-n", "2", limit, program],
+        env=limited(60) | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("setting", ["btl=openib", "pml=none"])
+@pytest.mark.timeout(900)
+def test_run_names_a_setting_of_another_build(setting, open_mpi, tmp_path):
+    """And no other one, such as those that this MPI does not know and ignores."""
+    path = tmp_path / "program.py"
+    path.write_text("from mpi4py import MPI\n")
+    name, _, value = setting.partition("=")
+    wrong = {f"OMPI_MCA_{name}": value, "OMPI_MCA_btl_openib_allow_ib": "1"}
+    job = run(path, **wrong)
+    assert job.returncode
+    words = f"MPI does not start with OMPI_MCA_{setting} in the environment, and does"
+    assert f"{words} without: unset OMPI_MCA_{name}\n" in job.stderr
+
+
+@pytest.mark.mpi
+def test_run_blames_no_variable_for_an_error_of_the_program(open_mpi, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("from mpi4py import MPI\nraise SystemExit(3)\n")
+    job = run(path, OMPI_MCA_btl_openib_allow_ib="1")
+    assert job.returncode == 3 and "does not start" not in job.stderr
+
+
+@pytest.mark.mpi
+def test_doctor_names_the_job_that_is_over(open_mpi, capfd, monkeypatch):
+    """And lists what else is set."""
+    old = {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "3", "PBS_NODEFILE": "/none"}
+    for name, value in {**old, "OMPI_MCA_btl_openib_allow_ib": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "-n", "2", "--json"]) == 1
+    found = {it["about"]: it for it in json.loads(capfd.readouterr().out)}
+    listed = "PBS_ENVIRONMENT=PBS_BATCH, PBS_JOBID=3, PBS_NODEFILE=/none"
+    assert f"MPI does not start with {listed} in" in found["ranks"]["found"]
+    assert found["ranks"]["remedy"].startswith("unset ${!PBS_*}")
+    assert f"OMPI_MCA_btl_openib_allow_ib=1, {listed}" in found["variables"]["found"]
