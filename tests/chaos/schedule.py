@@ -23,8 +23,9 @@ CODED = ("host", "host", "jit", "ahead", "gradient", "started")
 SHARED = ("shared", "blocks")
 SKIPPING = ("host", "jit", "started")
 FLIPPING = ("host", "jit")
+DONATING = "ahead"
 # Faults that leave no rank that lives without coming: who compares messages waits for all of them.
-PASSING = ("sleep", "stop", "kill", "leave", "skip")
+PASSING = ("sleep", "stop", "kill", "offer", "leave", "skip")
 LAST_ERROR = 3  # steps after one
 # How often ranks join, for which JAX takes seconds to start, and how often where so few are left.
 JOIN, JOIN_FEW, FEW = 0.06, 0.3, 7
@@ -34,6 +35,9 @@ IN_VAIN = 0.35  # how often they do not at first
 # `Shrink` afterwards, in which Open MPI may crash ranks that live.
 STARTING = 0.5
 WIDTHS = (50, 50, 3000, 3000, 40_000)
+# On both sides of what comes along with an offer, on one host and from another, and of a piece.
+NEAR = (128, 129, 256, 257, 4096, 4097, 8192, 8193, 32_768, 32_769)
+LATE = 0.3  # seconds for which a parent sleeps while a child announces its message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Fault:
     """What befalls a rank.
 
     Attributes:
-        kind: "sleep"; "stop" (SIGSTOP, and later SIGCONT); "kill" (SIGKILL); "loop" and "lock",
+        kind: "sleep"; "stop" (SIGSTOP, and later SIGCONT); "kill" (SIGKILL); "offer" (the same once it has
+            announced its message, which its parent, asleep, has not fetched); "loop" and "lock",
             endless loops of the program, the latter with Python's lock, in which it is killed
             later; "exit" (it leaves the program, and is killed while it waits for the others);
             "leave" (SIGTERM, of which it leaves in order); "cut" (the cable of its host is cut, and
@@ -68,7 +73,7 @@ class Fault:
         return f"rank {self.rank}: {self.kind} in step {self.step}{delay}{length}"
 
 
-FATAL = ("kill", "loop", "lock", "exit", "leave")
+FATAL = ("kill", "offer", "loop", "lock", "exit", "leave")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +260,7 @@ def schedule(seed: int, ranks: int, *, hosts: bool = False) -> Schedule:
     out = dataclasses.replace(out, phases=tuple(phases))
     if not hosts:
         out = _with_joins(random.Random(f"{seed} {ranks} joins"), out)
+    out = _with_offers(random.Random(f"{seed} {ranks} offers"), out)
     return _with_flips(random.Random(f"{seed} {ranks} flips"), out)
 
 
@@ -308,17 +314,42 @@ def _with_join(
     return dataclasses.replace(out, faults=tuple(faults))
 
 
+def _with_offers(rng: random.Random, of: Schedule) -> Schedule:
+    """The same, where some of those that are killed have announced messages that nobody has fetched."""
+    phases: list[Phase] = []
+    for phase in of.phases:
+        plan, faults = of.plan(len(phase.living)), []
+        moved = any(it.root_dies for it in phases)
+        ends = {it.rank: it.step for it in phase.faults if it.kind in FATAL}
+        for it in phase.faults:
+            killed = it.kind == "kill" and it.step <= phase.steps and not moved
+            parent = plan.parents[phase.living.index(it.rank)] if killed else -1
+            if parent >= 0 and rng.random() < 0.5:
+                above = phase.living[parent]
+                if it.step < ends.get(above, math.inf):
+                    it = dataclasses.replace(it, kind="offer", delay=0.0)
+                    faults.append(Fault("sleep", above, it.step, 0.0, LATE))
+            faults.append(it)
+        faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+        phases.append(dataclasses.replace(phase, faults=tuple(faults)))
+    offers = any(it.kind == "offer" for phase in phases for it in phase.faults)
+    width = rng.choice(NEAR) if offers else of.width
+    return dataclasses.replace(of, width=width, phases=tuple(phases))
+
+
 def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
     """The same with flipped bits, and a group that looks for them, where it has what it takes: in each
-    step in which one is flipped its sum could do without that rank."""
+    step in which one is flipped its sum could do without that rank. Where vectors are donated none is, and
+    nobody is to be accused."""
     kinds = {it.kind for phase in of.phases for it in phase.faults}
-    if of.way not in FLIPPING or not of.waits or kinds - set(PASSING):
+    ways = (*FLIPPING, DONATING)
+    if of.way not in ways or not of.waits or kinds - set(PASSING):
         return of
     phases: list[Phase] = []
     for phase in of.phases:
         plan, faults = of.plan(len(phase.living)), list(phase.faults)
         moved = any(it.root_dies for it in phases)
-        number = 0 if moved else rng.randint(0, 2)
+        number = 0 if moved or of.way == DONATING else rng.randint(0, 2)
         for step in rng.sample(range(1, phase.steps + 1), number):
             rank = rng.randrange(1, plan.size)
             missing = [
