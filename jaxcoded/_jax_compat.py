@@ -6,7 +6,8 @@ imported.
 
 import importlib
 import logging
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -52,6 +53,7 @@ mlir = _module(
     "jax.interpreters.mlir", "LoweringRuleContext", "lower_fun", "register_lowering"
 )
 apply_primitive = _found("jax.interpreters.xla", "apply_primitive")
+_nan_check = _found("jax._src.api_util", "maybe_recursive_nan_check")
 
 _trace_ctx = _found("jax._src.core", "trace_ctx")
 _runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
@@ -97,6 +99,50 @@ def keep_results_of(effect: type) -> None:
     """Under ``jax.checkpoint``, whatever the policy, results of operations with such an
     effect are kept: they are never run again."""
     _remat_allowed_effects.add_type(effect)
+
+
+def runs_again() -> bool:
+    """Whether JAX runs a compiled function again, without ``jit``, as ``jax_debug_nans`` or
+    ``jax_debug_infs`` has found a NaN or an infinity in its results."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _nan_check.__code__:
+            return True
+    return False
+
+
+def check_not_again(call: Any) -> None:
+    """Raise if JAX `runs_again` a call in which other ranks take part, and they do not.
+
+    Args:
+        call: what to call it in the error; ``None`` of one that is this rank's own.
+
+    Raises:
+        FloatingPointError: it does. JAX hands it on to whoever called the compiled function.
+    """
+    if call is not None and runs_again():
+        raise FloatingPointError(
+            "jax_debug_nans, or jax_debug_infs, has found NaN or infinities in the results of a compiled "
+            "function, and JAX runs it again to see where they come from. What ranks do together is done once: this rank "
+            f"stops before it calls again {call}. Nothing before that call is NaN or infinite: its result is, as some "
+            "rank hands in such numbers, or what is computed from it. Check both on all ranks with jnp.isfinite"
+        )
+
+
+def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
+    """Outside of programs an operation is a program of its own, but not where JAX `runs_again`.
+
+    Args:
+        primitive: the operation.
+        call: of its parameters, what `check_not_again` takes.
+    """
+
+    def run(*operands: Any, **params: Any) -> Any:
+        check_not_again(call(**params))
+        return apply_primitive(primitive, *operands, **params)
+
+    primitive.def_impl(run)
 
 
 def never_drop(primitive: Any) -> None:

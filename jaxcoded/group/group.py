@@ -625,7 +625,7 @@ class CodedGroup:
         Raises:
             ValueError: ``every`` is not an integer ≥ 1.
             CodedError: this rank has not got what the new root has, see `alike`.
-            TypeError: a leaf is not an array of numbers.
+            TypeError: a leaf is not an array of numbers or random keys.
         """
         check_open(self)
         check_alike(self)
@@ -1103,11 +1103,14 @@ class CodedGroup:
         """Remember an error in this rank's arguments, which keeps it from a round.
 
         Other ranks may be in that round already. They hear of the error when this rank
-        begins its next one; if all ranks erred, all go on.
+        begins its next one; if all ranks erred, all go on. What JAX runs again, to find
+        where a NaN comes from, has had its round.
         """
         try:
             yield
         except Exception as error:
+            if _jax_compat.runs_again():
+                raise
             self.transport.note_failure(f" after {_require.kind(error)} in {call}")
             raise
 

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.ffi import ffi_lowering, register_ffi_target
 
 from jaxcoded import _jax_compat
-from jaxcoded._jax_compat import ShapedArray, ad, apply_primitive, batching, mlir
+from jaxcoded._jax_compat import ShapedArray, ad, batching, mlir
 from jaxcoded.transport.base import Collective
 from jaxcoded.transport.devices import PATIENCE, Devices, check
 from jaxcoded.transport.order import ORDER
@@ -102,7 +102,6 @@ class Together(NamedTuple):
 
 call_p = Primitive("coded_engine_call")
 call_p.multiple_results = True
-call_p.def_impl(functools.partial(apply_primitive, call_p))
 _jax_compat.never_drop(call_p)
 
 
@@ -132,6 +131,16 @@ def call(
         attributes=tuple(attributes.items()),
     )
     return (out, None) if token is None else (out[1:], out[0])
+
+
+def _with_others(target: str, collective: Collective | None, **_: Any) -> str | None:
+    """What the other ranks take part in, in words, if they do."""
+    if target in ("jaxcoded_lag", "jaxcoded_computed"):
+        return None
+    return "coded_allreduce_done" if collective is None else collective.signature
+
+
+_jax_compat.compile_alone(call_p, _with_others)
 
 
 @call_p.def_effectful_abstract_eval
@@ -177,6 +186,7 @@ def _lowering(
     platform: str,
 ) -> Any:
     check(ctx, devices, platform)
+    _jax_compat.check_not_again(_with_others(target, collective))
     values: dict[str, Any] = {name: np.int64(value) for name, value in attributes}
     if collective is not None:
         values |= _attributes(collective, target)

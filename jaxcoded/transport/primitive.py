@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jaxcoded import _jax_compat
-from jaxcoded._jax_compat import ShapedArray, ad, apply_primitive, batching, mlir
+from jaxcoded._jax_compat import ShapedArray, ad, batching, mlir
 from jaxcoded.transport import ending
 from jaxcoded.transport.order import ORDER
 
@@ -174,7 +174,7 @@ def run(
 
 round_p = Primitive("coded_round")
 round_p.multiple_results = True
-round_p.def_impl(functools.partial(apply_primitive, round_p))
+_jax_compat.compile_alone(round_p, lambda spec, **_: spec)
 
 
 def _split(operands: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
@@ -205,6 +205,7 @@ def _carry(
     vectors, rest = _split(operands, extras.num_leaves + tokened)
     if transposed:
         return vectors
+    _jax_compat.check_not_again(spec)
     its = jax.tree.unflatten(extras, rest[: extras.num_leaves])
     out, token = spec.carry(vectors, its, rest[-1] if tokened else None)
     return out if token is None else [*out, token]

@@ -1,0 +1,94 @@
+"""With ``jax_debug_nans`` JAX runs a step again where it finds NaN: but not its rounds, as the other ranks
+would not make them again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only, redundant
+from together import wait_for_all
+
+import jaxcoded
+
+pytestmark = engine_only
+EXAMPLES, BATCH = 60, 12
+X = np.random.default_rng(0).normal(size=(EXAMPLES, 3))
+
+
+@pytest.fixture(params=["code", "shared"])
+def own(request, comm, transport):
+    how = {"code": "shared(replicas=1, blocks=2)"} if request.param == "shared" else {}
+    with (
+        jax.debug_nans(True),
+        jaxcoded.CodedGroup(comm, stragglers=int(SIZE > 2), **how) as group,
+    ):
+        yield group
+
+
+def errors(comm, group, spoils):
+    """The numbers of the steps that fail, of an epoch whose other gradients are right.
+
+    Args:
+        spoils: of the number of a step, what loss and result are multiplied by 0 and added to: infinite
+            where they are to be NaN.
+    """
+
+    def losses(w, batch):
+        x, bad = batch
+        return (x @ w) ** 2 + 0 * bad
+
+    value_and_grad = jaxcoded.coded_value_and_grad(losses, group)
+
+    @jax.jit
+    def step(w, batch, weights, bad):
+        loss, grad = value_and_grad(w, batch, weights)
+        return loss + 0 * bad, grad
+
+    epoch, failed = group.epoch(EXAMPLES, BATCH, seed=0), []
+    before = group.transport.rounds()
+    for number, (indices, weights) in enumerate(epoch):
+        whole = X[epoch.batch(number)]
+        loss, result = spoils(number)
+        batch = X[indices], np.full(len(indices), loss)
+        wait_for_all(comm)
+        try:
+            _, grad = step(np.ones(3), batch, weights, result)
+        except FloatingPointError as error:
+            failed.append(number)
+            assert loss or "this rank stops before" in str(error)
+        else:
+            np.testing.assert_allclose(grad, 2 * (whole @ np.ones(3)) @ whole)
+        assert group.transport.rounds() == before + number + 1
+    return failed
+
+
+@redundant
+def test_nan_of_one_rank(comm, own):
+    """What it calls next is of the same batches as the others' calls."""
+    odd = comm.rank == SIZE - 1
+    failed = errors(comm, own, lambda step: (0, np.inf if odd and step == 1 else 0))
+    assert failed == [1] * odd
+
+
+def test_nan_in_the_sum(comm, own):
+    """All ranks hear of it, and go on."""
+    assert errors(comm, own, lambda step: (np.inf if step == 2 else 0, 0)) == [2]
+
+
+@pytest.mark.parametrize("how", ["effect", "token", "scan", "started"])
+def test_any_call(group, how):
+    def call(x):
+        if how == "token":
+            return jaxcoded.coded_allreduce(x, group, token=jnp.int32(0)).total
+        if how == "scan":
+            summed = lambda carry, _: (jaxcoded.coded_allreduce(carry, group), None)
+            return jax.lax.scan(summed, x, length=2)[0]
+        if how == "started":
+            handle = jaxcoded.coded_allreduce_start(x, group)
+            return jaxcoded.coded_allreduce_done(handle)
+        return jaxcoded.coded_allreduce(x, group)
+
+    before = group.transport.rounds()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="stops before"):
+        jax.jit(lambda x: call(x) + 0 * x / 0)(jnp.zeros(3))
+    assert group.transport.rounds() == before + 1 + (how == "scan")
