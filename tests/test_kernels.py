@@ -237,7 +237,7 @@ def test_encoded_is_a_pytree():
         (lambda: encode(np.ones((3, 2)), np.ones(4)), ValueError,
          r"^leaf has shape \(3, 2\); its leading axis must stack the 4 partitions"),
         (lambda: encode({"a": np.ones(())}, np.ones(4)), ValueError,
-         r"^leaf\['a'\] has shape \(\); its leading axis must stack the 4 partitions"),
+         r"^leaf at \['a'\] has shape \(\); its leading axis must stack the 4 partitions"),
         (lambda: encode(np.ones(4), np.ones((4, 2, 1, 1))), ValueError,
          r"\(k,\), \(k, m\) or \(parts, k, m\), got \(4, 2, 1, 1\)"),
         (lambda: encode(np.ones(4), 1.0), ValueError,

@@ -10,8 +10,10 @@ TEST_LIMIT = 300  # seconds for a test in it; one that hangs says where
 
 # What the tree has nothing to do with: on 4 ranks only.
 ON_ANY_TREE = (
+    "test_debug_nans.py",
     "test_examples.py",
     "test_gradients.py",
+    "test_leaves.py",
     "test_minibatches.py",
     "test_misuse.py",
     "test_nonblocking.py",

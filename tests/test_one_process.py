@@ -55,7 +55,7 @@ print("the same")
 """
 )
 CLOSED = LOSSES + "group.close()\nvalue_and_grad(w, x[indices], weights)\n"
-BIG_STEP = "jaxcoded.tree_bcast({'step': np.int64(3_000_000_000)}, group)\n"
+BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,7 @@ BIG_STEP = "jaxcoded.tree_bcast({'step': np.int64(3_000_000_000)}, group)\n"
             SHARED + "group.assignment(6, multiple=9)\n",
             "multiple=9 cannot be given where work is shared",
         ),
-        (
-            ALONE + BIG_STEP,
-            "leaf at ['step'] has numbers of int64 that do not fit into int32",
-        ),
+        (ALONE + BIG_STEP, "{'step': np.int64(3000000000)}"),
         (
             SHARED + "print(len(group.epoch(1000, np.uint32(4), seed=0)))\n",
             "250\n",

@@ -254,27 +254,28 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
     """The root's values on every rank, sent down the tree.
 
     Args:
-        x: pytree of arrays or numbers of any dtype, of the same shapes and dtypes on
+        x: pytree of arrays, numbers and random keys, of the same shapes and dtypes on
             all ranks. Only the root's values matter. As everywhere in JAX, float64 becomes float32 without
             ``jax_enable_x64``.
         group: an open group.
         token: orders this call, see `coded_allreduce`.
 
     Returns:
-        A pytree like ``x``; with a ``token`` a `CodedSum` of it and the token for the
-        next call. It has no transpose.
+        A pytree like ``x``, of JAX arrays; with a ``token`` a `CodedSum` of it and the
+        token for the next call. Integers keep 64 bits outside ``jit``, also without
+        ``jax_enable_x64``: those that JAX cannot hold come back as NumPy's. It has no transpose.
 
     Raises:
-        TypeError: a leaf is not made of numbers of whole bytes (keys, int4).
-        ValueError: a leaf has integers of 64 bits that do not fit into 32.
+        TypeError: a leaf is not made of numbers of whole bytes (text, int4).
+        ValueError: an integer does not fit: into 64 bits, or inside ``jit`` into JAX's.
         GroupClosed, jax.errors.JaxRuntimeError: as `coded_allreduce`.
 
     Example:
         >>> import jaxcoded
         >>> from mpi4py import MPI
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     jaxcoded.tree_bcast({"step": 3}, group)
-        {'step': Array(3, dtype=int32)}
+        ...     jaxcoded.tree_bcast({"step": 3, "tokens": 5_000_000_000}, group)
+        {'step': Array(3, dtype=int32), 'tokens': np.int64(5000000000)}
     """
     check_open(group)
     with group.failing("tree_bcast"):

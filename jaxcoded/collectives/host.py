@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import _require
@@ -19,6 +18,7 @@ from jaxcoded.collectives.allreduce import coded_sum
 from jaxcoded.collectives.request import Request, checked_erasures
 from jaxcoded.group.group import CodedGroup, check_alike, check_open
 from jaxcoded.transport.base import Collective
+from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.primitive import Extras
 
@@ -36,7 +36,7 @@ def coded_allreduce(
 
     Args:
         array: this rank's contribution, of a float dtype, contiguous; equal shapes and
-            dtypes on all ranks.
+            dtypes on all ranks. The result has this machine's byte order.
         group: an open group without slices and parts, with ``transport="engine"``.
         out: where the result goes; may be ``array`` itself. Default: a new array.
         skip: this rank has nothing to contribute, as one that is late
@@ -50,8 +50,7 @@ def coded_allreduce(
         ValueError: an array is not contiguous, or ``out`` is not like ``array``,
             read-only or overlaps ``array`` in part, ``erasures`` has a wrong shape, or
             ``wire_dtype`` is another one.
-        TypeError: it is no array, not floating point or has another byte order, or the
-            group has slices or parts.
+        TypeError: it is no array or not floating point, or the group has slices or parts.
         CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
             but as the very classes: `GroupMismatch`, `TooManyErasures`,
             `Desynchronized`, `GroupClosed`.
@@ -71,7 +70,7 @@ def coded_allreduce(
                 f"the sum is of one numpy array, got {_require.kind(array)}: "
                 "jaxcoded.coded_allreduce sums lists and other pytrees of arrays"
             )
-        array = np.asarray(array)
+        array = np.asarray(held(array, "the array"))
         wire_dtype = checked_wire_dtype(wire_dtype)
         collective, wires = _sum_of(
             weakref.ref(group), array.shape, array.dtype, wire_dtype
@@ -120,13 +119,7 @@ def _sum_of(
     """The collective that sums arrays like this one, and the dtypes of its vectors."""
     its = group()
     assert its is not None  # the caller has it
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"coded sums need floating point, got an array of {dtype}")
-    if not dtype.isnative:
-        raise TypeError(
-            f"the array's byte order is not this machine's ({dtype.str}): use "
-            "array.astype(array.dtype.newbyteorder('='))"
-        )
+    check_real(dtype, "the array")
     if its.plan.encoded:
         raise TypeError(
             "collectives on numpy arrays need a group without slices and parts"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_open, find
 from jaxcoded.transport import primitive
 from jaxcoded.transport.kernels import Encoded
+from jaxcoded.transport.leaves import named, summand
 from jaxcoded.transport.packing import Packing
 from jaxcoded.transport.primitive import Extras
 
@@ -307,16 +307,16 @@ def _buckets(
             "bucket_bytes splits a pytree of arrays, but an Encoded is one message: "
             "encode parts of the gradient and start each of them"
         )
-    leaves, structure = jax.tree.flatten(x)
+    paths, structure = jax.tree_util.tree_flatten_with_path(x)
+    leaves = [summand(leaf, named("leaf", path)) for path, leaf in paths]
     buckets: list[list[Any]] = [[]]
     held = 0
     for leaf in reversed(leaves):
-        size = math.prod(np.shape(leaf)) * np.dtype(jnp.result_type(leaf)).itemsize
-        if size and buckets[-1] and held + size > bucket_bytes:
+        if leaf.nbytes and buckets[-1] and held + leaf.nbytes > bucket_bytes:
             buckets.append([])
             held = 0
         buckets[-1].insert(0, leaf)
-        held += size
+        held += leaf.nbytes
     most = len(groups) * groups[0].transport.most_started
     if most and len(buckets) > most:
         raise ValueError(

@@ -1,7 +1,6 @@
 """The sum of what blocks of the batch give, each computed by whoever has time for it."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,17 +74,17 @@ def summed(
     batches = jax.tree.map(
         lambda leaf: leaf.reshape(blocks, size, *leaf.shape[1:]), batch
     )
-    sizes = np.diff(placement.examples(weights.batch_size))
+    bounds = placement.examples(weights.batch_size).astype(np.int32)
+    starts, sizes = bounds[:-1], np.diff(bounds)
     where = np.zeros(len(sizes), np.int32)
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
-    starts = placement.examples(weights.batch_size)[:-1]
     marked = marks.of_blocks(placement, weights.batch_size)
     with group.failing(request.name):
         local, aux = like(batch, weights, group, compute)
         packing = Packing.of(local, request.wire_dtype)
         collective = coded_sum(packing, group, request)
-    kinds = [kind for kind, n in zip(packing.kinds, _counts(packing)) if n]
+    kinds = [kind for kind, n in zip(packing.kinds, packing.counts) if n]
     # one more vector: in a sum that may be of a part of the batch, which blocks are in it;
     # in a group that looks for mistakes, whose sums are whole, what is told of audits
     probes, audited = [], None
@@ -122,7 +121,7 @@ def summed(
         here = jnp.minimum(
             jnp.asarray(sizes)[block], weights.examples - jnp.asarray(starts)[block]
         )
-        ones = (jnp.arange(size) < here).astype(jnp.float32)
+        ones = (jnp.arange(size, dtype=jnp.int32) < here).astype(jnp.float32)
         sums = jax.lax.cond(
             fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
         )
@@ -148,7 +147,7 @@ def summed(
 
     sums = [
         jnp.zeros(n, accumulator(dtype))
-        for dtype, n in zip(packing.dtypes, _counts(packing))
+        for dtype, n in zip(packing.dtypes, packing.counts)
         if n
     ] + probes
     auxes = jax.tree.map(lambda leaf: jnp.zeros((blocks, *leaf.shape), leaf.dtype), aux)
@@ -163,7 +162,7 @@ def summed(
     whole = iter(out)
     leaves = [
         next(whole).astype(dtype).reshape(shape) if n else jnp.zeros(shape, dtype)
-        for n, dtype, shape in zip(_counts(packing), packing.dtypes, packing.shapes)
+        for n, dtype, shape in zip(packing.counts, packing.dtypes, packing.shapes)
     ]
     residual = None
     if request.residual:
@@ -184,7 +183,3 @@ def _shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
     blocks = max(len(_placement(group).held(group.rank)), 1)
     assert len(weights) % blocks == 0, (len(weights), blocks)
     return blocks, len(weights) // blocks
-
-
-def _counts(packing: Packing) -> list[int]:
-    return [math.prod(shape) for shape in packing.shapes]

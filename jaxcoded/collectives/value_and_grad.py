@@ -17,6 +17,7 @@ from jaxcoded.group.group import CodedGroup, check_alike, check_open
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import Encoded, accumulator, divided, encode_vector
+from jaxcoded.transport.leaves import array, named, summand
 from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack
 
 _NAME = "coded_value_and_grad"
@@ -177,8 +178,10 @@ def coded_value_and_grad(
         check_open(group)
         check_alike(group)
         with group.failing(_NAME):
-            _check_parameters(params)
-            batch = jax.tree.map(jnp.asarray, batch)
+            params = _differentiable(params)
+            batch = jax.tree_util.tree_map_with_path(
+                lambda path, leaf: array(leaf, named("batch", path)), batch
+            )
             coding, about = _checked_weights(weights, group, own_weights)
             _check_shapes(batch, coding, group)
             # before anything is said of its batch
@@ -540,20 +543,25 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     )
 
 
-def _check_parameters(params: Any) -> None:
-    """All can be differentiated."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+def _differentiable(params: Any) -> Any:
+    """The parameters as arrays, all of which can be differentiated."""
+
+    def taken(path: Any, leaf: Any) -> jax.Array:
+        name = named("params", path)
         dtype = getattr(leaf, "dtype", None)
         if dtype is None and isinstance(leaf, bool | int | float | complex):
             dtype = jnp.result_type(leaf)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             kind = _require.kind(leaf) if dtype is None else f"of dtype {dtype}"
             raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is {kind}, which has no gradient: "
+                f"{name} is {kind}, which has no gradient: "
                 "partition the model, hand over its floating-point leaves as params, and "
                 "put the rest back in per_example_loss, as equinox.partition(model, "
                 "equinox.is_inexact_array) and equinox.combine do"
             )
+        return summand(leaf, name)
+
+    return jax.tree_util.tree_map_with_path(taken, params)
 
 
 def _checked_weights(
@@ -622,6 +630,8 @@ def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, but the weights are for {length} examples: "
+                f"{named('batch', path)} has shape {jnp.shape(leaf)}, but the weights are for {length} examples: "
                 "index the data with the indices that came with them"
+                + ", and make one array of a list"
+                * (not jnp.ndim(leaf))
             )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import _require
+from jaxcoded.transport.leaves import held, is_key, named, numbers, restored, stored
 from jaxcoded.transport.packing import Packing
 
 _DIGEST = 32  # bytes
@@ -20,7 +20,7 @@ def to_bytes(state: Any) -> np.ndarray:
     shapes and dtypes: uint8 ``(bytes,)``. Waits until they are computed.
 
     Raises:
-        TypeError: a leaf is not an array of numbers.
+        TypeError: a leaf is not an array of numbers or random keys.
     """
     leaves = [
         _bytes_of(leaf, path)
@@ -37,8 +37,8 @@ def from_bytes(data: bytes, like: Any) -> Any:
         like: a pytree of the same structure, shapes and dtypes.
 
     Returns:
-        Leaves of the kinds that ``like`` has: Python numbers, numpy arrays, and for
-        anything else JAX arrays (numpy where JAX has no 64 bits).
+        Leaves of the kinds that ``like`` has: Python numbers, numpy arrays, random keys, and
+        for anything else JAX arrays (numpy where JAX has no 64 bits).
 
     Raises:
         ValueError: ``like`` is not, or the data are damaged.
@@ -54,24 +54,24 @@ def from_bytes(data: bytes, like: Any) -> Any:
         raise ValueError(f"the snapshot has {len(data)} bytes, and not {length}")
     start, out = _DIGEST, []
     for leaf, aval in zip(leaves, avals):
-        values = np.frombuffer(data, aval.dtype, aval.size, start).reshape(aval.shape)
+        if is_key(aval.dtype):
+            dtype, each = stored(aval.dtype)
+            values = np.frombuffer(data, dtype, aval.size * each, start)
+            out.append(restored(jnp.asarray(values), aval.shape, aval.dtype))
+        else:
+            values = np.frombuffer(data, aval.dtype, aval.size, start)
+            out.append(_as(leaf, values.reshape(aval.shape)))
         start += values.nbytes
-        out.append(_as(leaf, values))
     return jax.tree.unflatten(structure, out)
 
 
 def _bytes_of(leaf: Any, path: Any) -> np.ndarray:
-    try:
-        array = np.ascontiguousarray(leaf)
-    except TypeError:
-        array = None
-    if array is None or array.dtype.hasobject:
-        raise TypeError(
-            f"leaf {jax.tree_util.keystr(path)} is {_require.kind(leaf)}, not an array "
-            "of numbers: keep jax.random.key_data of a key, and leave out what is not "
-            "part of the state"
-        )
-    return array.reshape(-1).view(np.uint8)
+    array = held(leaf, named("leaf", path))
+    if is_key(array.dtype):
+        array = numbers(array)
+    elif isinstance(leaf, np.ndarray | np.generic):
+        array = np.asarray(leaf)  # in its own byte order
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _as(leaf: Any, values: np.ndarray) -> Any:
@@ -95,7 +95,8 @@ def _digest(pytree: Any) -> np.ndarray:
         its = _aval(leaf)
         # not the structure, which may name functions by where they lie in this process
         name = jax.tree_util.keystr(path)
-        table.append((name, its.shape, its.dtype.name, its.dtype.byteorder))
+        order = getattr(its.dtype, "byteorder", "")  # keys have none
+        table.append((name, its.shape, its.dtype.name, order))
     digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)
 

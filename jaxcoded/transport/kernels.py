@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded.transport.leaves import named, summand
 from jaxcoded.transport.packing import Packing, pack, unpack
 
 
@@ -176,9 +177,11 @@ def encode(
             f"{coefficients.shape}"
         )
     k = coefficients.shape[max(0, coefficients.ndim - 2)]
+    partials = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: summand(leaf, named("leaf", path)), partials
+    )
     _check_leading_axis(partials, k, "partitions")
     if coefficients.ndim == 1:
-        pack(partials)  # refuses what is not floating point
         return jax.tree.map(
             lambda leaf: weighted_sum(coefficients, leaf).astype(leaf.dtype), partials
         )
@@ -274,6 +277,6 @@ def _check_leading_axis(pytree: Any, length: int, what: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
             raise ValueError(
-                f"leaf{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; "
+                f"{named('leaf', path)} has shape {jnp.shape(leaf)}; "
                 f"its leading axis must stack the {length} {what}"
             )

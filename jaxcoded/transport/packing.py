@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import _jax_compat, _require
+from jaxcoded import _jax_compat
+from jaxcoded.transport.leaves import (
+    named,
+    numbers,
+    restored,
+    sendable,
+    stored,
+    summand,
+)
 from jaxcoded.transport.slicing import slices
 
 _MOST_WORDS = 300  # characters of a packing's description
@@ -42,7 +50,7 @@ class Kind(NamedTuple):
     """What the leaves of one vector have in common.
 
     Attributes:
-        dtype: theirs, and the vector's.
+        dtype: the vector's: in which they are `leaves.stored`.
         wire: in which the vector travels.
         alone: they are numbers, in a vector with so many zeros that each slice of it but
             the first is zero.
@@ -76,7 +84,7 @@ class Packing:
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
+    dtypes: tuple[Any, ...]  # np.dtype, or that of random keys
     wire_dtype: np.dtype | None = None
     multiple: int = 1
     splits: tuple[tuple[str, ...], ...] = ()
@@ -92,7 +100,7 @@ class Packing:
         return cls(
             structure,
             tuple(leaf.shape for leaf in leaves),
-            tuple(np.dtype(leaf.dtype) for leaf in leaves),
+            tuple(leaf.dtype for leaf in leaves),
             checked_wire_dtype(wire_dtype),
             multiple,
             tuple(_jax_compat.varying(leaf) for leaf in leaves),
@@ -109,7 +117,17 @@ class Packing:
                 self.multiple > 1 and not shape,
                 split,
             )
-            for shape, dtype, split in zip(self.shapes, self.dtypes, self.splits)
+            for shape, (dtype, _), split in zip(
+                self.shapes, map(stored, self.dtypes), self.splits
+            )
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many numbers of its vector each leaf has."""
+        return tuple(
+            math.prod(shape) * stored(dtype)[1]
+            for shape, dtype in zip(self.shapes, self.dtypes)
         )
 
     def __str__(self) -> str:
@@ -119,11 +137,12 @@ class Packing:
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         leaves = [
-            f"{jax.tree_util.keystr(path)} {kind.dtype}{list(shape)}".lstrip()
+            f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}".lstrip()
             + f" as {kind.wire}" * (kind.wire != kind.dtype)
             + f" split over {' and '.join(kind.split)}" * bool(kind.split)
-            for (path, _), shape, kind in zip(
-                jax.tree_util.tree_leaves_with_path(places), self.shapes, self.kinds
+            for (path, _), shape, dtype, kind in zip(
+                jax.tree_util.tree_leaves_with_path(places),
+                *(self.shapes, self.dtypes, self.kinds),
             )
         ]
         words = ", ".join(leaves) or "no leaves"
@@ -139,9 +158,10 @@ class Packing:
         """The kinds that need a vector, in the order of their first leaf, with its
         length."""
         lengths: dict[Kind, int] = {}
-        for shape, kind in zip(self.shapes, self.kinds):
-            count = self.multiple if kind.alone else math.prod(shape)
-            lengths[kind] = lengths.get(kind, 0) + count
+        for count, kind in zip(self.counts, self.kinds):
+            lengths[kind] = lengths.get(kind, 0) + (
+                self.multiple if kind.alone else count
+            )
         return {kind: length for kind, length in lengths.items() if length}
 
     def apart(self, keys: Sequence[str] = ()) -> tuple[Apart, ...]:
@@ -189,7 +209,7 @@ def pack(
     Args:
         pytree: of arrays and Python numbers. Empty leaves take part with no
             element.
-        floats_only: refuse leaves that are not floating point.
+        floats_only: take what `leaves.summand` does, and otherwise `leaves.sendable`.
         wire_dtype, multiple: see `Packing`. The vectors themselves are in the dtypes of the
             leaves.
 
@@ -199,8 +219,8 @@ def pack(
 
     Raises:
         ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
-        TypeError: a leaf is not an array of numbers, or not floating point. The message
-            names its place in the tree.
+        TypeError, ValueError: a leaf is not an array of numbers, or not floating point.
+            The message names its place in the tree.
 
     Example:
         >>> import jax.numpy as jnp
@@ -213,12 +233,13 @@ def pack(
         [[1.0, 1.0, 1.0], [5.0, 0.0]]
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(pytree)
-    leaves = [_array(leaf, _place(path), floats_only) for path, leaf in paths]
+    taken = summand if floats_only else sendable
+    leaves = [taken(leaf, named("leaf", path)) for path, leaf in paths]
     packing = Packing.of(jax.tree.unflatten(structure, leaves), wire_dtype, multiple)
     vectors = []
     for kind, length in packing.vectors.items():
         flat = [
-            leaf.reshape(-1)
+            numbers(leaf)
             for leaf, its in zip(leaves, packing.kinds)
             if its == kind and leaf.size
         ]
@@ -232,10 +253,12 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
     """Inverse of `pack`. Vectors may be longer than needed: padding at their end is
     dropped."""
     sources = dict(zip(packing.vectors, vectors, strict=True))
-    counts = [math.prod(shape) for shape in packing.shapes]
+    counts = packing.counts
     leaves: list[Any] = [
-        None if count else jnp.zeros(shape, dtype)
-        for count, shape, dtype in zip(counts, packing.shapes, packing.dtypes)
+        None if count else restored(jnp.zeros(0, kind.dtype), shape, dtype)
+        for count, shape, dtype, kind in zip(
+            counts, packing.shapes, packing.dtypes, packing.kinds
+        )
     ]
     for kind, vector in sources.items():
         mine = [
@@ -246,7 +269,7 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
         sizes = [counts[i] for i in mine]
         starts = [0, *itertools.accumulate(sizes)]
         for i, run in zip(mine, _runs(vector, starts, sizes)):
-            leaves[i] = run.reshape(packing.shapes[i])
+            leaves[i] = restored(run, packing.shapes[i], packing.dtypes[i])
     return jax.tree.unflatten(packing.structure, leaves)
 
 
@@ -296,40 +319,3 @@ def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
             f"they are, got {wire_dtype!r}"
         )
     return dtype
-
-
-def _array(leaf: Any, place: str, floats_only: bool) -> jax.Array:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and not _has_bytes(dtype):
-        raise TypeError(f"leaf{place} has dtype {dtype}, which MPI cannot send")
-    try:
-        array = jnp.asarray(leaf)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"leaf{place} is {_require.kind(leaf)}, which is not an array: leave it out "
-            "of the tree"
-        ) from None
-    whole = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "iu"
-    if not floats_only and whole and (leaf != leaf.astype(array.dtype)).any():
-        raise ValueError(
-            f"leaf{place} has numbers of {leaf.dtype} that do not fit into {array.dtype}: set jax_enable_x64"
-        )
-    if floats_only and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            f"leaf{place} has dtype {array.dtype}: coded sums need floating point; "
-            "cast it or leave it out of the tree"
-        )
-    return array
-
-
-def _has_bytes(dtype: Any) -> bool:
-    """Whether elements are numbers of whole bytes: no keys, ``float0`` or ``int4``."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits >= 8
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.finfo(dtype).bits >= 8
-    return dtype == np.bool_
-
-
-def _place(path: tuple[Any, ...]) -> str:
-    return f" at {jax.tree_util.keystr(path)}" if path else ""

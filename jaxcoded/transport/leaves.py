@@ -1,0 +1,243 @@
+"""A leaf of a pytree as an array, or why it is none."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded import _jax_compat, _require
+
+# By NumPy's kind of dtype: what JAX has no arrays of, and what to hand over in its place.
+_NO_NUMBERS = {
+    "U": "text: leave it out, or hand over numbers such as token ids",
+    "O": "Python objects, such as rows of unequal lengths: pad them to one length, or leave it out",
+    "M": 'points in time: hand over numbers, such as (x - x.min()) / np.timedelta64(1, "s")',
+    "m": 'durations: hand over numbers, such as x / np.timedelta64(1, "s")',
+    "V": "a structured array: hand over its fields, {name: x[name] for name in x.dtype.names}",
+}
+_NO_NUMBERS |= {"S": _NO_NUMBERS["U"], "T": _NO_NUMBERS["U"]}
+
+
+def named(root: str, path: tuple[Any, ...]) -> str:
+    """How messages name a leaf.
+
+    Example:
+        >>> import jax
+        >>> from jaxcoded.transport import leaves
+        >>> path = (jax.tree_util.DictKey("w"),)
+        >>> leaves.named("params", path), leaves.named("leaf", path), leaves.named("leaf", ())
+        ("params['w']", "leaf at ['w']", 'leaf')
+    """
+    where = jax.tree_util.keystr(path)
+    return f"{root} at {where}" if root == "leaf" and path else root + where
+
+
+def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
+    """The leaf as an array of NumPy or JAX that has all its digits, in this machine's byte order.
+
+    Raises:
+        TypeError: it is no array of numbers. The message begins with its ``name`` and ends with the
+            remedy.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if hasattr(leaf, "__jax_array__"):
+        return leaf.__jax_array__()
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array of {leaf.dtype}, which JAX does not take: hand over x.filled(0), and "
+            "x.mask as an array of its own where the loss needs it"
+        )
+    try:
+        array = np.asarray(leaf)
+    except Exception:  # noqa: BLE001  # an object's own conversion may raise anything
+        array = np.array(None)
+    kind = array.dtype.kind
+    if kind in _NO_NUMBERS and not hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"{name} is {_require.kind(leaf)}, which is not an array: leave it out of the tree"
+        )
+    if array.dtype == jax.dtypes.float0:
+        raise TypeError(
+            f"{name} has dtype float0, the tangent of an integer, which has no bytes: leave it out of "
+            "the tree"
+        )
+    # dtypes of ml_dtypes, such as bfloat16, are of the kind "V" too
+    if kind in _NO_NUMBERS and (kind != "V" or array.dtype.type is np.void):
+        raise TypeError(f"{name} is {_require.kind(leaf)}, {_NO_NUMBERS[kind]}")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def array(leaf: Any, name: str) -> jax.Array:
+    """The leaf as an array of JAX.
+
+    Raises:
+        TypeError: as `held`, or it has a dtype that JAX does not have.
+        ValueError: it is a Python integer with too many digits.
+    """
+    try:
+        return jnp.asarray(leaf if _is_python_number(leaf) else held(leaf, name))
+    except OverflowError:
+        raise ValueError(_too_large(leaf, name)) from None
+    except TypeError as error:
+        if str(error).startswith(name):
+            raise
+        raise TypeError(
+            f"{name} is {_require.kind(leaf)}, and JAX has no such dtype: hand over x.astype(np.float64)"
+        ) from None
+
+
+def summand(leaf: Any, name: str) -> jax.Array:
+    """The leaf as an array that can be summed.
+
+    Raises:
+        TypeError: as `array`, or it is not floating point.
+    """
+    leaf, dtype = _with_dtype(leaf, name)
+    check_real(dtype, name)
+    return array(leaf, name)
+
+
+def sendable(leaf: Any, name: str) -> Any:
+    """The leaf as an array of which MPI can send the `numbers`.
+
+    Outside ``jit`` integers of 64 bits keep them: NumPy's arrays, and all integers without axes, so
+    that a counter of Python on one rank goes with JAX's on another.
+
+    Raises:
+        TypeError: as `array`, or its elements are not whole bytes.
+        ValueError: it is an integer that does not fit.
+    """
+    leaf, dtype = _with_dtype(leaf, name)
+    if not (is_key(dtype) or _has_bytes(dtype)):
+        raise TypeError(
+            f"{name} has dtype {dtype}, which MPI cannot send: hand over x.astype(jnp.int8)"
+        )
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return array(leaf, name)
+    wide = np.dtype(np.uint64 if np.dtype(dtype).kind == "u" else np.int64)
+    if _jax_compat.tracing() or jax.dtypes.canonicalize_dtype(wide) == wide:
+        out = array(leaf, name)
+        if isinstance(leaf, np.ndarray) and np.any(leaf != leaf.astype(out.dtype)):
+            raise ValueError(
+                f"{name} has numbers of {leaf.dtype} that do not fit into {out.dtype}: "
+                "set jax_enable_x64, or call this outside jit"
+            )
+        return out
+    try:
+        keeps = dtype == wide or (dtype.itemsize == 4 and not np.ndim(leaf))
+        return np.asarray(leaf, wide) if keeps else jnp.asarray(leaf)
+    except OverflowError:
+        raise ValueError(_too_large(leaf, name)) from None
+
+
+def check_real(dtype: Any, name: str) -> None:
+    """Raise unless coded sums are of such numbers.
+
+    Raises:
+        TypeError: they are not. The message begins with the ``name`` and ends with the remedy.
+    """
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{name} has dtype {dtype}, but coded sums are of real numbers: hand over real and imaginary "
+            'parts, {"re": x.real, "im": x.imag}, and put them together again, '
+            'jax.lax.complex(parts["re"], parts["im"])'
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{name} has dtype {dtype}: coded sums need floating point; "
+            "cast it or leave it out of the tree"
+        )
+
+
+def _with_dtype(leaf: Any, name: str) -> tuple[Any, Any]:
+    """The leaf, a number of Python or as `held`, and the dtype that it has or gets."""
+    if _is_python_number(leaf):
+        return leaf, jnp.result_type(leaf)
+    leaf = held(leaf, name)
+    return leaf, leaf.dtype
+
+
+# What JAX cannot compute with is sent as other numbers: random keys, and integers of 64 bits
+# where JAX has 32.
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether elements are random keys of JAX, such as ``jax.random.key(0)``."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def numbers(leaf: np.ndarray | jax.Array) -> jax.Array:
+    """What is sent of a leaf: a vector of `stored`."""
+    if is_key(leaf.dtype):
+        return jax.random.key_data(leaf).reshape(-1)
+    if isinstance(leaf, np.ndarray) and stored(leaf.dtype)[1] > 1:
+        return jnp.asarray(leaf.reshape(-1).view(np.uint32))
+    return jnp.asarray(leaf).reshape(-1)
+
+
+def stored(dtype: Any) -> tuple[np.dtype, int]:
+    """The dtype of `numbers`, and how many of them one element is."""
+    if is_key(dtype):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return data.dtype, math.prod(data.shape)
+    if dtype.kind in "iu" and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return np.dtype(np.uint32), 2
+    return dtype, 1
+
+
+def restored(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A leaf of this shape and dtype from its `numbers`. Integers of 64 bits that fit into JAX's 32 are
+    an array of JAX, and otherwise one of NumPy."""
+    if is_key(dtype):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        return jax.random.wrap_key_data(
+            vector.reshape(data.shape), impl=_implementation(dtype)
+        )
+    if stored(dtype)[1] == 1:
+        return vector.reshape(shape)
+    whole = np.asarray(vector).view(dtype).reshape(shape)
+    fits = whole.astype(jax.dtypes.canonicalize_dtype(dtype))
+    return jnp.asarray(fits) if np.all(fits == whole) else whole[()]
+
+
+@functools.cache
+def _implementation(dtype: Any) -> Any:
+    """Of random keys of this dtype: what `jax.random.wrap_key_data` takes."""
+    found: list[Any] = []
+
+    def look(key: jax.Array) -> None:
+        found.append(jax.random.key_impl(key))
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
+def _is_python_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex) and not isinstance(
+        leaf, np.generic
+    )
+
+
+def _too_large(leaf: Any, name: str) -> str:
+    most = jax.dtypes.canonicalize_dtype(np.int64)
+    remedy = (
+        "set jax_enable_x64"
+        if most == np.int32 and -(2**63) <= leaf < 2**63
+        else "hand over a float, or several numbers"
+    )
+    return f"{name} is {_require.shown(leaf)}, which does not fit into {most}: {remedy}"
+
+
+def _has_bytes(dtype: Any) -> bool:
+    """Whether elements are numbers of whole bytes, unlike ``int4``."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.finfo(dtype).bits >= 8
+    return dtype == np.bool_

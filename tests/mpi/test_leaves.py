@@ -1,0 +1,277 @@
+"""Leaves as data sets and models have them: a right value, or an error that names the leaf and the remedy."""
+
+import io
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import engine_only
+
+import jaxcoded
+from jaxcoded import coded_allreduce, kernels, tree_bcast
+
+pytestmark = engine_only
+BATCH = 20
+X = np.random.default_rng(0).normal(size=(BATCH, 3))
+GRADIENT = 2 * (X @ np.ones(3)) @ X
+BEYOND = 5_000_000_000  # what 32 bits hold
+
+REFUSED = {
+    "text": (np.array(["a", "b"]), "<U1, text: leave it out, or .* token ids"),
+    "objects": (np.array([np.ones(2), np.ones(3)], object), "pad them to one length"),
+    "dates": (np.array(["2020-01-01"], "datetime64[D]"), r"\(x - x.min\(\)\) / np"),
+    "durations": (np.ones(2, "timedelta64[s]"), r"x / np.timedelta64"),
+    "fields": (np.ones(2, [("a", "f4")]), "structured array: hand over its fields"),
+    "masked": (np.ma.masked_array(np.ones(2), [0, 1]), r"hand over x.filled\(0\)"),
+    "name": ("adam", "is a str, which is not an array: leave it out"),
+    "function": (len, "which is not an array: leave it out"),
+    "long double": (np.ones(2, np.longdouble), r"hand over x.astype\(np.float64\)"),
+}
+refused = pytest.mark.parametrize("label", REFUSED)
+
+
+@pytest.fixture(params=[True, False], ids=["x64", "x32"])
+def x64(request):
+    with jax.enable_x64(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=["code", "shared"], scope="module")
+def own(request, comm, transport):
+    """A group with a code, and one that shares work."""
+    how = {"code": "shared(replicas=0, blocks=2)"} if request.param == "shared" else {}
+    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2), **how) as group:
+        yield group
+
+
+def losses(w, batch):
+    return (batch["x"] @ w) ** 2
+
+
+def gradient(group, **more):
+    indices, weights = group.assignment(BATCH)
+    batch = {"x": X[indices]} | {
+        name: make(len(indices)) for name, make in more.items()
+    }
+    step = jaxcoded.coded_value_and_grad(losses, group)
+    return step(np.ones(3), batch, weights)[1]
+
+
+@refused
+def test_in_a_batch(own, label):
+    leaf, remedy = REFUSED[label]
+    with pytest.raises(TypeError, match=rf"^batch\['{label}'\] .*{remedy}"):
+        gradient(own, **{label: lambda length: leaf})
+    # all ranks have erred: they go on
+    np.testing.assert_allclose(gradient(own), GRADIENT, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: np.ones(n, ">f4"),
+        lambda n: np.ones((n, 6), np.float32)[:, ::-2],
+        lambda n: np.broadcast_to(np.float32(1), (n,)),
+        lambda n: np.full(n, 2**40),
+        lambda n: jax.random.split(jax.random.key(0), n),
+        lambda n: np.ones(n, np.float16),
+        lambda n: None,
+    ],
+    ids=["big-endian", "strided", "broadcast", "int64", "keys", "float16", "none"],
+)
+def test_taken_in_a_batch(own, make):
+    np.testing.assert_allclose(gradient(own, more=make), GRADIENT, rtol=1e-9)
+
+
+def test_what_is_swapped_is_computed_with(own):
+    indices, weights = own.assignment(BATCH)
+    step = jaxcoded.coded_value_and_grad(losses, own)
+    _, out = step(np.ones(3, ">f8"), {"x": X[indices].astype(">f8")}, weights)
+    np.testing.assert_allclose(out, GRADIENT, rtol=1e-9)
+
+
+def test_a_list_is_no_array(own):
+    message = r"batch\['x'\]\[0\] has shape \(\), .* make one array of a list"
+    indices, weights = own.assignment(BATCH)
+    step = jaxcoded.coded_value_and_grad(losses, own)
+    with pytest.raises(ValueError, match=message):
+        step(np.ones(3), {"x": [1.0] * len(indices)}, weights)
+    with pytest.raises(ValueError, match=message), jax.enable_x64(False):
+        step(np.ones(3), {"x": [1] * len(indices)}, weights)
+
+
+@refused
+def test_among_parameters(own, label):
+    indices, weights = own.assignment(BATCH)
+    step = jaxcoded.coded_value_and_grad(losses, own)
+    with pytest.raises(TypeError, match=rf"^params\['{label}'\] is .*: .*"):
+        step({label: REFUSED[label][0]}, {"x": X[indices]}, weights)
+
+
+COMPLEX = r'{} has dtype complex\d+, but coded sums are of real numbers: hand over real and imaginary parts, {{"re": x.real, "im": x.imag}}'
+
+
+def test_complex_parameters(own):
+    """As the error says: real and imaginary parts give what JAX gives."""
+    indices, weights = own.assignment(BATCH)
+    w = np.array([1 + 2j, -1j, 0.5])
+
+    def of(w, x):
+        return jnp.abs(x @ w) ** 2
+
+    with pytest.raises(TypeError, match=COMPLEX.format(re.escape("params['w']"))):
+        jaxcoded.coded_value_and_grad(lambda p, x: of(p["w"], x), own)(
+            {"w": w}, X[indices], weights
+        )
+    parts = {"re": w.real, "im": w.imag}
+    value, grads = jaxcoded.coded_value_and_grad(
+        lambda parts, x: of(jax.lax.complex(parts["re"], parts["im"]), x), own
+    )(parts, X[indices], weights)
+    wanted = jax.value_and_grad(lambda w: of(w, X).sum())(w)
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-9)
+    np.testing.assert_allclose(grads["re"] - 1j * grads["im"], wanted[1], rtol=1e-9)
+
+
+def test_complex_sums(group):
+    with pytest.raises(TypeError, match=COMPLEX.format(re.escape("leaf at ['c']"))):
+        coded_allreduce({"c": np.complex64([1j])}, group)
+    with pytest.raises(TypeError, match=COMPLEX.format("the array")):
+        jaxcoded.host.coded_allreduce(np.complex64([1j]), group)
+
+
+def summing(group):
+    """What sums leaves, by name."""
+    update = jaxcoded.optax.coded_allreduce(group)
+
+    def transform(x):
+        return update.update(x, update.init(x))
+
+    return {
+        "coded_allreduce": lambda x: coded_allreduce(x, group),
+        "start": lambda x: jaxcoded.coded_allreduce_start(x, group),
+        "buckets": lambda x: jaxcoded.coded_allreduce_start(x, group, bucket_bytes=8),
+        "optax": transform,
+        "encode": lambda x: kernels.encode(x, np.ones((2, 1))),
+        "tree_bcast": lambda x: tree_bcast(x, group),
+    }
+
+
+@refused
+@pytest.mark.parametrize(
+    "call", ["coded_allreduce", "start", "buckets", "optax", "encode", "tree_bcast"]
+)
+def test_in_a_sum(group, call, label):
+    leaf, remedy = REFUSED[label]
+    with pytest.raises(TypeError, match=rf"^leaf at \['{label}'\] .*{remedy}"):
+        summing(group)[call]({label: leaf})
+
+
+@refused
+def test_on_the_host(group, label):
+    leaf, remedy = REFUSED[label]
+    if label in ("name", "function"):
+        remedy = "the sum is of one numpy array, got "
+    elif label == "long double":
+        remedy = "not float128: cast it"
+    with pytest.raises(TypeError, match=remedy):
+        jaxcoded.host.coded_allreduce(leaf, group)
+
+
+def test_another_byte_order(group):
+    """It is what files have, and is converted."""
+    indices, weights = group.assignment(BATCH)
+    mine = np.asarray(weights) @ X[indices]
+    swapped = mine.astype(">f8")
+    for out in (
+        coded_allreduce(swapped, group),
+        jaxcoded.host.coded_allreduce(swapped, group),
+    ):
+        assert out.dtype.isnative
+        np.testing.assert_allclose(out, X.sum(0), rtol=1e-9)
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(3, dtype=">i4") + group.rank)
+    buffer.seek(0)
+    assert tree_bcast(np.load(buffer), group).tolist() == [0, 1, 2]
+
+
+# The state of a training, from one rank to all.
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_keys_go_round(group, x64, implementation):
+    def keys(seed):
+        key = jax.random.key(seed, impl=implementation)
+        return {
+            "one": key,
+            "many": jax.random.split(key, (2, 3)),
+            "none": key[None][:0],
+        }
+
+    out = tree_bcast(keys(group.rank), group)
+    inside = jax.jit(lambda keys: tree_bcast(keys, group))(keys(group.rank))
+    for told in (out, inside):
+        for name, wanted in keys(0).items():
+            assert (told[name].dtype, told[name].shape) == (wanted.dtype, wanted.shape)
+            np.testing.assert_array_equal(
+                *map(jax.random.key_data, (told[name], wanted))
+            )
+    assert jax.random.normal(out["one"]) == jax.random.normal(keys(0)["one"])
+
+
+def test_a_whole_state_goes_round(group, x64):
+    """To the bit, from what the root has; the others have the same names."""
+
+    def state(rank):
+        big = BEYOND * (rank == 0)
+        return {
+            "w": jnp.arange(3.0) + rank,
+            "half": jnp.full(2, rank, jnp.bfloat16),
+            "key": jax.random.key(rank),
+            "step": 7 + rank,
+            "tokens": big + rank,
+            "counter": np.int64(-big),
+            "unsigned": np.uint64(2**63 + rank),
+            "seen": np.array([[rank, big], [-big, 2**62]]),
+            "small": np.arange(3) + rank,
+            "many": np.arange(3, dtype=np.uint64) + np.uint64(big),
+            # without x64 a counter may be JAX's on the root, and Python's elsewhere
+            "count": 3 if rank and not x64 else jnp.int32(4 + rank),
+            "flag": rank == 0,
+            "empty": np.zeros((0, 2), np.int64),
+        }
+
+    out, wanted = tree_bcast(state(group.rank), group), state(0)
+    assert out.keys() == wanted.keys()
+    for name in wanted.keys() - {"key", "half", "w", "flag"}:
+        assert np.array_equal(np.asarray(out[name]), np.asarray(wanted[name])), name
+        narrow = not x64 and np.array_equal(
+            np.asarray(wanted[name]), np.asarray(wanted[name]).astype(np.int32)
+        )
+        assert isinstance(out[name], jax.Array) == (x64 or narrow), name
+        assert out[name].dtype.itemsize == (4 if narrow else 8) or name == "count"
+    for name in ("half", "w", "flag"):
+        assert np.array_equal(out[name], wanted[name]), name
+    assert jax.random.key_data(out["key"]).tolist() == [0, 0]
+
+
+def test_integers_that_do_not_fit(group):
+    with pytest.raises(ValueError, match=r"leaf at \['a'\] is 100000.*into int64"):
+        tree_bcast({"a": 10**20}, group)
+    with jax.enable_x64(False):
+        with pytest.raises(
+            ValueError, match=r"leaf at \['a'\] is 100.*several numbers"
+        ):
+            tree_bcast({"a": 10**20}, group)
+        inside = jax.jit(lambda: tree_bcast({"a": np.int64(BEYOND)}, group))
+        with pytest.raises(ValueError, match=r"leaf at \['a'\] has numbers of int64"):
+            inside()
+        with pytest.raises(TypeError, match=r"leaf at \['a'\] has dtype int32: coded"):
+            coded_allreduce({"a": BEYOND}, group)
+        indices, weights = group.assignment(BATCH)
+        step = jaxcoded.coded_value_and_grad(losses, group)
+        with pytest.raises(TypeError, match=r"params\['w'\] is of dtype int32, which"):
+            step({"w": BEYOND}, {"x": X[indices]}, weights)
+        with pytest.raises(ValueError, match=r"batch\['n'\] is 5000000000, which does not fit into int32: set jax_enable_x64"):  # fmt: skip
+            step(np.ones(3), {"x": X[indices], "n": BEYOND}, weights)
