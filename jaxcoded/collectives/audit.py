@@ -57,11 +57,13 @@ class Audit:
         second = kind == _ONLY_TOLD
         return jnp.concatenate(
             [
-                jnp.where(jnp.arange(self.ranks) == rank, 1 - finite, 0),
+                jnp.where(jnp.arange(self.ranks) == rank, ~finite, False).astype(
+                    jnp.float32
+                ),
                 jnp.where(second, 0, its),
                 jnp.where(second, its, 0),
             ]
-        ).astype(jnp.float32)
+        )
 
 
 def added(kind: jax.Array) -> jax.Array:

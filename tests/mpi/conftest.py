@@ -16,7 +16,8 @@ from mpi4py import MPI
 import jaxcoded
 from jaxcoded.transport import engine
 
-jax.config.update("jax_enable_x64", True)
+if "JAX_ENABLE_X64" not in os.environ:
+    jax.config.update("jax_enable_x64", True)
 
 # What happens above the transport: what the engine says of it, mpi4jax only says again.
 ABOVE_THE_TRANSPORT = (
