@@ -220,3 +220,30 @@ def test_many_small_leaves_without_the_engine():
     expected = [vector[a : a + n] for a, n in zip(starts, sizes)]
     assert_same(jax.jit(lambda v: slicing.slices(v, starts, sizes))(vector), expected)
     assert_same(slicing._by_xla(vector, starts=starts, sizes=sizes), expected)
+
+
+@jax.tree_util.register_pytree_node_class
+class Unkeyed:
+    """Its children have names, of which JAX is not told."""
+
+    def __init__(self, **children):
+        self.children = children
+
+    def tree_flatten(self):
+        return tuple(self.children.values()), (tuple(self.children), "static")
+
+    @classmethod
+    def tree_unflatten(cls, about, children):
+        return cls(**dict(zip(about[0], children)))
+
+
+def test_words_have_the_order_of_children():
+    def words(*names):
+        leaf = np.zeros(3, np.float32)
+        return str(Packing.of({"m": Unkeyed(**dict.fromkeys(names, leaf))}))
+
+    assert words("a", "b").endswith(", Unkeyed of a and b")
+    assert words("a", "b") != words("b", "a")
+    many = [f"layer {number}" for number in range(40)]
+    assert words(*many) != words(*reversed(many))
+    assert "(40 leaves, " in words(*many)

@@ -4,12 +4,13 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import FlattenedIndexKey
 
 from jaxcoded import _jax_compat
 from jaxcoded.transport.leaves import (
@@ -136,22 +137,24 @@ class Packing:
         Two packings with equal words are equal but for the types of their containers.
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
+        paths = jax.tree_util.tree_leaves_with_path(places)
         leaves = [
             f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}".lstrip()
             + f" as {kind.wire}" * (kind.wire != kind.dtype)
             + f" split over {' and '.join(kind.split)}" * bool(kind.split)
             for (path, _), shape, dtype, kind in zip(
-                jax.tree_util.tree_leaves_with_path(places),
-                *(self.shapes, self.dtypes, self.kinds),
+                paths, self.shapes, self.dtypes, self.kinds
             )
         ]
+        if any(isinstance(key, FlattenedIndexKey) for path, _ in paths for key in path):
+            leaves += _unkeyed(self.structure)
         words = ", ".join(leaves) or "no leaves"
         if len(words) <= _MOST_WORDS:
             return words
         digest = hashlib.sha256(words.encode()).hexdigest()[:12]
         ends = itertools.accumulate(len(leaf) + 2 for leaf in leaves)
         first = [leaf for leaf, end in zip(leaves, ends) if end <= _MOST_WORDS]
-        return ", ".join([*first, f"... ({len(leaves)} leaves, {digest})"])
+        return ", ".join([*first, f"... ({len(paths)} leaves, {digest})"])
 
     @property
     def vectors(self) -> dict[Kind, int]:
@@ -271,6 +274,25 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
         for i, run in zip(mine, _runs(vector, starts, sizes)):
             leaves[i] = restored(run, packing.shapes[i], packing.dtypes[i])
     return jax.tree.unflatten(packing.structure, leaves)
+
+
+def _unkeyed(structure: Any) -> Iterator[str]:
+    """Nodes that tell JAX no keys of their children, but keep their names, such as ``Model of a and b``: ranks
+    may have them in another order."""
+    if (data := structure.node_data()) is None:
+        return
+    kind, about = data
+    children = structure.children()
+    for names in (about, *(about if isinstance(about, tuple) else ())):
+        if (
+            not issubclass(kind, dict)
+            and isinstance(names, tuple | list)
+            and len(names) == len(children) > 1
+            and all(isinstance(name, str) for name in names)
+        ):
+            yield f"{kind.__name__} of {' and '.join(names)}"
+    for child in children:
+        yield from _unkeyed(child)
 
 
 def _runs(
