@@ -18,6 +18,7 @@ ON_ANY_TREE = (
     "test_misuse.py",
     "test_nonblocking.py",
     "test_record.py",
+    "test_settings.py",
     "test_sizes.py",
     "test_staging.py",
     "test_tokens.py",

@@ -129,4 +129,4 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
         skip.dtype == bool or jnp.issubdtype(skip.dtype, jnp.integer)
     ):
         raise ValueError(f"skip is True or False, got {skip.dtype}{list(skip.shape)}")
-    return (skip != 0).astype(jnp.int32)
+    return skip.astype(bool).astype(jnp.int32)

@@ -497,7 +497,7 @@ MEMORY = np.ones(5)
         (np.ones(4), {"out": np.ones(4, "f")}, ValueError, "out must be like"),
         (np.ones(4), {"out": [0.0] * 4}, (TypeError, ValueError), "out"),
         (np.ones(4, int), {}, TypeError, "floating point"),
-        (np.ones(4, complex), {}, TypeError, "floating point"),
+        (np.ones(4, complex), {}, TypeError, "of real numbers: hand over"),
         (np.ones(4), {"erasures": np.zeros(SIZE + 1, bool)}, ValueError, "erasures"),
         (np.ones(4), {"erasures": np.zeros(0, bool)}, ValueError, "erasures"),
         (np.ones(4), {"erasures": [0] * SIZE}, ValueError, "erasures must be bool"),
