@@ -73,17 +73,19 @@ def run(
     python=MPI4PY,
     options=(),
     start=(),
+    **environment,
 ):
     """Run a program of tests/faults. Fails if it hangs or crashes.
 
     Args:
         start: begins the command line, instead of mpirun.
+        environment: what is added to it.
     """
     begun = time.monotonic()
     mpirun = sys.executable, MPIRUN, *options, "-n", str(ranks), sys.executable, *python
     job = subprocess.run(
         [*(start or mpirun), FAULTS / program, directory, *arguments],
-        env=settings(limit),
+        env=settings(limit) | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -334,6 +336,36 @@ def test_a_root_that_exits_with_an_error_says_so(tmp_path):
     job = run(tmp_path, 5, "leaving.py", "exit-1", "0")
     assert job.status not in (0, 124)
     assert "but rank 0 failed: SystemExit: 1" in job.stderr
+
+
+# Too little memory.
+
+
+@pytest.fixture(scope="module")
+def little_memory(tmp_path_factory):
+    """What is to be preloaded so that the engine finds too little memory when it is told."""
+    compiler = next(filter(shutil.which, (os.environ.get("CXX", "c++"), "g++")), None)
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    out = tmp_path_factory.mktemp("memory") / "libmemory.so"
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC"]
+    subprocess.run(
+        [compiler, *options, FAULTS / "memory.cpp", "-o", out], check=True, timeout=100
+    )
+    return str(out)
+
+
+@pytest.mark.parametrize(
+    ("way", "victim"),
+    [("started", "3"), *(more(*it) for it in (("started", "0"), ("called", "0")))],
+)
+def test_too_little_memory_fails_a_round_on_all_ranks(
+    tmp_path, little_memory, way, victim
+):
+    job = run(tmp_path, 4, "little_memory.py", way, victim, LD_PRELOAD=little_memory)
+    assert job.status == 0, job.stderr[-8000:]
+    assert len(job.reports) == 4
+    assert len(job.of_all("failed")) > 5
 
 
 # Shared work. Gradients of 20,000 floats do not travel in one message.

@@ -20,11 +20,13 @@ jax.block_until_ready(end(jnp.arange(8.0), token))
 LITTLE_MEMORY = """
 import resource
 big = jnp.ones(64 << 20, jnp.float32)
-step = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
+def started(x):
+    return jaxcoded.coded_allreduce_done(jaxcoded.coded_allreduce_start(x, group))
+step = jax.jit(SUM)
 compiled = step.lower(big).compile()
 print(step(jnp.ones(2)))
 size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
-# for XLA's result, and not for the engine's
+# for XLA's result, and not for what the engine needs
 limit = 1024 * int(size.split()[1]) + 300_000_000
 resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
 try:
@@ -66,7 +68,14 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
             "a collective of the group was called before another one was over",
         ),
         (
-            ALONE + LITTLE_MEMORY,
+            ALONE
+            + LITTLE_MEMORY.replace(
+                "SUM", "lambda x: jaxcoded.coded_allreduce(x, group)"
+            ),
+            "[1. 1.]\nCodedError: rank 0 has too little memory for this call\n[1. 1.]\n",
+        ),
+        (
+            ALONE + LITTLE_MEMORY.replace("SUM", "started"),
             "[1. 1.]\nCodedError: rank 0 has too little memory for this call\n[1. 1.]\n",
         ),
         (ALONE + TANGENTS, "the same\n"),
@@ -83,7 +92,8 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
         ),
     ],
     ids=[
-        *("parts of another call", "little memory", "tangents", "closed"),
+        *("parts of another call", "little memory", "little memory, started"),
+        *("tangents", "closed"),
         *("closed, shared", "padded blocks", "a big step", "an unsigned batch size"),
     ],
 )

@@ -38,7 +38,8 @@ struct Call {
   std::string why_not;            // why the round must fail, known to every rank; or empty
   bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
   bool down = true;               // every rank gets the result; otherwise the root alone
-  bool skipped = false;           // this rank has nothing to contribute
+  bool skipped = false;           // this rank has nothing to contribute,
+  bool lacks_memory = false;      // and no memory for what others have
   std::vector<Segment> message;   // this rank's vectors: those of `total`, for each of its parts
   std::vector<Segment> total;     // those of the result
   std::vector<const std::byte*> own;  // where they are; valid, as `out`, until the call is over.

@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include "reserve.h"
 #include "status_signal.h"
 
 #include <pthread.h>
@@ -45,6 +46,7 @@ constexpr const char* broken_off =
     "the next begins, such as a loop over group.blocks; with tokens, hand on the one that the first "
     "returns";
 constexpr const char* process_ends = "GroupClosed: the process ends";
+constexpr const char* no_memory = "CodedError: this rank has too little memory for this call";
 
 // In a process that was forked from this one, the engine's thread is missing, its lock may be held
 // for ever, and MPI and the page are those of the other process.
@@ -89,6 +91,25 @@ void fail(Flight& flight, const char* why) {
   flight.error = why;
 }
 
+// A call that there is too little memory to make. Its round fails.
+std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
+  auto out = std::make_shared<Flight>();
+  out->call.fingerprint = fingerprint;
+  out->call.lacks_memory = out->call.skipped = true;
+  return out;
+}
+
+// Whether there was enough memory for a step.
+template <class Step>
+bool attempted(Step step) {
+  try {
+    step();
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 std::uint64_t Member::ahead() const {
@@ -119,6 +140,7 @@ Engine::Engine() {
     forked = true;
     status_signal::uninstall();
   });
+  reserve::keep();
   thread_ = std::thread([this] { progress(); });
   status_signal::install(page_->wake_up);
 }
@@ -275,49 +297,77 @@ std::string Engine::returned(std::uint64_t index) {
   Member& its = still->second;
   its.running = false;
   if (its.mixed_up.empty()) return {};
-  if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
+  if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
   leave(its, its.mixed_up);
   return its.mixed_up;
 }
 
 // The last call of the queue, in place of one whose last parts never came.
-void Engine::enqueue(Member& its, std::shared_ptr<Flight> flight) {
-  if (its.has_open_call() && its.queue.back()->shared) {
-    leave_share(its);
-  } else if (its.has_open_call()) {
-    const std::shared_ptr<Flight> before = std::move(its.queue.back());
-    its.queue.pop_back();
-    if (before->submitted) {
-      its.node->break_off(std::move(flight->call));
-      flight->submitted = true;
-    }
+void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
+  const bool breaks_off = its.has_open_call();
+  its.queue.push_back(flight);  // where there is too little memory for it, nothing has changed
+  if (!breaks_off) return;
+  const auto at = its.queue.end() - 2;
+  const std::shared_ptr<Flight> before = *at;
+  if (!before->shared) {
+    its.queue.erase(at);
+    flight->submitted = before->submitted;
   }
-  its.queue.push_back(std::move(flight));
+  in_memory(its, [&] {
+    if (before->shared) {
+      leave_share(its, *before);
+    } else if (before->submitted) {
+      its.node->break_off(std::move(flight->call));
+    }
+    return false;
+  });
+}
+
+// The call that `make` makes of this request, or where there is too little memory for it, one that fails its round. None
+// if there is not enough for that either: its round fails later.
+template <class Make>
+std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Make make) {
+  std::shared_ptr<Flight> out;
+  if (attempted([&] { enqueue(its, out = make()); })) return out;
+  reserve::fill();
+  if (attempted([&] { enqueue(its, out = unmade_flight(request.fingerprint)); })) return out;
+  ++its.unmade;
+  return nullptr;
+}
+
+// Nor does an open call get its next part.
+void Engine::fail_for_memory(Member& its, Flight& flight) {
+  reserve::fill();
+  flight.open = false;
+  if (flight.submitted) {
+    its.lacks_memory = true;
+  } else {
+    flight.call.lacks_memory = flight.call.skipped = flight.call.complete = true;
+  }
 }
 
 // The program comes for no more blocks. Others do the rest, and the round ends without it.
-void Engine::leave_share(Member& its) {
-  Flight& flight = *its.queue.back();
+void Engine::leave_share(Member& its, Flight& flight) {
   flight.open = false;
   if (flight.submitted) return its.node->leave_share();
   flight.call.skipped = flight.call.complete = true;
 }
 
-// A turn of a member. Whether there was anything. With too little memory its round fails.
+// A turn of a member. Whether there was anything. With too little memory its round fails, once there is enough to say so.
 template <class Turn>
 bool Engine::in_memory(Member& its, Turn turn) {
-  try {
-    return turn();
-  } catch (const std::bad_alloc&) {
-    its.node->lack_memory();
-    return false;
-  }
+  bool news = false;
+  const bool enough = attempted([&] { news = turn(); });
+  its.lacks_memory |= !reserve::fill() || !enough;
+  if (its.lacks_memory) its.lacks_memory = !attempted([&] { its.node->lack_memory(); });
+  return news;
 }
 
 // Carry out the calls of the queue as far as can be done now. Whether one began or ended.
 bool Engine::fly(Member& its) {
   bool news = false;
   Node& node = *its.node;
+  for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
   while (!its.queue.empty()) {
     Flight& flight = *its.queue.front();
     if (!flight.submitted) {
@@ -355,19 +405,22 @@ Result Engine::run(std::uint64_t index, Request request) {
   if (request.continues) {
     flight = continued(its, request);
     if (!flight) return {Outcome::failed, broken_off};
-    Call& call = flight->call;
-    if (flight->submitted) {
-      if (!request.skipped) its.node->extend(request.own);
-      its.node->complete(std::move(request.out));
-    } else {
-      if (!request.skipped) call.own.insert(call.own.end(), request.own.begin(), request.own.end());
-      call.out = std::move(request.out);
-      call.complete = true;
-    }
+    const bool enough = attempted([&] {
+      Call& call = flight->call;
+      if (flight->submitted) {
+        if (!request.skipped) its.node->extend(request.own);
+        its.node->complete(std::move(request.out));
+      } else {
+        if (!request.skipped) call.own.insert(call.own.end(), request.own.begin(), request.own.end());
+        call.out = std::move(request.out);
+        call.complete = true;
+      }
+    });
+    if (!enough) fail_for_memory(its, *flight);
     flight->open = false;
   } else {
-    flight = flight_of(its, request);
-    enqueue(its, flight);
+    flight = launched(its, request, [&] { return flight_of(its, request); });
+    if (!flight) return {Outcome::failed, no_memory};
   }
   work(its);
   if (flight->outcome == Outcome::pending) {
@@ -382,7 +435,10 @@ Result Engine::run(std::uint64_t index, Request request) {
 void Engine::leave_share(std::uint64_t index) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
+  in_memory(its, [&] {
+    if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
+    return false;
+  });
   work(its);
   page_->wake_up.send();
 }
@@ -400,28 +456,35 @@ Taken Engine::take(std::uint64_t index, Request request) {
   }
   std::vector<const std::byte*> own = std::move(request.own);
   const bool here = own.size() == request.message.size();
-  if (!here) own.assign(request.message.size(), nullptr);
-  if (!request.continues) {
+  std::shared_ptr<Flight> flight;
+  if (request.continues) {
+    flight = its.queue.back();
+  } else {
     request.own.clear();
-    auto opened = flight_of(its, request);
-    opened->call.shared = true;
-    opened->call.complete = false;
-    opened->open = opened->shared = true;
-    opened->looped = !opened->call.lends();
-    enqueue(its, std::move(opened));
+    flight = launched(its, request, [&] {
+      auto opened = flight_of(its, request);
+      opened->call.shared = true;
+      opened->call.complete = false;
+      opened->open = opened->shared = true;
+      opened->looped = !opened->call.lends();
+      return opened;
+    });
+    if (!flight) return {.error = no_memory};
   }
-  const std::shared_ptr<Flight> flight = its.queue.back();
   Node& node = *its.node;
   bool lent = false, needs_own = false;
   std::optional<Work> taken;
   const auto done = [&] {
     if (flight->outcome != Outcome::pending) return true;  // the group is closed, or has failed
     if (taken || !its.mixed_up.empty()) return true;
-    if (!flight->submitted) return false;  // rounds that were started before are not over
-    if (!here && (needs_own = !node.goes_on_at_once())) return true;
-    if (!std::exchange(lent, true)) node.come_for_block(own);
-    taken = node.take_block();
-    return taken || node.no_more_blocks();
+    if (!flight->submitted || !flight->shared) return false;  // rounds that were started before are not over, or it fails
+    return in_memory(its, [&] {
+      if (!here && (needs_own = !node.goes_on_at_once())) return true;
+      if (!here) own.assign(flight->total.size(), nullptr);
+      if (!std::exchange(lent, true)) node.come_for_block(own);
+      taken = node.take_block();
+      return taken || node.no_more_blocks();
+    });
   };
   work(its);
   its.running = true;
@@ -442,23 +505,37 @@ std::string Engine::extend(std::uint64_t index, Request request) {
   if (request.continues && !(flight = continued(its, request))) return broken_off;
   if (!flight || !request.skipped) {
     std::vector<Buffer> memory;
-    if (!request.feed) {
-      const auto own = memory_for(memory, *its.pool, request.message, request.own.size());
-      copy(own, request.own, request.message.data());
-      request.own.assign(own.begin(), own.end());
-    }
+    const auto brought = [&] {
+      if (!request.feed) {
+        const auto own = memory_for(memory, *its.pool, request.message, request.own.size());
+        copy(own, request.own, request.message.data());
+        request.own.assign(own.begin(), own.end());
+      }
+      if (flight) flight->memory.reserve(flight->memory.size() + memory.size());
+    };
     if (!flight) {
-      flight = flight_of(its, request);
-      flight->call.complete = false;
-      flight->open = true;
-      enqueue(its, flight);
-    } else if (flight->submitted) {
-      its.node->extend(request.own);
+      flight = launched(its, request, [&] {
+        brought();
+        auto opened = flight_of(its, request);
+        opened->call.complete = false;
+        opened->open = true;
+        opened->memory = std::move(memory);
+        return opened;
+      });
+      if (!flight) return no_memory;
     } else {
-      flight->call.own.insert(flight->call.own.end(), request.own.begin(), request.own.end());
+      const bool enough = attempted([&] {
+        brought();
+        std::ranges::move(memory, std::back_inserter(flight->memory));
+        if (flight->submitted) {
+          its.node->extend(request.own);
+        } else {
+          flight->call.own.insert(flight->call.own.end(), request.own.begin(), request.own.end());
+        }
+      });
+      if (!enough) fail_for_memory(its, *flight);
     }
     if (request.feed) flight->feed = request.feed;
-    std::ranges::move(memory, std::back_inserter(flight->memory));
   }
   work(its);
   page_->wake_up.send();  // the progress thread goes on
@@ -474,26 +551,35 @@ Started Engine::start(std::uint64_t index, Request request) {
     its = &member(index);
     std::erase(its->started, oldest);
   }
-  auto flight = std::make_shared<Flight>();
-  flight->pool = its->pool;
-  const std::vector<std::byte*> own = memory_for(flight->memory, *flight->pool, request.message, request.own.size());
-  flight->result = request.message == request.total
-                       ? own
-                       : memory_for(flight->memory, *flight->pool, request.total, request.total.size());
+  std::shared_ptr<Flight> flight;
+  std::vector<std::byte*> own;
+  const bool enough = attempted([&] {
+    flight = std::make_shared<Flight>();
+    flight->pool = its->pool;
+    own = memory_for(flight->memory, *flight->pool, request.message, request.own.size());
+    flight->result = request.message == request.total
+                         ? own
+                         : memory_for(flight->memory, *flight->pool, request.total, request.total.size());
+  });
   // The engine goes on meanwhile.
   lock.unlock();
-  copy(own, request.own, request.message.data());
+  if (enough) copy(own, request.own, request.message.data());
   lock.lock();
   its = &member(index);
   if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
-  request.own.assign(own.begin(), own.end());
-  request.out = flight->result;
-  flight->total = request.total;
+  const std::vector<Segment> total = request.total;
+  flight = launched(*its, request, [&] {
+    if (!enough) throw std::bad_alloc();
+    request.own.assign(own.begin(), own.end());
+    request.out = flight->result;
+    flight->call = call_of(*its, request);
+    return flight;
+  });
+  if (!flight) return {0, no_memory};
+  flight->total = total;
   flight->number = ++its->numbers;
-  flight->call = call_of(*its, request);
-  enqueue(*its, flight);
   its->started.push_back(flight);
-  fly(*its);
+  work(*its);
   page_->wake_up.send();  // the progress thread goes on
   return {flight->number, {}};
 }
@@ -545,26 +631,29 @@ bool Engine::poll() {
   const bool anyway = time >= asks_mpi_at_;  // which tells of dead ranks without a message
   if (anyway) asks_mpi_at_ = time + shortest_timer;
   for (auto& [index, its] : members_) {
-    const bool its_news = in_memory(its, [&] {
-      bool out = its.wire->poll(*its.node, anyway);
-      out |= its.node->advance();
-      return fly(its) || out;
+    bool its_news = in_memory(its, [&] { return its.wire->poll(*its.node, anyway); });
+    its_news |= in_memory(its, [&] { return its.node->advance(); });
+    its_news |= in_memory(its, [&] { return fly(its); });
+    in_memory(its, [&] {
+      say_news(index, its, !its_news);
+      return false;
     });
     news |= its_news;
-    for (std::string& words : its.node->take_news()) warnings_.add({index, std::move(words)});
-    const std::pair overdue{its.node->next(), its.node->overdue()};
-    if (!its_news && its.reports && overdue.second && its.reported < overdue) {
-      const std::string words = its.node->waiting_for();
-      if (!words.empty()) {
-        its.reported = overdue;
-        warnings_.add({index, words + waited_for_elsewhere(index)});
-      }
-    }
   }
   if (!news) {
     for (auto& [index, its] : members_) its.wire->has_all();
   }
   return news;
+}
+
+void Engine::say_news(std::uint64_t index, Member& its, bool waits) {
+  for (std::string& words : its.node->take_news()) warnings_.add({index, std::move(words)});
+  const std::pair overdue{its.node->next(), its.node->overdue()};
+  if (!waits || !its.reports || !overdue.second || its.reported >= overdue) return;
+  const std::string words = its.node->waiting_for();
+  if (words.empty()) return;
+  its.reported = overdue;
+  warnings_.add({index, words + waited_for_elsewhere(index)});
 }
 
 // Whether something may happen without a wake-up.
@@ -586,8 +675,8 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
 }
 
 // Do the engine's work on this thread until `done`, or until the engine stops. Whether it is done.
-bool Engine::drive(std::unique_lock<FairMutex>& lock, const std::function<bool()>& done,
-                   double until) {
+template <class Done>
+bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double until) {
   WakeUp& wake_up = page_->wake_up;
   // What `done` looks at stays until this thread has given back the lock.
   const Inside inside(inside_);
@@ -741,7 +830,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     const Inside inside(inside_);
     wait_until_nobody_is_in(lock, its.inside);
   }
-  if (its.has_open_call() && its.queue.back()->shared) leave_share(its);
+  if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   its.node->leave({});
   if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();

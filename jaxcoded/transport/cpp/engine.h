@@ -68,6 +68,8 @@ struct Member {
   std::string mixed_up;       // or two were, here or elsewhere: why no call is carried out any more
   bool closing = false;       // or in `close`,
   int inside = 0;             // and so many in `wait`
+  std::uint32_t unmade = 0;   // calls that there was too little memory to make: their rounds are to fail,
+  bool lacks_memory = false;  // as is the round of the node's call
 
   // Whether the last call of the queue is open.
   bool has_open_call() const { return !queue.empty() && queue.back()->open; }
@@ -196,21 +198,26 @@ class Engine {
   bool poll();
   bool hears_nothing() const;
   double longest_sleep(bool waiting, double quiet) const;
-  bool drive(std::unique_lock<FairMutex>& lock, const std::function<bool()>& done, double until);
+  template <class Done>
+  bool drive(std::unique_lock<FairMutex>& lock, const Done& done, double until);
   void progress();
   std::string standing() const;
   std::string waited_for_elsewhere(std::uint64_t index) const;
   std::shared_ptr<Flight> flight_of(Member& member, Request& request);
   std::shared_ptr<Flight> continued(Member& member, const Request& request) const;
   Call call_of(Member& member, Request& request);
-  void enqueue(Member& member, std::shared_ptr<Flight> flight);
+  template <class Make>
+  std::shared_ptr<Flight> launched(Member& member, const Request& request, Make make);
+  void fail_for_memory(Member& member, Flight& flight);
+  void enqueue(Member& member, const std::shared_ptr<Flight>& flight);
   std::string why_not(Member& member);
   std::string returned(std::uint64_t index);
-  void leave_share(Member& member);
+  void leave_share(Member& member, Flight& flight);
   bool fly(Member& member);
   void work(Member& member);
   template <class Turn>
   bool in_memory(Member& member, Turn turn);
+  void say_news(std::uint64_t index, Member& member, bool waits);
   void leave(Member& member, const std::string& failure);
   void give_up(const Member& member, const std::vector<Rank>& absent);
   void attend_finalize();

@@ -40,9 +40,12 @@ class History {
   }
   const Entry* find(Round round) const { return const_cast<History*>(this)->find(round); }
 
-  Entry& add(Entry entry) { return entries_.emplace_back(std::move(entry)); }
-  // Count the memory of an entry, once it has some.
-  void account(const Entry& entry) { bytes_ += entry.buffer.capacity(); }
+  Entry& add(Entry entry) {
+    const std::size_t bytes = entry.buffer.capacity();
+    Entry& out = entries_.emplace_back(std::move(entry));
+    bytes_ += bytes;
+    return out;
+  }
   Entry& newest() { return entries_.back(); }
   void drop_oldest() {
     bytes_ -= entries_.front().buffer.capacity();

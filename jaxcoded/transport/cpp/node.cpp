@@ -4,6 +4,7 @@
 #include <new>
 #include <utility>
 
+#include "attempts.h"
 #include "readable.h"
 
 namespace jaxcoded {
@@ -79,12 +80,16 @@ void Node::submit(Call call) {
 // it, others can do without this rank.
 void Node::lack_memory() {
   if (!calling()) return;
-  const std::string text = "CodedError: rank " + std::to_string(family_.rank) + " has too little memory for this call";
-  if (root()) return decide_error(text);
-  if (next_ == frontier_ && (announced_.contains(next_) || history_.find(next_))) return decide_alone(text);
-  if (up_.call.skipped) return;
+  if (root()) return decide_error(little_memory());
+  if (next_ == frontier_ && (announced_.contains(next_) || history_.find(next_))) return decide_alone(little_memory());
+  if (up_.told_little_memory) return;
   stop_contributing();
-  alert(next_, text);
+  alert(next_, little_memory());
+  up_.told_little_memory = true;
+}
+
+std::string Node::little_memory() const {
+  return "CodedError: rank " + std::to_string(family_.rank) + " has too little memory for this call";
 }
 
 // Neither this rank's vectors nor what it forms from them are used in this round any more.
@@ -104,11 +109,11 @@ void Node::begin(Call call) {
   const double now = wire_.now();
   up_ = WayUp();
   up_.call = std::move(call);
+  outcome_ = Outcome::pending;  // whatever there is too little memory for, this call fails
   up_.started = up_.waiting_since = now;
   up_.in_time = newest_ < next_;
   if (lacks_state()) up_.call.skipped = true;  // what it has is not to get into the sum
   if (up_.call.shared) begin_share();
-  outcome_ = Outcome::pending;
   error_.clear();
   // Ranks below may wait for the result already, which this one is not to put off with every call.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
@@ -124,6 +129,7 @@ void Node::begin(Call call) {
   }
 
   up_.lay_out(decoder_, piece_bytes(up_.call.total));
+  if (up_.call.lacks_memory) return lack_memory();
   if (root()) {
     if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // is a term of sections of the sum
     const std::string& reason = alerts_.pending().empty() ? up_.call.why_not : alerts_.pending();
@@ -132,11 +138,11 @@ void Node::begin(Call call) {
     if (const std::string why = why_not_after_blocks(); !why.empty()) return decide_error(why);
     if (sums_blocks()) leave_out_the_others();
     if (const std::string why = why_not_as_before(); !why.empty()) return decide_error(why);
-    Entry& entry = history_.add(
-        {.round = next_,
-         .fingerprint = up_.call.fingerprint,
-         .layout = up_.call.down ? laid_out(up_.call.total) : Layout()});
-    if (up_.call.down) place(entry);
+    Entry begun{.round = next_,
+                .fingerprint = up_.call.fingerprint,
+                .layout = up_.call.down ? laid_out(up_.call.total) : Layout()};
+    if (up_.call.down) place(begun);
+    Entry& entry = history_.add(std::move(begun));
     up_.sum_at = up_.call.down ? entry.at : up_.call.out;
     if (as_a_whole()) keep_own();
     if (!up_.call.up) {
@@ -195,8 +201,8 @@ void Node::complete(std::vector<std::byte*> out) {
 
 void Node::break_off(Call call) {
   if (calling()) {
-    abandon_sections();
     withdraw(Object::What::message, next_ + 1);
+    abandon_sections();
     call.skipped = true;  // whoever fetched a part of the first one must not mix them
   }
   submit(std::move(call));
@@ -295,18 +301,24 @@ bool Node::is_over(Round round) const {
 }
 
 bool Node::advance() {
-  stop_contributing_to_what_is_decided();
-  const bool more_sections = form();
-  const bool more_up = gather();
-  const bool more_down = follow();
-  const bool more_state = follow_state();
-  watch_for_stalls();
-  fail_uncalled();
-  ask();
-  watch_above();
-  watch_children();
-  tell_all();
-  return more_sections || more_up || more_down || more_state;
+  Attempts attempts;
+  bool more = false;
+  attempts.make([&] {
+    stop_contributing_to_what_is_decided();
+    return false;
+  });
+  for (const auto step : {&Node::form, &Node::gather, &Node::follow, &Node::follow_state}) {
+    more |= attempts.make([&] { return (this->*step)(); });
+  }
+  for (const auto step : {&Node::watch_for_stalls, &Node::fail_uncalled, &Node::ask, &Node::watch_above,
+                          &Node::watch_children, &Node::tell_all}) {
+    attempts.make([&] {
+      (this->*step)();
+      return false;
+    });
+  }
+  attempts.end();
+  return more;
 }
 
 void Node::deliver(Rank from, const Message& message) {

@@ -269,6 +269,7 @@ class Node {
 
  private:
   void begin(Call call);
+  std::string little_memory() const;
   struct Child {
     Rank rank;
     std::size_t column;  // in the telemetry

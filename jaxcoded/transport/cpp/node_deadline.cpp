@@ -203,9 +203,9 @@ void Node::on_overdue(Child& child, const Message& message) {
 
 // From here on what is summed is of what has come.
 void Node::begin_approximating() {
-  up_.approximating = true;
-  up_.exact = up_.decoded;
   keep_own();
+  up_.exact = up_.decoded;
+  up_.approximating = true;
 }
 
 // The best sum that can be formed from what has come. All of it, as far as it is not summed yet,

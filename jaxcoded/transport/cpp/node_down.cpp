@@ -17,7 +17,6 @@ constexpr std::size_t most_announced = 64;
 // Memory of its own for an entry.
 void Node::place(Entry& entry) {
   entry.buffer = pool_.take(entry.layout.bytes());
-  history_.account(entry);
   entry.at.clear();
   for (std::size_t s = 0; s < entry.layout.segments().size(); ++s) {
     entry.at.push_back(entry.buffer.data() + entry.layout.start(s));
@@ -137,13 +136,12 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
       history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
     return nullptr;
   }
-  Entry& added = history_.add(std::move(entry));
   if (in_place) {
-    added.at = up_.call.out;
+    entry.at = up_.call.out;
   } else if (!news.segments.empty()) {
-    place(added);
+    place(entry);
   }
-  return &added;
+  return &history_.add(std::move(entry));
 }
 
 // The newest result, of which pieces may be known, is an error. What is known of it stays where it
@@ -235,6 +233,7 @@ void Node::lost_source() {
 void Node::hand_over(const Entry& entry) {
   if (!calling() || entry.round != next_) return;
   if (entry.failed) return finish(Outcome::failed, entry.error);
+  if (up_.call.lacks_memory) return finish(Outcome::failed, little_memory());
   if (!up_.call.complete) return;
   if (entry.fingerprint != up_.call.fingerprint) {
     if (!entry.complete()) return;  // this rank still has to fetch the rest of it

@@ -159,10 +159,9 @@ bool Node::from_afar() const {
 Entry* Node::begin_entry() {
   Entry* entry = history_.find(sections_.round);
   if (!entry) {
-    entry = &history_.add({.round = sections_.round,
-                           .fingerprint = up_.call.fingerprint,
-                           .layout = sections_.layout});
-    place(*entry);
+    Entry begun{.round = sections_.round, .fingerprint = up_.call.fingerprint, .layout = sections_.layout};
+    place(begun);
+    entry = &history_.add(std::move(begun));
   }
   entry->here.resize(entry->layout.size());
   return entry;
@@ -190,13 +189,13 @@ bool Node::has_begun(const Section& section) const {
 
 void Node::begin_forming(const SectionPlan& plan, std::size_t job) {
   const Section& section = plan.sections[job];
+  if (formed_.round != next_) formed_ = {.round = next_, .layout = sections_.layout};
+  formed_.begin(section, pool_);
   sections_.forming.push_back({.index = job,
                                .section = section,
                                .of_parent = plan.of_parent,
                                .terms = plan.terms,
                                .next = section.first});
-  if (formed_.round != next_) formed_ = {.round = next_, .layout = sections_.layout};
-  formed_.begin(section, pool_);
 }
 
 void Node::end_sections() {
@@ -277,8 +276,9 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
       if (!piece.bytes || term.rank == family_.rank || it.slots.contains({number, i})) continue;
       const bool direct = wire_.direct(term.rank);
       if (direct ? p > it.next : it.pending >= ahead) continue;
+      Buffer memory = pool_.take(piece.bytes);
       Forming::Slot& slot = it.slots[{number, i}];
-      slot.buffer = pool_.take(piece.bytes);
+      slot.buffer = std::move(memory);
       slot.asked = wire_.now();
       fetched_bytes_ += piece.bytes;
       const std::size_t vector = piece.segment % term.addresses.size();

@@ -174,9 +174,9 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
     const Piece wanted = layout[p];
     // a part that may not be needed
     if (p != first && decoder_.parts() > 1 && wanted.segment != it.segment) break;
-    const auto [slot, added] = offer.slots.try_emplace(p);
-    if (!added) continue;
-    slot->second.buffer = pool_.take(wanted.bytes);
+    if (offer.slots.contains(p)) continue;
+    Buffer memory = pool_.take(wanted.bytes);
+    const auto slot = offer.slots.try_emplace(p, std::move(memory)).first;
     fetched_bytes_ += wanted.bytes;
     switch (wire_.fetch(child, {Object::What::message, next_, version_of(offer)}, p,
                         offer.addresses[wanted.segment] + wanted.offset,

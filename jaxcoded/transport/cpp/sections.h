@@ -182,7 +182,8 @@ struct Formed {
   void begin(const Section& section, Pool& pool) {
     const std::uint64_t start = place(section.first), end = section.last < layout.size() ? place(section.last) : layout.bytes();
     constexpr std::uint64_t aligned = 64;
-    Part& part = parts.emplace_back(section, section.first, pool.take(end - start + aligned));
+    Buffer memory = pool.take(end - start + aligned);
+    Part& part = parts.emplace_back(section, section.first, std::move(memory));
     part.base = reinterpret_cast<std::uintptr_t>(part.buffer.data()) + start % aligned - start;
   }
   Part* find(std::uint64_t version) {

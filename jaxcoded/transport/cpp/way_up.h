@@ -68,6 +68,7 @@ struct WayUp : Incoming {
   bool held_back = false;     // or waits for the parent to speak
   std::uint32_t offered = 0;  // pieces of `outgoing`
 
+  bool told_little_memory = false;
   std::string lacks = {};  // why there is no sum, if children that skip are too many
 
   // After the deadline.

@@ -1,0 +1,66 @@
+// Too little memory for the engine: some of what it takes is not there. To be preloaded.
+//
+// Memory of vectors is aligned, and so told from all other. Where that is too little, nothing helps; other memory is
+// there once `std::new_handler` has given back some.
+#include <dlfcn.h>
+#include <link.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace {
+
+std::uintptr_t first = 0, last = 0;  // addresses of the engine
+std::atomic<long> vectors = 0, others = 0;
+long every_vector = 0, every_other = 0;  // so many fail; 0: none
+
+bool fails(std::atomic<long>& count, long every, void* caller) {
+  const auto address = reinterpret_cast<std::uintptr_t>(caller);
+  return every && address >= first && address < last && ++count % every == 0;
+}
+
+void* taken(void* memory) {
+  if (!memory) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+extern "C" void little_memory(long each_vector, long each_other) {
+  const auto find = [](dl_phdr_info* info, std::size_t, void*) {
+    if (!std::strstr(info->dlpi_name, "/_engine.")) return 0;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      const auto& part = info->dlpi_phdr[i];
+      if (part.p_type != PT_LOAD || !(part.p_flags & PF_X)) continue;
+      first = info->dlpi_addr + part.p_vaddr;
+      last = first + part.p_memsz;
+    }
+    return 1;
+  };
+  if (!dl_iterate_phdr(find, nullptr)) std::abort();
+  every_vector = each_vector;
+  every_other = each_other;
+}
+
+// How many have failed.
+extern "C" long memory_failures() {
+  return (every_vector ? vectors / every_vector : 0) + (every_other ? others / every_other : 0);
+}
+
+void* operator new(std::size_t bytes) {
+  if (fails(others, every_other, __builtin_return_address(0))) {
+    const std::new_handler more = std::get_new_handler();
+    if (!more) throw std::bad_alloc();
+    more();
+  }
+  return taken(std::malloc(bytes ? bytes : 1));
+}
+
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  if (fails(vectors, every_vector, __builtin_return_address(0))) throw std::bad_alloc();
+  const auto least = static_cast<std::size_t>(alignment);
+  return taken(std::aligned_alloc(least, (bytes + least - 1) / least * least));
+}
