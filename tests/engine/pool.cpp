@@ -50,7 +50,7 @@ int main(int, char** arguments) {
       bytes += draw(0, static_cast<unsigned>(bytes));
     }
     Counting source;
-    Pool pool{0, source, Fit::enough};
+    Pool pool{0, source};
     std::size_t most = 0, before = 0;
     for (int period = 0; period < 60; ++period) {
       if (period == 30) before = source.made;
@@ -73,4 +73,23 @@ int main(int, char** arguments) {
       return 1;
     }
   }
+  // Groups that sum one after the other share what none of them uses.
+  Counting source;
+  Spare spare{source};
+  constexpr std::size_t bytes = 64 << 20;
+  for (int group = 0; group < 20; ++group) {
+    Pool pool{0, spare};
+    const Buffer message = pool.take(bytes), result = pool.take(bytes);
+  }
+  if (source.made != 2) return std::printf("20 groups: %zu blocks\n", source.made), 1;
+  spare.give_back(0);
+  if (source.here) return std::printf("%zu bytes are not given back\n", source.here), 1;
+  // However much was in use at a time, no more than this is kept.
+  constexpr std::size_t most = 1 << 30;
+  {
+    Pool pool{0, spare};
+    std::vector<Buffer> buffers;
+    while (pool.used() <= 3 * most) buffers.push_back(pool.take(bytes));
+  }
+  if (source.here > most) return std::printf("%zu bytes are kept\n", source.here), 1;
 }

@@ -30,6 +30,8 @@ NEWS = 2  # see `World.sweep`
 HEADER = struct.Struct("<BBxxIIxxxxQQQQQ")
 DTYPES = {"uint8": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 SIZES = [1, 2, 2, 4, 8]
+RESTS = 20  # times `orphan_seconds`: a second, of an idle group
+MOST_WOKEN = 128  # times in it, by timers
 EXAMPLES = 9  # in the batch that the ranks' contributions are made of
 
 
@@ -258,6 +260,7 @@ class World:
         twice: how many messages are delivered twice.
         again: how many of those that announce something are delivered again later.
         unreadable: how many pieces on the same host cannot be read and must be sent.
+        rests: how often it is a while without messages and calls in which time passes.
         staged: how many calls of ranks with several parts begin before all are ready.
         debug: whether parents wait for all of their children and compare what they send.
         verify: or compare what has come, and what they do where it does not fit.
@@ -290,6 +293,7 @@ class World:
         again=0.0,
         unreadable=0.0,
         staged=0.0,
+        rests=0.0,
         debug=False,
         verify=None,
         verify_wait=False,
@@ -304,6 +308,7 @@ class World:
         self.again = again
         self.unreadable = unreadable
         self.staged = staged
+        self.rests = rests
         self.compares = debug or verify is not None
         self.news = [[] for _ in range(plan.size)]
         self.echoes = []
@@ -583,10 +588,33 @@ class World:
         self.check_end(asker)
 
     def advance(self, rank):
-        more = self.nodes[rank].advance()
-        self.news[rank] += self.nodes[rank].take_news()
+        """A turn of a rank. Whether it asks for another one at once; otherwise it sleeps."""
+        node = self.nodes[rank]
+        more = node.advance()
+        if not more and node.wakes_at() <= self.clock:
+            raise AssertionError(f"rank {rank} never sleeps")
+        self.news[rank] += node.take_news()
         self.check_end(rank)
         return more
+
+    def rest(self, times=RESTS):
+        """Nothing comes and no program calls, for so many times `orphan_seconds`. Nodes wake up when they
+        have asked to, which is seldom."""
+        stopped = self.frozen | self.dead
+        awake = [rank for rank in range(self.plan.size) if rank not in stopped]
+        woken = collections.Counter()
+        until = self.clock + times * self.limits.orphan_seconds
+        while awake:
+            wakes_at = {rank: self.nodes[rank].wakes_at() for rank in awake}
+            rank = min(wakes_at, key=wakes_at.get)
+            if wakes_at[rank] > until:
+                break
+            self.clock = max(self.clock, wakes_at[rank])
+            while self.advance(rank):
+                pass
+            woken[rank] += 1
+            assert woken[rank] <= MOST_WOKEN, f"rank {rank} wakes up all the time"
+        self.clock = until
 
     def state(self, round):
         """What the rounds before this one have made, the same on all ranks."""
@@ -666,6 +694,8 @@ class World:
                 self.submit(rank)
             elif self.may_extend(rank):
                 self.extend(rank)
+        elif self.rests and rng.random() < self.rests:
+            self.rest(times=1)
         else:
             self.clock += rng.expovariate(1 / self.limits.orphan_seconds)
 
@@ -714,8 +744,6 @@ class World:
                     break
             else:
                 raise AssertionError(f"rank {rank} never comes to rest")
-            if self.nodes[rank].wakes_at() <= self.clock:
-                raise AssertionError(f"rank {rank} never sleeps")
             if self.recover(rank):
                 moved = NEWS
         return max(moved, self._on_their_way())
@@ -754,6 +782,7 @@ class World:
                 quiet += 1
                 self.clock += self.limits.orphan_seconds * 2**quiet
             if quiet == 16:
+                self.rest()
                 return
         raise AssertionError("the ranks never come to rest")
 
@@ -936,5 +965,6 @@ def random_world(plan, rounds, rng, *, script=None, limits=None, **more):
         in_place=rng.choice([0, 0, 0.5, 1]),
         unreadable=rng.choice([0, 0, 0.1]),
         staged=rng.choice([0, 0.5, 1]),
+        rests=rng.choice([0, 0.2]),
         **more,
     )

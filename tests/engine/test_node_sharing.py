@@ -370,6 +370,7 @@ def world(
         "twice": rng.choice([0, 0.1]),
         "again": rng.choice([0, 0.1]),
         "unreadable": rng.choice([0, 0.3]),
+        "rests": rng.choice([0, 0.2]),
         "limits": limits,
     } | options
     return World(plan, script, rng, shared=shared, **options)
@@ -670,6 +671,29 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
         assert ends[1].outcome == FAILED
         assert "DeadlineExceeded: round 1 was not" in ends[1].error
         assert "rank 0 waits for rank 1" in ends[1].error
+
+
+@pytest.mark.parametrize("deadline", [0.0, 1.0], ids=["none", "passes"])
+def test_the_root_sleeps_while_its_program_computes_what_others_have_done(deadline):
+    plan = make_plan(3, code="shared(replicas=2, blocks=4)")
+    its = World(
+        plan,
+        [Call((("float32", 40),), 0)],
+        random.Random(0),
+        shared={1},
+        limits={"deadline_seconds": deadline},
+    )
+    its.submit(0)
+    assert its.may_extend(0)  # it takes a block
+    its.idle = {0}
+    for _ in range(100):
+        its.sweep_all()
+        its.clock += its.limits.orphan_seconds
+    assert its.nodes[0].frontier() == 2 and its.running[0] is not None
+    its.rest()
+    its.idle = set()
+    its.settle()
+    its.assert_done()
 
 
 def test_who_was_late_forms_a_section():

@@ -40,6 +40,16 @@ def test_nobody_is_late():
     assert step == pytest.approx(BLOCK * BLOCKS + messages * steady())
 
 
+@pytest.mark.parametrize("replicas", [0, 3])
+@pytest.mark.parametrize("tiny", [1e-9, 1e-4])
+def test_the_parent_sleeps_while_a_slow_member_computes(tiny, replicas):
+    """However little time the others take, who have nothing to do."""
+    seconds = [tiny] * (WORKERS - 1) + [1.0]
+    its = world(seconds, replicas)
+    step = its.run()
+    assert its.woken <= 100 * (1 + step)
+
+
 SLOW = {
     "one": ([10.0] + [1.0] * 11, 1.1),
     "two": ([10.0, 10.0] + [1.0] * 10, 1.12),

@@ -35,6 +35,7 @@ class World:
         empties: whether programs can empty their vectors.
         stopped, dead: processes.
         orders: how many of each kind were given in this round.
+        woken: how often the parent has woken up in this round although it had heard nothing.
         computed: blocks that were computed in this round, also those not used.
         told: how often members said how far they are.
     """
@@ -119,7 +120,7 @@ class World:
         self.fetched = {}
         self.over = False
         self.orders = dict.fromkeys(("grant", "recall", "drop", "hold"), 0)
-        self.computed = self.told = 0
+        self.computed = self.told = self.woken = 0
         self.events = [e for e in self.events if e[5] == self.round]
         began = self.clock
         for seconds, what, member in faults:
@@ -226,14 +227,15 @@ class World:
                 ("down", order.member), order.member, self._told, order.member, order
             )
         wakes = self.ledger.wakes_at(self.clock)
+        assert wakes > self.clock
         self.wakes = wakes
         if wakes < math.inf:
-            self.at(
-                max(wakes, self.clock + 1e-5),
-                self._decide,
-                cancel=lambda: self.wakes != wakes,
-            )
+            self.at(wakes, self._wakes_up, cancel=lambda: self.wakes != wakes)
         self._gather()
+
+    def _wakes_up(self):
+        self.woken += 1
+        self._decide()
 
     def _gather(self):
         """Fetch from one member after the other what the sum is of."""

@@ -1,7 +1,6 @@
 // What ranks tell the root that is wrong, until a round fails with it.
 #pragma once
 
-#include <map>
 #include <string>
 #include <utility>
 
@@ -23,15 +22,18 @@ class Alerts {
   // A round has failed.
   void over() { pending_.clear(); }
 
-  // What is wrong only if the root leaves the group,
-  void if_left(Round round, const std::string& text) { if_left_.emplace(round, text); }
-  // which it does.
-  std::map<Round, std::string> left() { return std::exchange(if_left_, {}); }
+  // What is wrong only if the root leaves the group. Ranks say it again in each round: the first word of the latest
+  // round is kept, as nobody calls a round before the one before it is decided.
+  void if_left(Round round, const std::string& text) {
+    if (round > if_left_.first) if_left_ = {round, text};
+  }
+  // The root leaves: this is wrong, and in no round, 0, if nothing is.
+  std::pair<Round, std::string> left() { return std::exchange(if_left_, {}); }
 
  private:
   Round newest_ = 0;
   std::string pending_;
-  std::map<Round, std::string> if_left_;
+  std::pair<Round, std::string> if_left_ = {};
 };
 
 }  // namespace jaxcoded

@@ -48,13 +48,16 @@ class Departures {
 
   // Whether the parent is to hear that there will be no more offers: once.
   bool retire() { return !std::exchange(retired_, true); }
+  bool retired() const { return retired_; }
   // It has heard that nobody needs anything here or below.
   void said_bye() { gone_ = true; }
   bool gone() const { return gone_; }
 
  private:
   static void append(std::vector<Rank>& all, const std::vector<Rank>& ranks) {
-    all.insert(all.end(), ranks.begin(), ranks.end());
+    for (const Rank rank : ranks) {  // a message may come twice
+      if (std::ranges::find(all, rank) == all.end()) all.push_back(rank);
+    }
   }
 
   bool leaving_ = false, retired_ = false, gone_ = false;

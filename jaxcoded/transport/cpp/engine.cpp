@@ -122,7 +122,7 @@ std::uint64_t Member::lag() const {
 }
 
 std::uint64_t Member::memory_bytes() const {
-  return node->memory_bytes() + pool->used() + pool->kept();
+  return node->memory_bytes() + pool->used();
 }
 
 Engine& Engine::instance() {
@@ -163,12 +163,12 @@ Validity& Engine::validity(std::uint64_t slot) { return page_->validity[slot]; }
 
 const std::atomic<std::uint32_t>& Engine::messages(std::uint64_t slot) { return page_->messages[slot]; }
 
-SharedMemory& Engine::memory() { return page_.memory(); }
+Source& Engine::memory(bool shared) { return shared ? shared_spare_ : spare_; }
 
 void Engine::open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
                   Member member) {
   std::unique_lock lock(mutex_);
-  member.pool = std::make_shared<Pool>(std::size_t{1} << 30, wire->memory());
+  member.pool = std::make_shared<Pool>(0, wire->memory());
   member.wire = std::move(wire);
   member.node = std::move(node);
   members_.emplace(index, std::move(member));
@@ -579,7 +579,7 @@ Started Engine::start(std::uint64_t index, Request request) {
   flight->total = total;
   flight->number = ++its->numbers;
   its->started.push_back(flight);
-  work(*its);
+  in_memory(*its, [&] { return fly(*its); });
   page_->wake_up.send();  // the progress thread goes on
   return {flight->number, {}};
 }
@@ -669,7 +669,8 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
   if (hears_nothing()) return nap_;
   double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
   for (const auto& [index, its] : members_) {
-    out = std::min(out, std::max(its.node->wakes_at() - now(), 0.0));
+    // a timer after which there was nothing to do is the less urgent
+    out = std::min(out, std::max(its.node->wakes_at() - now(), nap_));
   }
   return out;
 }
@@ -844,6 +845,10 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   }
   if (waiting_) changed_.notify_all();
   page_.close_slot(its.slot);
+  ended = {};
+  if (members_.empty()) {
+    for (Spare* each : {&spare_, &shared_spare_}) each->give_back(0);
+  }
   return absent;
 }
 

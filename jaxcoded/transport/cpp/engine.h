@@ -130,7 +130,8 @@ class Engine {
   void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
   const std::atomic<std::uint32_t>& messages(std::uint64_t slot);
-  SharedMemory& memory();
+  // Where vectors are to lie, such as other processes of this host read or not.
+  Source& memory(bool shared);
   // The group of this communicator is open on all ranks; see `EndOfJob`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
   // This process joins a job, or is about to start others that do; see `EndOfJob`.
@@ -226,6 +227,7 @@ class Engine {
   void wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside);
 
   OwnPage page_;
+  Spare spare_{heap}, shared_spare_{page_.memory()};
   FairMutex mutex_;
   std::condition_variable_any changed_;
   int waiting_ = 0;  // threads on `changed_`

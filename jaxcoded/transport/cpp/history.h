@@ -23,6 +23,7 @@ struct Entry {
   std::uint32_t ready = 0;          // pieces
   std::uint32_t remains = 0;        // pieces of a round that failed which were known before
   std::vector<bool> here = {};      // pieces that came out of order
+  std::uint64_t counted = 0;        // bytes, see `History::account`
 
   bool complete() const { return ready == layout.size(); }
   const std::byte* data(std::uint32_t piece) const {
@@ -41,14 +42,19 @@ class History {
   const Entry* find(Round round) const { return const_cast<History*>(this)->find(round); }
 
   Entry& add(Entry entry) {
-    const std::size_t bytes = entry.buffer.capacity();
     Entry& out = entries_.emplace_back(std::move(entry));
-    bytes_ += bytes;
+    account(out);
     return out;
+  }
+  // Count the memory of an entry, again once it has more. Short results cost what is known of them.
+  void account(Entry& entry) {
+    bytes_ -= entry.counted;
+    entry.counted = sizeof entry + entry.error.size() + entry.buffer.capacity();
+    bytes_ += entry.counted;
   }
   Entry& newest() { return entries_.back(); }
   void drop_oldest() {
-    bytes_ -= entries_.front().buffer.capacity();
+    bytes_ -= entries_.front().counted;
     entries_.pop_front();
   }
   void clear() {

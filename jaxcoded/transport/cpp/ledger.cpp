@@ -20,6 +20,8 @@ constexpr double further = 0.5;
 // What is being computed is only computed anew if that ends so much sooner, as a share of a block.
 constexpr double worth = 0.1;
 constexpr std::uint32_t most_doublings = 6;  // of the patience with a member
+// Who is late is looked at again after this share of the time that nothing was heard, and of the patience at least.
+constexpr double share_of_time = 1.0 / 16, finest = 1.0 / 64;
 constexpr double never = std::numeric_limits<double>::infinity();
 
 }  // namespace
@@ -121,6 +123,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     const double block = (now - ago - member.since) / (progress.added - member.added);
     if (block > 0) {  // it may have begun before this round did here
       member.seconds = member.measured ? (member.seconds + block) / 2 : block;
+      usual_.reset();
       member.measured = true;
     }
     member.added = progress.added;
@@ -160,6 +163,7 @@ void Ledger::give_up(std::size_t m, double now) {
             .times_given_up = member.times_given_up + 1,
             .since = now,
             .seconds = std::max(member.seconds, member.left() ? now - member.since : 0)};
+  usual_.reset();
   order(m, Order::Kind::drop, {});
 }
 
@@ -168,6 +172,7 @@ void Ledger::lost(std::size_t m) {
   if (members_[m].here()) count_unused(m);
   release(members_[m]);
   members_[m] = {.state = Member::State::lost};
+  usual_.reset();
 }
 
 void Ledger::close(double now) {
@@ -234,18 +239,18 @@ std::vector<Order> Ledger::orders(double now) {
 
 double Ledger::wakes_at(double now) const {
   if (closed()) return settled() ? never : closing_ends();
-  double out = never, block = never;
-  bool idle = false, busy = false;
+  double out = never, block = never, latest = -never;
+  bool idle = false;
   for (const Member& member : members_) {
     if (const double ends = patience_ends(member); ends > now) out = std::min(out, ends);
     if (!member.here() && !member.expected()) continue;
-    idle |= !member.left();
-    busy |= member.left() > 0;
+    member.left() ? latest = std::max(latest, member.since) : idle = true;
     block = std::min(block, seconds(member));
   }
-  // How much longer a block takes shows only with time.
-  if (idle && busy) out = std::min(out, now + (block > 0 ? block : patience_seconds_) / 4);
-  return out;
+  if (!idle || latest == -never || waits_) return out;
+  // How much longer a block takes shows only with time: the later, the more rarely it matters.
+  const double quarter = (block > 0 ? block : patience_seconds_) / 4;
+  return std::min(out, now + std::max({quarter, (now - latest) * share_of_time, patience_seconds_ * finest}));
 }
 
 bool Ledger::settled() const {
@@ -312,11 +317,12 @@ double Ledger::closing_ends() const { return *closed_at_ + std::max(patience_sec
 
 // For one block, of any member.
 double Ledger::usual() const {
+  if (usual_) return *usual_;
   std::vector<double> known;
   for (const Member& member : members_) {
     if (member.seconds > 0) known.push_back(member.seconds);
   }
-  return median(std::move(known));
+  return *(usual_ = median(std::move(known)));
 }
 
 double Ledger::seconds(const Member& member) const {

@@ -152,6 +152,7 @@ class Ledger {
   std::vector<std::uint32_t> unused_;       // blocks that each member has computed, not for the sum
   std::vector<std::uint32_t> times_taken_;  // back while it was computed, each block
   std::vector<Order> orders_;
+  mutable std::optional<double> usual_ = {};  // until a member's pace changes
 };
 
 }  // namespace jaxcoded

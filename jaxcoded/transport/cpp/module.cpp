@@ -87,7 +87,7 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
   member.comm = MPI_Comm_f2c(comm);
   const WithoutGil released;
   auto wire = std::make_unique<MpiWire>(member.comm, session, peers, all, engine.validity(slot),
-                                        engine.messages(slot), engine.memory());
+                                        engine.messages(slot), engine.memory(true), engine.memory(false));
   auto node = std::make_unique<Node>(std::move(family), std::move(decoder), limits, *wire);
   if (!holders.empty()) node->share_blocks(holders);
   engine.open(index, std::move(wire), std::move(node), std::move(member));

@@ -49,10 +49,11 @@ bool fault_tolerant() {
 
 MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
                  const std::vector<Card>& cards, Validity& validity,
-                 const std::atomic<std::uint32_t>& messages, SharedMemory& memory)
+                 const std::atomic<std::uint32_t>& messages, Source& shared_memory, Source& memory)
     : comm_(comm),
       session_(session),
       validity_(validity),
+      shared_memory_(shared_memory),
       memory_(memory),
       messages_(messages),
       ranks_(peers),
@@ -203,7 +204,7 @@ void MpiWire::withdraw(Object::What what, Round first_valid) {
 
 Source& MpiWire::memory() {
   const bool near = std::ranges::any_of(ranks_, [&](Rank rank) { return direct(rank); });
-  return near ? static_cast<Source&>(memory_) : heap;
+  return near ? shared_memory_ : memory_;
 }
 
 std::size_t MpiWire::inline_bytes(Rank to) const {

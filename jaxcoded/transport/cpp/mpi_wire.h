@@ -40,7 +40,7 @@ class MpiWire : public Wire {
   // ranks; `peers` the ranks that this one ever speaks with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
           const std::vector<Card>& cards, Validity& validity,
-          const std::atomic<std::uint32_t>& messages, SharedMemory& memory);
+          const std::atomic<std::uint32_t>& messages, Source& shared_memory, Source& memory);
   ~MpiWire() override;
 
   void send(Rank to, const Message& message) override;
@@ -114,7 +114,8 @@ class MpiWire : public Wire {
   MPI_Comm comm_;
   std::uint64_t session_;
   Validity& validity_;
-  SharedMemory& memory_;
+  Source& shared_memory_;
+  Source& memory_;
   const std::atomic<std::uint32_t>& messages_;  // so many have peers with pages sent;
   std::uint32_t sent_ = 0;                       // when MPI was asked last,
   std::optional<std::uint32_t> had_ = {};        // and when it had no more

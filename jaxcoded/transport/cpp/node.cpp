@@ -20,7 +20,7 @@ Node::Node(Family family, Decoder decoder, Limits limits, Wire& wire)
       decoder_(std::move(decoder)),
       limits_(limits),
       wire_(wire),
-      pool_(limits.history_bytes, wire.memory()),
+      pool_(0, wire.memory()),
       telemetry_(limits.telemetry_rounds, family_.children.size()),
       columns_(family_.children),
       parent_heard_(wire.now()),
@@ -43,13 +43,18 @@ Header Node::header(Kind kind, Round round) const {
   return {.kind = kind, .round = round, .last = newest_, .done = done()};
 }
 
-// The first round whose result this rank, or one below it, still lacks.
+// The first round whose result this rank, or one below it, still lacks. One that has left needs none, which its
+// parent takes into account once it knows.
 Round Node::done() const {
-  Round out = next_;
+  return lacked_below(departures_.retired() && has_left() ? frontier_ : next_);
+}
+
+// That round, or an earlier one that a child still lacks.
+Round Node::lacked_below(Round round) const {
   for (const Child& child : children_) {
-    if (!child.left) out = std::min(out, child.done);
+    if (!needs_nothing(child)) round = std::min(round, child.done);
   }
-  return out;
+  return round;
 }
 
 void Node::append_addresses(Message& message, const std::vector<std::byte*>& segments) {

@@ -254,7 +254,7 @@ class Node {
   std::vector<StepTime> step_times() const;
   std::uint64_t history_bytes() const { return history_.bytes(); }
   std::uint64_t memory_bytes() const {
-    return pool_.used() + pool_.kept() + snapshot_.bytes() + state().bytes();
+    return pool_.used() + snapshot_.bytes() + state().bytes();
   }
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
   // Of sections of sums, see `Section`.
@@ -296,7 +296,8 @@ class Node {
       bool said = false;  // it is told
     };
     Behind behind = {};
-    Round called() const { return std::max({offer.round, done - 1, told}); }
+    // What one that makes no more offers is done with says nothing of its calls.
+    Round called() const { return std::max({offer.round, retired ? 0 : done - 1, told}); }
   };
   // A result that a rank above has.
   struct Announcement {
@@ -553,6 +554,8 @@ class Node {
   void append_departed(Message& message, const std::vector<Rank>& ranks) const;
   void learn_failures(std::string_view lines);
   void give_up(Child& child);
+  bool needs_nothing(const Child& child) const;
+  bool has_left() const { return departures_.leaving() && !calling(); }
   void say_bye();
   std::string who_left() const;
   void refuse(Round round, const std::string& text);
@@ -570,6 +573,7 @@ class Node {
   double patience(double stuck_since) const;
   double share_of_wait(double since) const;
   Round done() const;
+  Round lacked_below(Round round) const;
   Header header(Kind kind, Round round) const;
   static void append_addresses(Message& message, const std::vector<std::byte*>& segments);
   static std::string listed(const std::vector<Rank>& ranks);

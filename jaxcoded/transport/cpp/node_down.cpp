@@ -153,6 +153,7 @@ Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bo
   entry.error = error;
   entry.alone = alone;
   entry.remains = std::exchange(entry.ready, 0);
+  history_.account(entry);
   for (auto& [rank, listener] : listeners_) listener.changed(entry.round);
   return entry;
 }
@@ -448,10 +449,7 @@ bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {
 
 // Drop the results that nobody lacks any more, and the oldest ones where memory is short.
 void Node::forget() {
-  Round needed = desynchronized_ ? frontier_ : next_;
-  for (const Child& child : children_) {
-    if (!child.left) needed = std::min(needed, child.done);
-  }
+  const Round needed = lacked_below(desynchronized_ || has_left() ? frontier_ : next_);
   const auto drop = [&] {
     withdraw(Object::What::result, history_.first() + 1);
     history_.drop_oldest();

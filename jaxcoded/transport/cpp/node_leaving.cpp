@@ -17,7 +17,7 @@ void Node::leave(const std::string& failure) {
   if (copied_.round) tell_unformed(copied_.round, copied_.index, copied_.version, copied_.members);
   if (!std::ranges::all_of(children_, &Child::left)) retire();
   for (Child& child : children_) check_offer(child);
-  for (const auto& [round, text] : alerts_.left()) refuse(round, text);
+  if (const auto [round, text] = alerts_.left(); round) refuse(round, text);
   if (root()) {
     for (const auto& [rank, listener] : listeners_) refuse_called(rank, listener);
   }
@@ -40,14 +40,15 @@ void Node::on_bye(Child& child, const Message& message) {
     child.left = true;
     listeners_[child.rank].want_nothing();
   }
+  child.told = child.called();
   child.retired = true;
   say_bye();
 }
 
 // Tell the parent that there will be no more offers, and who has closed the group.
 void Node::retire() {
-  if (root() || !departures_.retire()) return;
   Message message{header(Kind::bye, 0)};
+  if (root() || !departures_.retire()) return;
   message.header.flags = relays;
   append_departed(message, departures_.closed());
   wire_.send(family_.ancestors.front(), message);
@@ -87,6 +88,12 @@ void Node::learn_failures(std::string_view lines) {
   }
 }
 
+// The dead need nothing; those below them may.
+bool Node::needs_nothing(const Child& child) const {
+  const bool alone = std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
+  return child.left || (child.dead && alone);
+}
+
 void Node::give_up(Child& child) {
   child.left = true;
   departures_.given_up({child.rank});
@@ -95,9 +102,7 @@ void Node::give_up(Child& child) {
 void Node::say_bye() {
   if (!departures_.leaving() || departures_.gone()) return;
   for (Child& child : children_) {
-    // The dead need nothing; those below them may.
-    const bool alone = std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
-    if (alone && !child.left && child.dead) give_up(child);
+    if (!child.left && needs_nothing(child)) give_up(child);
   }
   if (!std::ranges::all_of(children_, &Child::left)) return;
   departures_.said_bye();

@@ -48,7 +48,7 @@ void Node::check_offer(Child& child) {
   } else if (departures_.leaving() && offer.round >= next_ && !calling()) {
     offer.withdrawn = true;
     refuse(offer.round,
-           "rank " + std::to_string(child.rank) + " called " + signatures_.of(offer.fingerprint));
+           "rank " + std::to_string(child.rank) + " called " + shortened(signatures_.of(offer.fingerprint)));
   }
 }
 

@@ -214,6 +214,7 @@ void Node::fail(const std::string& text) {
 }
 
 bool Node::gather() {
+  up_.overdue = up_.overdue || wire_.now() >= overdue_at();
   if (calling() && up_.call.shared && (!root() || up_.all_decoded())) return false;
   if (calling() && up_.call.feed && !up_.call.skipped) {
     if (const std::string why = up_.call.feed->failure(); !why.empty()) {
@@ -231,7 +232,7 @@ bool Node::gather() {
     return false;
   }
   ask_children();
-  up_.overdue = up_.overdue || wire_.now() >= overdue_at() || only_silent_lack();
+  up_.overdue = up_.overdue || only_silent_lack();
   if (deals() && !deal()) {
     abandon_sections();
     if (!up_.overdue) return false;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <new>
 #include <tuple>
 
@@ -11,12 +12,23 @@ namespace jaxcoded {
 namespace {
 
 constexpr std::size_t huge_page = std::size_t{2} << 20;
+constexpr std::size_t most_spare = std::size_t{1} << 30;
 
 // Sizes are rounded up, by an eighth at most, so that rounds of almost equal size share memory.
 std::size_t rounded(std::size_t bytes) {
   const std::size_t least = std::max<std::size_t>(bytes, 256);
   const std::size_t step = std::max<std::size_t>(std::bit_floor(least) / 8, 64);
   return (least + step - 1) / step * step;
+}
+
+// Whether there is memory to note the block. Memory is given back in destructors, which must not throw.
+bool noted(std::multimap<std::size_t, std::byte*>& free, std::byte* data, std::size_t bytes) {
+  try {
+    free.emplace(bytes, data);
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
 }
 
 }  // namespace
@@ -33,6 +45,40 @@ void Heap::release(std::byte* data, std::size_t capacity) {
   ::operator delete(data, std::align_val_t{capacity >= huge_page ? huge_page : 64});
 }
 
+std::byte* Spare::allocate(std::size_t bytes) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (const auto found = free_.find(bytes); found != free_.end()) {
+      std::byte* data = found->second;
+      free_.erase(found);
+      kept_ -= bytes;
+      return data;
+    }
+  }
+  return source_.allocate(bytes);
+}
+
+void Spare::release(std::byte* data, std::size_t bytes) {
+  const std::scoped_lock lock(mutex_);
+  if (!noted(free_, data, bytes)) return source_.release(data, bytes);
+  kept_ += bytes;
+  trim(most_spare);
+}
+
+void Spare::give_back(std::size_t most) {
+  const std::scoped_lock lock(mutex_);
+  trim(most);
+}
+
+void Spare::trim(std::size_t most) {
+  while (kept_ > most) {
+    const auto largest = std::prev(free_.end());  // costs most to keep
+    kept_ -= largest->first;
+    source_.release(largest->second, largest->first);
+    free_.erase(largest);
+  }
+}
+
 Buffer::~Buffer() {
   if (data_) pool_->give(data_, capacity_);
 }
@@ -44,7 +90,7 @@ Pool::~Pool() {
 Buffer Pool::take(std::size_t bytes) {
   std::size_t capacity = rounded(bytes);
   std::byte* data = nullptr;
-  const auto found = fit_ == Fit::same ? free_.find(capacity) : free_.lower_bound(capacity);
+  const auto found = free_.lower_bound(capacity);
   if (found != free_.end()) {
     std::tie(capacity, data) = *found;
     free_.erase(found);
@@ -58,11 +104,10 @@ Buffer Pool::take(std::size_t bytes) {
 
 void Pool::give(std::byte* data, std::size_t capacity) {
   used_ -= capacity;
+  if (capacity > most_ || !noted(free_, data, capacity)) return source_.release(data, capacity);
   kept_ += capacity;
-  free_.emplace(capacity, data);
   while (kept_ > most_) {
-    // A large block costs most to keep. With `Fit::enough` it also serves most requests.
-    const auto least = fit_ == Fit::same ? std::prev(free_.end()) : free_.begin();
+    const auto least = free_.begin();  // serves the fewest requests
     kept_ -= least->first;
     source_.release(least->second, least->first);
     free_.erase(least);

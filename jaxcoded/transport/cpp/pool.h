@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <map>
+#include <mutex>
 #include <utility>
 
 namespace jaxcoded {
@@ -54,16 +55,31 @@ class Heap : public Source {
 };
 inline Heap heap;
 
-// Which unused block a pool hands out: one as large as asked for, or the smallest that is large enough,
-// for memory that is expensive to make.
-enum class Fit : bool { same, enough };
+// Memory that one pool has given back, for any pool of the process that asks for as much.
+class Spare : public Source {
+ public:
+  explicit Spare(Source& source) : source_(source) {}
+  ~Spare() override { give_back(0); }
+
+  std::byte* allocate(std::size_t bytes) override;
+  void release(std::byte* data, std::size_t bytes) override;
+  // Keep no more than so many bytes.
+  void give_back(std::size_t most);
+
+ private:
+  void trim(std::size_t most);
+
+  Source& source_;
+  std::mutex mutex_;
+  std::multimap<std::size_t, std::byte*> free_;  // by length
+  std::size_t kept_ = 0;
+};
 
 // Not safe for use from several threads at once.
 class Pool {
  public:
-  // Keeps up to this many unused bytes.
-  explicit Pool(std::size_t most, Source& source = heap, Fit fit = Fit::same)
-      : most_(most), source_(source), fit_(fit) {}
+  // Keeps up to this many unused bytes. Of its unused blocks it hands out the smallest that is large enough.
+  explicit Pool(std::size_t most, Source& source = heap) : most_(most), source_(source) {}
   Pool(const Pool&) = delete;
   ~Pool();
 
@@ -83,7 +99,6 @@ class Pool {
   std::multimap<std::size_t, std::byte*> free_;  // by capacity
   std::size_t most_;
   Source& source_;
-  Fit fit_;
   std::size_t used_ = 0;
   std::size_t kept_ = 0;
 };

@@ -11,13 +11,17 @@ namespace jaxcoded {
 
 class Signatures {
  public:
-  static constexpr std::size_t most = 1024;  // that are kept
+  static constexpr std::size_t most = 1024;  // that are kept,
+  static constexpr std::size_t most_bytes = 16 << 20;  // of so many bytes
   // Fingerprints whose calls another rank knows.
   using Known = std::set<std::uint64_t>;
 
   void learn(std::uint64_t fingerprint, std::string_view words) {
-    if (words_.size() >= most) words_.clear();
-    words_[fingerprint] = words;
+    if (words_.size() >= most || bytes_ >= most_bytes) {
+      words_.clear();
+      bytes_ = 0;
+    }
+    if (words_.try_emplace(fingerprint, words).second) bytes_ += words.size();
   }
   std::string of(std::uint64_t fingerprint) const {
     const auto found = words_.find(fingerprint);
@@ -33,6 +37,7 @@ class Signatures {
 
  private:
   std::map<std::uint64_t, std::string> words_;
+  std::size_t bytes_ = 0;
 };
 
 }  // namespace jaxcoded

@@ -80,7 +80,7 @@ std::size_t pages(std::size_t bytes) {
 // To pin new memory takes longer than a round. What was needed at one time will be needed again.
 class Reused : public Pool {
  public:
-  explicit Reused(Source& source) : Pool(0, source, Fit::enough) {}
+  explicit Reused(Source& source) : Pool(0, source) {}
 
   Buffer take(std::size_t bytes) {
     Buffer memory = Pool::take(bytes);
