@@ -351,9 +351,8 @@ def test_losses_that_are_integers(group):
         (True, "of dtype bool"),
         ("relu", "a str"),
         (jax.random.key(0), "of dtype key<fry>"),
-        (1j, "of dtype complex128"),
     ],
-    ids=["function", "number", "integers", "bool", "text", "key", "complex"],
+    ids=["function", "number", "integers", "bool", "text", "key"],
 )
 def test_parameters_without_a_gradient(group, leaf, said):
     _, batch = problem(6)
