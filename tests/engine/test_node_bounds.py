@@ -8,7 +8,7 @@ from cases import more
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
-from simulation import Call, World
+from simulation import Call, World, Zeros
 
 from jaxcoded import make_plan
 
@@ -163,19 +163,6 @@ def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
         memory.append(sum(node.memory_bytes() for node in world.nodes))
     assert max(memory[100:]) <= max(memory[:100])
     world.assert_done(set(range(13)) - below - {late})
-
-
-class Zeros(Call):
-    """A call that costs nothing to check."""
-
-    def own(self, plan, rank):
-        return [np.zeros(count, dtype) for dtype, count in self.segments]
-
-    def check(self, plan, rank, vectors):
-        pass
-
-    def check_message(self, *_):
-        return True
 
 
 def test_memory_for_long_vectors():
