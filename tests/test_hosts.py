@@ -167,12 +167,17 @@ def test_ranks_on_other_hosts_end_with_a_launcher_that_is_killed(tmp_path):
             time.sleep(0.05)
         return true()
 
-    def processes(words):
-        """Those of which a word of the command is one of these."""
+    def processes(*words):
+        """Those whose command has all these words. Other tests start jobs at the same time."""
+        words = set(map(str, words))
         for place in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if words & set((place / "cmdline").read_text().split("\0")):
-                    yield int(place.name)
+                if words <= set((place / "cmdline").read_text().split("\0")):
+                    yield place
+
+    def parent(place):
+        with contextlib.suppress(OSError):
+            return int((place / "stat").read_text().rpartition(")")[2].split()[1])
 
     try:
         with on_hosts.network(2) as names:
@@ -187,11 +192,13 @@ def test_ranks_on_other_hosts_end_with_a_launcher_that_is_killed(tmp_path):
                 command, cwd=ROOT, env=on_hosts.environment(LIMIT * launch.slowness())
             )
             assert in_time(lambda: len([*tmp_path.glob("rank-*.pid")]) == 4)
-            (launcher,) = set(processes({str(on_hosts.MPIRUN)}))
+            (launcher,) = (int(it.name) for it in processes(on_hosts.MPIRUN, agent))
+            all_guardians = processes(guardian.__file__)
+            (watcher,) = (it for it in all_guardians if parent(it) == launcher)
             os.kill(launcher, signal.SIGKILL)
             job.wait()
-            assert in_time(lambda: not [*processes({str(program)})])
-            assert in_time(lambda: not [*processes({guardian.__file__})])
+            assert in_time(lambda: not [*processes(program)])
+            assert in_time(lambda: not watcher.exists())
             shared = os.listdir("/dev/shm")
             assert not [it for it in shared for name in names if name in it]
     except on_hosts.Unavailable as reason:
