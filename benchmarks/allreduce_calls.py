@@ -48,8 +48,8 @@ def uncoded(prepare):
 def coded(group, prepare):
     """Every rank encodes its assignment, as `jaxcoded.coded_value_and_grad` does."""
     plan = group.plan
-    indices, weights = group.assignment(len(NUMBERS))
-    row = NUMBERS[indices] @ weights.reshape(len(indices), -1)
+    part = group.batch(len(NUMBERS))
+    row = NUMBERS[part.indices] @ part.weights.reshape(len(part.indices), -1)
     code = ", ".join(sorted({each.code.name for each in plan.codings if each}))
     if not plan.encoded:
         return Collective(lambda v: kernels.encode(v[None], row), prepare, code)

@@ -172,13 +172,13 @@ def coded(args):
     import jaxcoded
 
     with jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1) as group:
-        indices, weights = group.assignment(EXAMPLES)
-        own = (weights @ GRADIENTS[indices]).astype(np.float32)
+        part = group.batch(EXAMPLES)
+        own = (part.weights @ GRADIENTS[part.indices]).astype(np.float32)
         rank = Rank(args, group.rank)
         while rank.begin():
             late = group.lag() > 0
             if not late:
-                rank.sleep(np.count_nonzero(weights) / EXAMPLES)
+                rank.sleep(np.count_nonzero(part.weights) / EXAMPLES)
             rank.end(jaxcoded.host.coded_allreduce(own, group, skip=late))
 
 

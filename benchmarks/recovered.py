@@ -41,10 +41,10 @@ def losses(w, x):
 
 def step_of(group):
     """A step of a linear fit, waited for."""
-    indices, weights = group.assignment(EXAMPLES)
-    x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))[indices]
-    jitted = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
-    return lambda w: w - 1e-4 * jax.block_until_ready(jitted(w, x, weights))[1]
+    part = group.batch(EXAMPLES)
+    x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))[part.indices]
+    jitted = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+    return lambda w: w - 1e-4 * jax.block_until_ready(jitted(w, part.of(x)))[1]
 
 
 def seconds(action, *arguments, **options):

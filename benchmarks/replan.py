@@ -42,9 +42,9 @@ def main():
 
     def half(group):
         """Seconds of each round but the first at this rank."""
-        indices, weights = group.assignment(EXAMPLES)
-        own = (weights @ gradients[indices]).astype(np.float32)
-        held = np.count_nonzero(weights)
+        part = group.batch(EXAMPLES)
+        own = (part.weights @ gradients[part.indices]).astype(np.float32)
+        held = np.count_nonzero(part.weights)
         ends = []
         for _ in range(rounds):
             late = group.lag() > 0

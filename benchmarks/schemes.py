@@ -218,17 +218,17 @@ class Compiled:
             return jnp.zeros(rows.shape, jnp.float32)  # only the gradient is used
 
         def backward(saved, weights):
-            theta, rows = saved
+            theta, indices = saved
             like = jax.ShapeDtypeStruct((problem.features,), jnp.float32)
-            out = jax.pure_callback(gradient, like, theta, rows, weights)
-            return out, np.zeros(rows.shape, jax.dtypes.float0)
+            out = jax.pure_callback(gradient, like, theta, indices, weights)
+            return out, np.zeros(indices.shape, jax.dtypes.float0)
 
         losses.defvjp(
             lambda theta, rows: (losses(theta, rows), (theta, rows)), backward
         )
-        rows, weights = self.group.assignment(problem.examples)
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, self.group))
-        self._step = lambda theta: step(theta, rows, weights)[1]
+        part = self.group.batch(problem.examples)
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, self.group, mean=False))
+        self._step = lambda theta: step(theta, part.of(part.indices))[1]
 
     def __call__(self, theta, pace):
         self._pace = pace
@@ -237,9 +237,9 @@ class Compiled:
 
 def share(plan, rank, examples):
     """The examples of a rank without padding, and their weights."""
-    rows, weights = assignment.assignment(plan, rank, examples)
+    indices, weights = assignment.assignment(plan, rank, examples)
     held = weights != 0
-    return rows[held], weights[held].astype(np.float32)
+    return indices[held], weights[held].astype(np.float32)
 
 
 def worked(problem, theta, rows, weights, pace):

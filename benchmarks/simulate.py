@@ -149,9 +149,9 @@ def run_job(settings, rounds, out):
         group = None
         if setting.fanout:
             group = jaxcoded.CodedGroup.from_plan(comm, setting.plan(comm.size))
-            indices, weights = group.assignment(10_000)
+            part = group.batch(10_000)
             # an example's gradient is its number, in all places
-            own = np.full(size, weights @ indices / 10_000, np.float32)
+            own = np.full(size, part.weights @ part.indices / 10_000, np.float32)
             load, expected = float(group.plan.load_of(comm.rank)), 9999 / 2
             total = jaxcoded.host.coded_allreduce(own, group)
         else:

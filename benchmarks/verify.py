@@ -50,21 +50,22 @@ def training_step(group, size):
         "out": jnp.asarray(rng.normal(size=hidden) / hidden**0.5, jnp.float32),
     }
     x = rng.normal(size=(BATCH, INPUTS)).astype(np.float32)
-    indices, weights = group.assignment(BATCH)
-    data = jnp.asarray(x[indices]), jnp.asarray(np.sin(x.sum(1))[indices])
+    batch = group.batch((jnp.asarray(x), jnp.asarray(np.sin(x.sum(1)))))
 
     def loss(params, example):
         x, y = example
         return (jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2 / BATCH
 
     @jax.jit
-    def step(params, data, weights):
-        gradient = jaxcoded.coded_value_and_grad(loss, group)(params, data, weights)[1]
+    def step(params, batch):
+        gradient = jaxcoded.coded_value_and_grad(loss, group, mean=False)(
+            params, batch
+        )[1]
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradient)
 
     def run():
         nonlocal params
-        params = jax.block_until_ready(step(params, data, weights))
+        params = jax.block_until_ready(step(params, batch))
 
     return run
 

@@ -94,12 +94,12 @@ class Worker:
         return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y)
 
 
-def uncoded_gradient(losses):
+def uncoded_gradient(losses, weights, batch_size):
     """What people write today: the local gradient, then ``mpi4jax.allreduce``."""
 
-    def gradient(params, batch, weights):
+    def gradient(params, batch):
         def weighted(params):
-            return weights @ losses(params, batch)
+            return weights @ losses(params, batch) / batch_size
 
         def compute():
             return jax.value_and_grad(weighted)(params)
@@ -113,11 +113,15 @@ def uncoded_gradient(losses):
     return gradient
 
 
-def training_step(gradient, weights, optimizer, batch_size):
+def coded_gradient(losses, group, part):
+    value_and_grad = jaxcoded.coded_value_and_grad(losses, group)
+    return lambda params, batch: value_and_grad(params, part.of(batch))
+
+
+def training_step(gradient, optimizer):
     @jax.jit
     def step(params, state, batch):
-        loss, grads = gradient(params, batch, weights)
-        loss, grads = jax.tree.map(lambda v: v / batch_size, (loss, grads))
+        loss, grads = gradient(params, batch)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -305,7 +309,7 @@ def main():
         own = jaxcoded.plan.assignment.assignment(plain, comm.rank, args.batch)
         examples = [
             comm.allreduce(int(np.count_nonzero(weights)), op=MPI.MAX)
-            for _, weights in (own, coded.assignment(args.batch))
+            for weights in (own[1], coded.batch(args.batch).weights)
         ]
         if comm.rank == 0:
             print(f"coded: {coded.plan.describe()}\n\nshared: {shared.plan.describe()}")
@@ -318,14 +322,15 @@ def main():
         for scheme in SCHEMES:
             worker = Worker(args.work)
             if scheme == "uncoded":
-                gradient, assigned = uncoded_gradient(worker.losses), own
+                indices, weights = own
+                gradient = uncoded_gradient(worker.losses, weights, args.batch)
             else:
                 group = coded if scheme == "coded" else shared
-                gradient = jaxcoded.coded_value_and_grad(worker.losses, group)
-                assigned = group.assignment(args.batch)
-            indices, weights = assigned
+                part = group.batch(args.batch)
+                indices = part.indices
+                gradient = coded_gradient(worker.losses, group, part)
             optimizer = optax.adam(args.learning_rate)
-            step = training_step(gradient, weights, optimizer, args.batch)
+            step = training_step(gradient, optimizer)
             for when, who in (("_ideal", "nobody"), ("", f"rank {args.slow}")):
                 slow = comm.rank == args.slow and not when
                 worker.seconds = args.work * (args.slowdown if slow else 1)

@@ -31,22 +31,20 @@ def train(comm, epochs=10):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
     with jaxcoded.CodedGroup(comm, code="shared(replicas=1)") as group:
-        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
         tx = optax.adam(3e-3)
 
         @eqx.filter_jit
-        def step(params, state, batch, weights):
-            loss, grads = loss_and_grad(params, batch, weights)  # of the whole batch
+        def step(params, state, batch):
+            loss, grads = loss_and_grad(params, batch)  # of the whole batch
             updates, state = tx.update(grads, state)
             return eqx.apply_updates(params, updates), state, loss
 
         state = tx.init(params)
         for epoch in range(epochs):
             # 11 batches of 128, and one of 92
-            for indices, weights in group.epoch(len(x), 128, seed=0, epoch=epoch):
-                params, state, loss = step(
-                    params, state, (x[indices], y[indices]), weights
-                )
+            for batch in group.epoch((x, y), 128, seed=0, epoch=epoch):
+                params, state, loss = step(params, state, batch)
             if group.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.4f}")
     return eqx.combine(params, rest), float(loss)

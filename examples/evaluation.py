@@ -33,9 +33,9 @@ def model(x, y):
 
 
 @jax.jit
-def add(total, means, batch, weights):
+def add(total, means, batch):
     """The total with this rank's part of a batch."""
-    x, y = batch
+    (x, y), weights = batch.data, batch.weights
     logits = -jnp.sum((x[:, None] - means) ** 2, axis=2)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
     guess = jnp.argmax(logits, axis=1)
@@ -52,12 +52,10 @@ def evaluate(comm, victim=None):
     with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
         total = {"loss": jnp.zeros(()), "confusions": jnp.zeros((10, 10))}
         # in order, as nothing is learned; the last batch is smaller
-        for number, (indices, weights) in enumerate(
-            group.epoch(len(x), 256, seed=None)
-        ):
+        for number, batch in enumerate(group.epoch((x, y), 256)):
             if number == 3 and group.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
-            total = add(total, means, (x[indices], y[indices]), weights)
+            total = add(total, means, batch)
         total = jaxcoded.coded_allreduce(total, group)  # of all 1,797
         jax.block_until_ready(total)
     return float(total["loss"]) / len(x), np.rint(total["confusions"]).astype(int)

@@ -30,16 +30,16 @@ def train(comm, epochs=5):
     """Returns the parameters, and the loss of the last batch."""
     images, labels = load_digits(return_X_y=True)
 
-    def load(item):
-        indices, weights = item
-        return ((images[indices] / 16).astype(np.float32), labels[indices]), weights
+    def load(part):
+        pixels = (images[part.indices] / 16).astype(np.float32)
+        return part.of((pixels, labels[part.indices]))
 
     with jaxcoded.CodedGroup(comm, code="shared(replicas=1)") as group:
-        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         @jax.jit
-        def step(params, batch, weights):
-            loss, grads = loss_and_grad(params, batch, weights)
+        def step(params, batch):
+            loss, grads = loss_and_grad(params, batch)
             return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
 
         def read(epoch):
@@ -51,8 +51,8 @@ def train(comm, epochs=5):
         params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
         for epoch in range(epochs):
             reading = read(epoch)
-            for batch, weights in reading:
-                params, loss = step(params, batch, weights)
+            for batch in reading:
+                params, loss = step(params, batch)
                 where = reading.get_state()  # of the next batch; for a checkpoint
             if group.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.4f}, the loader is at {where}")

@@ -54,15 +54,15 @@ def train(comm, epochs=5):
     mesh = Mesh(np.array(jax.local_devices()), ("fsdp",))
     tx = optax.adam(3e-3)
     with jaxcoded.CodedGroup(comm, transport="engine") as group:
-        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
-        def step(params, state, batch, weights, token):
-            out = loss_and_grad(params, batch, weights, token=token)
+        def step(params, state, batch, token):
+            out = loss_and_grad(params, batch, token=token)
             updates, state = tx.update(out.grads, state)  # each device its shard
             return optax.apply_updates(params, updates), state, out.value, out.token
 
         def batches(epoch):
-            return group.epoch(len(x), 128, seed=0, epoch=epoch, multiple=mesh.size)
+            return group.epoch((x, y), 128, seed=0, epoch=epoch, multiple=mesh.size)
 
         params = jax.device_put(initial(), NamedSharding(mesh, P("fsdp")))
         state = tx.init(params)
@@ -80,9 +80,8 @@ def train(comm, epochs=5):
         )
         token = jnp.int32(0)  # orders the rounds: each step gets that of the one before
         for epoch in range(epochs):
-            for indices, weights in batches(epoch):
-                batch = x[indices], y[indices]
-                params, state, loss, token = step(params, state, batch, weights, token)
+            for batch in batches(epoch):
+                params, state, loss, token = step(params, state, batch, token)
             if group.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.4f}")
         jax.block_until_ready(token)

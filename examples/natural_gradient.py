@@ -40,12 +40,12 @@ def train(comm, steps=8):
     """Returns the weights, and the norm of the gradient before each step."""
     x, y = data()
     with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
-        indices, weights = group.assignment(len(x))
+        part = group.batch(len(x))
 
         @jax.jit
         def step(w, x, y):
             O, off = rows(w, x, y)
-            weighted = weights[:, None] * O  # coded: once, in each of the two sums
+            weighted = part.weights[:, None] * O  # coded: once, in each of the two sums
             sums = {"OtO": weighted.T @ O, "Otd": weighted.T @ off}
             sums = jaxcoded.coded_allreduce(sums, group)  # of all examples
             gradient = sums["Otd"] - LAMBDA * w
@@ -54,7 +54,7 @@ def train(comm, steps=8):
 
         w, norms = jnp.zeros(x.shape[1]), []
         for number in range(steps):
-            w, norm = step(w, x[indices], y[indices])
+            w, norm = step(w, x[part.indices], y[part.indices])
             norms.append(float(norm))
             if group.rank == 0:
                 print(f"step {number}: the gradient has norm {norm:.1e}")

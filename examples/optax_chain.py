@@ -37,10 +37,11 @@ def losses(params, batch):  # one for each example
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
 
-def local_mean(params, batch, weights):
+def local_mean(params, batch):
     """This rank's part of the mean loss of a batch. It means nothing until it is summed."""
     # by the number of examples that the batch has, of a smaller last one, too
-    return weights @ losses(params, batch) / weights.examples
+    weights = batch.weights
+    return weights @ losses(params, batch.data) / weights.examples
 
 
 def train(comm, epochs=10):
@@ -58,8 +59,8 @@ def train(comm, epochs=10):
         )
 
         @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-        def step(params, average, state, batch, weights):
-            grads = jax.grad(local_mean)(params, batch, weights)
+        def step(params, average, state, batch):
+            grads = jax.grad(local_mean)(params, batch)
             updates, state = tx.update(grads, state)
             params = optax.apply_updates(params, updates)
             return params, optax.incremental_update(params, average, 0.05), state
@@ -67,10 +68,8 @@ def train(comm, epochs=10):
         params, average = initial(), initial()
         state = tx.init(params)
         for epoch in range(epochs):
-            for indices, weights in group.epoch(len(x), 128, seed=0, epoch=epoch):
-                params, average, state = step(
-                    params, average, state, (x[indices], y[indices]), weights
-                )
+            for batch in group.epoch((x, y), 128, seed=0, epoch=epoch):
+                params, average, state = step(params, average, state, batch)
             if group.rank == 0:
                 loss = losses(average, (x, y)).mean()
                 print(f"epoch {epoch}: loss {loss:.4f} of all, with the average")

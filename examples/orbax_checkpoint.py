@@ -39,11 +39,11 @@ def train(comm, folder, epochs=5, stop_after=None):
     with contextlib.ExitStack() as stack:
         group = jaxcoded.CodedGroup(comm, code="shared(replicas=1)")
         stack.enter_context(group)
-        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         @jax.jit
-        def step(params, state, batch, weights):
-            loss, grads = loss_and_grad(params, batch, weights)
+        def step(params, state, batch):
+            loss, grads = loss_and_grad(params, batch)
             updates, state = tx.update(grads, state)
             return optax.apply_updates(params, updates), state, loss
 
@@ -57,18 +57,15 @@ def train(comm, folder, epochs=5, stop_after=None):
                 params, state, done = manager.restore(newest, args=like)
         params, state, done = jaxcoded.tree_bcast((params, state, done), group)
         first = done = int(done)
-        per_epoch = len(group.epoch(len(images), 256, seed=0))
+        per_epoch = len(group.epoch(len(images), 256))
         last = epochs * per_epoch if stop_after is None else stop_after
         if group.rank == 0 and done >= last:
             print(f"nothing left to do: {done} batches are done")
         for done in range(first + 1, last + 1):
             number, batch = divmod(done - 1, per_epoch)
             if batch == 0 or done == first + 1:
-                epoch = group.epoch(len(images), 256, seed=0, epoch=number)
-            indices, weights = epoch[batch]
-            params, state, loss = step(
-                params, state, (images[indices], labels[indices]), weights
-            )
+                epoch = group.epoch((images, labels), 256, seed=0, epoch=number)
+            params, state, loss = step(params, state, epoch[batch])
             if group.rank == 0 and (done % 5 == 0 or done == last):
                 args = ocp.args.StandardSave((params, state, jnp.int32(done)))
                 manager.save(done, args=args)  # goes on while the next step runs

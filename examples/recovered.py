@@ -45,19 +45,19 @@ def beginning():
 
 def make_step(group, x, y):
     """A function of the step's number, the parameters and the optimizer's state. Made for each group."""
-    loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
-    batches = len(group.epoch(len(x), BATCH, seed=0))
+    loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
+    batches = len(group.epoch(len(x), BATCH))
 
     @jax.jit  # donates nothing: what a failed step was given is given to it again
-    def compiled(params, state, batch, weights):
-        loss, grads = loss_and_grad(params, batch, weights)
+    def compiled(params, state, batch):
+        loss, grads = loss_and_grad(params, batch)
         updates, state = tx.update(grads, state)
         return optax.apply_updates(params, updates), state, loss
 
     def step(number, params, state):
-        epoch, batch = divmod(number, batches)
-        indices, weights = group.epoch(len(x), BATCH, seed=0, epoch=epoch)[batch]
-        return compiled(params, state, (x[indices], y[indices]), weights)
+        epoch, number = divmod(number, batches)
+        batch = group.epoch((x, y), BATCH, seed=0, epoch=epoch)[number]
+        return compiled(params, state, batch)
 
     return step
 

@@ -58,14 +58,14 @@ def train(comm, folder, steps=30, slow=2):
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
     with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
         group.on_round(ended)
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
-        indices, weights = group.assignment(len(x))
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+        part = group.batch(len(x))
         w = jnp.zeros(())
         for number in range(steps):
             if group.rank == slow and number % 3 == 0:
                 time.sleep(0.1)
             lags[number + 1] = group.lag()  # its own rounds have ended
-            _, grad = jax.block_until_ready(step(w, x[indices], weights))
+            _, grad = jax.block_until_ready(step(w, part.of(x[part.indices])))
             w = w - 0.1 * grad
         if group.rank == 0:
             header = ["round", "rank", "arrived", "used", "lag"]

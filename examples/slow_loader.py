@@ -30,11 +30,11 @@ def losses(w, batch):  # one for each example
 def train(comm, epochs=10, slow=2, seconds=0.1):
     """Returns the weights, and how many batches this rank has read."""
     with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
-        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         @jax.jit
-        def step(w, batch, weights):
-            loss, grad = loss_and_grad(w, batch, weights)
+        def step(w, batch):
+            loss, grad = loss_and_grad(w, batch)
             return w - 0.1 * grad, loss
 
         def load(indices):
@@ -47,10 +47,10 @@ def train(comm, epochs=10, slow=2, seconds=0.1):
 
         w, read, batches = jnp.zeros(5), 0, 0
         for epoch in range(epochs):
-            for indices, weights in group.epoch(len(x), 50, seed=0, epoch=epoch):
+            for part in group.epoch(len(x), 50, seed=0, epoch=epoch):
                 behind = group.lag() > 0
-                batch = nothing(indices) if behind else load(indices)
-                w, loss = step(w, batch, weights)
+                data = (nothing if behind else load)(part.indices)
+                w, loss = step(w, part.of(data))
                 batches, read = batches + 1, read + (not behind)
         print(f"rank {group.rank}: read {read} of {batches} batches, loss {loss:.1e}")
     return w, read

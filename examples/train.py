@@ -17,24 +17,24 @@ y = x @ np.arange(5.0)
 tx = optax.adam(0.1)
 
 
-def losses(w, batch):
+def loss(w, batch):
     x, y = batch
-    return (x @ w - y) ** 2  # one for each example
+    return jnp.mean((x @ w - y) ** 2)
 
 
-loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+loss_and_grad = jaxcoded.coded_value_and_grad(loss, group)
 
 
 @jax.jit
-def step(w, state, batch, weights):
-    mean, grads = loss_and_grad(w, batch, weights)
+def step(w, state, batch):
+    mean, grads = loss_and_grad(w, batch)
     updates, state = tx.update(grads, state)
     return optax.apply_updates(w, updates), state, mean
 
 
 w, state = jnp.zeros(5), tx.init(jnp.zeros(5))
 for epoch in range(100):
-    for indices, weights in group.epoch(60, 20, seed=0, epoch=epoch):
-        w, state, mean = step(w, state, (x[indices], y[indices]), weights)
+    for batch in group.epoch((x, y), batch_size=20, seed=0, epoch=epoch):
+        w, state, mean = step(w, state, batch)
 print(f"rank {group.rank}: loss {mean:.1e}, w {w.round(2)}")
 group.close()

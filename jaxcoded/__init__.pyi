@@ -32,6 +32,7 @@ from jaxcoded.errors import GroupClosed as GroupClosed
 from jaxcoded.errors import GroupMismatch as GroupMismatch
 from jaxcoded.errors import InconsistentMessages as InconsistentMessages
 from jaxcoded.errors import TooManyErasures as TooManyErasures
+from jaxcoded.group.batch import Batch as Batch
 from jaxcoded.group.group import CodedGroup as CodedGroup
 from jaxcoded.group.weights import Weights as Weights
 from jaxcoded.plan import Plan as Plan

@@ -68,7 +68,7 @@ def derivatives(group, own):
 def training(group):
     """Least squares, by `coded_value_and_grad` and by the link for optax."""
     x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
-    indices, weights = group.assignment(len(x))
+    part = group.batch(len(x))
     start = jnp.ones(3)
 
     def losses(w, x):
@@ -78,12 +78,14 @@ def training(group):
         return losses(w, x).mean()
 
     loss, grad = jax.value_and_grad(mean)(start)
-    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
-    for got, wanted in zip(step(start, x[indices], weights), (loss, grad), strict=True):
+    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+    for got, wanted in zip(
+        step(start, part.of(x[part.indices])), (loss, grad), strict=True
+    ):
         same(got, wanted)
 
     def ours(w):
-        return weights @ losses(w, x[indices])
+        return part.weights @ losses(w, x[part.indices])
 
     link = jaxcoded.optax.coded_allreduce(group, divisor=len(x), carry_token=True)
     optimizer = optax.chain(link, optax.sgd(0.5))
@@ -116,8 +118,8 @@ def main():
         transports.append("mpi4jax")
     for transport in transports:
         with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
-            indices, weights = group.assignment(len(EXAMPLES))
-            own = weights @ EXAMPLES[indices]
+            part = group.batch(len(EXAMPLES))
+            own = part.weights @ EXAMPLES[part.indices]
             sums(group, own)
             derivatives(group, own)
             training(group)

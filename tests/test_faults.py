@@ -1518,17 +1518,17 @@ def rows(number):
     return data[(np.arange(24) + number) % 40]
 
 def make_step(group):
-    indices, weights = group.assignment(24)
+    part = group.batch(24)
     losses = lambda w, x: (x @ w - 1) ** 2
-    coded = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+    coded = jaxcoded.coded_value_and_grad(losses, group)
 
     def step(params, state, x):
-        return params - 0.1 * coded(params, x, weights)[1], state + 1
+        return params - 0.1 * coded(params, part.of(x))[1], state + 1
 
     def batch(number):
         if number == 17 and MPI.COMM_WORLD.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        return rows(number)[indices]
+        return rows(number)[part.indices]
 
     return jax.jit(step), batch
 

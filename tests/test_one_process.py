@@ -41,14 +41,14 @@ def losses(w, x):
     return (x @ w) ** 2
 x = jnp.arange(12.0).reshape(4, 3)
 w, v = jnp.ones(3), jnp.array([1.0, -1.0, 2.0])
-indices, weights = group.assignment(4)
-value_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+batch = group.batch(x)
+value_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 """
 TANGENTS = (
     LOSSES
     + """
 (loss, grad), (dloss, dgrad) = jax.jit(
-    lambda: jax.jvp(lambda w: value_and_grad(w, x[indices], weights), (w,), (v,))
+    lambda: jax.jvp(lambda w: value_and_grad(w, batch), (w,), (v,))
 )()
 exact = lambda w: jax.value_and_grad(lambda w: losses(w, x).mean())(w)
 for found, wanted in zip((loss, grad, dloss, dgrad), jax.tree.leaves(jax.jvp(exact, (w,), (v,)))):
@@ -56,7 +56,7 @@ for found, wanted in zip((loss, grad, dloss, dgrad), jax.tree.leaves(jax.jvp(exa
 print("the same")
 """
 )
-CLOSED = LOSSES + "group.close()\nvalue_and_grad(w, x[indices], weights)\n"
+CLOSED = LOSSES + "group.close()\nvalue_and_grad(w, batch)\n"
 BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
 
 
@@ -82,7 +82,7 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
         (ALONE + CLOSED, "jaxcoded.errors.GroupClosed: use after close"),
         (SHARED + CLOSED, "jaxcoded.errors.GroupClosed: use after close"),
         (
-            SHARED + "group.assignment(6, multiple=9)\n",
+            SHARED + "group.batch(6, multiple=9)\n",
             "multiple=9 cannot be given where work is shared",
         ),
         (ALONE + BIG_STEP, "{'step': np.int64(3000000000)}"),

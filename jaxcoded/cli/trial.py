@@ -68,8 +68,8 @@ def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
     took, wrong = [], 0
     batch = _EXAMPLES * comm.size
     with CodedGroup(comm, stragglers=0, root_computes=True) as group:
-        indices, weights = group.assignment(batch)
-        mine = float(np.dot(np.asarray(weights), indices))
+        part = group.batch(batch)
+        mine = float(np.dot(np.asarray(part.weights), part.indices))
         for size in SIZES:
             x = jnp.full(size, mine, jnp.float32)
             total = jax.jit(lambda x: coded_allreduce(x, group))

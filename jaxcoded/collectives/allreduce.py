@@ -130,7 +130,7 @@ def coded_allreduce(
     contributions.
 
     Every rank passes a linear function of the gradients of its examples, weighted by
-    ``group.assignment``: a gradient of the weighted loss, that loss itself, or both in
+    a batch's ``weights``: a gradient of the weighted loss, that loss itself, or both in
     one pytree. One message per dtype goes up the tree, every parent decodes, and the
     root's bytes come down again, so all ranks get the same bits. CodedReduce,
     Reisizadeh et al. 2021 (arXiv 1902.01981).
@@ -480,7 +480,7 @@ def _message(
                 f"rank {group.rank} of this group sends parts={its[0]}, "
                 f"slices={its[1]}, multiple={multiple}, but this message was encoded "
                 f"with parts={x.parts}, slices={x.slices}, "
-                f"multiple={x.multiple}: use this group's assignment and "
+                f"multiple={x.multiple}: use this group's batches and "
                 "encode(..., multiple=group.plan.padding_multiple)"
             )
         wanted = checked_wire_dtype(wire_dtype)

@@ -62,13 +62,13 @@ def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
 
 
 def key(number: Any, params: Any, *, to_the_bit: bool) -> jax.Array:
-    """A float32 from −16 to 78 of the number of a batch, an int32 or None, and of a pytree of
+    """A float32 from −16 to 78 of the number of a batch, an int32, and of a pytree of
     parameters. Batches that follow each other have different ones.
 
     Parameters that differ in rounding alone have nearly the same ones, unless these are to be the same ``to_the_bit``.
     """
     params = jax.lax.stop_gradient(params)
-    its = jnp.uint32(0 if number is None else number)
+    its = jnp.uint32(number)
     out = 9 * (its % 7) + mixed(its) % 9
     if to_the_bit:
         out += mixed(_checksum(params))

@@ -31,7 +31,7 @@ def coded_allreduce(
 ) -> optax.GradientTransformationExtraArgs:
     """Replace local gradients by their exact sum over the global batch.
 
-    For chains, on the local gradient of the loss weighted by ``group.assignment``.
+    For chains, on the local gradient of the loss weighted by a batch's ``weights``.
     Never on what `coded_value_and_grad` returns, which is reduced already. ``init``
     never communicates. An extra argument ``erasures`` of ``update`` is handed to
     `jaxcoded.coded_allreduce`.

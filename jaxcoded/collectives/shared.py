@@ -26,7 +26,7 @@ def like(
 
     Args:
         batch: pytree of this rank's examples, as `coded_value_and_grad` takes it.
-        weights: what `CodedGroup.assignment` gives with them.
+        weights: those of these examples.
         group: whose work is shared.
         compute: a function of the examples of a block, ``(size, …)``, and their weights,
             float32 ``(size,)``.
@@ -59,7 +59,7 @@ def summed(
         compute: a function of a block's examples and their weights, 0 for padding. Its
             sum, and auxiliary data.
         batch: pytree of the examples that this rank holds, block by block.
-        weights: what `CodedGroup.assignment` gives with them.
+        weights: those of these examples.
         group: whose work is shared.
         request: what is asked for, checked.
         key: what ranks must have in common, see `jaxcoded.collectives.marks`; it is compared

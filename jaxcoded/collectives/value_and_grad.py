@@ -13,6 +13,7 @@ from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import marks, reduced, shared
 from jaxcoded.collectives.allreduce import CodedSum, begin, summed
 from jaxcoded.collectives.request import Request
+from jaxcoded.group.batch import Batch, check_batch, check_length
 from jaxcoded.group.group import CodedGroup, check_alike, check_open
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
@@ -45,9 +46,8 @@ class ValueAndGrad(NamedTuple):
         >>> def losses(w, x):
         ...     return (w - x) ** 2
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     indices, weights = group.assignment(4)
-        ...     f = jaxcoded.coded_value_and_grad(losses, group, mean=True, residual=True)
-        ...     out = f(1.0, jnp.arange(4.0)[indices], weights)
+        ...     f = jaxcoded.coded_value_and_grad(losses, group, residual=True)
+        ...     out = f(1.0, group.batch(jnp.arange(4.0)))
         >>> float(out.value), float(out.grads), float(out.residual), out.token
         (1.5, -1.0, 0.0, None)
     """
@@ -59,16 +59,15 @@ class ValueAndGrad(NamedTuple):
 
 
 def coded_value_and_grad(
-    per_example_loss: Callable[[Any, Any], Any],
+    losses: Callable[[Any, Any], Any],
     group: CodedGroup,
     *,
     has_aux: bool = False,
-    mean: bool = False,
+    mean: bool = True,
     residual: bool = False,
     wire_dtype: Any = None,
-    own_weights: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Like ``jax.value_and_grad`` of the loss summed over the global batch: reduced,
+    """Like ``jax.value_and_grad`` of the mean loss of the global batch: reduced,
     exact, equal on all ranks.
 
     Encoding is linear, so without slices the coding coefficients are loss weights and
@@ -86,15 +85,16 @@ def coded_value_and_grad(
     mpi4jax transport, or under ``vmap``, loss and gradient may be NaN instead, with ``mean``.
 
     Args:
-        per_example_loss: ``(params, batch) -> losses`` of shape ``(length,)``, or
-            ``(losses, aux)`` with ``has_aux``.
+        losses: ``(params, data) -> losses`` of shape ``(length,)``, one for each example; or a scalar, their mean,
+            as a usual ``loss(params, batch)`` returns. A scalar loss is computed by ``jax.vmap`` over batches of one
+            example, see ``docs/training.md``. With ``has_aux``, ``(losses, aux)``.
         group: an open group.
         has_aux: whether it returns auxiliary data, a pytree of arrays. They are this
-            rank's own, not reduced; zeros where it computed nothing, and, with slices,
-            stacked over the chunks.
+            rank's own, not reduced; zeros where it computed nothing; stacked over the chunks with slices, and
+            over the examples with a scalar loss.
         mean: divide loss and gradient by the number of examples in the global batch, of a
-            smaller last batch of ``group.epoch`` by the number of those that are there. With an
-            approximate code, or ``on_deadline="approximate"``, divide by the weight that the examples
+            smaller last batch of ``group.epoch`` by the number of those that are there; ``False`` gives the sum. With
+            an approximate code, or ``on_deadline="approximate"``, divide by the weight that the examples
             have in the sum.
         residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
             ``c_k`` with which the atoms of the batch, its parts ``p_k``, entered; of
@@ -102,24 +102,20 @@ def coded_value_and_grad(
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
             arrays travel, see `coded_allreduce`. Gradients are computed and encoded as
             without it, and loss and count keep all digits.
-        own_weights: take weights of your own, arrays like those of
-            ``group.assignment``. Nothing can be said of their sum then, so ``mean`` is
-            refused.
 
     Returns:
-        A function ``(params, batch, weights, *, erasures=None, token=None) -> (loss,
+        A function ``(params, batch, *, erasures=None, token=None) -> (loss,
         grads)``, or ``((loss, aux), grads)``; with a ``residual`` or a ``token``, a
-        `ValueAndGrad` of these and that. ``batch`` is a pytree of this rank's examples, leading
-        axis ``length`` as in ``group.assignment`` or ``group.epoch``, and ``weights`` are the
-        `Weights` that came with it, for the same batch size on all ranks. The
+        `ValueAndGrad` of these and that. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``,
+        the same one on all ranks. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.coded_allreduce` behind it: where it gets the very ``grads``, in the
         same ``jit``, that is an error; otherwise they are wrong. Call it inside ``jax.jit``:
         outside, each call is compiled anew.
 
-        It raises ``TypeError`` for weights that are not `Weights`, and for losses or leaves
+        It raises ``TypeError`` for what is no `Batch`, and for losses or leaves
         of ``params`` that are not floating point (partition the model), ``ValueError``
-        for weights of another plan or rank, and for shapes that do not fit, and what
+        for a batch of another plan or rank, and for shapes that do not fit, and what
         `coded_allreduce` raises; ``GroupMismatch`` also where ranks differ in the batch
         size, and ``InconsistentMessages`` as above.
 
@@ -127,9 +123,8 @@ def coded_value_and_grad(
         >>> import jax, jax.numpy as jnp, jaxcoded
         >>> from mpi4py import MPI
         >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
-        >>> indices, weights = group.assignment(4)
-        >>> step = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: (w - x) ** 2, group, mean=True))
-        >>> loss, grad = step(1.0, jnp.arange(4.0)[indices], weights)
+        >>> step = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: (w - x) ** 2, group))
+        >>> loss, grad = step(1.0, group.batch(jnp.arange(4.0)))
         >>> float(loss), float(grad)
         (1.5, -1.0)
         >>> group.close()
@@ -137,29 +132,23 @@ def coded_value_and_grad(
     check_open(group)
     with group.failing(_NAME):
         wire_dtype = checked_wire_dtype(wire_dtype)
-        if own_weights and mean:
-            raise ValueError(
-                "mean=True divides by the number of examples, which the weights of "
-                "group.assignment add up to. What own_weights add up to only you know: "
-                "leave mean out, and divide by it"
-            )
 
     def result(
-        out: CodedSum, aux: Any, examples: tuple[float, float] | None, weights: Any
+        out: CodedSum, aux: Any, examples: tuple[float, float] | None, weights: Weights
     ) -> Any:
         """What the user gets of the sum."""
         total = out.total
         loss, grads = total["loss"], total["grads"]
         if mean:
-            if group.approximate:  # of nothing that came the mean is 0, as the sum
-                count = total.get("examples", total["count"])
+            count = total["examples"]
+            if (
+                examples is None
+            ):  # approximate: of nothing that came the mean is 0, as the sum
                 count = jnp.where(count == 0, 1, count)
             else:
-                assert examples is not None
-                count = _checked_count(total["count"], examples)
-                if "examples" in total:
-                    present = _present(total["examples"], weights, examples)
-                    count = jnp.where(jnp.isnan(count), count, present)
+                checked = _checked_count(total["count"], examples)
+                present = _present(count, weights, examples)
+                count = jnp.where(jnp.isnan(checked), checked, present)
             loss, grads = divided((loss, grads), count)
         reduced.note(grads, group.index)
         value = (loss, aux) if has_aux else loss
@@ -169,8 +158,7 @@ def coded_value_and_grad(
 
     def value_and_grad(
         params: Any,
-        batch: Any,
-        weights: Weights | jax.Array | np.ndarray | None = None,
+        batch: Batch,
         *,
         erasures: jax.Array | None = None,
         token: jax.Array | None = None,
@@ -179,16 +167,19 @@ def coded_value_and_grad(
         check_alike(group)
         with group.failing(_NAME):
             params = _differentiable(params)
-            batch = jax.tree_util.tree_map_with_path(
-                lambda path, leaf: array(leaf, named("batch", path)), batch
+            check_batch(batch)
+            weights = batch.weights
+            weights.check(group.plan, group.rank)
+            coding = jnp.asarray(weights)
+            data = jax.tree_util.tree_map_with_path(
+                lambda path, leaf: array(leaf, named("data", path)), batch.data
             )
-            coding, about = _checked_weights(weights, group, own_weights)
-            _check_shapes(batch, coding, group)
+            _check_shapes(data, coding, group)
             # before anything is said of its batch
             together = group.transport.devices(token)
             shares = group.plan.placement is not None
             if shares:
-                _check_shared(group.plan, erasures, own_weights)
+                _check_shared(group.plan, erasures)
             behind = None
             if group.transport.can_lag and not shares:
                 lag, token = group.transport.lag(token)
@@ -199,32 +190,28 @@ def coded_value_and_grad(
                 residual=residual,
                 wire_dtype=wire_dtype,
                 token=token,
-                about=about,
+                about=f", for a batch of {weights.batch_size}",
                 apart=_APART,
             )
-            # to find mistakes, too; and it is the scale of a loss that vanishes
-            counted = None if own_weights else _known(weights)
             # what is asked for its shape, chunk after chunk, is traced once
-            gradient = jax.jit(
-                functools.partial(_gradient, per_example_loss, has_aux, counted)
-            )
+            gradient = jax.jit(functools.partial(_gradient, losses, has_aux, weights))
             partial = functools.partial(_unless_behind, gradient, params)
             if group.options.compares and not (shares or together):
                 group.transport.computes_with(
-                    _jax_compat.coarsest_eps(per_example_loss, params, batch)
+                    _jax_compat.coarsest_eps(losses, params, data)
                 )
             told = None
-            if counted is not None and not group.approximate:
+            if not group.approximate:
                 # of a code the debug mode compares messages, which may differ in rounding
                 to_the_bit = shares and bool(group.options.debug)
-                key = marks.key(counted.number, params, to_the_bit=to_the_bit)
+                key = marks.key(weights.number, params, to_the_bit=to_the_bit)
                 # one of all devices that the parameters are split over, as the count is
-                told = _Told(counted, _over_devices(key, _jax_compat.varying(key)))
+                told = _Told(weights, _over_devices(key, _jax_compat.varying(key)))
         if shares:
             compute = functools.partial(partial, None)
-            out = _of_blocks(compute, batch, _known(weights), told, group, request)
+            out = _of_blocks(compute, data, weights, told, group, request)
         else:
-            out = _of_code(partial, batch, coding, behind, told, group, request)
+            out = _of_code(partial, data, coding, behind, told, group, request)
         return result(*out, weights)
 
     return value_and_grad
@@ -317,56 +304,70 @@ def _of_code(
 
 
 def _gradient(
-    per_example_loss: Callable[[Any, Any], Any],
+    losses: Callable[[Any, Any], Any],
     has_aux: bool,
-    counted: Weights | None,
+    counted: Weights,
     params: Any,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """``Σ w ℓ``, ``∇ Σ w ℓ`` and, with the weights that are to be ``counted``, ``Σ w``; and the
-    auxiliary data."""
+    """``Σ w ℓ``, ``∇ Σ w ℓ`` and ``Σ w`` of the examples, which are ``counted``; and the auxiliary data."""
     split = _jax_compat.varying(weights)
 
     def weighted_loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        out = per_example_loss(params, batch)
-        if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):
-            wanted = "the pair (losses, aux)" if has_aux else "the losses alone"
+        each, aux = _losses_of_examples(losses, has_aux, params, batch)
+        if each.shape != weights.shape:
             raise ValueError(
-                f"with has_aux={has_aux} per_example_loss must return {wanted}, "
-                f"got {jax.tree.structure(out)}"
+                "losses must return one loss for each example, "
+                f"shape {weights.shape}, or their mean, shape (), got {each.shape}"
             )
-        losses, aux = out if has_aux else (out, None)
-        losses = jnp.asarray(losses)
-        if losses.shape != weights.shape:
-            raise ValueError(
-                "per_example_loss must return one loss for each example, "
-                f"shape {weights.shape}, got {losses.shape}"
-                + ("" if losses.ndim else ": leave their mean or sum to jaxcoded")
-            )
-        if not jnp.issubdtype(losses.dtype, jnp.floating):
+        if not jnp.issubdtype(each.dtype, jnp.floating):
             raise TypeError(
-                "per_example_loss must return losses in floating point, got "
-                f"{losses.dtype}: cast what they are computed from"
+                "losses must be in floating point, got "
+                f"{each.dtype}: cast what they are computed from"
             )
-        if alone := set(_jax_compat.varying(losses)).difference(split):
+        if alone := set(_jax_compat.varying(each)).difference(split):
             raise ValueError(
                 f"the losses differ along the axes {sorted(alone)} of the devices, over which the "
                 "weights are not split: where devices share an example let its loss be their sum "
                 "(jax.lax.psum)"
             )
-        w = weights.astype(accumulator(losses.dtype))
+        w = weights.astype(accumulator(each.dtype))
         # padding has weight 0 and must not count, whatever its loss is; its gradient is
         # finite, as padding repeats an example that is there
-        loss = jnp.sum(jnp.where(w != 0, w * losses.astype(w.dtype), 0))
+        loss = jnp.sum(jnp.where(w != 0, w * each.astype(w.dtype), 0))
         return loss, (jnp.sum(w), aux)
 
     value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
     (loss, (count, aux)), grads = value_and_grad(params)
     sums = {"loss": _over_devices(loss, split), "grads": grads}
-    if counted is not None:
-        sums |= _counts(_over_devices(count, split), counted)
-    return sums, aux
+    return sums | _counts(_over_devices(count, split), counted), aux
+
+
+def _losses_of_examples(
+    losses: Callable[[Any, Any], Any], has_aux: bool, params: Any, batch: Any
+) -> tuple[jax.Array, Any]:
+    """The loss of each example, and the auxiliary data. A scalar is the mean of the losses of the examples that it is
+    computed from, so of a batch of one example it is the loss of this example."""
+
+    @functools.partial(jax.jit, inline=True)  # asked for its shape, too: traced once
+    def pair(params: Any, batch: Any) -> tuple[Any, Any]:
+        out = losses(params, batch)
+        if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):
+            wanted = "the pair (losses, aux)" if has_aux else "the losses alone"
+            raise ValueError(
+                f"with has_aux={has_aux} losses must return {wanted}, "
+                f"got {jax.tree.structure(out)}"
+            )
+        values, aux = out if has_aux else (out, None)
+        return jnp.asarray(values), aux
+
+    def of_one(example: Any) -> tuple[Any, Any]:
+        return pair(params, jax.tree.map(lambda leaf: leaf[None], example))
+
+    if jax.eval_shape(pair, params, batch)[0].shape:
+        return pair(params, batch)
+    return jax.vmap(of_one)(batch)
 
 
 def _over_devices(x: jax.Array, split: tuple[str, ...]) -> jax.Array:
@@ -497,22 +498,14 @@ def _rounding(plan: Plan, *dtypes: Any) -> float:
     return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
 
 
-def _known(weights: Any) -> Weights:
-    """Those that were checked."""
-    assert isinstance(weights, Weights)
-    return weights
-
-
 def _counts(count: jax.Array, weights: Weights) -> dict[str, jax.Array]:
-    """What is summed of a ``count`` of examples; in a batch of an epoch in two ways.
+    """What is summed of a ``count`` of examples, in two ways.
 
     Transports look for a number that they know when they compile. So the examples of a smaller last
     batch count for more: ``batch_size`` together. Ranks at different batches do not add up to
     that. By the other sum the mean is, on all ranks the same, also on one that was done
     without and is at another batch."""
-    if weights.present is None:
-        return {"count": count}
-    present = jnp.asarray(weights.present, count.dtype)
+    present = jnp.asarray(weights.examples, count.dtype)
     return {"count": count * (weights.batch_size / present), "examples": count}
 
 
@@ -556,7 +549,7 @@ def _differentiable(params: Any) -> Any:
             raise TypeError(
                 f"{name} is {kind}, which has no gradient: "
                 "partition the model, hand over its floating-point leaves as params, and "
-                "put the rest back in per_example_loss, as equinox.partition(model, "
+                "put the rest back in losses, as equinox.partition(model, "
                 "equinox.is_inexact_array) and equinox.combine do"
             )
         return summand(leaf, name)
@@ -564,59 +557,16 @@ def _differentiable(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(taken, params)
 
 
-def _checked_weights(
-    weights: Any, group: CodedGroup, own: bool
-) -> tuple[jax.Array, str]:
-    """The weights as an array, and what all ranks must agree on about them."""
-    if own:
-        array = jnp.asarray(weights)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(
-                f"weights must be floating point as group.assignment makes them, got "
-                f"{array.dtype}"
-            )
-        return array, ", with weights of their own"
-    if not isinstance(weights, Weights):
-        raise TypeError(
-            "weights must be what group.epoch or group.assignment gave, as it is: the code can only "
-            "decode what was weighted with its own coefficients, and anything else gives "
-            f"a wrong sum. Got {_kind(weights)}. (Weights of your own, of which "
-            "you know better: coded_value_and_grad(..., own_weights=True))"
-        )
-    weights.check(group.plan, group.rank)
-    about = f", for a batch of {weights.batch_size}{weights.order}"
-    return jnp.asarray(weights), about
-
-
-def _check_shared(plan: Plan, erasures: Any, own_weights: bool) -> None:
+def _check_shared(plan: Plan, erasures: Any) -> None:
     """Raise for what cannot be meant where work is shared."""
-    for name, given in (
-        ("erasures", erasures is not None),
-        ("own_weights", own_weights),
-    ):
-        if given:
-            raise ValueError(
-                f"{name} cannot be given in a group with code={plan.code!r}: who computes "
-                "what is settled during the round, and the sum is of the whole batch"
-            )
-
-
-def _kind(weights: Any) -> str:
-    if isinstance(weights, _jax_compat.Tracer):
-        return (
-            f"a plain array, {weights.dtype}{list(weights.shape)}, inside jit: hand the "
-            "Weights themselves to the compiled function"
+    if erasures is not None:
+        raise ValueError(
+            f"erasures cannot be given in a group with code={plan.code!r}: who computes "
+            "what is settled during the round, and the sum is of the whole batch"
         )
-    if weights is None:
-        return (
-            "none: take them from for indices, weights in group.epoch(examples, batch_size, seed=0), or "
-            "indices, weights = group.assignment(batch_size), and call this with params, "
-            "batch[indices] and weights"
-        )
-    return _require.kind(weights)
 
 
-def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
+def _check_shapes(data: Any, weights: jax.Array, group: CodedGroup) -> None:
     plan, rank = group.plan, group.rank
     numbers, encoded = plan.parts_above[rank] * plan.slices_above[rank], plan.encoded
     if weights.ndim != (3 if encoded else 1) or (
@@ -624,14 +574,7 @@ def _check_shapes(batch: Any, weights: jax.Array, group: CodedGroup) -> None:
     ):
         wanted = f"(chunks, length // chunks, {numbers})" if encoded else "(length,)"
         raise ValueError(
-            f"weights must have shape {wanted} as group.assignment makes them, got {weights.shape}"
+            f"batch.weights must have shape {wanted}, got {weights.shape}: hand in the batch as the group made it"
         )
     length = weights.shape[0] * weights.shape[1] if encoded else weights.shape[0]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not jnp.ndim(leaf) or jnp.shape(leaf)[0] != length:
-            raise ValueError(
-                f"{named('batch', path)} has shape {jnp.shape(leaf)}, but the weights are for {length} examples: "
-                "index the data with the indices that came with them"
-                + ", and make one array of a list"
-                * (not jnp.ndim(leaf))
-            )
+    check_length(data, length)

@@ -1,12 +1,14 @@
 """The batches of an epoch, and what a rank reads of each."""
 
-import dataclasses
 import operator
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from jaxcoded import _require
+from jaxcoded.group.batch import Batch, number_of_examples, read
 from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan
 
@@ -22,16 +24,16 @@ class Epoch:
         self,
         plan: Plan,
         rank: int,
-        n: int,
+        data: Any,
         batch_size: int,
         *,
-        seed: int | None,
-        epoch: int,
-        drop_last: bool,
-        multiple: int,
+        seed: int | None = None,
+        epoch: int = 0,
+        drop_last: bool = False,
+        multiple: int = 1,
     ) -> None:
-        n = _require.integer("n, the number of examples,", n, 1, np.iinfo(np.int64).max)
-        most = np.iinfo(np.int32).max  # `Weights.present` is int32
+        n = number_of_examples(data)
+        most = np.iinfo(np.int32).max  # `Weights.examples` is int32
         batch_size = _require.integer("batch_size", batch_size, 1, most)
         self.batch_size = batch_size
         epoch = _require.integer("epoch", epoch, 0)
@@ -41,49 +43,49 @@ class Epoch:
                 f"drop_last=True leaves no batch: {n} examples are fewer than "
                 f"batch_size={batch_size}; take a smaller batch_size, or keep the last one"
             )
-        self._before = epoch * self._batches  # batches, as far as one can know
         if seed is None:
-            how, self._order = "in order", np.arange(n)
+            self._order = np.arange(n)
         else:
             seed = _require.integer("seed", seed, 0)
-            how = f"shuffled with seed {seed}"
             self._order = np.random.default_rng([seed, epoch]).permutation(n)
         self._order.setflags(write=False)  # batches are views of it
-        self._positions, weights = assigned(plan, rank, batch_size, multiple)
-        self._weights = dataclasses.replace(
-            weights, present=np.int32(batch_size), order=f" of {n} examples {how}"
-        )
+        self._data, self._plan, self._rank = data, plan, rank
+        self._positions, self._weights = assigned(plan, rank, batch_size, multiple)
+        order = zlib.crc32(repr((n, batch_size, seed)).encode())
+        self._first = order + epoch * self._batches
 
     def __len__(self) -> int:
         return self._batches
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, Weights]]:
+    def __iter__(self) -> Iterator[Batch]:
         return map(self.__getitem__, range(len(self)))
 
-    def __getitem__(self, number: int) -> tuple[np.ndarray, Weights]:
-        """What this rank reads of one batch, and its coding weights: shapes and dtypes are the
-        same for all batches."""
-        batch = self.batch(number)
-        positions = self._positions
-        counted = self._before + operator.index(number) % len(self)
-        weights = dataclasses.replace(
-            self._weights, number=np.int32(counted % np.iinfo(np.int32).max)
+    def __getitem__(self, number: int) -> Batch:
+        """What this rank reads of one batch: shapes and dtypes are the same for all batches."""
+        batch, positions, values = self.indices(number), self._positions, self._weights
+        counted = self._first + operator.index(number) % len(self)
+        if len(batch) < self.batch_size:
+            # Those that are not there are the last of the batch, and so of each chunk and block: its
+            # first example stays. An example that is there takes their places, with weight 0: its
+            # gradient is finite, where one of made-up numbers could be NaN, and 0 · NaN is NaN.
+            there = positions < len(batch)
+            filler = positions[there.argmax()] if there.any() else 0
+            positions = np.where(there, positions, filler)
+            held = there if values.ndim == 1 else there.reshape(*values.shape[:2], 1)
+            values = np.where(held, values, 0).astype(values.dtype)
+        weights = Weights(
+            values,
+            examples=np.int32(len(batch)),
+            number=np.int32(counted % np.iinfo(np.int32).max),
+            batch_size=self.batch_size,
+            plan=self._plan.fingerprint,
+            rank=self._rank,
         )
-        if len(batch) == self.batch_size:
-            return batch[positions], weights
-        # Those that are not there are the last of the batch, and so of each chunk and block: its
-        # first example stays. An example that is there takes their places, with weight 0: its
-        # gradient is finite, where one of made-up numbers could be NaN, and 0 · NaN is NaN.
-        there = positions < len(batch)
-        filler = positions[there.argmax()] if there.any() else 0
-        held = there if weights.ndim == 1 else there.reshape(*weights.shape[:2], 1)
-        values = np.where(held, weights.values, 0).astype(weights.dtype)
-        return batch[np.where(there, positions, filler)], dataclasses.replace(
-            weights, values=values, present=np.int32(len(batch))
-        )
+        indices = batch[positions]
+        return Batch(read(self._data, indices), indices, weights)
 
-    def batch(self, number: int) -> np.ndarray:
-        """All examples of one batch, the same on all ranks: int64 ``(batch_size,)``, or fewer in
+    def indices(self, number: int) -> np.ndarray:
+        """Return the places of all examples of one batch, the same on all ranks: int64 ``(batch_size,)``, or fewer in
         a smaller last one, into the data set. Read-only.
 
         Raises:

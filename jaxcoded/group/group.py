@@ -21,6 +21,7 @@ from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_close
 from jaxcoded.group import alone, joining, old_ranks, opening, recovery, snapshots
 from jaxcoded.group.anew import Anew
+from jaxcoded.group.batch import Batch, number_of_examples
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
 from jaxcoded.group.extending import Extending
@@ -28,7 +29,6 @@ from jaxcoded.group.new_rank import NewRank, joined
 from jaxcoded.group.record import Path, Record
 from jaxcoded.group.succession import Planner, check_planner, planned, planned_anew
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
-from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan, make_plan
 from jaxcoded.planner import automatic
 from jaxcoded.transport import build, engine, primitive
@@ -82,7 +82,7 @@ class CodedGroup:
         >>> from mpi4py import MPI
         >>> import jaxcoded
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     group.rank, group.size, group.assignment(4)[0].tolist()
+        ...     group.rank, group.size, group.batch(4).indices.tolist()
         (0, 1, [0, 1, 2, 3])
     """
 
@@ -410,98 +410,101 @@ class CodedGroup:
         """Whether `close` was called."""
         return self.index not in _groups
 
-    def assignment(
-        self, batch_size: int, *, multiple: int = 1
-    ) -> tuple[np.ndarray, Weights]:
-        """What this rank reads of a global batch, and its coding weights.
+    def batch(self, data: Any, *, multiple: int = 1) -> Batch:
+        """What this rank reads of one fixed batch.
 
         Args:
-            batch_size: number of examples in the global batch.
-            multiple: pad to a length that is a multiple of this, such as the number of devices
-                over which this rank splits what it reads (``docs/devices.md``).
-
-        Returns:
-            The pair ``(indices, weights)``.
-
-            ``indices`` are int64 ``(length,)`` into the global batch, of one length ≥ 1 on
-            all ranks; with ``speeds``, of a length of its own on each. Padding repeats one
-            of the rank's own examples (example 0 where it has none) with weight 0.
-
-            ``weights`` is a `Weights`, which computes like an array of JAX's default float
-            dtype: ``(length,)`` loss weights, or, with slices or parts, the coefficients
-            ``(chunks, length // chunks, P · M)`` for `coded_value_and_grad`; see
-            `jaxcoded.plan.assignment.assignment`.
+            data: as for `epoch`, of the examples of the batch.
+            multiple: as for `epoch`.
 
         Raises:
-            ValueError: ``batch_size < 1`` or ``multiple < 1``, or a ``multiple`` with slices or
-                parts.
+            TypeError, ValueError: as `epoch`.
+
+        Example:
+            >>> import numpy as np, jaxcoded
+            >>> from mpi4py import MPI
+            >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+            ...     batch = group.batch((np.arange(3.0), np.ones(3)))
+            >>> batch.data[0].tolist(), batch.weights.tolist()
+            ([0.0, 1.0, 2.0], [1.0, 1.0, 1.0])
         """
-        return assigned(self.plan, self.rank, batch_size, multiple)
+        check_open(self)
+        with self.failing("batch"):
+            n = number_of_examples(data)
+            return Epoch(*(self.plan, self.rank, data, n), multiple=multiple)[0]
 
     def epoch(
         self,
-        n: int,
+        data: Any,
         batch_size: int,
         *,
-        seed: int | None,
+        seed: int | None = None,
         epoch: int = 0,
         drop_last: bool = False,
         multiple: int = 1,
     ) -> Epoch:
         """The minibatches of one pass over a data set, with what this rank reads of each.
 
-            for indices, weights in group.epoch(len(x), 256, seed=0, epoch=epoch):
-                params, loss = step(params, (x[indices], y[indices]), weights)
+            for batch in group.epoch((x, y), batch_size=256, seed=0, epoch=epoch):
+                params, loss = step(params, batch)
 
-        ``indices``, int64, are into the data set, and both are as `assignment` gives them.
+        With a loader of your own, hand in the number of examples, and load what the indices name:
+
+            for part in group.epoch(len(dataset), batch_size=256, seed=0, epoch=epoch):
+                batch = part.of(load(part.indices))
+
         Shapes are the same for every batch, a smaller last one too, so nothing is compiled
-        anew: what is not there has weight 0, and ``weights.examples`` says how many examples
+        anew: what is not there has weight 0, and ``batch.weights.examples`` says how many examples
         there are. `coded_value_and_grad` divides a mean by that.
 
-        The order follows from ``n``, ``seed`` and ``epoch`` alone, on any number of ranks and
+        The order follows from the number of examples, ``seed`` and ``epoch`` alone, on any number of ranks and
         with any plan. So the number of batches done is all that a checkpoint needs, and
         after `replan` or `recovered` the new group's epoch goes on where this one was:
 
-            epoch = group.epoch(len(x), 256, seed=0, epoch=3)
+            epoch = group.epoch((x, y), batch_size=256, seed=0, epoch=3)
             for number in range(done, len(epoch)):
-                indices, weights = epoch[number]
+                batch = epoch[number]
 
-        ``epoch.batch(number)`` is the whole batch, for `blocks`. See ``docs/data.md``.
+        ``epoch.indices(number)`` are all examples of a batch, for `blocks`. See ``docs/data.md``.
 
-        The arguments are the same on all ranks: `coded_value_and_grad` raises
-        ``GroupMismatch`` where ``n``, ``batch_size`` or ``seed`` are not.
+        Arguments and data are the same on all ranks. `coded_value_and_grad` raises
+        ``GroupMismatch`` if ``batch_size`` is not, and ``InconsistentMessages`` for batches of another seed, epoch
+        or number of examples.
 
         Args:
-            n: the number of examples in the data set.
+            data: pytree of arrays of NumPy or JAX, memory maps too, whose first axis is that of all examples; or the
+                number of examples.
             batch_size: of the global batch.
-            seed: of the shuffling; ``None``: the examples in their order, as for an
-                evaluation. Another seed is compiled anew, another epoch is not.
+            seed: of the shuffling; ``None``: the examples in their order, as for an evaluation.
             epoch: the number of this pass, for another order in each.
             drop_last: leave out a smaller last batch.
-            multiple: as for `assignment`.
+            multiple: pad what a rank reads to a multiple of this, such as the number of devices
+                over which it splits a batch (``docs/devices.md``).
 
         Returns:
-            An `Epoch`: a sequence of ``(indices, weights)``, which computes each when it is
-            asked for. It keeps the order, ``8 n`` bytes.
+            An `Epoch`: a sequence of `Batch`, which reads each when it is asked for. It keeps the order, ``8 n``
+            bytes. Each batch has one length ≥ 1 on all ranks; with ``speeds``, a length of its own on each. Padding
+            repeats one of the rank's own examples (the first one of the batch on a rank without data) with weight 0.
 
         Raises:
-            ValueError: an argument is not an integer as said, or ``drop_last`` leaves no
-                batch.
+            TypeError: a leaf of ``data`` is no array.
+            ValueError: a leaf has no axis of examples, or another number of them; an argument is not an integer as
+                said; ``drop_last`` leaves no batch; or a ``multiple`` with slices, parts or shared work.
 
         Example:
-            >>> import jaxcoded
+            >>> import numpy as np, jaxcoded
             >>> from mpi4py import MPI
             >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-            ...     epoch = group.epoch(5, 3, seed=None)
-            >>> for indices, weights in epoch:
-            ...     indices.tolist(), weights.tolist(), int(weights.examples)
-            ([0, 1, 2], [1.0, 1.0, 1.0], 3)
-            ([3, 4, 3], [1.0, 1.0, 0.0], 2)
+            ...     epoch = group.epoch(10 * np.arange(5), batch_size=3)
+            >>> for batch in epoch:
+            ...     batch.data.tolist(), batch.weights.tolist(), int(batch.weights.examples)
+            ([0, 10, 20], [1.0, 1.0, 1.0], 3)
+            ([30, 40, 30], [1.0, 1.0, 0.0], 2)
         """
         check_open(self)
         with self.failing("epoch"):
             return Epoch(
-                *(self.plan, self.rank, n, batch_size),
+                *(self.plan, self.rank, data, batch_size),
                 seed=seed,
                 epoch=epoch,
                 drop_last=drop_last,
@@ -553,7 +556,7 @@ class CodedGroup:
             if self.plan.placement is None:
                 raise ValueError(
                     f"this group has a code ({self.plan.code!r}), and does not share its "
-                    'work: make it with code="shared(replicas=2)", or take its assignment'
+                    'work: make it with code="shared(replicas=2)", or take its batches'
                 )
             if self.options.verify is not None and not self.options.debug:
                 raise ValueError(
@@ -722,7 +725,7 @@ class CodedGroup:
         A round like any other: all ranks call it between the same two rounds, and nobody
         waits for a late one. The root's speeds count, such as
         ``group.telemetry().speeds``. This group is closed by it: take the new one's
-        `assignment`, and compile the step with the new one. A ``with`` block of this
+        `epoch`, and compile the step with the new one. A ``with`` block of this
         group closes the new one at its end.
 
         Args:
@@ -779,7 +782,7 @@ class CodedGroup:
         Collective of the ranks that live, between the same two rounds. It waits for all of them:
         call it every so many steps. Where MPI reports no death it is this group that comes
         back, and nothing changes. Otherwise this group is closed: take the new one's `rank`, `size`
-        and `assignment`, and compile the step with it. A ``with`` block of this group closes the new
+        and `epoch`, and compile the step with it. A ``with`` block of this group closes the new
         one at its end. Ranks keep their order, but for another root; parameters and state stay where they are.
 
         Where the root has died its last round may have ended with the sum on some ranks, and with
@@ -864,7 +867,7 @@ class CodedGroup:
             if not group.alike:
                 number, params, state = jaxcoded.tree_bcast((number, params, state), group)
 
-        This group is closed then: take the new one's `rank`, `size` and `assignment`, and compile the step
+        This group is closed then: take the new one's `rank`, `size` and `epoch`, and compile the step
         with it. A ``with`` block of this group closes the new one at its end. The root stays the root. The others
         keep their order, and new ranks come after them. MPI.COMM_WORLD is what it was: that of the new ranks
         has them alone, so take ``group.comm`` instead.

@@ -33,13 +33,12 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["values", "present", "number"],
-    meta_fields=["batch_size", "plan", "rank", "order"],
+    data_fields=["values", "examples", "number"],
+    meta_fields=["batch_size", "plan", "rank"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """The coding weights that `CodedGroup.assignment` and `CodedGroup.epoch` give a rank,
-    for `coded_value_and_grad`.
+    """The coding weights of the examples of a `Batch`.
 
     A pytree, so they go into ``jit`` like an array, and compute like one:
     ``weights @ losses``, ``jnp.sum(weights * losses)``, ``weights.shape``. What comes of
@@ -47,37 +46,28 @@ class Weights:
 
     Attributes:
         values: the array, of `numpy` or, once JAX has had it, a ``jax.Array``.
+        examples: how many examples the batch has, int32: ``batch_size``, or fewer in a smaller last batch.
+            To divide by; a leaf of the pytree, so that a smaller batch is no other program.
+        number: int32, the same on all ranks: which batch of which epoch of which data set. A leaf, too.
         batch_size: the number of examples in the global batch.
         plan: the fingerprint of the plan, equal for equal plans.
         rank: whose weights they are.
-        present: of weights of an epoch, how many examples of the batch there are, int32.
-            A leaf of the pytree, so that a smaller last batch is no other program.
-        number: of weights of an epoch, which batch of which epoch, int32: the same on all ranks. A
-            leaf, too.
-        order: of weights of an epoch, the data set and its order, in words.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded
         >>> from mpi4py import MPI
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     indices, weights = group.assignment(4)
+        ...     weights = group.batch(4).weights
         >>> weights.batch_size, float(weights @ jnp.arange(4.0))
         (4, 6.0)
     """
 
     values: Any
+    examples: Any
+    number: Any
     batch_size: int
     plan: str
     rank: int
-    present: Any = None
-    number: Any = None
-    order: str = ""
-
-    @property
-    def examples(self) -> Any:
-        """How many examples the sum is of: ``batch_size``, or fewer in a smaller last batch
-        of an epoch. To divide by; inside ``jit`` it may be traced."""
-        return self.batch_size if self.present is None else self.present
 
     def check(self, plan: Plan, rank: int) -> None:
         """Raise unless they are of this rank of this plan.
@@ -85,21 +75,21 @@ class Weights:
         Raises:
             ValueError: they are of another one, or have lost digits.
         """
-        remedy = "take those of this group's assignment"
+        remedy = "take the batches of this group's epoch, or group.batch"
         if self.plan != plan.fingerprint:
             raise ValueError(
-                "these weights are of another group's plan, or of the plan before a "
+                "this batch is of another group's plan, or of the plan before a "
                 f"replan: {remedy}"
             )
         if self.rank != rank:
             raise ValueError(
-                f"these are the weights of rank {self.rank}, but this is rank {rank}: "
+                f"this batch is of rank {self.rank}, but this is rank {rank}: "
                 f"{remedy} on each rank"
             )
         if not jnp.issubdtype(self.dtype, jnp.floating) or self.dtype.itemsize < 4:
             raise ValueError(
-                f"these weights were converted to {self.dtype}, which leaves too few "
-                "digits of them: hand them in as group.assignment gave them"
+                f"the weights of this batch were converted to {self.dtype}, which leaves too few "
+                "digits of them: convert batch.data alone"
             )
 
     # Like an array.
@@ -144,9 +134,9 @@ class Weights:
 
 def assigned(
     plan: Plan, rank: int, batch_size: int, multiple: int = 1
-) -> tuple[np.ndarray, Weights]:
-    """What a rank reads of a batch, and its weights in JAX's default float dtype; see
-    `CodedGroup.assignment`."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what a rank reads of a batch and the values of its weights, in JAX's default float dtype; see
+    `jaxcoded.plan.assignment.assignment`."""
     multiple = _require.integer("multiple", multiple, 1)
     indices, weights = assignment(plan, rank, batch_size)
     if multiple > 1:
@@ -162,5 +152,4 @@ def assigned(
         padding = -len(indices) % multiple
         indices = np.append(indices, np.repeat(indices[:1], padding))
         weights = np.append(weights, np.zeros(padding))
-    values = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
-    return indices, Weights(values, int(batch_size), plan.fingerprint, rank)
+    return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))

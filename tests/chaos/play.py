@@ -113,9 +113,9 @@ class Steps:
         self.ahead = self.way == "ahead"
         self.exact = of.exact
         self._training, self._group = training, group
-        self._indices, self._weights = None, None
+        self._part = None
         if self.way != "blocks":
-            self._indices, self._weights = group.assignment(EXAMPLES)
+            self._part = group.batch(EXAMPLES)
         self._token = jnp.int32(0)
         self.residual = 0.0
         if self.way not in ("host", "blocks"):
@@ -123,7 +123,7 @@ class Steps:
             self._jitted = jax.jit(getattr(self, f"_{self.way}_in_jit"), **donated)
 
     def _local(self, number):
-        rows = self._training.rows(number)[self._indices]
+        rows = self._training.rows(number)[self._part.indices]
         return self._training.x[rows], self._training.y[rows]
 
     def __call__(self, w, number, skip, flip):
@@ -140,13 +140,13 @@ class Steps:
     def _in_jit(self, w, number, skip, flip):
         local = self._local(number)
         if self.way == "gradient":
-            out, self._token = self._jitted(w, local, self._weights, self._token)
+            out, self._token = self._jitted(w, self._part.of(local), self._token)
         elif self.way == "shared":
-            out = self._jitted(w, local, self._weights)
+            out = self._jitted(w, self._part.of(local))
         elif self.way == "started":
-            out, residual = self._jitted(w, local, np.asarray(self._weights), skip)
+            out, residual = self._jitted(w, local, np.asarray(self._part.weights), skip)
         else:
-            weights = np.asarray(self._weights)
+            weights = np.asarray(self._part.weights)
             out, residual = self._jitted(w, local, weights, skip, flip)
             if not self.exact:
                 self.residual = float(residual)
@@ -162,7 +162,7 @@ class Steps:
         return (weights * 2 * (x @ w - y)) @ x
 
     def _host(self, w, number, skip, flip):
-        local = self._gradient(w, self._local(number), np.asarray(self._weights))
+        local = self._gradient(w, self._local(number), np.asarray(self._part.weights))
         local = np.asarray(flipped(local, flip))
         total = jaxcoded.host.coded_allreduce(local, self._group, skip=skip)
         return self._training.after(w, total)
@@ -205,14 +205,14 @@ class Steps:
         x, y = batch
         return (x @ w - y) ** 2
 
-    def _gradient_in_jit(self, w, batch, weights, token):
-        coded = jaxcoded.coded_value_and_grad(self._losses, self._group)
-        _, gradient, _, token = coded(w, batch, weights, token=token)
+    def _gradient_in_jit(self, w, batch, token):
+        coded = jaxcoded.coded_value_and_grad(self._losses, self._group, mean=False)
+        _, gradient, _, token = coded(w, batch, token=token)
         return self._training.after(w, gradient), token
 
-    def _shared_in_jit(self, w, batch, weights):
-        coded = jaxcoded.coded_value_and_grad(self._losses, self._group)
-        return self._training.after(w, coded(w, batch, weights)[1])
+    def _shared_in_jit(self, w, batch):
+        coded = jaxcoded.coded_value_and_grad(self._losses, self._group, mean=False)
+        return self._training.after(w, coded(w, batch)[1])
 
 
 def flipped(x, flip):

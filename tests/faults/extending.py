@@ -69,21 +69,20 @@ said, alike, sizes, compiled = [], [], [], []
 
 def make_step(group):
     """The compiled step."""
-    indices, weights = group.assignment(EXAMPLES)
-    x = data[indices]
+    batch = group.batch(data)
 
     def loss(w, x):
         return jax.vmap(lambda x: ((x @ w - 1) ** 2).astype(w.dtype))(x)
 
-    value_and_grad = jaxcoded.coded_value_and_grad(loss, group, mean=True)
+    value_and_grad = jaxcoded.coded_value_and_grad(loss, group)
 
     @jax.jit
-    def step(w, x, weights):
+    def step(w, batch):
         compiled.append(group.size)
-        value, gradient = value_and_grad(w, x, weights)
+        value, gradient = value_and_grad(w, batch)
         return w - 1e-3 * gradient, value
 
-    return lambda w: step(w, x, weights)[0]
+    return lambda w: step(w, batch)[0]
 
 
 def last_is_root(size):

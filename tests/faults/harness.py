@@ -120,7 +120,7 @@ class Sums:
     def __init__(self, group, widths=(3000,), device=lambda x: x):
         random = np.random.default_rng(0)
         self._bases = [random.standard_normal((EXAMPLES, width)) for width in widths]
-        self._indices, self._weights = group.assignment(EXAMPLES)
+        self._part = group.batch(EXAMPLES)
         self._sum = jax.jit(
             lambda vector: jaxcoded.coded_allreduce(device(vector), group)
         )
@@ -134,8 +134,8 @@ class Sums:
     def gradient(self, number):
         """What this rank contributes to a round."""
         scales, base = self._gradients(number)
-        held = self._indices
-        return (self._weights * scales[held]) @ base[held]
+        held = self._part.indices
+        return (self._part.weights * scales[held]) @ base[held]
 
     def start(self, number):
         """This rank's call of a round. Returns before it is over."""

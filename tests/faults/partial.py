@@ -70,8 +70,8 @@ def losses(w, batch):
     return (x @ w - y) ** 2
 
 
-indices, weights = group.assignment(batch)
-coded = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True, residual=True))
+part = group.batch(batch)
+coded = jax.jit(jaxcoded.coded_value_and_grad(losses, group, residual=True))
 
 
 @jax.jit
@@ -80,7 +80,7 @@ def finish(sums):
 
 
 def in_jit(w):
-    out = coded(w, (x[indices], y[indices]), weights)
+    out = coded(w, part.of((x[part.indices], y[part.indices])))
     return np.asarray(out.grads), float(out.residual)
 
 

@@ -103,26 +103,26 @@ compiled, device = [], Device()
 
 def make_step(group):
     """The compiled step, and what this rank reads of each batch."""
-    indices, weights = group.assignment(EXAMPLES)
-    assert len(indices) or (group.rank == group.plan.root and way != "root-holds")
-    x = data[indices]
+    part = group.batch(EXAMPLES)
+    assert len(part.indices) or (group.rank == group.plan.root and way != "root-holds")
+    x = data[part.indices]
 
     def loss(w, x):
         return ((x @ w - 1) ** 2).astype(w.dtype)
 
-    value_and_grad = jaxcoded.coded_value_and_grad(loss_of_each(loss), group, mean=True)
+    value_and_grad = jaxcoded.coded_value_and_grad(loss_of_each(loss), group)
 
-    def step(w, x, weights):
+    def step(w, batch):
         compiled.append(group.size)
         if "device" in hangs:
             w = device(w)
-        value, gradient = value_and_grad(w, x, weights)
+        value, gradient = value_and_grad(w, batch)
         return w - 1e-3 * gradient, value
 
     # a step that fails takes with it what was donated
     donates = way not in FAILS or way == "root-donated"
     jitted = jax.jit(step, donate_argnums=0 if donates else ())
-    return lambda w: jitted(w, x, weights)
+    return lambda w: jitted(w, part.of(x))
 
 
 def loss_of_each(loss):

@@ -18,7 +18,7 @@ whole = sys.argv[3:] == ["whole"]
 board = Board(directory)
 group = jaxcoded.CodedGroup(board.comm)
 x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))
-indices, weights = group.assignment(EXAMPLES)
+part = group.batch(EXAMPLES)
 kept = directory / "checkpoint.npz"
 
 
@@ -34,7 +34,7 @@ began = step
 while step < STEPS:
     if step == KILLED and group.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    mine = gradient(w, x[indices], np.asarray(weights, float))
+    mine = gradient(w, x[part.indices], np.asarray(part.weights, float))
     w = w - 1e-2 * jaxcoded.host.coded_allreduce(mine, group)
     step += 1
     if step % EVERY == 0 and group.rank == 0:

@@ -100,9 +100,9 @@ def losses(w, batch):
     return (x @ w - y) ** 2
 
 
-indices, weights = group.assignment(BATCH)
-local = x[indices], y[indices]
-coded = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+part = group.batch(BATCH)
+local = x[part.indices], y[part.indices]
+coded = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
 bits = hashlib.sha256()
 
 
@@ -114,7 +114,7 @@ def right(w):
 def checked(step, w):
     """A step, checked. The parameters after it."""
     blocks.begin(step)
-    actual = jax.block_until_ready(coded(w, local, weights))
+    actual = jax.block_until_ready(coded(w, part.of(local)))
     for mine, expected in zip(actual, right(w)):
         error = abs(np.asarray(mine) - expected).max()
         assert error < 1e-12, f"step {step} is off by {error:.1e}"

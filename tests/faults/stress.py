@@ -47,8 +47,8 @@ class Rounds:
         self.group = group
         self.token = jnp.int32(0)
         self._base = np.random.default_rng(width).standard_normal(width)
-        indices, weights = group.assignment(EXAMPLES)
-        self._coefficient = float(np.asarray(weights) @ SCALES[indices])
+        part = group.batch(EXAMPLES)
+        self._coefficient = float(np.asarray(part.weights) @ SCALES[part.indices])
         group_ = group
         self._jitted = jax.jit(
             lambda x, token: jaxcoded.coded_allreduce(x, group_, token=token)

@@ -60,15 +60,15 @@ def updated(state, grads):
     return optax.apply_updates(params, updates), moments, step + 1
 
 
-coded = jaxcoded.coded_value_and_grad(loss, group, mean=True)
+coded = jaxcoded.coded_value_and_grad(loss, group)
 
 
 @jax.jit
-def coded_step(state, batch, weights, token):
+def coded_step(state, batch, token):
     if tokens == "yes":
-        _, grads, _, token = coded(state[0], batch, weights, token=token)
+        _, grads, _, token = coded(state[0], batch, token=token)
     else:
-        _, grads = coded(state[0], batch, weights)
+        _, grads = coded(state[0], batch)
     return updated(state, grads), token
 
 
@@ -87,7 +87,7 @@ def error_of(state, expected):
     return max(float(abs(mine - right).max()) for mine, right in pairs)
 
 
-indices, weights = group.assignment(EXAMPLES)
+part = group.batch(EXAMPLES)
 state = expected = start()
 token, done, known, resynced = jnp.int32(0), 0, 0, []
 while done < steps:
@@ -97,7 +97,7 @@ while done < steps:
     try:
         with jaxcoded.errors.translated():
             state_after, token = coded_step(
-                state, (x[indices], y[indices]), weights, token
+                state, part.of((x[part.indices], y[part.indices])), token
             )
             jax.block_until_ready(state_after)
     except jaxcoded.Desynchronized:

@@ -56,12 +56,14 @@ random = np.random.default_rng(0)
 params = expected = random.normal(size=WIDTH)
 with jaxcoded.CodedGroup(comm, stragglers=1) as group:
     idle = comm.allgather(awakenings(1.0))
-    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group))
-    indices, weights = group.assignment(EXAMPLES)
+    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=False))
+    part = group.batch(EXAMPLES)
     for number in range(STEPS):
         x, y = random.integers(WIDTH, size=EXAMPLES), random.normal(size=EXAMPLES)
         erasures = jnp.arange(comm.size) == 1 + number % (comm.size - 1)
-        _, grads = step(params, (x[indices], y[indices]), weights, erasures=erasures)
+        _, grads = step(
+            params, part.of((x[part.indices], y[part.indices])), erasures=erasures
+        )
         params = params - 0.1 * np.asarray(grads)
         expected = expected - 0.1 * gradient_by_hand(expected, x, y)
 np.testing.assert_allclose(params, expected, rtol=1e-9, atol=1e-12)

@@ -101,12 +101,12 @@ def gradient():
     """Of more than 2³¹ bytes, on one rank."""
     with jaxcoded.CodedGroup(MPI.COMM_SELF) as each:
         size = 2**29 + MORE
-        _, weights = each.assignment(1)
+        part = each.batch(1)
         places = jnp.array([0, size // 2, size - 1])
         losses = lambda w, batch: jnp.sum(w[places] ** 2)[None] * batch
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, each))
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, each, mean=False))
         w = jnp.full(size, 2.0, jnp.float32)
-        (loss, grad), seconds = timed(lambda: step(w, jnp.ones(1), weights))
+        (loss, grad), seconds = timed(lambda: step(w, part.of(jnp.ones(1))))
         assert loss == 12
         expected = np.zeros(3, np.float32) + 4
         np.testing.assert_array_equal(grad[places], expected)

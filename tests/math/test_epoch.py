@@ -35,9 +35,9 @@ def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False, multiple=1)
 def total(plan, reads, gradients, missing):
     """What the root ends with: the algebra of the plan in float64, of what the ranks read."""
     messages = []
-    for (indices, weights), P, M in zip(reads, plan.parts_above, plan.slices_above):
-        slices = gradients[indices].reshape(len(indices), M, -1)
-        coefficients = np.asarray(weights).reshape(-1, P, M)
+    for batch, P, M in zip(reads, plan.parts_above, plan.slices_above):
+        slices = gradients[batch.indices].reshape(len(batch.indices), M, -1)
+        coefficients = np.asarray(batch.weights).reshape(-1, P, M)
         messages.append(np.einsum("epu,euq->pq", coefficients, slices))
     if plan.placement is not None:
         return sum(messages)[0]
@@ -65,22 +65,23 @@ def test_every_example_counts_once(plan, n, batch_size, drop_last, seed, multipl
         ranks = epochs(plan, n, batch_size, epoch=3, **how)
     seen = []
     for number in range(len(ranks[0])):
-        batch = ranks[0].batch(number)
+        batch = ranks[0].indices(number)
         reads = [epoch[number] for epoch in ranks]
         missing = random_missing(plan, random) if plan.placement is None else ()
         np.testing.assert_allclose(
             total(plan, reads, gradients, missing), gradients[batch].sum(0), atol=1e-9
         )
-        for epoch, (indices, weights) in zip(ranks, reads):
-            np.testing.assert_array_equal(epoch.batch(number), batch)
+        for epoch, mine in zip(ranks, reads):
+            indices, weights = mine.indices, mine.weights
+            np.testing.assert_array_equal(epoch.indices(number), batch)
             assert np.isin(indices, batch).all()
             assert weights.examples == len(batch)
             assert len(indices) % multiple == 0
-            first, like = epoch[0]
-            assert (indices.dtype, indices.shape) == (np.int64, first.shape)
-            assert jax.tree.structure(weights) == jax.tree.structure(like)
-            for mine, its in zip(jax.tree.leaves(weights), jax.tree.leaves(like)):
-                assert (mine.dtype, mine.shape) == (its.dtype, its.shape)
+            assert indices.dtype == np.int64
+            like = epoch[0]
+            assert jax.tree.structure(mine) == jax.tree.structure(like)
+            for leaf, its in zip(jax.tree.leaves(mine), jax.tree.leaves(like)):
+                assert (leaf.dtype, leaf.shape) == (its.dtype, its.shape)
             if plan.encoded:  # the first example of a chunk has the coefficients of all
                 held = (np.asarray(weights) != 0).any(axis=2).astype(int)
                 assert (np.diff(held, axis=1) <= 0).all()
@@ -99,7 +100,7 @@ def test_the_order():
 
     def order(size=4, **which):
         epoch = epochs(jaxcoded.make_plan(size), 40, 7, **which)[0]
-        return np.concatenate([epoch.batch(i) for i in range(len(epoch))]).tolist()
+        return np.concatenate([epoch.indices(i) for i in range(len(epoch))]).tolist()
 
     assert order(seed=None) == order(seed=None, epoch=1) == list(range(40))
     shuffled = order(seed=1)
@@ -110,14 +111,14 @@ def test_the_order():
 def test_any_batch_can_be_asked_for():
     epoch = epochs(PLANS[1], 10, 4)[1]
     assert len(epoch) == 3
-    for number, (indices, weights) in enumerate(epoch):
-        again, its = epoch[number - 3]
-        np.testing.assert_array_equal(indices, again)
-        np.testing.assert_array_equal(weights, its)
+    for number, batch in enumerate(epoch):
+        again = epoch[number - 3]
+        np.testing.assert_array_equal(batch.indices, again.indices)
+        np.testing.assert_array_equal(batch.weights, again.weights)
     with pytest.raises(IndexError, match="batch 3 of an epoch of 3 batches"):
         epoch[3]
     with pytest.raises(ValueError, match="read-only"):
-        epoch.batch(0)[:] = 0
+        epoch.indices(0)[:] = 0
 
 
 def test_grain_reads_it():
@@ -127,15 +128,17 @@ def test_grain_reads_it():
     reading = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
 
     def batches():
-        data = grain.MapDataset.source(epoch).map(lambda item: (item[0], item[1]))
+        data = grain.MapDataset.source(epoch).map(
+            lambda part: part.of(10 * part.indices)
+        )
         return iter(data.to_iter_dataset(reading))
 
     def assert_these(found, expected):
         assert len(found) == len(expected)
-        for (indices, weights), (its, others) in zip(found, expected):
-            np.testing.assert_array_equal(indices, its)
-            np.testing.assert_array_equal(weights, others)
-            assert weights.examples == others.examples
+        for batch, part in zip(found, expected):
+            np.testing.assert_array_equal(batch.data, 10 * part.indices)
+            np.testing.assert_array_equal(batch.weights, part.weights)
+            assert batch.weights.examples == part.weights.examples
 
     first = batches()
     begun = next(first)

@@ -21,16 +21,18 @@ def per_example(*shape, seed=0, dtype="float64"):
 
 def contribution(group, gradients):
     """This rank's coded contribution, of a pytree of arrays ``(BATCH, ...)``."""
-    indices, weights = group.assignment(BATCH)
-    held = jax.tree.map(lambda leaf: leaf[indices], gradients)
+    part = group.batch(BATCH)
+    held = jax.tree.map(lambda leaf: leaf[part.indices], gradients)
     if group.plan.encoded:
         parts = group.plan.parts_above[group.rank]
-        coefficients = weights.reshape(len(indices), parts, -1).transpose(1, 0, 2)
+        coefficients = part.weights.reshape(len(part.indices), parts, -1).transpose(
+            1, 0, 2
+        )
         multiple = group.plan.padding_multiple
         return kernels.encode(held, coefficients, multiple=multiple)
 
     def weigh(leaf):
-        return np.tensordot(weights, leaf.astype(np.float64), 1).astype(leaf.dtype)
+        return np.tensordot(part.weights, leaf.astype(np.float64), 1).astype(leaf.dtype)
 
     return jax.tree.map(weigh, held)
 

@@ -166,7 +166,7 @@ def test_within_a_loop(comm, inner):
         return v @ w
 
     with jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group:
-        indices, weights = group.assignment(BATCH)
+        part = group.batch(BATCH)
         with (
             # or too many have left theirs already
             pytest.raises(
@@ -179,8 +179,10 @@ def test_within_a_loop(comm, inner):
                 if inner == "blocks":
                     added_up(group)
                 else:
-                    step = jaxcoded.coded_value_and_grad(loss, group)
-                    jax.block_until_ready(step(np.ones(D), GRADIENTS[indices], weights))
+                    step = jaxcoded.coded_value_and_grad(loss, group, mean=False)
+                    jax.block_until_ready(
+                        step(np.ones(D), part.of(GRADIENTS[part.indices]))
+                    )
         jaxcoded.effects_barrier()
         texts = comm.allgather(str(caught.value))
         assert any("let the first one end" in text for text in texts)

@@ -30,8 +30,8 @@ def faked(monkeypatch, name, words):
 def works(comm, transport):
     """A group that is made next is as good as any."""
     with CodedGroup(comm, **arguments(transport)) as group:
-        shares = group.assignment(4)
-        mine = jnp.full(3, np.asarray(shares[1]).sum())
+        weights = group.batch(4).weights
+        mine = jnp.full(3, weights.sum())
         total = jaxcoded.coded_allreduce(mine, group)
         np.testing.assert_allclose(total, 4.0)
 

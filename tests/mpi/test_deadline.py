@@ -184,8 +184,8 @@ def test_an_approximate_loss_does_not_get_into_gradients(comm, code):
     slices = 2 if code == "auto" else 1
     with opened(comm, SECONDS, "approximate", code=code, slices=slices) as group:
         late = not_enough_without(group)
-        indices, weights = group.assignment(60)
-        batch = jnp.ones(60)[indices]
+        part = group.batch(60)
+        batch = jnp.ones(60)[part.indices]
         step = jax.jit(
             jaxcoded.coded_value_and_grad(
                 lambda w, x: jnp.stack([w @ jnp.ones(7) + 1e4] * len(x)),
@@ -195,16 +195,16 @@ def test_an_approximate_loss_does_not_get_into_gradients(comm, code):
             )
         )
         w = jnp.zeros(7)
-        jax.block_until_ready(step(w, batch, weights))
+        jax.block_until_ready(step(w, part.of(batch)))
         wait_for_all(comm)
-        value, grad, residual, _ = step(w, batch, weights)
+        value, grad, residual, _ = step(w, part.of(batch))
         rounding = 1e-6 * group.plan.amplification
         np.testing.assert_allclose(value, 60e4, rtol=rounding)
         np.testing.assert_allclose(grad, np.full(7, 60.0), rtol=rounding)
         wait_for_all(comm)
         if RANK in late:
             until_decided(group)
-        _, grad, residual, _ = step(w, batch, weights)
+        _, grad, residual, _ = step(w, part.of(batch))
         assert float(residual) > 0.1
         assert np.abs(np.asarray(grad) - 60).max() < 60 * 7
         wait_for_all(comm)
@@ -216,20 +216,18 @@ def test_approximate_training_counts_what_came(comm):
     with opened(comm, SECONDS, "approximate") as group:
         late = too_late(group)
         batch = jnp.arange(60.0)
-        indices, weights = group.assignment(60)
+        part = group.batch(60)
         step = jax.jit(
-            jaxcoded.coded_value_and_grad(
-                lambda w, x: w + 0 * x, group, mean=True, residual=True
-            )
+            jaxcoded.coded_value_and_grad(lambda w, x: w + 0 * x, group, residual=True)
         )
-        jax.block_until_ready(step(2.0, batch[indices], weights))
+        jax.block_until_ready(step(2.0, part.of(batch[part.indices])))
         wait_for_all(comm)
-        value, grad, residual, _ = step(2.0, batch[indices], weights)
+        value, grad, residual, _ = step(2.0, part.of(batch[part.indices]))
         assert (float(value), float(grad), float(residual) < 1e-6) == (2.0, 1.0, True)
         wait_for_all(comm)
         if RANK in late:
             until_decided(group)
-        value, grad, residual, _ = step(2.0, batch[indices], weights)
+        value, grad, residual, _ = step(2.0, part.of(batch[part.indices]))
         np.testing.assert_allclose([float(value), float(grad)], [2.0, 1.0], rtol=1e-6)
         assert float(residual) > 0.1
         wait_for_all(comm)
@@ -241,17 +239,15 @@ def test_the_mean_of_nothing_is_zero(comm):
     with opened(comm, SECONDS, "approximate") as group:
         root = group.plan.root
         batch = jnp.arange(60.0)
-        indices, weights = group.assignment(60)
+        part = group.batch(60)
         step = jax.jit(
-            jaxcoded.coded_value_and_grad(
-                lambda w, x: w * x, group, mean=True, residual=True
-            )
+            jaxcoded.coded_value_and_grad(lambda w, x: w * x, group, residual=True)
         )
-        step(2.0, batch[indices], weights)[0].block_until_ready()
+        step(2.0, part.of(batch[part.indices]))[0].block_until_ready()
         wait_for_all(comm)
         if RANK != root:
             until_decided(group)
-        value, grad, residual, _ = step(2.0, batch[indices], weights)
+        value, grad, residual, _ = step(2.0, part.of(batch[part.indices]))
         assert (float(value), float(grad)) == (0.0, 0.0)
         np.testing.assert_allclose(float(residual), 1.0, rtol=1e-6)
         wait_for_all(comm)

@@ -91,22 +91,20 @@ def test_honest_training_passes(comm, digits, code):
             opened(comm, code=code, **options).__enter__()
         return
     with opened(comm, code=code, **options) as group:
-        indices, weights = group.assignment(EXAMPLES)
+        part = group.batch(EXAMPLES)
         wire = "bfloat16" if "repetition" in code else None
-        gradient = jaxcoded.coded_value_and_grad(
-            losses, group, mean=True, wire_dtype=wire
-        )
+        gradient = jaxcoded.coded_value_and_grad(losses, group, wire_dtype=wire)
 
         @jax.jit
         def step(params, batch):
-            loss, grads = gradient(params, batch, weights)
+            loss, grads = gradient(params, part.of(batch))
             return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
 
         params = parameters()
         batches = np.random.default_rng(1)
         history = []
         for _ in range(12):
-            mine = batches.permutation(300)[:EXAMPLES][indices]
+            mine = batches.permutation(300)[:EXAMPLES][part.indices]
             params, loss = step(params, (x[mine], y[mine]))
             history.append(float(loss))
         assert history[-1] < history[0]
@@ -135,16 +133,16 @@ def test_honest_training_in_mixed_precision_passes(comm, digits):
         for key, rows, columns in zip(keys, (64, 32, 32), (32, 32, 10))
     ]
     with opened(comm, fanout=SIZE - 1, code="cyclic_repetition") as group:
-        gradient = jaxcoded.coded_value_and_grad(in_16_bits, group, mean=True)
+        gradient = jaxcoded.coded_value_and_grad(in_16_bits, group)
 
         @jax.jit
-        def step(params, batch, weights):
-            loss, grads = gradient(params, batch, weights)
+        def step(params, batch):
+            loss, grads = gradient(params, batch)
             return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
 
         for epoch in range(3):
-            for indices, weights in group.epoch(len(x), 128, seed=0, epoch=epoch):
-                params, loss = step(params, (x[indices], y[indices]), weights)
+            for batch in group.epoch((x, y), 128, seed=0, epoch=epoch):
+                params, loss = step(params, batch)
         assert loss < 1
 
 
@@ -176,7 +174,7 @@ def test_a_fit_without_error_passes(comm, loss, mean, wire):
     s = 1 if SIZE == 4 else 2
     rate = 0.4 / (1 if mean else EXAMPLES)
     with opened(comm, code="cyclic_repetition", stragglers=s) as group:
-        indices, weights = group.assignment(EXAMPLES)
+        part = group.batch(EXAMPLES)
         gradient = jaxcoded.coded_value_and_grad(
             loss, group, mean=mean, wire_dtype=wire
         )
@@ -184,7 +182,7 @@ def test_a_fit_without_error_passes(comm, loss, mean, wire):
         @jax.jit
         def train(params, batch, scale):
             def step(params, _):
-                loss, grads = gradient(params, batch, weights)
+                loss, grads = gradient(params, part.of(batch))
                 params = {
                     "w": params["w"] - rate / scale**2 * grads["w"],
                     "b": params["b"] - rate * grads["b"],
@@ -195,7 +193,7 @@ def test_a_fit_without_error_passes(comm, loss, mean, wire):
 
         for scale in (1.0, 1e3):
             params = {"w": jnp.zeros(8, np.float32), "b": jnp.float32(scale)}
-            batch = scale * x[indices], scale * y[indices]
+            batch = scale * x[part.indices], scale * y[part.indices]
             params, (losses, slopes) = train(params, batch, np.float32(scale))
             np.testing.assert_allclose(params["w"], w, atol=1e-4)
             assert slopes[-1] < 1e-5 * slopes[0]
@@ -219,8 +217,13 @@ def weighted_gradient(params, batch, weights):
     return jax.grad(lambda p: weights @ losses(p, batch))(params)
 
 
+def mine(group, examples=EXAMPLES):
+    part = group.batch(examples)
+    return part.indices, part.weights
+
+
 def right(group, digits):
-    return weighted(digits, *group.assignment(EXAMPLES))
+    return weighted(digits, *mine(group))
 
 
 def shard(group, digits):
@@ -230,24 +233,24 @@ def shard(group, digits):
 
 
 def uniform(group, digits):
-    indices, weights = group.assignment(EXAMPLES)
-    return weighted(digits, indices, (weights != 0).astype(np.float32))
+    part = group.batch(EXAMPLES)
+    return weighted(digits, part.indices, (part.weights != 0).astype(np.float32))
 
 
 def others_weights(group, digits):
     """Rank 2 takes those of rank 1."""
     rank = 1 if RANK == 2 else RANK
     weights = assignment(group.plan, rank, EXAMPLES)[1]
-    return weighted(digits, group.assignment(EXAMPLES)[0], weights)
+    return weighted(digits, mine(group)[0], weights)
 
 
 def other_batch_size(group, digits):
     """Rank 2 believes in three examples fewer."""
-    return weighted(digits, *group.assignment(EXAMPLES - 3 * (RANK == 2)))
+    return weighted(digits, *mine(group, EXAMPLES - 3 * (RANK == 2)))
 
 
 def other_parameters(group, digits):
-    return weighted(digits, *group.assignment(EXAMPLES), 1.3 if RANK == 2 else 1.0)
+    return weighted(digits, *mine(group), 1.3 if RANK == 2 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,7 @@ def test_mistakes_are_found(comm, digits, mistake):
         assert len(set(comm.allgather(text))) == 1
         assert "InconsistentMessages: round 2, coded_allreduce of " in text
         assert " sent to rank 0 does not fit" in text
-        assert "group.assignment(batch size)" in text
+        assert "group.epoch or group.batch" in text
         if SIZE == 7 and mistake in (others_weights, other_batch_size):
             assert "what rank 2 has sent to rank 0 does not fit" in text
         # all are in step again
@@ -284,13 +287,13 @@ def regression(group, targets, offset=0.0):
     x = rng.standard_normal((EXAMPLES, 8)).astype(np.float32)
     y = (targets * rng.standard_normal(EXAMPLES)).astype(np.float32)
     y *= 1.19 if RANK == 2 else 1.0
-    indices, weights = group.assignment(EXAMPLES)
+    part = group.batch(EXAMPLES)
     params = {"w": np.zeros(8, np.float32), "b": np.float32(0)}
 
     def losses(params, batch):
         return offset + squares(params, batch)
 
-    return losses, params, (x[indices], y[indices]), weights
+    return losses, params, part.of((x[part.indices], y[part.indices]))
 
 
 @pytest.mark.parametrize(
@@ -323,11 +326,13 @@ def test_a_gradient_beside_a_loss_of_ones_own(comm):
     """Which of the numbers of a tree are losses nobody knows."""
     s = 1 if SIZE == 4 else 2
     with opened(comm, code="cyclic_repetition", stragglers=s) as group:
-        losses, params, batch, weights = regression(group, 1.0, 1e3)
+        losses, params, batch = regression(group, 1.0, 1e3)
 
         @jax.jit
         def step(params):
-            pair = jax.value_and_grad(lambda p: weights @ losses(p, batch))(params)
+            pair = jax.value_and_grad(lambda p: batch.weights @ losses(p, batch.data))(
+                params
+            )
             return coded_allreduce(pair, group)
 
         with pytest.raises(JaxRuntimeError, match=r"InconsistentMessages: round 1, "):

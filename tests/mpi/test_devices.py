@@ -50,9 +50,11 @@ def started(x, group, **order):
 
 def gradient(x, group, **order):
     """Of a batch that lies on all devices."""
-    indices, weights = group.assignment(BATCH)
-    step = jaxcoded.coded_value_and_grad(lambda w, i: i * w.sum() * x.sum(), group)
-    return jax.tree.leaves(step(jnp.ones(3), indices * 1.0, weights, **order))
+    part = group.batch(BATCH)
+    step = jaxcoded.coded_value_and_grad(
+        lambda w, i: i * w.sum() * x.sum(), group, mean=False
+    )
+    return jax.tree.leaves(step(jnp.ones(3), part.of(part.indices * 1.0), **order))
 
 
 def uncoded(x, group, **order):
@@ -117,10 +119,12 @@ def test_any_one_device(comm, group, own, form):
 
 def test_value_and_grad_on_another_device(group):
     x = per_example(3, seed=1)
-    indices, weights = group.assignment(BATCH)
-    step = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: x @ w, group))
+    part = group.batch(BATCH)
+    step = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: x @ w, group, mean=False))
     device = jax.devices()[1]
-    loss, grad = finish(step(jax.device_put(np.ones(3), device), x[indices], weights))
+    loss, grad = finish(
+        step(jax.device_put(np.ones(3), device), part.of(x[part.indices]))
+    )
     assert grad.devices() == {device}
     np.testing.assert_allclose(loss, x.sum(), rtol=1e-9)
     np.testing.assert_allclose(grad, x.sum(0), rtol=1e-9)
@@ -291,16 +295,16 @@ LAYOUTS = {
 
 
 def train_step(group, layout, **options):
-    """(params, x, weights, token) -> (params, loss, token)"""
-    losses, params, batch = LAYOUTS[layout]
-    step = jaxcoded.coded_value_and_grad(losses, group, mean=True, **options)
+    """(params, batch, token) -> (params, loss, token)"""
+    losses, params, spec = LAYOUTS[layout]
+    step = jaxcoded.coded_value_and_grad(losses, group, **options)
 
-    def f(p, x, weights, token):
-        out = step(p, x, weights, token=token)
+    def f(p, batch, token):
+        out = step(p, batch, token=token)
         p = jax.tree.map(lambda p, g: p - Model.rate * g, p, out.grads)
         return p, out.value, out.token
 
-    specs = (params, batch, batch, SAME)
+    specs = (params, split(read(group), spec), SAME)
     return jax.jit(together(f, specs, (params, SAME, SAME)), donate_argnums=0)
 
 
@@ -316,9 +320,14 @@ def placed(layout):
 
 
 def read(group):
-    indices, weights = group.assignment(BATCH, multiple=jax.device_count())
-    assert len(indices) % jax.device_count() == 0
-    return Model.x[indices], weights
+    batch = group.batch(Model.x, multiple=jax.device_count())
+    assert len(batch.indices) % jax.device_count() == 0
+    return batch
+
+
+def split(batch, spec=SPLIT):
+    """Specs: along the axis of examples; numbers are the same on all devices."""
+    return jax.tree.map(lambda leaf: spec if np.ndim(leaf) else SAME, batch)
 
 
 @engine_only
@@ -326,10 +335,10 @@ def read(group):
 def test_training(comm, group, layout):
     """As in one process, with the same bits on all ranks and devices."""
     params, token = placed(layout), jnp.int32(0)
-    step, (x, weights) = train_step(group, layout), read(group)
+    step, batch = train_step(group, layout), read(group)
     losses = []
     for _ in range(5):
-        params, loss, token = step(params, x, weights, token)
+        params, loss, token = step(params, batch, token)
         losses.append(loss)
     expected, expected_losses = Model.trained(5)
     jax.tree.map(
@@ -343,22 +352,22 @@ def test_training(comm, group, layout):
 
 @engine_only
 def test_in_a_scan(comm, group):
-    losses, params, batch = LAYOUTS["hsdp"]
-    step = jaxcoded.coded_value_and_grad(losses, group, mean=True, residual=True)
-    x, weights = read(group)
+    losses, params, _ = LAYOUTS["hsdp"]
+    step = jaxcoded.coded_value_and_grad(losses, group, residual=True)
+    batch = read(group)
 
-    def f(p, x, weights, token):
+    def f(p, batch, token):
         def body(carry, _):
             p, token = carry
-            out = step(p, x, weights, token=token)
+            out = step(p, batch, token=token)
             p = jax.tree.map(lambda p, g: p - Model.rate * g, p, out.grads)
             return (p, out.token), (out.value, out.residual)
 
         return jax.lax.scan(body, (p, token), length=4)
 
-    specs = (params, batch, batch, SAME)
+    specs = (params, split(batch), SAME)
     run = jax.jit(together(f, specs, ((params, SAME), (SAME, SAME))))
-    (p, _), (values, residuals) = finish(run(placed("hsdp"), x, weights, jnp.int32(0)))
+    (p, _), (values, residuals) = finish(run(placed("hsdp"), batch, jnp.int32(0)))
     expected, expected_losses = Model.trained(4)
     np.testing.assert_allclose(p["w"], expected["w"], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(values, expected_losses, rtol=1e-9)
@@ -369,18 +378,20 @@ def test_in_a_scan(comm, group):
 @engine_only
 def test_batches_of_an_epoch(comm, group):
     """Also a smaller last one."""
-    epoch = group.epoch(BATCH, 12, seed=0, multiple=jax.device_count())
-    specs = jax.tree.map(lambda leaf: SPLIT if np.ndim(leaf) else SAME, epoch[0][1])
-    step = jaxcoded.coded_value_and_grad(Model.losses, group, mean=True)
+    epoch = group.epoch(Model.x, 12, seed=0, multiple=jax.device_count())
+    step = jaxcoded.coded_value_and_grad(Model.losses, group)
 
-    def f(x, weights, token):
-        out = step(Model.params, x, weights, token=token)
+    def f(batch, token):
+        out = step(Model.params, batch, token=token)
         return out.value, out.token
 
-    run, token = jax.jit(together(f, (SPLIT, specs, SAME), (SAME, SAME))), jnp.int32(0)
-    for number, (indices, weights) in enumerate(epoch):
-        value, token = run(Model.x[indices], weights, token)
-        expected = Model.losses(Model.params, Model.x[epoch.batch(number)]).mean()
+    run, token = (
+        jax.jit(together(f, (split(epoch[0]), SAME), (SAME, SAME))),
+        jnp.int32(0),
+    )
+    for number, batch in enumerate(epoch):
+        value, token = run(batch, token)
+        expected = Model.losses(Model.params, Model.x[epoch.indices(number)]).mean()
         np.testing.assert_allclose(value, expected, rtol=1e-9)
     assert number == 1
 
@@ -389,7 +400,7 @@ def test_batches_of_an_epoch(comm, group):
 @pytest.mark.parametrize("late", [None, pytest.param(SIZE - 1, marks=redundant)])
 def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
     """The gradient of a batch that is split by the arrays' own sharding, in the same jit."""
-    indices, weights = group.assignment(BATCH, multiple=jax.device_count())
+    part = group.batch(BATCH, multiple=jax.device_count())
     spread = NamedSharding(on(jax.devices()), SPLIT)
     lag = together(lambda token: group.lag(token=token), (SAME,), (SAME, SAME))
 
@@ -408,8 +419,8 @@ def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
         grads = jax.grad(lambda p: (weights @ Model.losses(p, x)).sum())(Model.params)
         return *reduce(grads, behind > 0, token), behind
 
-    x = jax.device_put(Model.x[indices], spread)
-    values = jax.device_put(weights.values, spread)
+    x = jax.device_put(Model.x[part.indices], spread)
+    values = jax.device_put(part.weights.values, spread)
 
     def step():
         return gradient(x, values, jnp.int32(0))
@@ -434,13 +445,13 @@ def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
 @pytest.mark.parametrize("layout", ["hsdp", "batch"])
 def test_a_late_rank_catches_up(comm, group, layout):
     """It skips its gradients, on all of its devices, and ends with the same bits."""
-    step, (x, weights) = train_step(group, layout), read(group)
-    step.lower(placed(layout), x, weights, jnp.int32(0)).compile()
+    step, batch = train_step(group, layout), read(group)
+    step.lower(placed(layout), batch, jnp.int32(0)).compile()
 
     def steps():
         params, token = placed(layout), jnp.int32(0)
         for _ in range(4):
-            params, _, token = step(params, x, weights, token)
+            params, _, token = step(params, batch, token)
         return params
 
     params = one_late(comm, group, SIZE - 1, 4, steps)
@@ -456,14 +467,14 @@ def test_mistakes_are_looked_for(comm, transport):
     """A shard that does not fit those of the other ranks is an error on all."""
     debug = jaxcoded.Options(debug=True)
     with jaxcoded.CodedGroup(comm, transport=transport, options=debug) as group:
-        step, (x, weights) = train_step(group, "hsdp"), read(group)
-        params, _, token = step(placed("hsdp"), x, weights, jnp.int32(0))
+        step, batch = train_step(group, "hsdp"), read(group)
+        params, _, token = step(placed("hsdp"), batch, jnp.int32(0))
         np.testing.assert_allclose(finish(params)["w"], Model.trained(1)[0]["w"])
-        wrong = np.array(x)
+        wrong = batch
         if comm.rank == SIZE - 1:
-            wrong *= 1.5
+            wrong = batch.of(1.5 * batch.data)
         with pytest.raises(JaxRuntimeError, match=rf"InconsistentMessages.*{SIZE - 1}"):
-            finish(step(params, wrong, weights, token))
+            finish(step(params, wrong, token))
         jaxcoded.effects_barrier()
 
 
@@ -561,10 +572,8 @@ def test_what_is_refused(group, own):
     )
 
     def lopsided(x, token):
-        losses = jaxcoded.coded_value_and_grad(
-            lambda w, i: w * i * x.sum(), group, own_weights=True
-        )
-        return losses(1.0, jnp.ones(3), jnp.ones(3), token=token).value * x
+        losses = jaxcoded.coded_value_and_grad(lambda w, i: w * i * x.sum(), group)
+        return losses(1.0, group.batch(np.ones(3)), token=token).value * x
 
     refused("differ along the axes", lopsided)
     if len(jax.devices()) == 4:
@@ -579,7 +588,7 @@ def test_what_is_refused(group, own):
                 lambda x, token: coded_allreduce(x, other, token=token).total,
             )
             with pytest.raises(ValueError, match="multiple=3 cannot be given"):
-                other.assignment(BATCH, multiple=3)
+                other.batch(BATCH, multiple=3)
     assert_sum(group, coded_allreduce(own, group), VECTOR)
 
 

@@ -125,13 +125,15 @@ def test_three_megabytes_in_slices(comm, transport):
     with jaxcoded.CodedGroup(
         comm, slices=2, fanout=fanout, transport=transport
     ) as sliced:
-        indices, weights = sliced.assignment(BATCH)
+        part = sliced.batch(BATCH)
 
         def loss(params, a):
             return a * (params["wide"] @ shape + params["single"] @ shape)
 
-        step = jax.jit(jaxcoded.coded_value_and_grad(loss, sliced))
-        _, grads, *_ = finish(step(params, scale[indices], weights, token=jnp.int32(0)))
+        step = jax.jit(jaxcoded.coded_value_and_grad(loss, sliced, mean=False))
+        _, grads, *_ = finish(
+            step(params, part.of(scale[part.indices]), token=jnp.int32(0))
+        )
         for name, dtype in {"wide": "float64", "single": "float32"}.items():
             error = np.abs(grads[name] / (scale.sum() * shape) - 1)
             # the loss is computed in float64, its gradient is rounded once more
@@ -280,16 +282,18 @@ class Counter:
 @pytest.mark.parametrize("form", ["token", "effect"])
 def test_a_late_rank_skips_its_gradient(comm, group, late, form):
     x = per_example(3, seed=1)
-    indices, weights = group.assignment(BATCH)
+    part = group.batch(BATCH)
     counter = Counter()
-    value_and_grad = jaxcoded.coded_value_and_grad(counter, group, mean=True)
+    value_and_grad = jaxcoded.coded_value_and_grad(counter, group)
 
     @jax.jit
     def step(w, token):
         if form == "token":
-            loss, grad, _, token = value_and_grad(w, x[indices], weights, token=token)
+            loss, grad, _, token = value_and_grad(
+                w, part.of(x[part.indices]), token=token
+            )
         else:
-            loss, grad = value_and_grad(w, x[indices], weights)
+            loss, grad = value_and_grad(w, part.of(x[part.indices]))
         return w - 0.1 * grad, token, loss
 
     start = jnp.ones(3), jnp.int32(0)
@@ -325,15 +329,15 @@ def test_a_late_rank_skips_its_chunks(comm, transport):
     with jaxcoded.CodedGroup(
         comm, slices=2, fanout=fanout, transport=transport
     ) as sliced:
-        indices, weights = sliced.assignment(BATCH)
+        part = sliced.batch(BATCH)
         counter = Counter()
-        step = jax.jit(jaxcoded.coded_value_and_grad(counter, sliced))
-        finish(step(jnp.ones(3), x[indices], weights))  # compiles
+        step = jax.jit(jaxcoded.coded_value_and_grad(counter, sliced, mean=False))
+        finish(step(jnp.ones(3), part.of(x[part.indices])))  # compiles
         counter.count = 0
         out = one_late(
             comm,
             *(sliced, SIZE - 1, 2),
-            lambda: [step(jnp.ones(3), x[indices], weights) for _ in range(2)],
+            lambda: [step(jnp.ones(3), part.of(x[part.indices])) for _ in range(2)],
         )
         assert RANK < SIZE - 1 or counter.count == 0
         slope = x @ np.ones(3)

@@ -60,10 +60,12 @@ class Whole:
 @pytest.fixture(scope="module")
 def coded(group):
     """The same loss, through the group."""
-    indices, weights = group.assignment(BATCH)
+    part = group.batch(BATCH)
 
     def loss(theta):
-        return phi(transposable(partial_sum(theta, A[indices], weights), group))
+        return phi(
+            transposable(partial_sum(theta, A[part.indices], part.weights), group)
+        )
 
     return loss
 
@@ -85,8 +87,8 @@ def test_value_and_gradient(group, coded, close):
     whole = Whole(THETA)
     close(value, whole.loss)
     # before the last round the gradient is linear in this rank's examples alone
-    indices, weights = group.assignment(BATCH)
-    close(local, Whole(THETA, A[indices], weights).jacobian.T @ whole.outer)
+    part = group.batch(BATCH)
+    close(local, Whole(THETA, A[part.indices], part.weights).jacobian.T @ whole.outer)
     close(coded_allreduce(local, group), whole.grad)
 
 
@@ -132,11 +134,11 @@ def test_descent_inside_scan(group, coded, close):
 
 def test_gradient_through_scan(group, close):
     """The carry is equal on all ranks; θ goes into every step's round."""
-    indices, weights = group.assignment(BATCH)
+    part = group.batch(BATCH)
 
     def loss(theta):
         def step(carry, k):
-            local = partial_sum(k * theta, A[indices], weights)
+            local = partial_sum(k * theta, A[part.indices], part.weights)
             return jnp.tanh(carry) + transposable(local, group), None
 
         return jnp.sum(jax.lax.scan(step, jnp.zeros(4), jnp.arange(1.0, 4))[0])
@@ -282,10 +284,12 @@ def of_each(f):
 )
 def test_reverse_mode_through_the_sum(group, derive):
     """It would be the gradient of another function on every rank."""
-    indices, weights = group.assignment(BATCH)
+    part = group.batch(BATCH)
 
     def loss(theta):
-        return phi(coded_allreduce(partial_sum(theta, A[indices], weights), group))
+        return phi(
+            coded_allreduce(partial_sum(theta, A[part.indices], part.weights), group)
+        )
 
     with pytest.raises(NotImplementedError) as error:
         derive(loss)
@@ -295,18 +299,18 @@ def test_reverse_mode_through_the_sum(group, derive):
 
 def test_reverse_mode_through_coded_value_and_grad(group):
     """It returns the gradient: a gradient of its loss would be one rank's part."""
-    indices, weights = group.assignment(BATCH)
-    whole = jaxcoded.coded_value_and_grad(lambda w, x: (x - w) ** 2, group)
+    part = group.batch(BATCH)
+    whole = jaxcoded.coded_value_and_grad(lambda w, x: (x - w) ** 2, group, mean=False)
     with pytest.raises(NotImplementedError, match="coded_value_and_grad of .*reverse"):
-        jax.grad(lambda w: whole(w, A[indices, 0, 0], weights)[0])(1.0)
+        jax.grad(lambda w: whole(w, part.of(A[part.indices, 0, 0]))[0])(1.0)
 
 
 def test_a_sum_beside_the_loss(group, close):
     """Nothing flows back through a metric."""
-    indices, weights = group.assignment(BATCH)
+    part = group.batch(BATCH)
 
     def loss(theta):
-        local = partial_sum(theta, A[indices], weights)
+        local = partial_sum(theta, A[part.indices], part.weights)
         return jnp.sum(local), coded_allreduce(local, group)
 
     for derive in (lambda f: f, jax.jit):

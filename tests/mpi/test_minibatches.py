@@ -35,7 +35,7 @@ def by_hand(w, batch):
 
 
 def batches(group, epoch):
-    return group.epoch(EXAMPLES, BATCH, seed=7, epoch=epoch)
+    return group.epoch((X, Y), BATCH, seed=7, epoch=epoch)
 
 
 @engine_only
@@ -43,23 +43,23 @@ def batches(group, epoch):
 def test_two_epochs(comm, transport, how):
     """Nothing is compiled anew."""
     with jaxcoded.CodedGroup(comm, transport=transport, **GROUPS[how]) as group:
-        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=True)
+        loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         @jax.jit
-        def step(w, batch, weights):
-            loss, grad = loss_and_grad(w, batch, weights)
+        def step(w, batch):
+            loss, grad = loss_and_grad(w, batch)
             return w - RATE * grad, loss
 
         w, expected = jnp.asarray(START), START
         for epoch in range(2):
             loader = batches(group, epoch)
-            for number, (indices, weights) in enumerate(loader):
-                w, loss = finish(step(w, (X[indices], Y[indices]), weights))
-                true, grad = by_hand(expected, loader.batch(number))
+            for number, batch in enumerate(loader):
+                w, loss = finish(step(w, batch))
+                true, grad = by_hand(expected, loader.indices(number))
                 expected = expected - RATE * grad
                 np.testing.assert_allclose(loss, true, rtol=1e-11)
                 np.testing.assert_allclose(w, expected, rtol=1e-11)
-        assert number == 3 and weights.examples == 5
+        assert number == 3 and batch.weights.examples == 5
         assert step._cache_size() == 1
         assert_same_bits(comm, w)
 
@@ -70,17 +70,17 @@ def test_two_epochs(comm, transport, how):
 def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
     """The last rank begins once the others have come to the end, and reads nothing."""
     with jaxcoded.CodedGroup(comm, transport=transport, **GROUPS[how]) as group:
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         read = []
 
         def epoch():
-            for indices, weights in batches(group, 0):
+            for part in group.epoch(EXAMPLES, BATCH, seed=7):
                 behind = group.lag() > 0
                 read.append(not behind)
-                x, y = X[indices], Y[indices]
+                x, y = X[part.indices], Y[part.indices]
                 if behind:
                     x, y = np.full_like(x, np.nan), np.full_like(y, np.nan)
-                out.append(finish(step(START, (x, y), weights)))
+                out.append(finish(step(START, part.of((x, y)))))
             return out
 
         late = SIZE - 1
@@ -88,7 +88,7 @@ def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
         one_late(comm, group, late, len(batches(group, 0)), epoch)
         assert all(read) if comm.rank == 0 else not any(read) or comm.rank != late
         for number, sums in enumerate(out):
-            expected = by_hand(START, batches(group, 0).batch(number))
+            expected = by_hand(START, batches(group, 0).indices(number))
             for actual, its in zip(sums, expected):
                 np.testing.assert_allclose(actual, its, rtol=1e-11)
         assert_same_bits(comm, out)
@@ -103,11 +103,11 @@ def test_an_epoch_goes_on_in_another_group(comm, transport):
         for number in range(len(batches(group, 0))):
             if number == 2:
                 group = group.replan([1.0 + rank for rank in range(SIZE)])
-            indices, weights = batches(group, 0)[number]
-            step = jaxcoded.coded_value_and_grad(losses, group, mean=True)
-            _, grad = jax.jit(step)(w, (X[indices], Y[indices]), weights)
+            mine = batches(group, 0)[number]
+            step = jaxcoded.coded_value_and_grad(losses, group)
+            _, grad = jax.jit(step)(w, mine)
             w = w - RATE * finish(grad)
-            batch = batches(group, 0).batch(number)
+            batch = batches(group, 0).indices(number)
             expected = expected - RATE * by_hand(expected, batch)[1]
         np.testing.assert_allclose(w, expected, rtol=1e-11)
 
@@ -115,19 +115,18 @@ def test_an_epoch_goes_on_in_another_group(comm, transport):
 def test_sums_without_a_mean(group):
     """With the weights by hand, too; the number of examples is theirs to divide by."""
 
-    def mean(w, batch, weights):
-        return weights @ losses(w, batch) / weights.examples
+    def mean(w, batch):
+        return batch.weights @ losses(w, batch.data) / batch.weights.examples
 
     loader = batches(group, 0)
     last = len(loader) - 1
-    indices, weights = loader[last]
-    batch, (true, grad) = (X[indices], Y[indices]), by_hand(START, loader.batch(last))
-    value, sums = jax.jit(jaxcoded.coded_value_and_grad(losses, group))(
-        START, batch, weights
+    batch, (true, grad) = loader[last], by_hand(START, loader.indices(last))
+    value, sums = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=False))(
+        START, batch
     )
     np.testing.assert_allclose(value, true * 5, rtol=1e-11)
     np.testing.assert_allclose(sums, grad * 5, rtol=1e-11)
-    local = jax.jit(jax.value_and_grad(mean))(START, batch, weights)
+    local = jax.jit(jax.value_and_grad(mean))(START, batch)
     value, sums = jaxcoded.coded_allreduce(local, group)
     np.testing.assert_allclose(value, true, rtol=1e-11)
     np.testing.assert_allclose(sums, grad, rtol=1e-11)
@@ -137,25 +136,32 @@ def test_sums_without_a_mean(group):
 def test_a_rank_at_another_batch_gets_the_mean_of_the_others(comm, group):
     """It was done without; the batches are of different sizes."""
     loader, late = batches(group, 0), SIZE - 1
-    indices, weights = loader[0 if comm.rank == late else 3]
-    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+    batch = loader[0 if comm.rank == late else 3]
+    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
     erasures = np.arange(SIZE) == late
-    out = finish(step(START, (X[indices], Y[indices]), weights, erasures=erasures))
-    for actual, expected in zip(out, by_hand(START, loader.batch(3))):
+    out = finish(step(START, batch, erasures=erasures))
+    for actual, expected in zip(out, by_hand(START, loader.indices(3))):
         np.testing.assert_allclose(actual, expected, rtol=1e-11)
     assert_same_bits(comm, out)
 
 
 @several
 @pytest.mark.parametrize("how", [{"stragglers": 0}, {"code": "shared(replicas=0)"}])
+@pytest.mark.parametrize(
+    "odd", [{"number": 3}, {"seed": 8}, {"epoch": 1}, {"examples": EXAMPLES - 1}]
+)
 @engine_only
-def test_ranks_at_different_batches_are_an_error(comm, transport, how):
-    """Where the sizes tell them apart, and each rank counts."""
+def test_ranks_at_different_batches_are_an_error(comm, transport, how, odd):
+    """Each rank counts, so that the odd one cannot be left out."""
+    which = {"number": 0, "seed": 7, "epoch": 0, "examples": EXAMPLES}
+    which |= odd if comm.rank == SIZE - 1 else {}
     with jaxcoded.CodedGroup(comm, transport=transport, **how) as group:
-        indices, weights = batches(group, 0)[0 if comm.rank == SIZE - 1 else 3]
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+        data = X[: which["examples"]], Y[: which["examples"]]
+        epoch = group.epoch(data, BATCH, seed=which["seed"], epoch=which["epoch"])
+        batch = epoch[which["number"]]
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         with pytest.raises(JaxRuntimeError, match="InconsistentMessages: round 1, "):
-            finish(step(START, (X[indices], Y[indices]), weights))
+            finish(step(START, batch))
         jax.effects_barrier()
 
 
@@ -167,10 +173,10 @@ def test_an_approximate_mean(comm, transport):
     ) as group:
         loader = batches(group, 0)
         last = len(loader) - 1
-        indices, weights = loader[last]
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
-        out = step(START, (X[indices], Y[indices]), weights)
-        for actual, expected in zip(out, by_hand(START, loader.batch(last))):
+        batch = loader[last]
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+        out = step(START, batch)
+        for actual, expected in zip(out, by_hand(START, loader.indices(last))):
             np.testing.assert_allclose(actual, expected, rtol=1e-11)
 
 
@@ -183,17 +189,17 @@ def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd
     have computed all of the batch; and the next one is right."""
     code = f"shared(replicas={replicas})"
     with jaxcoded.CodedGroup(comm, transport=transport, code=code) as group:
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         for epoch, number in ((0, 0), (0, 1), (3, 2)):
             loader = batches(group, epoch)
-            true = by_hand(START, loader.batch(number))
+            true = by_hand(START, loader.indices(number))
             for wrong in (True, False):
                 # of those of one size
                 at = (number + 1) % 3 if wrong and comm.rank == odd else number
-                indices, weights = loader[at]
+                batch = loader[at]
                 error = ""
                 try:
-                    out = finish(step(START, (X[indices], Y[indices]), weights))
+                    out = finish(step(START, batch))
                 except JaxRuntimeError as raised:
                     error = str(raised)
                     jaxcoded.effects_barrier()
@@ -215,13 +221,13 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
     with jaxcoded.CodedGroup(
         comm, transport=transport, code="shared(replicas=0)", options=options
     ) as group:
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
-        indices, weights = batches(group, 0)[0] if epochs else group.assignment(BATCH)
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=False))
+        batch = batches(group, 0)[0] if epochs else group.batch((X[:BATCH], Y[:BATCH]))
         w = START + 1e-9 * (comm.rank == SIZE - 1)
         with pytest.raises(JaxRuntimeError, match="parameters are not those"):
-            finish(step(w, (X[indices], Y[indices]), weights))
+            finish(step(w, batch))
         jaxcoded.effects_barrier()
-        finish(step(START, (X[indices], Y[indices]), weights))
+        finish(step(START, batch))
 
 
 @redundant
@@ -245,13 +251,12 @@ def test_ranks_that_start_from_parameters_of_their_own(comm, transport, how, mea
         comm, fanout=SIZE - 1, transport=transport, **how
     ) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=mean))
-        indices, weights = batches(group, 0)[0]
-        mine = X[indices], Y[indices]
+        mine = batches(group, 0)[0]
         own = np.random.default_rng(comm.rank).standard_normal(len(START))
         comm.barrier()  # nobody is late, so that others are in the sum
         with pytest.raises(
             JaxRuntimeError, match="parameters are not those of the others"
         ):
-            finish(step(jnp.asarray(own, START.dtype), mine, weights))
+            finish(step(jnp.asarray(own, START.dtype), mine))
         jaxcoded.effects_barrier()
-        finish(step(START * (1 + 1e-7 * comm.rank), mine, weights))
+        finish(step(START * (1 + 1e-7 * comm.rank), mine))

@@ -84,15 +84,9 @@ def means(group, own, odd):
 
 def batch_sizes(group, own, odd):
     """Weights of another batch size were right or wrong with who was late."""
-    indices, weights = group.assignment(len(VECTOR) - odd)
-    step = jaxcoded.coded_value_and_grad(lambda w, v: v @ w, group, mean=True)
-    return len(VECTOR) * step(np.zeros(5), VECTOR[indices], weights)[1]
-
-
-def seeds(group, own, odd):
-    indices, weights = group.epoch(len(VECTOR), 20, seed=int(odd))[0]
-    step = jaxcoded.coded_value_and_grad(lambda w, v: v @ w, group, mean=True)
-    return len(VECTOR) * step(np.zeros(5), VECTOR[indices], weights)[1]
+    part = group.batch(len(VECTOR) - odd)
+    step = jaxcoded.coded_value_and_grad(lambda w, v: v @ w, group)
+    return len(VECTOR) * step(np.zeros(5), part.of(VECTOR[part.indices]))[1]
 
 
 def nothing(group, own, odd):
@@ -121,7 +115,6 @@ differences = pytest.mark.parametrize(
         (erasures, "float64[5], erasures of ranks []", "coded_allreduce of float64[5]"),
         (means, "float64[5], divided by 2.0", "float64[5], divided by 3.0"),
         (batch_sizes, "for a batch of 20", "for a batch of 19"),
-        (seeds, "of 20 examples shuffled with seed 0", "shuffled with seed 1"),
         (nothing, "coded_allreduce of float64[5]", "coded_allreduce of no leaves"),
         (caught, "float64[5]", "float64[5] after a TypeError in coded_allreduce"),
     ],

@@ -358,14 +358,16 @@ def test_parts_between_started_rounds(comm, transport):
         comm, fanout=SIZE - 1, code="progressive", transport=transport
     ) as coded:
         x = np.random.default_rng(0).normal(size=(4 * (SIZE - 1), 3))
-        indices, weights = coded.assignment(len(x))
+        part = coded.batch(len(x))
         own = jax.tree.map(jnp.asarray, contribution(coded, VECTOR))
-        value_and_grad = jaxcoded.coded_value_and_grad(lambda w, x: x @ w, coded)
+        value_and_grad = jaxcoded.coded_value_and_grad(
+            lambda w, x: x @ w, coded, mean=False
+        )
 
         @jax.jit
         def step(w):
             before = coded_allreduce_start(own, coded)
-            _, grads = value_and_grad(w, x[indices], weights)
+            _, grads = value_and_grad(w, part.of(x[part.indices]))
             after = coded_allreduce_start(own, coded)
             return coded_allreduce_done(before), grads, coded_allreduce_done(after)
 

@@ -59,11 +59,11 @@ def steps(group, run):
         x = jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         return x @ w
 
-    indices, weights = group.assignment(BATCH)
-    compute = jax.jit(jaxcoded.coded_value_and_grad(loss, group))
-    w, mine, sums = jnp.ones(WIDTH, jnp.float32), EXAMPLES[indices], []
+    part = group.batch(BATCH)
+    compute = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=False))
+    w, mine, sums = jnp.ones(WIDTH, jnp.float32), EXAMPLES[part.indices], []
     for step in range(STEPS):
-        _, grad = finish(compute(w, mine, weights))
+        _, grad = finish(compute(w, part.of(mine)))
         sums.append(np.asarray(grad).tobytes())
         total = np.zeros(WIDTH, np.float32)
         with group.blocks(BATCH) as blocks:

@@ -102,13 +102,11 @@ def test_training_step(comm, transport, code):
                 :, 0
             ]
 
-        indices, weights = group.assignment(23)
-        step = jax.jit(
-            jaxcoded.coded_value_and_grad(loss, group, mean=True, residual=True)
-        )
+        part = group.batch(23)
+        step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, residual=True))
         expected = jax.value_and_grad(lambda p: loss(p, x).mean())(params)
         for _ in range(5):
-            total, grads, residual, _ = step(params, x[indices], weights)
+            total, grads, residual, _ = step(params, part.of(x[part.indices]))
             tolerance = 1e-13 * group.plan.amplification
             np.testing.assert_allclose(total, expected[0], rtol=tolerance)
             np.testing.assert_allclose(grads["w"], expected[1]["w"], atol=tolerance)
@@ -222,11 +220,11 @@ def test_what_a_slow_rank_has_finished_counts(comm, transport):
             return x @ w
 
         x = np.random.default_rng(0).normal(size=(4 * (SIZE - 1), 3))
-        indices, weights = group.assignment(len(x))
-        step = jax.jit(jaxcoded.coded_value_and_grad(loss, group))
+        part = group.batch(len(x))
+        step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=False))
         if comm.rank != 1:
             talk.recv(source=1)
-        _, grads = jax.block_until_ready(step(np.ones(3), x[indices], weights))
+        _, grads = jax.block_until_ready(step(np.ones(3), part.of(x[part.indices])))
         np.testing.assert_allclose(grads, x.sum(0), atol=1e-9)
         if comm.rank != 1:
             talk.send("has ended the round", dest=1)
@@ -257,17 +255,17 @@ def test_a_call_that_breaks_off_between_its_parts(comm, transport):
             return x @ w
 
         xs = np.random.default_rng(0).normal(size=(4, 4 * (SIZE - 1), 3))
-        indices, weights = group.assignment(xs.shape[1])
-        step = jax.jit(jaxcoded.coded_value_and_grad(loss, group))
+        part = group.batch(xs.shape[1])
+        step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=False))
         if comm.rank == 1:
             with pytest.raises(jax.errors.JaxRuntimeError, match="injected"):
-                jax.block_until_ready(step(np.ones(3), xs[0][indices], weights))
+                jax.block_until_ready(step(np.ones(3), part.of(xs[0][part.indices])))
             jaxcoded.effects_barrier()
             comm.Barrier()
         else:  # the round is open until this rank has failed
             comm.Barrier()
         for x in xs:
-            _, grads = jax.block_until_ready(step(np.ones(3), x[indices], weights))
+            _, grads = jax.block_until_ready(step(np.ones(3), part.of(x[part.indices])))
             np.testing.assert_allclose(grads, x.sum(0), atol=1e-9)
 
 
@@ -280,8 +278,8 @@ def test_unequal_speeds(comm, transport):
     with jaxcoded.CodedGroup(
         comm, fanout=FANOUT[SIZE], speeds=speeds, transport=transport
     ) as group:
-        indices, weights = group.assignment(BATCH)
-        assert len(indices) == max(1, np.count_nonzero(weights))
+        part = group.batch(BATCH)
+        assert len(part.indices) == max(1, np.count_nonzero(part.weights))
         own = contribution(group, gradients)
         total = jax.jit(lambda v: coded_allreduce(jnp.asarray(v), group))(own)
         assert_sum(group, total, gradients)
@@ -294,12 +292,14 @@ def test_vmap_of_parts(comm, transport):
         comm, fanout=FANOUT[SIZE], code="progressive", transport=transport
     ) as group:
         x = np.random.default_rng(0).normal(size=(2 * SIZE, 3))
-        indices, weights = group.assignment(len(x))
-        step = jaxcoded.coded_value_and_grad(lambda w, x: (x @ w) ** 2, group)
-        many = jax.vmap(jax.vmap(step, (0, None, None)), (0, None, None))
+        part = group.batch(len(x))
+        step = jaxcoded.coded_value_and_grad(
+            lambda w, x: (x @ w) ** 2, group, mean=False
+        )
+        many = jax.vmap(jax.vmap(step, (0, None)), (0, None))
         w = np.random.default_rng(1).normal(size=(2, 4, 3))
         before = group.rounds
-        _, grads = jax.block_until_ready(jax.jit(many)(w, x[indices], weights))
+        _, grads = jax.block_until_ready(jax.jit(many)(w, part.of(x[part.indices])))
         assert group.rounds == before + 1
         expected = 2 * np.einsum("xi,xj,abi->abj", x, x, w)
         np.testing.assert_allclose(grads, expected, atol=1e-9)

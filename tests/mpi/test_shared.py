@@ -103,9 +103,9 @@ def stepped(group, **options):
 def test_exact(comm, work, batch_size, mean):
     """Also of fewer examples than blocks, and of blocks that are not of one size."""
     params, batch = problem(batch_size)
-    indices, weights = work.assignment(batch_size)
+    part = work.batch(batch_size)
     step = stepped(work, mean=mean, residual=True)
-    out = step(params, held(batch, indices), weights)
+    out = step(params, part.of(held(batch, part.indices)))
     divisor = batch_size if mean else 1
     assert_right(comm, (out.value, out.grads), params, batch, divisor=divisor)
     assert out.residual == 0
@@ -125,8 +125,10 @@ def test_exact(comm, work, batch_size, mean):
 )
 def test_dtypes(comm, work, dtype, wire, rounding):
     params, batch = problem(31, dtype=jnp.dtype(dtype))
-    indices, weights = work.assignment(31)
-    total, grads = stepped(work, wire_dtype=wire)(params, held(batch, indices), weights)
+    part = work.batch(31)
+    total, grads = stepped(work, wire_dtype=wire)(
+        params, part.of(held(batch, part.indices))
+    )
     assert total.dtype == jnp.float32
     for name, grad in grads.items():
         assert grad.dtype == params[name].dtype
@@ -140,14 +142,16 @@ def test_aux_is_of_the_blocks_that_a_rank_has_computed(comm, work):
         return loss(params, batch), {"y": batch["y"], "one": 1}
 
     params, batch = problem(29)
-    indices, weights = work.assignment(29)
-    step = jax.jit(jaxcoded.coded_value_and_grad(with_aux, work, has_aux=True))
-    (total, aux), grads = step(params, held(batch, indices), weights)
+    part = work.batch(29)
+    step = jax.jit(
+        jaxcoded.coded_value_and_grad(with_aux, work, has_aux=True, mean=False)
+    )
+    (total, aux), grads = step(params, part.of(held(batch, part.indices)))
     assert_right(comm, (total, grads), params, batch)
     blocks = work.plan.placement.held(comm.rank)
     computed = aux["one"] == 1
     assert computed.shape == (len(blocks),)
-    y = batch["y"][indices].reshape(len(blocks), -1)
+    y = batch["y"][part.indices].reshape(len(blocks), -1)
     np.testing.assert_array_equal(aux["y"], computed[:, None] * y)
     mine = {block for block, here in zip(blocks, computed) if here}
     everybody = set().union(*comm.allgather(mine))
@@ -160,11 +164,11 @@ def test_a_root_that_does_not_compute(comm, transport):
         comm, code=CODE, root_computes=False, transport=transport
     ) as group:
         params, batch = problem(17)
-        indices, weights = group.assignment(17)
-        assert weights.any() == (comm.rank != 0)
+        part = group.batch(17)
+        assert part.weights.any() == (comm.rank != 0)
         step = stepped(group, mean=True)
         for _ in range(2):
-            actual = step(params, held(batch, indices), weights)
+            actual = step(params, part.of(held(batch, part.indices)))
             assert_right(comm, actual, params, batch, divisor=17)
 
 
@@ -182,21 +186,21 @@ def test_a_plain_sum_of_what_is_a_rank_s_own(comm, work):
 def test_rounds_of_all_kinds_in_one_program(comm, work, form):
     """Shared, plain and started ones in a ``scan``; the last one is finished after a shared one."""
     params, batch = problem(BATCH)
-    indices, weights = work.assignment(BATCH)
-    step = jaxcoded.coded_value_and_grad(loss, work, mean=True)
-    local = held(batch, indices)
+    part = work.batch(BATCH)
+    step = jaxcoded.coded_value_and_grad(loss, work)
+    local = held(batch, part.indices)
     own = contribution(work, VECTOR)
 
     def one(state, factor):
         params, token = state
         if token is None:
             handle = coded_allreduce_start(factor * own, work)
-            value, grads = step(params, local, weights)
+            value, grads = step(params, part.of(local))
             plain = coded_allreduce(2 * factor * own, work)
             started = coded_allreduce_done(handle)
         else:
             handle, token = coded_allreduce_start(factor * own, work, token=token)
-            value, grads, _, token = step(params, local, weights, token=token)
+            value, grads, _, token = step(params, part.of(local), token=token)
             plain, _, token = coded_allreduce(2 * factor * own, work, token=token)
             started, _, token = coded_allreduce_done(handle, token=token)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
@@ -249,9 +253,11 @@ def one_block_far_slower(number):
 @pytest.fixture(scope="module")
 def steps(work):
     """Rounds of a batch of 23, whose computation naps."""
-    indices, weights = work.assignment(23)
+    part = work.batch(23)
     step = stepped(work, mean=True)
-    return lambda params, batch: finish(step(params, held(batch, indices), weights))
+    return lambda params, batch: finish(
+        step(params, part.of(held(batch, part.indices)))
+    )
 
 
 @pytest.fixture
@@ -293,15 +299,17 @@ def test_a_rank_that_comes_late(comm, work, steps, late):
 def test_two_threads_that_compute(comm, transport):
     """Both are refused, all ranks hear of it, and nobody waits for what is left of it."""
     group = jaxcoded.CodedGroup(comm, code=CODE, transport=transport)
-    indices, weights = group.assignment(BATCH)
-    summed = jax.jit(jaxcoded.coded_value_and_grad(lambda w, x: w * x, group))
-    jax.block_until_ready(summed(1.0, jnp.ones(len(indices)), weights))
+    part = group.batch(BATCH)
+    summed = jax.jit(
+        jaxcoded.coded_value_and_grad(lambda w, x: w * x, group, mean=False)
+    )
+    jax.block_until_ready(summed(1.0, part.of(jnp.ones(len(part.indices)))))
     heard = []
 
     def refused():
         try:
             for _ in range(2):  # the others may have the round in which it happened
-                jax.block_until_ready(summed(1.0, jnp.ones(len(indices)), weights))
+                jax.block_until_ready(summed(1.0, part.of(jnp.ones(len(part.indices)))))
         except JaxRuntimeError as error:
             heard.append(str(error))
 
@@ -340,50 +348,45 @@ def test_a_rank_that_does_not_come_before_the_others_are_done(comm, work, steps)
 # Errors.
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"own_weights": True}, "own_weights cannot be given in a group with code="),
-        ({}, "erasures cannot be given in a group with code='shared"),
-    ],
-)
-def test_what_cannot_be_meant(work, options, words):
+def test_erasures_cannot_be_meant(work):
     params, batch = problem(12)
-    indices, weights = work.assignment(12)
-    step = jaxcoded.coded_value_and_grad(loss, work, **options)
-    arguments = {} if options else {"erasures": np.zeros(SIZE, bool)}
-    given = np.asarray(weights) if options else weights
+    part = work.batch(12)
+    step = jaxcoded.coded_value_and_grad(loss, work)
+    words = "erasures cannot be given in a group with code='shared"
     with pytest.raises(ValueError, match=re.escape(words)):
-        step(params, held(batch, indices), given, **arguments)
+        batch = part.of(held(batch, part.indices))
+        step(params, batch, erasures=np.zeros(SIZE, bool))
 
 
 def test_vmap(work):
     params, batch = problem(12)
-    indices, weights = work.assignment(12)
-    step = jaxcoded.coded_value_and_grad(loss, work)
-    ensemble = jax.vmap(step, in_axes=(0, None, None))
+    part = work.batch(12)
+    step = jaxcoded.coded_value_and_grad(loss, work, mean=False)
+    ensemble = jax.vmap(step, in_axes=(0, None))
     members = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), params)
     with pytest.raises(NotImplementedError, match="shared work cannot be batched"):
-        jax.jit(ensemble)(members, held(batch, indices), weights)
+        jax.jit(ensemble)(members, part.of(held(batch, part.indices)))
 
 
 def test_a_gradient_of_the_gradient(work):
     params, batch = problem(12)
-    indices, weights = work.assignment(12)
-    step = jaxcoded.coded_value_and_grad(loss, work)
+    part = work.batch(12)
+    step = jaxcoded.coded_value_and_grad(loss, work, mean=False)
     with pytest.raises(NotImplementedError, match="shared work cannot be differentiat"):
-        jax.grad(lambda p: step(p, held(batch, indices), weights)[0])(params)
+        jax.grad(lambda p: step(p, part.of(held(batch, part.indices)))[0])(params)
 
 
 def test_losses_of_no_batch(work):
     """There must be one for each example all the same."""
-    _, weights = work.assignment(1000)
-    size = len(weights) // len(work.plan.placement.held(work.rank))
-    step = jaxcoded.coded_value_and_grad(lambda w, _: jnp.full(size, w), work)
-    assert finish(step(1.0, (), weights)) == (1000, 1000)
-    step = jaxcoded.coded_value_and_grad(lambda w, _: jnp.full(1, w), work)
+    part = work.batch(1000)
+    size = len(part.weights) // len(work.plan.placement.held(work.rank))
+    step = jaxcoded.coded_value_and_grad(
+        lambda w, _: jnp.full(size, w), work, mean=False
+    )
+    assert finish(step(1.0, part.of(()))) == (1000, 1000)
+    step = jaxcoded.coded_value_and_grad(lambda w, _: jnp.full(1, w), work, mean=False)
     with pytest.raises(ValueError, match="one loss for each example"):
-        step(1.0, (), weights)
+        step(1.0, part.of(()))
 
 
 @pytest.mark.skipif(SIZE < 4, reason="a tree of two layers")
@@ -409,10 +412,10 @@ def test_weights_of_another_placement(comm, work, transport):
     _, batch = problem(12)
     code = "shared(blocks=2)"
     with jaxcoded.CodedGroup(comm, code=code, transport=transport) as other:
-        indices, weights = other.assignment(12)
-    step = jaxcoded.coded_value_and_grad(loss, work)
+        part = other.batch(12)
+    step = jaxcoded.coded_value_and_grad(loss, work, mean=False)
     with pytest.raises(ValueError, match="another group's plan"):
-        step(problem(12)[0], held(batch, indices), weights)
+        step(problem(12)[0], part.of(held(batch, part.indices)))
 
 
 # A part of the batch will do after a deadline.
@@ -430,9 +433,9 @@ def approximate(comm, transport):
 @pytest.mark.parametrize("mean", [True, False])
 def test_nothing_is_missing_before_a_deadline(comm, approximate, mean):
     params, batch = problem(37)
-    indices, weights = approximate.assignment(37)
+    part = approximate.batch(37)
     step = stepped(approximate, mean=mean, residual=True)
-    out = step(params, held(batch, indices), weights)
+    out = step(params, part.of(held(batch, part.indices)))
     divisor = 37 if mean else 1
     assert_right(comm, (out.value, out.grads), params, batch, divisor=divisor)
     assert out.residual == 0 and out.residual.dtype == jnp.float32
@@ -494,13 +497,13 @@ PLAIN = "coded_allreduce of float64[5]"
 @pytest.fixture(scope="module")
 def calls(work):
     """A shared round of a batch, and a plain one."""
-    indices, weights = work.assignment(BATCH)
+    part = work.batch(BATCH)
     params, batch = problem(BATCH)
     step, own = stepped(work), contribution(work, VECTOR)
     add = jax.jit(lambda v: coded_allreduce(v, work))
-    local = held(batch, indices)
+    local = held(batch, part.indices)
     finish(add(own))  # of mistakes before these tests it tells
-    return lambda: flat(step(params, local, weights)), lambda: finish(add(own))
+    return lambda: flat(step(params, part.of(local))), lambda: finish(add(own))
 
 
 def flat(out):
@@ -541,12 +544,12 @@ def test_one_does_not_share(comm, work, calls, odd):
 @several
 def test_a_mismatch_outside_jit(comm, work, calls):
     """Nobody's next call is one after a mistake of its own."""
-    indices, weights = work.assignment(BATCH)
+    part = work.batch(BATCH)
     params, batch = problem(BATCH)
-    step = jaxcoded.coded_value_and_grad(loss, work)
+    step = jaxcoded.coded_value_and_grad(loss, work, mean=False)
 
     def first():
-        return flat(step(params, held(batch, indices), weights))
+        return flat(step(params, part.of(held(batch, part.indices))))
 
     if RANK == 0:
         first = calls[1]
@@ -557,12 +560,12 @@ def test_a_mismatch_outside_jit(comm, work, calls):
 def test_batches_of_different_sizes(comm, work, calls):
     odd = SIZE - 1
     size = BATCH - (odd == RANK)
-    indices, weights = work.assignment(size)
+    part = work.batch(size)
     params, batch = problem(size)
     step = stepped(work)
 
     def first():
-        return flat(step(params, held(batch, indices), weights))
+        return flat(step(params, part.of(held(batch, part.indices))))
 
     its = SHARED.replace("of 20", "of 19")
     assert_one_differs(comm, work, calls, first, odd, SHARED, its)

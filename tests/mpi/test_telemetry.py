@@ -95,12 +95,12 @@ def test_who_computed_which_blocks(comm, transport, in_jit):
     code = "shared(blocks=3)"
     with jaxcoded.CodedGroup(comm, code=code, transport=transport) as group:
         placement = group.plan.placement
-        indices, weights = group.assignment(batch)
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+        part = group.batch(batch)
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=False))
         mine = []
         for _ in range(steps):
             if in_jit:
-                jax.block_until_ready(step(1.0, x[indices], weights))
+                jax.block_until_ready(step(1.0, part.of(x[part.indices])))
                 continue
             total, count = np.zeros(1), 0
             with group.blocks(batch) as blocks:
@@ -241,11 +241,15 @@ def test_replan_with_a_late_rank(comm, transport):
             assert_sum(group, np.asarray(total), VECTOR)
         group = group.replan(speeds)
         speeds = speeds[::-1].copy()
-    indices, weights = group.assignment(BATCH)
+    part = group.batch(BATCH)
     step = jax.jit(
-        jaxcoded.coded_value_and_grad(lambda w, x: w * x, group, residual=True)
+        jaxcoded.coded_value_and_grad(
+            lambda w, x: w * x, group, residual=True, mean=False
+        )
     )
-    value, grad, residual, _ = step(2.0, jnp.arange(float(BATCH))[indices], weights)
+    value, grad, residual, _ = step(
+        2.0, part.of(jnp.arange(float(BATCH))[part.indices])
+    )
     exact = BATCH * (BATCH - 1) / 2
     np.testing.assert_allclose([value, grad], [2 * exact, exact], rtol=1e-6)
     assert float(residual) < 1e-6

@@ -139,16 +139,14 @@ def test_unused_and_equal_calls_with_a_token(group, own):
 
 def test_value_and_grad_with_a_token(comm, group):
     x = per_example(3, seed=1)
-    indices, weights = group.assignment(BATCH)
-    step = jaxcoded.coded_value_and_grad(
-        lambda w, x: (x @ w) ** 2 / 2, group, mean=True
-    )
+    part = group.batch(BATCH)
+    step = jaxcoded.coded_value_and_grad(lambda w, x: (x @ w) ** 2 / 2, group)
 
     @jax.jit
     def descend(w, token):
         def body(carry, _):
             w, token = carry
-            loss, grad, _, token = step(w, x[indices], weights, token=token)
+            loss, grad, _, token = step(w, part.of(x[part.indices]), token=token)
             return (w - 0.1 * grad, token), loss
 
         return jax.lax.scan(body, (w, token), length=3)
@@ -166,8 +164,8 @@ def test_value_and_grad_with_a_token(comm, group):
 
 def test_optax_carries_a_token(comm, group):
     """Also on from a state that was kept, whose token is an old one."""
-    indices, weights = group.assignment(10)
-    grad = jnp.float64((weights * indices).sum())
+    part = group.batch(10)
+    grad = jnp.float64((part.weights * part.indices).sum())
     tx = optax.chain(
         jaxcoded.optax.coded_allreduce(group, divisor=10, carry_token=True),
         optax.sgd(1.0),

@@ -63,11 +63,11 @@ def make_batches(dtype):
 
 
 def coded_value_and_grad_step(group, tx):
-    value_and_grad = jaxcoded.coded_value_and_grad(per_example_loss, group, mean=True)
+    value_and_grad = jaxcoded.coded_value_and_grad(per_example_loss, group)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, batch, weights, erasures):
-        _, grads = value_and_grad(params, batch, weights, erasures=erasures)
+    def step(params, state, batch, erasures):
+        _, grads = value_and_grad(params, batch, erasures=erasures)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -82,8 +82,8 @@ def chain_step(group, tx):
         return jnp.sum(weights.astype(losses.dtype) * losses)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, batch, weights, erasures):
-        local = jax.grad(weighted_loss)(params, batch, weights)
+    def step(params, state, batch, erasures):
+        local = jax.grad(weighted_loss)(params, batch.data, batch.weights)
         updates, state = tx.update(local, state, params, erasures=erasures)
         return optax.apply_updates(params, updates), state
 
@@ -116,12 +116,12 @@ def test_fifty_steps(group, comm, make_step, dtype):
     params = jax.device_put(make_params(dtype))
     step, tx = make_step(group, make_optimizer(params))
     state = tx.init(params)
-    indices, weights = group.assignment(BATCH)
+    part = group.batch(BATCH)
     random = np.random.default_rng(3)
     for batch in make_batches(dtype):
-        local = jax.tree.map(lambda leaf: leaf[indices], batch)
+        local = jax.tree.map(lambda leaf: leaf[part.indices], batch)
         erasures = random_erasures(group.plan, random)
-        params, state = step(params, state, local, weights, erasures)
+        params, state = step(params, state, part.of(local), erasures)
     params = jax.device_get(params)
     assert step._cache_size() == 1
 
@@ -163,16 +163,16 @@ def test_init_does_not_communicate(group):
 @pytest.mark.parametrize("around", [jax.jit, lambda f: f])
 def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
     """Found where it is handed on as it is, before any rank begins a round for it."""
-    indices, weights = group.assignment(10)
+    part = group.batch(10)
     loss_and_grad = jaxcoded.coded_value_and_grad(
         lambda w, x: (w["a"] - x) ** 2 + w["b"], group, mean=mean
     )
     tx = optax.chain(jaxcoded.optax.coded_allreduce(group), optax.sgd(1.0))
-    batch = jnp.arange(10.0)[indices]
+    batch = jnp.arange(10.0)[part.indices]
     w = {"a": jnp.float32(1.0), "b": jnp.float32(0.0)}
 
     def step(w, batch, prepare):
-        _, grads = loss_and_grad(w, batch, weights)
+        _, grads = loss_and_grad(w, part.of(batch))
         return tx.update(prepare(grads), tx.init(w))[0]
 
     with pytest.raises(
@@ -188,8 +188,8 @@ def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
 def erased_contribution(group, seed):
     """This rank's contribution to ``Σ_j j`` over the examples: nonsense where it is left out."""
     erasures = random_erasures(group.plan, np.random.default_rng(seed))
-    indices, weights = group.assignment(10)
-    own = 1e6 if erasures[group.rank] else (weights * indices).sum()
+    part = group.batch(10)
+    own = 1e6 if erasures[group.rank] else (part.weights * part.indices).sum()
     return own, erasures
 
 

@@ -76,16 +76,16 @@ def times(group, needed):
 def test_exact(group, batch_size, mean):
     """Also of fewer examples than workers, and with no work where there are none."""
     params, batch = problem(batch_size)
-    indices, weights = group.assignment(batch_size)
+    part = group.batch(batch_size)
     counted = Counter(loss)
     step = jax.jit(jaxcoded.coded_value_and_grad(counted, group, mean=mean))
-    erasures, local = left_out(group, share(batch, indices), batch_size)
-    actual = step(params, local, weights, erasures=erasures)
+    erasures, local = left_out(group, share(batch, part.indices), batch_size)
+    actual = step(params, part.of(local), erasures=erasures)
     expected = by_hand(params, batch)
     if mean:
         expected = jax.tree.map(lambda leaf: leaf / batch_size, expected)
     assert_equal(actual, expected)
-    assert counted.finished() in times(group, weights.any())
+    assert counted.finished() in times(group, part.weights.any())
 
 
 def test_aux_is_local(group):
@@ -93,12 +93,16 @@ def test_aux_is_local(group):
         return loss(params, batch), {"y": batch["y"], "one": 1, "nothing": None}
 
     params, batch = problem(9)
-    indices, weights = group.assignment(9)
-    step = jax.jit(jaxcoded.coded_value_and_grad(with_aux, group, has_aux=True))
-    (total, aux), grads = step(params, share(batch, indices), weights)
+    part = group.batch(9)
+    step = jax.jit(
+        jaxcoded.coded_value_and_grad(with_aux, group, has_aux=True, mean=False)
+    )
+    (total, aux), grads = step(params, part.of(share(batch, part.indices)))
     assert_equal((total, grads), by_hand(params, batch))
-    holds = weights.any() & (aux["one"] > 0 or not group.transport.can_lag)
-    assert_equal(aux, {"y": holds * batch["y"][indices], "one": holds, "nothing": None})
+    holds = part.weights.any() & (aux["one"] > 0 or not group.transport.can_lag)
+    assert_equal(
+        aux, {"y": holds * batch["y"][part.indices], "one": holds, "nothing": None}
+    )
 
 
 def sliced_plans(size):
@@ -126,17 +130,17 @@ def test_slices(comm, transport, number):
     params, batch = problem(37)  # so that there are chunks with padding
     counted = Counter(with_aux)
     with jaxcoded.CodedGroup.from_plan(comm, plan, transport=transport) as group:
-        indices, weights = group.assignment(37)
-        assert weights.shape[2] == plan.slices_above[comm.rank]
-        step = jaxcoded.coded_value_and_grad(counted, group, has_aux=True, mean=True)
-        erasures, local = left_out(group, share(batch, indices), number)
-        (mean, aux), grads = jax.jit(step)(params, local, weights, erasures=erasures)
+        part = group.batch(37)
+        assert part.weights.shape[2] == plan.slices_above[comm.rank]
+        step = jaxcoded.coded_value_and_grad(counted, group, has_aux=True)
+        erasures, local = left_out(group, share(batch, part.indices), number)
+        (mean, aux), grads = jax.jit(step)(params, part.of(local), erasures=erasures)
         expected = jax.tree.map(lambda leaf: leaf / 37, by_hand(params, batch))
         assert_equal((mean, grads), expected)
-        held = weights.any(axis=(1, 2))
+        held = part.weights.any(axis=(1, 2))
         count = counted.finished()
         assert count in times(group, held.sum())
-        y = local["y"].reshape(weights.shape[:2])
+        y = local["y"].reshape(part.weights.shape[:2])
         np.testing.assert_array_equal(aux, (held & (count > 0))[:, None] * y)
 
 
@@ -147,16 +151,18 @@ def test_dtypes_are_kept(group):
         "single": np.ones(3, np.float32),
         "narrow": np.ones((), jnp.bfloat16),
     }
-    indices, weights = group.assignment(6)
+    part = group.batch(6)
 
     def narrow_loss(params, x):
         row = params["wide"].astype(jnp.float32) + params["single"]
         losses = (x[:, None] * row).sum(axis=1)
         return losses.astype(jnp.bfloat16) * params["narrow"]
 
-    step = jax.jit(jaxcoded.coded_value_and_grad(narrow_loss, group))
+    step = jax.jit(jaxcoded.coded_value_and_grad(narrow_loss, group, mean=False))
     with jax.numpy_dtype_promotion("strict"):
-        total, grads = step(params, np.arange(6, dtype=np.float32)[indices], weights)
+        total, grads = step(
+            params, part.of(np.arange(6, dtype=np.float32)[part.indices])
+        )
     assert total.dtype == jnp.float32
     for name, grad in grads.items():
         assert grad.dtype == params[name].dtype
@@ -175,29 +181,29 @@ def test_random_keys_in_the_batch(group):
     x = np.random.default_rng(0).normal(size=(11, 4))
     keys = jax.random.split(jax.random.key(0), 11)
     draw = jax.jit(jax.vmap(jax.random.uniform))
-    indices, weights = group.assignment(11)
+    part = group.batch(11)
     step = jaxcoded.coded_value_and_grad(
-        lambda w, batch: draw(batch["key"]) * (batch["x"] @ w), group
+        lambda w, batch: draw(batch["key"]) * (batch["x"] @ w), group, mean=False
     )
-    batch = share({"x": x, "key": keys}, indices)
+    batch = share({"x": x, "key": keys}, part.indices)
     expected = np.asarray(draw(keys)) @ x
-    assert_equal(jax.jit(step)(np.ones(4), batch, weights), (expected.sum(), expected))
+    assert_equal(jax.jit(step)(np.ones(4), part.of(batch)), (expected.sum(), expected))
 
 
 def test_scan_over_batches(group):
     """Rounds of several batches in one compiled program, with donated parameters and an ensemble by vmap."""
     params, _ = problem(1)
     batches = [problem(8, seed)[1] for seed in range(3)]
-    indices, weights = group.assignment(8)
-    step = jaxcoded.coded_value_and_grad(loss, group, mean=True)
-    ensemble = jax.vmap(step, in_axes=(0, None, None))
+    part = group.batch(8)
+    step = jaxcoded.coded_value_and_grad(loss, group)
+    ensemble = jax.vmap(step, in_axes=(0, None))
 
     def descend(params, batch):
-        losses, grads = ensemble(params, batch, weights)
+        losses, grads = ensemble(params, part.of(batch))
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
 
     members = jax.tree.map(lambda leaf: np.stack([leaf, 2 * leaf]), params)
-    shares = jax.tree.map(lambda *leaves: np.stack(leaves)[:, indices], *batches)
+    shares = jax.tree.map(lambda *leaves: np.stack(leaves)[:, part.indices], *batches)
     train = jax.jit(lambda *args: jax.lax.scan(descend, *args), donate_argnums=0)
     trained, losses = jax.device_get(train(jax.device_put(members), shares))
     for member in (0, 1):
@@ -220,9 +226,9 @@ def ordered_by_tokens(step):
 def of_an_ensemble(step):
     """By vmap: the count has one more axis."""
 
-    def members(params, batch, weights):
+    def members(params, batch):
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
-        out = jax.vmap(step, in_axes=(0, None, None))(stacked, batch, weights)
+        out = jax.vmap(step, in_axes=(0, None))(stacked, batch)
         return share(out, 0)
 
     return jax.jit(members)
@@ -234,18 +240,22 @@ def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
     """Weights whose values have changed: an error on all ranks, or NaN without the
     engine; or the exact mean where the code has done without them."""
     params, batch = problem(12)
-    indices, weights = group.assignment(12)
-    batch_here = share(batch, indices)
-    step = compiled(jaxcoded.coded_value_and_grad(loss, group, mean=True))
+    part = group.batch(12)
+    batch_here = share(batch, part.indices)
+    step = compiled(jaxcoded.coded_value_and_grad(loss, group))
     expected = jax.tree.map(lambda leaf: leaf / 12, by_hand(params, batch))
-    assert_equal(finish(step(params, batch_here, weights)), expected)
+    assert_equal(finish(step(params, part.of(batch_here))), expected)
     wait_for_all(comm)
-    wrong = weights
+    wrong = part.weights
     if odd == "all" or comm.rank == comm.size - 1:
-        wrong = jax.tree.map(lambda leaf: leaf + (np.arange(len(leaf)) == 0), weights)
+        wrong = dataclasses.replace(
+            part.weights, values=part.weights + (np.arange(len(part.weights)) == 0)
+        )
     text, nans = "", []
     try:
-        out = jax.device_get(finish(step(params, batch_here, wrong)))
+        out = jax.device_get(
+            finish(step(params, jaxcoded.Batch(batch_here, part.indices, wrong)))
+        )
     except (JaxRuntimeError, ValueError) as error:  # the latter with tokens
         jaxcoded.effects_barrier()
         text = str(error)
@@ -263,7 +273,7 @@ def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
         assert text or (odd == "one" and not any(nans))
     else:
         assert not text and (all(nans) or odd == "one")
-    assert_equal(finish(step(params, batch_here, weights)), expected)
+    assert_equal(finish(step(params, part.of(batch_here))), expected)
 
 
 @once
@@ -272,7 +282,9 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
     """The mean is by the number itself."""
     plan = jaxcoded.make_plan(13, fanout=3)
     for number in (1, 12, 10_000_000):
-        weights = jaxcoded.Weights(jnp.ones(1, dtype), number, plan.fingerprint, 1)
+        weights = jaxcoded.Weights(
+            jnp.ones(1, dtype), number, 0, number, plan.fingerprint, 1
+        )
         reduced = {"count": jnp.asarray(0, dtype)}
         examples = _examples(reduced, weights, plan)
         rounding = plan.amplification * float(jnp.finfo(dtype).eps)
@@ -291,53 +303,47 @@ def test_a_count_beside_large_numbers_of_other_slices(comm, transport):
     with jaxcoded.CodedGroup(
         *(comm,), code="random_generator", slices=2, transport=transport
     ) as group:
-        indices, weights = group.assignment(60)
+        part = group.batch(60)
         x = np.random.default_rng(0).standard_normal((60, 9)).astype(np.float32)
-        gradient = jaxcoded.coded_value_and_grad(
-            lambda p, x: 1e9 * (x @ p), group, mean=True
-        )
-        _, got = jax.jit(gradient)(jnp.ones(9, np.float32), x[indices], weights)
+        gradient = jaxcoded.coded_value_and_grad(lambda p, x: 1e9 * (x @ p), group)
+        _, got = jax.jit(gradient)(jnp.ones(9, np.float32), part.of(x[part.indices]))
         np.testing.assert_allclose(got, 1e9 * x.mean(0), rtol=1e-3, atol=1e5)
 
 
 # Wrong use. Each rank says it before it communicates.
 
 
-def raises(message, loss, group, batch, weights, error=ValueError, **options):
+def raises(message, loss, group, batch, error=ValueError, **options):
     params, _ = problem(1)
-    with pytest.raises(error, match=message):
-        jaxcoded.coded_value_and_grad(loss, group, **options)(params, batch, weights)
+    step = jaxcoded.coded_value_and_grad(loss, group, **options)
+    for call in (step, jax.jit(step)):
+        with pytest.raises(error, match=message):
+            call(params, batch)
 
 
 @once
-@pytest.mark.parametrize(
-    "wrong, shape",
-    [
-        (lambda losses: losses[:, None], r"\({0}, 1\)"),
-        (lambda losses: losses.sum(), r"\(\): leave their mean or sum to jaxcoded"),
-    ],
-)
-def test_losses_of_a_wrong_shape(group, wrong, shape):
-    _, batch = problem(6)
-    indices, weights = group.assignment(6)
-    length = len(indices)
+@pytest.mark.parametrize("axes", [1, 2])
+def test_losses_of_a_wrong_shape(group, axes):
+    batch = group.batch(problem(6)[1])
+    length = len(batch.indices)
+    shape = {1: f"{length + 1},", 2: f"{length}, 1"}[axes]
+    wrong = {1: lambda x: jnp.append(x, 0), 2: lambda x: x[:, None]}[axes]
     raises(
-        rf"one loss for each example, shape \({length},\), got {shape.format(length)}",
+        rf"shape \({length},\), or their mean, shape \(\), got \({shape}\)",
         lambda params, batch: wrong(loss(params, batch)),
         group,
-        share(batch, indices),
-        weights,
+        batch,
     )
 
 
 @once
 def test_losses_that_are_integers(group):
     _, batch = problem(6)
-    indices, weights = group.assignment(6)
+    part = group.batch(6)
     counted = lambda params, batch: jnp.round(loss(params, batch)).astype("int32")
-    with pytest.raises(TypeError, match="losses in floating point, got int32: cast"):
-        jaxcoded.coded_value_and_grad(counted, group)(
-            problem(1)[0], share(batch, indices), weights
+    with pytest.raises(TypeError, match="losses must be in floating point, got int32"):
+        jaxcoded.coded_value_and_grad(counted, group, mean=False)(
+            problem(1)[0], part.of(share(batch, part.indices))
         )
 
 
@@ -356,15 +362,15 @@ def test_losses_that_are_integers(group):
 )
 def test_parameters_without_a_gradient(group, leaf, said):
     _, batch = problem(6)
-    indices, weights = group.assignment(6)
+    part = group.batch(6)
     model = {"w": np.ones(5), "b": 0.5, "layers": [{"odd": leaf}]}
     message = (
         rf"params\['layers'\]\[0\]\['odd'\] is ({said}).*, which has no gradient: "
         "partition the model"
     )
     with pytest.raises(TypeError, match=message):
-        jaxcoded.coded_value_and_grad(loss, group)(
-            model, share(batch, indices), weights
+        jaxcoded.coded_value_and_grad(loss, group, mean=False)(
+            model, part.of(share(batch, part.indices))
         )
 
 
@@ -372,15 +378,15 @@ def test_parameters_without_a_gradient(group, leaf, said):
 def test_a_partitioned_model(group):
     """What cannot be differentiated is put back in the loss."""
     params, batch = problem(6)
-    indices, weights = group.assignment(6)
+    part = group.batch(6)
     rest = {"power": 2, "outer": jnp.negative}
 
     def partitioned(params, batch):
         model = params | rest
         return model["outer"](loss(params, batch)) * model["power"] / -2
 
-    step = jax.jit(jaxcoded.coded_value_and_grad(partitioned, group))
-    actual = step(params, share(batch, indices), weights)
+    step = jax.jit(jaxcoded.coded_value_and_grad(partitioned, group, mean=False))
+    actual = step(params, part.of(share(batch, part.indices)))
     assert_equal(actual, by_hand(params, batch))
 
 
@@ -388,168 +394,116 @@ def test_a_partitioned_model(group):
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_auxiliary_data_that_has_aux_does_not_fit(group, has_aux):
     _, batch = problem(6)
-    indices, weights = group.assignment(6)
+    part = group.batch(6)
 
     def other(params, batch):
         losses = loss(params, batch)
         return losses if has_aux else (losses, {"aux": 1})
 
-    message = f"has_aux={has_aux}.*per_example_loss must return"
-    raises(message, other, group, share(batch, indices), weights, has_aux=has_aux)
+    message = f"has_aux={has_aux} losses must return"
+    batch = part.of(share(batch, part.indices))
+    raises(message, other, group, batch, has_aux=has_aux)
 
 
 @once
-def test_batch_of_a_wrong_length(group):
-    _, batch = problem(100)
-    _, weights = group.assignment(6)
-    length = len(weights)
-    message = (
-        rf"batch\['x'\] has shape \(100, 5\), but the weights are for {length} examples"
-        ": index the data with the indices that came with them"
-    )
-    raises(message, loss, group, batch, weights)
-    raises(r"batch\['y'\] has shape \(\)", loss, group, {"y": 1.0}, weights)
+def test_data_of_a_wrong_length(group):
+    """An error of `of`, and of the call if the batch was changed by hand."""
+    _, data = problem(100)
+    part = group.batch(6)
+    for wrong, name, shape in (
+        (data, "x", r"\(100, 5\)"),
+        ({"y": 1.0}, "y", r"\(\)"),
+    ):
+        message = rf"data\['{name}'\] has shape {shape}, but the batch has {len(part.indices)} examples"
+        with pytest.raises(ValueError, match=message):
+            part.of(wrong)
+        raises(message, loss, group, dataclasses.replace(part, data=wrong))
 
 
 @once
 def test_weights_of_a_wrong_shape(group):
-    _, batch = problem(6)
-    indices, weights = group.assignment(6)
-    batch = share(batch, indices)
-    message = (
-        r"weights must have shape \(length,\) as group.assignment makes them, got "
-    )
-    for wrong in (weights[:, None], weights[:, None, None], 1.0):
-        raises(message, loss, group, batch, wrong, own_weights=True)
-    stacked = jax.tree.map(lambda values: values[:, None], weights)
-    raises(message, loss, group, batch, stacked)
+    batch = group.batch(problem(6)[1])
+    stacked = dataclasses.replace(batch.weights, values=batch.weights[:, None])
+    message = r"batch.weights must have shape \(length,\), got "
+    raises(message, loss, group, dataclasses.replace(batch, weights=stacked))
 
 
 @once
 @slices
-def test_weights_of_another_group_with_slices(comm, transport):
-    _, batch = problem(6)
+def test_weights_of_a_wrong_shape_with_slices(comm, transport):
     with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as group:
-        indices, weights = group.assignment(6)
-        slices = weights.shape[2]
-        message = (
-            rf"weights must have shape \(chunks, length // chunks, {slices}\) "
-            "as group.assignment makes them, got "
-        )
-        batch = share(batch, indices)
-        for wrong in (weights[..., 0], weights[..., :0], weights.reshape(-1)):
-            raises(message, loss, group, batch, wrong, own_weights=True)
+        batch = group.batch(problem(6)[1])
+        w, slices = batch.weights, batch.weights.shape[2]
+        message = rf"shape \(chunks, length // chunks, {slices}\), got "
+        for wrong in (w[..., 0], w[..., :0], w.reshape(-1)):
+            weights = dataclasses.replace(w, values=wrong)
+            raises(message, loss, group, dataclasses.replace(batch, weights=weights))
 
 
 @once
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(lambda weights: np.ones(len(weights)), id="uniform"),
-        pytest.param(np.asarray, id="as a numpy array"),
-        pytest.param(jnp.asarray, id="as an array"),
-        pytest.param(lambda weights: weights[:], id="a slice"),
-        pytest.param(lambda weights: 1 * weights, id="a product"),
-        pytest.param(lambda weights: 1.0, id="a number"),
-        pytest.param(lambda weights: None, id="none"),
-    ],
-)
-def test_weights_that_are_not_those_of_the_assignment(group, other):
-    """Uniform weights went through, and the sum was wrong on every rank."""
-    params, batch = problem(12)
-    indices, weights = group.assignment(12)
-    wrong, batch = other(weights), share(batch, indices)
-    message = r"what group\.epoch or group\.assignment gave.*own_weights=True"
-    raises(message, loss, group, batch, wrong, TypeError)
-    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
-    with pytest.raises(TypeError, match=message):
-        step(params, batch, wrong)
-
-
-@once
-def test_weights_that_were_forgotten(group):
-    params, batch = problem(12)
-    indices, _ = group.assignment(12)
-    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
-    with pytest.raises(
-        TypeError,
-        match=r"Got none: .* group.epoch\(.*or indices, weights = group.assign",
-    ):
-        step(params, share(batch, indices))
-
-
-@once
-def test_a_plain_array_for_weights_in_jit(group):
-    params, batch = problem(12)
-    indices, weights = group.assignment(12)
-    step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=True))
-    words = r"a plain array, float\d+\[\d+(, \d+)*\], inside jit: hand the Weights"
-    with pytest.raises(TypeError, match=words):
-        step(params, share(batch, indices), np.asarray(weights))
-
-
-@once
-def test_weights_of_one_s_own(group):
-    """Only where the call asks for them; what they add up to nobody knows."""
-    params, batch = problem(12)
-    indices, weights = group.assignment(12)
-    own, batch_here = np.asarray(2 * weights), share(batch, indices)
-    step = jaxcoded.coded_value_and_grad(loss, group, own_weights=True)
-    actual = jax.jit(step)(params, batch_here, own)
-    twice = jax.tree.map(lambda leaf: 2 * leaf, by_hand(params, batch))
-    assert_equal(actual, twice)
-    whole = weights.astype(np.int32)
-    raises("floating point", loss, group, batch_here, whole, TypeError, own_weights=True)  # fmt: skip
-    message = "leave mean out, and divide by it"
-    raises(message, loss, group, batch_here, own, own_weights=True, mean=True)
+@pytest.mark.parametrize("wrong", ["arrays", "weights", "none", "no data"])
+def test_what_is_no_batch(group, wrong):
+    """The error has the call that makes one."""
+    part, data = group.batch(12), problem(12)[1]
+    batch = {"arrays": data, "weights": part.weights, "none": None, "no data": part}
+    message = (
+        r"this batch has no data.*: hand in batch\.of\(load\(batch\.indices\)\)"
+        if wrong == "no data"
+        else r"batch must come from this group, got .*: make it with batch = group\.batch\(\(x, y\)\)"
+    )
+    raises(message, loss, group, batch[wrong], TypeError)
 
 
 @several
 @once
-def test_weights_of_another_rank_or_plan(comm, group, transport):
-    _, batch = problem(12)
-    indices, weights = group.assignment(12)
-    batch = share(batch, indices)
-    other = dataclasses.replace(weights, rank=(comm.rank + 1) % comm.size)
-    message = f"the weights of rank {other.rank}, but this is rank {comm.rank}"
-    raises(message, loss, group, batch, other)
+def test_a_batch_of_another_rank_or_plan(comm, group, transport):
+    batch = group.batch(problem(12)[1])
+    other = dataclasses.replace(batch.weights, rank=(comm.rank + 1) % comm.size)
+    message = f"this batch is of rank {other.rank}, but this is rank {comm.rank}"
+    raises(message, loss, group, dataclasses.replace(batch, weights=other))
     with jaxcoded.CodedGroup(
         comm, stragglers=0, root_computes=True, transport=transport
     ) as with_root:
-        _, other = with_root.assignment(12)
-    raises("another group's plan", loss, group, batch, other)
+        batch = with_root.batch(problem(12)[1])
+    raises("this batch is of another group's plan", loss, group, batch)
 
 
 def test_weights_of_before_a_replan(comm, transport):
     """Before it they fit, after it no more; those of an equal plan still do."""
     params, batch = problem(12)
     with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
-        indices, old = group.assignment(12)
+        part = group.batch(12)
         group = group.replan(np.ones(comm.size))
-        step = jaxcoded.coded_value_and_grad(loss, group)
-        assert_equal(step(params, share(batch, indices), old), by_hand(params, batch))
+        step = jaxcoded.coded_value_and_grad(loss, group, mean=False)
+        assert_equal(
+            step(params, part.of(share(batch, part.indices))), by_hand(params, batch)
+        )
         group = group.replan(np.arange(1.0, comm.size + 1))
         if comm.size > 2:  # one worker has all of it at any speed
-            raises("plan before a replan", loss, group, share(batch, indices), old)
-        indices, new = group.assignment(12)
-        step = jaxcoded.coded_value_and_grad(loss, group)
-        assert_equal(step(params, share(batch, indices), new), by_hand(params, batch))
+            old = part.of(share(batch, part.indices))
+            raises("plan before a replan", loss, group, old)
+        part = group.batch(12)
+        step = jaxcoded.coded_value_and_grad(loss, group, mean=False)
+        assert_equal(
+            step(params, part.of(share(batch, part.indices))), by_hand(params, batch)
+        )
 
 
 @once
 def test_weights_with_fewer_digits(group):
     """A tree of inputs is cast to bfloat16 as a whole."""
     _, batch = problem(12)
-    indices, weights = group.assignment(12)
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
-    raises("converted to bfloat16", loss, group, share(batch, indices), narrow)
+    part = group.batch(12)
+    batch = part.of(share(batch, part.indices))
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), batch)
+    raises("converted to bfloat16", loss, group, narrow)
 
 
 @once
 def test_weights_compute_like_an_array(group):
     """In numpy and JAX, as they come and as arguments, moved and donated."""
-    _, weights = group.assignment(6)
-    array = np.asarray(weights)
+    part = group.batch(6)
+    array = np.asarray(part.weights)
     assert isinstance(array, np.ndarray)
     losses = np.random.default_rng(0).normal(size=array.shape)
     uses = [
@@ -567,10 +521,10 @@ def test_weights_compute_like_an_array(group):
     for use in uses:
         expected = use(array, losses)
         for x in (losses, jnp.asarray(losses)):
-            np.testing.assert_allclose(use(weights, x), expected)
-            np.testing.assert_allclose(jax.jit(use)(weights, x), expected)
-    assert np.multiply(weights, 2.0).tolist() == (2 * array).tolist()
-    moved = jax.device_put(weights)
+            np.testing.assert_allclose(use(part.weights, x), expected)
+            np.testing.assert_allclose(jax.jit(use)(part.weights, x), expected)
+    assert np.multiply(part.weights, 2.0).tolist() == (2 * array).tolist()
+    moved = jax.device_put(part.weights)
     assert isinstance(moved, jaxcoded.Weights)
     assert moved.batch_size == 6
     donated = jax.jit(lambda w: jax.tree.map(jnp.copy, w), donate_argnums=0)(moved)

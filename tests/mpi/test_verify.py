@@ -106,12 +106,12 @@ def test_training_without_a_rank_that_computes_nan(comm, caplog):
 
     rows = VECTOR.astype(np.float32)
     with opened(comm, "drop") as group:
-        indices, weights = group.assignment(len(rows))
-        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
-        batch = jnp.asarray(rows[indices])
+        part = group.batch(len(rows))
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+        batch = jnp.asarray(rows[part.indices])
         if RANK == LIAR:
             batch = batch.at[0, 3].set(jnp.nan)
-        loss, gradient = step(jnp.ones(rows.shape[1], np.float32), batch, weights)
+        loss, gradient = step(jnp.ones(rows.shape[1], np.float32), part.of(batch))
         mean = exact(VECTOR) / len(rows)
         np.testing.assert_allclose(gradient, mean, atol=1e-5)
         np.testing.assert_allclose(loss, mean.sum(), atol=1e-5)
@@ -133,10 +133,10 @@ def sharing(comm, **options):
 
 def step_of(group, rows, losses):
     """The gradient of a mean loss over the batch, and the arguments for it."""
-    indices, weights = group.assignment(len(rows))
-    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=True))
+    part = group.batch(len(rows))
+    step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
     return lambda: step(
-        jnp.ones(rows.shape[1], np.float32), jnp.asarray(rows[indices]), weights
+        jnp.ones(rows.shape[1], np.float32), part.of(jnp.asarray(rows[part.indices]))
     )
 
 

@@ -93,11 +93,11 @@ def test_encoded_messages_are_rounded_once(comm, transport, wire, code):
     fanout = 3 if comm.size == 13 else None
     tree = {name: GRADIENTS[name] for name in ("matrix", "number", "wide")}
     with jaxcoded.CodedGroup(comm, fanout=fanout, transport=transport, **code) as group:
-        indices, weights = group.assignment(BATCH)
+        part = group.batch(BATCH)
         parts = group.plan.parts_above[group.rank]
         message = kernels.encode(
-            jax.tree.map(lambda leaf: leaf[indices], tree),
-            weights.reshape(len(indices), parts, -1).transpose(1, 0, 2),
+            jax.tree.map(lambda leaf: leaf[part.indices], tree),
+            part.weights.reshape(len(part.indices), parts, -1).transpose(1, 0, 2),
             multiple=group.plan.padding_multiple,
             wire_dtype=wire,
         )
@@ -128,12 +128,12 @@ def test_value_and_grad(comm, transport, code):
     with jaxcoded.CodedGroup(
         comm, code=code, slices=1 + len(more), fanout=fanout, transport=transport
     ) as group:
-        indices, weights = group.assignment(EXAMPLES)
+        part = group.batch(EXAMPLES)
         step = jaxcoded.coded_value_and_grad(
-            loss, group, mean=True, residual=True, wire_dtype=wire
+            loss, group, residual=True, wire_dtype=wire
         )
         params = {"w": jnp.zeros(50, jnp.float32), "b": jnp.float32(0)}
-        total, grads, residual, _ = jax.jit(step)(params, X[indices], weights)
+        total, grads, residual, _ = jax.jit(step)(params, part.of(X[part.indices]))
         amplification, bound = group.plan.amplification, rounding(group, wire)
     terms = {"w": -X.astype(np.float64), "b": -X[:, 0].astype(np.float64)}
     losses = (terms["w"] ** 2).sum(1) / 2 + terms["b"] ** 2 / 2
@@ -302,8 +302,8 @@ def test_ranks_must_agree_with_mpi4jax(group):
 @engine_only
 def test_float16_overflows(group):
     """As sharp-bits says; bfloat16 has the exponents of float32."""
-    _, weights = group.assignment(1)
-    own = np.full(3, 1e5 * weights.sum(), np.float32)
+    part = group.batch(1)
+    own = np.full(3, 1e5 * part.weights.sum(), np.float32)
     # infinite, or infinities that are subtracted, depending on who is summed
     assert not np.any(np.isfinite(coded_allreduce(own, group, wire_dtype="float16")))
     total = coded_allreduce(own, group, wire_dtype="bfloat16")
@@ -329,7 +329,9 @@ def test_wrong_dtypes(group, wrong):
     calls = [
         lambda: coded_allreduce(x, group, wire_dtype=wrong),
         lambda: coded_reduce(x, group, wire_dtype=wrong),
-        lambda: jaxcoded.coded_value_and_grad(loss, group, wire_dtype=wrong),
+        lambda: jaxcoded.coded_value_and_grad(
+            loss, group, wire_dtype=wrong, mean=False
+        ),
         lambda: tx.update(x, tx.init(x)),
         lambda: packing.pack(x, wire_dtype=wrong),
     ]

@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* causes =
     ". What a rank hands in must be a sum over its examples, each weighted by what "
-    "group.assignment(batch size) gave this very rank. Likely causes: the gradient of a plain shard "
+    "group.epoch or group.batch gave this very rank. Likely causes: the gradient of a plain shard "
     "of the batch, or of a mean over the rank's own examples; other weights, or those of another "
     "rank or batch size; parameters or batches that are not the same on all ranks; a loss that is "
     "not a sum over examples, as with batch normalisation; what was summed over the ranks before, as "
@@ -22,7 +22,7 @@ constexpr const char* causes =
 
 constexpr const char* miscounted =
     ". Some rank's parameters are not those of the others (tree_bcast hands on one rank's), it is at another "
-    "batch, or its weights are not those that group.epoch or group.assignment gave it: the gradient is of no use";
+    "batch, or its weights are not those that group.epoch or group.batch gave it: the gradient is of no use";
 
 constexpr const char* without =
     "; the sum does without it. So do later ones, and nothing is said of it, until what is sent fits again";

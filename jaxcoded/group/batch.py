@@ -1,0 +1,142 @@
+"""The examples of a batch that a rank reads, with their coding weights."""
+
+import dataclasses
+import functools
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.group.weights import Weights
+
+_LOADER = (
+    "for a loader of your own take part = group.batch(n), or the parts of group.epoch(n, batch_size=…), "
+    "and part.of(load(part.indices))"
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["data", "indices", "weights"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """What a rank reads of a batch, for `coded_value_and_grad`; made by `CodedGroup.epoch`
+    and `CodedGroup.batch`.
+
+    A pytree of arrays, which goes into ``jit`` as one argument. Their leading axes belong together; the batch size,
+    the plan and the rank are static, and all else is data: another seed, another epoch or a smaller last batch
+    compiles nothing.
+
+    Attributes:
+        data: pytree of the examples, each leaf ``(length, …)``. ``None`` until `of` is called, if the batch was made
+            from a number of examples.
+        indices: int64 ``(length,)``, into the data set. Padding repeats an example.
+        weights: the `Weights` of these examples, 0 for padding.
+
+    Example:
+        >>> import numpy as np, jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     batch = group.batch({"x": np.arange(3.0)})
+        ...     part = group.batch(3)
+        >>> batch.data["x"].tolist(), part.indices.tolist(), part.of(np.ones(3)).data.shape
+        ([0.0, 1.0, 2.0], [0, 1, 2], (3,))
+    """
+
+    data: Any
+    indices: Any
+    weights: Weights
+
+    def of(self, data: Any) -> "Batch":
+        """Return the batch with these examples, loaded by its `indices`.
+
+        Args:
+            data: pytree of arrays, each with ``len(indices)`` examples along its first axis.
+
+        Raises:
+            ValueError: a leaf has another number of examples. The message names it.
+        """
+        check_length(data, len(self.indices))
+        return dataclasses.replace(self, data=data)
+
+    def __repr__(self) -> str:
+        return (
+            f"Batch({self.data!r}, indices={self.indices!r}, weights={self.weights!r})"
+        )
+
+
+def check_length(data: Any, length: int) -> None:
+    """Raise unless all leaves have so many examples.
+
+    Raises:
+        ValueError: the message names the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        if np.shape(leaf)[:1] != (length,):
+            raise ValueError(
+                f"data{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, but the batch has {length} examples on "
+                "this rank: load what batch.indices name, with a leading axis of examples"
+            )
+
+
+def number_of_examples(data: Any) -> int:
+    """Return how many examples a data set has, which may be this number itself.
+
+    Raises:
+        TypeError, ValueError: a leaf is no array with a leading axis of as many examples. The message names it.
+    """
+    if isinstance(data, numbers.Integral):
+        return _require.integer(
+            "n, the number of examples,", data, 1, np.iinfo(np.int64).max
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(data)
+    names = [f"data{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    for name, (_, leaf) in zip(names, leaves):
+        if isinstance(leaf, np.ndarray | jax.Array) and leaf.ndim:
+            continue
+        if isinstance(leaf, np.ndarray | jax.Array) or np.isscalar(leaf):
+            raise ValueError(
+                f"{name} is {_require.kind(leaf)}, which has no leading axis of examples: data are arrays of all "
+                "examples, such as (x, y)"
+            )
+        raise TypeError(
+            f"{name} is {_require.kind(leaf)}, not an array of NumPy or JAX: convert it with numpy.asarray; {_LOADER}"
+        )
+    if not leaves:
+        raise ValueError(f"data is {_require.kind(data)} without arrays: {_LOADER}")
+    lengths = [len(leaf) for _, leaf in leaves]
+    for name, length in zip(names, lengths):
+        if length != lengths[0]:
+            raise ValueError(
+                f"{name} has {length} examples, but {names[0]} has {lengths[0]}: all arrays need the same leading axis"
+            )
+    return _require.integer(f"the number of examples of {names[0]}", lengths[0], 1)
+
+
+def read(data: Any, indices: np.ndarray) -> Any:
+    """Return these examples of a data set; ``None`` of one of which only the number is known."""
+    if isinstance(data, numbers.Integral):
+        return None
+    return jax.tree.map(lambda leaf: leaf[indices], data)
+
+
+def check_batch(batch: Any) -> None:
+    """Raise unless this is a `Batch` with examples.
+
+    Raises:
+        TypeError: the message has the call that makes one.
+    """
+    if not isinstance(batch, Batch):
+        raise TypeError(
+            f"batch must come from this group, got {_require.kind(batch)}: make it with batch = group.batch((x, y)), "
+            f"or take those of group.epoch((x, y), batch_size=…, seed=0); {_LOADER}"
+        )
+    if batch.data is None:
+        raise TypeError(
+            "this batch has no data, as it was made from a number of examples: hand in "
+            "batch.of(load(batch.indices))"
+        )
