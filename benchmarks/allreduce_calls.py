@@ -88,12 +88,13 @@ def kept(call):
 def with_token(group, donate=True):
     """Ordered by a token. Messages of slices are shorter than sums, and kept."""
     donate = donate and not group.plan.encoded
+    weights = group.batch(len(NUMBERS)).weights
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else 1)
     def jitted(x, token):
-        summed = jaxcoded.coded_allreduce(x, group, token=token)
+        summed = jaxcoded.coded_allreduce(x, group, weights, token=token)
         # out of a jit, a named tuple takes JAX longer; in a step it stays inside
-        return summed.total, summed.token
+        return summed.value, summed.token
 
     def prepare(x):
         token = jnp.int32(0)
@@ -125,9 +126,11 @@ def bare(x):
 def on_numpy(group):
     """The engine on numpy arrays, in place, without XLA."""
 
+    weights = group.batch(len(NUMBERS)).weights
+
     def prepare(x):
         x = np.array(x)
-        return lambda: jaxcoded.host.coded_allreduce(x, group, out=x)
+        return lambda: jaxcoded.host.allreduce(x, group, weights, out=x)
 
     return prepare
 
@@ -198,7 +201,8 @@ def compared(fanout, closing):
         )
 
     def effect(group):
-        return lambda x: jaxcoded.coded_allreduce(x, group)
+        weights = group.batch(len(NUMBERS)).weights
+        return lambda x: jaxcoded.coded_allreduce(x, group, weights)
 
     start_gloo()
     out = {

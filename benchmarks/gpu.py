@@ -148,9 +148,10 @@ def quiet():
 
 def collectives(group):
     """Jitted sums of one array, by name."""
+    weights = group.batch(COMM.size).weights
     names = {
         f"coded_allreduce, s={group.plan.codings[0].code.stragglers}": jax.jit(
-            lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
+            lambda x, token: jaxcoded.coded_allreduce(x, group, weights, token=token),
             donate_argnums=0,
         )
     }

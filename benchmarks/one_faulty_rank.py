@@ -179,7 +179,7 @@ def coded(args):
             late = group.lag() > 0
             if not late:
                 rank.sleep(np.count_nonzero(part.weights) / EXAMPLES)
-            rank.end(jaxcoded.host.coded_allreduce(own, group, skip=late))
+            rank.end(jaxcoded.host.allreduce(own, group, part.weights, skip=late))
 
 
 def shared(args):
@@ -196,7 +196,7 @@ def shared(args):
                 for block in blocks:
                     rank.sleep(len(block.indices) / EXAMPLES)
                     own += GRADIENTS[block.indices].sum(0).astype(np.float32)
-            rank.end(jaxcoded.host.coded_allreduce(own, group))
+            rank.end(jaxcoded.host.allreduce(own, group))
 
 
 PROGRAMS = {

@@ -66,42 +66,45 @@ def computed(weights, x):
 def settings(group, other, width, gradients):
     """Steps ``(weights, x, token) -> (weights, token)``, by name."""
     layer = 4 * width**2
+    counted = group.batch(comm.size).weights
 
     def compute(weights, x, token):
         return gradients(weights, x), token
 
     def communicate(weights, x, token):
-        return jaxcoded.coded_allreduce(weights, group, token=token)
+        return jaxcoded.coded_allreduce(weights, group, counted, token=token)
 
     def communicate_in(groups):
         def step(weights, x, token):
-            handle, token = jaxcoded.coded_allreduce_start(
-                weights, groups, bucket_bytes=layer, token=token
+            handle, _, token = jaxcoded.coded_allreduce_start(
+                weights, groups, counted, bucket_bytes=layer, token=token
             )
             return jaxcoded.coded_allreduce_done(handle, token=token)
 
         return step
 
     def blocking(weights, x, token):
-        return jaxcoded.coded_allreduce(gradients(weights, x), group, token=token)
+        return jaxcoded.coded_allreduce(
+            gradients(weights, x), group, counted, token=token
+        )
 
     def buckets(weights, x, token):
         grads = gradients(weights, x)
-        handle, token = jaxcoded.coded_allreduce_start(
-            grads, group, bucket_bytes=layer, token=token
+        handle, _, token = jaxcoded.coded_allreduce_start(
+            grads, group, counted, bucket_bytes=layer, token=token
         )
         return jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
 
     def taking_turns(weights, x, token):
         grads = gradients(weights, x)
-        handle, token = jaxcoded.coded_allreduce_start(
-            grads, [group, other], bucket_bytes=layer, token=token
+        handle, _, token = jaxcoded.coded_allreduce_start(
+            grads, [group, other], counted, bucket_bytes=layer, token=token
         )
         return jaxcoded.coded_allreduce_done(handle, after=grads, token=token)
 
     def without_after(weights, x, token):
-        handle, token = jaxcoded.coded_allreduce_start(
-            gradients(weights, x), group, bucket_bytes=layer, token=token
+        handle, _, token = jaxcoded.coded_allreduce_start(
+            gradients(weights, x), group, counted, bucket_bytes=layer, token=token
         )
         return jaxcoded.coded_allreduce_done(handle, token=token)
 
@@ -121,9 +124,11 @@ def settings(group, other, width, gradients):
 def step_before(group, gradients):
     """The gradient of a step is summed during the next one."""
 
+    counted = group.batch(comm.size).weights
+
     @jax.jit
     def start(grads, token):
-        return jaxcoded.coded_allreduce_start(grads, group, token=token)
+        return jaxcoded.coded_allreduce_start(grads, group, counted, token=token)
 
     @jax.jit
     def step(handle, weights, x, token):
@@ -131,7 +136,9 @@ def step_before(group, gradients):
         total, _, token = jaxcoded.coded_allreduce_done(
             handle, after=grads, token=token
         )
-        handle, token = jaxcoded.coded_allreduce_start(grads, group, token=token)
+        handle, _, token = jaxcoded.coded_allreduce_start(
+            grads, group, counted, token=token
+        )
         return handle, total, token
 
     handle = None
@@ -139,7 +146,7 @@ def step_before(group, gradients):
     def run(weights, x, token):
         nonlocal handle
         if handle is None:
-            handle, token = start(weights, token)
+            handle, _, token = start(weights, token)
         handle, total, token = step(handle, weights, x, token)
         return total, token
 

@@ -157,6 +157,7 @@ class Coded:
     def prepare(self, problem):
         """What this rank reads. Collective."""
         self._problem = problem
+        self._batch = self.group.batch(problem.examples)
         self._rows, self._weights = share(self.plan, self.group.rank, problem.examples)
 
     def __call__(self, theta, pace):
@@ -165,7 +166,9 @@ class Coded:
             local = np.zeros(self._problem.features, np.float32)
         else:
             local = worked(self._problem, theta, self._rows, self._weights, pace)
-        return jaxcoded.host.coded_allreduce(local, self.group, out=local, skip=late)
+        return jaxcoded.host.allreduce(
+            local, self.group, self._batch.weights, out=local, skip=late
+        )
 
 
 class Shared:
@@ -185,7 +188,7 @@ class Shared:
                 rows = block.indices
                 weights = np.ones(len(rows), np.float32)
                 local += worked(problem, theta, rows, weights, pace)
-        return jaxcoded.host.coded_allreduce(local, self.group, out=local)
+        return jaxcoded.host.allreduce(local, self.group, out=local)
 
 
 class Compiled:

@@ -58,8 +58,9 @@ def groups(stragglers, fanout, by_host):
 
 def coded(group, size):
     """What makes an input, and what sums it."""
+    weights = group.batch(comm.size).weights
     step = jax.jit(
-        lambda x, token: jaxcoded.coded_allreduce(x, group, token=token),
+        lambda x, token: jaxcoded.coded_allreduce(x, group, weights, token=token),
         donate_argnums=(0, 1),
     )
     own = float(group.plan.load_of(comm.rank) > 0)

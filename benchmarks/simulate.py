@@ -153,7 +153,7 @@ def run_job(settings, rounds, out):
             # an example's gradient is its number, in all places
             own = np.full(size, part.weights @ part.indices / 10_000, np.float32)
             load, expected = float(group.plan.load_of(comm.rank)), 9999 / 2
-            total = jaxcoded.host.coded_allreduce(own, group)
+            total = jaxcoded.host.allreduce(own, group, part.weights)
         else:
             own = np.ones(size, np.float32)
             load, expected, total = 1 / comm.size, comm.size, np.empty_like(own)
@@ -173,7 +173,7 @@ def run_job(settings, rounds, out):
             if group is None:
                 comm.Allreduce(own, total)
             else:
-                jaxcoded.host.coded_allreduce(own, group, out=total, skip=late)
+                jaxcoded.host.allreduce(own, group, part.weights, out=total, skip=late)
             ends.append(time.perf_counter() - start)
             np.testing.assert_allclose(total[[0, -1]], expected, rtol=1e-4)
         wait(comm.Ibarrier())
@@ -204,7 +204,7 @@ class Shares:
                 time.sleep(max(0.0, until - time.perf_counter()))
                 overslept = time.perf_counter() - until
                 own += block.indices.sum() / self.batch_size
-        jaxcoded.host.coded_allreduce(own, self.group, out=out)
+        jaxcoded.host.allreduce(own, self.group, out=out)
 
 
 def latency(comm, times=100):

@@ -27,9 +27,10 @@ WIRES = (None, "bfloat16", "float16")
 
 def prepared(group, wire, size):
     """A call, whose result is the operand of the next one."""
+    weights = group.batch(comm.size).weights
     jitted = jax.jit(
         lambda x, token: jaxcoded.coded_allreduce(
-            x, group, wire_dtype=wire, token=token
+            x, group, weights, wire_dtype=wire, token=token
         ),
         donate_argnums=(0, 1),
     )

@@ -51,12 +51,14 @@ def evaluate(comm, victim=None):
     means = model(x, y)
     with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
         total = {"loss": jnp.zeros(()), "confusions": jnp.zeros((10, 10))}
+        weights = []
         # in order, as nothing is learned; the last batch is smaller
         for number, batch in enumerate(group.epoch((x, y), 256)):
             if number == 3 and group.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             total = add(total, means, batch)
-        total = jaxcoded.coded_allreduce(total, group)  # of all 1,797
+            weights.append(batch.weights)
+        total = jaxcoded.coded_allreduce(total, group, weights)  # of all 1,797
         jax.block_until_ready(total)
     return float(total["loss"]) / len(x), np.rint(total["confusions"]).astype(int)
 

@@ -57,9 +57,9 @@ def train(comm, epochs=5):
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         def step(params, state, batch, token):
-            out = loss_and_grad(params, batch, token=token)
-            updates, state = tx.update(out.grads, state)  # each device its shard
-            return optax.apply_updates(params, updates), state, out.value, out.token
+            (loss, grads), _, token = loss_and_grad(params, batch, token=token)
+            updates, state = tx.update(grads, state)  # each device its shard
+            return optax.apply_updates(params, updates), state, loss, token
 
         def batches(epoch):
             return group.epoch((x, y), 128, seed=0, epoch=epoch, multiple=mesh.size)
@@ -70,10 +70,7 @@ def train(comm, epochs=5):
             jax.shard_map(
                 step,
                 mesh=mesh,
-                in_specs=(
-                    *(P("fsdp"), split(state), P("fsdp")),
-                    *(split(batches(0)[0][1]), P()),
-                ),
+                in_specs=(P("fsdp"), split(state), split(batches(0)[0]), P()),
                 out_specs=(P("fsdp"), split(state), P(), P()),
             ),
             donate_argnums=(0, 1),

@@ -47,7 +47,9 @@ def train(comm, steps=8):
             O, off = rows(w, x, y)
             weighted = part.weights[:, None] * O  # coded: once, in each of the two sums
             sums = {"OtO": weighted.T @ O, "Otd": weighted.T @ off}
-            sums = jaxcoded.coded_allreduce(sums, group)  # of all examples
+            sums = jaxcoded.coded_allreduce(
+                sums, group, part.weights
+            )  # of all examples
             gradient = sums["Otd"] - LAMBDA * w
             metric = sums["OtO"] + LAMBDA * jnp.eye(len(w))
             return w + jnp.linalg.solve(metric, gradient), jnp.linalg.norm(gradient)

@@ -51,7 +51,7 @@ def train(comm, epochs=10):
     with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
         tx = optax.MultiSteps(
             optax.chain(
-                jaxcoded.optax.coded_allreduce(group),
+                jaxcoded.optax.sum_gradients(group),
                 optax.clip_by_global_norm(0.5),
                 optax.adam(3e-3),
             ),
@@ -61,7 +61,7 @@ def train(comm, epochs=10):
         @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
         def step(params, average, state, batch):
             grads = jax.grad(local_mean)(params, batch)
-            updates, state = tx.update(grads, state)
+            updates, state = tx.update(grads, state, params, weights=batch.weights)
             params = optax.apply_updates(params, updates)
             return params, optax.incremental_update(params, average, 0.05), state
 

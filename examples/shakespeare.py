@@ -111,7 +111,7 @@ def train(comm, text, steps=100, batch_size=32):
                 epoch = group.epoch(
                     *(len(starts), batch_size), seed=0, epoch=number, drop_last=True
                 )
-            batch = starts[epoch.batch(place)]
+            batch = starts[epoch.indices(place)]
             total = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
             with group.blocks(batch_size) as blocks:
                 for block in blocks:

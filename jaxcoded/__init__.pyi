@@ -10,7 +10,6 @@ from jaxcoded.codes import GradientCode as GradientCode
 from jaxcoded.collectives import baselines as baselines
 from jaxcoded.collectives import host as host
 from jaxcoded.collectives import optax as optax
-from jaxcoded.collectives.allreduce import CodedSum as CodedSum
 from jaxcoded.collectives.allreduce import coded_allreduce as coded_allreduce
 from jaxcoded.collectives.allreduce import coded_reduce as coded_reduce
 from jaxcoded.collectives.allreduce import tree_bcast as tree_bcast
@@ -21,7 +20,6 @@ from jaxcoded.collectives.nonblocking import (
 from jaxcoded.collectives.nonblocking import (
     coded_allreduce_start as coded_allreduce_start,
 )
-from jaxcoded.collectives.value_and_grad import ValueAndGrad as ValueAndGrad
 from jaxcoded.collectives.value_and_grad import (
     coded_value_and_grad as coded_value_and_grad,
 )
@@ -42,3 +40,4 @@ from jaxcoded.transport.kernels import Encoded as Encoded
 from jaxcoded.transport.leaving import leave_on_sigterm as leave_on_sigterm
 from jaxcoded.transport.options import Options as Options
 from jaxcoded.transport.primitive import effects_barrier as effects_barrier
+from jaxcoded.transport.result import Result as Result

@@ -25,17 +25,21 @@ def same(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def sums(group, own):
+def sums(group, own, weights):
     """With an effect and with a token, in and out of jit, in a loop, batched."""
-    reduce = jax.jit(lambda x: coded_allreduce(x, group))
-    for form in (reduce, jax.vmap(reduce), lambda x: coded_allreduce(x, group)):
+    reduce = jax.jit(lambda x: coded_allreduce(x, group, weights))
+    for form in (
+        reduce,
+        jax.vmap(reduce),
+        lambda x: coded_allreduce(x, group, weights),
+    ):
         same(form(jnp.stack([own, 2 * own])), [TOTAL, 2 * TOTAL])
 
     @jax.jit
     def loop(x):
         def add(token, k):
-            out = coded_allreduce(k * x, group, token=token)
-            return out.token, out.total
+            out = coded_allreduce(k * x, group, weights, token=token)
+            return out.token, out.value
 
         return jax.lax.scan(add, jnp.int32(0), jnp.arange(1.0, 4))[1]
 
@@ -43,7 +47,7 @@ def sums(group, own):
 
     @jax.jit
     def unread(x):
-        coded_allreduce(x, group)
+        coded_allreduce(x, group, weights)
         return x
 
     before = group.rounds
@@ -52,14 +56,16 @@ def sums(group, own):
     assert group.rounds == before + 1, "a round was dropped"
 
 
-def derivatives(group, own):
+def derivatives(group, own, weights):
     def square(x):
-        return coded_allreduce(x, group, transpose=True) ** 2
+        return coded_allreduce(x, group, weights, transpose=True) ** 2
 
     same(jax.jit(jax.grad(square))(own), 2 * TOTAL)
     same(jax.jvp(square, (own,), (own,))[1], 2 * TOTAL**2)
     before = group.rounds
-    kept = jax.checkpoint(lambda x: jnp.sin(coded_allreduce(x, group, transpose=True)))
+    kept = jax.checkpoint(
+        lambda x: jnp.sin(coded_allreduce(x, group, weights, transpose=True))
+    )
     same(jax.jit(jax.grad(kept))(own), np.cos(TOTAL))
     jaxcoded.effects_barrier()
     assert group.rounds == before + 1, "a round was run again"
@@ -87,19 +93,19 @@ def training(group):
     def ours(w):
         return part.weights @ losses(w, x[part.indices])
 
-    link = jaxcoded.optax.coded_allreduce(group, divisor=len(x), carry_token=True)
+    link = jaxcoded.optax.sum_gradients(group, divisor=len(x), carry_token=True)
     optimizer = optax.chain(link, optax.sgd(0.5))
 
     @jax.jit
     def update(w, state):
-        return optimizer.update(jax.grad(ours)(w), state, w)[0]
+        return optimizer.update(jax.grad(ours)(w), state, w, weights=part.weights)[0]
 
     same(update(start, optimizer.init(start)), -0.5 * grad)
 
 
-def refused(group, own):
+def refused(group, own, weights):
     """Errors come through, and a later round goes well."""
-    reduce = jax.jit(lambda x, gone: coded_allreduce(x, group, erasures=gone))
+    reduce = jax.jit(lambda x, gone: coded_allreduce(x, group, weights, erasures=gone))
     everybody = np.ones(comm.size, bool)
     try:
         jax.block_until_ready(reduce(own, everybody))
@@ -120,11 +126,11 @@ def main():
         with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
             part = group.batch(len(EXAMPLES))
             own = part.weights @ EXAMPLES[part.indices]
-            sums(group, own)
-            derivatives(group, own)
+            sums(group, own, part.weights)
+            derivatives(group, own, part.weights)
             training(group)
             if comm.size > 1:
-                refused(group, own)
+                refused(group, own, part.weights)
     if comm.rank == 0:
         print(
             f"JAX {jax.__version__}, Python {sys.version.split()[0]}, {' and '.join(transports)}: passed"

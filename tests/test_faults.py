@@ -61,7 +61,7 @@ class Job:
 
 def settings(limit):
     """The environment of a job."""
-    return limited(limit) | {"PYTHONPATH": str(ROOT)}
+    return limited(limit) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 
 def run(
@@ -1216,10 +1216,11 @@ from mpi4py import MPI
 import jaxcoded
 left = pathlib.Path("left")
 group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+weights = group.batch(4).weights
 for step in range(20):
     if step == 5 and group.rank == 2:
         {fault}
-    total = jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
+    total = jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group, weights))
 while not left.exists():  # rank 2 may be late, but is not to be stuck
     time.sleep(0.01)
 try:
@@ -1368,7 +1369,8 @@ def stopped():
 given_up, last = pathlib.Path("given up"), pathlib.Path("last")
 group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1, fanout=2)
 parent = MPI.COMM_WORLD.allgather(os.getpid())[1]
-add = lambda: jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group))
+weights = group.batch(4).weights
+add = lambda: jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group, weights))
 for step in range(5):
     add()
 if {stops} and group.rank == 1:
@@ -1376,7 +1378,7 @@ if {stops} and group.rank == 1:
 if group.rank == 3:
     while {stops} and not stopped():
         time.sleep(0.01)
-    started = [jaxcoded.coded_allreduce_start(jnp.ones(3), group) for _ in range({started})]
+    started = [jaxcoded.coded_allreduce_start(jnp.ones(3), group, weights) for _ in range({started})]
     second = threading.Thread(target=tries_meanwhile)
     second.start()
     tries(put_out=True)

@@ -10,6 +10,8 @@ TEST_LIMIT = 300  # seconds for a test in it; one that hangs says where
 
 # What the tree has nothing to do with: on 4 ranks only.
 ON_ANY_TREE = (
+    "test_batch.py",
+    "test_counted.py",
     "test_debug_nans.py",
     "test_examples.py",
     "test_gradients.py",

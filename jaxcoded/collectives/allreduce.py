@@ -12,14 +12,16 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.codes._redraw import MAX_ROUNDING
+from jaxcoded.collectives.counting import checked_count
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup, check_alike, check_open, find
 from jaxcoded.plan import atoms
 from jaxcoded.transport import primitive
 from jaxcoded.transport.base import Collective
 from jaxcoded.transport.kernels import Encoded, accumulator, divided
-from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack, unpack
+from jaxcoded.transport.packing import Apart, Packing, checked_wire_dtype, pack, unpack
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
+from jaxcoded.transport.result import Result
 
 # float16 and bfloat16 round every message; beyond this share of the sum the user is
 # told.
@@ -28,34 +30,11 @@ MAX_NARROW_ROUNDING = 0.125
 _NO_GRADIENT = (
     "{}: reverse mode through a coded sum does not give the gradient of the sum but, on "
     "every rank, another part of it. Take the gradient first and sum it then: "
-    "jaxcoded.coded_value_and_grad(per_example_loss, group)(params, batch, weights), or "
-    "coded_allreduce(jax.value_and_grad(weighted_loss)(params), group). If you mean the "
+    "jaxcoded.coded_value_and_grad(losses, group)(params, batch), or "
+    "coded_allreduce(jax.value_and_grad(weighted_loss)(params), group, batch.weights). If you mean the "
     "transpose, and sum what it gives by one more coded_allreduce, say so: "
     "coded_allreduce(..., transpose=True)"
 )
-
-
-class CodedSum(NamedTuple):
-    """What a coded sum gives where more is asked for than the sum.
-
-    Attributes:
-        total: the sum.
-        residual: how far it is from the exact one, float32 or float64, where that is
-            asked for.
-        token: int32, for the next call, where the calls are ordered by one.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxcoded
-        >>> from mpi4py import MPI
-        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     out = jaxcoded.coded_allreduce(jnp.arange(3.0), group, residual=True)
-        >>> out.total.tolist(), float(out.residual), out.token
-        ([0.0, 1.0, 2.0], 0.0, None)
-    """
-
-    total: Any
-    residual: jax.Array | None = None
-    token: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +96,7 @@ class TreeRound(primitive.Specification):
 def coded_allreduce(
     x: Any,
     group: CodedGroup,
+    weights: Any = None,
     *,
     divisor: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
@@ -145,6 +125,10 @@ def coded_allreduce(
             ranks. In a group with slices, the `Encoded` made by
             `jaxcoded.kernels.encode`.
         group: an open group. All its ranks call its collectives in one order.
+        weights: ``batch.weights`` of the `Batch` that ``x`` was made of, or a list of those of several batches.
+            The sum then counts the examples, too: a sum that is not of these batches is an error on all ranks, as in
+            `coded_value_and_grad`. Required unless what ranks hand in just adds up: in an uncoded group, and where
+            work is shared. Leave it out after a loop over ``group.blocks``.
         divisor: the global batch size (or anything) to divide by. Default: the sum.
         erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose
             messages are left out. They must call all the same. A parent's
@@ -179,13 +163,13 @@ def coded_allreduce(
 
     Returns:
         A pytree like ``x``, or like the gradient that was encoded. With a ``residual``
-        or a ``token`` a `CodedSum` of it, the residual (a float32 number, or float64
+        or a ``token`` a `Result` of it, the residual (a float32 number, or float64
         where ``x`` has float64, the same on all ranks but for its last digits) and the
         token for the next call.
 
     Raises:
         TypeError: a leaf is not floating point, or the group has slices and ``x`` is
-            not `Encoded`, or ``group`` is not a group.
+            not `Encoded`, or ``group`` is not a group, or ``weights`` are missing or not `Weights`.
         ValueError: ``erasures`` has a wrong shape, ``divisor`` is not positive,
             ``residual`` of shared work whose sums are always exact, ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
             amplification leaves too few digits in this dtype, or ``skip`` with another
@@ -204,28 +188,32 @@ def coded_allreduce(
         >>> import jax, jax.numpy as jnp, jaxcoded
         >>> from mpi4py import MPI
         >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
-        >>> jax.jit(lambda x: jaxcoded.coded_allreduce({"x": x}, group, divisor=2))(jnp.arange(3.0))
-        {'x': Array([0. , 0.5, 1. ], dtype=float32)}
+        >>> batch = group.batch(jnp.arange(3.0))
+        >>> @jax.jit
+        ... def mean(batch):
+        ...     total = {"x": batch.weights @ batch.data}  # of this rank's examples
+        ...     return jaxcoded.coded_allreduce(total, group, batch.weights, divisor=3)
+        >>> mean(batch)
+        {'x': Array(1., dtype=float32)}
         >>> group.close()
     """
-    return summed(
-        x,
-        group,
-        Request(
-            divisor=divisor,
-            erasures=erasures,
-            skip=skip,
-            residual=residual,
-            wire_dtype=wire_dtype,
-            token=token,
-            transpose=transpose,
-        ),
+    check_open(group)
+    request = Request(
+        divisor=divisor,
+        erasures=erasures,
+        skip=skip,
+        residual=residual,
+        wire_dtype=wire_dtype,
+        token=token,
+        transpose=transpose,
     )
+    return summed(x, group, request.counting(weights, group)).plain()
 
 
 def coded_reduce(
     x: Any,
     group: CodedGroup,
+    weights: Any = None,
     *,
     divisor: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
@@ -236,18 +224,16 @@ def coded_reduce(
 
     Takes, returns and raises what `coded_allreduce` does, but has no transpose.
     """
-    return summed(
-        x,
-        group,
-        Request(
-            "coded_reduce",
-            divisor=divisor,
-            erasures=erasures,
-            wire_dtype=wire_dtype,
-            token=token,
-            down=False,
-        ),
+    check_open(group)
+    request = Request(
+        "coded_reduce",
+        divisor=divisor,
+        erasures=erasures,
+        wire_dtype=wire_dtype,
+        token=token,
+        down=False,
     )
+    return summed(x, group, request.counting(weights, group)).plain()
 
 
 def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> Any:
@@ -261,7 +247,7 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
         token: orders this call, see `coded_allreduce`.
 
     Returns:
-        A pytree like ``x``, of JAX arrays; with a ``token`` a `CodedSum` of it and the
+        A pytree like ``x``, of JAX arrays; with a ``token`` a `Result` of it and the
         token for the next call. Integers keep 64 bits outside ``jit``, also without
         ``jax_enable_x64``: those that JAX cannot hold come back as NumPy's. It has no transpose.
 
@@ -292,21 +278,19 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
         TreeRound(group.index, collective), vectors, group, request.extras, token
     )
     group.hands_on = True
-    result = unpack(out, packing)
-    return result if token is None else CodedSum(result, token=token)
+    return Result(unpack(out, packing), token=token).plain()
 
 
-def summed(x: Any, group: CodedGroup, request: Request) -> Any:
-    """The coded sum that is asked for: a pytree, or a `CodedSum`."""
+def summed(x: Any, group: CodedGroup, request: Request) -> Result:
+    """The coded sum that is asked for."""
     ready = prepared(x, group, request)
     asked = ready.request
     out, token = carried(ready.spec, ready.vectors, group, asked.extras, asked.token)
+    counted = asked.examples if asked.count is not None else None
     total, residual = results(
-        out, group, ready.packing, asked.divisor, residual=asked.residual
+        out, group, ready.packing, asked.divisor, counted, residual=asked.residual
     )
-    if residual is None and token is None:
-        return total
-    return CodedSum(total, residual, token)
+    return Result(total, residual, token)
 
 
 class Prepared(NamedTuple):
@@ -334,11 +318,15 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
         _check_plain(group, request)
         last = request.last_part
         vectors, packing = _message(x, group, request)
+        wires = packing.wires
+        if request.count is not None:
+            vectors = (request.count, *vectors)
+            wires = (request.count.dtype, *wires)
         spec = TreeRound(
             group.index,
             coded_sum(packing, group, request),
             last_part=last,
-            wires=packing.wires,
+            wires=wires,
             transposes=bool(request.transpose),
         )
         if request.residual and (placement := group.plan.placement) is not None:
@@ -379,12 +367,19 @@ def results(
     group: CodedGroup,
     packing: Packing,
     divisor: Any,
+    counted: tuple[float, float] | None,
     *,
     residual: bool,
 ) -> tuple[Any, jax.Array | None]:
-    """The sum as a pytree, and its residual if there is one."""
+    """The sum as a pytree, and its residual if there is one. If the examples were ``counted``, their number is
+    first; the engine has looked at it, and without one the sum is NaN unless it is right."""
     found = residual_of(group, out[-1]) if residual else None
-    total = unpack(out[: len(out) - residual], packing)
+    total = unpack(out[counted is not None : len(out) - residual], packing)
+    if counted is not None and not group.transport.can_lag:
+        right = checked_count(out[0][..., 0], counted) > 0
+        total = jax.tree.map(
+            lambda leaf: jnp.where(right, leaf, jnp.asarray(jnp.nan, leaf.dtype)), total
+        )
     return total if divisor is None else divided(total, divisor), found
 
 
@@ -450,11 +445,16 @@ def coded_sum(packing: Packing, group: CodedGroup, request: Request) -> Collecti
     call = f"{request.name} of {packing}{request.about}{group.plan_words}"
     call += ", with its residual" * request.residual + _tokened(request.token)
     apart = packing.apart(request.apart) if group.options.compares else ()
+    counts = request.count is not None
+    if counts and group.options.compares:
+        others = (each._replace(vector=each.vector + 1) for each in apart)
+        apart = (Apart(0, 0, 1, 1), *others)
+    splits = *[()] * counts, *packing.splits_of_vectors, *[()] * request.residual
     return Collective(
         call,
         down=request.down,
         devices=request.devices,
-        splits=(*packing.splits_of_vectors, *[()] * request.residual),
+        splits=splits,
         apart=apart,
         examples=request.examples,
     )

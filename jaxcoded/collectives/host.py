@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.collectives.allreduce import coded_sum
+from jaxcoded.collectives.counting import Count, check_counted, count
 from jaxcoded.collectives.request import Request, checked_erasures
 from jaxcoded.group.group import CodedGroup, check_alike, check_open
 from jaxcoded.transport.base import Collective
@@ -22,10 +23,13 @@ from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.primitive import Extras
 
+_NAME = "coded_allreduce"  # what its rounds are called, as those in `jit`
 
-def coded_allreduce(
+
+def allreduce(
     array: np.ndarray,
     group: CodedGroup,
+    weights: Any = None,
     *,
     out: np.ndarray | None = None,
     skip: bool = False,
@@ -38,6 +42,7 @@ def coded_allreduce(
         array: this rank's contribution, of a float dtype, contiguous; equal shapes and
             dtypes on all ranks. The result has this machine's byte order.
         group: an open group without slices and parts, with ``transport="engine"``.
+        weights: as for `jaxcoded.coded_allreduce`.
         out: where the result goes; may be ``array`` itself. Default: a new array.
         skip: this rank has nothing to contribute, as one that is late
             (`CodedGroup.lag`); ``array`` gives the shape only.
@@ -59,12 +64,28 @@ def coded_allreduce(
         >>> import numpy as np, jaxcoded
         >>> from mpi4py import MPI
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     jaxcoded.host.coded_allreduce(np.arange(3.0), group)
+        ...     jaxcoded.host.allreduce(np.arange(3.0), group, group.batch(4).weights)
         array([0., 1., 2.])
     """
     check_open(group)
+    with group.failing(_NAME):
+        check_counted(weights, group, "host.allreduce")
+    return summed(array, group, weights, out, skip, erasures, wire_dtype)
+
+
+def summed(
+    array: np.ndarray,
+    group: CodedGroup,
+    weights: Any = None,
+    out: np.ndarray | None = None,
+    skip: bool = False,
+    erasures: Sequence[bool] | np.ndarray | None = None,
+    wire_dtype: Any = None,
+) -> np.ndarray:
+    """The same, of whatever it is the sum."""
+    check_open(group)
     check_alike(group)
-    with group.failing("coded_allreduce"):
+    with group.failing(_NAME):
         if not hasattr(array, "__array__") and not _require.is_number(array):
             raise TypeError(
                 f"the sum is of one numpy array, got {_require.kind(array)}: "
@@ -72,8 +93,15 @@ def coded_allreduce(
             )
         array = np.asarray(held(array, "the array"))
         wire_dtype = checked_wire_dtype(wire_dtype)
+        counted = (
+            Count(None, None, "")
+            if weights is None
+            else count(weights, group, "host.allreduce")
+        )
+        vector, examples, words = counted
         collective, wires = _sum_of(
-            weakref.ref(group), array.shape, array.dtype, wire_dtype
+            *(weakref.ref(group), array.shape, array.dtype, wire_dtype),
+            *(words, vector is not None, examples),
         )
         if out is not None and not isinstance(out, np.ndarray):
             raise TypeError(f"out must be a numpy array, got {_require.kind(out)}")
@@ -96,13 +124,14 @@ def coded_allreduce(
                     "memory"
                 )
         mask = None if erasures is None else checked_erasures(erasures, group.size)
-    vectors, results = [], []
+    vectors = [] if vector is None else [np.asarray(vector)]
+    results = [each.copy() for each in vectors]
     for wire in wires:  # one, or none of an array of no elements
-        vectors = [array.astype(wire, copy=False)]
-        results = [result if wire == result.dtype else vectors[0]]
+        vectors.append(array.astype(wire, copy=False))
+        results.append(result if wire == result.dtype else vectors[-1])
     extras = Extras(skip, mask)
     group.transport.host_round(collective, vectors, results, extras)
-    for received in results:
+    for _, received in zip(wires, reversed(results)):
         if received is not result:
             result[...] = received.reshape(result.shape)
     return result
@@ -115,6 +144,9 @@ def _sum_of(
     shape: tuple[int, ...],
     dtype: np.dtype,
     wire_dtype: np.dtype | None,
+    words: str,
+    counts: bool,
+    examples: tuple[float, float] | None,
 ) -> tuple[Collective, tuple[np.dtype, ...]]:
     """The collective that sums arrays like this one, and the dtypes of its vectors."""
     its = group()
@@ -125,4 +157,5 @@ def _sum_of(
             "collectives on numpy arrays need a group without slices and parts"
         )
     packing = Packing.of(jax.ShapeDtypeStruct(shape, dtype), wire_dtype)
-    return coded_sum(packing, its, Request()), packing.wires
+    request = Request(about=words, count=counts or None, examples=examples)
+    return coded_sum(packing, its, request), packing.wires

@@ -68,17 +68,21 @@ def key(number: Any, params: Any, *, to_the_bit: bool) -> jax.Array:
     Parameters that differ in rounding alone have nearly the same ones, unless these are to be the same ``to_the_bit``.
     """
     params = jax.lax.stop_gradient(params)
-    its = jnp.uint32(number)
-    out = 9 * (its % 7) + mixed(its) % 9
+    out = of_batch(jnp.uint32(number))
     if to_the_bit:
         out += mixed(_checksum(params))
     return (out % _KEYS).astype(jnp.float32) + _resemblance(params)
 
 
-def mixed(x: jax.Array) -> jax.Array:
+def of_batch(number: Any) -> Any:
+    """The key of a batch alone, uint32, from 0 to 62, of its number, an array of uint32. NumPy's, too."""
+    return 9 * (number % 7) + mixed(number) % 9
+
+
+def mixed(x: Any) -> Any:
     """As MurmurHash3 ends."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 

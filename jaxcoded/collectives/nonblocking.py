@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import numpy as np
 from jaxcoded import _jax_compat, _require
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.collectives.allreduce import (
-    CodedSum,
     TreeRound,
     carried,
     converted,
@@ -26,14 +25,21 @@ from jaxcoded.transport.kernels import Encoded
 from jaxcoded.transport.leaves import named, summand
 from jaxcoded.transport.packing import Packing
 from jaxcoded.transport.primitive import Extras
-
-_NAME = "coded_allreduce"
+from jaxcoded.transport.result import Result
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["rounds", "divisor"],
-    meta_fields=["groups", "packings", "results", "structure", "residual", "tokened"],
+    meta_fields=[
+        "groups",
+        "packings",
+        "results",
+        "structure",
+        "counted",
+        "residual",
+        "tokened",
+    ],
 )
 @dataclasses.dataclass(frozen=True)
 class Handle:
@@ -49,6 +55,7 @@ class Handle:
         groups: of each round, the index of its group.
         packings, results: of each round, the pytree that it sums, and its vectors.
         structure: the pytree of the leaves of all rounds, where there are several.
+        counted: the number of examples that is counted with each, see `Collective`, if it is.
         residual: whether the residual is found, too.
         tokened: whether a token orders the calls.
     """
@@ -59,15 +66,9 @@ class Handle:
     packings: tuple[Packing, ...]
     results: tuple[tuple[ShapedArray, ...], ...]
     structure: Any  # jax.tree_util.PyTreeDef
+    counted: tuple[float, float] | None
     residual: bool
     tokened: bool
-
-
-class Started(NamedTuple):
-    """A round that was started, and the token for the next call."""
-
-    handle: Handle
-    token: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,7 @@ class _Start(TreeRound):
 def coded_allreduce_start(
     x: Any,
     group: CodedGroup | Sequence[CodedGroup],
+    weights: Any = None,
     *,
     divisor: float | jax.Array | None = None,
     erasures: jax.Array | np.ndarray | Sequence[bool] | None = None,
@@ -128,7 +130,7 @@ def coded_allreduce_start(
     differentiated nor batched by ``vmap``.
 
     Args:
-        x, divisor, erasures, skip, residual, wire_dtype: as for `coded_allreduce`.
+        x, weights, divisor, erasures, skip, residual, wire_dtype: as for `coded_allreduce`.
         group: as for `coded_allreduce`; or several of one plan, for the rounds of
             ``bucket_bytes`` to take turns. The rounds of a group go one after the other,
             those of several groups at the same time: where cables are slow, the end of
@@ -141,8 +143,7 @@ def coded_allreduce_start(
             the one that this returns to the next call, `coded_allreduce_done` too.
 
     Returns:
-        A `Handle`; with a ``token`` the named tuple ``(handle, token)``, with the token for the
-        next call.
+        A `Handle`; with a ``token`` a `Result` of it and the token for the next call.
 
         The engine keeps what was started and not done: up to 64 rounds of a group, each
         with a copy of its vectors. For one more it waits for the end of the oldest, and
@@ -168,10 +169,7 @@ def coded_allreduce_start(
         >>> group.close()
     """
     groups = _taking_turns(group)
-    with groups[0].failing(_NAME):
-        buckets, structure = _buckets(x, bucket_bytes, groups)
     request = Request(
-        _NAME,
         divisor=divisor,
         erasures=erasures,
         skip=skip,
@@ -179,6 +177,19 @@ def coded_allreduce_start(
         wire_dtype=wire_dtype,
         token=token,
     )
+    return started(x, groups, request.counting(weights, groups[0]), bucket_bytes)
+
+
+def started(
+    x: Any,
+    group: CodedGroup | Sequence[CodedGroup],
+    request: Request,
+    bucket_bytes: int | None,
+) -> Any:
+    """The rounds of a sum that is asked for, started."""
+    groups, divisor = _taking_turns(group), request.divisor
+    with groups[0].failing(request.name):
+        buckets, structure = _buckets(x, bucket_bytes, groups)
     # all that can be wrong is found before the first of them starts
     turns = [groups[number % len(groups)] for number in range(len(buckets))]
     ready = [prepared(bucket, its, request) for bucket, its in zip(buckets, turns)]
@@ -199,10 +210,11 @@ def coded_allreduce_start(
         tuple(packings),
         tuple(shapes),
         structure,
-        residual,
+        request.examples,
+        request.residual,
         first is not None,
     )
-    return handle if token is None else Started(handle, token)
+    return Result(handle, token=token).plain()
 
 
 def coded_allreduce_done(
@@ -231,7 +243,7 @@ def coded_allreduce_done(
     """
     if not isinstance(handle, Handle):
         raise TypeError(
-            "handle must be what coded_allreduce_start returned (with a token, the handle "
+            "handle must be what coded_allreduce_start returned (with a token, the value "
             f"in that), got {_require.kind(handle)}"
         )
     if handle.tokened != (token is not None):
@@ -254,16 +266,24 @@ def coded_allreduce_done(
     ):
         out: Sequence[jax.Array] = flight
         if group.transport.most_started:
+            counts = shapes[: handle.counted is not None]
             wires = [
                 _jax_compat.like(shape, shape.shape, wire)
-                for shape, wire in zip(shapes, packing.wires)
+                for shape, wire in zip(
+                    shapes, (*(c.dtype for c in counts), *packing.wires)
+                )
             ]
             out, token = group.transport.finish(
                 flight[0], (*wires, *shapes[len(wires) :]), before, token
             )
             out = converted(out, [shape.dtype for shape in shapes])
         total, residual = results(
-            out, group, packing, handle.divisor, residual=handle.residual
+            out,
+            group,
+            packing,
+            handle.divisor,
+            handle.counted,
+            residual=handle.residual,
         )
         sums.append(total)
         residuals += [] if residual is None else [residual]
@@ -271,10 +291,8 @@ def coded_allreduce_done(
     if handle.structure is not None:
         leaves = [leaf for bucket in reversed(sums) for leaf in bucket]
         total = jax.tree.unflatten(handle.structure, leaves)
-    if not handle.residual and token is None:
-        return total
     residual = jnp.stack(residuals).max(axis=0) if handle.residual else None
-    return CodedSum(total, residual, token)
+    return Result(total, residual, token).plain()
 
 
 def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup, ...]:

@@ -10,7 +10,7 @@ from jaxcoded.collectives import allreduce, reduced
 from jaxcoded.group.group import CodedGroup, check_open
 
 
-class CodedAllreduceState(NamedTuple):
+class SumGradientsState(NamedTuple):
     """What the transformation carries from step to step.
 
     Attributes:
@@ -22,7 +22,7 @@ class CodedAllreduceState(NamedTuple):
     token: jax.Array | None
 
 
-def coded_allreduce(
+def sum_gradients(
     group: CodedGroup,
     *,
     divisor: float | jax.Array | None = None,
@@ -33,8 +33,8 @@ def coded_allreduce(
 
     For chains, on the local gradient of the loss weighted by a batch's ``weights``.
     Never on what `coded_value_and_grad` returns, which is reduced already. ``init``
-    never communicates. An extra argument ``erasures`` of ``update`` is handed to
-    `jaxcoded.coded_allreduce`.
+    never communicates. ``update`` takes the batch's weights, ``tx.update(grads, state, params,
+    weights=batch.weights)``, and hands them and ``erasures`` to `jaxcoded.coded_allreduce`.
 
     Args:
         group: an open group.
@@ -52,33 +52,37 @@ def coded_allreduce(
         >>> import jax.numpy as jnp, jaxcoded, optax
         >>> from mpi4py import MPI
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     tx = optax.chain(jaxcoded.optax.coded_allreduce(group, divisor=4), optax.sgd(1.0))
-        ...     updates, _ = tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.zeros(2)}))
+        ...     tx = optax.chain(jaxcoded.optax.sum_gradients(group, divisor=4), optax.sgd(1.0))
+        ...     grads, params = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
+        ...     weights = group.batch(4).weights
+        ...     updates, _ = tx.update(grads, tx.init(params), params, weights=weights)
         >>> updates
         {'w': Array([-0.25, -0.25], dtype=float32)}
     """
 
     check_open(group)
 
-    def init(params: optax.Params) -> CodedAllreduceState:
+    def init(params: optax.Params) -> SumGradientsState:
         del params
-        return CodedAllreduceState(jnp.int32(0) if carry_token else None)
+        return SumGradientsState(jnp.int32(0) if carry_token else None)
 
     def update(
         updates: optax.Updates,
-        state: CodedAllreduceState,
+        state: SumGradientsState,
         params: optax.Params | None = None,
         *,
+        weights: Any = None,
         erasures: jax.Array | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, CodedAllreduceState]:
+    ) -> tuple[optax.Updates, SumGradientsState]:
         del params, extra_args
         check_open(group)
-        with group.failing("optax.coded_allreduce"):
+        with group.failing("optax.sum_gradients"):
             reduced.check(updates, group.index)
         total = allreduce.coded_allreduce(
             updates,
             group,
+            weights,
             divisor=divisor,
             erasures=erasures,
             wire_dtype=wire_dtype,
@@ -86,6 +90,6 @@ def coded_allreduce(
         )
         if state.token is None:
             return total, state
-        return total.total, CodedAllreduceState(total.token)
+        return total.value, SumGradientsState(total.token)
 
     return optax.GradientTransformationExtraArgs(init, update)

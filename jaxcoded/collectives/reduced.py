@@ -36,5 +36,5 @@ def check(pytree: Any, group: int) -> None:
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is a gradient that coded_value_and_grad "
                 "has reduced: a second reduction would make it wrong. Leave "
-                "jaxcoded.optax.coded_allreduce out of the chain"
+                "jaxcoded.optax.sum_gradients out of the chain"
             )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import _jax_compat
+from jaxcoded.collectives.counting import check_counted, count
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport import primitive
 from jaxcoded.transport.devices import Devices
@@ -26,6 +27,7 @@ class Request:
         last_part: whether what is summed is the last part of this rank's message, of
             which the others have gone ahead.
         apart: keys, see `Packing.apart`.
+        count: of examples, which goes with what is summed.
         examples, devices: see `Collective`.
     """
 
@@ -41,6 +43,7 @@ class Request:
     down: bool = True
     last_part: bool = False
     apart: tuple[str, ...] = ()
+    count: Any = None
     examples: tuple[float, float] | None = None
     devices: Devices | None = None
 
@@ -67,6 +70,21 @@ class Request:
             else jnp.asarray(checked_erasures(erasures, group.size)),
             skip=None if skip is None else _checked_skip(skip, group),
             token=None if token is None else primitive.checked_token(token),
+        )
+
+    def counting(self, weights: Any, group: CodedGroup) -> "Request":
+        """The same, of a sum of what was weighted with these weights, if there are any.
+
+        Raises:
+            TypeError, ValueError: there must be some, or they are not of this group.
+        """
+        with group.failing(self.name):
+            check_counted(weights, group, self.name)
+            if weights is None:
+                return self
+            vector, examples, words = count(weights, group, self.name)
+        return dataclasses.replace(
+            self, count=vector, examples=examples, about=self.about + words
         )
 
     @property

@@ -10,13 +10,14 @@ import numpy as np
 
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.collectives import audit, marks
-from jaxcoded.collectives.allreduce import CodedSum, coded_sum, residual_of
+from jaxcoded.collectives.allreduce import coded_sum, residual_of
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan.placement import Placement
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.packing import Packing
+from jaxcoded.transport.result import Result
 
 
 def like(
@@ -48,7 +49,7 @@ def summed(
     group: CodedGroup,
     request: Request,
     key: jax.Array | None = None,
-) -> tuple[CodedSum, Any]:
+) -> tuple[Result, Any]:
     """The sum of ``compute`` over all blocks of the batch, in one round.
 
     The engine says which blocks this rank computes. They are added to vectors that others
@@ -170,7 +171,7 @@ def summed(
         if group.approximate:
             residual = residual_of(group, out[-1])
     total = jax.tree.unflatten(packing.structure, leaves)
-    return CodedSum(total, residual, token), auxes
+    return Result(total, residual, token), auxes
 
 
 def _placement(group: CodedGroup) -> Placement:

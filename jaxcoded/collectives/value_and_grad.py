@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import marks, reduced, shared
-from jaxcoded.collectives.allreduce import CodedSum, begin, summed
+from jaxcoded.collectives.allreduce import begin, summed
+from jaxcoded.collectives.counting import checked_count, over_devices, rounding
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.batch import Batch, check_batch, check_length
 from jaxcoded.group.group import CodedGroup, check_alike, check_open
@@ -20,42 +21,11 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import Encoded, accumulator, divided, encode_vector
 from jaxcoded.transport.leaves import array, named, summand
 from jaxcoded.transport.packing import Packing, checked_wire_dtype, pack
+from jaxcoded.transport.result import Result
 
 _NAME = "coded_value_and_grad"
 # What the gradient is not to hide behind, where ranks look for mistakes.
 _APART = ("loss", "count", "examples")
-
-# How far the examples that were counted may be from their number: as a share of it; and the
-# roundings that add to those of one for each rank, amplified by the code.
-_MISCOUNT = 1e-6
-_ROUNDINGS = 64
-
-
-class ValueAndGrad(NamedTuple):
-    """What comes of `coded_value_and_grad` where more is asked for than these two.
-
-    Attributes:
-        value: the loss, or ``(loss, aux)``.
-        grads: like the parameters.
-        residual: of the sum, where that is asked for; see `coded_allreduce`.
-        token: for the next call, where the calls are ordered by one.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxcoded
-        >>> from mpi4py import MPI
-        >>> def losses(w, x):
-        ...     return (w - x) ** 2
-        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
-        ...     f = jaxcoded.coded_value_and_grad(losses, group, residual=True)
-        ...     out = f(1.0, group.batch(jnp.arange(4.0)))
-        >>> float(out.value), float(out.grads), float(out.residual), out.token
-        (1.5, -1.0, 0.0, None)
-    """
-
-    value: Any
-    grads: Any
-    residual: jax.Array | None = None
-    token: jax.Array | None = None
 
 
 def coded_value_and_grad(
@@ -106,10 +76,10 @@ def coded_value_and_grad(
     Returns:
         A function ``(params, batch, *, erasures=None, token=None) -> (loss,
         grads)``, or ``((loss, aux), grads)``; with a ``residual`` or a ``token``, a
-        `ValueAndGrad` of these and that. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``,
+        `Result` whose ``value`` this is. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``,
         the same one on all ranks. The
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
-        `jaxcoded.optax.coded_allreduce` behind it: where it gets the very ``grads``, in the
+        `jaxcoded.optax.sum_gradients` behind it: where it gets the very ``grads``, in the
         same ``jit``, that is an error; otherwise they are wrong. Call it inside ``jax.jit``:
         outside, each call is compiled anew.
 
@@ -134,10 +104,10 @@ def coded_value_and_grad(
         wire_dtype = checked_wire_dtype(wire_dtype)
 
     def result(
-        out: CodedSum, aux: Any, examples: tuple[float, float] | None, weights: Weights
+        out: Result, aux: Any, examples: tuple[float, float] | None, weights: Weights
     ) -> Any:
         """What the user gets of the sum."""
-        total = out.total
+        total = out.value
         loss, grads = total["loss"], total["grads"]
         if mean:
             count = total["examples"]
@@ -146,15 +116,13 @@ def coded_value_and_grad(
             ):  # approximate: of nothing that came the mean is 0, as the sum
                 count = jnp.where(count == 0, 1, count)
             else:
-                checked = _checked_count(total["count"], examples)
+                checked = checked_count(total["count"], examples)
                 present = _present(count, weights, examples)
                 count = jnp.where(jnp.isnan(checked), checked, present)
             loss, grads = divided((loss, grads), count)
         reduced.note(grads, group.index)
-        value = (loss, aux) if has_aux else loss
-        if out.residual is None and out.token is None:
-            return value, grads
-        return ValueAndGrad(value, grads, out.residual, out.token)
+        value = ((loss, aux) if has_aux else loss), grads
+        return out._replace(value=value).plain()
 
     def value_and_grad(
         params: Any,
@@ -206,7 +174,7 @@ def coded_value_and_grad(
                 to_the_bit = shares and bool(group.options.debug)
                 key = marks.key(weights.number, params, to_the_bit=to_the_bit)
                 # one of all devices that the parameters are split over, as the count is
-                told = _Told(weights, _over_devices(key, _jax_compat.varying(key)))
+                told = _Told(weights, over_devices(key, _jax_compat.varying(key)))
         if shares:
             compute = functools.partial(partial, None)
             out = _of_blocks(compute, data, weights, told, group, request)
@@ -232,7 +200,7 @@ def _of_blocks(
     told: _Told | None,
     group: CodedGroup,
     request: Request,
-) -> tuple[CodedSum, Any, tuple[float, float] | None]:
+) -> tuple[Result, Any, tuple[float, float] | None]:
     """The sum of shared work, the auxiliary data, and how many examples it is of."""
     with group.failing(_NAME):
         examples = None
@@ -253,7 +221,7 @@ def _of_code(
     told: _Told | None,
     group: CodedGroup,
     request: Request,
-) -> tuple[CodedSum, Any, tuple[float, float] | None]:
+) -> tuple[Result, Any, tuple[float, float] | None]:
     """The sum by the group's code, the auxiliary data, and how many examples it is of."""
     plan, token = group.plan, request.token
     with group.failing(_NAME):
@@ -261,9 +229,9 @@ def _of_code(
         ahead = group.transport.takes_parts and request.erasures is None and parts > 1
         mark = examples = None
         if told is not None:
-            rounding = _rounding(plan, told.weights.dtype)
+            share = rounding(plan, told.weights.dtype)
             mark = jnp.asarray(
-                marks.of_rank(plan, group.rank, told.weights.batch_size, rounding)
+                marks.of_rank(plan, group.rank, told.weights.batch_size, share)
             )
             mark *= told.key.astype(mark.dtype)
         if plan.encoded:
@@ -299,8 +267,7 @@ def _of_code(
     request = dataclasses.replace(
         request, skip=behind, token=token, last_part=ahead, examples=examples
     )
-    out = summed(local, group, request)
-    return out if isinstance(out, CodedSum) else CodedSum(out), aux, examples
+    return summed(local, group, request), aux, examples
 
 
 def _gradient(
@@ -340,8 +307,8 @@ def _gradient(
 
     value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
     (loss, (count, aux)), grads = value_and_grad(params)
-    sums = {"loss": _over_devices(loss, split), "grads": grads}
-    return sums | _counts(_over_devices(count, split), counted), aux
+    sums = {"loss": over_devices(loss, split), "grads": grads}
+    return sums | _counts(over_devices(count, split), counted), aux
 
 
 def _losses_of_examples(
@@ -370,11 +337,6 @@ def _losses_of_examples(
     return jax.vmap(of_one)(batch)
 
 
-def _over_devices(x: jax.Array, split: tuple[str, ...]) -> jax.Array:
-    """The sum over the devices that a batch is split over, if it is."""
-    return jax.lax.psum(x, split) if split else x
-
-
 def _unless_behind(
     gradient: Callable[..., tuple[Any, Any]],
     params: Any,
@@ -394,7 +356,7 @@ def _unless_behind(
 
     split = _jax_compat.varying(weights)
     some = jnp.any(weights != 0).astype(jnp.int32)
-    needed = _over_devices(some, split) > 0
+    needed = over_devices(some, split) > 0
     if behind is not None:
         needed &= behind == 0
     return jax.lax.cond(needed, compute, skip)
@@ -489,13 +451,7 @@ def _examples(local: Any, weights: Weights, plan: Plan) -> tuple[float, float]:
     rounding explains."""
     packing = local.packing if isinstance(local, Encoded) else Packing.of(local)
     count = packing.dtypes[0]  # the first of the keys
-    return float(weights.batch_size), _rounding(plan, count, weights.dtype)
-
-
-def _rounding(plan: Plan, *dtypes: Any) -> float:
-    """The share of a count of examples, in numbers of these dtypes, that rounding explains."""
-    eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-    return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
+    return float(weights.batch_size), rounding(plan, count, weights.dtype)
 
 
 def _counts(count: jax.Array, weights: Weights) -> dict[str, jax.Array]:
@@ -516,18 +472,6 @@ def _present(
     expected = jnp.asarray(weights.examples, counted.dtype)
     near = jnp.abs(counted - expected) <= examples[1] * expected
     return jnp.where(near, expected, jnp.round(counted))
-
-
-def _checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
-    """The number of examples if that is what was counted, to rounding; otherwise NaN.
-
-    The engine makes an error of it, in the order of the rounds. Raised here, beside that
-    order, it would end this rank's program in the middle of sending the result on, or
-    of the next round.
-    """
-    number, allowed = examples
-    near = jnp.abs(count - number) <= allowed * number
-    return jnp.where(near, jnp.asarray(number, count.dtype), jnp.nan)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

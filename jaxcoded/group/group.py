@@ -34,6 +34,7 @@ from jaxcoded.planner import automatic
 from jaxcoded.transport import build, engine, primitive
 from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.options import Options
+from jaxcoded.transport.result import Result
 
 
 class CodedGroup:
@@ -545,7 +546,7 @@ class CodedGroup:
             ...     with group.blocks(5) as blocks:
             ...         for block in blocks:
             ...             total += block.indices.sum()
-            ...     jaxcoded.host.coded_allreduce(total, group)
+            ...     jaxcoded.host.allreduce(total, group)
             array([10.])
         """
         check_open(self)
@@ -569,11 +570,9 @@ class CodedGroup:
     def lag(self, *, token: None = None) -> int | jax.Array: ...
 
     @overload
-    def lag(self, *, token: jax.Array) -> tuple[jax.Array, jax.Array]: ...
+    def lag(self, *, token: jax.Array) -> Result: ...
 
-    def lag(
-        self, *, token: jax.Array | None = None
-    ) -> int | jax.Array | tuple[jax.Array, jax.Array]:
+    def lag(self, *, token: jax.Array | None = None) -> int | jax.Array | Result:
         """Rounds of this group that are decided, as far as this rank knows, and that it
         has not called yet.
 
@@ -592,7 +591,7 @@ class CodedGroup:
 
         Returns:
             A number; inside ``jit`` an int32 scalar, read in the order of the
-            collectives; with a ``token``, inside and outside, the pair of that and the
+            collectives; with a ``token``, inside and outside, a `Result` of that and the
             token for the next call.
 
         Raises:
@@ -601,8 +600,7 @@ class CodedGroup:
         check_open(self)
         if token is not None:
             lag, token = self.transport.lag(primitive.checked_token(token))
-            assert token is not None
-            return lag, token
+            return Result(lag, token=token)
         if _jax_compat.tracing():
             return self.transport.lag(None)[0]
         primitive.effects_barrier()

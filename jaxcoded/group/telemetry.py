@@ -96,7 +96,7 @@ class Telemetry:
         >>> import numpy as np, jaxcoded
         >>> from mpi4py import MPI
         >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
-        ...     _ = jaxcoded.host.coded_allreduce(np.ones(3), group)
+        ...     _ = jaxcoded.host.allreduce(np.ones(3), group)
         ...     seen = group.telemetry()
         >>> seen.rounds.tolist(), seen.failed.tolist(), seen.speeds.tolist()
         ([1], [False], [1.0])

@@ -21,14 +21,14 @@ REMEDY = """\
 a collective of jaxcoded runs on one device of its process, or, inside shard_map, on all devices of a \
 mesh, in the order of a token:
     def reduce(x, token):
-        out = jaxcoded.coded_allreduce(x, group, token=token)
-        return out.total, out.token
+        out = jaxcoded.coded_allreduce(x, group, batch.weights, token=token)
+        return out.value, out.token
     reduce = jax.shard_map(reduce, mesh=mesh, in_specs=(P(), P()), out_specs=P())
 P() for what is the same on all devices, P("axis") for shards. Or, on one of them, in a jit of its own:
-    reduce = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
+    reduce = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group, batch.weights))
     total = reduce(jax.device_put(local, jax.local_devices()[0]))
 or sum a numpy array, outside jit:
-    total = jaxcoded.host.coded_allreduce(np.asarray(local), group)"""
+    total = jaxcoded.host.allreduce(np.asarray(local), group, batch.weights)"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -448,6 +448,7 @@ class Engine(Transport):
             [] if erased is None else np.asarray(erased, bool).tolist(),
             [_vector(v) for v in vectors],
             [_vector(v) for v in results],
+            collective.examples or (0.0, 0.0),
         )
         if outcome != _DONE:
             raise _error(outcome, text)

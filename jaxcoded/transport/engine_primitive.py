@@ -161,7 +161,7 @@ def _attributes(collective: Collective, target: str) -> dict[str, Any]:
         "fingerprint": np.int64(fingerprint(collective.signature)),
         "apart": np.array(apart, np.int64),
     }
-    if target in ("jaxcoded_round", "jaxcoded_take"):
+    if target in ("jaxcoded_round", "jaxcoded_take", "jaxcoded_start"):
         attributes["examples"] = np.array(collective.examples or (), np.float64)
     if target == "jaxcoded_take":
         attributes["audits"] = np.array(collective.audits, np.float64)

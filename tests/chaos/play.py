@@ -29,6 +29,7 @@ compiled.share()
 import jax
 import jax.numpy as jnp
 import numpy as np
+import uncounted
 from board import Board
 from mpi4py import MPI
 from schedule import FATAL, Fault, Phase, Schedule
@@ -164,7 +165,7 @@ class Steps:
     def _host(self, w, number, skip, flip):
         local = self._gradient(w, self._local(number), np.asarray(self._part.weights))
         local = np.asarray(flipped(local, flip))
-        total = jaxcoded.host.coded_allreduce(local, self._group, skip=skip)
+        total = uncounted.allreduce(local, self._group, skip=skip)
         return self._training.after(w, total)
 
     def _blocks(self, w, number):
@@ -176,16 +177,14 @@ class Steps:
                 total += self._gradient(
                     w, (self._training.x[held], self._training.y[held]), 1.0
                 )
-        return self._training.after(
-            w, jaxcoded.host.coded_allreduce(total, self._group)
-        )
+        return self._training.after(w, uncounted.allreduce(total, self._group))
 
     def _jit_in_jit(self, w, batch, weights, skip, flip):
         local = flipped(self._gradient(w, batch, weights), flip)
         if self.exact:
-            total = jaxcoded.coded_allreduce(local, self._group, skip=skip)
+            total = uncounted.coded_allreduce(local, self._group, skip=skip)
             return self._training.after(w, total), 0.0
-        total, residual, _ = jaxcoded.coded_allreduce(
+        total, residual, _ = uncounted.coded_allreduce(
             local, self._group, skip=skip, residual=True
         )
         return self._training.after(w, total), residual
@@ -195,7 +194,7 @@ class Steps:
     def _started_in_jit(self, w, batch, weights, skip):
         halves = jnp.array_split(self._gradient(w, batch, weights), 2)
         begun = [
-            jaxcoded.coded_allreduce_start(half, self._group, skip=skip)
+            uncounted.coded_allreduce_start(half, self._group, skip=skip)
             for half in halves
         ]
         done = [jaxcoded.coded_allreduce_done(each) for each in reversed(begun)]
@@ -207,7 +206,7 @@ class Steps:
 
     def _gradient_in_jit(self, w, batch, token):
         coded = jaxcoded.coded_value_and_grad(self._losses, self._group, mean=False)
-        _, gradient, _, token = coded(w, batch, token=token)
+        (_, gradient), _, token = coded(w, batch, token=token)
         return self._training.after(w, gradient), token
 
     def _shared_in_jit(self, w, batch):
@@ -505,7 +504,7 @@ class Player:
                 ctypes.PyDLL(None).sleep(1000)  # unlike `ctypes.CDLL` it keeps the lock
             case "error":
                 try:
-                    jaxcoded.host.coded_allreduce(np.zeros(3, int), self._group)
+                    uncounted.allreduce(np.zeros(3, int), self._group)
                 except TypeError:
                     return
                 raise Wrong("integers were summed")

@@ -9,6 +9,7 @@ import errno
 import sys
 
 import numpy as np
+import uncounted
 from harness import SLOWNESS, Board, close, hang
 
 import jaxcoded
@@ -43,7 +44,7 @@ while step < STEPS:
         board.wait(range(last), GAVE_UP)
     try:
         mine = np.full(ELEMENTS, group.rank + 1.0)
-        total = jaxcoded.host.coded_allreduce(mine, group)
+        total = uncounted.allreduce(mine, group)
         assert total.tolist() == [sum(range(1, group.size + 1))] * ELEMENTS
         step += 1
     except jaxcoded.DeadlineExceeded as error:

@@ -12,6 +12,7 @@ import time
 
 import jax
 import numpy as np
+import uncounted
 from harness import Board, Faults, Sums, close, run
 
 import jaxcoded
@@ -41,7 +42,7 @@ group = jaxcoded.CodedGroup.from_plan(
     transport="engine",
 )
 sums, faults = Sums(group, (SIZE,)), Faults(board)
-start = jax.jit(lambda vector: jaxcoded.coded_allreduce_start(vector, group))
+start = jax.jit(lambda vector: uncounted.coded_allreduce_start(vector, group))
 
 
 def end(error, *, thread=False, early=False):
@@ -50,7 +51,7 @@ def end(error, *, thread=False, early=False):
         atexit.register(use_memory_again)
     if thread:
         call = threading.Thread(
-            target=lambda: jaxcoded.host.coded_allreduce(vector, group), daemon=True
+            target=lambda: uncounted.allreduce(vector, group), daemon=True
         )
         call.start()
         time.sleep(0.5)  # in which it calls

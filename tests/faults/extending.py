@@ -30,6 +30,7 @@ if joins and way.startswith("exit"):
 
 import jax
 import numpy as np
+import uncounted
 from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, pickle_nothing
 from mpi4py import MPI
 
@@ -132,7 +133,7 @@ def interrupt(*asked, ask=old_ranks.OldRanks.ask):
 def too_early():
     """What a sum says that does not wait for the state of the root."""
     try:
-        jaxcoded.coded_allreduce(w, group)
+        uncounted.coded_allreduce(w, group)
     except jaxcoded.CodedError as error:
         return str(error)
     return "nothing"

@@ -21,6 +21,7 @@ import time
 
 import jax
 import numpy as np
+import uncounted
 from harness import PATIENCE, SLOWNESS, Board, Sums
 
 import jaxcoded
@@ -158,9 +159,9 @@ if way in ("successor", "asked for"):
             jax.block_until_ready(ask(np.zeros(1)))
             raise AssertionError("what came of a dead root?")
         refused = []
-        for calls in jaxcoded, jaxcoded.host:
+        for call in uncounted.coded_allreduce, uncounted.allreduce:
             try:
-                calls.coded_allreduce(np.zeros(1), group).block_until_ready()
+                call(np.zeros(1), group).block_until_ready()
             except (jaxcoded.CodedError, jax.errors.JaxRuntimeError) as error:
                 refused.append("tree_bcast(params, group)" in str(error))
         board.report(refused=refused)
@@ -176,7 +177,7 @@ if way == "overtaken":
         agree, recovery.Agreement._reach = recovery.Agreement._reach, stop_to_agree
         group = group.recovered(timeout=PATIENCE)
         try:
-            jaxcoded.host.coded_allreduce(np.zeros(1), group)
+            uncounted.allreduce(np.zeros(1), group)
         except jaxcoded.CodedError as error:
             board.report(said=str(error))
         raise ArithmeticError("injected")

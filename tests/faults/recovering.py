@@ -28,6 +28,7 @@ import time
 
 import jax
 import numpy as np
+import uncounted
 from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, Device, hang, pickle_nothing
 
 import jaxcoded
@@ -247,7 +248,7 @@ def recover(round_):
 def sums_too_early():
     """What a sum says that does not wait for the state of the root."""
     try:
-        jaxcoded.coded_allreduce(w, group)
+        uncounted.coded_allreduce(w, group)
     except jaxcoded.CodedError as error:
         return str(error)
     return "nothing"

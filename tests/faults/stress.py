@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import uncounted
 from harness import EXAMPLES, Board
 from mpi4py import MPI
 
@@ -51,10 +52,10 @@ class Rounds:
         self._coefficient = float(np.asarray(part.weights) @ SCALES[part.indices])
         group_ = group
         self._jitted = jax.jit(
-            lambda x, token: jaxcoded.coded_allreduce(x, group_, token=token)
+            lambda x, token: uncounted.coded_allreduce(x, group_, token=token)
         )
         self._start = jax.jit(
-            lambda x, token: jaxcoded.coded_allreduce_start(x, group_, token=token)
+            lambda x, token: uncounted.coded_allreduce_start(x, group_, token=token)
         )
         self._done = jax.jit(
             lambda handle, token: jaxcoded.coded_allreduce_done(handle, token=token)
@@ -69,9 +70,7 @@ class Rounds:
         assert error <= 1e-11 * np.abs(expected).max(), f"round {number}: {error:.1e}"
 
     def host(self, number):
-        self.check(
-            number, jaxcoded.host.coded_allreduce(self.local(number), self.group)
-        )
+        self.check(number, uncounted.allreduce(self.local(number), self.group))
 
     def jitted(self, number):
         total, _, self.token = self._jitted(self.local(number), self.token)
@@ -81,7 +80,7 @@ class Rounds:
         """Rounds of which more than one are in flight."""
         handles = []
         for each in range(several):
-            handle, self.token = self._start(self.local(number + each), self.token)
+            handle, _, self.token = self._start(self.local(number + each), self.token)
             handles.append(handle)
         for each, handle in enumerate(handles):
             total, _, self.token = self._done(handle, self.token)
@@ -90,7 +89,7 @@ class Rounds:
     def start(self, number):
         """Rounds that nobody will call for."""
         for each in range(3):
-            _, self.token = self._start(self.local(number + each), self.token)
+            *_, self.token = self._start(self.local(number + each), self.token)
 
 
 def episode(thread, comm, shared, own):

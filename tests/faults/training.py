@@ -66,7 +66,7 @@ coded = jaxcoded.coded_value_and_grad(loss, group)
 @jax.jit
 def coded_step(state, batch, token):
     if tokens == "yes":
-        _, grads, _, token = coded(state[0], batch, token=token)
+        (_, grads), _, token = coded(state[0], batch, token=token)
     else:
         _, grads = coded(state[0], batch)
     return updated(state, grads), token

@@ -11,9 +11,10 @@ from marks import SIZE, engine_only, once, several
 from mpi4py import MPI
 from reference import assert_sum, contribution, per_example
 from together import SLOWNESS
+from uncounted import coded_allreduce
 
 import jaxcoded
-from jaxcoded import GroupMismatch, _parse, coded_allreduce
+from jaxcoded import GroupMismatch, _parse
 from jaxcoded.planner import automatic, measuring, search
 from jaxcoded.transport.options import PIECE
 

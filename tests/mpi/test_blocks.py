@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 
 import jaxcoded
 from jaxcoded.errors import CodedError, GroupMismatch
@@ -46,7 +47,7 @@ def test_every_block_once(comm, group):
     for step in range(6):
         nap = rng.choice([0, 0, 0.02])
         own, numbers = added_up(group, nap)
-        total = jaxcoded.host.coded_allreduce(own, group)
+        total = uncounted.allreduce(own, group)
         np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
         same_on_all(comm, total)
         computed = comm.allgather(numbers)
@@ -62,7 +63,7 @@ def test_under_jit(comm, group):
 
     @jax.jit
     def finish(total):
-        return jaxcoded.coded_allreduce(total, group, divisor=BATCH)
+        return uncounted.coded_allreduce(total, group, divisor=BATCH)
 
     def add(total, indices):
         return total + gradients[indices].sum(0)
@@ -82,14 +83,14 @@ def test_under_jit(comm, group):
 def test_beside_other_sums(comm):
     """Before the first blocks. Later it could not be told which one is of the blocks."""
     with jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group:
-        plain = jaxcoded.host.coded_allreduce(np.ones(3), group)
+        plain = uncounted.allreduce(np.ones(3), group)
         np.testing.assert_array_equal(plain, comm.size)
         for _ in range(2):
             own, _ = added_up(group)
-            total = jaxcoded.host.coded_allreduce(own, group)
+            total = uncounted.allreduce(own, group)
             np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
             with pytest.raises(GroupMismatch, match="all of it in one call"):
-                jaxcoded.host.coded_allreduce(np.ones(3), group)
+                uncounted.allreduce(np.ones(3), group)
 
 
 def test_fewer_examples_than_blocks(comm, group):
@@ -98,7 +99,7 @@ def test_fewer_examples_than_blocks(comm, group):
         for block in blocks:
             assert block.indices.dtype == np.int64
             seen[block.indices] += 1
-    np.testing.assert_array_equal(jaxcoded.host.coded_allreduce(seen, group), 1)
+    np.testing.assert_array_equal(uncounted.allreduce(seen, group), 1)
 
 
 def test_leaving_the_loop_early(comm):
@@ -119,13 +120,13 @@ def test_leaving_the_loop_early(comm):
         else:
             own, _ = added_up(group, first=comm.Barrier)
         try:
-            total = jaxcoded.host.coded_allreduce(own, group)
+            total = uncounted.allreduce(own, group)
         except GroupMismatch as error:
             assert "leaving them early in group.blocks" in str(error)
         else:  # it was decided before the rank that had left called it
             np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
             with pytest.raises(GroupMismatch, match="leaving them early"):
-                jaxcoded.host.coded_allreduce(own, group)
+                uncounted.allreduce(own, group)
 
 
 def test_an_exception_in_the_loop(comm):
@@ -138,7 +139,7 @@ def test_an_exception_in_the_loop(comm):
             for _ in blocks:
                 raise ZeroDivisionError
         with pytest.raises(CodedError):
-            jaxcoded.host.coded_allreduce(np.zeros(D), group)
+            uncounted.allreduce(np.zeros(D), group)
 
 
 @pytest.mark.parametrize("loop", ["after a break", "side by side"])

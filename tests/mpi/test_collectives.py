@@ -17,9 +17,10 @@ from reference import (
     tolerated_masks,
 )
 from together import compilations
+from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
+from jaxcoded import tree_bcast
 
 VECTOR = per_example(5)
 

@@ -9,14 +9,16 @@ import numpy as np
 import optax
 import pytest
 import test_schemes as schemes
+import uncounted
 from cases import more
 from jax.errors import JaxRuntimeError
 from marks import SIZE
 from mpi4py import MPI
 from reference import assert_sum, contribution, per_example
+from uncounted import coded_allreduce
 
 import jaxcoded
-from jaxcoded import GroupMismatch, InconsistentMessages, coded_allreduce, host
+from jaxcoded import GroupMismatch, InconsistentMessages
 from jaxcoded.plan.assignment import assignment
 from jaxcoded.transport import engine
 
@@ -375,10 +377,10 @@ def test_on_the_host_and_after_replan(comm):
     with opened(comm, stragglers=1) as group:
         group = group.replan(speeds=[1.0 + (rank > 2) for rank in range(SIZE)])
         own = contribution(group, VECTOR)
-        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+        assert_sum(group, uncounted.allreduce(own, group), VECTOR)
         with pytest.raises(InconsistentMessages, match=r"round 3, .* sent to rank 0"):
-            host.coded_allreduce(own * (2 if RANK == 1 else 1), group)
-        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+            uncounted.allreduce(own * (2 if RANK == 1 else 1), group)
+        assert_sum(group, uncounted.allreduce(own, group), VECTOR)
 
 
 def test_ranks_left_out_are_not_compared(comm):
@@ -386,8 +388,8 @@ def test_ranks_left_out_are_not_compared(comm):
         own = contribution(group, VECTOR)
         wrong = own * (2 if RANK == 1 else 1)
         gone = np.arange(SIZE) == 1
-        assert_sum(group, host.coded_allreduce(wrong, group, erasures=gone), VECTOR)
-        total = host.coded_allreduce(wrong, group, skip=RANK == 1)
+        assert_sum(group, uncounted.allreduce(wrong, group, erasures=gone), VECTOR)
+        total = uncounted.allreduce(wrong, group, skip=RANK == 1)
         assert_sum(group, total, VECTOR)
 
 
@@ -438,6 +440,6 @@ def test_parents_that_cannot_check_are_named(comm):
         ) as group,
     ):
         own = contribution(group, VECTOR)
-        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+        assert_sum(group, uncounted.allreduce(own, group), VECTOR)
         with pytest.raises(InconsistentMessages):
-            host.coded_allreduce(own * (2 if RANK == 2 else 1), group)
+            uncounted.allreduce(own * (2 if RANK == 2 else 1), group)

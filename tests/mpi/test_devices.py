@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 from cases import more
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from marks import SIZE, engine_only, redundant, several
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
 from together import finish, one_late, wait_for_all
+from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
+from jaxcoded import tree_bcast
 from jaxcoded.transport import engine_primitive
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -43,9 +45,9 @@ def pmapped(f, devices):
 
 
 def started(x, group, **order):
-    out = jaxcoded.coded_allreduce_start(x, group, **order)
-    handle, *token = out if order else (out,)
-    return jaxcoded.coded_allreduce_done(handle, **dict(zip(order, token)))
+    out = uncounted.coded_allreduce_start(x, group, **order)
+    handle, order = (out.value, {"token": out.token}) if order else (out, {})
+    return jaxcoded.coded_allreduce_done(handle, **order)
 
 
 def gradient(x, group, **order):
@@ -93,7 +95,7 @@ def test_several_devices_are_refused(group, own, program, form):
         assert "reduce(jax.device_put(local, jax.local_devices()[0])" in str(
             error.value
         )
-        assert "jaxcoded.host.coded_allreduce(np.asarray(local)" in str(error.value)
+        assert "jaxcoded.host.allreduce(np.asarray(local)" in str(error.value)
     assert group.rounds == before
     assert_sum(group, coded_allreduce(own, group), VECTOR)
 
@@ -139,14 +141,14 @@ def halved(own):
 def test_a_collective_in_a_jit_of_its_own(group, own):
     local = halved(own)
     assert len(local.devices()) == jax.device_count()
-    reduce = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group))
+    reduce = jax.jit(lambda x: uncounted.coded_allreduce(x, group))
     total = reduce(jax.device_put(local, jax.local_devices()[0]))
     assert_sum(group, total, VECTOR)
 
 
 @engine_only
 def test_a_collective_on_the_host(group, own):
-    total = jaxcoded.host.coded_allreduce(np.asarray(halved(own)), group)
+    total = uncounted.allreduce(np.asarray(halved(own)), group)
     assert_sum(group, total, VECTOR)
 
 
@@ -165,7 +167,7 @@ def total(group, **options):
 
     def f(x, token):
         out = coded_allreduce(x, group, token=token, **options)
-        return out.total, out.residual, out.token
+        return out.value, out.residual, out.token
 
     return f
 
@@ -215,7 +217,7 @@ def test_other_collectives(comm, group):
         halved, token = coded_allreduce(
             x, group, divisor=2, wire_dtype="bfloat16", token=token
         )[::2]
-        lag, token = group.lag(token=token)
+        lag, _, token = group.lag(token=token)
         return told["x"], told["rank"], reduced, halved, lag
 
     run = jax.jit(together(f, (SPECS, SAME), (SPECS, SAME, SPECS, SPECS, SAME)))
@@ -301,8 +303,9 @@ def train_step(group, layout, **options):
 
     def f(p, batch, token):
         out = step(p, batch, token=token)
-        p = jax.tree.map(lambda p, g: p - Model.rate * g, p, out.grads)
-        return p, out.value, out.token
+        loss, grads = out.value
+        p = jax.tree.map(lambda p, g: p - Model.rate * g, p, grads)
+        return p, loss, out.token
 
     specs = (params, split(read(group), spec), SAME)
     return jax.jit(together(f, specs, (params, SAME, SAME)), donate_argnums=0)
@@ -360,8 +363,9 @@ def test_in_a_scan(comm, group):
         def body(carry, _):
             p, token = carry
             out = step(p, batch, token=token)
-            p = jax.tree.map(lambda p, g: p - Model.rate * g, p, out.grads)
-            return (p, out.token), (out.value, out.residual)
+            loss, grads = out.value
+            p = jax.tree.map(lambda p, g: p - Model.rate * g, p, grads)
+            return (p, out.token), (loss, out.residual)
 
         return jax.lax.scan(body, (p, token), length=4)
 
@@ -383,7 +387,7 @@ def test_batches_of_an_epoch(comm, group):
 
     def f(batch, token):
         out = step(Model.params, batch, token=token)
-        return out.value, out.token
+        return out.value[0], out.token
 
     run, token = (
         jax.jit(together(f, (split(epoch[0]), SAME), (SAME, SAME))),
@@ -402,7 +406,7 @@ def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
     """The gradient of a batch that is split by the arrays' own sharding, in the same jit."""
     part = group.batch(BATCH, multiple=jax.device_count())
     spread = NamedSharding(on(jax.devices()), SPLIT)
-    lag = together(lambda token: group.lag(token=token), (SAME,), (SAME, SAME))
+    lag = together(lambda token: group.lag(token=token)[::2], (SAME,), (SAME, SAME))
 
     def summed(x, skip, token):
         return coded_allreduce(x, group, skip=skip, token=token)[::2]
@@ -485,14 +489,14 @@ def test_started_rounds(comm, group, late):
     specs = (SPECS, SAME)
 
     def f(x, token):
-        handle, token = jaxcoded.coded_allreduce_start(
+        handle, _, token = uncounted.coded_allreduce_start(
             x, group, bucket_bytes=400, residual=True, token=token
         )
-        other, token = jaxcoded.coded_allreduce_start(x["same"], group, token=token)
+        other, _, token = uncounted.coded_allreduce_start(x["same"], group, token=token)
         work = jnp.sin(x["split"])
         out = jaxcoded.coded_allreduce_done(handle, after=work, token=token)
         same = jaxcoded.coded_allreduce_done(other, token=out.token)
-        return out.total, out.residual, same.total
+        return out.value, out.residual, same.value
 
     run = jax.jit(together(f, specs, (SPECS, SAME, SAME)))
 
@@ -523,7 +527,7 @@ def test_beside_collectives_among_the_devices(comm, group):
             out.append(coded_allreduce(x, group, token=token))
             token = out[-1].token
             y = [jax.lax.ppermute(jax.lax.psum(z, "x") + z, "x", around) for z in y]
-        return [each.total for each in out], y, token
+        return [each.value for each in out], y, token
 
     run = jax.jit(together(f, (SPLIT, SPLIT, SAME), (SPLIT, SPLIT, SAME)))
     own, y = contribution(group, VECTOR), [np.ones((2 * number, 50))] * 6
@@ -540,11 +544,11 @@ def test_beside_collectives_among_the_devices(comm, group):
 def test_a_handle_leaves_shard_map(comm, group):
     own = contribution(group, VECTOR)
     start = together(
-        lambda x, token: jaxcoded.coded_allreduce_start(x, group, token=token),
+        lambda x, token: uncounted.coded_allreduce_start(x, group, token=token)[::2],
         *((SPLIT, SAME), SAME),
     )
     done = together(
-        lambda handle, token: jaxcoded.coded_allreduce_done(handle, token=token).total,
+        lambda handle, token: jaxcoded.coded_allreduce_done(handle, token=token).value,
         *((SAME, SAME), SPLIT),
     )
     handle, token = jax.jit(start)(own, jnp.int32(0))
@@ -562,18 +566,18 @@ def test_what_is_refused(group, own):
         assert group.rounds == before
 
     def summed(x, token):
-        return coded_allreduce(x, group, token=token).total
+        return coded_allreduce(x, group, token=token).value
 
     refused("order the calls by a token", lambda x, token: coded_allreduce(x, group))
     refused("leave out check_vma", summed, check_vma=False)
     refused(
         "skip is one for all devices",
-        lambda x, token: coded_allreduce(x, group, skip=x[0] > 0, token=token).total,
+        lambda x, token: coded_allreduce(x, group, skip=x[0] > 0, token=token).value,
     )
 
     def lopsided(x, token):
         losses = jaxcoded.coded_value_and_grad(lambda w, i: w * i * x.sum(), group)
-        return losses(1.0, group.batch(np.ones(3)), token=token).value * x
+        return losses(1.0, group.batch(np.ones(3)), token=token).value[0] * x
 
     refused("differ along the axes", lopsided)
     if len(jax.devices()) == 4:
@@ -585,7 +589,7 @@ def test_what_is_refused(group, own):
         with jaxcoded.CodedGroup(group.comm, slices=2, transport="engine") as other:
             refused(
                 "with one part and slices=1",
-                lambda x, token: coded_allreduce(x, other, token=token).total,
+                lambda x, token: coded_allreduce(x, other, token=token).value,
             )
             with pytest.raises(ValueError, match="multiple=3 cannot be given"):
                 other.batch(BATCH, multiple=3)
@@ -599,7 +603,7 @@ def test_other_devices_on_other_ranks(comm, group, own):
     name = "x" if comm.rank else "z"
     spec = PartitionSpec(name)
     f = together(
-        lambda x, token: coded_allreduce(x, group, token=token).total,
+        lambda x, token: coded_allreduce(x, group, token=token).value,
         *((spec, SAME), spec),
         Mesh(np.array(jax.devices()), (name,)),
     )
@@ -629,7 +633,7 @@ def settled(group, own):
     [
         (lambda x, group, token: x, "devices of this process have not called"),
         (
-            lambda x, group, token: coded_reduce(x, group, token=token).total,
+            lambda x, group, token: coded_reduce(x, group, token=token).value,
             "the devices of this process called different things",
         ),
     ],
@@ -643,7 +647,7 @@ def test_devices_that_call_different_things(
     def f(x, token):
         return jax.lax.cond(
             jax.lax.axis_index("x") == 0,
-            lambda x: coded_allreduce(x, group, token=token).total,
+            lambda x: coded_allreduce(x, group, token=token).value,
             lambda x: other(x, group, token),
             x,
         )

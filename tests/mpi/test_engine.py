@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 from jax.errors import JaxRuntimeError
 from marks import SIZE, engine_only, not_alone, redundant, several, slices
 from mpi4py import MPI
@@ -37,15 +38,10 @@ from together import (
     wait_for_all,
     wait_until,
 )
+from uncounted import coded_allreduce, coded_allreduce_start, coded_reduce
 
 import jaxcoded
-from jaxcoded import (
-    coded_allreduce,
-    coded_allreduce_start,
-    coded_reduce,
-    host,
-    tree_bcast,
-)
+from jaxcoded import tree_bcast
 from jaxcoded.group import snapshots
 from jaxcoded.transport import engine
 from jaxcoded.transport.base import Collective
@@ -131,7 +127,7 @@ def test_three_megabytes_in_slices(comm, transport):
             return a * (params["wide"] @ shape + params["single"] @ shape)
 
         step = jax.jit(jaxcoded.coded_value_and_grad(loss, sliced, mean=False))
-        _, grads, *_ = finish(
+        (_, grads), *_ = finish(
             step(params, part.of(scale[part.indices]), token=jnp.int32(0))
         )
         for name, dtype in {"wide": "float64", "single": "float32"}.items():
@@ -200,7 +196,7 @@ def test_lag_in_step(comm, group):
     read = jax.jit(lambda: (group.lag(), group.lag(token=jnp.int32(3))))
     wait_for_all(comm)
     assert group.lag() == 0
-    lag, (carried, token) = read()
+    lag, (carried, _, token) = read()
     assert (lag.dtype, lag.shape, carried.dtype) == (np.int32, (), np.int32)
     assert (lag, carried, token) == (0, 0, 3)
     wait_for_all(comm)
@@ -218,9 +214,9 @@ def test_lag_in_the_order_of_the_calls(comm, group, own, late, form):
             before = group.lag()
             total = coded_allreduce(x, group)
             return before, total, group.lag(), token
-        before, token = group.lag(token=token)
+        before, _, token = group.lag(token=token)
         total, _, token = coded_allreduce(x, group, token=token)
-        after, token = group.lag(token=token)
+        after, _, token = group.lag(token=token)
         return before, total, after, token
 
     token = jnp.int32(0)
@@ -289,7 +285,7 @@ def test_a_late_rank_skips_its_gradient(comm, group, late, form):
     @jax.jit
     def step(w, token):
         if form == "token":
-            loss, grad, _, token = value_and_grad(
+            (loss, grad), _, token = value_and_grad(
                 w, part.of(x[part.indices]), token=token
             )
         else:
@@ -357,7 +353,7 @@ def test_a_late_rank_gets_its_results_while_others_close(
         if RANK == late:
             wait_for_all(comm)
             time.sleep(0.2)
-        totals = [host.coded_allreduce(own, other) for _ in range(3)]
+        totals = [uncounted.allreduce(own, other) for _ in range(3)]
         if RANK != late:
             wait_for_all(comm)
     for total in totals:
@@ -409,12 +405,12 @@ def test_numpy_arrays(comm, group, dtype):
     gradients = per_example(3, 2, dtype=dtype)
     array = np.asarray(contribution(group, gradients))
     with compilations() as compiled:
-        total = host.coded_allreduce(array, group)
+        total = uncounted.allreduce(array, group)
         out = np.empty_like(array)
-        assert host.coded_allreduce(array, group, out=out) is out
+        assert uncounted.allreduce(array, group, out=out) is out
         itself = array.view()
-        assert host.coded_allreduce(array, group, out=itself) is itself
-        empty = host.coded_allreduce(np.zeros((0, 3), dtype), group)
+        assert uncounted.allreduce(array, group, out=itself) is itself
+        empty = uncounted.allreduce(np.zeros((0, 3), dtype), group)
     assert not compiled
     assert (empty.shape, empty.dtype) == ((0, 3), dtype)
     for each in (total, out, array):
@@ -425,7 +421,7 @@ def test_numpy_arrays(comm, group, dtype):
 
 def test_numpy_arrays_and_a_compiled_step_in_one_round(comm, group, own):
     if RANK % 2:
-        totals = [host.coded_allreduce(np.asarray(own), group) for _ in range(2)]
+        totals = [uncounted.allreduce(np.asarray(own), group) for _ in range(2)]
     else:
         totals = [coded_allreduce(own, group) for _ in range(2)]
     for total in totals:
@@ -439,21 +435,21 @@ def test_a_pytree_is_no_numpy_array(transport, group, own):
         with pytest.raises(
             TypeError, match=r"jaxcoded\.coded_allreduce sums lists and"
         ):
-            host.coded_allreduce(wrong, group)
+            uncounted.allreduce(wrong, group)
 
 
 @redundant
 def test_numpy_arrays_of_ranks_left_out(comm, group, own):
     last = SIZE - 1
     array = np.asarray(own) * (np.nan if RANK == last else 1)
-    total = host.coded_allreduce(array, group, skip=RANK == last)
+    total = uncounted.allreduce(array, group, skip=RANK == last)
     mask = [rank == last for rank in range(SIZE)]
-    erased = host.coded_allreduce(array, group, erasures=mask)
+    erased = uncounted.allreduce(array, group, erasures=mask)
     assert_sum(group, [total, erased], [VECTOR, VECTOR])
     assert_same_bits(comm, [total, erased])
     with pytest.raises(jaxcoded.TooManyErasures, match="rank 0 is the root"):
-        host.coded_allreduce(array, group, erasures=[True] * SIZE)
-    assert_sum(group, host.coded_allreduce(np.asarray(own), group), VECTOR)
+        uncounted.allreduce(array, group, erasures=[True] * SIZE)
+    assert_sum(group, uncounted.allreduce(np.asarray(own), group), VECTOR)
 
 
 @several
@@ -465,8 +461,8 @@ def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, code):
         own = np.asarray(contribution(group, VECTOR))
         said = "these called with skip=True: rank 1; any 0 of its "
         with pytest.raises(jaxcoded.TooManyErasures, match=said):
-            host.coded_allreduce(own, group, skip=RANK == 1)
-        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+            uncounted.allreduce(own, group, skip=RANK == 1)
+        assert_sum(group, uncounted.allreduce(own, group), VECTOR)
 
 
 @several
@@ -476,7 +472,7 @@ def test_numpy_arrays_that_do_not_fit(comm, group, own):
     for number in range(3):
         array = own[:4] if number == 0 and RANK == SIZE - 1 else own
         try:
-            total = host.coded_allreduce(array, group)
+            total = uncounted.allreduce(array, group)
         except jaxcoded.GroupMismatch as error:
             assert str(error).startswith("float64[")
             erred.append(number)
@@ -509,8 +505,8 @@ MEMORY = np.ones(5)
 )
 def test_what_numpy_arrays_may_not_be(group, own, array, options, error, message):
     with pytest.raises(error, match=message):
-        host.coded_allreduce(array, group, **options)
-    assert_sum(group, host.coded_allreduce(np.asarray(own), group), VECTOR)
+        uncounted.allreduce(array, group, **options)
+    assert_sum(group, uncounted.allreduce(np.asarray(own), group), VECTOR)
 
 
 def test_results_are_not_written_into_what_is_read_only(group, own):
@@ -518,7 +514,7 @@ def test_results_are_not_written_into_what_is_read_only(group, own):
     array = np.asarray(own)
     assert not array.flags.writeable
     with pytest.raises(ValueError, match="read-only|writeable"):
-        host.coded_allreduce(array, group, out=array)
+        uncounted.allreduce(array, group, out=array)
 
 
 @slices
@@ -527,7 +523,7 @@ def test_numpy_arrays_have_no_slices(comm, transport):
         jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced,
         pytest.raises(TypeError, match="need a group without slices"),
     ):
-        host.coded_allreduce(np.ones(4), sliced)
+        uncounted.allreduce(np.ones(4), sliced)
 
 
 # Threads.
@@ -539,7 +535,7 @@ def test_a_group_for_each_thread(comm, group, transport, own):
 
     def work(name, group):
         for k in range(20):
-            totals[name, k] = host.coded_allreduce((k + 1) * own, group) / (k + 1)
+            totals[name, k] = uncounted.allreduce((k + 1) * own, group) / (k + 1)
 
     with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
         thread = threading.Thread(target=work, args=("other", other))
@@ -561,7 +557,7 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
     own = contribution(group, VECTOR)
 
     def call():
-        host.coded_allreduce(own, other)
+        uncounted.allreduce(own, other)
 
     def start():
         jax.block_until_ready(coded_allreduce_start(own, other))
@@ -627,7 +623,7 @@ def test_resync(comm, group, transport, late):
             state["step"] = state["step"] + 1
             short.snapshot(state)
 
-    by_host = functools.partial(host.coded_allreduce, group=short)
+    by_host = functools.partial(uncounted.allreduce, group=short)
     train(5, by_host)
     assert_state(short, state)
     wait_for_all(comm)
@@ -675,7 +671,7 @@ def test_snapshots(comm, group, transport):
         wait_for_all(comm)
         kept = []
         for number in range(7):
-            total = host.coded_allreduce(np.zeros(2), other)
+            total = uncounted.allreduce(np.zeros(2), other)
             state["x"] = state["x"] + 1 + total[0]
             kept.append(other.snapshot(state, every=3))
         assert kept == [True, False, False, True, False, False, True]
@@ -710,7 +706,7 @@ def test_a_snapshot_of_another_state(comm, group, transport, like):
     state = {"x": np.arange(3.0), "step": 3}
     with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
         for _ in range(2):
-            host.coded_allreduce(np.zeros(2), other)
+            uncounted.allreduce(np.zeros(2), other)
         other.snapshot(state)
         wait_for_all(comm)
         if RANK != other.plan.root:
@@ -733,10 +729,10 @@ def test_other_threads_get_their_turn(comm, transport):
         comm, stragglers=0, transport=transport, options=by_root
     ) as group:
         root = group.plan.root
-        host.coded_allreduce(np.ones(1), group)
+        uncounted.allreduce(np.ones(1), group)
         wait_for_all(comm)
         if RANK != root:
-            host.coded_allreduce(own, group)
+            uncounted.allreduce(own, group)
             return
         wait_until(lambda: f"offers {pieces} of round 2" in group.transport.status())
         seen, over = set(), threading.Event()
@@ -748,7 +744,7 @@ def test_other_threads_get_their_turn(comm, transport):
 
         looking = threading.Thread(target=look)
         looking.start()
-        host.coded_allreduce(own, group)
+        uncounted.allreduce(own, group)
         over.set()
         looking.join()
         assert len(seen) > 4, seen  # of 32 turns of the engine
@@ -801,13 +797,13 @@ def test_an_interrupt_while_a_rank_waits(comm, transport):
         if RANK == root:
             threading.Thread(target=interrupt).start()
             with pytest.raises(KeyboardInterrupt):
-                host.coded_allreduce(own, group)
+                uncounted.allreduce(own, group)
                 time.sleep(10)
         else:
             if RANK in children:
                 comm.recv(source=root)
-            assert_sum(group, host.coded_allreduce(own, group), VECTOR)
-        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+            assert_sum(group, uncounted.allreduce(own, group), VECTOR)
+        assert_sum(group, uncounted.allreduce(own, group), VECTOR)
 
 
 def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
@@ -827,7 +823,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         asking.emit = lambda record: lags.append(group.lag())
         logging.getLogger("jaxcoded").addHandler(asking)
         with caplog.at_level(logging.INFO, "jaxcoded"):
-            total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+            total = uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
         logging.getLogger("jaxcoded").removeHandler(asking)
         assert_sum(group, total, VECTOR)
         said = [r.getMessage() for r in caplog.records if r.name == "jaxcoded"]
@@ -868,10 +864,10 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
         own = np.asarray(contribution(group, VECTOR))
         parent = group.plan.parents[last]
         if RANK == last:
-            ahead = threading.Thread(target=host.coded_allreduce, args=(own, other))
+            ahead = threading.Thread(target=uncounted.allreduce, args=(own, other))
             ahead.start()
             comm.recv(source=parent)
-            total = host.coded_allreduce(own, group)
+            total = uncounted.allreduce(own, group)
             ahead.join()
         else:
             if RANK == parent:
@@ -881,8 +877,8 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
                 tells.emit = tell
                 logger.addHandler(tells)
             with caplog.at_level(logging.INFO, "jaxcoded"):
-                total = host.coded_allreduce(own, group)
-            host.coded_allreduce(own, other)
+                total = uncounted.allreduce(own, group)
+            uncounted.allreduce(own, other)
         assert_sum(group, total, VECTOR)
     if RANK == parent:
         words = f"; but in group {other.index} .*{last} .* in round 1, which rank {RANK} has not called"
@@ -900,7 +896,7 @@ def test_memory_while_nobody_is_late(comm, transport):
     ) as group:
         array = np.ones(2**17)
         for _ in range(20):
-            host.coded_allreduce(array, group, out=array)
+            uncounted.allreduce(array, group, out=array)
             array.fill(1)
         wait_for_all(comm)
         figures = group.transport.statistics()
@@ -1014,7 +1010,7 @@ def test_others_cannot_harm_what_is_shared(comm, group, what):
     for size in (0, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(file, size)
-    host.coded_allreduce(np.ones(1 << 16), group)  # which all fetch from one another
+    uncounted.allreduce(np.ones(1 << 16), group)  # which all fetch from one another
     inode = os.fstat(file).st_ino
     others = [(size, access) for at, size, access in mapped(what) if at != inode]
     expected = {"r--s"} | ({"rw-s"} if what == "page" else set()) if SIZE > 1 else set()
@@ -1051,7 +1047,7 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
             group.transport.host_round(
                 Collective(words + str(int(RANK == SIZE - 1))), [one], [one]
             )
-        assert host.coded_allreduce(np.ones(1), group) == SIZE
+        assert uncounted.allreduce(np.ones(1), group) == SIZE
 
 
 @several
@@ -1059,7 +1055,7 @@ def test_messages_that_nobody_can_have_meant(comm, transport):
     """They fail a round, and the ones after them are read."""
     nothing = np.zeros(7, np.uint8)
     with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
-        assert host.coded_allreduce(np.ones(1), group) == SIZE
+        assert uncounted.allreduce(np.ones(1), group) == SIZE
         root, child = group.plan.root, group.plan.coded_children(group.plan.root)[-1]
         for _ in range(3):
             wait_for_all(comm)
@@ -1069,8 +1065,8 @@ def test_messages_that_nobody_can_have_meant(comm, transport):
             said = rf"rank {root} cannot read a message of rank {child}, one "
             with pytest.raises(jaxcoded.CodedError, match=said):
                 for _ in range(100):
-                    host.coded_allreduce(np.ones(1), group)
-            assert host.coded_allreduce(np.ones(1), group) == SIZE
+                    uncounted.allreduce(np.ones(1), group)
+            assert uncounted.allreduce(np.ones(1), group) == SIZE
 
 
 def test_bcast_of_odd_lengths(comm, group):

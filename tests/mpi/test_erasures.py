@@ -19,9 +19,9 @@ from reference import (
     tolerated_masks,
 )
 from together import assert_odd_one_out
+from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce
 
 GRADIENTS = {"wide": per_example(3), "single": per_example(2, seed=1, dtype="float32")}
 

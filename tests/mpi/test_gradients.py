@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from marks import SIZE, once, slices
 from reference import BATCH, contribution, per_example
+from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
+from jaxcoded import tree_bcast
 from jaxcoded.collectives import allreduce
 from jaxcoded.plan import atoms
 

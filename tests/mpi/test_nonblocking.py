@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import together
+import uncounted
 from jax.errors import JaxRuntimeError
 from marks import SIZE, engine_only, once, redundant, several, slices
 from mpi4py import MPI
@@ -22,17 +23,10 @@ from reference import (
     random_erasures,
 )
 from together import finish, late_ranks, one_late, wait_for_all
+from uncounted import coded_allreduce, coded_allreduce_start, coded_reduce
 
 import jaxcoded
-from jaxcoded import (
-    GroupClosed,
-    coded_allreduce,
-    coded_allreduce_done,
-    coded_allreduce_start,
-    coded_reduce,
-    host,
-    tree_bcast,
-)
+from jaxcoded import GroupClosed, coded_allreduce_done, tree_bcast
 
 RANK = MPI.COMM_WORLD.rank
 MOST = 64  # rounds that are started and not done
@@ -63,7 +57,7 @@ class Calls:
             return function(*args, **options)
         out = function(*args, **options, token=self.token)
         self.token = out[-1]
-        if isinstance(out, jaxcoded.CodedSum) and out.residual is not None:
+        if isinstance(out, jaxcoded.Result) and out.residual is not None:
             return out._replace(token=None)
         return out[0]
 
@@ -270,7 +264,7 @@ def test_a_round_is_started_on_some_ranks_and_waited_for_on_others(comm, group, 
         elif kind == "blocking":
             totals.append(coded_allreduce(k * own, group))
         else:
-            totals.append(host.coded_allreduce(k * np.asarray(own), group))
+            totals.append(uncounted.allreduce(k * np.asarray(own), group))
     for k, total in enumerate(totals, 1):
         assert_sum(group, total, VECTOR, k)
     assert_same_bits(comm, totals)
@@ -450,7 +444,7 @@ def test_a_late_rank_out_of_the_history(comm, group, transport, late):
     wait_for_all(comm)
     if RANK != late:
         while state["step"] < 160:
-            total = host.coded_allreduce(own, short)
+            total = uncounted.allreduce(own, short)
             np.testing.assert_allclose(total, expected, rtol=tolerance)
             state["step"] += 1
             short.snapshot(state)
@@ -644,9 +638,9 @@ def test_never_done(comm, transport):
 
 @once
 def test_what_is_no_handle(group, own):
-    with pytest.raises(TypeError, match=r"handle must be what .* got a Started"):
+    with pytest.raises(TypeError, match=r"handle must be what .* got a Result"):
         coded_allreduce_done(coded_allreduce_start(own, group, token=jnp.int32(0)))
-    handle, _ = coded_allreduce_start(own, group, token=jnp.int32(0))
+    handle, *_ = coded_allreduce_start(own, group, token=jnp.int32(0))
     started = "^calls are ordered by tokens or by effects: the round was started "
     with pytest.raises(ValueError, match=started + "with a token, so hand the next"):
         coded_allreduce_done(handle)
@@ -756,7 +750,8 @@ def test_close_without_a_rank_that_never_starts(comm, transport, own):
     above = {parents[last], parents[parents[last]]} - {-1}
     done = jax.jit(lambda h, t: coded_allreduce_done(h, token=t))
     token = jnp.int32(0)
-    done(*coded_allreduce_start(1.0, group, token=token))[0].block_until_ready()
+    handle, _, token = coded_allreduce_start(1.0, group, token=token)
+    done(handle, token).value.block_until_ready()
     wait_for_all(comm)
     if RANK == last:
         wait_for_all(comm)

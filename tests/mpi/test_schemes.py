@@ -14,9 +14,9 @@ from reference import (
     per_example,
     random_erasures,
 )
+from uncounted import coded_allreduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce
 
 # code, and what make_plan needs besides it; for 3 children of every parent, or 6
 EXACT = {
@@ -106,7 +106,7 @@ def test_training_step(comm, transport, code):
         step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, residual=True))
         expected = jax.value_and_grad(lambda p: loss(p, x).mean())(params)
         for _ in range(5):
-            total, grads, residual, _ = step(params, part.of(x[part.indices]))
+            (total, grads), residual, _ = step(params, part.of(x[part.indices]))
             tolerance = 1e-13 * group.plan.amplification
             np.testing.assert_allclose(total, expected[0], rtol=tolerance)
             np.testing.assert_allclose(grads["w"], expected[1]["w"], atol=tolerance)

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 from marks import SIZE, engine_only, several
 from mpi4py import MPI
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
 from together import late_ranks, one_late, wait_for_all, wait_until
+from uncounted import coded_allreduce, coded_allreduce_start
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_allreduce_done, coded_allreduce_start, host
+from jaxcoded import coded_allreduce_done
 
 pytestmark = [engine_only, several]
 
@@ -127,9 +129,9 @@ def test_the_bits_of_a_sum_by_the_root(comm, code, dtype):
         for seed in range(3):
             gradients = per_example(NUMBERS, seed=seed, dtype=dtype)
             mine = own(group, gradients)
-            total = host.coded_allreduce(mine, group)
+            total = uncounted.allreduce(mine, group)
             assert_sum(group, total, gradients)
-            assert total.tobytes() == host.coded_allreduce(mine, other).tobytes()
+            assert total.tobytes() == uncounted.allreduce(mine, other).tobytes()
             assert_same_bits(comm, total)
         assert sum(comm.allgather(formed(group))) >= 3 * total.nbytes
         assert not formed(other)
@@ -140,8 +142,8 @@ def test_other_lengths_in_turns(comm, family):
     for numbers in [1, 2_049, 5, NUMBERS, 16_384]:
         gradients = per_example(numbers)
         mine = np.array(own(family, gradients))
-        assert_sum(family, host.coded_allreduce(mine, family), gradients)
-        out = host.coded_allreduce(mine, family, out=mine)
+        assert_sum(family, uncounted.allreduce(mine, family), gradients)
+        out = uncounted.allreduce(mine, family, out=mine)
         assert_sum(family, out, gradients)
         assert_same_bits(comm, out)
 
@@ -153,7 +155,7 @@ def test_ranks_that_come_at_random(comm, family):
     for number in range(30):
         random = np.random.default_rng(100 * number + RANK)
         time.sleep(random.choice([0, 0.001, 0.004, 0.02]))
-        total = host.coded_allreduce(mine, family)
+        total = uncounted.allreduce(mine, family)
         assert_sum(family, total, gradients)
     assert_same_bits(comm, total)
 
@@ -172,7 +174,7 @@ def test_a_late_rank_holds_nobody_up(comm, late, shape):
 
         def steps():
             for _ in range(3):
-                total = host.coded_allreduce(mine, group)
+                total = uncounted.allreduce(mine, group)
                 assert_sum(group, total, gradients)
             return total
 
@@ -208,7 +210,7 @@ def test_blocks(comm):
                 for block in blocks:
                     time.sleep(0.02 if RANK == 1 + number % (SIZE - 1) else 0.001)
                     total += gradients[block.indices].sum(0)
-            total = host.coded_allreduce(total, group)
+            total = uncounted.allreduce(total, group)
             assert_sum(group, total, gradients)
             assert_same_bits(comm, total)
         assert sum(comm.allgather(formed(group))) >= 6 * total.nbytes
@@ -220,7 +222,7 @@ def test_other_threads_get_their_turn(comm):
     pieces = -(-mine.nbytes // PIECE)
     with opened(comm, stragglers=0) as group:
         if RANK != group.plan.root:
-            host.coded_allreduce(mine, group)
+            uncounted.allreduce(mine, group)
             return
         wait_until(lambda: f"offers {pieces} of round 1" in group.transport.status())
         seen, over = set(), threading.Event()
@@ -232,7 +234,7 @@ def test_other_threads_get_their_turn(comm):
 
         looking = threading.Thread(target=look)
         looking.start()
-        host.coded_allreduce(mine, group)
+        uncounted.allreduce(mine, group)
         over.set()
         looking.join()
         assert len(seen - {()}) > 1, seen
@@ -245,6 +247,6 @@ def test_groups_are_closed_while_others_still_fetch(comm):
         with opened(comm, stragglers=1 if SIZE > 3 else 0) as group:
             time.sleep(0.01 if RANK == number % SIZE else 0)
             assert_sum(
-                group, host.coded_allreduce(own(group, gradients), group), gradients
+                group, uncounted.allreduce(own(group, gradients), group), gradients
             )
     wait_for_all(comm)

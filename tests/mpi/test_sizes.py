@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from marks import mpi4jax_only, not_alone
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
+from uncounted import coded_allreduce
 
 import jaxcoded
-from jaxcoded import baselines, coded_allreduce, tree_bcast
+from jaxcoded import baselines, tree_bcast
 from jaxcoded.transport import messages
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 from marks import SIZE, engine_only, not_alone, redundant, several, slices
 from mpi4py import MPI
 from reference import (
@@ -359,9 +360,7 @@ def test_the_same_as_on_the_host(comm, gpu, stream):
         tree = gradients(2 * CHUNK + 5)
         own = vectors_of(group, tree)
         (out,) = device_round(gpu, stream, group, own)
-        np.testing.assert_array_equal(
-            out, jaxcoded.host.coded_allreduce(own[0].copy(), group)
-        )
+        np.testing.assert_array_equal(out, uncounted.allreduce(own[0].copy(), group))
 
 
 def test_memory_is_used_again(comm, gpu, stream, group):
@@ -437,8 +436,8 @@ def test_programs_for_a_gpu(group, tokened):
 
     def step(x, token):
         if tokened:
-            return jaxcoded.coded_allreduce(x[64:], group, token=token)
-        return jaxcoded.coded_allreduce(x[64:], group), token
+            return uncounted.coded_allreduce(x[64:], group, token=token)
+        return uncounted.coded_allreduce(x[64:], group), token
 
     traced = jax.jit(step).trace(jnp.ones(128), jnp.int32(0))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -767,4 +766,4 @@ def test_blocks_computed_handler(comm, gpu, stream):
             )
             assert text == ""
             assert np.flatnonzero(out.read()).tolist() == sorted(mine)
-        jaxcoded.host.coded_allreduce(np.zeros(1), group)
+        uncounted.allreduce(np.zeros(1), group)

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 from marks import SIZE, engine_only, mpi4jax_only, redundant, several
 from mpi4py import MPI
 from reference import BATCH, assert_sum, contribution, per_example
 from together import SLOWNESS, wait_for_all, wait_until
 
 import jaxcoded
-from jaxcoded import host
 from jaxcoded.group.telemetry import SLOWEST, Telemetry
 
 RANK = MPI.COMM_WORLD.rank
@@ -49,7 +49,7 @@ def test_who_was_late_and_by_how_much(comm, fresh):
         wait_for_all(comm)
         if RANK == late and number % 2:
             time.sleep(LATE)
-        assert_sum(group, host.coded_allreduce(x, group), VECTOR)
+        assert_sum(group, uncounted.allreduce(x, group), VECTOR)
     wait_for_all(comm)
     seen = group.telemetry()
     assert seen.rounds.tolist() == [1, 2, 3, 4, 5, 6]
@@ -108,7 +108,7 @@ def test_who_computed_which_blocks(comm, transport, in_jit):
                     time.sleep(NAP)
                     total += x[block.indices].sum()
                     count += 1
-            host.coded_allreduce(total, group)
+            uncounted.allreduce(total, group)
             mine.append(count)
         wait_for_all(comm)
         seen = group.telemetry()
@@ -135,7 +135,7 @@ def test_links_count_what_comes(comm, fresh):
     x = np.asarray(contribution(fresh, VECTOR))
     rounds = 10
     for _ in range(rounds):
-        host.coded_allreduce(x, fresh)
+        uncounted.allreduce(x, fresh)
     wait_for_all(comm)
     seen = fresh.telemetry()
     size = dict(zip(seen.peers.tolist(), seen.link_bytes.tolist()))
@@ -158,7 +158,7 @@ def test_sums_in_sections(comm, transport):
     ) as group:
         x = np.asarray(contribution(group, gradients))
         for _ in range(rounds):
-            assert_sum(group, host.coded_allreduce(x, group), gradients)
+            assert_sum(group, uncounted.allreduce(x, group), gradients)
         wait_for_all(comm)
         seen = group.telemetry()
         assert seen.rounds.tolist() == [*range(1, rounds + 1)]
@@ -180,14 +180,14 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
     group, slow = fresh, leaf(fresh)
     for _ in range(30):
         time.sleep((0.3 if RANK == slow else 0.03) * SLOWNESS)
-        host.coded_allreduce(
+        uncounted.allreduce(
             np.asarray(contribution(group, VECTOR)), group, skip=group.lag() > 0
         )
     wait_for_all(comm)
     time.sleep(1.1)  # step times are told once a second
     wait_for_all(comm)
     for _ in range(group.plan.tree.depth + 1):
-        host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
         wait_for_all(comm)
         time.sleep(1.1)
         wait_for_all(comm)
@@ -205,15 +205,15 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
     assert 0 < other.plan.load_of(slow) < group.plan.load_of(slow)
     assert_sum(
         other,
-        host.coded_allreduce(np.asarray(contribution(other, VECTOR)), other),
+        uncounted.allreduce(np.asarray(contribution(other, VECTOR)), other),
         VECTOR,
     )
-    call = jax.jit(lambda x: jaxcoded.coded_allreduce(x, other, residual=True))
+    call = jax.jit(lambda x: uncounted.coded_allreduce(x, other, residual=True))
     total, residual, _ = call(contribution(other, VECTOR))
     assert_sum(other, np.asarray(total), VECTOR)
     assert float(residual) < 1e-6
     with pytest.raises(jaxcoded.GroupClosed):
-        host.coded_allreduce(VECTOR[0], group)
+        uncounted.allreduce(VECTOR[0], group)
     # what was seen can be kept
     seen.save(tmp_path / "seen.npz")
     back = Telemetry.load(tmp_path / "seen.npz")
@@ -237,7 +237,7 @@ def test_replan_with_a_late_rank(comm, transport):
         time.sleep(0.5)
     for _ in range(3):
         for _ in range(3):
-            total = jaxcoded.coded_allreduce(contribution(group, VECTOR), group)
+            total = uncounted.coded_allreduce(contribution(group, VECTOR), group)
             assert_sum(group, np.asarray(total), VECTOR)
         group = group.replan(speeds)
         speeds = speeds[::-1].copy()
@@ -247,7 +247,7 @@ def test_replan_with_a_late_rank(comm, transport):
             lambda w, x: w * x, group, residual=True, mean=False
         )
     )
-    value, grad, residual, _ = step(
+    (value, grad), residual, _ = step(
         2.0, part.of(jnp.arange(float(BATCH))[part.indices])
     )
     exact = BATCH * (BATCH - 1) / 2
@@ -290,7 +290,7 @@ def test_replan_misuse(comm, transport):
         for wrong in (np.zeros(SIZE), np.full(SIZE, np.nan)):
             with pytest.raises(ValueError, match="speeds must be positive and finite"):
                 group.replan(wrong)
-        total = jaxcoded.coded_allreduce(contribution(group, VECTOR), group)
+        total = uncounted.coded_allreduce(contribution(group, VECTOR), group)
         assert_sum(group, np.asarray(total), VECTOR)
 
 
@@ -305,12 +305,12 @@ def test_replan_beside_another_call(comm, fresh):
         if mine:
             fresh.replan(np.ones(SIZE))
         else:
-            jaxcoded.coded_allreduce(
+            uncounted.coded_allreduce(
                 contribution(fresh, VECTOR), fresh
             ).block_until_ready()
     jaxcoded.effects_barrier()
     wait_for_all(comm)
-    total = jaxcoded.coded_allreduce(contribution(fresh, VECTOR), fresh)
+    total = uncounted.coded_allreduce(contribution(fresh, VECTOR), fresh)
     assert_sum(fresh, np.asarray(total), VECTOR)
     wait_for_all(comm)
 
@@ -327,14 +327,14 @@ def test_who_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
         with pytest.raises(
             jaxcoded.GroupMismatch, match="after a ValueError in replan"
         ):
-            host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+            uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
     else:
         group = group.replan(speeds)
     for _ in range(4):
         wait_for_all(comm)
         time.sleep(0.05)
         try:
-            total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+            total = uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
         except jaxcoded.GroupMismatch:
             pass
         else:
@@ -351,7 +351,7 @@ def test_who_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
     wait_for_all(comm)
     assert len(set(comm.allgather(group.plan.to_json()))) == 1
     for _ in range(3):
-        total = host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        total = uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
         assert_sum(group, total, VECTOR)
     wait_for_all(comm)
     group.close()
@@ -373,7 +373,7 @@ def test_hook(comm, fresh):
 
     fresh.on_round(look)
     for _ in range(5):
-        host.coded_allreduce(np.asarray(contribution(fresh, VECTOR)), fresh)
+        uncounted.allreduce(np.asarray(contribution(fresh, VECTOR)), fresh)
     wait_until(lambda: len(seen) == 5)
     assert [it.number for it in seen] == [1, 2, 3, 4, 5]
     assert not any(it.failed or it.skipped for it in seen)
@@ -394,12 +394,12 @@ def test_hooks_end(comm, transport):
     with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
         x = np.ones(3)
         group.on_round(seen.append)
-        host.coded_allreduce(x, group)
+        uncounted.allreduce(x, group)
         group.on_round(others.append)
         wait_until(lambda: threads() == 1)
-        host.coded_allreduce(x, group)
+        uncounted.allreduce(x, group)
         group = group.replan(np.ones(SIZE))
-        host.coded_allreduce(x, group)
+        uncounted.allreduce(x, group)
         wait_for_all(comm)
     wait_until(lambda: threads() == 0)
     assert [it.number for it in seen] == [1]
@@ -415,11 +415,11 @@ def test_a_hook_holds_up_no_round(comm, transport, tmp_path):
     with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
         holds = group.plan.root == RANK
         group.on_round(lambda it: None)
-        jaxcoded.coded_allreduce(x, group).block_until_ready()
+        uncounted.coded_allreduce(x, group).block_until_ready()
         if holds:
             os.mkfifo(path)
         wait_for_all(comm)
-        handles = [jaxcoded.coded_allreduce_start(x, group) for _ in range(3)]
+        handles = [uncounted.coded_allreduce_start(x, group) for _ in range(3)]
         jax.block_until_ready(handles)
         if holds:  # until somebody else has all results
             fifo = os.open(path, os.O_RDWR)
@@ -460,7 +460,7 @@ def test_few_rounds_are_remembered(comm, transport, kept):
             if RANK == late:
                 wait_until(lambda: group.lag() == 10)
             for _ in range(10):
-                assert_sum(group, host.coded_allreduce(x, group), VECTOR)
+                assert_sum(group, uncounted.allreduce(x, group), VECTOR)
             wait_for_all(comm)
             seen = group.telemetry()
             assert seen.rounds.tolist() == list(range(rounds - kept + 1, rounds + 1))
@@ -476,7 +476,7 @@ def test_turned_off(comm, transport):
         transport=transport,
         options=jaxcoded.Options(telemetry_rounds=0),
     ) as group:
-        host.coded_allreduce(np.asarray(contribution(group, VECTOR)), group)
+        uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
         seen = group.telemetry()
         assert len(seen.rounds) == 0
         assert seen.speeds.tolist() == [1.0] * SIZE

@@ -9,9 +9,10 @@ import pytest
 from marks import engine_only, once
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
 from together import compilations, finish
+from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, tree_bcast
+from jaxcoded import tree_bcast
 
 VECTOR = per_example(5)
 
@@ -55,13 +56,13 @@ def test_every_collective_takes_a_token(comm, group, own, inside):
     """And hands one on, so that all calls of a program are in one order."""
 
     def program(x, token):
-        lag, token = group.lag(token=token)
+        lag, _, token = group.lag(token=token)
         at_root, _, token = coded_reduce(x, group, divisor=BATCH, token=token)
         told, _, token = tree_bcast(
             {"mine": at_root, "who": group.rank}, group, token=token
         )
         total, _, token = coded_allreduce(x, group, token=token)
-        later, token = group.lag(token=token)
+        later, _, token = group.lag(token=token)
         return lag, at_root, told, total, later, token
 
     before = group.rounds
@@ -146,7 +147,7 @@ def test_value_and_grad_with_a_token(comm, group):
     def descend(w, token):
         def body(carry, _):
             w, token = carry
-            loss, grad, _, token = step(w, part.of(x[part.indices]), token=token)
+            (loss, grad), _, token = step(w, part.of(x[part.indices]), token=token)
             return (w - 0.1 * grad, token), loss
 
         return jax.lax.scan(body, (w, token), length=3)
@@ -167,7 +168,7 @@ def test_optax_carries_a_token(comm, group):
     part = group.batch(10)
     grad = jnp.float64((part.weights * part.indices).sum())
     tx = optax.chain(
-        jaxcoded.optax.coded_allreduce(group, divisor=10, carry_token=True),
+        jaxcoded.optax.sum_gradients(group, divisor=10, carry_token=True),
         optax.sgd(1.0),
     )
     state = tx.init(grad)
@@ -176,7 +177,8 @@ def test_optax_carries_a_token(comm, group):
     kept = jax.tree.map(lambda leaf: leaf + 12345, state)
     update = jax.jit(tx.update)
     for number in range(5):
-        updates, state = update(grad, kept if number == 3 else state)
+        before = kept if number == 3 else state
+        updates, state = update(grad, before, grad, weights=part.weights)
         np.testing.assert_allclose(updates, -4.5, rtol=1e-9)
         assert_same_bits(comm, updates)
     assert update._cache_size() == 1

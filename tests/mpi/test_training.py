@@ -75,7 +75,7 @@ def coded_value_and_grad_step(group, tx):
 
 
 def chain_step(group, tx):
-    tx = optax.chain(jaxcoded.optax.coded_allreduce(group, divisor=BATCH), tx)
+    tx = optax.chain(jaxcoded.optax.sum_gradients(group, divisor=BATCH), tx)
 
     def weighted_loss(params, batch, weights):
         losses = per_example_loss(params, batch)
@@ -84,7 +84,9 @@ def chain_step(group, tx):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch, erasures):
         local = jax.grad(weighted_loss)(params, batch.data, batch.weights)
-        updates, state = tx.update(local, state, params, erasures=erasures)
+        updates, state = tx.update(
+            local, state, params, weights=batch.weights, erasures=erasures
+        )
         return optax.apply_updates(params, updates), state
 
     return step, tx
@@ -151,11 +153,11 @@ def assert_close(actual, expected, dtype, amplification):
 
 @once
 def test_init_does_not_communicate(group):
-    tx = jaxcoded.optax.coded_allreduce(group)
+    tx = jaxcoded.optax.sum_gradients(group)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     if group.rank == 0:  # alone
         state = tx.init({"w": jnp.ones(2)})
-        assert state == jaxcoded.optax.CodedAllreduceState(None)
+        assert state == jaxcoded.optax.SumGradientsState(None)
 
 
 @once
@@ -167,13 +169,13 @@ def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
     loss_and_grad = jaxcoded.coded_value_and_grad(
         lambda w, x: (w["a"] - x) ** 2 + w["b"], group, mean=mean
     )
-    tx = optax.chain(jaxcoded.optax.coded_allreduce(group), optax.sgd(1.0))
+    tx = optax.chain(jaxcoded.optax.sum_gradients(group), optax.sgd(1.0))
     batch = jnp.arange(10.0)[part.indices]
     w = {"a": jnp.float32(1.0), "b": jnp.float32(0.0)}
 
     def step(w, batch, prepare):
         _, grads = loss_and_grad(w, part.of(batch))
-        return tx.update(prepare(grads), tx.init(w))[0]
+        return tx.update(prepare(grads), tx.init(w), w, weights=part.weights)[0]
 
     with pytest.raises(
         ValueError, match=r"updates\['a'\] is a gradient that coded_value"
@@ -190,26 +192,26 @@ def erased_contribution(group, seed):
     erasures = random_erasures(group.plan, np.random.default_rng(seed))
     part = group.batch(10)
     own = 1e6 if erasures[group.rank] else (part.weights * part.indices).sum()
-    return own, erasures
+    return own, part.weights, erasures
 
 
 def test_erasures_are_an_extra_argument(group):
     """Which passes through a chain, next to others; what is masked stays local."""
     tx = optax.chain(
         optax.masked(
-            jaxcoded.optax.coded_allreduce(group), {"summed": True, "local": False}
+            jaxcoded.optax.sum_gradients(group), {"summed": True, "local": False}
         ),
         optax.scale(2.0),
     )
-    own, erasures = erased_contribution(group, 0)
+    own, weights, erasures = erased_contribution(group, 0)
     grads = {"summed": np.float64(own), "local": np.float64(group.rank)}
 
     @jax.jit
-    def update(grads, erasures):
+    def update(grads, extra):
         state = tx.init(grads)
-        return tx.update(grads, state, grads, erasures=erasures, value=1.0)[0]
+        return tx.update(grads, state, grads, **extra, value=1.0)[0]
 
-    updates = update(grads, erasures)
+    updates = update(grads, {"weights": weights, "erasures": erasures})
     np.testing.assert_allclose(updates["summed"], 2 * 45, rtol=1e-9)
     assert updates["local"] == 2 * group.rank
 
@@ -218,7 +220,7 @@ def test_gradient_accumulation(group):
     """One round in two steps, inside a ``cond``, with a learning rate that is set between the rounds."""
     tx = optax.inject_hyperparams(
         lambda learning_rate: optax.chain(
-            jaxcoded.optax.coded_allreduce(group, divisor=10), optax.sgd(learning_rate)
+            jaxcoded.optax.sum_gradients(group, divisor=10), optax.sgd(learning_rate)
         )
     )(learning_rate=1.0)
     every_second = optax.MultiSteps(tx, every_k_schedule=2)
@@ -226,12 +228,12 @@ def test_gradient_accumulation(group):
     param = jnp.float64(1.0)
     state = every_second.init(param)
     for number in range(4):
-        own, erasures = erased_contribution(group, number // 2)
+        own, weights, erasures = erased_contribution(group, number // 2)
         grad = jnp.float64(own * (1 + number))
         if number == 2:
             inner = state.inner_opt_state
             inner.hyperparams["learning_rate"] = jnp.float64(0.1)
-        updates, state = update(grad, state, param, erasures=erasures)
+        updates, state = update(grad, state, param, weights=weights, erasures=erasures)
         rate = {1: 1.0, 3: 0.1}.get(number, 0.0)
         # the mean of two gradients, of 1 and 2 or of 3 and 4 times 4.5
         expected = -rate * 4.5 * (number + 0.5)
@@ -241,6 +243,6 @@ def test_gradient_accumulation(group):
 
 def test_closed_group(comm, transport):
     with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
-        tx = jaxcoded.optax.coded_allreduce(group)
+        tx = jaxcoded.optax.sum_gradients(group)
     with pytest.raises(jaxcoded.GroupClosed, match="use after close"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

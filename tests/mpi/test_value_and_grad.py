@@ -12,7 +12,8 @@ from reference import random_erasures
 from together import finish, wait_for_all
 
 import jaxcoded
-from jaxcoded.collectives.value_and_grad import _checked_count, _examples
+from jaxcoded.collectives.counting import checked_count
+from jaxcoded.collectives.value_and_grad import _examples
 
 
 def loss(params, batch):
@@ -220,7 +221,7 @@ def one_at_a_time(step):
 
 
 def ordered_by_tokens(step):
-    return jax.jit(lambda *args: step(*args, token=jnp.int32(0))[:2])
+    return jax.jit(lambda *args: step(*args, token=jnp.int32(0)).value)
 
 
 def of_an_ensemble(step):
@@ -291,10 +292,10 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
         # one for each addition on the way: of two layers, each of three children
         for off in (0.0, 8 * rounding, -8 * rounding):
             count = jnp.asarray(number * (1 + off), dtype)
-            assert _checked_count(count, examples) == number
+            assert checked_count(count, examples) == number
         for wrong in (0.0, 0.999 * number, 1.001 * number, np.nan, np.inf):
             count = jnp.asarray(wrong, dtype)
-            assert np.isnan(_checked_count(count, examples))
+            assert np.isnan(checked_count(count, examples))
 
 
 @pytest.mark.skipif(SIZE < 4, reason="too few for a straggler and two slices")

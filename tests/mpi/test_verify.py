@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 from cases import more
 from jax.errors import JaxRuntimeError
 from marks import SIZE
 from mpi4py import MPI
 from reference import assert_same_bits, assert_sum, contribution, exact, per_example
 from together import wait_until
+from uncounted import coded_allreduce
 
 import jaxcoded
-from jaxcoded import GroupMismatch, InconsistentMessages, coded_allreduce, host
+from jaxcoded import GroupMismatch, InconsistentMessages
 from jaxcoded.transport import engine
 
 pytestmark = [
@@ -93,8 +95,8 @@ def test_with_one_more_than_needed_several_may_be_wrong(comm):
         own = contribution(group, VECTOR)
         words = "does not fit together .which of them is wrong, more redundancy would"
         with pytest.raises(InconsistentMessages, match=words):
-            host.coded_allreduce(flipped(own) if RANK == LIAR else own, group)
-        assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+            uncounted.allreduce(flipped(own) if RANK == LIAR else own, group)
+        assert_sum(group, uncounted.allreduce(own, group), VECTOR)
 
 
 def test_training_without_a_rank_that_computes_nan(comm, caplog):
@@ -259,9 +261,9 @@ def test_without_waiting_whoever_has_come_is_compared(comm):
     with opened(comm, "raise", verify_wait=False, code="cyclic_repetition") as group:
         own = contribution(group, VECTOR)
         for _ in range(20):
-            assert_sum(group, host.coded_allreduce(own, group), VECTOR)
+            assert_sum(group, uncounted.allreduce(own, group), VECTOR)
         gone = np.arange(SIZE) == LIAR
-        total = host.coded_allreduce(own, group, erasures=gone)
+        total = uncounted.allreduce(own, group, erasures=gone)
         assert_sum(group, total, VECTOR)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import together
+import uncounted
 from jax.errors import JaxRuntimeError
 from marks import engine_only, mpi4jax_only, several, slices
 from reference import (
@@ -19,9 +20,10 @@ from reference import (
     per_example,
     rounding,
 )
+from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce, coded_reduce, kernels
+from jaxcoded import kernels
 from jaxcoded.transport import packing
 
 wires = pytest.mark.parametrize("wire", ["bfloat16", "float16"])
@@ -133,7 +135,7 @@ def test_value_and_grad(comm, transport, code):
             loss, group, residual=True, wire_dtype=wire
         )
         params = {"w": jnp.zeros(50, jnp.float32), "b": jnp.float32(0)}
-        total, grads, residual, _ = jax.jit(step)(params, part.of(X[part.indices]))
+        (total, grads), residual, _ = jax.jit(step)(params, part.of(X[part.indices]))
         amplification, bound = group.plan.amplification, rounding(group, wire)
     terms = {"w": -X.astype(np.float64), "b": -X[:, 0].astype(np.float64)}
     losses = (terms["w"] ** 2).sum(1) / 2 + terms["b"] ** 2 / 2
@@ -168,10 +170,11 @@ def test_transformations(group):
 
 def test_optax(group):
     wire = "bfloat16"
-    tx = jaxcoded.optax.coded_allreduce(group, divisor=BATCH, wire_dtype=wire)
+    tx = jaxcoded.optax.sum_gradients(group, divisor=BATCH, wire_dtype=wire)
     own = contribution(group, GRADIENTS["matrix"])
     tx = optax.chain(tx, optax.scale(-1.0))
-    total, _ = tx.update(own, tx.init(own))
+    weights = group.batch(BATCH).weights
+    total, _ = tx.update(own, tx.init(own), own, weights=weights)
     assert_rounded(group, wire, total, GRADIENTS["matrix"], -1 / BATCH)
 
 
@@ -182,9 +185,7 @@ def test_numpy(comm, group, wire):
     gradients = GRADIENTS["matrix"]
     own = contribution(group, gradients)
     kept = own.copy()
-    on_host = lambda **out: jaxcoded.host.coded_allreduce(
-        own, group, wire_dtype=wire, **out
-    )
+    on_host = lambda **out: uncounted.allreduce(own, group, wire_dtype=wire, **out)
     if group.rank % 2:
         total = coded_allreduce(own, group, wire_dtype=wire)
     else:
@@ -199,7 +200,7 @@ def test_numpy(comm, group, wire):
     for again in (out, own):
         assert_rounded(group, wire, again, gradients)
     empty = np.zeros((0, 2), np.float32)
-    assert jaxcoded.host.coded_allreduce(empty, group, wire_dtype=wire).shape == (0, 2)
+    assert uncounted.allreduce(empty, group, wire_dtype=wire).shape == (0, 2)
 
 
 @wires
@@ -325,14 +326,14 @@ def test_wrong_dtypes(group, wrong):
         "wire_dtype must be bfloat16 or float16, or None to send arrays as they are"
     )
     x = np.ones(3, np.float32)
-    tx = jaxcoded.optax.coded_allreduce(group, wire_dtype=wrong)
+    tx = jaxcoded.optax.sum_gradients(group, wire_dtype=wrong)
     calls = [
         lambda: coded_allreduce(x, group, wire_dtype=wrong),
         lambda: coded_reduce(x, group, wire_dtype=wrong),
         lambda: jaxcoded.coded_value_and_grad(
             loss, group, wire_dtype=wrong, mean=False
         ),
-        lambda: tx.update(x, tx.init(x)),
+        lambda: tx.update(x, tx.init(x), x, weights=group.batch(3).weights),
         lambda: packing.pack(x, wire_dtype=wrong),
     ]
     for call in calls:

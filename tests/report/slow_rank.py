@@ -16,9 +16,10 @@ comm = MPI.COMM_WORLD
 directory, rounds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 x = np.ones(1000)
 with jaxcoded.CodedGroup(comm, stragglers=1, transport="engine") as group:
+    weights = group.batch(1000).weights
     for _ in range(rounds):
         behind = group.lag() > 0
         if comm.rank and not behind:
             time.sleep(0.3 if comm.rank == comm.size - 1 else 0.03)
-        jaxcoded.host.coded_allreduce(x, group, skip=behind)
+        jaxcoded.host.allreduce(x, group, weights, skip=behind)
     group.telemetry().save(directory / f"rank-{comm.rank}.npz")

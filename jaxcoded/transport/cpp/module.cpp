@@ -96,7 +96,8 @@ void open(std::uint64_t index, int comm, std::uint64_t session, const std::vecto
 std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
                                  std::string signature, bool up, bool down, bool skipped,
                                  std::vector<bool> erased,
-                                 const std::vector<Vector>& own, const std::vector<Vector>& out) {
+                                 const std::vector<Vector>& own, const std::vector<Vector>& out,
+                                 std::pair<double, double> examples) {
   Request request{.fingerprint = fingerprint,
                   .signature = std::move(signature),
                   .up = up,
@@ -106,7 +107,8 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
                   .total = segments_of(out),
                   .own = pointers_of<const std::byte>(own),
                   .out = pointers_of<std::byte>(out),
-                  .erased = std::move(erased)};
+                  .erased = std::move(erased),
+                  .examples = {examples.first, examples.second}};
   const Result result = Engine::instance().run(index, std::move(request));
   return {static_cast<int>(result.outcome), result.error};
 }

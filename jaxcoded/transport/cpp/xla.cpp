@@ -71,9 +71,9 @@ ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order
                       ffi::ResultBufferR0<ffi::U32> number, std::int64_t group,
                       std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                       std::int64_t slices, std::int64_t skips, std::int64_t erases,
-                      ffi::Span<const std::int64_t> apart) {
-  XlaCall call =
-      start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart);
+                      ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples) {
+  XlaCall call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases,
+                            apart, examples);
   pass_on(call);
   read(call);
   return guarded([&] {

@@ -160,9 +160,10 @@ inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std
 inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                           std::int64_t fingerprint, std::int64_t parts, std::int64_t slices,
                           std::int64_t skips, std::int64_t erases,
-                          ffi::Span<const std::int64_t> apart) {
+                          ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples) {
   XlaCall call = collective_call(args, next, signature, fingerprint, skips, erases, apart);
   append_parts(call, static_cast<std::uint64_t>(parts));
+  if (examples.size() == 2) call.request.examples = {examples[0], examples[1]};
   for (const ffi::AnyBuffer& vector : call.vectors) {
     Segment segment = segment_of(vector);
     segment.count =
@@ -311,7 +312,8 @@ auto bind_start(Binding binding) {
       .template Attr<std::int64_t>("slices")
       .template Attr<std::int64_t>("skips")
       .template Attr<std::int64_t>("erases")
-      .template Attr<ffi::Span<const std::int64_t>>("apart");
+      .template Attr<ffi::Span<const std::int64_t>>("apart")
+      .template Attr<ffi::Span<const double>>("examples");
 }
 
 template <class Binding>

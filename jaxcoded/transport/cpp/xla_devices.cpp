@@ -126,9 +126,11 @@ ffi::Error start_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                       std::int64_t group, std::string_view signature, std::int64_t fingerprint,
                       std::int64_t parts, std::int64_t slices, std::int64_t skips,
                       std::int64_t erases, ffi::Span<const std::int64_t> apart,
+                      ffi::Span<const double> examples,
                       std::int64_t devices, Owners owners, double patience) {
   Brought brings{
-      .call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart),
+      .call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart,
+                         examples),
       .number = number->typed_data()};
   return meet(run, place, brings, "the start of " + std::string(signature), group, devices, patience,
               [&](const std::vector<void*>& brought) -> Met {

@@ -1,0 +1,32 @@
+"""A result with what was asked for in addition."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Result(NamedTuple):
+    """What a call returns if it was asked for a residual or given a token; without them it returns the `value` alone.
+
+    Attributes:
+        value: what the call returns otherwise, such as ``(loss, grads)``.
+        residual: how far a sum is from the exact one, float32 or float64, if ``residual=True`` asked for it.
+        token: int32, for the next call, if the calls are ordered by one.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        ...     out = jaxcoded.coded_allreduce(jnp.arange(3.0), group, residual=True)
+        >>> out.value.tolist(), float(out.residual), out.token
+        ([0.0, 1.0, 2.0], 0.0, None)
+    """
+
+    value: Any
+    residual: jax.Array | None = None
+    token: jax.Array | None = None
+
+    def plain(self) -> Any:
+        """Return this, or the value alone if there is nothing more."""
+        more = self.residual is not None or self.token is not None
+        return self if more else self.value

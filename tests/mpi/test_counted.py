@@ -1,0 +1,222 @@
+"""Sums that count the examples with them: of what was weighted with a batch's weights, and of nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.errors import JaxRuntimeError
+from marks import SIZE, engine_only, redundant, several
+from reference import assert_same_bits
+from together import finish, wait_for_all
+
+import jaxcoded
+from jaxcoded import coded_allreduce, coded_allreduce_done, coded_allreduce_start, host
+
+EXAMPLES, BATCH = 32, 12
+DATA = np.random.default_rng(4).normal(size=(EXAMPLES, 5))
+
+STRATEGIES = {
+    "uncoded": {"stragglers": 0, "root_computes": True},
+    "shared": {"code": "shared(replicas=0, blocks=3)"},
+}
+if SIZE > 2:
+    STRATEGIES |= {"coded": {"stragglers": 1}}
+if SIZE > 3:
+    STRATEGIES |= {"cyclic": {"code": "cyclic_repetition", "root_computes": True}}
+
+
+def batches(group, seed=0):
+    return group.epoch(DATA, BATCH, seed=seed)
+
+
+def weighted(batch):
+    return batch.weights @ batch.data
+
+
+def at_once(x, group, weights):
+    return coded_allreduce(x, group, weights)
+
+
+def with_a_residual(x, group, weights):
+    if group.plan.placement is not None:
+        return coded_allreduce(x, group, weights)
+    total, residual, token = coded_allreduce(
+        x, group, weights, residual=True, token=jnp.int32(0)
+    )
+    return jnp.where(residual < 1e-9, total, jnp.nan) + 0 * token
+
+
+def started(x, group, weights):
+    """In two rounds, which both count."""
+    handle = coded_allreduce_start(
+        [x[:2], x[2:]], group, weights, bucket_bytes=x[:2].nbytes
+    )
+    return jnp.concatenate(coded_allreduce_done(handle))
+
+
+def on_the_host(x, group, weights):
+    return host.allreduce(np.asarray(x), group, weights)
+
+
+def in_a_chain(x, group, weights):
+    tx = optax.chain(jaxcoded.optax.sum_gradients(group), optax.scale(2.0))
+    params = jnp.zeros_like(x)
+    return tx.update(x, tx.init(params), params, weights=weights)[0] / 2
+
+
+CALLS = [at_once, with_a_residual, started, on_the_host, in_a_chain]
+calls = pytest.mark.parametrize("call", CALLS)
+
+
+def compiled(call, group):
+    def step(batch):
+        return call(weighted(batch), group, batch.weights)
+
+    return step if call is on_the_host else jax.jit(step)
+
+
+@calls
+@engine_only
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sum_of_a_batch(comm, transport, strategy, call):
+    """Also of a smaller last one, for which nothing is compiled."""
+    with jaxcoded.CodedGroup(
+        comm, transport=transport, **STRATEGIES[strategy]
+    ) as group:
+        step = compiled(call, group)
+        epoch = batches(group)
+        for number, batch in enumerate(epoch):
+            total = finish(step(batch))
+            expected = DATA[epoch.indices(number)].sum(0)
+            np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-9)
+            assert_same_bits(comm, total)
+        assert call is on_the_host or step._cache_size() == 1
+
+
+@several
+@pytest.mark.parametrize("call", [at_once, started, in_a_chain])
+def test_a_sum_of_several_batches(group, call):
+    """As in an evaluation: one round for all."""
+    total, weights = jnp.zeros(5), []
+    for batch in batches(group):
+        total, weights = total + weighted(batch), [*weights, batch.weights]
+    total = finish(jax.jit(lambda x, w: call(x, group, w))(total, weights))
+    np.testing.assert_allclose(total, DATA.sum(0), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
+@pytest.mark.parametrize("how", [{"slices": 2}, {"code": "progressive"}])
+def test_an_encoded_message_is_counted(comm, transport, how):
+    with jaxcoded.CodedGroup(comm, transport=transport, **how) as group:
+        batch = batches(group)[2]
+        parts = group.plan.parts_above[group.rank]
+        table = batch.weights.reshape(len(batch.indices), parts, -1).transpose(1, 0, 2)
+        message = jaxcoded.kernels.encode(
+            batch.data, table, multiple=group.plan.padding_multiple
+        )
+        for weights, wrong in ((batch.weights, False), (None, True)):
+            if wrong:
+                with pytest.raises(TypeError, match="needs the batch's weights"):
+                    coded_allreduce(message, group, weights)
+            else:
+                total = finish(coded_allreduce(message, group, weights))
+                expected = DATA[batches(group).indices(2)].sum(0)
+                np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-9)
+
+
+@engine_only
+@several
+def test_the_host_and_a_program_in_one_round(comm, transport):
+    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        batch = batches(group)[1]
+        call = on_the_host if comm.rank % 2 else at_once
+        total = finish(call(weighted(batch), group, batch.weights))
+        expected = DATA[batches(group).indices(1)].sum(0)
+        np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-9)
+
+
+@calls
+@several
+@pytest.mark.parametrize("odd", ["batch", "seed"])
+@pytest.mark.parametrize("how", [{"stragglers": 0}, {"code": "shared(replicas=0)"}])
+def test_ranks_at_different_batches(comm, transport, call, odd, how):
+    """An error on all of them, or NaN without the engine; and the next sum is right."""
+    if transport == "mpi4jax" and (call is on_the_host or "code" in how):
+        pytest.skip("with the engine only")
+    with jaxcoded.CodedGroup(comm, transport=transport, **how) as group:
+        step = compiled(call, group)
+        right = batches(group)[0]
+        finish(step(right))
+        wrong = right
+        if comm.rank == SIZE - 1:
+            wrong = batches(group)[1] if odd == "batch" else batches(group, seed=1)[0]
+        wait_for_all(comm)
+        if transport == "mpi4jax":
+            assert np.isnan(finish(step(wrong))).all()
+        else:
+            errors = (JaxRuntimeError, ValueError, jaxcoded.InconsistentMessages)
+            with pytest.raises(errors, match="examples were counted, not "):
+                finish(step(wrong))
+            jaxcoded.effects_barrier()
+        wait_for_all(comm)
+        expected = DATA[batches(group).indices(0)].sum(0)
+        np.testing.assert_allclose(finish(step(right)), expected, rtol=1e-9, atol=1e-9)
+
+
+@redundant
+@calls
+def test_weights_that_are_missing(group, call):
+    """Plain numbers of each rank are no coded message. Said before anything is sent."""
+    if call is on_the_host and not group.transport.can_lag:
+        pytest.skip("with the engine only")
+    batch, before = batches(group)[0], group.rounds
+    for step in (
+        lambda x: call(x, group, None),
+        jax.jit(lambda x: call(x, group, None)),
+    ):
+        if call is on_the_host and step is not None and hasattr(step, "lower"):
+            continue
+        with pytest.raises(
+            TypeError, match=r"needs the batch's weights.*batch\.weights\)"
+        ):
+            step(weighted(batch))
+    with pytest.raises(TypeError, match="coded_reduce needs the batch's weights"):
+        jaxcoded.coded_reduce(weighted(batch), group)
+    assert group.rounds == before
+
+
+@several
+@calls
+def test_weights_of_something_else(comm, group, call):
+    if call is on_the_host and not group.transport.can_lag:
+        pytest.skip("with the engine only")
+    batch = batches(group)[0]
+    x = weighted(batch)
+    for wrong in (np.asarray(batch.weights), batch, [], [batch], 3):
+        with pytest.raises(TypeError, match=r"weights must be batch\.weights"):
+            call(x, group, wrong)
+    with jaxcoded.CodedGroup(
+        comm, stragglers=0, root_computes=True, transport="mpi4jax"
+    ) as other:
+        weights = batches(other)[0].weights
+    with pytest.raises(ValueError, match="this batch is of another group's plan"):
+        call(x, group, weights)
+
+
+@engine_only
+@pytest.mark.parametrize("strategy", ["uncoded", "shared"])
+def test_what_just_adds_up_needs_no_weights(comm, transport, strategy):
+    with jaxcoded.CodedGroup(
+        comm, transport=transport, **STRATEGIES[strategy]
+    ) as group:
+        total = finish(coded_allreduce(np.ones(3), group))
+        np.testing.assert_allclose(total, SIZE)
+        np.testing.assert_allclose(host.allreduce(np.ones(3), group), SIZE)
+        if strategy == "shared":
+            total = np.zeros(5)
+            with group.blocks(EXAMPLES) as blocks:
+                for block in blocks:
+                    total += DATA[block.indices].sum(0)
+            total = finish(coded_allreduce(total, group))
+            np.testing.assert_allclose(total, DATA.sum(0), rtol=1e-9)
