@@ -173,12 +173,16 @@ def fits(fanout, stragglers, slices):
     """Whether every parent of the tree has enough children for this code."""
     try:
         plan = jaxcoded.make_plan(
-            comm.size, fanout=fanout, stragglers=stragglers, slices=slices
+            comm.size,
+            jaxcoded.Coded(fanout=fanout, stragglers=stragglers, slices=slices),
         )
     except ValueError:
         return False
     parents = (rank for rank in range(comm.size) if plan.tree.children[rank])
-    return all(plan.code_parameters(rank) == (stragglers, slices) for rank in parents)
+    return all(
+        plan.strategy.parameters(plan.tree, rank) == (stragglers, slices)
+        for rank in parents
+    )
 
 
 def compared(fanout, closing):
@@ -193,9 +197,7 @@ def compared(fanout, closing):
         return closing.enter_context(
             jaxcoded.CodedGroup(
                 comm,
-                fanout=fanout,
-                stragglers=stragglers,
-                slices=slices,
+                jaxcoded.Coded(fanout=fanout, stragglers=stragglers, slices=slices),
                 transport=transport,
             )
         )

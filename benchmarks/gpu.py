@@ -168,7 +168,9 @@ def allreduces(sizes, repetitions):
     """Rows of collective, bytes and seconds of the slowest rank; and the ratios."""
     rows, ratios = [], {}
     stragglers = int(COMM.size > 2)
-    with jaxcoded.CodedGroup(COMM, stragglers=stragglers, transport="engine") as group:
+    with jaxcoded.CodedGroup(
+        COMM, jaxcoded.Coded(stragglers=stragglers), transport="engine"
+    ) as group:
         calls = collectives(group)
         for size in sizes:
             times = {name: [] for name in calls}

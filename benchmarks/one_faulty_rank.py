@@ -171,7 +171,7 @@ def coded(args):
 
     import jaxcoded
 
-    with jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1) as group:
+    with jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=1)) as group:
         part = group.batch(EXAMPLES)
         own = (part.weights @ GRADIENTS[part.indices]).astype(np.float32)
         rank = Rank(args, group.rank)
@@ -187,8 +187,8 @@ def shared(args):
 
     import jaxcoded
 
-    code = "shared(replicas=2, blocks=4)"
-    with jaxcoded.CodedGroup(MPI.COMM_WORLD, code=code) as group:
+    work = jaxcoded.Shared(replicas=2, blocks=4)
+    with jaxcoded.CodedGroup(MPI.COMM_WORLD, work) as group:
         rank = Rank(args, group.rank)
         while rank.begin():
             own = np.zeros(NUMBERS, np.float32)

@@ -186,8 +186,10 @@ def main():
     ]
     hosts = len(set(comm.allgather(socket.gethostname())))
     with (
-        jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group,
-        jaxcoded.CodedGroup.from_plan(comm, group.plan) as other,
+        jaxcoded.CodedGroup(
+            comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
+        ) as group,
+        jaxcoded.CodedGroup(comm, group.plan) as other,
     ):
         gradients, kind = (slept, "-asleep") if args.sleep else (computed, "")
         steps = settings(group, other, width, gradients)

@@ -85,7 +85,7 @@ def main():
         parser.error(
             f"{ranks} ranks are too few: start it as benchmarks/README.md says"
         )
-    group = group or jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+    group = group or jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=1))
     how = {"timeout": TIMEOUT, "put_out": True} if stuck else {}
     step, w, done, rows = step_of(group), jnp.zeros(WIDTH), 0, []
     while done < deaths:

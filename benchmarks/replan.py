@@ -35,7 +35,7 @@ def main():
     if comm.rank >= comm.size - SLOW:
         an_example *= FACTOR
     group = jaxcoded.CodedGroup(
-        comm, stragglers=1, fanout=comm.size - 1, transport="engine"
+        comm, jaxcoded.Coded(stragglers=1, fanout=comm.size - 1), transport="engine"
     )
     gradients = np.random.default_rng(0).standard_normal((EXAMPLES, 1000))
     progress = tqdm(total=2 * rounds, disable=comm.rank != 0, desc="rounds")

@@ -20,7 +20,8 @@ class Scheme:
     Attributes:
         label: for tables and pictures.
         fanout: children of a parent; 0 for a star, all ranks below the root.
-        code, stragglers, slices: of the plan, see `jaxcoded.make_plan`.
+        fanout, code, stragglers, slices: of the plan, see `jaxcoded.Coded`.
+        work: to share, instead.
         survives: whether it goes on when one rank has died.
         exact: whether its sums are those over all examples.
         without: what carries it if that is not the engine: ``"ring"`` or ``"mpi4jax"``.
@@ -37,6 +38,7 @@ class Scheme:
     survives: bool = True
     exact: bool = True
     without: str = ""
+    work: jaxcoded.Shared | None = None
     in_jit: bool = False
     verify: str | None = None
 
@@ -44,11 +46,14 @@ class Scheme:
         """For so many ranks, the root without data among them."""
         return jaxcoded.make_plan(
             size,
-            fanout=self.fanout or size - 1,
-            code=self.code,
-            stragglers=self.stragglers,
-            slices=self.slices,
-            root_computes=False,
+            self.work
+            or jaxcoded.Coded(
+                fanout=self.fanout or size - 1,
+                code=self.code,
+                stragglers=self.stragglers,
+                slices=self.slices,
+                root_computes=False,
+            ),
         )
 
 
@@ -87,7 +92,7 @@ def opened(scheme, comm, patience=PATIENCE):
     if scheme.without:
         yield Uncoded(scheme, comm)
         return
-    group = jaxcoded.CodedGroup.from_plan(
+    group = jaxcoded.CodedGroup(
         comm,
         scheme.plan(comm.size),
         transport="engine",
@@ -96,7 +101,7 @@ def opened(scheme, comm, patience=PATIENCE):
     if group.plan.encoded or scheme.in_jit:
         yield Compiled(group)
     else:
-        yield (Shared if group.plan.placement else Coded)(group)
+        yield (Shared if group.plan.strategy.by_blocks else Coded)(group)
     # not after an error: then the others may be anywhere
     with warnings.catch_warnings():
         if patience < PATIENCE:  # ranks are known to be dead

@@ -48,8 +48,7 @@ def groups(stragglers, fanout, by_host):
                 tree + name,
                 jaxcoded.CodedGroup(
                     comm,
-                    **shape,
-                    stragglers=stragglers,
+                    jaxcoded.Coded(stragglers=stragglers, **shape),
                     transport="engine",
                     options=jaxcoded.Options(sections_from=least),
                 ),
@@ -108,7 +107,7 @@ def fetched(group):
 def measure(size, made, repetitions, progress):
     """Rows of bytes, name, whether one is late, seconds, ratio to the ring, traffic."""
     runs = {(name, False): coded(group, size) for name, group in made.items()}
-    if next(iter(made.values())).plan.stragglers:
+    if next(iter(made.values())).plan.strategy.stragglers:
         runs |= {(name, True): runs[name, False] for name in made}
     runs["ring", False] = plain(baselines.ring_allreduce, size)
     runs["mpi4jax.allreduce", False] = plain(baselines.allreduce, size)
@@ -163,7 +162,7 @@ def main():
         group.close()
     if comm.rank:
         return
-    print(f"{comm.size} ranks, {group.plan.code}, s = {args.stragglers}")
+    print(f"{comm.size} ranks, {group.plan.strategy.code}, s = {args.stragglers}")
     print(f"{'bytes':>10}  {'':28}{'median':>12}{'÷ ring':>10}{'traffic':>10}")
     for size, name, late, median, ratio, traffic in rows:
         name += ", one late" * late

@@ -38,6 +38,7 @@ from schemes import Scheme, opened
 from tqdm import tqdm
 from training_ranks import Unpaced
 
+import jaxcoded
 from jaxcoded.simulator import stragglers
 from jaxcoded.transport import engine
 
@@ -67,7 +68,7 @@ def schemes(blocks):
     shared = [
         Scheme(
             f"shared, data on {replicas} others{', in jit' if in_jit else ''}",
-            code=f"shared(replicas={replicas}, blocks={blocks})",
+            work=jaxcoded.Shared(replicas=replicas, blocks=blocks, root_computes=False),
             in_jit=in_jit,
         )
         for in_jit in (False, True)
@@ -222,7 +223,7 @@ def without_one(collectives, args):
         print(f"\none worker is {what}, ms of a step: fair is {fair:.2f} × before")
         print(f"{'':38}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
     for label, collective in collectives.items():
-        if not collective.plan.placement:
+        if not collective.plan.strategy.by_blocks:
             continue  # all others wait for it, or do not care
         collective.prepare(problem)
         turn(collective, problem, [0])

@@ -48,10 +48,9 @@ def main():
         parser.error("start 3 ranks or more")
     steps = 3 if args.smoke else args.steps
     replicas = min(args.replicas, comm.size - 2)
-    code = f"shared(replicas={replicas}, blocks={args.blocks})"
-    plan = jaxcoded.make_plan(comm.size, code=code, root_computes=False)
+    work = jaxcoded.Shared(replicas=replicas, blocks=args.blocks, root_computes=False)
     slowness = 1 + np.random.default_rng(0).exponential(0.5, (steps, comm.size))
-    with jaxcoded.CodedGroup.from_plan(comm, plan, transport="engine") as group:
+    with jaxcoded.CodedGroup(comm, work, transport="engine") as group:
         block = args.work * 1e-3 / args.blocks
         rows = [step(group, block * slow[comm.rank]) for slow in slowness]
     means = np.array(comm.gather(np.mean(rows, axis=0)))

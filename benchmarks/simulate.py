@@ -29,7 +29,7 @@ import time
 
 import numpy as np
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, Shared, make_plan
 from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -41,8 +41,7 @@ RATE, GOODPUT = "200mbit", 200e6 / 8 * 1448 / 1514
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring; with ``code`` the
-    work is shared."""
+    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring; with ``work`` it is shared."""
 
     fanout: int
     s: int
@@ -50,11 +49,11 @@ class Setting:
     kilobytes: int
     work: float  # seconds for the whole batch by one rank
     m: int = 1
-    code: str = ""
+    work_shared: Shared | None = None
 
     def __str__(self):
-        if self.code:
-            shape = self.code
+        if self.work_shared:
+            shape = str(self.work_shared)
         elif self.fanout:
             shape = f"fan-out {self.fanout}, s = {self.s}"
         else:
@@ -67,12 +66,19 @@ class Setting:
         return f"{shape}, {self.model}, {size}"
 
     def plan(self, size):
-        if self.code:
-            return make_plan(size, code=self.code, root_computes=False)
-        return make_plan(size, fanout=self.fanout, stragglers=self.s, slices=self.m)
+        if self.work_shared:
+            return make_plan(size, self.work_shared)
+        return make_plan(
+            size, Coded(fanout=self.fanout, stragglers=self.s, slices=self.m)
+        )
 
     def layout(self, size):
         return Layout.of(self.plan(size)) if self.fanout else Ring(size)
+
+
+def shared(replicas, blocks):
+    """Work, none of it the root's."""
+    return Shared(replicas=replicas, blocks=blocks, root_computes=False)
 
 
 # (hosts, ranks) and what runs there; one host is this machine as it is.
@@ -89,9 +95,7 @@ SETTINGS = {
         Setting(12, 2, "bursty(begin=0.05, end=0.2, factor=4)", 4, 0.6),
         Setting(0, 0, "exponential(work=0.5)", 4, 0.6),
         *(
-            Setting(
-                12, 0, model, 4, work, code=f"shared(replicas={r}, blocks={blocks})"
-            )
+            Setting(12, 0, model, 4, work, work_shared=shared(r, blocks))
             for work, blocks in ((1.44, 12), (0.36, 6))
             for model, r in (
                 ("none", 3),
@@ -129,7 +133,7 @@ SMOKE = {
         Setting(3, 0, "none", 4, 0.06),
         Setting(3, 1, "fixed(factor=3)", 4, 0.06),
         Setting(0, 0, "none", 4, 0.06),
-        Setting(3, 0, "fixed", 4, 0.06, code="shared(replicas=1, blocks=4)"),
+        Setting(3, 0, "fixed", 4, 0.06, work_shared=shared(1, 4)),
     ]
 }
 
@@ -148,7 +152,7 @@ def run_job(settings, rounds, out):
         delays = stragglers.named(setting.model).rounds(comm.size)
         group = None
         if setting.fanout:
-            group = jaxcoded.CodedGroup.from_plan(comm, setting.plan(comm.size))
+            group = jaxcoded.CodedGroup(comm, setting.plan(comm.size))
             part = group.batch(10_000)
             # an example's gradient is its number, in all places
             own = np.full(size, part.weights @ part.indices / 10_000, np.float32)

@@ -168,7 +168,7 @@ def main():
     def new_group():
         return jaxcoded.CodedGroup(
             comm,
-            fanout=FANOUT,
+            jaxcoded.Coded(fanout=FANOUT),
             transport="engine",
             options=jaxcoded.Options(history_bytes=HISTORY),
         )

@@ -48,11 +48,14 @@ def main():
     args = parser.parse_args()
     pairs, rounds = (4, 10) if args.smoke else (args.pairs, 200)
     x = np.zeros(BYTES // 4, np.float32)
-    options = {"stragglers": int(comm.size > 2), "transport": "engine"}
+    coded = jaxcoded.Coded(stragglers=int(comm.size > 2))
     with (
-        jaxcoded.CodedGroup(comm, **options) as remembering,
+        jaxcoded.CodedGroup(comm, coded, transport="engine") as remembering,
         jaxcoded.CodedGroup(
-            comm, **options, options=jaxcoded.Options(telemetry_rounds=0)
+            comm,
+            coded,
+            transport="engine",
+            options=jaxcoded.Options(telemetry_rounds=0),
         ) as forgetting,
     ):
         times = {}

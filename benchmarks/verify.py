@@ -110,8 +110,7 @@ def main():
             name: stack.enter_context(
                 jaxcoded.CodedGroup(
                     comm,
-                    fanout=comm.size - 1,
-                    stragglers=args.stragglers,
+                    jaxcoded.Coded(fanout=comm.size - 1, stragglers=args.stragglers),
                     transport="engine",
                     options=jaxcoded.Options(**options),
                 )
@@ -127,7 +126,7 @@ def main():
         ]
     if comm.rank:
         return
-    code = groups["without"].plan.code
+    code = groups["without"].plan.strategy.code
     print(f"{comm.size} ranks, {code}, any {args.stragglers} of them may be late")
     print(
         f"{'':15}{'bytes':>10}  {'':14}{'median':>12}{'÷ without':>12}{'compared':>12}"

@@ -98,12 +98,12 @@ def main():
     args = parser.parse_args()
     sizes = [1_000, 4_000] if args.smoke else [250_000 * mb for mb in args.megabytes]
     with jaxcoded.CodedGroup(
-        comm, stragglers=int(comm.size > 2), transport="engine"
+        comm, jaxcoded.Coded(stragglers=int(comm.size > 2)), transport="engine"
     ) as group:
         rows = measure(group, sizes, 2 if args.smoke else args.repetitions)
     if comm.rank:
         return
-    print(f"{comm.size} ranks, {group.plan.code}")
+    print(f"{comm.size} ranks, {group.plan.strategy.code}")
     print(f"{'bytes':>10}  {'wire':10}{'median':>12}{'÷ float32':>12}{'traffic':>12}")
     for size, wire, median, ratio, traffic in rows:
         print(

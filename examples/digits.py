@@ -7,7 +7,7 @@ Trains the same network on the same global batches in three ways:
 - uncoded: ``mpi4jax.allreduce``, every worker with its own part of each batch;
 - coded: `jaxcoded.coded_value_and_grad` on a tree in which any one child of every parent may be
   missing, for which workers compute some examples several times;
-- shared: the same call in a group with ``code="shared(…)"``, whose workers compute every example
+- shared: the same call in a group with `jaxcoded.Shared`, whose workers compute every example
   once, and those of whoever is late when they are done with their own.
 
 Each with nobody slow and with one slow worker. Prints a table and writes ``summary.json`` and
@@ -297,15 +297,20 @@ def main():
     # a step may take long to compile where many ranks share a few cores
     options = jaxcoded.Options(deadline=100.0)
     with (
-        jaxcoded.CodedGroup(comm, stragglers=1, fanout=3, options=options) as coded,
+        jaxcoded.CodedGroup(
+            comm, jaxcoded.Coded(stragglers=1, fanout=3), options=options
+        ) as coded,
         jaxcoded.CodedGroup(
             comm,
-            code="shared(blocks=5)",
-            root_computes=False,  # as in the other runs
+            jaxcoded.Shared(
+                replicas=min(2, comm.size - 2), blocks=5, root_computes=False
+            ),
             options=options,
         ) as shared,
     ):
-        plain = jaxcoded.make_plan(comm.size, stragglers=0, fanout=comm.size)
+        plain = jaxcoded.make_plan(
+            comm.size, jaxcoded.Coded(stragglers=0, fanout=comm.size)
+        )
         own = jaxcoded.plan.assignment.assignment(plain, comm.rank, args.batch)
         examples = [
             comm.allreduce(int(np.count_nonzero(weights)), op=MPI.MAX)

@@ -30,7 +30,7 @@ def train(comm, epochs=10):
         logits = jax.vmap(eqx.combine(params, rest))(images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=1)") as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Shared()) as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
         tx = optax.adam(3e-3)
 

@@ -49,7 +49,9 @@ def evaluate(comm, victim=None):
     """Returns the mean loss, and how often each digit, a row, was taken for each."""
     x, y = data()
     means = model(x, y)
-    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
+    ) as group:
         total = {"loss": jnp.zeros(()), "confusions": jnp.zeros((10, 10))}
         weights = []
         # in order, as nothing is learned; the last batch is smaller

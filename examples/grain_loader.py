@@ -34,7 +34,7 @@ def train(comm, epochs=5):
         pixels = (images[part.indices] / 16).astype(np.float32)
         return part.of((pixels, labels[part.indices]))
 
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=1)") as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Shared()) as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         @jax.jit

@@ -39,7 +39,9 @@ def rows(w, x, y):
 def train(comm, steps=8):
     """Returns the weights, and the norm of the gradient before each step."""
     x, y = data()
-    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
+    ) as group:
         part = group.batch(len(x))
 
         @jax.jit

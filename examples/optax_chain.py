@@ -48,7 +48,9 @@ def train(comm, epochs=10):
     """Returns the moving average of the parameters."""
     x, y = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
     x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
-    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
+    ) as group:
         tx = optax.MultiSteps(
             optax.chain(
                 jaxcoded.optax.sum_gradients(group),

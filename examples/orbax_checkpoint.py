@@ -37,7 +37,7 @@ def train(comm, folder, epochs=5, stop_after=None):
     images = (images / 16).astype(np.float32)
     tx = optax.adam(3e-3)
     with contextlib.ExitStack() as stack:
-        group = jaxcoded.CodedGroup(comm, code="shared(replicas=1)")
+        group = jaxcoded.CodedGroup(comm, jaxcoded.Shared())
         stack.enter_context(group)
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 

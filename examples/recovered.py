@@ -76,7 +76,7 @@ def train(comm, steps=STEPS, kill=(), replace=False):
     group, rank, full = jaxcoded.CodedGroup.joining(), "new", comm.size
     if group is None:
         rank = comm.rank
-        group = jaxcoded.CodedGroup(comm, code="shared(replicas=1)", options=options)
+        group = jaxcoded.CodedGroup(comm, jaxcoded.Shared(), options=options)
     stepping, number, failed = None, 0, 0
     params, state = beginning()
     while number < steps:

@@ -56,7 +56,9 @@ def train(comm, folder, steps=30, slow=2):
         write(mine, [seen.number, *rounded, seen.decided_by, seen.skipped, lag])
 
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
-    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
+    ) as group:
         group.on_round(ended)
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         part = group.batch(len(x))

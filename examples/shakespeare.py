@@ -103,7 +103,7 @@ def train(comm, text, steps=100, batch_size=32):
         updates, state = tx.update(grads, state)
         return optax.apply_updates(params, updates), state
 
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=1, blocks=4)") as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Shared(blocks=4)) as group:
         per_epoch = len(group.epoch(len(starts), batch_size, seed=0, drop_last=True))
         for step in range(steps):
             number, place = divmod(step, per_epoch)

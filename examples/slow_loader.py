@@ -29,7 +29,9 @@ def losses(w, batch):  # one for each example
 
 def train(comm, epochs=10, slow=2, seconds=0.1):
     """Returns the weights, and how many batches this rank has read."""
-    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2)) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
+    ) as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         @jax.jit

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import jaxcoded
 
-group = jaxcoded.CodedGroup(MPI.COMM_WORLD, code="shared(replicas=1)")
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD)
 x = np.random.default_rng(0).normal(size=(60, 5))
 y = x @ np.arange(5.0)
 tx = optax.adam(0.1)

@@ -33,7 +33,11 @@ from jaxcoded.errors import TooManyErasures as TooManyErasures
 from jaxcoded.group.batch import Batch as Batch
 from jaxcoded.group.group import CodedGroup as CodedGroup
 from jaxcoded.group.weights import Weights as Weights
+from jaxcoded.plan import Coded as Coded
 from jaxcoded.plan import Plan as Plan
+from jaxcoded.plan import Shared as Shared
+from jaxcoded.plan import Strategy as Strategy
+from jaxcoded.plan import Uncoded as Uncoded
 from jaxcoded.plan import make_plan as make_plan
 from jaxcoded.transport import kernels as kernels
 from jaxcoded.transport.kernels import Encoded as Encoded

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 
 def unit(largest: float) -> tuple[float, str]:
@@ -77,3 +78,21 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def fraction(value: Fraction) -> str:
+    """The fraction itself while it is short, else four digits.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> from jaxcoded import _format
+        >>> _format.fraction(Fraction(4, 15)), _format.fraction(Fraction(1001, 3001))
+        ('4/15', '0.3336')
+    """
+    text = str(value)
+    return text if len(text) <= 7 else f"{float(value):.4f}"
+
+
+def s(count: int) -> str:
+    """The end of a noun in the plural."""
+    return "s" * (count != 1)

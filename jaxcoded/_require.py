@@ -60,6 +60,17 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     return number
 
 
+def boolean(name: str, value: Any) -> bool:
+    """``value``.
+
+    Raises:
+        TypeError: it is not True or False. The message has the name.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a real number, Python's or NumPy's, that fits into a float."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):

@@ -123,7 +123,9 @@ def main():
     if importlib.util.find_spec("mpi4jax"):
         transports.append("mpi4jax")
     for transport in transports:
-        with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        with jaxcoded.CodedGroup(
+            comm, jaxcoded.Coded(stragglers=0), transport=transport
+        ) as group:
             part = group.batch(len(EXAMPLES))
             own = part.weights @ EXAMPLES[part.indices]
             sums(group, own, part.weights)

@@ -113,7 +113,10 @@ def test_help_lists_models_and_codes():
         (["plan", "-n", "4", "--compute=1"], "how much is summed? Give --payload"),
         (["plan", *JOB, "--parameters=1M"], "--parameters cannot go with --payload"),
         (["simulate", *JOB, "--rounds=0"], "--rounds must be an integer >= 1, got 0"),
-        (["simulate", *JOB, "--code=none"], "jaxcoded simulate: code must be "),
+        (
+            ["simulate", *JOB, "--strategy=none"],
+            "simulate: --strategy must be one of Coded",
+        ),
         (["simulate", *JOB, "--picture=a.b"], "--picture a.b: must end with .png or"),
         (["run", "-n", "0", __file__], "an integer from 1 to 2000000, got 0"),
         (["run", f"-n{2**32 + 1}", __file__], "from 1 to 2000000, got 4294967297"),
@@ -244,10 +247,10 @@ def test_simulated_steps(capsys):
         "--payload=4KB",
         "--gigabits=1e9",
         "--latency=0",
-        "--fanout=6",
+        "--strategy=Coded(fanout=6)",
         "--rounds=20",
     ]
-    said = simulated(capsys, *asked, "--model=fixed(factor=10)", "--stragglers=1")
+    said = simulated(capsys, *asked, "--model=fixed(factor=10)")
     steps = said["steps"]
     assert said["load"] == pytest.approx(1 / 3)
     # two of six partitions; all of seven, and one ten times as long; 6 + 1/10 speeds
@@ -274,26 +277,25 @@ def test_an_approximate_parent_goes_on_with_any(capsys):
         "--payload=4KB",
         "--gigabits=1e9",
         "--latency=0",
-        "--fanout=6",
+        "--strategy=Coded(stragglers=4, fanout=6, code='grouped(load=3)')",
         "--rounds=4",
     ]
-    asked += ["--stragglers=4", "--code=grouped(load=3)"]
     said = simulated(capsys, *asked, "--model=fixed(ranks=(4, 5, 6), factor=100)")
     assert said["steps"]["this plan"]["mean"] == pytest.approx(0.7 / 2, rel=0.02)
 
 
 def test_uncoded_is_the_same_tree(capsys):
     asked = ["simulate", "-n13", "--payload=1MB", "--compute=1", "--rounds=2", "--json"]
-    assert main([*asked, "--stragglers=3"]) == 0
+    assert main([*asked, "--strategy=Coded(stragglers=3)"]) == 0
     four = json.loads(capsys.readouterr().out)["steps"]["uncoded tree"]
-    assert main([*asked, "--stragglers=0", "--fanout=4", "--root-computes"]) == 0
+    assert main([*asked, "--strategy=Uncoded(fanout=4)"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"]["this plan"] == four
 
 
 def test_simulation_in_words_and_a_picture(capsys, tmp_path):
     path = tmp_path / "steps.png"
     asked = ["simulate", *JOB, "--model=killed(round=3)", "--rounds=9"]
-    assert main([*asked, "--code=shared(replicas=2)", f"--picture={path}"]) == 0
+    assert main([*asked, "--strategy=Shared(replicas=2)", f"--picture={path}"]) == 0
     said = capsys.readouterr().out
     assert "which share the work: any 2 ranks but the root may be missing" in said
     assert re.search(r"^uncoded tree +never +never", said, re.MULTILINE)

@@ -16,7 +16,7 @@ from jaxcoded.errors import translated
 from mpi4py import MPI
 
 way = sys.argv[1]
-group = jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine")
+group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="engine")
 
 @jax.jit
 def step(x, work):

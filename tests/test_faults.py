@@ -257,9 +257,10 @@ def test_whose_the_signal_is(before, environment, status, said):
     program = f"""
 import os, signal, time
 {before}
+from jaxcoded import Coded
 import jaxcoded
 from mpi4py import MPI
-group = jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine")
+group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="engine")
 os.kill(os.getpid(), signal.SIGUSR1)
 time.sleep(1)
 group.close()
@@ -642,7 +643,7 @@ def test_as_many_die_as_the_plan_can_do_without(tmp_path, fault_tolerant):
     [
         more(
             "explicit",
-            "ValueError: the group was made with a plan, or a code, for just",
+            "ValueError: no plan for the 6 ranks that live: Coded(parents=",
         ),
         more(
             "few", "ValueError: no plan for the 6 ranks that live: size=6 ranks are too"
@@ -1215,7 +1216,7 @@ import jax, jax.numpy as jnp
 from mpi4py import MPI
 import jaxcoded
 left = pathlib.Path("left")
-group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=1))
 weights = group.batch(4).weights
 for step in range(20):
     if step == 5 and group.rank == 2:
@@ -1264,7 +1265,8 @@ GIVEN = """
 import os, time
 from mpi4py import MPI
 import jaxcoded
-group = jaxcoded.CodedGroup.{made}
+star = jaxcoded.Coded(parents=[-1, 0, 0, 0])
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, star)
 if group.rank == 2:
     os.kill(os.getpid(), 9)
 said = ""
@@ -1275,26 +1277,20 @@ while not said:
     except ValueError as error:
         said = str(error)
 print(said, flush=True)
-group = group.recovered(plan=jaxcoded.make_plan)
+group = group.recovered(strategy=jaxcoded.Shared())
 assert group.size == 3
 group.close()
 """
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        more("from_plan(MPI.COMM_WORLD, jaxcoded.make_plan(4))"),
-        "auto(MPI.COMM_WORLD, payload=800, work=1e-3)",
-    ],
-)
-def test_a_group_with_a_plan_of_its_own_is_told_which_one_to_go_on_with(tmp_path, made):
-    job = played(tmp_path, GIVEN.format(made=made, seconds=60 * slowness()))
+def test_a_strategy_for_just_its_ranks_is_an_error_that_asks_for_another(tmp_path):
+    job = played(tmp_path, GIVEN.format(seconds=60 * slowness()))
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
     assert len(lines) == 3, job.stdout
     for line in lines:
-        assert line.startswith("the group was made with a plan, or a code, for just")
+        assert "no plan for the 3 ranks that live: Coded(parents=" in line
+        assert "is for just its ranks" in line
 
 
 def test_an_error_before_the_first_group_ends_the_job(tmp_path):
@@ -1303,7 +1299,7 @@ from mpi4py import MPI
 import jaxcoded
 if MPI.COMM_WORLD.rank == 2:
     raise ValueError("mine")
-jaxcoded.CodedGroup(MPI.COMM_WORLD)
+jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded())
 """
     job = played(tmp_path, program)
     assert job.returncode == 1, job.stderr
@@ -1314,7 +1310,7 @@ MIXED = """
 import jax, jax.numpy as jnp
 from mpi4py import MPI
 import jaxcoded
-group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=0)
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=0))
 for first in range({ranks}):
     try:
         group.extended(1, timeout=5.0) if group.rank == first else group.recovered(timeout=5.0)
@@ -1367,7 +1363,7 @@ def tries_meanwhile():
 def stopped():
     return pathlib.Path(f"/proc/{{parent}}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 given_up, last = pathlib.Path("given up"), pathlib.Path("last")
-group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1, fanout=2)
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=1, fanout=2))
 parent = MPI.COMM_WORLD.allgather(os.getpid())[1]
 weights = group.batch(4).weights
 add = lambda: jax.block_until_ready(jaxcoded.coded_allreduce(jnp.ones(3), group, weights))
@@ -1429,7 +1425,7 @@ def test_no_rank_can_be_left_behind_where_mpi_is_not_fault_tolerant(tmp_path):
     program = """
 import jaxcoded
 from mpi4py import MPI
-with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="engine") as group:
     try:
         group.recovered()
     except ValueError as error:
@@ -1535,7 +1531,7 @@ def make_step(group):
     return jax.jit(step), batch
 
 params, state = np.zeros(5), np.zeros((), int)
-group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+group = jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=1))
 step, batch = make_step(group)
 {}
 w = np.zeros(5)
@@ -1569,7 +1565,8 @@ FAULT = """\
 """
 
 
-SHARED, CODED = 'code="shared(replicas=1)"', "stragglers=1"
+SHARED = "CodedGroup(MPI.COMM_WORLD)"
+CODED = "CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=1))"
 
 
 def start(

@@ -64,7 +64,9 @@ def test_there_and_back(dtype, size, form):
         values = np.random.default_rng(1).standard_normal(size)
         x = jnp.asarray(values, dtype)
         expected = np.asarray(x)
-        with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+        with jaxcoded.CodedGroup(
+            MPI.COMM_SELF, jaxcoded.Coded(), transport="engine"
+        ) as group:
 
             def step(x, token):
                 if form == "effect":
@@ -85,7 +87,9 @@ def test_slices_of_arrays(tokened):
     """XLA fuses those that are aligned with the call that takes them, where it may."""
     with (
         jax.default_device(gpus()[0]),
-        jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group,
+        jaxcoded.CodedGroup(
+            MPI.COMM_SELF, jaxcoded.Coded(), transport="engine"
+        ) as group,
     ):
 
         def step(x, token):
@@ -108,7 +112,9 @@ def test_slices_of_arrays(tokened):
 
 @needs_engine
 def test_lag_and_erasures():
-    with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+    with jaxcoded.CodedGroup(
+        MPI.COMM_SELF, jaxcoded.Coded(), transport="engine"
+    ) as group:
         assert int(jax.jit(lambda: group.lag())()) == 0
         mask = jnp.zeros(1, bool)
         reduce = jax.jit(

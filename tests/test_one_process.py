@@ -6,8 +6,10 @@ import sys
 import pytest
 from launch import slowness
 
-SHARED = "group = jaxcoded.CodedGroup(MPI.COMM_SELF, code='shared(blocks=3)')\n"
-ALONE = "group = jaxcoded.CodedGroup(MPI.COMM_SELF, transport='engine')\n"
+SHARED = "group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Shared(replicas=2, blocks=3))\n"
+ALONE = (
+    "group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport='engine')\n"
+)
 PARTS = """
 from jaxcoded.transport.base import Collective
 its, token = group.transport, jnp.int32(0)

@@ -34,7 +34,7 @@ def test_prices():
     )
     assert len(rows) == 5
     for arguments, load, work, late in rows:
-        plan = eval(f"make_plan(4, {arguments})", {"make_plan": jaxcoded.make_plan})
+        plan = jaxcoded.make_plan(4, jaxcoded.Strategy.parse(arguments))
         assert plan.load == fractions.Fraction(load)
         assert float(work) == round(float(plan.load) * 4, 1)
         said = plan.describe()

@@ -5,10 +5,10 @@ import resource
 
 import pytest
 
-from jaxcoded import make_plan
+from jaxcoded import Shared, make_plan
 from jaxcoded.group.record import Record, Writer, read
 
-PLAN = make_plan(2, code="shared(blocks=2)")
+PLAN = make_plan(2, Shared(blocks=2))
 ROUNDS = [
     (1, "the blocks of a batch of 4", [[0, 3], [2, 1]]),
     (3, "the blocks of a batch of 4", [[], [2, 3, 1, 0]]),
@@ -69,7 +69,7 @@ def test_files_that_are_no_record(tmp_path, line, words):
 def test_another_plan(tmp_path):
     path = written(tmp_path / "record")
     with pytest.raises(ValueError, match="record of another plan"):
-        read(path, make_plan(2, code="shared(blocks=3)"))
+        read(path, make_plan(2, Shared(blocks=3)))
 
 
 def test_the_record_that_is_followed_is_kept(tmp_path, monkeypatch):

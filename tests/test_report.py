@@ -15,7 +15,9 @@ from jaxcoded.group.telemetry import Telemetry
 from jaxcoded.simulator import Layout, Ring
 
 NAN = float("nan")
-PLAN = jaxcoded.make_plan(4, stragglers=1)  # a star of three, of which two suffice
+PLAN = jaxcoded.make_plan(
+    4, jaxcoded.Coded(stragglers=1)
+)  # a star of three, of which two suffice
 ROUNDS = 6
 
 
@@ -211,7 +213,7 @@ def test_work():
 def test_work_of_ranks_further_down():
     """They are known by their step time, or not at all; a child that has children waits for
     them, and its own work is what it says."""
-    plan = jaxcoded.make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1])
+    plan = jaxcoded.make_plan(7, jaxcoded.Coded(parents=[-1, 0, 0, 0, 1, 1, 1]))
     tree = seen(plan, told=[0, 1, 4], step_times=[0.1, 0.3, 0.5], silent=[0.0] * 3)
     took = analysis.work([tree])
     assert took.source == ("file", *["messages"] * 3, "step time", "others", "others")
@@ -226,20 +228,20 @@ def test_work_of_ranks_further_down():
 def test_compare():
     """Loads are 2/3 with s = 1 and 1/3 with s = 0."""
     plans = {plan.name: plan for plan in analysis.compare([seen()])}
-    actual = plans["as it was: star, s = 1"]
+    actual = plans["as it was: Coded(fanout=3)"]
     assert actual.actual and actual.load == pytest.approx(2 / 3)
     assert actual.seconds == pytest.approx(0.9, rel=2e-3)
-    uncoded = plans["star, s = 0"]
+    uncoded = plans["Coded(stragglers=0, fanout=3)"]
     assert uncoded.load == pytest.approx(1 / 3)
     assert uncoded.seconds == pytest.approx((4 * 0.45 + 0.95) / 5, rel=2e-3)
-    assert plans["star, s = 2"].seconds > actual.seconds
+    assert plans["Coded(stragglers=2, fanout=3)"].seconds > actual.seconds
     assert plans["ring, uncoded"].load == 0.25
 
 
 def test_compare_with_a_dead_rank():
     plans = {plan.name: plan for plan in analysis.compare([missing(3)])}
-    assert plans["as it was: star, s = 1"].seconds == pytest.approx(0.9, rel=2e-3)
-    for name in ("star, s = 0", "ring, uncoded"):
+    assert plans["as it was: Coded(fanout=3)"].seconds == pytest.approx(0.9, rel=2e-3)
+    for name in ("Coded(stragglers=0, fanout=3)", "ring, uncoded"):
         assert plans[name].seconds == np.inf
         assert plans[name].ended == 1
 
@@ -247,14 +249,14 @@ def test_compare_with_a_dead_rank():
 @pytest.mark.parametrize(
     "plan",
     [
-        jaxcoded.make_plan(13, fanout=3),
-        jaxcoded.make_plan(13, fanout=4, stragglers=1, slices=2),
-        jaxcoded.make_plan(5, stragglers=1, root_computes=True),
-        jaxcoded.make_plan(6, speeds=[1, 1, 1, 1, 1, 0.3]),
-        jaxcoded.make_plan(4, parents=[3, 3, 3, -1]),
-        jaxcoded.make_plan(7, parents=[1, 6, 6, 1, 1, 6, -1]),
-        jaxcoded.make_plan(2, stragglers=0),
-        jaxcoded.make_plan(1),
+        jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3)),
+        jaxcoded.make_plan(13, jaxcoded.Coded(fanout=4, stragglers=1, slices=2)),
+        jaxcoded.make_plan(5, jaxcoded.Coded(stragglers=1, root_computes=True)),
+        jaxcoded.make_plan(6, jaxcoded.Coded(speeds=[1, 1, 1, 1, 1, 0.3])),
+        jaxcoded.make_plan(4, jaxcoded.Coded(parents=[3, 3, 3, -1])),
+        jaxcoded.make_plan(7, jaxcoded.Coded(parents=[1, 6, 6, 1, 1, 6, -1])),
+        jaxcoded.make_plan(2, jaxcoded.Coded(stragglers=0)),
+        jaxcoded.make_plan(1, jaxcoded.Coded()),
     ],
 )
 def test_alternatives(plan):
@@ -266,10 +268,11 @@ def test_alternatives(plan):
     assert len({name for name, _ in others}) == len(others)
     for other in plans:
         assert other.size == Layout.of(other).size == plan.size
-        assert (other.root, other.slices) == (plan.root, plan.slices)
-        assert other.root_computes == plan.root_computes
+        assert other.root == plan.root
+        assert other.strategy.slices == plan.strategy.slices
+        assert other.strategy.root_computes == plan.strategy.root_computes
     if plan.size > 2:
-        assert {0, plan.stragglers} <= {it.stragglers for it in plans}
+        assert {0, plan.strategy.stragglers} <= {it.strategy.stragglers for it in plans}
 
 
 def test_network():
@@ -308,12 +311,14 @@ FILES = {
     "usual": [seen()],
     "shared": [
         seen(
-            jaxcoded.make_plan(4, code="shared(replicas=2)"),
+            jaxcoded.make_plan(4, jaxcoded.Shared(replicas=2)),
             shared=[True] * ROUNDS,
             computed=[*(12, 2, 0), *(12, 3, 0), *(12, 3, 0), *(4, 0, 1)] * ROUNDS,
         )
     ],
-    "shared, nothing called": [seen(jaxcoded.make_plan(4, code="shared(replicas=2)"))],
+    "shared, nothing called": [
+        seen(jaxcoded.make_plan(4, jaxcoded.Shared(replicas=2)))
+    ],
     "dead": [missing(3)],
     "never": [missing(1, step_times=[0.1, 0.9, 0.9, NAN])],
     "leaf": [of_child(3)],
@@ -329,7 +334,7 @@ FILES = {
     "alone": [
         dataclasses.replace(
             of_child(0),
-            plan=jaxcoded.make_plan(1).to_json(),
+            plan=jaxcoded.make_plan(1, jaxcoded.Coded()).to_json(),
             **{
                 name: np.zeros(1) + value
                 for name, value in (("loads", 1), ("step_times", 0.1), ("silent", 0))
@@ -378,7 +383,9 @@ def test_command(name, tmp_path, capsys):
         assert not (out / "plans.png").exists()
     if name == "dead":
         assert "from round 3 on an uncoded sum would not have ended" in said
-        assert re.search(r"star, s = 0 .* does not end in round 3\n", said)
+        assert re.search(
+            r"Coded\(stragglers=0, fanout=3\) .* does not end in round 3\n", said
+        )
 
 
 @pytest.mark.slow
@@ -436,7 +443,7 @@ def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
     assert (
         said.count("too far off to say how other plans would have done") == 1 - ranked
     )
-    assert said.count("as it was: star, s = 1") == ranked
+    assert said.count("as it was: Coded(fanout=3)") == ranked
     assert (out / "plans.png").exists() == bool(ranked)
 
 
@@ -464,7 +471,7 @@ def test_command_on_other_files(tmp_path, capsys):
     (tmp_path / "text").write_text("rank 0")
     seen().save(tmp_path / "seen")
     seen().save(tmp_path / "again")
-    seen(jaxcoded.make_plan(4, stragglers=0)).save(tmp_path / "other")
+    seen(jaxcoded.make_plan(4, jaxcoded.Coded(stragglers=0))).save(tmp_path / "other")
     broken = dataclasses.replace(seen(), plan="no plan")
     broken.save(tmp_path / "broken")
     for names, words in (
@@ -502,7 +509,9 @@ def test_report_of_a_job(tmp_path, capsys):
             plan.name: plan.seconds
             for plan in analysis.compare(list(map(Telemetry.load, files)))
         }
-        assert plans["star, s = 0"] > plans["as it was: star, s = 1"]
+        assert (
+            plans["Coded(stragglers=0, fanout=3)"] > plans["as it was: Coded(fanout=3)"]
+        )
         names = {"arrivals-0", "savings-0", "stragglers"}
         if "too far off" not in said:  # as on a machine that does something else, too
             names.add("plans")

@@ -59,7 +59,7 @@ for room in ("codes", "plan", "simulator"):
         importlib.import_module(f"jaxcoded.{room}.{module.name}")
 from jaxcoded.planner.search import best_plans
 from jaxcoded.simulator import Layout, Network, simulate
-plan = jaxcoded.make_plan(7, stragglers=1, fanout=2)
+plan = jaxcoded.make_plan(7, jaxcoded.Coded(stragglers=1, fanout=2))
 print(plan.describe())
 print(simulate(Layout.of(plan), Network(), payload=1e6, work=0.1, rounds=3))
 print(best_plans(4, payload=1e6, work=0.1))

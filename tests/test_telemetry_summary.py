@@ -43,7 +43,7 @@ def seen(**changes):
     }
     return Telemetry.of(
         0,
-        jaxcoded.make_plan(4).to_json(),
+        jaxcoded.make_plan(4, jaxcoded.Coded()).to_json(),
         np.array([-1, 0, 0, 0]),
         np.array([0, 0.5, 0.5, 0.5]),
         columns | changes,
@@ -162,7 +162,7 @@ def test_a_silent_rank_is_not_slow():
 def shared(**changes):
     """The same with shared work, of which rank 3 computes a quarter of its own, and in one round
     what it has computed is not used."""
-    plan = jaxcoded.make_plan(4, code="shared(replicas=3)").to_json()
+    plan = jaxcoded.make_plan(4, jaxcoded.Shared(replicas=3)).to_json()
     each = [[12, 3, 0], [12, 3, 0], [12, 3, 0], [3, 0, 0]]
     last = [[12, 4, 0], [12, 4, 0], [12, 4, 0], [0, 0, 2]]
     its = seen(
@@ -199,7 +199,7 @@ def test_short_blocks():
     """Fewer, or none, would do."""
 
     def said(busy, blocks=12):
-        plan = jaxcoded.make_plan(4, code=f"shared(replicas=3, blocks={blocks})")
+        plan = jaxcoded.make_plan(4, jaxcoded.Shared(replicas=3, blocks=blocks))
         its = dataclasses.replace(shared(), busy=np.array(busy), plan=plan.to_json())
         return [line for line in its.summary().splitlines() if "short" in line]
 

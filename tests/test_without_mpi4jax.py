@@ -13,7 +13,7 @@ OTHER = """
 import jaxcoded
 from mpi4py import MPI
 try:
-    jaxcoded.CodedGroup(MPI.COMM_SELF, transport="mpi4jax")
+    jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="mpi4jax")
 except ValueError as error:
     print(error)
 """

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxcoded.group.telemetry import TOLD, Telemetry
-from jaxcoded.plan import Plan, make_plan
+from jaxcoded.plan import Coded, Plan, make_plan
+from jaxcoded.plan.code_tree import CodeTree
 from jaxcoded.plan.tree import NO_PARENT, balanced_parents
 from jaxcoded.simulator import Layout, Network, Ring, simulate
 from jaxcoded.simulator.stragglers import Measured, Stragglers
@@ -291,35 +292,37 @@ def alternatives(
         Names and plans: the same tree with other numbers of stragglers, a star, other
         fan-outs, and the uncoded ring. Plans that do not exist are left out.
     """
-    most = max(map(len, plan.tree.children))
-    s, star = plan.stragglers, plan.size - 1
+    was = plan.strategy
     out: list[tuple[str, Plan | Ring]] = [(f"as it was: {_named(plan)}", plan)]
     if plan.size < 2:
         return out
+    assert isinstance(was, CodeTree)  # those with blocks are not replayed
+    most = max(map(len, plan.tree.children))
+    s, star, slices = was.stragglers, plan.size - 1, was.slices
     asked = [(plan.parents, other, plan.speeds) for other in (0, 1, 2, 3) if other != s]
     if speeds is not None:
         asked.append((plan.parents, s, tuple(speeds)))
     asked += [
-        (_tree(plan.size, fanout, s + plan.slices, plan.root), s, plan.speeds)
+        (_tree(plan.size, fanout, s + slices, plan.root), s, plan.speeds)
         for fanout in (*_FANOUTS, star)
-        if s + plan.slices <= fanout <= star and fanout != most
+        if s + slices <= fanout <= star and fanout != most
     ]
     asked.append((_tree(plan.size, star, 1, plan.root), 0, plan.speeds))
     there = {(plan.parents, s, plan.speeds)}
     for parents, stragglers, fast in asked:
+        strategy = Coded(
+            parents=parents,
+            stragglers=stragglers,
+            slices=slices,
+            root_computes=was.root_computes,
+            seed=was.seed,
+            speeds=fast or None,
+        )
         try:
-            other = make_plan(
-                plan.size,
-                parents=parents,
-                stragglers=stragglers,
-                slices=plan.slices,
-                root_computes=plan.root_computes,
-                seed=plan.seed,
-                speeds=fast,
-            )
+            other = make_plan(plan.size, strategy)
         except ValueError:
             continue
-        key = other.parents, other.stragglers, other.speeds
+        key = parents, stragglers, other.speeds
         if key not in there:
             there.add(key)
             out.append((_named(other), other))
@@ -417,15 +420,17 @@ def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
 
 
 def _named(plan: Plan) -> str:
-    most = max(map(len, plan.tree.children))
-    tree = "star" if plan.tree.depth <= 1 else f"fan-out {most}"
-    if plan.size < 2:
-        return "one rank"
-    return (
-        f"{tree}, s = {plan.stragglers}"
-        + (f", m = {plan.slices}" if plan.slices > 1 else "")
-        + (", loads by speed" if plan.speeds else "")
-    )
+    """Its strategy, with its tree and its speeds in short."""
+    it = plan.strategy
+    if isinstance(it, CodeTree) and plan.size > 1:
+        fanout = max(map(len, plan.tree.children))
+        it = Coded(
+            stragglers=it.stragglers,
+            fanout=fanout,
+            slices=it.slices,
+            root_computes=it.root_computes,
+        )
+    return repr(it) + ", loads by speed" * bool(plan.speeds)
 
 
 def _begun(seen: Telemetry) -> np.ndarray:

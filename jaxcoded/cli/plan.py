@@ -1,4 +1,4 @@
-"""Find out whether to share a job's work, to take a code and which one, or neither.
+"""Find the strategy of a job: whether to share its work, to take a code and which one, or neither.
 
 The job is simulated with shared work, with many trees and codes, and without a code: ring
 all-reduce and uncoded trees. docs/planning.md tells how, and what is not looked at.
@@ -24,15 +24,15 @@ from jaxcoded.simulator.sections import IN_SECTIONS
 from jaxcoded.transport.options import PIECE
 
 _HEADER = (
-    *("", "fan-out", "s", "m", "code", "piece", "root", "step", "± error"),
+    *("", "strategy", "code", "piece", "step", "± error"),
     *("5 … 95 %", "load", "message", "κ"),
 )
 _LEGEND = (
     "→: the advice, which is the fastest; nothing coded or shared unless that is certain to be faster; no more "
     "replicas where fewer take up to 5 % longer\n"
-    "s: children of each parent that may be late; m: how many times shorter messages are; "
-    "piece: the bytes in which they move; root: whether it computes too\n"
-    "shared: others compute a late rank's blocks; replicas: how many others hold its data\n"
+    "Coded: stragglers children of each parent may be late; Shared: others compute a late rank's blocks, "
+    "and replicas of them hold its data; Uncoded: all are waited for\n"
+    "piece: the bytes in which messages move\n"
     "step: mean of up to {} simulated steps; 5 … 95 %: of them; load: part of the batch that the busiest rank "
     "computes; κ: how much rounding may grow"
 )
@@ -101,17 +101,10 @@ def _python(ranking: Ranking, seed: int) -> str:
     it = ranking.best.candidate
     if not it.tree:
         return "jaxcoded.baselines.ring_allreduce(gradients, comm)"
-    arguments = f"fanout={it.fanout}, stragglers={it.stragglers}"
-    if it.shared:
-        arguments = f'code="{it.code}"' + ", root_computes=False" * (
-            not it.root_computes
-        )
-    arguments += f", slices={it.slices}" * (it.slices > 1)
-    arguments += ", root_computes=True" * (it.root_computes and not it.shared)
-    arguments += f", seed={seed}" * (seed > 0)
+    options = ""
     if it.piece != PIECE:
-        arguments += f", options=jaxcoded.Options(piece_bytes={it.piece})"
-    return f"jaxcoded.CodedGroup(comm, {arguments})"
+        options = f", options=Options(piece_bytes={it.piece})"
+    return f"CodedGroup(comm, {it.strategy(seed)!r}{options})"
 
 
 def _as_text(ranking: Ranking, top: int, seed: int) -> None:
@@ -119,14 +112,14 @@ def _as_text(ranking: Ranking, top: int, seed: int) -> None:
     output.table(
         _HEADER,
         [_row(e, ranking.best) for e in chosen],
-        wraps=["code"],
+        wraps=["strategy", "code"],
         extra=["piece", "message", "5 … 95 %"],
         best=chosen.index(ranking.best),
     )
     output.say()
     output.say(_LEGEND.format(max(len(e.seconds) for e in ranking.estimates)))
-    if fanouts := sorted({e.candidate.fanout for e in chosen if e.in_sections}):
-        output.say(f"fan-out {', '.join(map(str, fanouts))}: {IN_SECTIONS}")
+    if ranking.best.in_sections:
+        output.say(f"{ranking.best.name}: {IN_SECTIONS}")
     output.say()
     output.say(ranking.verdict)
     output.code(_python(ranking, seed))
@@ -137,14 +130,9 @@ def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
     low, high = estimate.usual
     return (
         "→" if estimate is best else "",
-        *(
-            (str(it.fanout), str(it.stragglers), str(it.slices))
-            if it.tree and not it.shared
-            else ("–",) * 3
-        ),
-        estimate.code if it.tree else "ring all-reduce",
+        it.name,
+        estimate.code if it.tree else "–",
         f"{it.piece >> 10} KiB" if it.tree else "–",
-        ("yes" if it.root_computes else "no") if it.tree else "–",
         _seconds(estimate.step),
         _seconds(estimate.error),
         _span(low, high),
@@ -174,9 +162,7 @@ def _left_out(it: LeftOut | None) -> dict[str, Any] | None:
     if it is None:
         return None
     return {
-        "fanout": it.candidate.fanout,
-        "stragglers": it.candidate.stragglers,
-        "slices": it.candidate.slices,
+        "strategy": it.candidate.name,
         "gain": output.finite(it.gain),
         "ranks": it.ranks or None,
     }
@@ -188,16 +174,10 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
     low, high = estimate.usual
     times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}
     return {
-        "kind": "shared" if it.shared else "tree" if it.tree else "ring",
-        "fanout": it.fanout if it.tree and not it.shared else None,
-        "stragglers": it.stragglers,
-        "slices": it.slices,
-        "blocks": it.blocks or None,
-        "replicas": it.replicas if it.shared else None,
+        "strategy": it.name if it.tree else None,
         "code": estimate.code,
         "piece": it.piece if it.tree else None,
         "in_sections": estimate.in_sections,
-        "root_computes": it.root_computes if it.tree else None,
         **{key: output.finite(value) for key, value in times.items()},
         "load": estimate.load,
         "held": estimate.held,

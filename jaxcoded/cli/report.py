@@ -65,7 +65,8 @@ class _Found:
     Attributes:
         files: the telemetry, the root's first.
         root: of the plan.
-        placement: of the blocks, where work is shared.
+        shared: whether ranks compute blocks of each other.
+        placement: of the blocks.
         savings: of each parent what its code saved.
         late: see `analysis.too_late`.
         measured: seconds of a round; NaN if not known.
@@ -74,15 +75,12 @@ class _Found:
 
     files: list[Telemetry]
     root: int
-    placement: Placement | None
+    shared: bool
+    placement: Placement
     savings: dict[int, analysis.Savings]
     late: np.ndarray
     measured: float
     plans: list[analysis.Predicted]
-
-    @property
-    def shared(self) -> bool:
-        return self.placement is not None
 
     @property
     def parents(self) -> list[Telemetry]:
@@ -108,7 +106,7 @@ class _Found:
 
 def _found(files: list[Telemetry]) -> _Found:
     plan = Plan.from_json(files[0].plan)
-    root, shared = plan.root, plan.placement is not None
+    root, shared = plan.root, plan.strategy.by_blocks
     savings = {}
     for seen in files:
         if len(seen.children) and not np.isnan(seen.lateness).all():
@@ -120,6 +118,7 @@ def _found(files: list[Telemetry]) -> _Found:
     return _Found(
         files,
         root,
+        shared,
         plan.placement,
         savings,
         analysis.too_late(files),
@@ -139,7 +138,7 @@ def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
         if seen.rank in found.savings:
             pictures.append(out / f"savings-{seen.rank}.png")
             _draw_savings(pictures[-1], seen, found.savings[seen.rank])
-    if found.placement is not None and found.files[0].divided.any():
+    if found.shared and found.files[0].divided.any():
         pictures.append(out / "blocks.png")
         _draw_blocks(pictures[-1], found.files[0], found.placement)
     if not (found.shared or np.isnan(found.late).all()):

@@ -1,6 +1,6 @@
-"""Simulate steps with one plan, beside no code and the ideal.
+"""Simulate steps with one strategy, beside no code and the ideal.
 
-    jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --fanout 3 --model pareto
+    jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --model pareto --strategy "Coded(stragglers=1, fanout=3)"
 
 Uncoded is the same tree that waits for all ranks, and a ring all-reduce; ideal are
 steps in which all ranks compute until all is done, and messages take no time. All have the same draws
@@ -19,8 +19,7 @@ from jaxcoded._progress import progress
 from jaxcoded.cli import output
 from jaxcoded.cli.cluster import Cluster, Command
 from jaxcoded.cli.pictures import picture
-from jaxcoded.plan import Plan, make_plan
-from jaxcoded.plan.parent_code import AUTO
+from jaxcoded.plan import Coded, Plan, Shared, Strategy, make_plan
 from jaxcoded.simulator import Layout, Ring, ideal_seconds, simulate
 from jaxcoded.simulator.sections import IN_SECTIONS, forms_sections
 from jaxcoded.simulator.stragglers import Delays, Stragglers
@@ -32,32 +31,10 @@ _PLAN, _UNCODED, _RING, _IDEAL = "this plan", "uncoded tree", "ring all-reduce",
 
 @click.command("simulate", cls=Command)
 @click.option(
-    "--fanout", type=int, help="Most children of a rank. Default: a shallow tree's."
-)
-@click.option(
-    "--stragglers",
-    type=int,
-    default=1,
+    "--strategy",
+    default=repr(Shared()),
     show_default=True,
-    help="Children of each parent that may be late.",
-)
-@click.option(
-    "--slices",
-    type=int,
-    default=1,
-    show_default=True,
-    help="How many times shorter messages are.",
-)
-@click.option(
-    "--code",
-    default=AUTO,
-    show_default=True,
-    help="One of those below, such as 'bernoulli(load=4)', or 'shared(replicas=2, blocks=12)'.",
-)
-@click.option(
-    "--root-computes/--root-only-sums",
-    default=None,
-    help="Whether the root has data. Default: only where the work is shared.",
+    help="Such as 'Shared(replicas=2)', 'Coded(stragglers=1, fanout=3)' with one of the codes below, or 'Uncoded()'.",
 )
 @click.option(
     "--rounds", type=int, default=500, show_default=True, help="Steps to simulate."
@@ -71,11 +48,7 @@ _PLAN, _UNCODED, _RING, _IDEAL = "this plan", "uncoded tree", "ring all-reduce",
 @output.json_option
 def command(
     cluster: Cluster,
-    fanout: int | None,
-    stragglers: int,
-    slices: int,
-    code: str,
-    root_computes: bool | None,
+    strategy: str,
     rounds: int,
     path: str | None,
     json: bool,
@@ -84,15 +57,7 @@ def command(
     rounds = _require.integer("--rounds", rounds, 1)
     if path is not None and not path.endswith(_PICTURES):
         raise ValueError(f"--picture {path}: must end with {' or '.join(_PICTURES)}")
-    plan = make_plan(
-        cluster.ranks,
-        fanout=fanout,
-        stragglers=stragglers,
-        slices=slices,
-        code=code,
-        root_computes=root_computes,
-        seed=cluster.seed,
-    )
+    plan = make_plan(cluster.ranks, Strategy.parse(strategy, "--strategy"))
     seconds = _simulated(cluster, plan, rounds)
     if path is not None:
         _draw(path, seconds)
@@ -100,7 +65,7 @@ def command(
         output.as_json(_fields(cluster, plan, rounds, seconds))
         return
     output.say(cluster.words)
-    output.say(f"this plan: {plan.describe().splitlines()[0]}")
+    output.say(f"this plan: {plan.strategy!r}, {plan.describe().splitlines()[0]}")
     output.say()
     ideal = seconds[_IDEAL].mean()
     output.table(
@@ -119,21 +84,17 @@ def command(
     output.say(f"of {rounds} steps")
     if forms_sections(Layout.of(plan), cluster.network, cluster.payload):
         output.say(f"this plan: {IN_SECTIONS}")
-    output.say(
-        "another tree or code: --fanout, --stragglers, --code; jaxcoded plan finds the fastest"
-    )
+    output.say("another one: --strategy; jaxcoded plan finds the fastest")
     if path is not None:
         output.say(f"wrote {path}")
 
 
 def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarray]:
     """Seconds of each step, of each way to make it."""
-    uncoded = make_plan(
-        cluster.ranks, parents=plan.parents, stragglers=0, root_computes=True
-    )
+    uncoded = Coded(stragglers=0, root_computes=True, parents=plan.parents)
     layouts: dict[str, Layout | Ring] = {
         _PLAN: Layout.of(plan),
-        _UNCODED: Layout.of(uncoded),
+        _UNCODED: Layout.of(make_plan(cluster.ranks, uncoded)),
         _RING: Ring(cluster.ranks),
     }
     out = {}
@@ -194,6 +155,7 @@ def _fields(
         "payload": cluster.payload,
         "compute": cluster.work,
         "rounds": rounds,
+        "strategy": repr(plan.strategy),
         "plan": plan.describe().splitlines(),
         "load": float(plan.load),
         "steps": {

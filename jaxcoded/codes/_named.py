@@ -100,4 +100,4 @@ def parsed(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: it has none, or not in this form.
     """
-    return _parse.parsed("code", text, NAMES, besides=("auto", "shared"))
+    return _parse.parsed("code", text, NAMES, besides=("auto",))

@@ -315,7 +315,8 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
     check_alike(group)
     with group.failing(request.name):
         request = request.checked(group)
-        _check_plain(group, request)
+        if request.residual and not group.approximate:
+            group.plan.strategy.refuse("residual")
         last = request.last_part
         vectors, packing = _message(x, group, request)
         wires = packing.wires
@@ -329,24 +330,14 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
             wires=wires,
             transposes=bool(request.transpose),
         )
-        if request.residual and (placement := group.plan.placement) is not None:
-            blocks = len(placement.holders)
+        if request.residual and group.plan.strategy.by_blocks:
+            blocks = len(group.plan.placement.holders)
             probe, token = group.transport.computed(blocks, request.token)
             request = dataclasses.replace(request, token=token)
             vectors = (*vectors, probe)
         elif request.residual:
             vectors = (*vectors, _probe(group, vectors, -1 if last else None))
     return Prepared(spec, vectors, packing, request)
-
-
-def _check_plain(group: CodedGroup, request: Request) -> None:
-    """Raise for what cannot be meant of a plain sum where work is shared."""
-    shares = group.plan.placement is not None
-    if shares and request.residual and not group.approximate:
-        raise ValueError(
-            f"residual cannot be asked for in a group with code={group.plan.code!r}: its "
-            'sums are exact, unless on_deadline="approximate"'
-        )
 
 
 def carried(
@@ -493,7 +484,7 @@ def _message(
         return x.vectors, x.packing
     if plan.encoded:
         raise TypeError(
-            f"this group has slices or parts ({plan.code}, slices={plan.slices}): its "
+            f"this group has slices or parts ({plan.strategy!r}): its "
             f"messages are not one weighted gradient, so {request.name} takes what "
             f"jaxcoded.kernels.encode made, not {_require.kind(x)}; "
             "coded_value_and_grad does both"

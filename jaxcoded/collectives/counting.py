@@ -91,7 +91,7 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
     """
     if weights is None and not _adds_up(group.plan):
         raise TypeError(
-            f"{name} needs the batch's weights in a group whose ranks compute the same examples ({group.plan.code}): "
+            f"{name} needs the batch's weights in a group whose ranks compute the same examples ({group.plan.strategy!r}): "
             f"call {name}(x, group, batch.weights) with an x that was made with these weights, or "
             "coded_value_and_grad. The sum of one value for each rank is jaxcoded.baselines.allreduce(x, comm)"
         )
@@ -101,15 +101,13 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
 def _adds_up(plan: Plan) -> bool:
     """Whether a sum is that of what the ranks hand in, each once."""
     codes = [coding.code.B for coding in plan.codings if coding is not None]
-    return plan.placement is not None or all(
-        np.array_equal(B, np.eye(len(B))[:, :, None]) for B in codes
-    )
+    return all(np.array_equal(B, np.eye(len(B))[:, :, None]) for B in codes)
 
 
 @functools.lru_cache(maxsize=256)
 def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
     """What this rank adds to the count for a key of 1, part by part."""
-    if plan.placement is None:
+    if not plan.strategy.by_blocks:
         return marks.of_rank(plan, rank, batch_size, share)
     own = list(plan.placement.owned(rank))
     return marks.of_blocks(plan.placement, batch_size)[own].sum(keepdims=True)

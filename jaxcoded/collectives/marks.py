@@ -35,7 +35,7 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
 
     Example:
         >>> import jaxcoded
-        >>> plan = jaxcoded.make_plan(4, fanout=3, stragglers=0)
+        >>> plan = jaxcoded.make_plan(4, jaxcoded.Coded(fanout=3, stragglers=0))
         >>> added = [float(of_rank(plan, rank, 100, 1e-5)[0]) for rank in (1, 2, 3)]
         >>> all(added), abs(sum(added)) < 1e-15
         (True, True)

@@ -306,7 +306,7 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
         raise ValueError(
             "groups whose rounds take turns must have one plan, or parts of the gradient "
             "would be sums of different assignments: open the others with "
-            "CodedGroup.from_plan(comm, group.plan)"
+            "CodedGroup(comm, group.plan)"
         )
     # where a round ends as it starts, nothing is gained, and nothing orders those of two groups
     return groups if groups[0].transport.most_started else groups[:1]

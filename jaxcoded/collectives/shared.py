@@ -14,7 +14,6 @@ from jaxcoded.collectives.allreduce import coded_sum, residual_of
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
-from jaxcoded.plan.placement import Placement
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.packing import Packing
 from jaxcoded.transport.result import Result
@@ -70,7 +69,7 @@ def summed(
         The sum, on every rank the same; and the auxiliary data, stacked over the blocks
         that this rank holds, zeros for those that it has not computed.
     """
-    placement, transport = _placement(group), group.transport
+    placement, transport = group.plan.placement, group.transport
     blocks, size = _shape(weights, group)
     batches = jax.tree.map(
         lambda leaf: leaf.reshape(blocks, size, *leaf.shape[1:]), batch
@@ -174,13 +173,8 @@ def summed(
     return Result(total, residual, token), auxes
 
 
-def _placement(group: CodedGroup) -> Placement:
-    assert group.plan.placement is not None
-    return group.plan.placement
-
-
 def _shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
     """How many blocks a rank holds, and their examples with padding."""
-    blocks = max(len(_placement(group).held(group.rank)), 1)
+    blocks = max(len(group.plan.placement.held(group.rank)), 1)
     assert len(weights) % blocks == 0, (len(weights), blocks)
     return blocks, len(weights) // blocks

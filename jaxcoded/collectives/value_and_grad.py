@@ -145,9 +145,9 @@ def coded_value_and_grad(
             _check_shapes(data, coding, group)
             # before anything is said of its batch
             together = group.transport.devices(token)
-            shares = group.plan.placement is not None
-            if shares:
-                _check_shared(group.plan, erasures)
+            shares = group.plan.strategy.by_blocks
+            if erasures is not None:
+                group.plan.strategy.refuse("erasures")
             behind = None
             if group.transport.can_lag and not shares:
                 lag, token = group.transport.lag(token)
@@ -499,15 +499,6 @@ def _differentiable(params: Any) -> Any:
         return summand(leaf, name)
 
     return jax.tree_util.tree_map_with_path(taken, params)
-
-
-def _check_shared(plan: Plan, erasures: Any) -> None:
-    """Raise for what cannot be meant where work is shared."""
-    if erasures is not None:
-        raise ValueError(
-            f"erasures cannot be given in a group with code={plan.code!r}: who computes "
-            "what is settled during the round, and the sum is of the whole batch"
-        )
 
 
 def _check_shapes(data: Any, weights: jax.Array, group: CodedGroup) -> None:

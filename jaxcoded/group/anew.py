@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -12,8 +11,7 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 from jaxcoded.group import recovery
 from jaxcoded.group.pending import Pending
-from jaxcoded.group.succession import Planner, root_of
-from jaxcoded.plan import Plan
+from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport.agreement import gathered
 from jaxcoded.transport.options import Options
 
@@ -40,7 +38,7 @@ class Anew:
     def make(
         self,
         rounds: int,
-        plan: Planner | None,
+        strategy: Strategy | None,
         options: Options | None,
         timeout: float,
         put_out: bool,
@@ -49,7 +47,7 @@ class Anew:
 
         Args:
             rounds: of the old group, that this rank knows.
-            plan, options, timeout, put_out: as in `CodedGroup.recovered`.
+            strategy, options, timeout, put_out: as in `CodedGroup.recovered`.
 
         Raises:
             CodedError: they have not come to that yet.
@@ -57,7 +55,7 @@ class Anew:
         roll, patience = self._old._roll, 2 * timeout + 1
         roll.wait(self._shrinking, patience, timeout, put_out)
         if self._agreement is None:
-            self._make(rounds, plan, options)
+            self._make(rounds, strategy, options)
         assert self._agreement is not None
         roll.wait(self._agreement.pending, patience, timeout, put_out)
 
@@ -92,12 +90,13 @@ class Anew:
             raise overtaken
         return group
 
-    def _make(self, rounds: int, plan: Planner | None, options: Options | None) -> None:
+    def _make(
+        self, rounds: int, strategy: Strategy | None, options: Options | None
+    ) -> None:
         old = self._old
         self._rounds = rounds
         smaller = self._shrinking.result(0.0)
         comms: list[MPI.Comm] = [smaller]
-        plan = plan and functools.cache(plan)  # one for all questions
         try:
             with recovery.let_go(comms):
                 known = True, rounds
@@ -105,7 +104,7 @@ class Anew:
                     known = False, old._ahead
                 survivors, best, ahead = recovery.successors(
                     *(smaller, old.comm, old.plan.root, known),
-                    root_of(plan, smaller.size),
+                    0 if strategy is None else strategy.root % smaller.size,
                 )
                 if survivors != sorted(survivors):
                     comms.append(smaller.Split(0, survivors.index(old.rank)))
@@ -118,7 +117,7 @@ class Anew:
 
                 def planned(hosts: Sequence[str]) -> Plan:
                     return old._planned_anew(
-                        hosts, of_those, plan, "recovered", "that live"
+                        hosts, of_those, strategy, "recovered", "that live"
                     )
 
                 # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
@@ -126,7 +125,6 @@ class Anew:
                     *(own, old._options if options is None else options),
                     {"recovered": survivors},
                     planned,
-                    old._asked,
                     ahead,
                 )
         except BaseException as error:  # noqa: BLE001  # the others wait for an answer

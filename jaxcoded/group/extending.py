@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ from jaxcoded.group import joining, recovery
 from jaxcoded.group.joining import Invitation
 from jaxcoded.group.old_ranks import OldRanks
 from jaxcoded.group.pending import Pending
-from jaxcoded.group.succession import Planner, plan_of_root
-from jaxcoded.plan import Plan
+from jaxcoded.group.succession import plan_of_root
+from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import plain
 from jaxcoded.transport.options import Options
@@ -35,7 +35,7 @@ class Extending:
     Args:
         old: the group, of which all ranks are alive and have come.
         ranks: that join.
-        plan, options, timeout: as in `CodedGroup.extended`.
+        strategy, options, timeout: as in `CodedGroup.extended`.
         command: that starts each of them; empty: as those that were there at the beginning were started.
         rounds: of the group, that this rank knows.
         drained: whether these are all that it has called.
@@ -45,7 +45,7 @@ class Extending:
         self,
         old: CodedGroup,
         ranks: int,
-        plan: Planner | None,
+        strategy: Strategy | None,
         options: Options | None,
         command: Sequence[str],
         timeout: float,
@@ -53,7 +53,7 @@ class Extending:
         drained: bool,
     ) -> None:
         self._old, self._ranks, self._rounds = old, ranks, rounds
-        self._plan = plan and functools.cache(plan)
+        self._strategy = strategy
         self._options = old._options if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
         assert isinstance(old.transport, engine.Engine)
@@ -151,14 +151,11 @@ class Extending:
         old, root, wrong = self._old, 0, None
         try:
             self._options.complete().check()
-            if self._plan or not (old._asked and old._asked["by_host"]):
+            if not (self._strategy or old.plan.strategy).by_host:
                 root = self._planned([""] * (old.size + self._ranks)).root
         except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ
             wrong = error
-        asked = plain(old._asked)
-        if asked and isinstance(asked["code"], Mapping):
-            asked = None  # for just some ranks
-        invitation = Invitation(old.size, self._ranks, root, asked, self._options)
+        invitation = Invitation(old.size, self._ranks, root, self._options)
         words = (
             f"ranks={self._ranks}, rounds={self._rounds}, command={self._command}, "
             f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
@@ -197,8 +194,6 @@ class Extending:
                 lambda hosts: plan_of_root(
                     *(own, invitation.place, lambda: self._planned(hosts))
                 ),
-                # as those that join have it
-                invitation.asked,
                 1 if old._ahead is None or old.alike else old._ahead + 1,
             )
         if why := self._old_ranks.ready(self._ranks, self._until):
@@ -209,7 +204,7 @@ class Extending:
         if speeds:  # of those that join nothing is known
             speeds += [sum(speeds, Fraction(0)) / len(speeds)] * self._ranks
         return self._old._planned_anew(
-            hosts, speeds, self._plan, "extended", "there are then"
+            hosts, speeds, self._strategy, "extended", "there are then"
         )
 
     def _none(self, why: str) -> str:

@@ -3,12 +3,13 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from types import TracebackType
 from typing import Any, Self, overload
@@ -27,9 +28,9 @@ from jaxcoded.group.epoch import Epoch
 from jaxcoded.group.extending import Extending
 from jaxcoded.group.new_rank import NewRank, joined
 from jaxcoded.group.record import Path, Record
-from jaxcoded.group.succession import Planner, check_planner, planned, planned_anew
+from jaxcoded.group.succession import check_other, planned, planned_anew
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
-from jaxcoded.plan import Plan, make_plan
+from jaxcoded.plan import Plan, Strategy, Uncoded, make_plan
 from jaxcoded.planner import automatic
 from jaxcoded.transport import build, engine, primitive
 from jaxcoded.transport.agreement import check_communicator, gathered
@@ -50,19 +51,12 @@ class CodedGroup:
 
     Args:
         comm: an mpi4py intra-communicator.
-        stragglers: ``s``, the number of children of every parent that may be missing.
-            Default 1.
-        fanout: the largest number of children of a parent; see `make_plan`.
-        by_host: instead of ``fanout``, a tree that follows hosts; see ``hosts`` of `make_plan`.
-        code: kind of gradient code, or one for each layer or parent; see `make_plan`.
-        slices: ``m``, messages shrink by this in every layer; see `make_plan`. Default
-            1.
-        root_computes: whether the root holds data; see `make_plan`.
+        strategy: how the work of a step is laid out: `Shared`, `Coded` or `Uncoded`; or a
+            `Plan` for as many ranks as ``comm`` has. Default: ``Shared()``, on any number of
+            ranks.
         transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
             which every rank takes part in every round; or ``"auto"``, the engine where all ranks
             have it, and otherwise mpi4jax with a warning.
-        seed: of random codes.
-        speeds: relative speed of each rank; see `make_plan`.
         options: how the group makes its rounds: deadlines, memory, telemetry, what is
             verified; see `Options`.
         record: where work is shared, a file that rank 0 writes: who has computed which
@@ -72,8 +66,8 @@ class CodedGroup:
             ranks; see ``docs/sharing.md``.
 
     Raises:
-        TypeError: ``comm`` is not an intra-communicator.
-        ValueError: no such plan, ``transport="engine"`` where it cannot be used, or
+        TypeError: ``comm`` is not an intra-communicator, or ``strategy`` no strategy or plan.
+        ValueError: the strategy does not fit the number of ranks, ``transport="engine"`` where it cannot be used, or
             ``debug=True`` or ``verify`` without the engine, without any redundancy, or
             with ``on_deadline="approximate"``. Raised on every rank.
         GroupMismatch: ranks gave different arguments, or run different builds of jaxcoded.
@@ -87,8 +81,6 @@ class CodedGroup:
         (0, 1, [0, 1, 2, 3])
     """
 
-    # What its plan was asked for with, by name; none if it was given or chosen.
-    _asked: Mapping[str, Any] | None = None
     # Of a group of ranks that do not know the same, made by `recovered` or `extended`: see `recovery.Successors`.
     _ahead: int | None = None
     # Whether the root's state is handed on, if this works. The engine knows whether it has.
@@ -97,37 +89,19 @@ class CodedGroup:
     def __init__(
         self,
         comm: MPI.Intracomm,
+        strategy: Strategy | Plan | None = None,
         *,
-        stragglers: int = 1,
-        fanout: int | None = None,
-        by_host: bool = False,
-        code: str | Mapping[int, str] | Sequence[str] = "auto",
-        slices: int = 1,
-        root_computes: bool | None = None,
-        seed: int = 0,
-        speeds: Sequence[float] | None = None,
         transport: str = "auto",
         options: Options | None = None,
         record: Path | None = None,
         replay: Path | None = None,
     ) -> None:
-        request: dict[str, Any] = {
-            "stragglers": stragglers,
-            "fanout": fanout,
-            "by_host": by_host,
-            "code": code,
-            "slices": slices,
-            "root_computes": root_computes,
-            "seed": seed,
-            "speeds": speeds,
-        }
-        self._asked = request
         self._open(
             comm,
             transport,
             options,
-            request,
-            lambda hosts: planned(hosts, **request),
+            {"strategy": strategy},
+            functools.partial(planned, strategy),
             record=Record(record, replay),
         )
 
@@ -144,7 +118,7 @@ class CodedGroup:
         transport: str = "auto",
         options: Options | None = None,
     ) -> "CodedGroup":
-        """A group with the tree, the code and the pieces, or with shared work, with which a
+        """A group with the strategy and the pieces with which a
         step is expected to be the fastest, from a measurement of links and ranks and from the simulator, which take
         some seconds (``docs/planning.md``). Collective.
 
@@ -183,7 +157,7 @@ class CodedGroup:
         def check(hosts: Sequence[str]) -> Plan:
             pieces = options and options.piece_bytes
             automatic.check(payload, work, pieces, replicas, len(hosts))
-            return make_plan(len(hosts), stragglers=0, seed=seed)  # to begin with
+            return make_plan(len(hosts), Uncoded())  # to begin with
 
         group = cls.__new__(cls)
         how = "a function" if callable(work) else work
@@ -214,57 +188,6 @@ class CodedGroup:
             },
             check,
             choose,
-        )
-        return group
-
-    @classmethod
-    def from_plan(
-        cls,
-        comm: MPI.Intracomm,
-        plan: Plan,
-        *,
-        transport: str = "auto",
-        options: Options | None = None,
-        record: Path | None = None,
-        replay: Path | None = None,
-    ) -> "CodedGroup":
-        """A group with a plan made before, such as one with an explicit tree.
-        Collective.
-
-        Args:
-            comm: as for the constructor.
-            plan: for as many ranks as ``comm`` has.
-            transport, options, record, replay: as for the constructor.
-
-        Raises:
-            ValueError: the plan is for another number of ranks.
-            TypeError: it is not a plan, or ``comm`` not an intra-communicator.
-            GroupMismatch: ranks gave different plans. Raised on every rank.
-
-        Example:
-            >>> from mpi4py import MPI
-            >>> import jaxcoded
-            >>> plan = jaxcoded.make_plan(1)
-            >>> with jaxcoded.CodedGroup.from_plan(MPI.COMM_SELF, plan) as group:
-            ...     group.plan == plan
-            True
-        """
-
-        def fitting(hosts: Sequence[str]) -> Plan:
-            if not isinstance(plan, Plan):
-                raise TypeError(
-                    f"plan must be a jaxcoded.Plan, got {_require.kind(plan)}"
-                )
-            if plan.size != len(hosts):
-                raise ValueError(
-                    f"the plan is for {plan.size} ranks, but the communicator has {len(hosts)}"
-                )
-            return plan
-
-        group = cls.__new__(cls)
-        group._open(
-            *(comm, transport, options, {"plan": plan}, fitting),
-            record=Record(record, replay),
         )
         return group
 
@@ -514,7 +437,7 @@ class CodedGroup:
 
     def blocks(self, batch_size: int) -> Blocks:
         """The blocks of a batch that this rank computes, for programs that add up
-        gradients over microbatches; in a group whose work is shared (``code="shared(…)"``).
+        gradients over microbatches; in a group that shares its work (`Shared`).
 
         A rank that is done gets blocks of one that is late. Once all are computed the loop ends,
         on all ranks, and the next collective sums what they have added up:
@@ -541,7 +464,7 @@ class CodedGroup:
         Example:
             >>> import numpy as np, jaxcoded
             >>> from mpi4py import MPI
-            >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, code="shared(blocks=2)") as group:
+            >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Shared(blocks=2)) as group:
             ...     total = np.zeros(1)
             ...     with group.blocks(5) as blocks:
             ...         for block in blocks:
@@ -554,11 +477,7 @@ class CodedGroup:
         with self.failing("blocks"):
             most = int(np.iinfo(np.int64).max)  # indices are int64
             batch_size = _require.integer("batch_size", batch_size, 1, most)
-            if self.plan.placement is None:
-                raise ValueError(
-                    f"this group has a code ({self.plan.code!r}), and does not share its "
-                    'work: make it with code="shared(replicas=2)", or take its batches'
-                )
+            self.plan.strategy.require_blocks("blocks")
             if self.options.verify is not None and not self.options.debug:
                 raise ValueError(
                     "verify sees only what coded_value_and_grad computes, not what a program adds "
@@ -727,13 +646,15 @@ class CodedGroup:
         group closes the new one at its end.
 
         Args:
-            speeds: relative speed of each rank, positive; see `make_plan`.
+            speeds: relative speed of each rank, positive; see `Coded`.
 
         Returns:
-            A group of the same ranks. Its tree, codes and options are the same.
+            A group of the same ranks, whose strategy has these speeds. Its tree and options are
+            the same.
 
         Raises:
-            ValueError: there is no such plan. On every rank; this group stays open.
+            ValueError: there is no such plan, or the strategy takes no speeds. On every rank; this
+                group stays open.
             GroupMismatch: other ranks called something else. The root's speeds may have
                 reached some ranks and not others by then; sums of ranks with different
                 plans raise it, too, until all of them have replanned.
@@ -741,7 +662,7 @@ class CodedGroup:
         Example:
             >>> from mpi4py import MPI
             >>> import jaxcoded
-            >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+            >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded())
             >>> group = group.replan(speeds=[1.0])
             >>> group.close()
         """
@@ -756,7 +677,8 @@ class CodedGroup:
                 )
         primitive.effects_barrier()
         agreed = self.transport.broadcast("replan", mine)
-        plan = dataclasses.replace(self.plan, speeds=tuple(agreed.tolist()))
+        strategy = self.plan.strategy.with_speeds(agreed.tolist())
+        plan = dataclasses.replace(self.plan, strategy=strategy)
         other = copy.copy(self)
         other.plan, other.index = plan, next(_indices)
         other.plan_words = f", replanned ({plan.fingerprint[:8]})"
@@ -769,7 +691,7 @@ class CodedGroup:
     def recovered(
         self,
         *,
-        plan: Planner | None = None,
+        strategy: Strategy | None = None,
         options: Options | None = None,
         timeout: float = 60.0,
         put_out: bool = False,
@@ -799,8 +721,8 @@ class CodedGroup:
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
         Args:
-            plan: makes the plan for so many ranks, the same on all of them. Default: with the
-                arguments that this group was made with, `make_plan`.
+            strategy: of the new group, the same on all of them. Default: that of this one, with the
+                speeds of the ranks that live.
             options: of the new group. Default: those of this one.
             timeout: seconds for which ranks that are alive but do not call this are waited for.
             put_out: whether the processes of those are killed then (``SIGKILL``): by any rank that has
@@ -808,21 +730,18 @@ class CodedGroup:
                 comes.
 
         Raises:
-            ValueError: MPI is not fault-tolerant, there is no such plan for so many ranks, the group
-                was made with a plan of its own and ``plan`` is not given, or it keeps or follows a
+            ValueError: MPI is not fault-tolerant, the strategy does not fit so many ranks, it is for just
+                those of this group (``Coded(parents=…)``) and none is given, or the group keeps or follows a
                 record. On every rank; this group stays open.
-            TypeError: ``plan`` or ``put_out`` is something else.
+            TypeError: ``strategy`` or ``put_out`` is something else.
             CodedError: a rank that lives has not come, and is not or cannot be put out; or one more died
                 while the group was made anew, or rounds of this one were decided. On every rank that has come; this group stays open, and who
                 calls this again meets those who do, too.
         """
         check_open(self)
         timeout = _require.not_negative("timeout", timeout)
-        if not isinstance(put_out, bool):
-            raise TypeError(
-                f"put_out must be True or False, got {_require.shown(put_out)}"
-            )
-        check_planner(plan)
+        _require.boolean("put_out", put_out)
+        check_other(strategy)
         with self._changing("recovered") as transport:
             primitive.effects_barrier()
             transport.drained(timeout / 2)
@@ -839,7 +758,7 @@ class CodedGroup:
                 ):
                     return self
                 self._anew = Anew(self)
-            self._anew.make(rounds, plan, options, timeout, put_out)
+            self._anew.make(rounds, strategy, options, timeout, put_out)
             anew, self._anew = self._anew, None
             return self._give_way(anew.group(rounds))
 
@@ -847,7 +766,7 @@ class CodedGroup:
         self,
         ranks: int,
         *,
-        plan: Planner | None = None,
+        strategy: Strategy | None = None,
         options: Options | None = None,
         command: Sequence[str] | None = None,
         timeout: float = 120.0,
@@ -875,8 +794,7 @@ class CodedGroup:
 
         Args:
             ranks: how many join, ≥ 1.
-            plan: makes the plan for so many ranks as there are then, the same on all old ones. Default: with the
-                arguments that this group was made with, `make_plan`.
+            strategy: of the new group, the same on all old ranks. Default: that of this one.
             options: of the new group. Default: those of this one.
             command: starts each of the processes. Default: as those that were there at the beginning were started.
                 The folder is that in which the one that starts them has imported jaxcoded.
@@ -889,9 +807,9 @@ class CodedGroup:
 
         Raises:
             ValueError: an argument is not as said, MPI or its launcher would not go on where a rank dies,
-                there is no such plan for so many ranks, the group was made with a plan of its own and ``plan``
-                is not given, or it keeps or follows a record. On every rank; this group stays open.
-            TypeError: ``plan``, ``options`` or ``command`` is something else.
+                the strategy does not fit so many ranks, it is for just those of this group (``Coded(parents=…)``) and
+                none is given, or the group keeps or follows a record. On every rank; this group stays open.
+            TypeError: ``strategy``, ``options`` or ``command`` is something else.
             GroupMismatch: ranks gave different arguments. Raised on every rank; this group stays open.
             CodedError: some of this group are dead, or have not come; or a process was not there in time, has
                 ended or died on the way, and then all that were started are ended. On every rank that has come;
@@ -909,7 +827,7 @@ class CodedGroup:
         check_open(self)
         ranks = _require.integer("ranks", ranks, 1, joining.MOST)
         timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
-        check_planner(plan)
+        check_other(strategy)
         if not (options is None or isinstance(options, Options)):
             raise TypeError(
                 f"options must be jaxcoded.Options, got {_require.kind(options)}"
@@ -932,7 +850,7 @@ class CodedGroup:
                         "some ranks of the group are dead, or have had an error where others had a sum: call recovered "
                         "first, and then extended"
                     )
-                arguments = ranks, plan, options, command, timeout
+                arguments = ranks, strategy, options, command, timeout
                 self._extending = Extending(self, *arguments, rounds, drained)
             return self._with_those_that_join(rounds, timeout)
 
@@ -953,7 +871,7 @@ class CodedGroup:
 
             group = jaxcoded.CodedGroup.joining()
             if group is None:
-                group = jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1)
+                group = jaxcoded.CodedGroup(MPI.COMM_WORLD)
 
         The group is not `alike` yet: take part in the `tree_bcast` that the others call next. Where the program goes
         on depends on what it hands on, such as the number of the step.
@@ -1002,7 +920,7 @@ class CodedGroup:
         self,
         hosts: Sequence[str],
         speeds: Sequence[Fraction],
-        plan: Planner | None,
+        strategy: Strategy | None,
         call: str,
         whose: str,
     ) -> Plan:
@@ -1012,7 +930,7 @@ class CodedGroup:
                 "a record is of all ranks of its group: a group with record or replay cannot go on "
                 "with others"
             )
-        return planned_anew(self._asked, hosts, speeds, plan, call, whose)
+        return planned_anew(self.plan.strategy, hosts, speeds, strategy, call, whose)
 
     @classmethod
     def _taking_over(
@@ -1021,12 +939,11 @@ class CodedGroup:
         options: Options,
         request: dict[str, Any],
         planner: Callable[[Sequence[str]], Plan],
-        asked: Mapping[str, Any] | None,
         ahead: int | None,
     ) -> "CodedGroup":
         """A group on a communicator of its own that counts once all agree that they have it."""
         group = cls.__new__(cls)
-        group._asked, group._ahead = asked, ahead
+        group._ahead = ahead
         group._open(comm, "engine", options, request, planner, takes=True)
         if ahead is not None:
             assert isinstance(group.transport, engine.Engine)

@@ -10,7 +10,7 @@ as JSON in messages of two ranks, for which nobody waits in MPI.
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 from mpi4py import MPI
@@ -18,7 +18,6 @@ from mpi4py import MPI
 from jaxcoded import _parse, _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.pending import Pending
-from jaxcoded.group.succession import ASKED
 from jaxcoded.transport.options import Options
 
 # 1 where the launcher goes on where such a process dies (`jaxcoded.cli.rank`)
@@ -71,14 +70,12 @@ class Invitation:
         size: ranks of the old group.
         ranks: that join.
         place: of the old root in the new group.
-        asked: what its plan was asked for with; None if it was given or chosen.
         options: of the new group.
     """
 
     size: int
     ranks: int
     place: int
-    asked: Mapping[str, Any] | None
     options: Options
 
     def to_json(self) -> dict[str, Any]:
@@ -96,8 +93,6 @@ class Invitation:
         size = _require.integer("size", its["size"], 1)
         ranks = _require.integer("ranks", its["ranks"], 1, MOST)
         _require.integer("place", its["place"], 0, size + ranks - 1)
-        if its["asked"] is not None:
-            _parse.fields("what a plan is asked for with", its["asked"], ASKED)
         kinds = {field.name: object for field in dataclasses.fields(Options)}
         options = Options(**_parse.fields("options", its["options"], kinds))
         options.complete().check()

@@ -199,7 +199,7 @@ def _taken_by(new_rank: NewRank, kind: type[CodedGroup]) -> CodedGroup:
             group = kind._taking_over(
                 *(own, invitation.options, invitation.request),
                 lambda _: plan_of_root(own, invitation.place),
-                *(invitation.asked, 0),
+                0,
             )
     except BaseException as error:  # noqa: BLE001  # the others wait for an answer
         failure = error

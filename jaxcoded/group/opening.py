@@ -102,8 +102,11 @@ def agreed_transport(
     """
     reason = "" if transport == "mpi4jax" else engine.missing()
     reasons = gathered(comm, reason)
-    if plan.placement is not None and (why := why_not_shared(transport, reasons)):
-        raise ValueError(f"code={plan.code!r} {why}")
+    strategy = plan.strategy
+    if strategy.by_blocks and (why := why_not_shared(transport, reasons)):
+        raise ValueError(
+            f"{strategy!r} {why}; without it take Coded(stragglers=1) or Uncoded()"
+        )
     if transport != "mpi4jax" and not any(reasons):
         build.check_engine(comm)
         options, said = _comparing(plan, "engine", options, explicit)
@@ -162,7 +165,7 @@ def _comparing(
     }
     if why_not.get("verify"):
         raise ValueError(f"{verify} {why_not['verify']}")
-    if options.verify_wait and plan.placement is not None:
+    if options.verify_wait and plan.strategy.by_blocks:
         raise ValueError(
             "verify_wait=True means nothing where work is shared, as there are no more "
             "messages than needed: leave it out"
@@ -172,6 +175,6 @@ def _comparing(
         raise ValueError(f"debug=True {ignored}")
     options = dataclasses.replace(options, debug=asked["debug"] and not ignored)
     said = f"{comparing.VARIABLE} is ignored: debug {ignored}" if ignored else ""
-    if options.compares and (gaps := comparing.gaps(plan)):
+    if options.compares and (gaps := plan.strategy.gaps(plan)):
         said = f"{'debug' if options.debug else verify} does not see all: {gaps}"
     return options, [said] if said else []

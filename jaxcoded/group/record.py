@@ -55,11 +55,7 @@ class Record:
         for name, path in self.request.items():
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} must be the path of a file, got {path!r}")
-            if plan.placement is None:
-                raise ValueError(
-                    f"{name}={str(path)!r} is for groups that share their work "
-                    f'(code="shared(replicas=2)"), not for code={plan.code!r}'
-                )
+            plan.strategy.require_blocks(f"{name}={str(path)!r}")
             if on_deadline == "approximate":
                 raise ValueError(
                     f"{name}={str(path)!r}: a record is of sums of the whole batch, so "
@@ -177,7 +173,6 @@ def read(path: Path, plan: Plan) -> list[Dealt]:
             f"{str(path)!r} is the record of another plan, "
             f"{_require.shown(fields.get('plan'))}; this group has {plan.to_json()}"
         )
-    assert plan.placement is not None
     blocks, last, call = len(plan.placement.holders), 0, ""
     out: list[Dealt] = []
     for line_number, line in enumerate(lines, start=2):

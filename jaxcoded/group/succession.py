@@ -1,94 +1,72 @@
-"""The plan of a group that takes the place of another one, of other ranks."""
+"""The plan of a group, and of one that takes its place with other ranks."""
 
-import inspect
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from mpi4py import MPI
 
-from jaxcoded import _require
-from jaxcoded.plan import Plan, make_plan
+from jaxcoded.plan import Plan, Shared, Strategy, make_plan
+from jaxcoded.plan.strategy import check_strategy
 from jaxcoded.transport.agreement import told
 
-Planner = Callable[[int], Plan]  # makes the plan for so many ranks
-# What a plan is asked for with, by name, and of which kind where `make_plan` does not say: see `planned`.
-ASKED = dict.fromkeys(inspect.signature(make_plan).parameters, object)
-for _name in ("size", "hosts", "parents"):
-    del ASKED[_name]
-ASKED["by_host"] = bool
 
+def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
+    """The plan for a rank on each of these hosts.
 
-def check_planner(plan: object) -> None:
-    """
+    Args:
+        strategy: of it, or a plan; None: the strategy that works on any number of ranks.
+        hosts: of each rank.
+
     Raises:
-        TypeError: it makes no plans.
+        TypeError, ValueError: it is neither, or does not fit so many ranks.
     """
-    if not (plan is None or callable(plan)):
-        raise TypeError(
-            f"plan must make a plan for a number of ranks, got {_require.shown(plan)}"
+    if not isinstance(strategy, Plan):
+        return make_plan(len(hosts), strategy or Shared(), hosts=hosts)
+    if strategy.size != len(hosts):
+        raise ValueError(
+            f"the plan is for {strategy.size} ranks, but the communicator has {len(hosts)}: "
+            f"make_plan({len(hosts)}, {strategy.strategy!r}) makes one for these"
         )
+    return strategy
 
 
-def planned(hosts: Sequence[str], *, by_host: bool, **asked: Any) -> Plan:
-    """The plan for a rank on each of these hosts, with what it was asked for with."""
-    if not isinstance(by_host, bool):
-        raise TypeError(f"by_host must be True or False, got {_require.shown(by_host)}")
-    if by_host and asked["fanout"] is not None:
-        raise ValueError("give fanout or by_host, not both")
-    return make_plan(len(hosts), hosts=hosts if by_host else None, **asked)
+def check_other(strategy: object) -> None:
+    """Raise unless it is a strategy, or none is given."""
+    if strategy is not None:
+        check_strategy(strategy)
 
 
 def planned_anew(
-    asked: Mapping[str, Any] | None,
+    old: Strategy,
     hosts: Sequence[str],
     speeds: Sequence[Fraction],
-    plan: Planner | None,
+    strategy: Strategy | None,
     call: str,
     whose: str,
 ) -> Plan:
     """The plan for other ranks than a group's.
 
     Args:
-        asked: what its own was asked for with; None if it was given or chosen.
+        old: the group's strategy.
         hosts: of each rank.
         speeds: of each; none if they count as equal.
-        plan: makes it; None: with what was asked for.
+        strategy: to take instead, if one is given.
         call, whose: what asks for it, and for which ranks, in words.
 
     Raises:
-        ValueError: there is none, or ``plan`` makes something else.
+        ValueError: there is none.
     """
     size = len(hosts)
-    if plan is not None:
-        made = plan(size)
-        if not isinstance(made, Plan) or made.size != size:
-            raise ValueError(
-                f"plan must return a jaxcoded.Plan for {size} ranks, got {made!r}"
-            )
-        return made
-    if asked is None or isinstance(asked["code"], Mapping):
-        raise ValueError(
-            f"the group was made with a plan, or a code, for just its ranks: say with {call}("
-            f"plan=lambda size: jaxcoded.make_plan(size, ...)) which one the ranks {whose} go on with"
-        )
     try:
-        return planned(hosts, **{**asked, "speeds": speeds or None})
+        if strategy is None:
+            strategy = old.for_others(speeds)
+        return make_plan(size, strategy, hosts=hosts)
     except ValueError as error:
         raise ValueError(
-            f"no plan for the {size} ranks {whose}: {error}. Or say which one to take: "
-            f"{call}(plan=lambda size: jaxcoded.make_plan(size, stragglers=0)) waits for all; "
+            f"no plan for the {size} ranks {whose}: {error}. Or say which strategy to take: "
+            f"{call}(strategy=jaxcoded.Shared()) fits any number of ranks; "
             "this group goes on as it is"
         ) from None
-
-
-def root_of(plan: Planner | None, size: int) -> int:
-    """Of the plan for so many ranks; what is wrong with it is said elsewhere."""
-    try:
-        return 0 if plan is None else operator.index(plan(size).root) % size
-    except Exception:  # noqa: BLE001
-        return 0
 
 
 def plan_of_root(

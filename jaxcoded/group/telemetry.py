@@ -295,7 +295,6 @@ class Telemetry:
         """Who has computed what."""
         lines = []
         placement = Plan.from_json(self.plan).placement
-        assert placement is not None
         own = self.shared & (self.blocks > 0)
         if own.any():
             each = np.median(

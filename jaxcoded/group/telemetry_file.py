@@ -115,7 +115,7 @@ def _checked(values: dict[str, np.ndarray]) -> dict[str, Any]:
     require("peers", len(np.unique(peers)) == len(peers))
     require("decided_by", (deciders >= -1) & (deciders < made.size))
     shared, computed = values["shared"], values["computed"]
-    require("shared", made.placement is not None or not shared.any())
+    require("shared", made.strategy.by_blocks or not shared.any())
     require("computed", (computed >= 0) & (computed < 2**32))
     require("computed", not computed[~shared].any())
     require("blocks", (values["blocks"] >= 0) & (values["blocks"] < 2**32))

@@ -140,14 +140,9 @@ def assigned(
     multiple = _require.integer("multiple", multiple, 1)
     indices, weights = assignment(plan, rank, batch_size)
     if multiple > 1:
-        if plan.placement is not None:
+        if why := plan.strategy.why_not_split(plan):
             raise ValueError(
-                f"multiple={multiple} cannot be given where work is shared, as examples belong to blocks: leave it out"
-            )
-        if weights.ndim != 1:
-            raise ValueError(
-                f"multiple={multiple} cannot be given in a group with slices or parts "
-                f"({plan.code}), whose weights belong to chunks: leave it out"
+                f"multiple={multiple} cannot be given, as {why}: leave it out"
             )
         padding = -len(indices) % multiple
         indices = np.append(indices, np.repeat(indices[:1], padding))

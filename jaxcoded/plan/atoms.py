@@ -24,7 +24,7 @@ def sizes(plan: Plan) -> np.ndarray:
     Example:
         >>> import jaxcoded
         >>> from jaxcoded.plan import atoms
-        >>> atoms.sizes(jaxcoded.make_plan(5, stragglers=1)).tolist()
+        >>> atoms.sizes(jaxcoded.make_plan(5, jaxcoded.Coded(stragglers=1))).tolist()
         [0.25, 0.25, 0.25, 0.25]
     """
     return np.array([float(b - a) for a, b in itertools.pairwise(_bounds(plan))])
@@ -81,11 +81,7 @@ def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=64)
 def _bounds(plan: Plan) -> tuple[Fraction, ...]:
-    if plan.placement is not None:
-        blocks = len(plan.placement.holders)
-        return tuple(Fraction(block, blocks) for block in range(blocks + 1))
-    ends = {bound for runs in _runs(plan).values() for run in runs for bound in run[:2]}
-    return tuple(sorted(ends | {Fraction(0), Fraction(1)}))
+    return plan.strategy.bounds(plan)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,15 +1,18 @@
-"""The batch dealt out over a plan: the runs of examples that each rank computes, and their
+"""The batch dealt out over a tree with codes: the runs of examples that each rank computes, and their
 coefficients."""
+
+from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Container
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxcoded.plan import Plan
+if TYPE_CHECKING:
+    from jaxcoded.plan.plan import Plan
 
 
 class Run(NamedTuple):
@@ -92,3 +95,37 @@ def _between(runs: list[Run], start: Fraction, end: Fraction) -> list[Run]:
         if first < last:
             out.append(run._replace(start=first, end=last))
     return out
+
+
+def loads(plan: Plan, batch_size: int) -> np.ndarray:
+    """See `jaxcoded.plan.assignment.loads`."""
+    assigned, own = np.zeros((2, plan.size), np.int64)
+    assigned[plan.root] = batch_size
+    for rank in plan.tree.order:
+        own[rank] = kept(plan, rank, Fraction(int(assigned[rank])), whole=True)
+        coding = plan.codings[rank]
+        if coding is not None:
+            rest = Fraction(int(assigned[rank] - own[rank]))
+            sizes = np.diff(np.array(coding.cuts(rest, whole=True), np.int64))
+            assigned[list(plan.coded_children(rank))] = coding.code.support @ sizes
+    return own
+
+
+def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """See `jaxcoded.plan.assignment.shares`."""
+    path = [rank]
+    while path[-1] != plan.root:
+        path.append(plan.tree.parents[path[-1]])
+    runs = dealt(plan, Fraction(batch_size), path, whole=True)[rank]
+    spans = [(int(run.start), int(run.end)) for run in runs]
+    indices = np.concatenate([np.arange(0), *itertools.starmap(np.arange, spans)])
+    grid = plan.parts_above[rank], plan.slices_above[rank]
+    table = np.array([run.coefficients for run in runs]).reshape(-1, *grid)
+    return indices, np.repeat(table, [end - start for start, end in spans], axis=0)
+
+
+def bounds(plan: Plan) -> tuple[Fraction, ...]:
+    """Where a batch of length 1 is cut, on any rank, into runs."""
+    runs = dealt(plan, Fraction(1), range(plan.size), whole=False)
+    ends = {bound for each in runs.values() for run in each for bound in run[:2]}
+    return tuple(sorted(ends | {Fraction(0), Fraction(1)}))

@@ -14,7 +14,6 @@ from jaxcoded import codes
 from jaxcoded.codes import GradientCode
 from jaxcoded.codes._load import check_size
 from jaxcoded.codes._named import parsed
-from jaxcoded.plan.placement import is_shared
 
 AUTO = "auto"
 
@@ -107,9 +106,6 @@ def coding_of(
     """
     n = len(capacities)
     check_size(n, n, slices)
-    if is_shared(kind):
-        code = dataclasses.replace(codes.uncoded(n), name="shared", sizes=capacities)
-        return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
     plain = kind == AUTO or not parsed(kind)[1]
     if stragglers == 0 and slices == 1 and plain:
         code = dataclasses.replace(codes.uncoded(n), sizes=capacities)

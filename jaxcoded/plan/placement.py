@@ -5,9 +5,6 @@ import functools
 
 import numpy as np
 
-from jaxcoded import _parse, _require
-
-NAME = "shared"
 MOST_BLOCKS = 1 << 20  # of all ranks
 
 
@@ -74,37 +71,4 @@ class Placement:
         return np.array(starts, np.int64)  # the products may not fit into an int64
 
 
-def is_shared(text: object) -> bool:
-    """Whether this is the text of shared work, rather than of a code."""
-    return isinstance(text, str) and text.partition("(")[0].strip() == NAME
-
-
-def placement(text: str, ranks: tuple[int, ...]) -> Placement:
-    """What a text such as ``"shared(replicas=2, blocks=12)"`` asks for.
-
-    Args:
-        text: ``replicas`` is 2 if it is left out, or the number of other ranks where there
-            are fewer; ``blocks``, of each rank, 12.
-        ranks: those that compute.
-
-    Raises:
-        ValueError: the message names the value and the remedy.
-    """
-    given = _parse.parsed("code", text, (NAME,))[1]
-    unknown = given.keys() - {"replicas", "blocks"}
-    if unknown:
-        raise ValueError(
-            f"code={text!r}: {NAME} has no argument {min(unknown)!r}; it has replicas, "
-            "the number of other ranks that hold each block of the batch, and blocks, "
-            "the number of blocks of each rank"
-        )
-    others = len(ranks) - 1
-    replicas = _require.integer("replicas", given.get("replicas", min(2, others)), 0)
-    most = MOST_BLOCKS // len(ranks)
-    blocks = _require.integer("blocks", given.get("blocks", 12), 1, max(most, 12))
-    if replicas > others and others:
-        raise ValueError(
-            f"code={text!r}: of the other ranks only {others} can hold a rank's blocks: give "
-            f"replicas={others} or less"
-        )
-    return Placement(ranks, min(replicas, others), blocks)
+NOTHING = Placement((), 0, 0)  # where there are no blocks

@@ -6,8 +6,7 @@ import functools
 import hashlib
 import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -15,19 +14,13 @@ import numpy as np
 
 from jaxcoded import _parse, _require
 from jaxcoded.codes import GradientCode
-from jaxcoded.codes._named import needed, parsed
-from jaxcoded.plan.describe import describe
-from jaxcoded.plan.parent_code import AUTO, Coding, coding_of
-from jaxcoded.plan.placement import Placement, is_shared, placement
-from jaxcoded.plan.tree import (
-    NO_PARENT,
-    Tree,
-    balanced_parents,
-    default_fanout,
-    parents_by_host,
-)
+from jaxcoded.plan.parent_code import Coding
+from jaxcoded.plan.placement import Placement
+from jaxcoded.plan.shared import Shared
+from jaxcoded.plan.strategy import Strategy, check_strategy
+from jaxcoded.plan.tree import Tree
 
-_FORMAT = "jaxcoded.Plan/1"
+_FORMAT = "jaxcoded.Plan/2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +35,15 @@ class Plan:
 
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
-        stragglers: ``s`` asked for at every parent. A parent with too few children
-            has less, see `codings`.
-        slices: ``m`` asked for at every parent.
-        code: the code asked for at every parent, ``"auto"`` or one of
-            `codes.named`; or a tuple of such texts, one for each rank. Those of leaves
-            are not used. Or ``"shared(…)"``, see `make_plan`.
-        root_computes: whether the root holds data.
-        seed: of random codes.
-        speeds: relative speed of each rank, the fastest 1; empty where all are equal.
-            Kept as fractions of 1000.
+        strategy: how the work is laid out over them.
 
     Raises:
         ValueError: no such plan exists. The message names the value and the remedy.
-        TypeError: ``root_computes`` is not a bool.
+        TypeError: ``strategy`` is no strategy.
 
     Example:
         >>> import jaxcoded
-        >>> plan = jaxcoded.make_plan(13, fanout=3)
+        >>> plan = jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3))
         >>> plan.load
         Fraction(4, 15)
         >>> jaxcoded.Plan.from_json(plan.to_json()) == plan
@@ -67,77 +51,24 @@ class Plan:
     """
 
     parents: tuple[int, ...]
-    stragglers: int
-    slices: int
-    code: str | tuple[str, ...]
-    root_computes: bool
-    seed: int
-    speeds: tuple[Fraction, ...] = ()
+    strategy: Strategy
 
     def __post_init__(self) -> None:
         tree = Tree(tuple(self.parents))
         object.__setattr__(self, "parents", tree.parents)
-        for name, least in (("stragglers", 0), ("slices", 1), ("seed", 0)):
-            value = _require.integer(name, getattr(self, name), least)
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "code", _checked_code(self.code, tree))
-        idle = tree.root if tree.size > 1 and self.root_computes is False else None
-        speeds = _checked_speeds(self.speeds, tree.size, idle)
-        object.__setattr__(self, "speeds", speeds)
-        if not isinstance(self.root_computes, bool):
-            raise TypeError(
-                f"root_computes must be True or False, got {self.root_computes!r}"
-            )
-        if is_shared(self.code):
-            self._check_shared(tree)
-        most = max(map(len, tree.children))
-        needed = _needed(self.code, self.stragglers, self.slices)
-        if tree.size > 1 and needed > most:
-            raise ValueError(
-                f"stragglers={self.stragglers} and slices={self.slices} need a parent "
-                f"with at least {needed} children, but no parent "
-                f"has more than {most} (size={tree.size}): take fewer stragglers or "
-                "slices, a larger fan-out or more ranks"
-            )
+        check_strategy(self.strategy).check(tree)
         # builds every code now, so that an impossible one is an error here
         self.codings  # noqa: B018
 
-    def _check_shared(self, tree: Tree) -> None:
-        """Raise where work cannot be shared."""
-        text = self.code
-        if tree.depth > 1:
-            raise ValueError(
-                f"code={text!r} needs all workers right below the root, but this tree has "
-                f"{tree.depth} layers below it: leave out fanout and parents, or take a code"
-            )
-        if self.slices > 1:
-            raise ValueError(
-                f"code={text!r} has no slices, got slices={self.slices}: leave it out"
-            )
-        if len(self.speeds):
-            raise ValueError(
-                f"code={text!r} finds out by itself how fast ranks are: leave speeds out"
-            )
-        placed = self.placement
-        assert placed is not None
-        # 1 is what it is where nobody says anything
-        if tree.size > 1 and self.stragglers not in (1, placed.replicas):
-            raise ValueError(
-                f"stragglers={self.stragglers} contradicts code={text!r}: as many ranks as it "
-                f"has replicas, {placed.replicas}, may be missing; give "
-                f"replicas={self.stragglers}, or leave stragglers out"
-            )
-        object.__setattr__(self, "stragglers", placed.replicas)
+    @property
+    def speeds(self) -> tuple[Fraction, ...]:
+        """Relative speed of each rank, the fastest 1; empty where all are equal."""
+        return self.strategy.speeds or ()
 
     @functools.cached_property
-    def placement(self) -> Placement | None:
-        """Where the blocks of the batch lie if their work is shared, otherwise ``None``."""
-        if not isinstance(self.code, str) or not is_shared(self.code):
-            return None
-        idle = self.root if not self.root_computes and self.size > 1 else None
-        return placement(
-            self.code, tuple(rank for rank in range(self.size) if rank != idle)
-        )
+    def placement(self) -> Placement:
+        """Where the blocks of the batch lie; none where the work has codes."""
+        return self.strategy.placement(self.size)
 
     # The tree.
 
@@ -166,23 +97,9 @@ class Plan:
     def speed(self, rank: int) -> Fraction:
         """How much of its own data a rank can hold, relative to the fastest one: 0 for
         a root without data. A rank alone computes."""
-        if rank == self.root and not self.root_computes and self.size > 1:
+        if rank == self.root and not self.strategy.root_computes and self.size > 1:
             return Fraction(0)
         return self.speeds[rank] if self.speeds else Fraction(1)
-
-    def code_parameters(self, rank: int) -> tuple[int, int]:
-        """``s`` and ``m`` of a parent's code: what was asked for, or what its number of
-        children allows."""
-        if is_shared(self.code):
-            return 0, 1  # its sums are those of all ranks
-        children = len(self.tree.children[rank])
-        slices = min(self.slices, children)
-        lost = children - _needed(self.code_of(rank), 0, slices)
-        return min(self.stragglers, lost), slices
-
-    def code_of(self, rank: int) -> str:
-        """The code asked for at a parent."""
-        return self.code if isinstance(self.code, str) else self.code[rank]
 
     # Codes and capacities.
 
@@ -206,11 +123,8 @@ class Plan:
             if not children:
                 continue
             try:
-                coding = coding_of(
-                    tuple(capacities[c] for c in children),
-                    *self.code_parameters(rank),
-                    self.code_of(rank),
-                    self.seed,
+                coding = self.strategy.coding(
+                    self.tree, rank, tuple(capacities[c] for c in children)
                 )
             except ValueError as error:
                 raise ValueError(
@@ -422,9 +336,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` makes an equal plan of it."""
-        fields = dataclasses.asdict(self) | {
-            "speeds": list(map(str, self.speeds)),
+        fields = {
             "format": _FORMAT,
+            "parents": self.parents,
+            "strategy": json.loads(self.strategy.to_json()),
         }
         return json.dumps(fields, sort_keys=True)
 
@@ -446,27 +361,15 @@ class Plan:
                 f"not a plan written by Plan.to_json of this version of jaxcoded ({_FORMAT}): "
                 f"{_require.shown(text)}"
             )
-        expected = [field.name for field in dataclasses.fields(cls)]
-        _parse.fields("a plan", fields, dict.fromkeys(expected, object))
-        for name, fits, wanted in (
-            ("parents", _is_list_of(int), "a list of integers"),
-            ("code", _is_code, "a text or a list of texts"),
-            ("root_computes", lambda it: isinstance(it, bool), "true or false"),
-            ("speeds", _are_speeds, 'a list of texts such as "7/20"'),
-        ):
-            if not fits(fields[name]):
-                raise ValueError(
-                    f"{name} must be {wanted}, got {_require.shown(fields[name])}"
-                )
-        code = fields["code"]
-        return cls(
-            **fields
-            | {
-                "parents": tuple(fields["parents"]),
-                "code": code if isinstance(code, str) else tuple(code),
-                "speeds": tuple(map(Fraction, fields["speeds"])),
-            }
-        )
+        kinds = {"parents": list, "strategy": dict}
+        _parse.fields("a plan", fields, kinds)
+        parents = fields["parents"]
+        if not all(type(each) is int for each in parents):
+            raise ValueError(
+                f"parents must be a list of integers, got {_require.shown(parents)}"
+            )
+        strategy = Strategy.from_json(json.dumps(fields["strategy"]))
+        return cls(tuple(parents), strategy)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -486,237 +389,45 @@ class Plan:
     def describe(self) -> str:
         """The plan in words and a table: loads, unused capacity, message sizes,
         tolerance and κ of each layer."""
-        return describe(self)
+        if self.size == 1:
+            return "1 rank: it computes the whole batch, uncoded"
+        return self.strategy.describe(self)
 
 
 def make_plan(
     size: int,
+    strategy: Strategy | None = None,
     *,
-    fanout: int | None = None,
-    stragglers: int = 1,
-    slices: int = 1,
-    code: str | Mapping[int, str] | Sequence[str] = AUTO,
-    root_computes: bool | None = None,
-    seed: int = 0,
-    speeds: Sequence[float | Fraction] | None = None,
-    parents: Sequence[int] | None = None,
     hosts: Sequence[str] | None = None,
 ) -> Plan:
-    """Plan a coded tree reduction over ``size`` ranks.
+    """Lay out the work of ``size`` ranks.
 
     Args:
-        size: number of ranks, the root included. One rank alone computes, uncoded. Two
-            ranks need ``stragglers=0``.
-        fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … +
-            n^L`` gives the paper's regular tree. Default: the smallest one that reaches
-            ``size`` at the smallest depth, with at most 8 children (or ``2 (s + m)``)
-            to a parent.
-        stragglers: ``s``, the number of children of every parent that may be missing.
-            Where ``size`` and ``fanout`` leave a parent too few children for it, this
-            parent tolerates as many as it can, and `Plan.describe` says so.
-        slices: ``m``; every layer's messages are ``1/m`` as long as those above, at a
-            load as if ``s + m − 1`` could be missing.
-        code: ``"auto"`` (fractional repetition wherever it fits) or the text of a code
-            such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``, see
-            `codes.named`, for every parent. Or one for each layer of parents, the
-            root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
-            parent with a tolerance of 0 and one slice is uncoded if the text of its
-            code has no arguments. ``"shared(replicas=2, blocks=12)"`` is no code: every
-            rank owns so many blocks of the batch, and so many others hold each of them
-            and compute it if the owner is late (``docs/sharing.md``); then ``stragglers``
-            and ``fanout`` are left out.
-        root_computes: whether rank 0 holds data too. With a code no other rank can
-            replace its work. Default: only where the work is shared.
-        seed: of random codes; equal seeds give equal plans.
-        speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
-            the fastest. Every rank's load is in proportion, but no rank is assigned more
-            than its parent's whole set: `Plan.describe` says where that is so. Default: all
-            equal.
-        parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
-        hosts: instead of ``fanout``, the name of each rank's host, for a tree that follows
-            hosts: one rank of each is the root's child, and the others there its children.
-            With all ranks on one host, the tree is what it would be without.
+        size: number of ranks, the root included. One rank alone computes everything.
+        strategy: `Shared`, `Coded` or `Uncoded`. Default: ``Shared()``.
+        hosts: the name of each rank's host, for ``Coded(by_host=True)``; other strategies
+            do not look at it.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: the request is impossible. The message names the value and the
-            remedy.
-        TypeError: ``root_computes`` is not a bool.
+        ValueError: the strategy does not fit so many ranks. The message names the value and
+            the remedy.
+        TypeError: ``strategy`` is no strategy.
 
     Example:
         >>> import jaxcoded
-        >>> print(jaxcoded.make_plan(4, stragglers=1).describe())  # doctest: +ELLIPSIS
-        4 ranks: root 0 (without data) and 3 workers in 1 layer; any 1 of...
+        >>> jaxcoded.make_plan(13, jaxcoded.Coded(stragglers=1, fanout=3)).load
+        Fraction(4, 15)
+        >>> jaxcoded.make_plan(13).load
+        Fraction(1, 13)
     """
     size = _require.integer("size", size, 1)
-    shared = is_shared(code)
-    if root_computes is None:
-        root_computes = shared
-    if hosts is not None:
-        if fanout is not None or parents is not None:
-            raise ValueError(
-                f"give hosts or {'parents' if fanout is None else 'fanout'}, not both"
-            )
-        if len(hosts) != size:
-            raise ValueError(f"hosts has {len(hosts)} entries for size={size} ranks")
-        if shared:
-            raise ValueError(
-                f"code={code!r} shares the work, so that all ranks are the root's children: "
-                "leave out hosts"
-            )
-        if len(set(hosts)) > 1:
-            parents = parents_by_host(hosts)
-    if shared and fanout is None and parents is None:
-        fanout = max(size - 1, 1)
-    if parents is not None:
-        if fanout is not None:
-            raise ValueError("give fanout or parents, not both")
-        if len(parents) != size:
-            raise ValueError(
-                f"parents has {len(parents)} entries for size={size} ranks"
-            )
-    elif size == 1:
-        parents = (NO_PARENT,)
-    else:
-        stragglers = _require.integer("stragglers", stragglers, 0)
-        slices = _require.integer("slices", slices, 1)
-        needed = _needed(code, stragglers, slices)
-        if size < needed + 1:
-            raise ValueError(
-                f"size={size} ranks are too few: stragglers={stragglers} and "
-                f"slices={slices} need at least {needed + 1} ranks, a parent and "
-                f"{needed} children; take more ranks, or "
-                f"stragglers={max(0, stragglers - needed - 1 + size)}"
-                + (" and slices=1" if size - 1 < slices else "")
-            )
-        if fanout is None:
-            fanout = default_fanout(size, needed)
-        if _require.integer("fanout", fanout, 1) < needed:
-            raise ValueError(
-                f"fanout={fanout} is too small: losing s={stragglers} of n children "
-                f"with m={slices} slices needs n >= s + m = {needed}; take a larger "
-                "fan-out, or fewer stragglers or slices"
-            )
-        parents = balanced_parents(size, min(int(fanout), size - 1), needed)
-    return Plan(
-        tuple(parents),
-        stragglers,
-        slices,
-        _code_of_ranks(code, tuple(parents)),
-        root_computes,
-        seed,
-        () if speeds is None else tuple(speeds),  # type: ignore[arg-type]  # the plan makes them fractions
-    )
-
-
-def _is_list_of(kind: type) -> Callable[[Any], bool]:
-    """Whether something is a list of such values; a bool is no int."""
-    return lambda it: isinstance(it, list) and all(type(each) is kind for each in it)
-
-
-def _is_code(it: Any) -> bool:
-    return isinstance(it, str) or _is_list_of(str)(it)
-
-
-def _are_speeds(it: Any) -> bool:
-    """Fractions of 1000, as a plan keeps them."""
-    return _is_list_of(str)(it) and all(
-        re.fullmatch(r"[0-9]{1,4}(/[1-9][0-9]{0,3})?", each, re.ASCII) for each in it
-    )
-
-
-def _code_of_ranks(
-    code: str | Mapping[int, str] | Sequence[str], parents: tuple[int, ...]
-) -> str | tuple[str, ...]:
-    """A code for all, layers or single ranks as one for all or one for each rank."""
-    if isinstance(code, str):
-        return code
-    tree = Tree(parents)
-    if isinstance(code, Mapping):
-        unknown = sorted(set(code) - set(range(tree.size)))
-        if unknown:
-            raise ValueError(
-                f"code names rank {unknown[0]}, but there are {tree.size} ranks"
-            )
-        return tuple(code.get(rank, AUTO) for rank in range(tree.size))
-    if len(code) != tree.depth:
-        raise ValueError(
-            f"code has {len(code)} entries for {tree.depth} layers of parents"
-        )
-    return tuple(code[layer] if layer < tree.depth else AUTO for layer in tree.layers)
-
-
-def _checked_code(code: str | Sequence[str], tree: Tree) -> str | tuple[str, ...]:
-    texts = [code] if isinstance(code, str) else list(code)
-    for text in texts:
-        if text != AUTO and not (text is code and is_shared(text)):
-            parsed(text)
-    if isinstance(code, str):
-        return code
-    if len(texts) != tree.size:
-        raise ValueError(f"code has {len(texts)} entries for {tree.size} ranks")
-    inner = [text if kids else AUTO for text, kids in zip(texts, tree.children)]
-    used = {text for text, kids in zip(texts, tree.children) if kids}
-    return used.pop() if len(used) == 1 else tuple(inner)
-
-
-def _checked_speeds(
-    speeds: Sequence[Any], size: int, idle: int | None
-) -> tuple[Fraction, ...]:
-    """Relative to the fastest; empty where all are equal. That of a rank that computes
-    nothing does not count."""
-    if not len(speeds):
-        return ()
-    if len(speeds) != size:
-        raise ValueError(f"speeds has {len(speeds)} entries for {size} ranks")
-    for rank, speed in enumerate(speeds):
-        if not _is_speed(speed):
-            raise ValueError(
-                f"speeds must be positive and finite, got {_require.shown(speed)} for rank "
-                f"{rank}"
-            )
-    speeds = [
-        Fraction(s if isinstance(s, int | Fraction) else float(s)) for s in speeds
-    ]
-    if idle is not None:
-        speeds[idle] = max(speed for rank, speed in enumerate(speeds) if rank != idle)
-    fastest = max(speeds)
-    out = tuple(Fraction(round(speed / fastest * 1000), 1000) for speed in speeds)
-    if min(out) == 0:
-        slowest = speeds[out.index(min(out))]
-        raise ValueError(
-            "speeds must be at least 1/1000 of the fastest, got "
-            f"{float(slowest):g} beside {float(fastest):g}"
-        )
-    return out if len(set(out)) > 1 else ()
-
-
-def _is_speed(it: Any) -> bool:
-    try:
-        return 0 < float(it) < math.inf
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def _needed(
-    code: str | Mapping[int, str] | Sequence[str], stragglers: int, slices: int
-) -> int:
-    """The number of children that a parent needs, with the least of these codes."""
-    if not isinstance(code, str | Mapping | Sequence):
-        raise TypeError(
-            "code must be a text, a mapping of ranks to texts, or one text for each "
-            f"layer, got {code!r}"
-        )
-    if is_shared(code):
-        return 1
-    texts = (
-        [code]
-        if isinstance(code, str)
-        else list(code.values() if isinstance(code, Mapping) else code)
-    )
-    return min(
-        (needed(text, stragglers, slices) for text in texts if text != AUTO),
-        default=stragglers + slices,
-    )
+    strategy = check_strategy(Shared() if strategy is None else strategy)
+    if hosts is not None and len(hosts) != size:
+        raise ValueError(f"hosts has {len(hosts)} entries for size={size} ranks")
+    parents = strategy.parents_of(size, hosts)
+    if len(parents) != size:
+        raise ValueError(f"parents has {len(parents)} entries for size={size} ranks")
+    return Plan(parents, strategy)

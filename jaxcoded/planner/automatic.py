@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from jaxcoded import _format, _require
 from jaxcoded._progress import progress
-from jaxcoded.plan import Plan, make_plan
+from jaxcoded.plan import Plan, Uncoded, make_plan
 from jaxcoded.planner import Ranking, best_plans
 from jaxcoded.planner.candidates import checked_replicas
 from jaxcoded.planner.crossover import sections_pay_from
@@ -106,7 +106,7 @@ def choose(
     """
     size = comm.size
     if size == 1:
-        alone = make_plan(1, stragglers=0, seed=seed)
+        alone = make_plan(1, Uncoded())
         return Choice(alone, None, None, "one rank: nothing to plan")
     with progress("measuring and planning", quiet=comm.rank > 0) as tell:
         part = 1 / (size - 1)

@@ -5,8 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from jaxcoded import _format, _require
-from jaxcoded.plan import Plan, make_plan
-from jaxcoded.plan.parent_code import AUTO
+from jaxcoded.plan import Coded, Plan, Shared, Strategy, Uncoded, make_plan
 from jaxcoded.plan.tree import regular_size
 from jaxcoded.simulator import Layout, Ring
 from jaxcoded.transport.options import PIECE
@@ -67,12 +66,28 @@ class Candidate:
         """Whether a group can be made of it: not of the ring."""
         return self.fanout > 0
 
+    def strategy(self, seed: int = 0) -> Strategy:
+        """What a group takes; of a tree."""
+        if self.shared:
+            return Shared(
+                replicas=self.replicas,
+                blocks=self.blocks,
+                root_computes=self.root_computes,
+            )
+        if not self.coded:
+            return Uncoded(fanout=self.fanout, root_computes=self.root_computes)
+        return Coded(
+            fanout=self.fanout,
+            stragglers=self.stragglers,
+            slices=self.slices,
+            root_computes=self.root_computes,
+            seed=seed,
+        )
+
     @property
-    def code(self) -> str:
-        """What a plan takes as its code."""
-        if not self.shared:
-            return AUTO
-        return f"shared(replicas={self.replicas}, blocks={self.blocks})"
+    def name(self) -> str:
+        """In words."""
+        return repr(self.strategy()) if self.tree else "ring all-reduce"
 
     def held(self, layout: Layout | Ring) -> float:
         """The largest part of the batch whose data a rank holds; in its `layout`."""
@@ -93,20 +108,12 @@ class Candidate:
         return dataclasses.replace(layout, loads=loads)
 
     def plan(self, ranks: int, seed: int = 0) -> Plan:
-        """What a group takes.
+        """That of a group.
 
         Raises:
             ValueError: there is no such plan.
         """
-        return make_plan(
-            ranks,
-            fanout=self.fanout,
-            stragglers=self.replicas if self.shared else self.stragglers,
-            slices=self.slices,
-            code=self.code,
-            root_computes=self.root_computes,
-            seed=seed,
-        )
+        return make_plan(ranks, self.strategy(seed))
 
     def variants(self, payload: float) -> Iterator["Candidate"]:
         """The same tree and code with other pieces, and with and without data at the

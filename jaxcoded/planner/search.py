@@ -79,12 +79,7 @@ class Estimate:
     @property
     def name(self) -> str:
         """In words."""
-        it = self.candidate
-        if not it.tree:
-            return "ring all-reduce"
-        if it.shared:
-            return f"shared work, replicas = {it.replicas}, blocks = {it.blocks}"
-        return f"fan-out {it.fanout}, s = {it.stragglers}, m = {it.slices}"
+        return self.candidate.name
 
     def faster_than(self, other: "Estimate") -> bool:
         """Whether it is by more than 1 %, and not by chance: by twice the standard error
@@ -199,11 +194,7 @@ class Ranking:
             if it.drawn
             else f"such codes are not looked for where a parent has more than {MOST_DRAWN} children"
         )
-        return (
-            f". Left out, as {why}: fan-out "
-            f"{it.candidate.fanout}, s = {it.candidate.stragglers}, m = "
-            f"{it.candidate.slices}, {gain}{there}"
-        )
+        return f". Left out, as {why}: {it.candidate.name}, {gain}{there}"
 
     @property
     def _sentence(self) -> str:
@@ -468,7 +459,7 @@ class _Search:
             kinds = (
                 dict.fromkeys(coding.code.name for coding in plan.codings if coding)
                 if plan
-                else [it.code if it.shared else "uncoded"]
+                else ["shared" if it.shared else "uncoded"]
             )
             out.append(
                 Estimate(

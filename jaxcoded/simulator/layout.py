@@ -8,7 +8,7 @@ import numpy as np
 from jaxcoded import _require
 from jaxcoded.plan import Plan
 from jaxcoded.plan.parent_code import largest_coded_sets
-from jaxcoded.plan.placement import Placement
+from jaxcoded.plan.placement import NOTHING, Placement
 from jaxcoded.plan.tree import balanced_parents
 
 
@@ -38,7 +38,7 @@ class Layout:
     copies: np.ndarray
     messages: np.ndarray
     ranks: np.ndarray
-    placement: Placement | None = None
+    placement: Placement = NOTHING
 
     @property
     def size(self) -> int:
@@ -97,7 +97,7 @@ class Layout:
         Example:
             >>> import jaxcoded
             >>> from jaxcoded.simulator import Layout
-            >>> Layout.of(jaxcoded.make_plan(13, fanout=3)).needs.tolist()[:4]
+            >>> Layout.of(jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3))).needs.tolist()[:4]
             [2, 2, 2, 2]
         """
         order: list[int] = [plan.root]

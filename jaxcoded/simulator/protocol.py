@@ -124,7 +124,7 @@ def simulate(
     skipped = np.zeros(layout.size, np.int64)
     worked = work * layout.loads
     sharing = None
-    if layout.placement is not None and work:
+    if layout.placement.blocks and work:
         sharing = Sharing(layout, network, work)
     lasted: deque[float] = deque(maxlen=31)
     for number in range(rounds):

@@ -45,7 +45,6 @@ class Sharing:
     """What does not change from round to round."""
 
     def __init__(self, layout: Layout, network: Network, work: float) -> None:
-        assert layout.placement is not None
         at = {rank: place for place, rank in enumerate(layout.ranks.tolist())}
         self.holders = [
             frozenset(at[rank] for rank in ranks) for ranks in layout.placement.holders

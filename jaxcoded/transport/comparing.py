@@ -62,32 +62,4 @@ def why_not(plan: Plan, deadline: Deadline, transport: str, option: str) -> str:
             if option == "debug"
             else 'compares exact sums: on_deadline must be "wait" or "raise"'
         )
-    if plan.placement is not None:
-        if option == "debug" or plan.placement.replicas:
-            return ""  # examples are counted, and blocks are audited
-        return "has nothing to compare: each block lies on one rank alone; take replicas=1 or more"
-    if plan.size > 1 and not plan.checked:
-        return (
-            f"has nothing to compare: {_unseen(plan)}; take more stragglers or another "
-            "code"
-        )
-    return ""
-
-
-def gaps(plan: Plan) -> str:
-    """The mistakes that a group cannot see, in words; empty if there are none."""
-    if plan.placement is not None:
-        return ""
-    return _unseen(plan)
-
-
-def _unseen(plan: Plan) -> str:
-    parents = {rank for rank, coding in enumerate(plan.codings) if coding is not None}
-    ranks = sorted(parents - set(plan.checked))
-    if not ranks:
-        return ""
-    return (
-        f"what the children of rank{'s' * (len(ranks) > 1)} "
-        f"{', '.join(map(str, ranks))} send cannot be checked, as there is no "
-        "redundancy in it or a code below is approximate"
-    )
+    return plan.strategy.why_not_compared(plan, option)

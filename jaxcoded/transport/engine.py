@@ -133,7 +133,7 @@ class Engine(Transport):
     ) -> None:
         self._index, self._plan, self._rank = index, plan, comm.rank
         # where work is shared no two ranks send what could be compared
-        self._compares = options.compares and plan.placement is None
+        self._compares = options.compares and not plan.strategy.by_blocks
         # a handler for a GPU holds up the thread that fills the stream, so that there
         # is nothing to gain from a round that goes on by itself
         on_cpu = jax.default_backend() == "cpu"
@@ -183,7 +183,7 @@ class Engine(Transport):
                     limits,
                     _erasures(plan),
                     waits.action == "wait",
-                    plan.placement.holders if plan.placement else [],
+                    plan.placement.holders,
                 ),
                 undo=lambda _: _engine.discard(index),
             )
@@ -210,11 +210,10 @@ class Engine(Transport):
                 "inside shard_map over several devices JAX keeps no order of effects: order the "
                 f"calls by a token, as token=jnp.int32(0). For {devices.REMEDY}"
             )
-        if self._plan.encoded or self._plan.placement is not None:
+        if why := self._plan.strategy.why_not_split(self._plan):
             raise ValueError(
-                f"a group with code={self._plan.code!r} and slices={self._plan.slices} sends what is "
-                "made of chunks of the batch, or shares its work: on several devices take a code "
-                'with one part and slices=1, such as the default code="auto"'
+                f"{why}: on several devices take a code with one part and slices=1, such as "
+                "Coded(stragglers=1)"
             )
         return found
 

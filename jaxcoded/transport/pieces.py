@@ -74,8 +74,8 @@ def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
     whom one is on another host.
 
     Example:
-        >>> from jaxcoded.plan import make_plan
-        >>> tree = make_plan(7, fanout=2, stragglers=0)
+        >>> from jaxcoded.plan import Coded, make_plan
+        >>> tree = make_plan(7, Coded(fanout=2, stragglers=0))
         >>> sorted(delegating(tree, "aabcabc")), sorted(delegating(tree, "abcbbcc"))
         ([0, 1, 2], [0])
     """
@@ -93,12 +93,12 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
     the sum, or of several parts, form none below the root's children.
 
     Example:
-        >>> from jaxcoded.plan import make_plan
+        >>> from jaxcoded.plan import Coded, make_plan
         >>> hosts = ["a", "a", "a", "b", "b"]
-        >>> by_host, chain = make_plan(5, hosts=hosts), make_plan(5, parents=[-1, 0, 1, 2, 3], stragglers=0)
+        >>> by_host, chain = make_plan(5, Coded(by_host=True), hosts=hosts), make_plan(5, Coded(parents=[-1, 0, 1, 2, 3], stragglers=0))
         >>> [pays_between_hosts(plan, hosts) for plan in (by_host, chain)]
         [True, False]
-        >>> trees = [make_plan(1 + n + n * n, fanout=n) for n in (2, 3, 5)]
+        >>> trees = [make_plan(1 + n + n * n, Coded(fanout=n)) for n in (2, 3, 5)]
         >>> [pays_between_hosts(tree, range(tree.size)) for tree in trees]
         [False, True, True]
     """
@@ -125,13 +125,13 @@ def pays_on_one_host(plan: Plan, cores: int) -> bool:
     keep the others waiting, who only copy the result. Of two ranks one adds while the other copies.
 
     Example:
-        >>> from jaxcoded.plan import make_plan
-        >>> coded, uncoded = (make_plan(13, fanout=12, stragglers=s) for s in (1, 0))
+        >>> from jaxcoded.plan import Coded, make_plan
+        >>> coded, uncoded = (make_plan(13, Coded(fanout=12, stragglers=s)) for s in (1, 0))
         >>> [pays_on_one_host(coded, cores) for cores in (1, 2, 4)]
         [False, False, True]
         >>> pays_on_one_host(uncoded, cores=2)
         True
-        >>> pays_on_one_host(make_plan(2, stragglers=0), cores=16)
+        >>> pays_on_one_host(make_plan(2, Coded(stragglers=0)), cores=16)
         False
     """
     if plan.size <= 2 or len(plan.tree.children[plan.root]) < plan.size - 1:

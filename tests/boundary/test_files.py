@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report import PLAN, seen
 
-from jaxcoded import _files, make_plan
+from jaxcoded import Shared, _files, make_plan
 from jaxcoded.cli import analysis
 from jaxcoded.group import record, snapshots
 from jaxcoded.group.telemetry import Telemetry
@@ -231,7 +231,7 @@ def test_a_file_without_end(monkeypatch):
         _ = stragglers.Trace("/dev/zero").table
 
 
-SHARED = make_plan(2, code="shared(blocks=2)")
+SHARED = make_plan(2, Shared(blocks=2))
 ROUND = {"round": 2, "call": "the blocks of a batch of 4", "blocks": [[0, 3], [2, 1]]}
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import inspect
 import json
 
 import numpy as np
@@ -12,26 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from jaxcoded import CodedError, CodedGroup, Options, make_plan
+from jaxcoded import CodedError, Options
 from jaxcoded.group import joining, new_rank, old_ranks, started
 from jaxcoded.group.joining import Invitation
 from jaxcoded.group.line import Line
 from jaxcoded.group.old_ranks import OldRanks, Verdict
-from jaxcoded.group.succession import ASKED, planned
 from jaxcoded.transport.agreement import LONGEST, plain
 
 TAG = 7
-REQUEST = {
-    "by_host": False,
-    "code": "auto",
-    "fanout": 3,
-    "root_computes": None,
-    "seed": 0,
-    "slices": 1,
-    "speeds": None,
-    "stragglers": 1,
-}
-INVITATION = plain(Invitation(3, 2, 4, REQUEST, Options()).to_json())
+INVITATION = plain(Invitation(3, 2, 4, Options()).to_json())
 VERDICT = dataclasses.asdict(Verdict("they have not", True, "0123456789abcdef"))
 # what is said, by which reader
 SAID = {
@@ -74,7 +62,7 @@ def test_what_is_said_is_read(read):
     if read is old_ranks._told:
         assert found == ("a visit", Verdict(**VERDICT))
     elif read is new_rank._invited:
-        invitation = Invitation(3, 2, 4, REQUEST, Options())
+        invitation = Invitation(3, 2, 4, Options())
         assert found == (2, invitation, ["python", "train.py", ""])
     else:
         said = SAID[read]
@@ -98,9 +86,6 @@ def sound(read, found):
         assert 0 <= invitation.place < invitation.size + invitation.ranks
         assert command and all(type(word) is str for word in command)
         invitation.options.complete().check()
-        if invitation.asked is not None:
-            errors = ValueError, TypeError
-            outcome(planned, ["a"] * 5, errors=errors, **invitation.asked)
     else:
         assert type(found) is (str if read is old_ranks._word else bool)
     return True
@@ -143,23 +128,12 @@ def test_what_is_too_long_is_not_received():
                 heard(line, old_ranks._word)
 
 
-def test_what_a_group_is_asked_for_with():
-    """As a group keeps it."""
-    assert set(ASKED) == set(REQUEST)
-    assert set(ASKED) < set(inspect.signature(CodedGroup).parameters)
-    with CodedGroup(MPI.COMM_SELF) as group:
-        assert set(ASKED) == set(group._asked)
-    assert make_plan(5, fanout=3) == planned(["a"] * 5, **REQUEST)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"ranks": 0}, "ranks must be an integer from 1 to 32768, got 0"),
         ({"size": True}, "size must be an integer >= 1, got True"),
         ({"place": 5}, "place must be an integer from 0 to 4, got 5"),
-        ({"asked": {"code": "auto"}}, "what a plan is asked for with has the fields"),
-        ({"asked": REQUEST | {"by_host": 1}}, "by_host .* must be of type bool, got 1"),
         ({"options": {}}, r"options has the fields .*, got \[\]"),
         ({"more": 1}, "an invitation has the fields"),
     ],

@@ -45,8 +45,8 @@ def code(scheme, s):
 
 
 def placement(replicas):
-    text = f"shared(replicas={replicas}, blocks={BLOCKS})"
-    return jaxcoded.make_plan(RANKS + 1, code=text, root_computes=False)
+    work = jaxcoded.Shared(replicas=replicas, blocks=BLOCKS, root_computes=False)
+    return jaxcoded.make_plan(RANKS + 1, work)
 
 
 def shared_end(replicas, speeds):

@@ -255,7 +255,7 @@ class Player:
             options["deadline"] *= SLOWNESS
         options = jaxcoded.Options(**options)
         self._group = jaxcoded.CodedGroup(
-            comm, **self._of.group, transport="engine", options=options
+            comm, self._of.strategy, transport="engine", options=options
         )
 
     def join(self, phase: Phase) -> bool:

@@ -162,7 +162,7 @@ class Schedule:
         seed, ranks: of which it was made.
         way: how the program sums its gradients, one of `CODED` and `SHARED`.
         width: numbers of a gradient.
-        group: arguments of `CodedGroup`.
+        strategy: of the group.
         options: arguments of `Options`; the deadline in seconds of an idle machine.
         phases: one after the other.
     """
@@ -171,7 +171,7 @@ class Schedule:
     ranks: int
     way: str
     width: int
-    group: dict[str, Any]
+    strategy: jaxcoded.Strategy
     options: dict[str, Any]
     phases: tuple[Phase, ...]
 
@@ -197,7 +197,7 @@ class Schedule:
 
     def plan(self, size: int) -> jaxcoded.Plan:
         """That of a group of so many ranks."""
-        return jaxcoded.make_plan(size, **self.group)
+        return jaxcoded.make_plan(size, self.strategy)
 
     def has_plan(self, size: int) -> bool:
         """Whether there is one."""
@@ -211,7 +211,7 @@ class Schedule:
         lines = [
             (
                 f"seed {self.seed} on {self.ranks} ranks: {self.way}, {self.width} numbers, "
-                f"{self.group}, {self.options}"
+                f"{self.strategy}, {self.options}"
             )
         ]
         for phase in self.phases:
@@ -228,7 +228,7 @@ def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
     """Whether sums are exact without these ranks of the plan."""
     if plan.root in missing:
         return False
-    if plan.placement is not None:
+    if plan.strategy.by_blocks:
         return all(set(holders) - set(missing) for holders in plan.placement.holders)
     return not plan.unrecoverable([rank in missing for rank in range(plan.size)])
 
@@ -241,10 +241,10 @@ def schedule(seed: int, ranks: int, *, hosts: bool = False) -> Schedule:
     """
     rng = random.Random(f"{seed} {ranks}")
     to_die = max(0, min(rng.choice(MOST_DEAD), ranks - LEFT))
-    way, group = _group(rng, ranks, ranks - to_die)
+    way, strategy = _strategy(rng, ranks, ranks - to_die)
     options = _options(rng, way)
     out = Schedule(
-        *(seed, ranks, way, rng.choice(WIDTHS), group, options),
+        *(seed, ranks, way, rng.choice(WIDTHS), strategy, options),
         phases=(),
     )
     living, phases = tuple(range(ranks)), []
@@ -385,17 +385,19 @@ def _above(plan: jaxcoded.Plan, rank: int) -> list[int]:
     return out
 
 
-def _group(rng: random.Random, most: int, least: int) -> tuple[str, dict[str, Any]]:
-    """How the work is done, and arguments of a group that can have so many ranks."""
+def _strategy(
+    rng: random.Random, most: int, least: int
+) -> tuple[str, jaxcoded.Strategy]:
+    """How the work is done, and the strategy of a group that can have so many ranks."""
     while True:
         way = rng.choice(CODED + SHARED)
         if way in SHARED:
             replicas, blocks = rng.choice((1, 2, 2, 3)), rng.choice((2, 4, 6))
-            group: dict[str, Any] = {
-                "code": f"shared(replicas={replicas}, blocks={blocks})"
-            }
+            strategy: jaxcoded.Strategy = jaxcoded.Shared(
+                replicas=replicas, blocks=blocks
+            )
         else:
-            group = {
+            group: dict[str, Any] = {
                 "stragglers": rng.choice((1, 1, 2, 3)),
                 "fanout": rng.choice((2, 3, 4, 6, most)),
                 "code": "auto",
@@ -404,12 +406,13 @@ def _group(rng: random.Random, most: int, least: int) -> tuple[str, dict[str, An
                 group["code"] = rng.choice(("auto", "auto", "cyclic_repetition"))
             if way == "gradient":
                 group["slices"] = rng.choice((1, 1, 2))
+            strategy = jaxcoded.Coded(**group)
         try:
             for size in range(least, most + 1):
-                jaxcoded.make_plan(size, **group)
+                jaxcoded.make_plan(size, strategy)
         except ValueError:
             continue
-        return way, group
+        return way, strategy
 
 
 def _options(rng: random.Random, way: str) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def counted(plan, rank, missing):
     "arguments", [{"fanout": 2}, {"fanout": 3, "stragglers": 2}, {"fanout": 6}]
 )
 def test_what_is_tolerated(arguments):
-    plan = jaxcoded.make_plan(7, **arguments)
+    plan = jaxcoded.make_plan(7, jaxcoded.Coded(**arguments))
     for missing in itertools.chain(
         *(itertools.combinations(range(1, 7), n) for n in range(4))
     ):
@@ -188,7 +188,7 @@ def test_what_is_tolerated(arguments):
 
 
 def test_what_shared_work_can_do_without():
-    plan = jaxcoded.make_plan(6, code="shared(replicas=2, blocks=4)")
+    plan = jaxcoded.make_plan(6, jaxcoded.Shared(replicas=2, blocks=4))
     for missing in itertools.combinations(range(1, 6), 2):
         assert tolerates(plan, list(missing))
     assert not tolerates(plan, [1, 2, 3, 4, 5])

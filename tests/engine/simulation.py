@@ -16,7 +16,7 @@ import weakref
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.plan.assignment import shares
 from jaxcoded.transport import _engine, engine, pieces
 
@@ -887,7 +887,7 @@ def random_plan(
     mixed = {rank: rng.choice(["auto", *in_parts]) for rank in range(size)}
     for code in (everywhere if rng.random() < 0.7 else mixed, "auto"):
         try:
-            plan = make_plan(size, code=code, **options)
+            plan = make_plan(size, Coded(code=code, **options))
         except ValueError:  # there is no such code for one of its parents
             continue
         if plan.amplification < 1e4:  # messages in float16 would be infinite

@@ -11,7 +11,7 @@ from independent import bounded
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
-from jaxcoded import GradientCode, codes, make_plan
+from jaxcoded import Coded, GradientCode, codes, make_plan
 from jaxcoded.codes import NAMES
 from jaxcoded.transport import _engine, engine
 
@@ -288,7 +288,7 @@ def planned():
         ),
         (9, {"parents": [2, 2, -1, 0, 0, 0, 1, 1, 1]}),
     ]
-    plans = [make_plan(size, **rest) for size, rest in cases]
+    plans = [make_plan(size, Coded(**rest)) for size, rest in cases]
     return [(plan, engine._erasures(plan)) for plan in plans]
 
 

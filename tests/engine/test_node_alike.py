@@ -5,7 +5,7 @@ import random
 import pytest
 from simulation import DONE, FAILED, Call, World
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 SEGMENTS = (("float64", 40),)
 
@@ -14,7 +14,7 @@ SEGMENTS = (("float64", 40),)
 @pytest.mark.parametrize("without", [{0}, {3}, {1, 5}])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_sum_before_the_broadcast_is_an_error(arguments, without, seed):
-    plan = make_plan(7, **arguments)
+    plan = make_plan(7, Coded(**arguments))
     kinds = ["allreduce", "reduce", "broadcast", "allreduce"]
     script = [Call(SEGMENTS, number, kind) for number, kind in enumerate(kinds)]
     world = World(plan, script, random.Random(seed))

@@ -15,16 +15,19 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import DONE, Call, random_world
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=40)
 ROUNDS = 8
 PLANS = [
     make_plan(
-        7, parents=[-1, 0, 0, 0, 1, 2, 3], code={0: "bernoulli(load=2)"}, stragglers=1
+        7,
+        Coded(
+            parents=[-1, 0, 0, 0, 1, 2, 3], code={0: "bernoulli(load=2)"}, stragglers=1
+        ),
     ),
-    make_plan(5, fanout=4, code="ignore_stragglers", stragglers=2),
-    make_plan(7, fanout=6, code="grouped(load=3)", slices=2, stragglers=3),
+    make_plan(5, Coded(fanout=4, code="ignore_stragglers", stragglers=2)),
+    make_plan(7, Coded(fanout=6, code="grouped(load=3)", slices=2, stragglers=3)),
 ]
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import Call, World, Zeros
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 ROUNDS = 200
 COUNT = 128  # float32 numbers
@@ -66,7 +66,7 @@ TREES = {
 def test_messages_to_a_stopped_rank(tree, links):
     parents, frozen, idle = TREES[tree]
     stragglers = 2 if tree == "star" else 1
-    plan = make_plan(len(parents), parents=parents, stragglers=stragglers)
+    plan = make_plan(len(parents), Coded(parents=parents, stragglers=stragglers))
     world = World(
         plan,
         script(),
@@ -97,7 +97,7 @@ def test_messages_to_a_stopped_rank(tree, links):
 def test_messages_about_a_rank_that_has_left(leaver):
     """Its children go on, and its parent is stopped."""
     parents, frozen, _ = TREES["one below the other"]
-    plan = make_plan(len(parents), parents=parents)
+    plan = make_plan(len(parents), Coded(parents=parents))
     world = World(plan, script(), random.Random(1), limits={"piece_bytes": 256})
     for _ in played(world, 3):
         pass
@@ -112,7 +112,7 @@ def test_messages_about_a_rank_that_has_left(leaver):
 
 @pytest.mark.parametrize("far", [False, True])
 def test_history_without_stragglers(far):
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     hosts = list(range(13)) if far else None
     world = World(plan, script(60), random.Random(0), hosts=hosts)
     for _ in range(3_000):  # in no order
@@ -138,7 +138,7 @@ def test_history_without_stragglers(far):
     ],
 )
 def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     limits = {
         "history_bytes": budget,
         "history_rounds": rounds,
@@ -167,7 +167,7 @@ def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
 
 def test_memory_for_long_vectors():
     """It is used again, round after round, and there is little of it."""
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     size = 4 << 20
     calls = [Zeros((("float32", size // 4),), seed) for seed in range(8)]
     world = World(plan, calls, random.Random(0), limits={"history_bytes": 3 * size})
@@ -185,7 +185,7 @@ def test_memory_for_long_vectors():
 )
 def test_a_turn_sums_a_bounded_part(code, stragglers, used):
     """Other groups, and whoever asks, need not wait for the sum of a whole vector."""
-    plan = make_plan(4, stragglers=stragglers, code=code)
+    plan = make_plan(4, Coded(stragglers=stragglers, code=code))
     limits = {"piece_bytes": 256, "announced_bytes": 1024}
     world = World(
         plan, [Call((("float32", 8192),), 1)], random.Random(1), limits=limits
@@ -206,7 +206,7 @@ def test_a_turn_sums_a_bounded_part(code, stragglers, used):
 
 
 def test_a_turn_fetches_a_bounded_part_of_a_snapshot():
-    plan = make_plan(3, stragglers=0)
+    plan = make_plan(3, Coded(stragglers=0))
     limits = {"piece_bytes": 256, "announced_bytes": 1024}
     world = World(plan, script(1), random.Random(1), limits=limits)
     root, child = world.nodes[0], world.nodes[1]

@@ -26,7 +26,7 @@ from simulation import (
     tolerated,
 )
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.plan import atoms
 
 many = settings(bounded, derandomize=True, max_examples=30)
@@ -263,7 +263,7 @@ def test_the_same_error_on_all_ranks(seed):
 
 
 def test_the_error_names_ranks_further_down():
-    plan = make_plan(7, fanout=2, stragglers=0)
+    plan = make_plan(7, Coded(fanout=2, stragglers=0))
     rng = random.Random(0)
     script = [Call((("float32", 4),), seed) for seed in range(1)]
     world = random_world(plan, 1, rng, script=script, limits=limits("raise"))
@@ -311,7 +311,7 @@ def test_a_root_that_does_not_call(seed):
 @pytest.mark.parametrize("missed", [1, 2, 3, 5])
 def test_a_root_that_leaves_after_rounds_that_it_never_called(missed, failure):
     """Those are decided, as errors; the next one fails on all ranks at once."""
-    plan = make_plan(3, stragglers=0)
+    plan = make_plan(3, Coded(stragglers=0))
     script = [Call((("float64", 4),), seed) for seed in range(missed + 2)]
     world = World(plan, script, random.Random(0), limits=limits("raise"))
     world.open = 1
@@ -340,7 +340,7 @@ def test_a_root_that_leaves_after_rounds_that_it_never_called(missed, failure):
 @pytest.mark.parametrize("action", ["raise", "wait", "approximate"])
 def test_a_root_that_does_not_call_to_the_end(action):
     """It brings the first of its vectors, and hangs."""
-    plan = make_plan(4, stragglers=1)
+    plan = make_plan(4, Coded(stragglers=1))
     segments = ("float32", 4), ("float64", 4)
     script = [Call(segments, seed) for seed in range(3)]
     world = random_world(
@@ -373,7 +373,7 @@ def test_a_root_that_does_not_call_to_the_end(action):
 
 @pytest.mark.parametrize("action", ["wait", "approximate"])
 def test_a_root_that_does_not_call_is_waited_for(action):
-    plan = make_plan(4, stragglers=1)
+    plan = make_plan(4, Coded(stragglers=1))
     script = [Call((("float32", 4),), seed) for seed in range(2)]
     world = random_world(
         plan, 2, random.Random(0), script=script, limits=limits(action)
@@ -389,7 +389,7 @@ def test_a_root_that_does_not_call_is_waited_for(action):
 def star(script):
     """A root with three children, of which it needs two, and a deadline of 3 times the
     median."""
-    plan = make_plan(4, stragglers=1)
+    plan = make_plan(4, Coded(stragglers=1))
     assert plan.coded_children(0) == (1, 2, 3)
     world = random_world(
         plan,

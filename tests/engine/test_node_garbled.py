@@ -36,7 +36,7 @@ from simulation import (
     random_world,
 )
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=20)
 seeds = st.integers(0, 2**32 - 1)
@@ -141,7 +141,7 @@ def _with_number(message, index, value):
     ],
 )
 def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
-    plan = make_plan(4, parents=[-1, 0, 1, 2], stragglers=0)
+    plan = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
     script = [Call((("float32", 100), ("float64", 9)), seed) for seed in range(ROUNDS)]
     world = GarblingWorld(
         plan,
@@ -189,7 +189,7 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
 
 def test_an_alert_of_a_round_that_nobody_lives_to_see():
     """Those that follow are heard all the same."""
-    plan = make_plan(4, parents=[-1, 0, 1, 2], stragglers=0)
+    plan = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
     script = [Call((("float32", 9),), seed) for seed in range(9)]
     world = GarblingWorld(plan, script, random.Random(0))
     for round in 3, 7:
@@ -215,7 +215,7 @@ def test_an_alert_of_a_round_that_nobody_lives_to_see():
 
 def test_a_parent_that_asks_does_not_put_off_who_waits_for_it():
     """It asks why a child does not call, which waits for a result whose announcement was lost."""
-    plan = make_plan(2, stragglers=0)
+    plan = make_plan(2, Coded(stragglers=0))
     script = [Call((("float32", 9),), seed) for seed in range(ROUNDS)]
     limits = {"stuck_seconds": 0.05}
     world = GarblingWorld(plan, script, random.Random(0), limits=limits)
@@ -245,7 +245,7 @@ def test_a_parent_that_asks_does_not_put_off_who_waits_for_it():
     "damage", [cut, lambda message: _with_number(message, 0, 2**39)]
 )
 def test_a_snapshot_that_cannot_be(damage):
-    plan = make_plan(2, stragglers=0)
+    plan = make_plan(2, Coded(stragglers=0))
     world = GarblingWorld(plan, [Call((("float32", 4),), 0)], random.Random(0))
     world.nodes[0].keep_state(5, b"state")
     world.nodes[1].ask_state()
@@ -368,7 +368,7 @@ def shifted(message):
 )
 def test_of_sections(kind, damage, inlined):
     """One round fails on all ranks, or the word is of no use, and all other sums are right."""
-    plan = make_plan(3, fanout=2, stragglers=0)
+    plan = make_plan(3, Coded(fanout=2, stragglers=0))
     script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
     world = GarblingWorld(
         plan,
@@ -411,7 +411,7 @@ def test_of_sections(kind, damage, inlined):
 
 def star_of_hosts(sections_from):
     """Four ranks on hosts of their own, whose sums of so many bytes are formed in sections."""
-    plan = make_plan(4, fanout=3, stragglers=0)
+    plan = make_plan(4, Coded(fanout=3, stragglers=0))
     script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
     return GarblingWorld(
         plan,

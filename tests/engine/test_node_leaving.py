@@ -24,7 +24,7 @@ from simulation import (
     too_many,
 )
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
@@ -72,7 +72,7 @@ def test_all_leave(seed):
 
 def test_who_leaves_before_the_others_is_named():
     """As a rule its program has made fewer steps than the others'."""
-    plan = make_plan(4, fanout=3, stragglers=1)
+    plan = make_plan(4, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
     world.open = 2
     world.settle()
@@ -91,7 +91,7 @@ def test_who_leaves_before_the_others_is_named():
 @pytest.mark.parametrize("failing", [3, 6])
 def test_who_leaves_after_a_failure_is_named_with_it(failing):
     """In the log of its parent, and to whoever calls what too few others will."""
-    plan = make_plan(13, fanout=3, stragglers=1)
+    plan = make_plan(13, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
     world.open = 2
     world.settle()
@@ -183,7 +183,7 @@ def test_too_many_leave(seed):
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("down", ["allreduce", "reduce"])
 def test_the_root_leaves_first(far, down):
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float32", 30),), seed, down) for seed in range(6)]
     world = World(
         plan,
@@ -212,7 +212,7 @@ def test_the_root_leaves_first(far, down):
 
 def test_give_up():
     """A rank that waits no longer for those below says whom it has left behind."""
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float32", 30),), seed) for seed in range(3)]
     world = World(plan, script, random.Random(0))
     world.frozen.add(4)
@@ -229,7 +229,7 @@ def test_give_up():
 def test_nobody_waits_for_a_dead_leaf(early):
     """Whether it is known to be dead before its parent leaves, or afterwards."""
     script = [Call((("float32", 30),), seed) for seed in range(3)]
-    world = World(make_plan(7, fanout=2), script, random.Random(0))
+    world = World(make_plan(7, Coded(fanout=2)), script, random.Random(0))
     world.frozen.update({2, 3})
     if early:
         world.nodes[1].lost(3)

@@ -24,7 +24,7 @@ from simulation import (
     random_world,
 )
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=50)
 seeds = st.integers(0, 2**32 - 1)
@@ -48,7 +48,7 @@ def failures(world, rank):
 
 
 def test_of_long_calls_the_ends_are_said():
-    plan = make_plan(2, stragglers=0)
+    plan = make_plan(2, Coded(stragglers=0))
     segments = tuple(("float32", count) for count in range(40))
     world = random_world(plan, 1, random.Random(0), script=[Call(segments, 1)])
     world.deviations[1, 1] = Call((*segments[:20], ("float32", 7), *segments[21:]), 1)
@@ -161,7 +161,7 @@ def test_late(seed):
 @pytest.mark.parametrize("odd", [0, 1, 4])
 def test_one_rank_is_a_round_ahead(odd):
     """It called something once more than the others, so that nothing fits any more."""
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float32", 30),), seed) for seed in range(12)]
     world = World(plan, script, random.Random(0), limits={"piece_bytes": 32})
     for round in range(4, 13):
@@ -207,7 +207,7 @@ def test_a_refusal_beside_a_mismatch(seed):
 
 def test_pieces_do_not_hide_an_error():
     """The root's word that the round has failed comes before the parent's of its first pieces."""
-    plan = make_plan(3, parents=[-1, 0, 1], stragglers=0)
+    plan = make_plan(3, Coded(parents=[-1, 0, 1], stragglers=0))
     call = Call((("float32", 64),), 0)
     world = World(plan, [call], random.Random(0), hosts=range(3))
     world.submit(2)

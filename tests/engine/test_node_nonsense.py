@@ -18,7 +18,7 @@ import simulation
 import test_node_sharing
 from simulation import HEADER, Garbling, random_plan, random_world
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 KINDS = 18  # of `Kind` in message.h
 ROUNDS = 6
@@ -140,7 +140,9 @@ def test_nonsense_about_shared_work(seed):
 def test_a_text_that_is_none():
     """It arrives all the same, as far as Python and XLA can make a text of it."""
     script = [simulation.Call((("float32", 4),), 0)]
-    world = simulation.World(make_plan(2, stragglers=0), script, random.Random(0))
+    world = simulation.World(
+        make_plan(2, Coded(stragglers=0)), script, random.Random(0)
+    )
     text = "CodedError: é".encode() + b"\xff\0\xe2\x82\xed\xa0\x80.\xf0\x9f\x98\x80"
     alert = HEADER.pack(simulation.ALERT, 0, 0, 0, 1, 0, 0, 0, 0) + text
     world.nodes[0].deliver(1, alert)

@@ -13,7 +13,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import DONE, Call, World
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 HALF = ["float16", "bfloat16"]
 EVERY = [*HALF, "float32", "float64"]
@@ -50,7 +50,7 @@ class Given(Call):
 def added(*vectors, skipped=False, piece_bytes=1 << 18, plan=None):
     """What the root of a tree without stragglers gets; its own vector is the first."""
     plan = plan or make_plan(
-        len(vectors), stragglers=0, fanout=max(len(vectors) - 1, 1)
+        len(vectors), Coded(stragglers=0, fanout=max(len(vectors) - 1, 1))
     )
     world = World(
         plan,
@@ -133,7 +133,7 @@ def test_the_same_bits_on_every_thread(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_products_are_rounded(dtype):
     """Before they are added, on every processor: a fused multiply-add has other bits."""
-    plan = make_plan(5, fanout=4, code="random_generator")
+    plan = make_plan(5, Coded(fanout=4, code="random_generator"))
     rng = np.random.default_rng(0)
     # behind the numbers a unit vector of each rank, to see its coefficient
     vectors = [
@@ -199,7 +199,7 @@ def test_too_large_for_a_half_is_infinite(dtype):
 def test_coefficients(dtype, children, count):
     """Sums with a code's coefficients, in blocks and pieces of any length."""
     plan = make_plan(
-        children + 1, fanout=children, stragglers=min(1, children - 1), code="auto"
+        children + 1, Coded(fanout=children, stragglers=min(1, children - 1))
     )
     rng = np.random.default_rng(count)
     vectors = [
@@ -227,7 +227,7 @@ def test_coefficients(dtype, children, count):
 
 
 def test_one_rank_gets_its_own_vector():
-    plan = make_plan(1)
+    plan = make_plan(1, Coded())
     for dtype in EVERY:
         x = np.arange(100).astype(jnp.dtype(dtype))
         np.testing.assert_array_equal(added(x, plan=plan), x)

@@ -15,7 +15,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import FAILED, PENDING, Call, erasable, random_plan, random_world
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
@@ -102,7 +102,7 @@ def test_nobody_is_left_behind(seed):
 @given(seeds)
 def test_who_has_nothing_to_contribute_is_left_out(seed):
     rng = random.Random(seed)
-    plan = make_plan(*rng.choice([(7,), (13,)]), fanout=3, stragglers=1)
+    plan = make_plan(rng.choice([7, 13]), Coded(fanout=3, stragglers=1))
     world = random_world(plan, 0, rng, script=sound_script(plan, rng, 2), debug=True)
     world.skips = {(rng.choice(plan.coded_children(plan.root)), 1)}
     run(world, rng.choice([0, 500]))
@@ -111,7 +111,7 @@ def test_who_has_nothing_to_contribute_is_left_out(seed):
 
 def test_a_parent_that_lacks_too_many_is_left_out():
     """Rank 1 has one child alone, which is erased or has nothing to contribute."""
-    plan = make_plan(5, parents=[-1, 0, 0, 0, 1])
+    plan = make_plan(5, Coded(parents=[-1, 0, 0, 0, 1]))
     for erased, skips in [({4}, set()), (set(), {(4, 1)})]:
         call = Call((("float32", 9),), 1, erased=frozenset(erased))
         world = random_world(plan, 0, random.Random(5), script=[call], debug=True)
@@ -141,7 +141,8 @@ def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
         return  # its amplification leaves no digits
     slices = 2 if code == "polynomial" else 1
     plan = make_plan(
-        children + 1, fanout=children, stragglers=stragglers, code=code, slices=slices
+        children + 1,
+        Coded(fanout=children, stragglers=stragglers, code=code, slices=slices),
     )
     for culprit in range(1, children + 1):
         rng = random.Random(culprit)
@@ -201,7 +202,8 @@ class Small(Call):
 def test_small_numbers_are_compared(code, children, stragglers, found, kind):
     slices = 2 if code == "polynomial" else 1
     plan = make_plan(
-        children + 1, fanout=children, stragglers=stragglers, code=code, slices=slices
+        children + 1,
+        Coded(fanout=children, stragglers=stragglers, code=code, slices=slices),
     )
     segments = (("float32", 24 * plan.padding_multiple),)
     for apart, outcome in [(((0, 0, 1, kind),), FAILED), ((), 1)]:
@@ -214,7 +216,9 @@ def test_small_numbers_are_compared(code, children, stragglers, found, kind):
 @pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
 def test_what_is_rounding_alone_is_no_mistake(code):
     """Beside all that travels with it, or beside what did in an earlier round."""
-    plan = make_plan(6, fanout=5, stragglers=2 if "cyclic" in code else 4, code=code)
+    plan = make_plan(
+        6, Coded(fanout=5, stragglers=2 if "cyclic" in code else 4, code=code)
+    )
     segments, apart = (("float32", 40),), ((0, 0, 1, 1),)
     script = [Small(segments, 5, size=1e-9, noise=5e-8, apart=apart)]
     world = random_world(plan, 0, random.Random(4), script=script, debug=True)
@@ -265,7 +269,7 @@ class Vanishing(Wrong):
 def test_messages_of_16_bits_that_cancel(dtype, culprits, outcome):
     """Each child of the root has the whole batch, and its own children parts of it: what is
     left of them is what rounding made of the parts."""
-    plan = make_plan(5, fanout=2, stragglers=1, code="fractional_repetition")
+    plan = make_plan(5, Coded(fanout=2, stragglers=1, code="fractional_repetition"))
     for seed in range(5):
         call = Vanishing(((dtype, 40), ("float32", 1)), seed, culprits=culprits)
         world = random_world(plan, 0, random.Random(seed), script=[call], debug=True)
@@ -304,7 +308,7 @@ def test_a_count_that_is_not_that_of_the_examples(seed):
 
 
 def test_the_parent_of_the_wrong_message_is_named():
-    plan = make_plan(13, fanout=3, stragglers=1)
+    plan = make_plan(13, Coded(fanout=3, stragglers=1))
     leaf = 8
     segments = (("float32", 40),)
     for seed in range(10):
@@ -322,7 +326,7 @@ def test_the_parent_of_the_wrong_message_is_named():
 
 
 def test_several_wrong_messages():
-    plan = make_plan(8, fanout=7, stragglers=3, code="cyclic_repetition")
+    plan = make_plan(8, Coded(fanout=7, stragglers=3, code="cyclic_repetition"))
     wrong = Wrong((("float64", 30),), 1, culprits=(2, 5))
     world = random_world(plan, 0, random.Random(1), script=[wrong], debug=True)
     world.settle()
@@ -342,7 +346,7 @@ def test_nan_is_named():
         def check_message(self, plan, rank, *what):
             return rank == 3 or super().check_message(plan, rank, *what)
 
-    plan = make_plan(5, fanout=4, stragglers=1)
+    plan = make_plan(5, Coded(fanout=4, stragglers=1))
     world = random_world(
         plan, 0, random.Random(2), script=[Nan((("float32", 9),), 1)], debug=True
     )
@@ -352,7 +356,7 @@ def test_nan_is_named():
 
 def test_without_it_a_wrong_message_is_not_found():
     """Whichever children's messages are used, they are wrong, and so is the sum."""
-    plan = make_plan(5, fanout=4, stragglers=1)
+    plan = make_plan(5, Coded(fanout=4, stragglers=1))
     children = plan.coded_children(plan.root)
     wrong = Wrong((("float32", 9),), 1, culprits=children)
     world = random_world(plan, 0, random.Random(6), script=[wrong])
@@ -362,7 +366,7 @@ def test_without_it_a_wrong_message_is_not_found():
 
 def test_a_child_that_has_closed_is_not_waited_for():
     """Its calls will not come, so that the others hear of it."""
-    plan = make_plan(5, fanout=4, stragglers=1)
+    plan = make_plan(5, Coded(fanout=4, stragglers=1))
     segments = (("float32", 9),)
     world = random_world(
         plan,

@@ -29,7 +29,7 @@ from simulation import (
     too_many,
 )
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=50)
 seeds = st.integers(0, 2**32 - 1)
@@ -64,7 +64,7 @@ def test_nothing_waits_for_time_to_pass(seed):
 @pytest.mark.parametrize("length", range(1, 9))
 def test_pieces_that_come_together(length):
     """More of them than are handed on at a time."""
-    plan = make_plan(2, stragglers=0)
+    plan = make_plan(2, Coded(stragglers=0))
     script = [Call((("float64", length),), seed) for seed in range(8)]
     limits = {"piece_bytes": 8, "announced_bytes": 8}
     world = World(plan, script, random.Random(0), hosts=[0, 1], limits=limits)
@@ -101,7 +101,7 @@ def test_stragglers_hold_up_nobody(seed):
 @pytest.mark.parametrize("slices", [more(1), 2])
 def test_a_stop_at_any_moment(hosts, slices):
     """An inner rank and a leaf stop after so many events, in the midst of their pieces."""
-    plan = make_plan(21, fanout=4, slices=slices, root_computes=True)
+    plan = make_plan(21, Coded(fanout=4, slices=slices, root_computes=True))
     cut = set()
     for moment in range(0, 1200, 25):
         rng = random.Random(moment)
@@ -150,7 +150,7 @@ def test_a_late_rank_is_needed_until_a_sum_is_whole():
     its last piece on."""
     seen = 0
     for seed in range(20):
-        plan = make_plan(4, stragglers=1)
+        plan = make_plan(4, Coded(stragglers=1))
         world = World(
             plan,
             [Call((("float32", 24),), 0)],
@@ -193,7 +193,7 @@ def test_a_rank_far_behind(seed):
 @pytest.mark.parametrize("hosts", [[0] * 7, list(range(7))])
 @pytest.mark.parametrize("inline", [0, 1 << 20])
 def test_below_a_frozen_rank_results_come_from_further_above(hosts, inline):
-    plan = make_plan(7, parents=[-1, 0, 0, 1, 1, 2, 2], stragglers=1)
+    plan = make_plan(7, Coded(parents=[-1, 0, 0, 1, 1, 2, 2], stragglers=1))
     script = random_script(plan, random.Random(0), 12)
     world = World(plan, script, random.Random(0), hosts=hosts, inline=(inline,))
     world.frozen.add(1)
@@ -251,7 +251,7 @@ def test_beyond_the_stragglers_of_the_code(seed):
 
 def test_words_of_messages_that_do_not_suffice():
     """Those waited for, those without a contribution, and those left out."""
-    plan = make_plan(6, fanout=5, stragglers=2, code="cyclic_repetition")
+    plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 9),)
     world = random_world(plan, 0, random.Random(1), script=[Call(segments, 1)])
     world.skips = {(2, 1)}
@@ -261,7 +261,7 @@ def test_words_of_messages_that_do_not_suffice():
         "round 1: rank 0 waits for ranks 1, 3; it needs 3 of its 5 children; "
         "rank 2 has nothing to contribute"
     )
-    plan = make_plan(6, fanout=5, stragglers=1, code="cyclic_repetition")
+    plan = make_plan(6, Coded(fanout=5, stragglers=1, code="cyclic_repetition"))
     call = Call(segments, 1, erased=frozenset({1}))
     world = random_world(plan, 0, random.Random(1), script=[call])
     world.idle = {2, 1}
@@ -385,7 +385,7 @@ def test_calls_of_all_kinds(seed):
 
 
 def test_erased_children_are_not_asked_for_anything():
-    plan = make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1])
+    plan = make_plan(7, Coded(parents=[-1, 0, 0, 0, 1, 1, 1]))
     for erased in (1, 2, 3, 5):
         call = Call((("float32", 100),), 0, erased=frozenset({erased}))
         world = World(plan, [call] * 3, random.Random(0), limits={"piece_bytes": 64})
@@ -395,7 +395,7 @@ def test_erased_children_are_not_asked_for_anything():
 
 
 def test_a_piece_goes_up_while_the_next_is_on_its_way():
-    plan = make_plan(4, parents=[-1, 0, 1, 1])
+    plan = make_plan(4, Coded(parents=[-1, 0, 1, 1]))
     call = Call((("float32", 64),), 0)
     limits = {
         "piece_bytes": 32
@@ -421,7 +421,7 @@ def test_a_piece_goes_up_while_the_next_is_on_its_way():
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_slow_parent_is_not_passed_over(calls):
     """The root, and maybe the parent, calls late; the leaf does not fetch from the root."""
-    plan = make_plan(3, parents=[-1, 0, 1], stragglers=0)
+    plan = make_plan(3, Coded(parents=[-1, 0, 1], stragglers=0))
     call = Call((("float32", 64),), 0)
     limits = {"piece_bytes": 32}
     world = World(plan, [call], random.Random(0), hosts=range(3), limits=limits)
@@ -439,7 +439,7 @@ def test_a_slow_parent_is_not_passed_over(calls):
 
 def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
     """It calls one round after the other, and its parent is stopped."""
-    plan = make_plan(9, parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2])
+    plan = make_plan(9, Coded(parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2]))
     script = [Call((("float32", 16),), seed) for seed in range(61)]
     world = World(plan, script, random.Random(0))
     late, below = 3, 5
@@ -463,7 +463,7 @@ def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
 
 def test_a_rank_that_stops_after_a_long_wait_is_passed_over():
     """The root is late by ten minutes; then its child stops."""
-    plan = make_plan(9, parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2])
+    plan = make_plan(9, Coded(parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2]))
     script = [Call((("float32", 16),), seed) for seed in range(11)]
     world = World(plan, script, random.Random(0))
     world.open = 10
@@ -486,7 +486,7 @@ def test_a_rank_that_stops_after_a_long_wait_is_passed_over():
 def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
     """Ranks below one that is stopped get a result from the root, and then from their parent again: in no
     later round do they fetch from the root, whose port has other work."""
-    plan = make_plan(7, fanout=2, stragglers=1)
+    plan = make_plan(7, Coded(fanout=2, stragglers=1))
     below = plan.tree.children[1]
     world = World(
         plan,
@@ -516,7 +516,7 @@ def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
 
 def test_a_parent_that_is_stopped_again_holds_up_nobody_for_longer():
     """What answers take says nothing of one that was stopped meanwhile."""
-    plan = make_plan(7, fanout=2, stragglers=1)
+    plan = make_plan(7, Coded(fanout=2, stragglers=1))
     script = [Call((("float32", 4),), number) for number in range(40)]
     hosts = list(range(plan.size))
     world = World(plan, script, random.Random(0), hosts=hosts)

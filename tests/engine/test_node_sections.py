@@ -11,7 +11,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import MESSAGE, OWN, RESULT, SECTION, Call, World
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.simulator import Layout, Network
 from jaxcoded.simulator.sections import Sections
 
@@ -41,7 +41,9 @@ def sent(plan):
 )
 def test_as_simulated(n, s, m):
     """Copies of a message take turns, and all form equal sections: but for a piece or two."""
-    plan = make_plan(n + 1, fanout=n, stragglers=s, slices=m, root_computes=False)
+    plan = make_plan(
+        n + 1, Coded(fanout=n, stragglers=s, slices=m, root_computes=False)
+    )
     payload = 2.0 * PIECE * plan.size
     everybody = np.ones(n, bool)
     job = Sections(Layout.of(plan), Network(piece=PIECE), payload)
@@ -66,7 +68,7 @@ def short_pieces(sections_from):
 
 def star(seed, sections_from, dtype="float64"):
     """Rounds of six ranks and a root without their like, of whom two each send the same."""
-    plan = make_plan(7, fanout=6, stragglers=1, code="fractional_repetition")
+    plan = make_plan(7, Coded(fanout=6, stragglers=1, code="fractional_repetition"))
     return World(
         plan,
         [Call(((dtype, 100), (dtype, 7)), number) for number in range(3)],
@@ -107,7 +109,7 @@ def test_the_bits_of_a_sum_by_the_root(seed, dtype):
 
 def coded(seed, sections_from, hosts, **code):
     """Rounds of seven ranks of which one is stopped, so that only the messages of all others will do."""
-    plan = make_plan(7, fanout=6, stragglers=1, **code)
+    plan = make_plan(7, Coded(fanout=6, stragglers=1, **code))
     world = World(
         plan,
         [Call((("float32", 120), ("float64", 36)), number) for number in range(3)],
@@ -175,7 +177,7 @@ def test_the_bits_where_a_maker_is_replaced(seed, dtype):
 
 def tree(seed, sections_from, rounds=3, **options):
     """Rounds of a root, four inner parents and their four leaves each; each two children send the same."""
-    plan = make_plan(21, fanout=4, stragglers=1, code="fractional_repetition")
+    plan = make_plan(21, Coded(fanout=4, stragglers=1, code="fractional_repetition"))
     return World(
         plan,
         [Call((("float32", 160), ("float64", 7)), number) for number in range(rounds)],
@@ -262,7 +264,7 @@ def test_a_leaf_that_is_stopped_while_it_forms(seed):
 
 
 def test_who_stops_while_it_forms_is_not_waited_for_longer_where_rounds_take_long():
-    plan = make_plan(7, fanout=6, stragglers=1)
+    plan = make_plan(7, Coded(fanout=6, stragglers=1))
     rounds = 6
     world = World(
         plan,
@@ -300,7 +302,7 @@ def test_who_stops_while_it_forms_is_not_waited_for_longer_where_rounds_take_lon
 @pytest.mark.parametrize("seed", range(4))
 def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
     """Who has got the result elsewhere says so, and its siblings need no patience."""
-    plan = make_plan(13, fanout=3, stragglers=1)
+    plan = make_plan(13, Coded(fanout=3, stragglers=1))
     world = World(
         plan,
         [Call((("float32", 160), ("float64", 7)), number) for number in range(3)],
@@ -323,8 +325,8 @@ def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
 @pytest.mark.parametrize(
     ("plan", "stopped"),
     [
-        (make_plan(5, fanout=4, stragglers=0), 2),
-        (make_plan(13, fanout=3, stragglers=0), 6),
+        (make_plan(5, Coded(fanout=4, stragglers=0)), 2),
+        (make_plan(13, Coded(fanout=3, stragglers=0)), 6),
     ],
     ids=["star", "tree"],
 )
@@ -357,7 +359,7 @@ def test_nothing_piles_up_before_a_rank_that_no_sum_can_do_without(plan, stopped
 
 @pytest.mark.parametrize("seed", range(6))
 def test_who_leaves_keeps_nobody_waiting_for_its_part_of_a_copy(seed):
-    plan = make_plan(13, fanout=3, stragglers=seed % 2)
+    plan = make_plan(13, Coded(fanout=3, stragglers=seed % 2))
     rounds = 3
     world = World(
         plan,

@@ -28,7 +28,7 @@ from simulation import (
     vectors,
 )
 
-from jaxcoded import make_plan
+from jaxcoded import Shared, make_plan
 
 SHARES, HERE, ORDER = 16, 13, 14  # as `Flag` and `Kind` in message.h
 GRANT = 0  # as `Order::Kind` in ledger.h
@@ -312,7 +312,7 @@ def world(
     rng,
     *,
     size=None,
-    code=None,
+    work=None,
     rounds=4,
     handed_over=None,
     approximate=False,
@@ -329,8 +329,10 @@ def world(
     root_computes = size == 2 or rng.random() < 0.7
     others = size - 1 - (not root_computes)
     replicas = rng.randint(1, min(3, others)) if others else 0
-    code = code or f"shared(replicas={replicas}, blocks={rng.randint(1, 4)})"
-    plan = make_plan(size, code=code, root_computes=root_computes)
+    blocks = rng.randint(1, 4)
+    if work is None:
+        work = Shared(replicas=replicas, blocks=blocks, root_computes=root_computes)
+    plan = make_plan(size, work)
     kinds = (Partial, PartialSum) if approximate else (Call, Sum)
     script = [
         kinds[0](
@@ -448,7 +450,7 @@ def test_replayed(seed):
 def test_replayed_without_a_rank_that_computed(seed):
     """An error in words on all others, though they hold its data."""
     rng = random.Random(seed)
-    plan = make_plan(4, code="shared(replicas=3, blocks=2)")
+    plan = make_plan(4, Shared(replicas=3, blocks=2))
     script = [Call((("float32", 5),), seed)]
     its = World(plan, script, rng, shared={1})
     its.settle()
@@ -586,7 +588,7 @@ def test_how_much_of_the_batch_is_in_it(handed_over):
     its = world(
         random.Random(0),
         size=4,
-        code="shared(replicas=1, blocks=4)",
+        work=Shared(blocks=4),
         handed_over=handed_over,
         approximate=True,
     )
@@ -610,7 +612,7 @@ def test_how_much_of_the_batch_is_in_it(handed_over):
 
 
 def test_what_follows_blocks_is_their_sum():
-    plan = make_plan(3, code="shared(replicas=1, blocks=2)")
+    plan = make_plan(3, Shared(blocks=2))
     other = Call((("float32", 5),), 1, kind="broadcast")
     its = World(plan, [Call((), 0), other], random.Random(0), shared={1})
     its.script[1] = Sum(other.segments, 1)
@@ -625,7 +627,7 @@ def test_what_follows_blocks_is_their_sum():
 
 def test_nobody_is_late():
     """Every rank computes its own blocks, and nobody any other."""
-    plan = make_plan(4, code="shared(replicas=2, blocks=3)")
+    plan = make_plan(4, Shared(replicas=2, blocks=3))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = World(plan, script, random.Random(0), shared={1, 2, 3})
     its.settle()
@@ -638,7 +640,7 @@ def test_nobody_is_late():
 def test_the_deadline_while_the_sum_is_formed(action, sections):
     """Of a vector that does not come, as its rank is stopped: nobody is told of the sections again and
     again."""
-    plan = make_plan(4, code="shared(replicas=0, blocks=1)")
+    plan = make_plan(4, Shared(replicas=0, blocks=1))
     limits = {
         "piece_bytes": 16,
         "announced_bytes": 16,
@@ -698,7 +700,7 @@ def test_the_root_sleeps_while_its_program_computes_what_others_have_done(deadli
 
 def test_who_was_late_forms_a_section():
     """When the round is over, and programs go on with the memory of their vectors."""
-    plan = make_plan(4, code="shared(replicas=0, blocks=1)")
+    plan = make_plan(4, Shared(replicas=0, blocks=1))
     limits = {"piece_bytes": 16, "announced_bytes": 16, "sections_from": 1}
     call = Call((("float32", 40),), 0)
     its = World(plan, [call], random.Random(0), shared={1}, limits=limits)
@@ -754,7 +756,7 @@ def test_a_rank_that_computes_something_else(seed):
 )
 def test_blocks_that_nobody_holds(killed, kind, remedy):
     """An error in words on all who are left."""
-    plan = make_plan(4, code="shared(replicas=1, blocks=2)", root_computes=False)
+    plan = make_plan(4, Shared(blocks=2, root_computes=False))
     its = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
     for rank in (1, 2):
         its.kill(rank, known=True) if killed else its.leave(rank)
@@ -772,7 +774,7 @@ def test_blocks_that_nobody_holds(killed, kind, remedy):
 
 def test_deadline():
     """It says who has how much to compute. A rank that nobody can stand in for is late."""
-    plan = make_plan(3, code="shared(replicas=0, blocks=2)")
+    plan = make_plan(3, Shared(replicas=0, blocks=2))
     action = simulation._engine.OnDeadline
     limits = {"on_deadline": getattr(action, "raise"), "deadline_seconds": 1.0}
     script = [Call((("float32", 5),), seed) for seed in range(2)]
@@ -839,7 +841,7 @@ def assert_failed_once(its, words):
 @pytest.mark.parametrize("field", [GENERATION, ADDED, ANSWERED])
 def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
     """Before the root calls, and after it."""
-    plan = make_plan(3, code="shared(replicas=1, blocks=2)")
+    plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
@@ -866,7 +868,7 @@ def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
 
 
 def test_a_block_that_is_returned_and_computed():
-    plan = make_plan(3, code="shared(replicas=1, blocks=4)")
+    plan = make_plan(3, Shared(blocks=4))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
@@ -892,7 +894,7 @@ def test_a_block_that_is_returned_and_computed():
 @pytest.mark.parametrize("block", [0, 99], ids=["another rank's", "no rank's"])
 def test_blocks_that_a_rank_does_not_hold(block):
     """It is not to compute them, as it has no data for them."""
-    plan = make_plan(4, code="shared(replicas=1, blocks=4)")
+    plan = make_plan(4, Shared(blocks=4))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     assert 2 not in plan.placement.holders[0]
@@ -918,7 +920,7 @@ def test_blocks_that_a_rank_does_not_hold(block):
 
 def test_what_is_decided_is_not_failed_by_what_is_said_later():
     """The root's program is not back yet, and others are done."""
-    plan = make_plan(3, code="shared(replicas=1, blocks=2)")
+    plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []

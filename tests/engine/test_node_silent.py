@@ -11,7 +11,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 from simulation import DESYNCHRONIZED, DONE, FAILED, Call, World
 from test_node_deadline import SECONDS, limits, probed_script
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.plan import atoms
 
 TICK = 0.1
@@ -43,7 +43,7 @@ def pass_time(world, until):
 @pytest.mark.parametrize("sections_from", [0, 1])
 def test_who_is_stopped_behind_its_offer_is_named(sections_from):
     """Nobody can do without it, and what it has offered cannot be fetched."""
-    plan = make_plan(4, stragglers=0)
+    plan = make_plan(4, Coded(stragglers=0))
     world = World(
         plan,
         [Call((("float64", 100),), 0)],
@@ -75,7 +75,8 @@ def residual(world, number):
 def approximate():
     """A root with four children, of which the first two hold the same, with a child each."""
     plan = make_plan(
-        9, parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], code={0: "fractional_repetition"}
+        9,
+        Coded(parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], code={0: "fractional_repetition"}),
     )
     script = probed_script(plan, random.Random(0))
     return world_of(plan, "approximate", script)
@@ -127,7 +128,7 @@ def test_children_that_are_known_to_be_dead_are_not_waited_for(approximate):
 
 # The root.
 
-SEVEN = make_plan(7, fanout=2)
+SEVEN = make_plan(7, Coded(fanout=2))
 
 
 def ended(world, ranks, number):
@@ -211,7 +212,7 @@ def test_a_root_that_comes_back(knows):
 def test_what_a_process_offered_cannot_be_had_after_its_end():
     """Where it was asked for and is needed, the round fails."""
     far = {"hosts": list(range(4))}
-    world = world_of(make_plan(4, stragglers=0), "wait", **far)
+    world = world_of(make_plan(4, Coded(stragglers=0)), "wait", **far)
     world.open = 2
     world.idle.add(0)
     world.sweep_all()
@@ -239,7 +240,7 @@ def test_a_root_that_has_failed_says_why():
 
 def test_a_root_that_has_failed_with_a_call_in_flight_says_why():
     """Also where it is another rank's leaving that ends the call."""
-    world = world_of(make_plan(4, stragglers=0), "wait")
+    world = world_of(make_plan(4, Coded(stragglers=0)), "wait")
     world.idle |= {1, 2, 3}
     world.open = 2
     world.settle()

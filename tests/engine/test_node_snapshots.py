@@ -12,7 +12,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import DESYNCHRONIZED, DONE, Call, World, random_plan, random_world
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
@@ -20,7 +20,7 @@ SHORT = {"history_bytes": 0, "history_rounds": 4}
 
 
 def thirteen(rounds, **more):
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float32", 40),), seed) for seed in range(rounds)]
     limits = SHORT | {"piece_bytes": 32}
     return World(plan, script, random.Random(0), limits=limits, **more)
@@ -260,7 +260,7 @@ def test_snapshots_of_a_rank_that_has_gone_back(far):
 def chain(ranks, far):
     """A chain of ranks that have not called anything."""
     world = World(
-        make_plan(ranks, parents=list(range(-1, ranks - 1)), stragglers=0),
+        make_plan(ranks, Coded(parents=list(range(-1, ranks - 1)), stragglers=0)),
         [Call((("float32", 4),), 0)],
         random.Random(0),
         hosts=list(range(ranks)) if far else None,

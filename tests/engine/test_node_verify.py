@@ -31,7 +31,7 @@ from simulation import (
 )
 from test_node_parity import run, sound_script
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
@@ -334,7 +334,7 @@ class Cancelling(Call):
 
 def honest(code, dtype, rounds, seed):
     slices = 2 if code == "gaussian_mds" else 1
-    plan = make_plan(7, fanout=6, stragglers=2, code=code, slices=slices)
+    plan = make_plan(7, Coded(fanout=6, stragglers=2, code=code, slices=slices))
     count = 16 * plan.padding_multiple
     script = [
         Cancelling(((dtype, count),), seed * rounds + r, apart=((0, 0, 1, 1),))
@@ -411,7 +411,7 @@ def judge(world, policy, round, liar, *, found, one):
 def test_a_flipped_bit_is_found(code, children, stragglers, slices, one, policy, dtype):
     """Whoever lies, and whichever bit of the exponent it is."""
     options = {"fanout": children, "stragglers": stragglers}
-    plan = make_plan(children + 1, **options, code=code, slices=slices)
+    plan = make_plan(children + 1, Coded(code=code, slices=slices, **options))
     rng = random.Random(f"{code} {policy} {dtype}")
     count = 8 * plan.padding_multiple
     segments, length = ((dtype, count),), count // slices
@@ -490,7 +490,7 @@ def test_a_liar_anywhere_is_found(seed):
 @pytest.mark.parametrize("then", ["it comes", "the deadline", "it is dead"])
 def test_a_message_that_takes_long_is_waited_for(then):
     """As long as its rank lives and there is time, also where others would do."""
-    plan = make_plan(3, stragglers=1)
+    plan = make_plan(3, Coded(stragglers=1))
     flips = ((1, 0, 3, 3),)
     lie = Lie((("float32", 8),), 1, flips=flips, policy="raise")
     assert lie.shows(plan)
@@ -543,7 +543,7 @@ class NotFinite(Lie):
 @pytest.mark.parametrize("nan", [False, True])
 def test_who_is_wrong_again_and_again_is_named_once(nan):
     """Until its messages fit."""
-    plan = make_plan(6, fanout=5, stragglers=2, code="cyclic_repetition")
+    plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 8),)
     script = []
     for seed, liar in enumerate([2, 2, 2, 0, 2, 4, 2, 2]):
@@ -621,7 +621,7 @@ class Shaken(World):
 
 @pytest.mark.parametrize("verify", POLICIES)
 def test_what_changed_on_its_way_is_fetched_once_more(verify):
-    plan = make_plan(4, fanout=3, stragglers=1, code="cyclic_repetition")
+    plan = make_plan(4, Coded(fanout=3, stragglers=1, code="cyclic_repetition"))
     call = Call((("float32", 9),), 1)
     options = {"verify": verify, "verify_wait": True}
     world = Shaken(plan, [call], random.Random(0), **options)

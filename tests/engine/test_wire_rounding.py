@@ -16,7 +16,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import EXAMPLES, Call, World, held
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, Uncoded, make_plan
 
 COUNT = 600
 WIRES = ["bfloat16", "float16"]
@@ -65,7 +65,7 @@ def share_of_bound(plan, wire, seed):
     total = np.frombuffer(world.results[1], jnp.dtype(wire)).astype(np.float64)
     (gradients,) = call.gradients
     size = np.abs(gradients.astype(np.float64)).sum(0)
-    if plan.slices > 1:  # slices mix
+    if plan.strategy.slices > 1:  # slices mix
         size = size.max()
     u = float(jnp.finfo(wire).eps) / 2
     bound = plan.amplification * ((1 + u) ** (1 + plan.tree.depth) - 1)
@@ -83,12 +83,14 @@ def plans(draw):
     stragglers = draw(st.integers(0, 1))
     return make_plan(
         draw(st.integers(stragglers + slices + 1, 13)),
-        fanout=draw(st.integers(stragglers + slices, 5)),
-        stragglers=stragglers,
-        slices=slices,
-        code=draw(st.sampled_from(["auto", "random_generator"])),
-        root_computes=draw(st.booleans()),
-        seed=draw(st.integers(0, 3)),
+        Coded(
+            fanout=draw(st.integers(stragglers + slices, 5)),
+            stragglers=stragglers,
+            slices=slices,
+            code=draw(st.sampled_from(["auto", "random_generator"])),
+            root_computes=draw(st.booleans()),
+            seed=draw(st.integers(0, 3)),
+        ),
     )
 
 
@@ -102,11 +104,11 @@ def test_bound(plan, wire, seed):
 @pytest.mark.parametrize(
     ("plan", "least"),
     [
-        (make_plan(2, stragglers=0, root_computes=True), 0.3),
-        (make_plan(7, fanout=6), 0.3),  # fractional repetition
-        (make_plan(4, fanout=3), 0.1),
-        (make_plan(13, fanout=3), 0.02),
-        (make_plan(5, fanout=4, slices=2), 0.02),
+        (make_plan(2, Uncoded()), 0.3),
+        (make_plan(7, Coded(fanout=6)), 0.3),  # fractional repetition
+        (make_plan(4, Coded(fanout=3)), 0.1),
+        (make_plan(13, Coded(fanout=3)), 0.02),
+        (make_plan(5, Coded(fanout=4, slices=2)), 0.02),
     ],
 )
 def test_bound_is_not_vacuous(plan, wire, least):

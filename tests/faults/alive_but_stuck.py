@@ -33,7 +33,7 @@ if why == "another user":
     Process.kill = lambda _: errno.EPERM
 group = jaxcoded.CodedGroup(
     board.comm,
-    stragglers=0,
+    jaxcoded.Coded(stragglers=0),
     options=jaxcoded.Options(deadline=DEADLINE, on_deadline="raise"),
 )
 said, step = [], 0

@@ -17,7 +17,7 @@ import jaxcoded
 THREADS, WIDTH = 8, 10
 
 board = Board(sys.argv[1])
-group = jaxcoded.CodedGroup(board.comm, transport="engine")
+group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded(), transport="engine")
 # what the first call imports is there before the process ends
 uncounted.allreduce(np.ones(WIDTH), group)
 called = threading.Barrier(THREADS + 1)

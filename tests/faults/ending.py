@@ -36,9 +36,9 @@ directory = sys.argv[1]
 board = Board(directory)
 if board.rank in (2, 3, 4, 5):
     atexit.register(use_memory_of_the_engine)  # runs after the engine's end
-group = jaxcoded.CodedGroup.from_plan(
+group = jaxcoded.CodedGroup(
     board.comm,
-    jaxcoded.make_plan(7, parents=[-1, 0, 0, 0, 1, 1, 1], stragglers=2),
+    jaxcoded.make_plan(7, jaxcoded.Coded(parents=[-1, 0, 0, 0, 1, 1, 1], stragglers=2)),
     transport="engine",
 )
 sums, faults = Sums(group, (SIZE,)), Faults(board)

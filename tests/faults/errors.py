@@ -13,7 +13,7 @@ AT_EXIT = 5.0  # seconds that the engine works on at the end of a process
 directory, way, victims = sys.argv[1:]
 victims = [int(rank) for rank in victims.split(",")]
 board = Board(directory)
-group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine")
+group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded(fanout=2), transport="engine")
 sums, faults = Sums(group), Faults(board)
 
 

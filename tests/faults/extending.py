@@ -49,7 +49,7 @@ pickle_nothing()
 if joins and way == "ends":
     sys.exit()
 if joins and way == "alone":
-    jaxcoded.CodedGroup(MPI.COMM_WORLD)
+    jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded())
 if joins and way == "hangs":
     time.sleep(1000)
 if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
@@ -61,7 +61,7 @@ if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
     }[way.split()[1]]
     setattr(whose, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 if joins and way == "refuses":
-    jaxcoded.Plan.from_json = lambda text: jaxcoded.make_plan(9)
+    jaxcoded.Plan.from_json = lambda text: jaxcoded.make_plan(9, jaxcoded.Coded())
 
 random = np.random.default_rng(0)
 data = random.standard_normal((EXAMPLES, WIDTH))
@@ -87,8 +87,8 @@ def make_step(group):
 
 
 def last_is_root(size):
-    """The plan of a star."""
-    return jaxcoded.make_plan(size, parents=[size - 1] * (size - 1) + [-1])
+    """A star."""
+    return jaxcoded.Coded(parents=[size - 1] * (size - 1) + [-1])
 
 
 def alone(steps):
@@ -143,8 +143,10 @@ board = Board(directory)
 group = jaxcoded.CodedGroup.joining()
 assert (group is not None) == joins
 if group is None:
-    code = {"code": "shared(replicas=2)"} if option == "shared" else {"fanout": 3}
-    group = jaxcoded.CodedGroup(MPI.COMM_WORLD, **code)
+    strategy = (
+        jaxcoded.Shared(replicas=2) if option == "shared" else jaxcoded.Coded(fanout=3)
+    )
+    group = jaxcoded.CodedGroup(MPI.COMM_WORLD, strategy)
 board.say(f"is rank {group.rank} of {group.size}")
 jaxcoded.leave_on_sigterm(12.0)
 
@@ -185,7 +187,8 @@ while True:
         if event == "join":
             group, step = group.extended(ranks[0], timeout=PATIENCE), None
         elif event == "roots":
-            group, step = group.extended(ranks[0], plan=last_is_root), None
+            star = last_is_root(group.size + ranks[0])
+            group, step = group.extended(ranks[0], strategy=star), None
         elif event == "differs":
             group.extended(1 + (group.rank == ranks[0]))
         elif event == "interrupts":

@@ -37,7 +37,7 @@ if exits and board.rank == 3:
 if outside:
     time.sleep(SECONDS)
 else:
-    group = jaxcoded.CodedGroup(comm, fanout=2, transport="engine")
+    group = jaxcoded.CodedGroup(comm, jaxcoded.Coded(fanout=2), transport="engine")
     sums = Sums(group)
     if exits:
         faults.stop_at([4], 3)

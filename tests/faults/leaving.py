@@ -18,7 +18,7 @@ ending.SILENT_SECONDS = 4.0 * SLOWNESS
 directory, way, victim = sys.argv[1:]
 victim = int(victim)
 board = Board(directory)
-group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine")
+group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded(fanout=2), transport="engine")
 sums, faults = Sums(group), Faults(board)
 
 
@@ -57,7 +57,9 @@ try:
             # and another one, that is never closed either
             del group
             gc.collect()
-            group = jaxcoded.CodedGroup(board.comm, fanout=2, transport="engine")
+            group = jaxcoded.CodedGroup(
+                board.comm, jaxcoded.Coded(fanout=2), transport="engine"
+            )
             run(board, group, Sums(group), Faults(board), ROUNDS)
         case "in-flight":
             # the root has not come to this round when the others leave

@@ -37,7 +37,7 @@ board = Board(directory)
 last, rank = board.size - 1, board.rank
 pids = board.comm.allgather(os.getpid())
 stragglers = 2 if way == "overtaken" else 1
-group = first = jaxcoded.CodedGroup(board.comm, stragglers=stragglers)
+group = first = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded(stragglers=stragglers))
 said, rounds = [], 0
 
 

@@ -32,7 +32,7 @@ board = Board(directory)
 pids = board.comm.allgather(os.getpid())
 group = jaxcoded.CodedGroup(
     board.comm,
-    code=f"shared(replicas=1, blocks={BLOCKS})",
+    jaxcoded.Shared(blocks=BLOCKS),
     options=jaxcoded.Options(deadline=DEADLINE, on_deadline="approximate"),
     transport="engine",
 )

@@ -9,7 +9,7 @@ without all of them); "root" or
 the root holds data), "root-donated" (the state is lost with the step, and is read from the root's last checkpoint), "behind" (and
 rank 2 was stopped meanwhile, so that it knows less), "wakes" (the root was stopped, and goes on once
 others have missed the round in which it says that the roll is called); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
-"explicit" (the plan was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
+"explicit" (the tree was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
 not come for a while), "apart" (a rank calls something else), "again" (one more rank, the last,
 dies while the group is made anew), "waits" (the last rank keeps the others waiting there), "stops" (it is
 stopped there).
@@ -75,19 +75,21 @@ if set(hangs) - {"", "leaves", "raises"} and way in FAILS:
     seconds = STUCK / 4 if way == "wakes" else STUCK
     options = jaxcoded.Options(deadline=seconds, on_deadline="raise")
 if way == "explicit":
-    plan = jaxcoded.make_plan(size, fanout=2)
-    group = jaxcoded.CodedGroup.from_plan(board.comm, plan)
+    parents = jaxcoded.make_plan(size, jaxcoded.Coded(fanout=2)).parents
+    group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded(parents=parents))
 elif way.endswith("shared"):
-    group = jaxcoded.CodedGroup(board.comm, code="shared(replicas=2)", options=options)
+    group = jaxcoded.CodedGroup(
+        board.comm, jaxcoded.Shared(replicas=2), options=options
+    )
 else:
     fanout, stragglers = {"few": (size - 1, size - 2), "goes on": (3, 2)}.get(
         way, (2, 1)
     )
     group = jaxcoded.CodedGroup(
         board.comm,
-        fanout=fanout,
-        stragglers=stragglers,
-        root_computes=way == "root-holds",
+        jaxcoded.Coded(
+            fanout=fanout, stragglers=stragglers, root_computes=way == "root-holds"
+        ),
         options=options,
     )
 rounds = []
@@ -291,7 +293,7 @@ for round_ in range(len(victims)):
     if way in ("explicit", "few"):
         said.append(fails())
         train((round_ + 1) * EVERY + 3)  # the old group goes on
-        group = group.recovered(plan=lambda size: jaxcoded.make_plan(size, fanout=2))
+        group = group.recovered(strategy=jaxcoded.Coded(fanout=2))
     elif way == "goes on":
         continue
     elif way == "stopped":

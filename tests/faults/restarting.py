@@ -17,7 +17,7 @@ STEPS, EVERY, KILLED, WIDTH = 20, 5, 12, 40
 directory, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 whole = sys.argv[3:] == ["whole"]
 board = Board(directory)
-group = jaxcoded.CodedGroup(board.comm)
+group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded())
 x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))
 part = group.batch(EXAMPLES)
 kept = directory / "checkpoint.npz"

@@ -16,7 +16,7 @@ directory, way = sys.argv[1:]
 board = Board(directory)
 group = jaxcoded.CodedGroup(
     board.comm,
-    fanout=2,
+    jaxcoded.Coded(fanout=2),
     transport="engine",
     options=jaxcoded.Options(deadline=DEADLINE, on_deadline="raise"),
 )

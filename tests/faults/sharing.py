@@ -33,7 +33,7 @@ width, victims = int(width), [int(rank) for rank in victims]
 board = Board(directory)
 pids = board.comm.allgather(os.getpid())
 group = jaxcoded.CodedGroup(
-    board.comm, code="shared(replicas=2, blocks=4)", transport="engine"
+    board.comm, jaxcoded.Shared(replicas=2, blocks=4), transport="engine"
 )
 random = np.random.default_rng(0)
 x = random.standard_normal((BATCH, width))

@@ -19,7 +19,9 @@ faults = Faults(board)
 digests = []
 for number in range(groups):
     time.sleep(random.exponential(PAUSE))
-    group = jaxcoded.CodedGroup(board.comm, fanout=fanout, transport="engine")
+    group = jaxcoded.CodedGroup(
+        board.comm, jaxcoded.Coded(fanout=fanout), transport="engine"
+    )
     time.sleep(random.exponential(PAUSE))
     sums = Sums(group, [WIDTHS[number % len(WIDTHS)]])
     run(board, group, sums, faults, 3)

@@ -96,8 +96,8 @@ def episode(thread, comm, shared, own):
     """A group's life. ``shared`` draws alike on all ranks, ``own`` does not."""
     group = jaxcoded.CodedGroup(
         comm,
+        jaxcoded.Coded(fanout=int(shared.choice([2, 3]))),
         transport="engine",
-        fanout=int(shared.choice([2, 3])),
         options=jaxcoded.Options(
             piece_bytes=int(shared.choice([64, 4096, 1 << 18])),
             history_bytes=int(shared.choice([0, 1 << 28])),
@@ -126,7 +126,10 @@ def episode(thread, comm, shared, own):
 def last(comm, width, call, own):
     """A group in which the last rank leaves between, or in the middle of, rounds."""
     group = jaxcoded.CodedGroup(
-        comm, transport="engine", options=jaxcoded.Options(deadline=None)
+        comm,
+        jaxcoded.Coded(),
+        transport="engine",
+        options=jaxcoded.Options(deadline=None),
     )
     rounds = Rounds(group, width)
     quits = end != "close" and board.rank == board.size - 1

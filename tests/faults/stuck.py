@@ -32,8 +32,7 @@ logging.getLogger("jaxcoded").addHandler(
 )
 group = jaxcoded.CodedGroup(
     board.comm,
-    fanout=2,
-    stragglers=int(way != "jit"),
+    jaxcoded.Coded(fanout=2, stragglers=int(way != "jit")),
     transport="engine",
     options=jaxcoded.Options(deadline=STUCK if way != "jit" else 60.0),
 )

@@ -24,7 +24,10 @@ directory, tokens, *victims = sys.argv[1:]
 board = Board(directory)
 # at least 64 rounds are kept, whatever their size
 group = jaxcoded.CodedGroup(
-    board.comm, fanout=2, transport="engine", options=jaxcoded.Options(history_bytes=1)
+    board.comm,
+    jaxcoded.Coded(fanout=2),
+    transport="engine",
+    options=jaxcoded.Options(history_bytes=1),
 )
 faults = Faults(board)
 random = np.random.default_rng(5)

@@ -40,7 +40,7 @@ heard = Heard()
 logging.getLogger("jaxcoded").addHandler(heard)
 group = jaxcoded.CodedGroup(
     board.comm,
-    fanout=2,
+    jaxcoded.Coded(fanout=2),
     transport="engine",
     options=jaxcoded.Options(deadline=DEADLINE),
 )

@@ -54,7 +54,7 @@ def awakenings(seconds):
 comm = MPI.COMM_WORLD
 random = np.random.default_rng(0)
 params = expected = random.normal(size=WIDTH)
-with jaxcoded.CodedGroup(comm, stragglers=1) as group:
+with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=1)) as group:
     idle = comm.allgather(awakenings(1.0))
     step = jax.jit(jaxcoded.coded_value_and_grad(loss, group, mean=False))
     part = group.batch(EXAMPLES)

@@ -46,7 +46,7 @@ def timed(call):
 
 def group(transport="engine"):
     # the weights are all 1
-    return jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
+    return jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport=transport)
 
 
 def numpy_in_place():
@@ -99,7 +99,7 @@ def mpi4jax_offsets():
 
 def gradient():
     """Of more than 2³¹ bytes, on one rank."""
-    with jaxcoded.CodedGroup(MPI.COMM_SELF) as each:
+    with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded()) as each:
         size = 2**29 + MORE
         part = each.batch(1)
         places = jnp.array([0, size // 2, size - 1])

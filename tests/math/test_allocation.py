@@ -7,23 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent import bounded, paper_parents
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.plan.assignment import assignment, loads, shares
 from jaxcoded.plan.tree import regular_size
 
 PLANS = {
-    "regular": make_plan(13, fanout=3),
-    "repetition": make_plan(21, fanout=4),
-    "truncated": make_plan(10, parents=paper_parents(10, 3)),
-    "irregular": make_plan(17, stragglers=2),
-    "root computes": make_plan(8, fanout=3, root_computes=True),
-    "slices": make_plan(11, slices=2),
-    "three slices": make_plan(5, slices=3),
-    "mixed slices": make_plan(7, slices=2, parents=[-1, 0, 0, 0, 1, 1, 2]),
-    "chain": make_plan(6, fanout=1, stragglers=0),
-    "root last": make_plan(5, parents=[4, 4, 0, 0, -1]),
-    "two": make_plan(2, stragglers=0),
-    "one": make_plan(1),
+    "regular": make_plan(13, Coded(fanout=3)),
+    "repetition": make_plan(21, Coded(fanout=4)),
+    "truncated": make_plan(10, Coded(parents=paper_parents(10, 3))),
+    "irregular": make_plan(17, Coded(stragglers=2)),
+    "root computes": make_plan(8, Coded(fanout=3, root_computes=True)),
+    "slices": make_plan(11, Coded(slices=2)),
+    "three slices": make_plan(5, Coded(slices=3)),
+    "mixed slices": make_plan(7, Coded(slices=2, parents=[-1, 0, 0, 0, 1, 1, 2])),
+    "chain": make_plan(6, Coded(fanout=1, stragglers=0)),
+    "root last": make_plan(5, Coded(parents=[4, 4, 0, 0, -1])),
+    "two": make_plan(2, Coded(stragglers=0)),
+    "one": make_plan(1, Coded()),
 }
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 batches = st.integers(1, 300)
@@ -38,7 +38,9 @@ batches = st.integers(1, 300)
     st.integers(1, 2000),
 )
 def test_no_rank_computes_much_more_than_its_load(s, m, more, root_computes, batch):
-    plan = make_plan(s + m + more, stragglers=s, slices=m, root_computes=root_computes)
+    plan = make_plan(
+        s + m + more, Coded(stragglers=s, slices=m, root_computes=root_computes)
+    )
     assert loads(plan, batch).max() <= math.ceil(plan.load * batch) + plan.tree.depth
 
 
@@ -65,10 +67,7 @@ def test_bound_on_explicit_trees(plan, batch):
 def test_loads_are_equal_where_the_batch_divides(n, L, s, m, root_computes, times):
     plan = make_plan(
         regular_size(n, L),
-        fanout=n,
-        stragglers=s,
-        slices=m,
-        root_computes=root_computes,
+        Coded(fanout=n, stragglers=s, slices=m, root_computes=root_computes),
     )
     # every partition of every parent a whole number: r·d·(n/(s+m))^l / n for the layers l below it
     batch = times * plan.load.denominator * n**L * (s + m) ** L
@@ -126,7 +125,7 @@ def test_shape_of_the_weights(plan, batch):
     grids = set()
     for rank in range(plan.size):
         indices, weights = assignment(plan, rank, batch)
-        if plan.slices == 1:
+        if plan.strategy.slices == 1:
             assert weights.shape == indices.shape
             continue
         chunks, chunk_size, M = weights.shape
@@ -146,10 +145,10 @@ def test_without_slices_nothing_is_padded_beyond_the_largest_load():
 @pytest.mark.parametrize(
     "plan",
     [
-        make_plan(21, fanout=4),
-        make_plan(7, fanout=2),
-        make_plan(13, fanout=3, stragglers=2),
-        make_plan(43, fanout=6, stragglers=2),
+        make_plan(21, Coded(fanout=4)),
+        make_plan(7, Coded(fanout=2)),
+        make_plan(13, Coded(fanout=3, stragglers=2)),
+        make_plan(43, Coded(fanout=6, stragglers=2)),
     ],
     ids=["4 children", "2 children", "s = 2", "6 children"],
 )
@@ -181,7 +180,7 @@ def test_siblings_of_a_repetition_group_have_bitwise_equal_assignments(plan, bat
 
 
 def test_every_example_has_enough_holders():
-    plan = make_plan(13, fanout=12, stragglers=2, slices=2)
+    plan = make_plan(13, Coded(fanout=12, stragglers=2, slices=2))
     held = np.zeros(50, int)
     for rank in range(plan.size):
         held[shares(plan, rank, 50)[0]] += 1
@@ -190,13 +189,13 @@ def test_every_example_has_enough_holders():
 
 def test_weights_of_replicas_are_ones():
     indices, weights = assignment(
-        make_plan(5, fanout=4), 3, 6
+        make_plan(5, Coded(fanout=4)), 3, 6
     )  # the second group of two
     assert indices.tolist() == [3, 4, 5] and weights.tolist() == [1, 1, 1]
 
 
 def test_one_rank_reads_the_batch():
-    indices, weights = assignment(make_plan(1), 0, 4)
+    indices, weights = assignment(make_plan(1, Coded()), 0, 4)
     assert indices.tolist() == [0, 1, 2, 3] and weights.tolist() == [1, 1, 1, 1]
 
 
@@ -229,7 +228,7 @@ def test_misuse_of_the_batch_size(call, batch):
 @pytest.mark.parametrize("call", [shares, assignment])
 def test_misuse_of_the_rank(call, rank):
     with pytest.raises(ValueError, match="rank must be"):
-        call(make_plan(4), rank, 8)
+        call(make_plan(4, Coded()), rank, 8)
 
 
 def test_numpy_integers_are_integers():

@@ -12,14 +12,14 @@ import jaxcoded
 from jaxcoded.group.epoch import Epoch
 
 PLANS = [
-    jaxcoded.make_plan(1),
-    jaxcoded.make_plan(5),
-    jaxcoded.make_plan(7, fanout=3, speeds=[1, 2, 1, 3, 1, 1, 2]),
-    jaxcoded.make_plan(7, fanout=3, root_computes=True),
-    jaxcoded.make_plan(5, slices=2),
-    jaxcoded.make_plan(4, code="progressive"),
-    jaxcoded.make_plan(5, code="shared(replicas=2, blocks=3)"),
-    jaxcoded.make_plan(4, code="shared(blocks=2)", root_computes=False),
+    jaxcoded.make_plan(1, jaxcoded.Coded()),
+    jaxcoded.make_plan(5, jaxcoded.Coded()),
+    jaxcoded.make_plan(7, jaxcoded.Coded(fanout=3, speeds=[1, 2, 1, 3, 1, 1, 2])),
+    jaxcoded.make_plan(7, jaxcoded.Coded(fanout=3, root_computes=True)),
+    jaxcoded.make_plan(5, jaxcoded.Coded(slices=2)),
+    jaxcoded.make_plan(4, jaxcoded.Coded(code="progressive")),
+    jaxcoded.make_plan(5, jaxcoded.Shared(replicas=2, blocks=3)),
+    jaxcoded.make_plan(4, jaxcoded.Shared(replicas=2, blocks=2, root_computes=False)),
 ]
 
 
@@ -39,7 +39,7 @@ def total(plan, reads, gradients, missing):
         slices = gradients[batch.indices].reshape(len(batch.indices), M, -1)
         coefficients = np.asarray(batch.weights).reshape(-1, P, M)
         messages.append(np.einsum("epu,euq->pq", coefficients, slices))
-    if plan.placement is not None:
+    if plan.strategy.by_blocks:
         return sum(messages)[0]
     return tree_sum(plan, messages, missing)
 
@@ -54,7 +54,7 @@ def total(plan, reads, gradients, missing):
     multiple=st.sampled_from([1, 4]),
 )
 def test_every_example_counts_once(plan, n, batch_size, drop_last, seed, multiple):
-    if plan.placement is not None or max(plan.slices_above + plan.parts_above) > 1:
+    if plan.strategy.by_blocks or max(plan.slices_above + plan.parts_above) > 1:
         multiple = 1  # is not split over devices
     if drop_last and n < batch_size:
         n, batch_size = batch_size, n
@@ -67,7 +67,7 @@ def test_every_example_counts_once(plan, n, batch_size, drop_last, seed, multipl
     for number in range(len(ranks[0])):
         batch = ranks[0].indices(number)
         reads = [epoch[number] for epoch in ranks]
-        missing = random_missing(plan, random) if plan.placement is None else ()
+        missing = random_missing(plan, random) if not plan.strategy.by_blocks else ()
         np.testing.assert_allclose(
             total(plan, reads, gradients, missing), gradients[batch].sum(0), atol=1e-9
         )
@@ -99,7 +99,7 @@ def test_the_order():
     """By seed and epoch, whoever shares the work; without a seed it is that of the data."""
 
     def order(size=4, **which):
-        epoch = epochs(jaxcoded.make_plan(size), 40, 7, **which)[0]
+        epoch = epochs(jaxcoded.make_plan(size, jaxcoded.Coded()), 40, 7, **which)[0]
         return np.concatenate([epoch.indices(i) for i in range(len(epoch))]).tolist()
 
     assert order(seed=None) == order(seed=None, epoch=1) == list(range(40))

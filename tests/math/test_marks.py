@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from independent import bounded
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.collectives import marks
 from jaxcoded.plan import atoms
 from jaxcoded.plan.placement import Placement
@@ -46,10 +46,12 @@ def test_what_ranks_add_to_their_counts(ranks, stragglers, slices, batch_size, d
     try:
         plan = make_plan(
             ranks,
-            fanout=ranks - 1,
-            stragglers=stragglers,
-            slices=slices,
-            root_computes=False,
+            Coded(
+                fanout=ranks - 1,
+                stragglers=stragglers,
+                slices=slices,
+                root_computes=False,
+            ),
         )
     except ValueError:
         assume(False)
@@ -78,7 +80,7 @@ def test_what_ranks_add_to_their_counts(ranks, stragglers, slices, batch_size, d
 def test_another_batch_stands_out_of_rounding(ranks, stragglers):
     """Of one rank: in most sums, also of codes that amplify the rounding of float32, whoever is left out."""
     plan = make_plan(
-        ranks, fanout=ranks - 1, stragglers=stragglers, root_computes=False
+        ranks, Coded(fanout=ranks - 1, stragglers=stragglers, root_computes=False)
     )
     rounding = (64 + ranks) * plan.amplification * float(np.finfo(np.float32).eps)
     numbers = range(1, ranks)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxcoded import GradientCode, codes, make_plan
+from jaxcoded import Coded, GradientCode, codes, make_plan
 
 CODES = {
     f"{text}, {n}, {s}, {m}": codes.named(text, n, s, m)
@@ -86,10 +86,12 @@ def test_children_of_a_check_share_partitions(code):
 
 
 def test_plans_know_which_parents_can_check():
-    assert make_plan(13, fanout=3).checked == (0, 1, 2, 3)
-    assert make_plan(4, stragglers=0).checked == ()
+    assert make_plan(13, Coded(fanout=3)).checked == (0, 1, 2, 3)
+    assert make_plan(4, Coded(stragglers=0)).checked == ()
     # rank 1 has a single child, and loses nobody
-    assert make_plan(5, parents=[-1, 0, 0, 0, 1]).checked == (0,)
+    assert make_plan(5, Coded(parents=[-1, 0, 0, 0, 1])).checked == (0,)
     # an approximation below says nothing to those above
-    plan = make_plan(13, fanout=3, code=["cyclic_repetition", "expander(degree=2)"])
+    plan = make_plan(
+        13, Coded(fanout=3, code=["cyclic_repetition", "expander(degree=2)"])
+    )
     assert 0 not in plan.checked

@@ -18,7 +18,7 @@ from independent import (
     tree_sum,
 )
 
-from jaxcoded import GradientCode, codes, make_plan
+from jaxcoded import Coded, GradientCode, codes, make_plan
 from jaxcoded.plan import atoms
 from jaxcoded.plan.assignment import assignment, loads, shares
 
@@ -266,28 +266,32 @@ def test_misuse():
 
 PLANS = {
     "partial": make_plan(
-        13, fanout=3, stragglers=0, code="partial_stragglers(late=1, slowdown=4)"
+        13, Coded(fanout=3, stragglers=0, code="partial_stragglers(late=1, slowdown=4)")
     ),
-    "progressive": make_plan(13, fanout=3, code="progressive"),
-    "adaptive": make_plan(13, fanout=3, code="adaptive"),
-    "adaptive with slices": make_plan(21, fanout=4, code="adaptive", slices=2),
+    "progressive": make_plan(13, Coded(fanout=3, code="progressive")),
+    "adaptive": make_plan(13, Coded(fanout=3, code="adaptive")),
+    "adaptive with slices": make_plan(21, Coded(fanout=4, code="adaptive", slices=2)),
     "one for each layer": make_plan(
-        13, fanout=3, code=["progressive", "cyclic_repetition"]
+        13, Coded(fanout=3, code=["progressive", "cyclic_repetition"])
     ),
     "one for each parent": make_plan(
         13,
-        fanout=3,
-        slices=2,
-        code={0: "gaussian_mds", 1: "adaptive", 2: "single_parity_check"},
+        Coded(
+            fanout=3,
+            slices=2,
+            code={0: "gaussian_mds", 1: "adaptive", 2: "single_parity_check"},
+        ),
     ),
     "unequal": make_plan(
         13,
-        parents=[-1, 0, 0, 0, 1, 1, 1, 4, 4, 4, 4, 2, 2],
-        code={0: "progressive", 1: "adaptive", 4: "progressive", 2: "auto"},
-        speeds=[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1],
+        Coded(
+            parents=[-1, 0, 0, 0, 1, 1, 1, 4, 4, 4, 4, 2, 2],
+            code={0: "progressive", 1: "adaptive", 4: "progressive", 2: "auto"},
+            speeds=[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1],
+        ),
     ),
-    "slices": make_plan(13, fanout=3, slices=2),
-    "speeds": make_plan(13, fanout=3, speeds=range(1, 14)),
+    "slices": make_plan(13, Coded(fanout=3, slices=2)),
+    "speeds": make_plan(13, Coded(fanout=3, speeds=range(1, 14))),
 }
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
@@ -378,7 +382,7 @@ def test_probes(plan):
 def test_residual_of_a_batch(batch, speeds):
     """Atoms count by their size. They are those of a batch that can be cut anywhere:
     examples that are not of their atom make the difference."""
-    plan = make_plan(6, stragglers=1, speeds=speeds, fanout=5)
+    plan = make_plan(6, Coded(stragglers=1, speeds=speeds, fanout=5))
     lost = set(plan.coded_children(plan.root)[1:4])
     sizes = atoms.sizes(plan)
     ideal = tree_sum(
@@ -456,7 +460,9 @@ def test_zeros(text, slices, keeps):
     """Numbers that are 0 in all gradients, whoever is missing."""
     n = 7 if text in ("block_design(load=3)", "hamming(r=3)") else 12
     alone = text == "uncoded" or text.startswith("partial")
-    plan = make_plan(n + 1, fanout=n, stragglers=1 - alone, slices=slices, code=text)
+    plan = make_plan(
+        n + 1, Coded(fanout=n, stragglers=1 - alone, slices=slices, code=text)
+    )
     gradients = np.tile(gradients_for(plan, 30), 50)
     rng = np.random.default_rng(0)
     zero = rng.random(gradients.shape[1]) < 0.5
@@ -479,7 +485,9 @@ speeds = st.lists(st.integers(1, 9), min_size=5, max_size=14)
 def test_loads_follow_speeds(speeds, stragglers, slices):
     """In proportion wherever a child does not have to hold more than its parent's whole
     set, and never more than in proportion."""
-    plan = make_plan(len(speeds), speeds=speeds, stragglers=stragglers, slices=slices)
+    plan = make_plan(
+        len(speeds), Coded(speeds=speeds, stragglers=stragglers, slices=slices)
+    )
     batch = 50_000
     own = loads(plan, batch)
     fastest = max(speeds[1:])
@@ -505,24 +513,24 @@ def test_loads_follow_speeds(speeds, stragglers, slices):
 
 
 def test_speeds_are_ratios():
-    plan = make_plan(7, speeds=[2.0, 4, 4, 4, 4, 4, 4])
-    assert plan == make_plan(7, speeds=[1, 2, 2, 2, 2, 2, 2])
+    plan = make_plan(7, Coded(speeds=[2.0, 4, 4, 4, 4, 4, 4]))
+    assert plan == make_plan(7, Coded(speeds=[1, 2, 2, 2, 2, 2, 2]))
     assert plan.from_json(plan.to_json()) == plan
-    assert make_plan(7, speeds=[3] * 7) == make_plan(7)
+    assert make_plan(7, Coded(speeds=[3] * 7)) == make_plan(7, Coded())
     # a root without data does not count
-    assert make_plan(7, speeds=[9, *[3] * 6]) == make_plan(7)
-    assert make_plan(4, speeds=[1, 10, 1, 1]).load == 1
+    assert make_plan(7, Coded(speeds=[9, *[3] * 6])) == make_plan(7, Coded())
+    assert make_plan(4, Coded(speeds=[1, 10, 1, 1])).load == 1
     for wrong, message in [
-        ([1, 1], "speeds has 2 entries for 3 ranks"),
+        ([1, 2], "speeds has 2 entries for 3 ranks"),
         ([1, 0, 1], "positive and finite, got 0 for rank 1"),
         ([1, 1e9, 1], "at least 1/1000 of the fastest"),
     ]:
         with pytest.raises(ValueError, match=message):
-            make_plan(3, speeds=wrong)
+            make_plan(3, Coded(speeds=wrong))
 
 
 def test_codes_by_name():
-    plan = make_plan(13, fanout=3, code="bernoulli(load=2)")
+    plan = make_plan(13, Coded(fanout=3, code="bernoulli(load=2)"))
     assert plan.approximate and "bernoulli" in plan.describe()
     assert plan.from_json(plan.to_json()) == plan
     mixed = PLANS["one for each parent"]
@@ -532,7 +540,7 @@ def test_codes_by_name():
     ]
     for wrong, message in [
         ("bernoulli(3)", r"arguments need their names, as in bernoulli\(name=value\)"),
-        ("nobody(3)", "code must be 'auto', 'shared' or one of"),
+        ("nobody(3)", "code must be 'auto' or one of"),
         ("bernoulli(weight=2)", "has no argument 'weight'; it has n, stragglers, load"),
         ("hamming(r=3)", "rank .* with its 3 children"),
         ("os.system('true')", "code must be"),
@@ -545,4 +553,4 @@ def test_codes_by_name():
         ({99: "auto"}, "code names rank 99, but there are 13 ranks"),
     ]:
         with pytest.raises(ValueError, match=message):
-            make_plan(13, fanout=3, code=wrong)
+            make_plan(13, Coded(fanout=3, code=wrong))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent import bounded, paper_parents, solvable
 
-from jaxcoded import Plan, make_plan
+from jaxcoded import Coded, Plan, Shared, Uncoded, make_plan
 from jaxcoded.plan.assignment import assignment, loads
 from jaxcoded.plan.tree import regular_size
 
@@ -43,7 +43,7 @@ REGULAR = {
     ],
 )
 def test_loads_of_regular_trees(n, L, s, load):
-    plan = make_plan(regular_size(n, L), fanout=n, stragglers=s)
+    plan = make_plan(regular_size(n, L), Coded(fanout=n, stragglers=s))
     assert plan.parents == tuple(paper_parents(regular_size(n, L), n))
     assert plan.load == Fraction(load)
     assert all(
@@ -64,7 +64,7 @@ def test_loads_of_regular_trees(n, L, s, load):
     ],
 )
 def test_loads_of_truncated_trees(size, n, s, load):
-    plan = make_plan(size, stragglers=s, parents=paper_parents(size, n))
+    plan = make_plan(size, Coded(stragglers=s, parents=paper_parents(size, n)))
     assert plan.load == Fraction(load)
     for rank, children in enumerate(plan.tree.children):
         assert plan.tolerance(rank) == max(0, min(s, len(children) - 1))
@@ -74,7 +74,7 @@ def test_loads_of_truncated_trees(size, n, s, load):
     ("n", "L", "s", "m"), [(4, 2, 1, 2), (5, 2, 1, 2), (4, 1, 1, 3), (3, 2, 0, 2)]
 )
 def test_loads_and_messages_with_slices(n, L, s, m):
-    plan = make_plan(regular_size(n, L), fanout=n, stragglers=s, slices=m)
+    plan = make_plan(regular_size(n, L), Coded(fanout=n, stragglers=s, slices=m))
     assert plan.load == 1 / sum(
         Fraction(n, s + m) ** layer for layer in range(1, L + 1)
     )
@@ -86,7 +86,7 @@ def test_loads_and_messages_with_slices(n, L, s, m):
 )
 def test_a_root_with_data_adds_one_to_the_capacity(n, L, s, m):
     plan = make_plan(
-        regular_size(n, L), fanout=n, stragglers=s, slices=m, root_computes=True
+        regular_size(n, L), Coded(fanout=n, stragglers=s, slices=m, root_computes=True)
     )
     assert plan.load == 1 / sum(Fraction(n, s + m) ** layer for layer in range(L + 1))
 
@@ -117,7 +117,7 @@ def any_tree(draw):
 @bounded
 @given(any_tree(), st.booleans())
 def test_capacities_of_any_tree(tree, root_computes):
-    plan = make_plan(**tree, root_computes=root_computes)
+    plan = make_plan(tree.pop("size"), Coded(root_computes=root_computes, **tree))
     capacity = [Fraction(0)] * plan.size
     for rank in reversed(plan.tree.order):
         own = 1 if rank != plan.root or root_computes else 0
@@ -140,21 +140,21 @@ def test_capacities_of_any_tree(tree, root_computes):
 @bounded
 @given(st.integers(0, 3), st.integers(2, 120))
 def test_any_number_of_ranks_from_two_more_than_the_stragglers(s, more):
-    plan = make_plan(s + more, stragglers=s)
+    plan = make_plan(s + more, Coded(stragglers=s))
     assert plan.size == s + more
     assert plan.tolerance(plan.root) == s
 
 
 def test_one_rank_computes_everything():
-    plan = make_plan(1)
+    plan = make_plan(1, Coded())
     assert (plan.load, plan.root, plan.tree.depth, plan.tolerance(0)) == (1, 0, 0, 0)
     assert plan.speed(0) == 1 and plan.amplification == 1
 
 
 def test_two_ranks():
-    plan = make_plan(2, stragglers=0)
+    plan = make_plan(2, Coded(stragglers=0))
     assert (plan.load, plan.speed(0), plan.speed(1)) == (1, 0, 1)
-    assert make_plan(2, stragglers=0, root_computes=True).load == Fraction(1, 2)
+    assert make_plan(2, Uncoded()).load == Fraction(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -171,32 +171,35 @@ def test_two_ranks():
     ],
 )
 def test_large_plans(size, options):
-    plan = make_plan(size, **options)
+    plan = make_plan(size, Coded(**options))
     assert 0 < plan.load < 1
     assert plan.amplification * np.finfo(float).eps < 1e-3
     assert max(map(len, plan.tree.children)) <= options.get("fanout", 8)
 
 
 def test_amplifications_multiply_down_the_path():
-    plan = make_plan(regular_size(5, 2), fanout=5)
+    plan = make_plan(regular_size(5, 2), Coded(fanout=5))
     kappa = plan.codings[0].code.amplification
     assert kappa > 1
     assert plan.amplification == pytest.approx(kappa**2)
     assert (
-        make_plan(regular_size(4, 3), fanout=4).amplification == 1
+        make_plan(regular_size(4, 3), Coded(fanout=4)).amplification == 1
     )  # fractional repetition
 
 
 # Values.
 
 VARIED = {
-    "regular": make_plan(13, fanout=3),
-    "irregular": make_plan(17, stragglers=2),
-    "slices": make_plan(9, stragglers=1, slices=2),
-    "explicit": make_plan(6, parents=[3, 3, 3, -1, 0, 0], root_computes=True, seed=5),
-    "one": make_plan(1),
+    "regular": make_plan(13, Coded(fanout=3)),
+    "irregular": make_plan(17, Coded(stragglers=2)),
+    "slices": make_plan(9, Coded(stragglers=1, slices=2)),
+    "explicit": make_plan(
+        6, Coded(parents=[3, 3, 3, -1, 0, 0], root_computes=True, seed=5)
+    ),
+    "one": make_plan(1, Coded()),
     "numpy": make_plan(
-        np.int64(13), fanout=np.int32(3), stragglers=np.int64(1), seed=np.uint8(2)
+        np.int64(13),
+        Coded(fanout=np.int32(3), stragglers=np.int64(1), seed=np.uint8(2)),
     ),
 }
 each_plan = pytest.mark.parametrize("plan", VARIED.values(), ids=VARIED)
@@ -210,7 +213,7 @@ each_plan = pytest.mark.parametrize("plan", VARIED.values(), ids=VARIED)
         lambda plan: pickle.loads(pickle.dumps(plan)),
         copy.copy,
         copy.deepcopy,
-        lambda plan: Plan(*dataclasses.astuple(plan)),
+        lambda plan: Plan(plan.parents, plan.strategy),
     ],
     ids=["json", "pickle", "copy", "deepcopy", "fields"],
 )
@@ -224,46 +227,44 @@ def test_copies_are_equal(plan, clone):
 
 def test_plans_differ_in_every_field():
     plans = {
-        make_plan(13, fanout=3),
-        make_plan(13, fanout=4),
-        make_plan(13, fanout=3, stragglers=2),
-        make_plan(13, fanout=3, slices=2),
-        make_plan(13, fanout=3, code="cyclic_repetition"),
-        make_plan(13, fanout=3, root_computes=True),
-        make_plan(13, fanout=3, seed=1),
+        make_plan(13, Coded(fanout=3)),
+        make_plan(13, Coded(fanout=4)),
+        make_plan(13, Coded(fanout=3, stragglers=2)),
+        make_plan(13, Coded(fanout=3, slices=2)),
+        make_plan(13, Coded(fanout=3, code="cyclic_repetition")),
+        make_plan(13, Coded(fanout=3, root_computes=True)),
+        make_plan(13, Coded(fanout=3, seed=1)),
     }
     assert len(plans) == len({plan.fingerprint for plan in plans}) == 7
-    assert make_plan(13, fanout=3) in plans and make_plan(13, fanout=3) != "a plan"
+    assert (
+        make_plan(13, Coded(fanout=3)) in plans
+        and make_plan(13, Coded(fanout=3)) != "a plan"
+    )
 
 
 def test_plans_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        make_plan(4).stragglers = 0
+        make_plan(4, Coded()).strategy.stragglers = 0
 
 
 def test_json_is_plain():
     assert json.loads(
-        make_plan(np.int64(3), parents=np.array([1, 1, 1])).to_json()
+        make_plan(np.int64(3), Coded(parents=np.array([1, 1, 1]))).to_json()
     ) == {
-        "format": "jaxcoded.Plan/1",
+        "format": "jaxcoded.Plan/2",
         "parents": [1, -1, 1],
-        "stragglers": 1,
-        "slices": 1,
-        "code": "auto",
-        "root_computes": False,
-        "seed": 0,
-        "speeds": [],
+        "strategy": {"strategy": "Coded", "parents": [1, -1, 1]},
     }
 
 
 def test_every_process_makes_the_same_plan():
     program = (
-        "from jaxcoded import make_plan\n"
-        "print(make_plan(17, stragglers=2, seed=3).fingerprint, make_plan(9, slices=2).fingerprint)"
+        "from jaxcoded import Coded, make_plan\n"
+        "print(make_plan(17, Coded(stragglers=2, seed=3)).fingerprint, make_plan(9, Coded(slices=2)).fingerprint)"
     )
     here = [
-        make_plan(17, stragglers=2, seed=3).fingerprint,
-        make_plan(9, slices=2).fingerprint,
+        make_plan(17, Coded(stragglers=2, seed=3)).fingerprint,
+        make_plan(9, Coded(slices=2)).fingerprint,
     ]
     for hash_seed in ("0", "12345"):
         out = subprocess.run(
@@ -292,9 +293,11 @@ def test_sets_that_the_root_can_do_without(data):
     try:
         plan = make_plan(
             size,
-            parents=parents,
-            stragglers=data.draw(st.integers(0, 2)),
-            slices=data.draw(st.integers(1, 2)),
+            Coded(
+                parents=parents,
+                stragglers=data.draw(st.integers(0, 2)),
+                slices=data.draw(st.integers(1, 2)),
+            ),
         )
     except ValueError:  # no parent has so many children
         return
@@ -338,7 +341,7 @@ def columns(text):
 
 
 def test_description_of_a_regular_tree():
-    text = make_plan(21, fanout=4).describe()
+    text = make_plan(21, Coded(fanout=4)).describe()
     assert "21 ranks: root 0 (without data) and 20 workers in 2 layers" in text
     assert "load r = 1/6 of the batch" in text
     root, inner, leaves = map(list, map(dict.values, columns(text)))
@@ -349,7 +352,7 @@ def test_description_of_a_regular_tree():
 
 
 def test_description_states_amplification_and_message_sizes():
-    plan = make_plan(21, fanout=4, slices=2)
+    plan = make_plan(21, Coded(fanout=4, slices=2))
     text = plan.describe()
     kappa = plan.codings[0].code.amplification
     assert f"amplification kappa = {kappa**2:.3g}" in text
@@ -362,7 +365,7 @@ def test_description_states_amplification_and_message_sizes():
 
 
 def test_description_states_reduced_parents():
-    text = make_plan(8, parents=paper_parents(8, 3)).describe()
+    text = make_plan(8, Coded(parents=paper_parents(8, 3))).describe()
     assert (
         "rank 2 has 1 child: its code has s = 0, m = 1 instead of s = 1, m = 1" in text
     )
@@ -373,15 +376,15 @@ def test_description_states_reduced_parents():
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64"])
 def test_speeds_as_an_array(dtype):
     speeds = [4, 1, 2, 3]
-    plan = make_plan(4, speeds=np.array(speeds, dtype))
-    assert plan == make_plan(4, speeds=speeds)
+    plan = make_plan(4, Coded(speeds=np.array(speeds, dtype)))
+    assert plan == make_plan(4, Coded(speeds=speeds))
     assert plan.speeds == tuple(Fraction(round(1000 * Fraction(s, 3)), 1000) for s in (3, 1, 2, 3))  # fmt: skip
-    assert make_plan(4, speeds=np.ones(4)) == make_plan(4)
+    assert make_plan(4, Coded(speeds=np.ones(4))) == make_plan(4, Coded())
 
 
 def test_description_states_unused_capacity():
     plan = make_plan(
-        7, parents=[-1, 0, 0, 1, 1, 1, 1]
+        7, Coded(parents=[-1, 0, 0, 1, 1, 1, 1])
     )  # 1 could take 3 times as much as 2
     root, inner, leaves = columns(plan.describe())
     assert plan.load == 1
@@ -391,10 +394,16 @@ def test_description_states_unused_capacity():
 
 def test_description_of_a_root_with_data_and_of_one_rank():
     assert "root 3 (with data) and 5 workers" in VARIED["explicit"].describe()
-    assert "; any 1 of a parent's children may be missing\n" in make_plan(4).describe()
-    uncoded = make_plan(4, stragglers=0).describe()
+    assert (
+        "; any 1 of a parent's children may be missing\n"
+        in make_plan(4, Coded()).describe()
+    )
+    uncoded = make_plan(4, Coded(stragglers=0)).describe()
     assert "; none of a parent's children may be missing\n" in uncoded
-    assert make_plan(1).describe() == "1 rank: it computes the whole batch, uncoded"
+    assert (
+        make_plan(1, Coded()).describe()
+        == "1 rank: it computes the whole batch, uncoded"
+    )
 
 
 # Misuse.
@@ -411,15 +420,15 @@ def test_description_of_a_root_with_data_and_of_one_rank():
         (
             2,
             {},
-            r"size=2 ranks are too few: .* at least 3 ranks, .* take more ranks, or stragglers=0",
+            r"size=2 ranks are too few for Coded.* at least 3 ranks, .* take more ranks, stragglers=0",
         ),
         (
             4,
             {"stragglers": 4},
-            r"size=4 ranks are too few: .* at least 6 ranks, .* take more ranks, or stragglers=2",
+            r"size=4 ranks are too few for Coded.* at least 6 ranks, .* take more ranks, stragglers=2",
         ),
-        (5, {"stragglers": 2, "slices": 3}, "take more ranks, or stragglers=1"),
-        (3, {"slices": 4}, "take more ranks, or stragglers=0 and slices=1"),
+        (5, {"stragglers": 2, "slices": 3}, "take more ranks, stragglers=1"),
+        (3, {"slices": 4}, "take more ranks, stragglers=0 and slices=1"),
         (13, {"stragglers": -1}, "stragglers must be an integer >= 0, got -1"),
         (13, {"stragglers": 1.5}, "stragglers must be an integer >= 0, got 1.5"),
         (13, {"stragglers": True}, "stragglers must be an integer >= 0, got True"),
@@ -447,13 +456,12 @@ def test_description_of_a_root_with_data_and_of_one_rank():
         (
             13,
             {"code": "raptor"},
-            "code must be 'auto', 'shared' or one of uncoded, .*; got 'raptor'$",
+            "code must be 'auto' or one of uncoded, .*; got 'raptor'$",
         ),
-        (13, {"code": "share(replicas=2)"}, r"'share\(.*: did you mean 'shared'\?$"),
         (
             13,
-            {"code": "shared(replicas=1"},
-            r"got 'shared\(replicas=1': a closing parenthesis is missing$",
+            {"code": "bernoulli(load=1"},
+            r"got 'bernoulli\(load=1': a closing parenthesis is missing$",
         ),
         (13, {"code": "cyclic"}, "'cyclic': did you mean 'cyclic_repetition'\\?$"),
         (13, {"code": ["auto"]}, "code has 1 entries for 2 layers of parents"),
@@ -494,12 +502,12 @@ def test_description_of_a_root_with_data_and_of_one_rank():
 )
 def test_misuse(size, options, message):
     with pytest.raises(ValueError, match=message):
-        make_plan(size, **options)
+        make_plan(size, Coded(**options))
 
 
 def test_misuse_of_root_computes():
     with pytest.raises(TypeError, match="root_computes must be True or False, got 1"):
-        make_plan(13, root_computes=1)
+        make_plan(13, Coded(root_computes=1))
 
 
 @pytest.mark.parametrize(
@@ -507,14 +515,17 @@ def test_misuse_of_root_computes():
     [
         ("{}", "not a plan written by Plan.to_json"),
         ("[1]", "not a plan written by Plan.to_json"),
-        ('{"format": "jaxcoded.Plan/1", "seed": 0}', "a plan has the fields .*, got "),
+        ('{"format": "jaxcoded.Plan/2", "seed": 0}', "a plan has the fields .*, got "),
         (
-            make_plan(4).to_json().replace('"seed": 0', '"seed": 0.5'),
+            make_plan(4, Coded(seed=1)).to_json().replace('"seed": 1', '"seed": 0.5'),
             "seed must be an integer >= 0, got 0.5",
         ),
-        (make_plan(4).to_json().replace("[-1, 0, 0, 0]", "7"), "parents|not a plan"),
         (
-            make_plan(4).to_json().replace("[-1, 0, 0, 0]", "[-1, 0, 0, 9]"),
+            make_plan(4, Coded()).to_json().replace("[-1, 0, 0, 0]", "7"),
+            "parents|not a plan",
+        ),
+        (
+            make_plan(4, Coded()).to_json().replace("[-1, 0, 0, 0]", "[-1, 0, 0, 9]"),
             "the parent of rank 3 must be an integer",
         ),
         ("nonsense", "not a plan written by"),
@@ -528,7 +539,7 @@ def test_text_that_is_no_plan(text, message):
 def test_shared_work_in_words():
     """One replica is singular, and without any nothing is promised that cannot be kept."""
     none, one, two = (
-        make_plan(4, code=f"shared(replicas={replicas}, blocks=3)").describe()
+        make_plan(4, Shared(replicas=replicas, blocks=3)).describe()
         for replicas in range(3)
     )
     assert "any 2 ranks but the root may be missing" in two
@@ -542,9 +553,13 @@ def test_shared_work_in_words():
 
 def test_shared_work():
     """Every block on its owner and as many others as are asked for, and as evenly as can be."""
-    plan = make_plan(5, code="shared(replicas=2, blocks=6)")
+    plan = make_plan(5, Shared(replicas=2, blocks=6))
     placed = plan.placement
-    assert (plan.root_computes, plan.tree.depth, plan.load) == (True, 1, Fraction(1, 5))
+    assert (plan.strategy.root_computes, plan.tree.depth, plan.load) == (
+        True,
+        1,
+        Fraction(1, 5),
+    )
     assert plan == Plan.from_json(plan.to_json())
     for block, ranks in enumerate(placed.holders):
         assert ranks[0] == block // 6
@@ -569,38 +584,27 @@ def test_shared_work():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"code": "shared(replicas=9)"}, "of the other ranks only 4 can hold"),
-        (
-            {"code": "shared(blocks=0)"},
-            "blocks must be an integer from 1 to [0-9]+, got 0",
-        ),
-        ({"code": "shared(size=3)"}, "shared has no argument 'size'"),
-        ({"code": "shared", "fanout": 2}, "needs all workers right below the root"),
-        ({"code": "shared", "slices": 2}, "has no slices"),
-        ({"code": "shared", "speeds": [1, 1, 1, 1, 2]}, "leave speeds out"),
-        ({"code": "shared", "stragglers": 3}, "give replicas=3"),
-        (
-            {"code": "shared(replicas=1)", "stragglers": 0},
-            r"stragglers=0 contradicts code='shared\(replicas=1\)'.* give replicas=0, or leave",
-        ),
+        ({"replicas": 9}, r"only 4 other ranks can hold .* give Shared\(replicas=4\)"),
+        ({"blocks": 0}, "blocks must be an integer from 1 to [0-9]+, got 0"),
+        ({"replicas": -1}, "replicas must be an integer >= 0, got -1"),
+        ({"blocks": 1 << 18}, "there can be 1048576 blocks of all .* give blocks="),
     ],
 )
 def test_what_cannot_be_shared(arguments, words):
     with pytest.raises(ValueError, match=words):
-        make_plan(5, **arguments)
+        make_plan(5, Shared(**arguments))
 
 
-def test_as_many_stragglers_as_replicas():
-    for size in (1, 5):
-        asked = make_plan(size, code="shared(replicas=2)", stragglers=2)
-        assert asked == make_plan(size, code="shared(replicas=2)")
+def test_shared_work_is_of_a_star():
+    with pytest.raises(ValueError, match="needs all workers right below rank 0"):
+        Plan((-1, 0, 1), Shared())
 
 
 def test_a_description_tells_what_holds():
     """The tolerance of the codes, and what the fastest rank would have without any."""
-    plan = make_plan(8, fanout=7, stragglers=0, slices=4, code="hamming(r=3)")
+    plan = make_plan(8, Coded(fanout=7, stragglers=0, slices=4, code="hamming(r=3)"))
     assert "; any 2 of a parent's children may be missing" in plan.describe()
-    plan = make_plan(13, fanout=12, stragglers=0, speeds=[1] * 7 + [0.5] * 6)
+    plan = make_plan(13, Coded(fanout=12, stragglers=0, speeds=[1] * 7 + [0.5] * 6))
     assert (
         "load r = 1/9 of the batch for the busiest rank (uncoded 1/9)"
         in plan.describe()

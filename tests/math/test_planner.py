@@ -174,7 +174,7 @@ def test_work_is_shared():
         ({"replicas": 0}, "shared work is left out by replicas=0"),
         ({"ranks": 2}, "shared work is looked at for 3 to 64 ranks"),
         ({"work": 0.05}, "needs two blocks of 5 ms .*, whose part .* takes 7.14 ms"),
-        ({"reading": 20.0}, r"shared work, replicas = 1, .*, takes \S+ times as long"),
+        ({"reading": 20.0}, r"Shared\(\), takes \S+ times as long"),
     ],
 )
 @pytest.mark.parametrize("model", [more("none"), "fixed(factor=10)"])
@@ -320,18 +320,18 @@ def test_a_faster_code_that_loses_digits():
         for it in (ranking.best.candidate, left_out.candidate)
     ]
     assert seconds[0] / seconds[1] == pytest.approx(left_out.gain, rel=0.05)
-    assert "Left out, as kappa is above 2: fan-out 11, s = 1" in ranking.verdict
+    assert "Left out, as kappa is above 2: Coded(fanout=11)" in ranking.verdict
     assert "13 ranks could have it" in ranking.verdict
 
 
 @pytest.mark.slow
 def test_a_faster_code_that_is_not_looked_for():
-    """With 65 workers there is no repetition, and κ is not known."""
+    """With 65 workers there is no repetition, and kappa is not known."""
     ranking = search.best_plans(66, 4e4, 10.0, stragglers="fixed(factor=10)")
     left_out = ranking.left_out
     assert (left_out.candidate.fanout, left_out.drawn) == (65, False)
     words = "such codes are not looked for where a parent has more than 64 children"
-    assert f"Left out, as {words}: fan-out 65, s = 1" in ranking.verdict
+    assert f"Left out, as {words}: Coded(fanout=65)" in ranking.verdict
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_no_more_data_where_a_code_takes_less():
     def estimate(candidate, step):
         seconds = np.full(64, step)
         return search.Estimate(
-            candidate, seconds, 0.1, 1.0, candidate.code, 1.0, 0.1, False
+            candidate, seconds, 0.1, 1.0, candidate.name, 1.0, 0.1, False
         )
 
     shared = [Candidate(12, blocks=12, replicas=it) for it in (11, 1)]
@@ -374,7 +374,7 @@ def test_no_more_data_where_a_code_takes_less():
 def test_shared_work_where_a_code_is_faster_by_chance():
     def estimate(candidate, seconds):
         return search.Estimate(
-            candidate, seconds, 0.1, 1.0, candidate.code, 1.0, 0.1, False
+            candidate, seconds, 0.1, 1.0, candidate.name, 1.0, 0.1, False
         )
 
     shared = Candidate(12, blocks=12, replicas=1)
@@ -396,29 +396,29 @@ def test_only_codes_that_lose_digits_end(capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["best"]["step"] is None
     assert said["left_out"] == {
-        "fanout": 23,
-        "stragglers": 8,
-        "slices": 1,
+        "strategy": "Coded(stragglers=8, fanout=23)",
         "gain": None,
         "ranks": 28,
     }
     assert "never end, with any other code or without. Left out, " in said["verdict"]
-    assert "s = 8, m = 1, with which steps would end; 28 ranks" in said["verdict"]
+    assert (
+        "stragglers=8, fanout=23), with which steps would end; 28 ranks"
+        in said["verdict"]
+    )
 
 
 @pytest.mark.exhaustive
 def test_plans_are_those_of_the_seed(capsys):
-    """The κ that was looked at is that of the group."""
+    """The kappa that was looked at is that of the group."""
     asked = ["plan", "--ranks", "38", "--payload", "1MB", "--compute", "3.8"]
     asked += ["--model", "bursty(factor=8)", "--replicas", "0"]
     assert main([*asked, "--seed", "3", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    made = eval(said["python"], {"jaxcoded": _Recorded, "comm": None})
-    made.pop("options", None)
-    assert made["seed"] == 3
-    plan = jaxcoded.make_plan(38, **made)
+    made = _strategy(said["python"])
+    assert made.seed == 3
+    plan = jaxcoded.make_plan(38, made)
     assert plan.amplification == said["best"]["amplification"]
-    again = jaxcoded.make_plan(38, **(made | {"seed": 0}))
+    again = jaxcoded.make_plan(38, dataclasses.replace(made, seed=0))
     assert again.amplification != plan.amplification
 
 
@@ -453,17 +453,15 @@ def test_table(capsys):
     assert not err
     _, table, _, verdict = out.split("\n\n")
     header, _, *rows = table.splitlines()
-    assert header.split()[:4] == ["fan-out", "s", "m", "code"]
-    assert rows[0].startswith("→  6        1  1  fractional_repetition")
+    assert header.split()[:2] == ["strategy", "code"]
+    assert rows[0].startswith("→  Coded(fanout=6,")
+    assert "fractional_repetition" in rows[0]
     assert sum("ring all-reduce" in row for row in rows) == 1
-    coded = [row for row in rows if re.match(r"[→ ]  \d+ +[1-9] ", row)]
-    assert len(coded) == 2
-    assert not any(row.startswith("→  –") for row in rows)
+    assert sum(row[3:].startswith("Coded(") for row in rows) == 2
+    assert sum(row.startswith("→") for row in rows) == 1
     said, python = verdict.strip().splitlines()
     assert said.startswith("code: ")
-    made = eval(python, {"jaxcoded": _Recorded, "comm": None})
-    made.pop("options", None)
-    assert jaxcoded.make_plan(7, **made).tolerance(0) == 1
+    assert jaxcoded.make_plan(7, _strategy(python)).tolerance(0) == 1
 
 
 @pytest.mark.slow
@@ -471,22 +469,23 @@ def test_shared_work_in_the_table(capsys):
     asked = [*USUAL, "--model", FIXED]
     assert main(asked) == 0
     _, table, _, verdict = capsys.readouterr().out.split("\n\n")
-    assert "→  –        –  –  shared(replicas=" in table
+    assert "→  Shared(" in table
     said, python = verdict.strip().splitlines()
     assert said.startswith("share the work: ")
-    made = eval(python, {"jaxcoded": _Recorded, "comm": None})
-    made.pop("options", None)
-    assert jaxcoded.make_plan(7, **made).placement is not None
+    assert jaxcoded.make_plan(7, _strategy(python)).strategy.by_blocks
     assert main([*asked, "--reading", "10s", "--json"]) == 0
-    assert "shared" not in json.loads(capsys.readouterr().out)["best"]["kind"]
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert not str(best["strategy"]).startswith("Shared")
 
 
-class _Recorded:
-    Options = dict
-
-    @staticmethod
-    def CodedGroup(comm, **arguments):
-        return arguments
+def _strategy(python):
+    """Of the line that makes the group."""
+    names = {
+        "CodedGroup": lambda comm, strategy, options=None: strategy,
+        "Options": dict,
+        "comm": None,
+    }
+    return eval(python, vars(jaxcoded.plan) | names)
 
 
 def test_json_and_a_trace(capsys, tmp_path):
@@ -499,7 +498,8 @@ def test_json_and_a_trace(capsys, tmp_path):
     assert said["left_out"] is None
     assert said["payload"] == 4e6
     assert said["best"] == next(e for e in said["ranking"] if e["code"] == "uncoded")
-    assert {e["kind"] for e in said["ranking"]} == {"tree", "ring", "shared"}
+    kinds = {str(e["strategy"]).partition("(")[0] for e in said["ranking"]}
+    assert kinds == {"Coded", "Uncoded", "Shared", "None"}
     killed = ["--model", "killed(round=2)", "--replicas", "0"]
     assert main([*USUAL, *killed, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent import bounded, paper_parents
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.plan.tree import (
     Tree,
     balanced_parents,
@@ -113,7 +113,7 @@ def test_default_fanout_reaches_at_the_smallest_depth(needed, workers):
     [(11, 2), (12, 2), (10, 3), (20, 3), (40, 3), (16, 6), (23, 7)],
 )
 def test_default_tree_keeps_the_stragglers_at_every_parent_where_a_tree_can(size, s):
-    plan = make_plan(size, stragglers=s)
+    plan = make_plan(size, Coded(stragglers=s))
     assert all(
         coding.code.stragglers == s for coding in plan.codings if coding is not None
     )
@@ -136,24 +136,23 @@ def test_trees_that_follow_hosts(hosts):
 
 def test_plans_that_follow_hosts():
     hosts = ["a", "b", "c", "a", "b", "c"]
-    assert make_plan(6, hosts=hosts).parents == (-1, 0, 0, 0, 1, 2)
-    star = make_plan(4, hosts=list("abcd"), stragglers=1)
-    assert star == make_plan(4, fanout=3, stragglers=1)
-    assert make_plan(13, hosts=["a"] * 13) == make_plan(13)
+    assert make_plan(6, Coded(by_host=True), hosts=hosts).parents == (-1, 0, 0, 0, 1, 2)
+    star = make_plan(4, Coded(stragglers=1, by_host=True), hosts=list("abcd"))
+    assert star.parents == make_plan(4, Coded(fanout=3, stragglers=1)).parents
+    alone = make_plan(13, Coded(by_host=True), hosts=["a"] * 13)
+    assert alone.parents == make_plan(13, Coded()).parents
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"hosts": "abc"}, "hosts has 3 entries for size=4 ranks"),
-        ({"hosts": "aabb", "fanout": 3}, "give hosts or fanout, not both"),
-        (
-            {"hosts": "aabb", "parents": [-1, 0, 0, 0]},
-            "give hosts or parents, not both",
-        ),
-        ({"hosts": "aabb", "code": "shared(replicas=1)"}, "leave out hosts"),
+        ({}, "needs the name of each rank's host"),
+        ({"fanout": 3}, "give fanout or by_host, not both"),
+        ({"parents": [-1, 0, 0, 0]}, "give parents or by_host, not both"),
     ],
 )
 def test_plans_that_cannot_follow_hosts(asked, said):
     with pytest.raises(ValueError, match=said):
-        make_plan(4, **asked)
+        make_plan(4, Coded(by_host=True, **asked))
+    with pytest.raises(ValueError, match="hosts has 3 entries for size=4 ranks"):
+        make_plan(4, Coded(by_host=True), hosts="abc")

@@ -16,7 +16,7 @@ from independent import (
     tree_sum,
 )
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 UNIT = 1e-14  # a generous multiple of the rounding of one float64 operation
 
@@ -41,14 +41,14 @@ def one_missing_at_each(parents):
 @pytest.mark.parametrize("code", ["auto", "cyclic_repetition", "random_generator"])
 @pytest.mark.parametrize("root_computes", [False, True])
 def test_every_pattern_of_the_3_2_tree(code, root_computes):
-    plan = make_plan(13, fanout=3, code=code, root_computes=root_computes)
+    plan = make_plan(13, Coded(fanout=3, code=code, root_computes=root_computes))
     families = [(None, 1, 2, 3), (None, 4, 5, 6), (None, 7, 8, 9), (None, 10, 11, 12)]
     assert_exact(plan, 31, one_missing_at_each(families))  # 4⁴ patterns
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_every_pattern_of_the_3_2_tree_at_its_limit(slices):
-    plan = make_plan(13, fanout=3, stragglers=3 - slices, slices=slices)
+    plan = make_plan(13, Coded(fanout=3, stragglers=3 - slices, slices=slices))
     families = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
     choices = [
         [
@@ -64,7 +64,7 @@ def test_every_pattern_of_the_3_2_tree_at_its_limit(slices):
 
 
 def test_one_missing_too_many_is_not_the_sum():
-    plan = make_plan(13, fanout=3)
+    plan = make_plan(13, Coded(fanout=3))
     gradients = gradients_for(plan, 31)
     total = tree_sum(plan, own_messages(plan, gradients), {1, 2})
     assert np.abs(total - gradients.sum(axis=0)).max() > 1e-2
@@ -97,7 +97,7 @@ CASES = {
 @pytest.mark.parametrize("root_computes", [False, True])
 @pytest.mark.parametrize("batch", [1, 5, *map(more, [2, 37])])
 def test_sampled_patterns(size, options, root_computes, batch):
-    plan = make_plan(size, root_computes=root_computes, **options)
+    plan = make_plan(size, Coded(root_computes=root_computes, **options))
     rng = np.random.default_rng(batch)
     assert_exact(plan, batch, [set(), *(random_missing(plan, rng) for _ in range(4))])
 
@@ -114,10 +114,12 @@ def irregular_plans(draw):
     stragglers = draw(st.integers(0, min(2, most - slices)))
     return make_plan(
         size,
-        parents=parents,
-        stragglers=stragglers,
-        slices=slices,
-        root_computes=draw(st.booleans()),
+        Coded(
+            parents=parents,
+            stragglers=stragglers,
+            slices=slices,
+            root_computes=draw(st.booleans()),
+        ),
     )
 
 
@@ -136,10 +138,10 @@ def test_irregular_trees(plan, batch, seed):
     st.integers(0, 999),
 )
 def test_any_number_of_ranks(s, m, more, batch, seed):
-    plan = make_plan(s + m + more, stragglers=s, slices=m)
+    plan = make_plan(s + m + more, Coded(stragglers=s, slices=m))
     assert_exact(plan, batch, [random_missing(plan, np.random.default_rng(seed))], seed)
 
 
 def test_many_ranks():
-    plan = make_plan(600)
+    plan = make_plan(600, Coded())
     assert_exact(plan, 50, [random_missing(plan, np.random.default_rng(0))])

@@ -91,8 +91,9 @@ def group(comm, transport):
     """
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=1 if comm.size > 2 else 0,
-        fanout=3 if comm.size == 13 else None,
+        jaxcoded.Coded(
+            stragglers=1 if comm.size > 2 else 0, fanout=3 if comm.size == 13 else None
+        ),
         transport=transport,
     ) as group:
         yield group

@@ -53,7 +53,7 @@ def test_nobody_straggles(comm, transport):
     with jaxcoded.CodedGroup.auto(
         comm, payload=1e4, work=asleep(0.2), transport=transport
     ) as group:
-        assert group.plan.stragglers == 0
+        assert group.plan.strategy.stragglers == 0
         assert SIZE == 1 or "do not code" in group.planned
         if SIZE > 1:  # so long for 1/(N−1) of the batch
             (whole,) = re.findall(r"work (\S+ m?s) for the whole batch", group.planned)
@@ -71,7 +71,7 @@ def test_one_rank_is_slow(comm, transport):
         comm, payload=1e4, work=work, replicas=0, transport=transport
     ) as group:
         agreed(comm, group)
-        assert group.plan.stragglers >= 1
+        assert group.plan.strategy.stragglers >= 1
         assert "code: " in group.planned
         why = "left out by replicas=0" if transport == "engine" else "needs the engine"
         assert (
@@ -90,8 +90,8 @@ def test_one_rank_is_slow_and_shares_its_work(comm, transport):
     ) as group:
         agreed(comm, group)
         shares = transport == "engine"
-        assert (group.plan.placement is not None) == shares
-        assert group.plan.stragglers >= 1
+        assert group.plan.strategy.by_blocks == shares
+        assert group.plan.strategy.stragglers >= 1
         assert ("share the work: " if shares else "code: ") in group.planned
         assert ("group.blocks" in group.planned) == shares
 
@@ -180,7 +180,7 @@ def test_different_arguments(comm, transport, odd):
     last = RANK == SIZE - 1
     with pytest.raises(GroupMismatch):
         if last and odd is None:
-            jaxcoded.CodedGroup(comm, transport=transport)
+            jaxcoded.CodedGroup(comm, jaxcoded.Coded(), transport=transport)
         else:
             jaxcoded.CodedGroup.auto(
                 comm, transport=transport, **(mine | odd if last else mine)
@@ -192,7 +192,7 @@ def test_different_arguments(comm, transport, odd):
 def test_pieces_of_any_size(comm, transport, piece):
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=0,
+        jaxcoded.Coded(stragglers=0),
         transport=transport,
         options=jaxcoded.Options(piece_bytes=piece),
     ) as group:
@@ -206,7 +206,7 @@ def test_pieces_of_no_size(comm, transport, piece):
     with pytest.raises(ValueError, match=f"piece_bytes must be .*, got {piece}"):
         jaxcoded.CodedGroup(
             comm,
-            stragglers=0,
+            jaxcoded.Coded(stragglers=0),
             transport=transport,
             options=jaxcoded.Options(piece_bytes=piece),
         )

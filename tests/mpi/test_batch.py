@@ -19,20 +19,20 @@ DATA = {
 PARAMS = {"w": _random.normal(size=5), "v": _random.normal(size=2)}
 
 STRATEGIES = {
-    "uncoded": {"stragglers": 0, "root_computes": True},
-    "shared": {"code": "shared(replicas=0, blocks=3)"},
+    "uncoded": jaxcoded.Uncoded(),
+    "shared": jaxcoded.Shared(replicas=0, blocks=3),
 }
 if SIZE > 2:
     STRATEGIES |= {
-        "replicated": {"code": "shared(replicas=1)"},
-        "coded": {"stragglers": 1},
-        "root": {"stragglers": 1, "root_computes": True},
+        "replicated": jaxcoded.Shared(),
+        "coded": jaxcoded.Coded(stragglers=1),
+        "root": jaxcoded.Coded(stragglers=1, root_computes=True),
     }
 if SIZE > 3:
     STRATEGIES |= {
-        "slices": {"slices": 2},
-        "parts": {"code": "progressive"},
-        "speeds": {"stragglers": 1, "speeds": range(1, SIZE + 1)},
+        "slices": jaxcoded.Coded(slices=2),
+        "parts": jaxcoded.Coded(code="progressive"),
+        "speeds": jaxcoded.Coded(stragglers=1, speeds=range(1, SIZE + 1)),
     }
 
 
@@ -67,9 +67,7 @@ def test_a_scalar_loss_is_as_good_as_losses_of_examples(
         traces += 1
         return loss(params, data)
 
-    with jaxcoded.CodedGroup(
-        comm, transport=transport, **STRATEGIES[strategy]
-    ) as group:
+    with jaxcoded.CodedGroup(comm, STRATEGIES[strategy], transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(traced, group))
         first = 0
         for seed, epoch in ((0, 0), (0, 1), (1, 0)):

@@ -19,7 +19,11 @@ TOTAL = GRADIENTS.sum(0)
 
 @pytest.fixture(scope="module")
 def group(comm):
-    with jaxcoded.CodedGroup(comm, code="shared(blocks=3)", transport="engine") as its:
+    with jaxcoded.CodedGroup(
+        comm,
+        jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3),
+        transport="engine",
+    ) as its:
         yield its
 
 
@@ -82,7 +86,9 @@ def test_under_jit(comm, group):
 
 def test_beside_other_sums(comm):
     """Before the first blocks. Later it could not be told which one is of the blocks."""
-    with jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
+    ) as group:
         plain = uncounted.allreduce(np.ones(3), group)
         np.testing.assert_array_equal(plain, comm.size)
         for _ in range(2):
@@ -106,7 +112,9 @@ def test_leaving_the_loop_early(comm):
     """An error here; the others' step ends, and they hear of it with the next call."""
     if comm.size < 3:
         pytest.skip("nobody else holds the blocks")
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=2)") as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Shared(replicas=min(2, comm.size - 1))
+    ) as group:
         leaves = comm.rank == comm.size - 1
         if leaves:
             with (
@@ -131,7 +139,7 @@ def test_leaving_the_loop_early(comm):
 
 def test_an_exception_in_the_loop(comm):
     """It comes out, or that of a rank that came earlier."""
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=0)") as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Shared(replicas=0)) as group:
         with (
             pytest.raises((ZeroDivisionError, CodedError)),
             group.blocks(BATCH) as blocks,
@@ -146,7 +154,9 @@ def test_an_exception_in_the_loop(comm):
 def test_two_loops(comm, loop):
     """An error, on all ranks alike: it would be a round of its own, with other blocks."""
     with (
-        jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group,
+        jaxcoded.CodedGroup(
+            comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
+        ) as group,
         # or too many have left theirs already
         pytest.raises(CodedError, match="for one loop|nobody who is left"),
         group.blocks(BATCH) as blocks,
@@ -166,7 +176,9 @@ def test_within_a_loop(comm, inner):
     def loss(w, v):
         return v @ w
 
-    with jaxcoded.CodedGroup(comm, code="shared(blocks=3)") as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
+    ) as group:
         part = group.batch(BATCH)
         with (
             # or too many have left theirs already
@@ -202,7 +214,7 @@ def test_mistakes(comm, group):
         with pytest.raises(ValueError, match=f"batch_size must be .*, got {wrong}"):
             group.blocks(wrong)
     with (
-        jaxcoded.CodedGroup(comm, stragglers=0) as coded,
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as coded,
         pytest.raises(ValueError, match="does not share its work"),
     ):
         coded.blocks(4)

@@ -9,7 +9,7 @@ import uncounted
 from marks import SIZE, several
 from mpi4py import MPI
 
-from jaxcoded import CodedGroup, GroupMismatch
+from jaxcoded import Coded, CodedGroup, GroupMismatch
 from jaxcoded.errors import CodedError
 from jaxcoded.transport import agreement, build, engine
 
@@ -18,7 +18,7 @@ LAST = SIZE - 1
 
 
 def arguments(transport):
-    return {"stragglers": 0, "transport": transport}
+    return {"strategy": Coded(stragglers=0), "transport": transport}
 
 
 def faked(monkeypatch, name, words):
@@ -73,7 +73,7 @@ def test_another_engine(comm, transport, monkeypatch):
     with pytest.raises(GroupMismatch, match="0123456789ab .* from different sources"):
         CodedGroup(comm, **arguments(transport))
     with pytest.raises(GroupMismatch, match="from different sources"):
-        CodedGroup(comm, stragglers=0)  # it does not fall back on mpi4jax
+        CodedGroup(comm, Coded(stragglers=0))  # it does not fall back on mpi4jax
     monkeypatch.undo()
     works(comm, transport)
 

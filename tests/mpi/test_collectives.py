@@ -101,7 +101,7 @@ def test_slices(comm, transport):
     gradients = {"odd": per_example(7), "narrow": per_example(3, seed=1)}
     fanout = 3 if comm.size == 13 else None
     with jaxcoded.CodedGroup(
-        comm, slices=2, fanout=fanout, transport=transport
+        comm, jaxcoded.Coded(slices=2, fanout=fanout), transport=transport
     ) as sliced:
         message = contribution(sliced, gradients)
         padded = 10 + -10 % sliced.plan.padding_multiple
@@ -221,7 +221,7 @@ def test_eager_loop_compiles_once(group):
 
 def test_equal_groups_share_nothing(comm, group, transport, own):
     step = jax.jit(lambda x, g: coded_allreduce(x, g), static_argnums=1)
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as twin:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as twin:
         assert twin.plan == group.plan
         assert twin != group
         before = group.rounds
@@ -239,7 +239,7 @@ def test_calls_keep_their_order(comm, group, transport, own):
     """Two groups and mpi4jax itself in one program, in a loop."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
 
         def step(total, k):
             a = coded_allreduce(k * own, group)

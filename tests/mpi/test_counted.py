@@ -17,13 +17,15 @@ EXAMPLES, BATCH = 32, 12
 DATA = np.random.default_rng(4).normal(size=(EXAMPLES, 5))
 
 STRATEGIES = {
-    "uncoded": {"stragglers": 0, "root_computes": True},
-    "shared": {"code": "shared(replicas=0, blocks=3)"},
+    "uncoded": jaxcoded.Uncoded(),
+    "shared": jaxcoded.Shared(replicas=0, blocks=3),
 }
 if SIZE > 2:
-    STRATEGIES |= {"coded": {"stragglers": 1}}
+    STRATEGIES |= {"coded": jaxcoded.Coded(stragglers=1)}
 if SIZE > 3:
-    STRATEGIES |= {"cyclic": {"code": "cyclic_repetition", "root_computes": True}}
+    STRATEGIES |= {
+        "cyclic": jaxcoded.Coded(code="cyclic_repetition", root_computes=True)
+    }
 
 
 def batches(group, seed=0):
@@ -39,7 +41,7 @@ def at_once(x, group, weights):
 
 
 def with_a_residual(x, group, weights):
-    if group.plan.placement is not None:
+    if group.plan.strategy.by_blocks:
         return coded_allreduce(x, group, weights)
     total, residual, token = coded_allreduce(
         x, group, weights, residual=True, token=jnp.int32(0)
@@ -81,9 +83,7 @@ def compiled(call, group):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sum_of_a_batch(comm, transport, strategy, call):
     """Also of a smaller last one, for which nothing is compiled."""
-    with jaxcoded.CodedGroup(
-        comm, transport=transport, **STRATEGIES[strategy]
-    ) as group:
+    with jaxcoded.CodedGroup(comm, STRATEGIES[strategy], transport=transport) as group:
         step = compiled(call, group)
         epoch = batches(group)
         for number, batch in enumerate(epoch):
@@ -106,9 +106,11 @@ def test_a_sum_of_several_batches(group, call):
 
 
 @pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
-@pytest.mark.parametrize("how", [{"slices": 2}, {"code": "progressive"}])
+@pytest.mark.parametrize(
+    "how", [jaxcoded.Coded(slices=2), jaxcoded.Coded(code="progressive")]
+)
 def test_an_encoded_message_is_counted(comm, transport, how):
-    with jaxcoded.CodedGroup(comm, transport=transport, **how) as group:
+    with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
         batch = batches(group)[2]
         parts = group.plan.parts_above[group.rank]
         table = batch.weights.reshape(len(batch.indices), parts, -1).transpose(1, 0, 2)
@@ -128,7 +130,9 @@ def test_an_encoded_message_is_counted(comm, transport, how):
 @engine_only
 @several
 def test_the_host_and_a_program_in_one_round(comm, transport):
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         batch = batches(group)[1]
         call = on_the_host if comm.rank % 2 else at_once
         total = finish(call(weighted(batch), group, batch.weights))
@@ -139,12 +143,14 @@ def test_the_host_and_a_program_in_one_round(comm, transport):
 @calls
 @several
 @pytest.mark.parametrize("odd", ["batch", "seed"])
-@pytest.mark.parametrize("how", [{"stragglers": 0}, {"code": "shared(replicas=0)"}])
+@pytest.mark.parametrize(
+    "how", [jaxcoded.Coded(stragglers=0), jaxcoded.Shared(replicas=0)]
+)
 def test_ranks_at_different_batches(comm, transport, call, odd, how):
     """An error on all of them, or NaN without the engine; and the next sum is right."""
-    if transport == "mpi4jax" and (call is on_the_host or "code" in how):
+    if transport == "mpi4jax" and (call is on_the_host or how.by_blocks):
         pytest.skip("with the engine only")
-    with jaxcoded.CodedGroup(comm, transport=transport, **how) as group:
+    with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
         step = compiled(call, group)
         right = batches(group)[0]
         finish(step(right))
@@ -196,9 +202,7 @@ def test_weights_of_something_else(comm, group, call):
     for wrong in (np.asarray(batch.weights), batch, [], [batch], 3):
         with pytest.raises(TypeError, match=r"weights must be batch\.weights"):
             call(x, group, wrong)
-    with jaxcoded.CodedGroup(
-        comm, stragglers=0, root_computes=True, transport="mpi4jax"
-    ) as other:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport="mpi4jax") as other:
         weights = batches(other)[0].weights
     with pytest.raises(ValueError, match="this batch is of another group's plan"):
         call(x, group, weights)
@@ -207,9 +211,7 @@ def test_weights_of_something_else(comm, group, call):
 @engine_only
 @pytest.mark.parametrize("strategy", ["uncoded", "shared"])
 def test_what_just_adds_up_needs_no_weights(comm, transport, strategy):
-    with jaxcoded.CodedGroup(
-        comm, transport=transport, **STRATEGIES[strategy]
-    ) as group:
+    with jaxcoded.CodedGroup(comm, STRATEGIES[strategy], transport=transport) as group:
         total = finish(coded_allreduce(np.ones(3), group))
         np.testing.assert_allclose(total, SIZE)
         np.testing.assert_allclose(host.allreduce(np.ones(3), group), SIZE)

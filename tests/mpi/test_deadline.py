@@ -33,10 +33,9 @@ def opened(comm, deadline, action, **more):
     stragglers = 1 if SIZE > 2 else 0
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=stragglers,
+        jaxcoded.Coded(stragglers=stragglers, **more),
         transport="engine",
         options=jaxcoded.Options(deadline=deadline, on_deadline=action),
-        **more,
     ) as group:
         yield group
 
@@ -270,7 +269,7 @@ def test_misuse(comm, deadline, action):
     with pytest.raises(ValueError, match="deadline"):
         jaxcoded.CodedGroup(
             comm,
-            stragglers=0,
+            jaxcoded.Coded(stragglers=0),
             options=jaxcoded.Options(deadline=deadline, on_deadline=action),
         )
     with pytest.raises(ValueError, match="on_deadline must be one of"):
@@ -278,7 +277,7 @@ def test_misuse(comm, deadline, action):
     with pytest.raises(ValueError, match="needs the engine"):
         jaxcoded.CodedGroup(
             comm,
-            stragglers=0,
+            jaxcoded.Coded(stragglers=0),
             transport="mpi4jax",
             options=jaxcoded.Options(deadline=1.0, on_deadline="raise"),
         )

@@ -38,8 +38,11 @@ def opened(comm, **options):
     how = {"debug": True} | {
         k: options.pop(k) for k in ("debug", "on_deadline") if k in options
     }
-    options = {"fanout": schemes.FANOUT[SIZE], "transport": "engine"} | options
-    with jaxcoded.CodedGroup(comm, **options, options=jaxcoded.Options(**how)) as group:
+    transport = options.pop("transport", "engine")
+    coded = jaxcoded.Coded(**{"fanout": schemes.FANOUT[SIZE]} | options)
+    with jaxcoded.CodedGroup(
+        comm, coded, transport=transport, options=jaxcoded.Options(**how)
+    ) as group:
         yield group
 
 
@@ -87,7 +90,9 @@ FEW = ON_7 if SIZE == 7 else set(CODES) - ALIKE
 def test_honest_training_passes(comm, digits, code):
     x, y = digits
     options = CODES[code]
-    plan = jaxcoded.make_plan(SIZE, fanout=schemes.FANOUT[SIZE], code=code, **options)
+    plan = jaxcoded.make_plan(
+        SIZE, jaxcoded.Coded(fanout=schemes.FANOUT[SIZE], code=code, **options)
+    )
     if not plan.checked:
         with pytest.raises(ValueError, match="has nothing to compare"):
             opened(comm, code=code, **options).__enter__()
@@ -431,13 +436,11 @@ def test_the_environment(comm, monkeypatch):
 
 def test_parents_that_cannot_check_are_named(comm):
     parents = [-1, 0, 0, 1, *[0] * (SIZE - 4)]  # rank 1 has a single child
-    plan = jaxcoded.make_plan(SIZE, parents=parents)
+    plan = jaxcoded.make_plan(SIZE, jaxcoded.Coded(parents=parents))
     warns = pytest.warns(RuntimeWarning, match="children of rank 1 send cannot be")
     with (
         warns if RANK == 0 else contextlib.nullcontext(),
-        jaxcoded.CodedGroup.from_plan(
-            comm, plan, options=jaxcoded.Options(debug=True)
-        ) as group,
+        jaxcoded.CodedGroup(comm, plan, options=jaxcoded.Options(debug=True)) as group,
     ):
         own = contribution(group, VECTOR)
         assert_sum(group, uncounted.allreduce(own, group), VECTOR)

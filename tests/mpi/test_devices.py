@@ -470,7 +470,9 @@ def test_a_late_rank_catches_up(comm, group, layout):
 def test_mistakes_are_looked_for(comm, transport):
     """A shard that does not fit those of the other ranks is an error on all."""
     debug = jaxcoded.Options(debug=True)
-    with jaxcoded.CodedGroup(comm, transport=transport, options=debug) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(), transport=transport, options=debug
+    ) as group:
         step, batch = train_step(group, "hsdp"), read(group)
         params, _, token = step(placed("hsdp"), batch, jnp.int32(0))
         np.testing.assert_allclose(finish(params)["w"], Model.trained(1)[0]["w"])
@@ -586,7 +588,9 @@ def test_what_is_refused(group, own):
             "leaves the axes y to the compiler", summed, mesh=mesh, axis_names={"x"}
         )
     if SIZE > 3:
-        with jaxcoded.CodedGroup(group.comm, slices=2, transport="engine") as other:
+        with jaxcoded.CodedGroup(
+            group.comm, jaxcoded.Coded(slices=2), transport="engine"
+        ) as other:
             refused(
                 "with one part and slices=1",
                 lambda x, token: coded_allreduce(x, other, token=token).value,

@@ -119,7 +119,7 @@ def test_three_megabytes_in_slices(comm, transport):
     params = {"wide": np.zeros(len(shape)), "single": np.zeros(len(shape), np.float32)}
     fanout = 3 if SIZE == 13 else None
     with jaxcoded.CodedGroup(
-        comm, slices=2, fanout=fanout, transport=transport
+        comm, jaxcoded.Coded(slices=2, fanout=fanout), transport=transport
     ) as sliced:
         part = sliced.batch(BATCH)
 
@@ -141,7 +141,7 @@ def test_three_megabytes_in_slices(comm, transport):
 
 
 def test_two_groups_in_loops(comm, group, transport, own):
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
 
         @jax.jit
         def program(x):
@@ -183,7 +183,7 @@ def test_errors_of_the_engine_are_what_they_are(group, monkeypatch):
     with pytest.raises(RuntimeError, match="^MPI is gone$"):
         _ = group.rounds
     monkeypatch.undo()
-    other = jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine")
+    other = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="engine")
     other.close()
     with pytest.raises(jaxcoded.GroupClosed, match="^use after close: group .* closed"):
         other.transport.host_lag()
@@ -323,7 +323,7 @@ def test_a_late_rank_skips_its_chunks(comm, transport):
     x = per_example(3, seed=1)
     fanout = 3 if SIZE == 13 else None
     with jaxcoded.CodedGroup(
-        comm, slices=2, fanout=fanout, transport=transport
+        comm, jaxcoded.Coded(slices=2, fanout=fanout), transport=transport
     ) as sliced:
         part = sliced.batch(BATCH)
         counter = Counter()
@@ -348,7 +348,7 @@ def test_a_late_rank_skips_its_chunks(comm, transport):
 def test_a_late_rank_gets_its_results_while_others_close(
     comm, group, transport, own, late
 ):
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
         own = np.asarray(own)
         if RANK == late:
             wait_for_all(comm)
@@ -366,8 +366,7 @@ def test_close_names_those_that_do_not_come(comm, transport):
     """And goes on without them."""
     group = jaxcoded.CodedGroup(
         comm,
-        stragglers=0,
-        fanout=3 if SIZE == 13 else None,
+        jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
         transport=transport,
     )
     coded_allreduce(1.0, group)
@@ -390,7 +389,7 @@ def test_close_names_those_that_do_not_come(comm, transport):
     [(0.0, "were not there after 0 s"), (60.0, "a rank below has given them up")],
 )
 def test_close_says_whether_it_has_waited(comm, transport, monkeypatch, timeout, why):
-    group = jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
+    group = jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport=transport)
     close = group.transport.close
     monkeypatch.setattr(group.transport, "close", lambda given: close(given) or [3])
     with pytest.warns(RuntimeWarning, match=f"they are dead, or {why}$"):
@@ -453,11 +452,10 @@ def test_numpy_arrays_of_ranks_left_out(comm, group, own):
 
 
 @several
-@pytest.mark.parametrize("code", ["auto", "shared(replicas=1)"])
-def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, code):
+@pytest.mark.parametrize("strategy", [jaxcoded.Coded(stragglers=0), jaxcoded.Shared()])
+def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, strategy):
     """Every rank hears who it was, also where nobody waits for a deadline."""
-    stragglers = {"stragglers": 0} if code == "auto" else {}
-    with jaxcoded.CodedGroup(comm, code=code, **stragglers) as group:
+    with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
         own = np.asarray(contribution(group, VECTOR))
         said = "these called with skip=True: rank 1; any 0 of its "
         with pytest.raises(jaxcoded.TooManyErasures, match=said):
@@ -520,7 +518,9 @@ def test_results_are_not_written_into_what_is_read_only(group, own):
 @slices
 def test_numpy_arrays_have_no_slices(comm, transport):
     with (
-        jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced,
+        jaxcoded.CodedGroup(
+            comm, jaxcoded.Coded(slices=2), transport=transport
+        ) as sliced,
         pytest.raises(TypeError, match="need a group without slices"),
     ):
         uncounted.allreduce(np.ones(4), sliced)
@@ -537,7 +537,7 @@ def test_a_group_for_each_thread(comm, group, transport, own):
         for k in range(20):
             totals[name, k] = uncounted.allreduce((k + 1) * own, group) / (k + 1)
 
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
         thread = threading.Thread(target=work, args=("other", other))
         thread.start()
         work("group", group)
@@ -553,7 +553,7 @@ def test_a_group_for_each_thread(comm, group, transport, own):
 def test_two_threads_in_one_group(comm, group, transport, culprit, second):
     """Which of the two met the other ranks nobody knows: both are refused, all ranks hear of it,
     and the group makes no more sums."""
-    other = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    other = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     own = contribution(group, VECTOR)
 
     def call():
@@ -610,7 +610,7 @@ def assert_state(group, state):
 @late_ranks
 def test_resync(comm, group, transport, late):
     """A rank that is out of everyone's history goes on from a snapshot."""
-    short = jaxcoded.CodedGroup.from_plan(
+    short = jaxcoded.CodedGroup(
         comm, group.plan, transport=transport, options=jaxcoded.Options(history_bytes=1)
     )
     own = contribution(short, SCALE) * RAMP
@@ -665,7 +665,7 @@ def test_resync(comm, group, transport, late):
 def test_snapshots(comm, group, transport):
     """They can be had below the root, in step or not."""
     state = {"x": np.arange(3.0), "deep": [np.int32(7), np.ones((2, 0), "float16")]}
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
         with pytest.raises(jaxcoded.Desynchronized, match="has a snapshot from which"):
             other.resync(state)
         wait_for_all(comm)
@@ -704,7 +704,7 @@ def test_snapshots(comm, group, transport):
 def test_a_snapshot_of_another_state(comm, group, transport, like):
     """It is refused, and the rank stays where it was."""
     state = {"x": np.arange(3.0), "step": 3}
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as other:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
         for _ in range(2):
             uncounted.allreduce(np.zeros(2), other)
         other.snapshot(state)
@@ -726,7 +726,7 @@ def test_other_threads_get_their_turn(comm, transport):
     own = np.ones(pieces << 18 >> 3)  # of 256 KiB each
     by_root = jaxcoded.Options(sections_from=0, piece_bytes=256 << 10)
     with jaxcoded.CodedGroup(
-        comm, stragglers=0, transport=transport, options=by_root
+        comm, jaxcoded.Coded(stragglers=0), transport=transport, options=by_root
     ) as group:
         root = group.plan.root
         uncounted.allreduce(np.ones(1), group)
@@ -772,7 +772,9 @@ def test_a_snapshot_holds_up_no_other_thread(comm, transport):
         looking.join()
         return count
 
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         wait_for_all(comm)
         if RANK == group.plan.root:
             # one before and one after it need no turn; other processes may hold up the thread
@@ -783,7 +785,9 @@ def test_a_snapshot_holds_up_no_other_thread(comm, transport):
 @several
 def test_an_interrupt_while_a_rank_waits(comm, transport):
     """Control-C is heard once the round is over, which goes on for all."""
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         own, root = np.asarray(contribution(group, VECTOR)), group.plan.root
         children = group.plan.coded_children(root)
 
@@ -809,8 +813,7 @@ def test_an_interrupt_while_a_rank_waits(comm, transport):
 def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=0,
-        fanout=3 if SIZE == 13 else None,
+        jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
         transport=transport,
         options=jaxcoded.Options(deadline=0.7 * SLOWNESS),
     ) as group:
@@ -854,8 +857,7 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
     def make(**options):
         return jaxcoded.CodedGroup(
             comm,
-            stragglers=0,
-            fanout=3 if SIZE == 13 else None,
+            jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
             transport=transport,
             options=jaxcoded.Options(**options),
         )
@@ -889,10 +891,9 @@ def test_memory_while_nobody_is_late(comm, transport):
     """A rank keeps a round or two."""
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=0,
-        fanout=3 if SIZE == 13 else None,
+        jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
         transport=transport,
-        options=jaxcoded.Options(sections_from=0),  # of which ranks fetch more
+        options=jaxcoded.Options(sections_from=0),
     ) as group:
         array = np.ones(2**17)
         for _ in range(20):
@@ -921,14 +922,14 @@ def test_a_rank_without_the_engine(comm, transport, monkeypatch):
         match=rf"falling back on the mpi4jax.*; rank {last}: no compiler",
     )
     with warns if RANK == 0 else contextlib.nullcontext() as seen:
-        group = jaxcoded.CodedGroup(comm, stragglers=0)
+        group = jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0))
     assert RANK != 0 or seen[0].filename == __file__
     with group:
         assert isinstance(group.transport, Mpi4jax)
         assert coded_allreduce(1.0, group) == max(SIZE, 1)
     message = f'transport="engine" cannot be used: rank {last}: no compiler here'
     with pytest.raises(ValueError, match=message):
-        jaxcoded.CodedGroup(comm, stragglers=0, transport="engine")
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport="engine")
 
 
 @pytest.mark.parametrize("step", ["introduce", "open"])
@@ -944,8 +945,12 @@ def test_a_rank_that_cannot_open_the_engine(comm, transport, monkeypatch, step):
             broken.setattr(engine._engine, step, fail)
         for _ in range(3):
             with pytest.raises(jaxcoded.CodedError, match=rf"^rank {last}: .* of desc"):
-                jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+                jaxcoded.CodedGroup(
+                    comm, jaxcoded.Coded(stragglers=0), transport=transport
+                )
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         assert coded_allreduce(1.0, group) == SIZE
 
 
@@ -961,7 +966,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 assert engine.missing().startswith("the engine cannot start: "), engine.missing()
 try:
-    jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=0, transport="engine")
+    jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Coded(stragglers=0), transport="engine")
 except ValueError as error:
     print(error)
 """
@@ -1040,7 +1045,9 @@ def test_more_vectors_than_an_inbox_holds_addresses_of(group):
 @several
 def test_a_longer_text_than_an_inbox_holds(comm, transport):
     words = f"{'a long story ' * 10_000}of rank "
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         one = np.ones(1)
         said = r"a long story .* \.\.\. .* a long story of rank 1"  # its ends
         with pytest.raises(jaxcoded.GroupMismatch, match=said):
@@ -1054,7 +1061,9 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
 def test_messages_that_nobody_can_have_meant(comm, transport):
     """They fail a round, and the ones after them are read."""
     nothing = np.zeros(7, np.uint8)
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         assert uncounted.allreduce(np.ones(1), group) == SIZE
         root, child = group.plan.root, group.plan.coded_children(group.plan.root)[-1]
         for _ in range(3):
@@ -1099,7 +1108,9 @@ def test_skipped_is_missing(group):
 @several
 def test_an_error_that_comes_late(comm, transport):
     """It is handed on until the ranks settle, and then all goes on in step."""
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
 
         @jax.jit
         def step(x):
@@ -1155,7 +1166,7 @@ def test_misuse_of_limits(comm, transport, wrong):
     def open_with(options):
         jaxcoded.CodedGroup(
             comm,
-            stragglers=0,
+            jaxcoded.Coded(stragglers=0),
             transport=transport,
             options=jaxcoded.Options(**options),
         )

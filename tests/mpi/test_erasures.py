@@ -69,7 +69,7 @@ def test_every_tolerated_mask(comm, group, transport):
 def test_every_tolerated_mask_with_slices(comm, transport):
     fanout = 3 if SIZE == 13 else None
     with jaxcoded.CodedGroup(
-        comm, slices=2, fanout=fanout, transport=transport
+        comm, jaxcoded.Coded(slices=2, fanout=fanout), transport=transport
     ) as sliced:
         assert_exact(comm, sliced, sums_without(sliced, tolerated_masks(sliced.plan)))
 

@@ -239,7 +239,9 @@ def test_forward_mode_of_bcast_with_integers(group):
 @once
 def test_residual_of_an_exact_sum_does_not_move(comm, transport):
     """It is 0, where the norm has no derivative."""
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as uncoded:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as uncoded:
         residual = lambda x: coded_allreduce(x, uncoded, residual=True)[1]
         value, tangent = jax.jvp(residual, (np.ones(3),), (np.ones(3),))
         lost = jnp.full_like(atoms.deviation(uncoded.plan)[0], jnp.nan)
@@ -323,7 +325,9 @@ def test_a_sum_beside_the_loss(group, close):
 @slices
 def test_no_transpose_with_slices(comm, transport):
     """On any rank: also not on the root, whose message is as long as the gradient."""
-    with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(slices=2), transport=transport
+    ) as sliced:
         message = contribution(sliced, A[:, 0])
 
         def loss(message):

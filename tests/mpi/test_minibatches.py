@@ -19,9 +19,15 @@ X = _random.uniform(1, 2, (EXAMPLES, FEATURES))
 Y = _random.normal(size=EXAMPLES)
 START = _random.normal(size=FEATURES)
 
-GROUPS = {"coded": {"stragglers": 1 if SIZE > 2 else 0}, "shared": {"code": "shared"}}
+GROUPS = {
+    "coded": jaxcoded.Coded(stragglers=1 if SIZE > 2 else 0),
+    "shared": jaxcoded.Shared(),
+}
 if SIZE == 4:
-    GROUPS |= {"slices": {"slices": 2}, "parts": {"code": "progressive"}}
+    GROUPS |= {
+        "slices": jaxcoded.Coded(slices=2),
+        "parts": jaxcoded.Coded(code="progressive"),
+    }
 
 
 def losses(w, batch):
@@ -43,7 +49,7 @@ def batches(group, epoch):
 @pytest.mark.parametrize("how", GROUPS)
 def test_two_epochs(comm, transport, how):
     """Nothing is compiled anew."""
-    with jaxcoded.CodedGroup(comm, transport=transport, **GROUPS[how]) as group:
+    with jaxcoded.CodedGroup(comm, GROUPS[how], transport=transport) as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         @jax.jit
@@ -70,7 +76,7 @@ def test_two_epochs(comm, transport, how):
 @pytest.mark.parametrize("how", ["coded", "shared"] if SIZE > 2 else [])
 def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
     """The last rank begins once the others have come to the end, and reads nothing."""
-    with jaxcoded.CodedGroup(comm, transport=transport, **GROUPS[how]) as group:
+    with jaxcoded.CodedGroup(comm, GROUPS[how], transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         read = []
 
@@ -99,7 +105,7 @@ def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
 @engine_only
 def test_an_epoch_goes_on_in_another_group(comm, transport):
     """A new plan lays out the same batches."""
-    with jaxcoded.CodedGroup(comm, **GROUPS["coded"]) as group:
+    with jaxcoded.CodedGroup(comm, GROUPS["coded"]) as group:
         w = expected = START
         for number in range(len(batches(group, 0))):
             if number == 2:
@@ -147,7 +153,9 @@ def test_a_rank_at_another_batch_gets_the_mean_of_the_others(comm, group):
 
 
 @several
-@pytest.mark.parametrize("how", [{"stragglers": 0}, {"code": "shared(replicas=0)"}])
+@pytest.mark.parametrize(
+    "how", [jaxcoded.Coded(stragglers=0), jaxcoded.Shared(replicas=0)]
+)
 @pytest.mark.parametrize(
     "odd", [{"number": 3}, {"seed": 8}, {"epoch": 1}, {"examples": EXAMPLES - 1}]
 )
@@ -156,7 +164,7 @@ def test_ranks_at_different_batches_are_an_error(comm, transport, how, odd):
     """Each rank counts, so that the odd one cannot be left out."""
     which = {"number": 0, "seed": 7, "epoch": 0, "examples": EXAMPLES}
     which |= odd if comm.rank == SIZE - 1 else {}
-    with jaxcoded.CodedGroup(comm, transport=transport, **how) as group:
+    with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
         data = X[: which["examples"]], Y[: which["examples"]]
         epoch = group.epoch(data, BATCH, seed=which["seed"], epoch=which["epoch"])
         batch = epoch[which["number"]]
@@ -170,7 +178,7 @@ def test_ranks_at_different_batches_are_an_error(comm, transport, how, odd):
 @mpi4jax_only  # which waits for all, so that nothing is left out
 def test_an_approximate_mean(comm, transport):
     with jaxcoded.CodedGroup(
-        comm, code="ignore_stragglers", transport=transport
+        comm, jaxcoded.Coded(code="ignore_stragglers"), transport=transport
     ) as group:
         loader = batches(group, 0)
         last = len(loader) - 1
@@ -188,8 +196,9 @@ def test_an_approximate_mean(comm, transport):
 def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd):
     """Where work is shared nobody computes what it does. Found in this very step, unless others
     have computed all of the batch; and the next one is right."""
-    code = f"shared(replicas={replicas})"
-    with jaxcoded.CodedGroup(comm, transport=transport, code=code) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Shared(replicas=replicas), transport=transport
+    ) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         for epoch, number in ((0, 0), (0, 1), (3, 2)):
             loader = batches(group, epoch)
@@ -220,7 +229,7 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
     """Shared work in the debug mode: found, but for one time in 63."""
     options = jaxcoded.Options(debug=True)
     with jaxcoded.CodedGroup(
-        comm, transport=transport, code="shared(replicas=0)", options=options
+        comm, jaxcoded.Shared(replicas=0), transport=transport, options=options
     ) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=False))
         batch = batches(group, 0)[0] if epochs else group.batch((X[:BATCH], Y[:BATCH]))
@@ -237,20 +246,18 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
 @pytest.mark.parametrize(
     "how",
     [
-        {"stragglers": 0},
-        {"stragglers": min(1, SIZE - 2)},
-        {"stragglers": 0, "slices": min(2, SIZE - 1)},
-        {"code": "shared(replicas=0)"},
-        {"code": f"shared(replicas={min(1, SIZE - 2)})"},
+        jaxcoded.Coded(stragglers=0, fanout=SIZE - 1),
+        jaxcoded.Coded(stragglers=min(1, SIZE - 2), fanout=SIZE - 1),
+        jaxcoded.Coded(stragglers=0, slices=min(2, SIZE - 1), fanout=SIZE - 1),
+        jaxcoded.Shared(replicas=0),
+        jaxcoded.Shared(replicas=min(1, SIZE - 2)),
     ],
     ids=["uncoded", "coded", "slices", "shared", "replicas"],
 )
 def test_ranks_that_start_from_parameters_of_their_own(comm, transport, how, mean):
     """Such as those of a seed each: an error on all of them, with any code, while parameters that differ in
     rounding alone go on."""
-    with jaxcoded.CodedGroup(
-        comm, fanout=SIZE - 1, transport=transport, **how
-    ) as group:
+    with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=mean))
         mine = batches(group, 0)[0]
         own = np.random.default_rng(comm.rank).standard_normal(len(START))

@@ -213,7 +213,7 @@ def test_who_waits_long_for_others_to_make_a_group(comm, monkeypatch):
         monkeypatch.setattr(opening, "LONG", 0.01)
         logger.addHandler(hears)
     try:
-        with jaxcoded.CodedGroup(comm, stragglers=0) as group:
+        with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
             assert group.size == SIZE
     finally:
         logger.removeHandler(hears)
@@ -229,7 +229,9 @@ def test_a_mismatch_in_the_last_round(comm, transport, caplog):
     one = np.ones(5)
     with (
         caplog.at_level(logging.WARNING, "jaxcoded"),
-        jaxcoded.CodedGroup(comm, stragglers=1, transport=transport) as group,
+        jaxcoded.CodedGroup(
+            comm, jaxcoded.Coded(stragglers=1), transport=transport
+        ) as group,
     ):
         mine = contribution(group, VECTOR)
         if RANK == SIZE - 1:
@@ -257,7 +259,7 @@ def test_an_error_on_all_ranks_is_nobodys_mismatch(group):
 @several
 @mpi4jax_only
 def test_one_rank_closes_while_others_call(comm, group, transport):
-    other = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    other = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     if RANK == SIZE - 1:
         with pytest.raises(GroupMismatch, match=f"{LAST}: round 1, close"):
             other.close()
@@ -270,7 +272,7 @@ def calls_of_others(comm, group, own, closing):
     """What three calls come to at each rank while some ranks close the group: the sum, or
     an error that says who closed it. Then all close it."""
     outcomes = []
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport="engine") as other:
+    with jaxcoded.CodedGroup(comm, group.plan, transport="engine") as other:
         if RANK in closing:
             other.close()
         else:
@@ -327,9 +329,12 @@ def test_root_closes_while_others_call(comm, group, own):
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        ({"root_computes": True}, "root_computes=True"),
-        ({"by_host": True}, "by_host=True"),
-        ({"stragglers": SIZE}, "error: size=.* ranks are too few"),
+        ({"strategy": jaxcoded.Uncoded()}, r"strategy=Uncoded\(\)"),
+        (
+            {"strategy": jaxcoded.Coded(stragglers=0, by_host=True)},
+            r"strategy=Coded\(stragglers=0, by_host=True\)",
+        ),
+        ({"strategy": jaxcoded.Coded(stragglers=SIZE)}, "error: size=.* are too few"),
         ({"transport": "carrier pigeon"}, "error: transport must be one of"),
         ({"options": jaxcoded.Options(sections_from=1)}, "sections_from=1"),
     ],
@@ -337,11 +342,13 @@ def test_root_closes_while_others_call(comm, group, own):
 def test_different_arguments(comm, odd, said):
     with pytest.raises(GroupMismatch) as error:
         jaxcoded.CodedGroup(
-            comm, **({"stragglers": 0} | (odd if RANK == SIZE - 1 else {}))
+            comm,
+            **{"strategy": jaxcoded.Coded(stragglers=0)}
+            | (odd if RANK == SIZE - 1 else {}),
         )
     assert re.fullmatch(
         rf".+ at {OTHERS}, .+ at {LAST}: ranks made a group with different arguments; "
-        rf"{OTHERS}: stragglers=0, .*; {LAST}: .*{said}.*",
+        rf"{OTHERS}: strategy=Coded\(stragglers=0\), .*; {LAST}: .*{said}.*",
         str(error.value),
     )
 
@@ -356,34 +363,35 @@ def test_equal_arguments_of_different_kinds(comm, transport):
         mine = (RANK + turn) % len(kinds)
         with jaxcoded.CodedGroup(
             comm,
-            stragglers=0,
+            jaxcoded.Coded(stragglers=0, speeds=kinds[mine](speeds)),
             transport=transport,
-            speeds=kinds[mine](speeds),
             options=jaxcoded.Options(deadline=deadlines[mine]),
         ) as group:
             assert group.plan == jaxcoded.make_plan(
-                SIZE, stragglers=0, speeds=speeds.tolist()
+                SIZE, jaxcoded.Coded(stragglers=0, speeds=speeds.tolist())
             )
 
 
 @pytest.mark.parametrize("comm", [None, MPI.COMM_NULL, 7], ids=["none", "null", "7"])
 def test_no_communicator(comm):
     with pytest.raises(TypeError, match="comm must be an mpi4py intra-communicator"):
-        jaxcoded.CodedGroup(comm)
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded())
 
 
 def test_impossible_arguments(comm):
     with pytest.raises(
         ValueError, match="transport must be one of auto, engine, mpi4jax, got 'mpi'"
     ):
-        jaxcoded.CodedGroup(comm, stragglers=0, transport="mpi")
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport="mpi")
     with pytest.raises(
         ValueError,
         match=f"the plan is for {SIZE + 3} ranks, but the communicator has {SIZE}",
     ):
-        jaxcoded.CodedGroup.from_plan(comm, jaxcoded.make_plan(SIZE + 3))
-    with pytest.raises(TypeError, match="plan must be a jaxcoded.Plan, got a str"):
-        jaxcoded.CodedGroup.from_plan(comm, "star")
+        jaxcoded.CodedGroup(comm, jaxcoded.make_plan(SIZE + 3, jaxcoded.Coded()))
+    with pytest.raises(
+        TypeError, match="strategy must be jaxcoded.Shared.*, got a str"
+    ):
+        jaxcoded.CodedGroup(comm, "star")
 
 
 # One rank's own arguments: the same mistake on all ranks, and nothing is sent.
@@ -508,7 +516,9 @@ def test_snapshots_at_every_so_many_calls(group, every):
 @slices
 @once
 def test_slices_want_encoded(comm, group, transport):
-    with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as sliced:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(slices=2), transport=transport
+    ) as sliced:
         with pytest.raises(
             TypeError,
             match="this group has slices or parts .*slices=2.*: .* jaxcoded.kernels.encode made, not a dict",
@@ -565,7 +575,7 @@ def test_narrow_dtypes_warn(group, monkeypatch, dtype, share):
 
 
 def test_use_after_close(comm, group, transport):
-    closed = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    closed = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     compiled = jax.jit(lambda x: coded_allreduce(x, closed))
     traced_later = jax.jit(lambda x: coded_allreduce(x, closed))
     own = contribution(closed, VECTOR)
@@ -584,7 +594,7 @@ def test_use_after_close(comm, group, transport):
     with pytest.raises(JaxRuntimeError, match=f"GroupClosed: {message}"):
         compiled(own)
     # a group made later is not taken for it
-    with jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as later:
+    with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as later:
         with pytest.raises(JaxRuntimeError, match=message):
             compiled(own)
         assert_sum(later, coded_allreduce(own, later), VECTOR)
@@ -592,7 +602,7 @@ def test_use_after_close(comm, group, transport):
 
 def test_errors_that_jax_raises_are_translated(comm, group, transport):
     """With a token JAX has a ValueError for some of them, once the call has been compiled."""
-    closed = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    closed = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     ordered = jax.jit(lambda x: coded_allreduce(x, closed))
     by_token = jax.jit(lambda x: coded_allreduce(x, closed, token=jnp.int32(0)))
     own = contribution(closed, VECTOR)
@@ -608,7 +618,7 @@ def test_errors_that_jax_raises_are_translated(comm, group, transport):
 
 
 def test_a_wrong_timeout_leaves_the_group_open(comm, group, transport):
-    own = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    own = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     for wrong in ("5", None, float("nan"), -1, True):
         with pytest.raises(ValueError, match=f"timeout must be a number >= 0.*{wrong}"):
             own.close(timeout=wrong)
@@ -622,7 +632,7 @@ def test_a_wrong_timeout_leaves_the_group_open(comm, group, transport):
 @engine_only
 def test_threads_that_close_one_group(comm, group):
     """One of them closes it, and the other one waits for that."""
-    own = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport="engine")
+    own = jaxcoded.CodedGroup(comm, group.plan, transport="engine")
     together, errors = threading.Barrier(2), []
 
     def close():
@@ -644,7 +654,7 @@ def test_threads_that_close_one_group(comm, group):
 def test_error_inside_with_closes(comm, group, transport):
     with (
         pytest.raises(KeyError),
-        jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport) as broken,
+        jaxcoded.CodedGroup(comm, group.plan, transport=transport) as broken,
     ):
         compiled = jax.jit(lambda x: coded_allreduce(x, broken))
         compiled(1.0)
@@ -663,7 +673,7 @@ def test_an_engine_of_another_mpi(comm, monkeypatch):
     reason = engine.missing()
     assert reason.startswith("the engine was built for Another MPI v1.2, but mpi4py ")
     with pytest.raises(ValueError, match="built for Another MPI"):
-        jaxcoded.CodedGroup(comm, stragglers=0, transport="engine")
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport="engine")
 
 
 @mpi4jax_only
@@ -674,9 +684,9 @@ def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monke
         monkeypatch.setenv("MPI4JAX_USE_CUDA_MPI", "1")
     monkeypatch.setattr(cuda_aware, "supported", lambda: False)
     with pytest.raises(ValueError, match="MPI4JAX_USE_CUDA_MPI=1, but this MPI"):
-        jaxcoded.CodedGroup(comm, stragglers=0, transport=transport)
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport=transport)
     monkeypatch.setattr(cuda_aware, "supported", lambda: True)
-    jaxcoded.CodedGroup(comm, stragglers=0, transport=transport).close()
+    jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport=transport).close()
     monkeypatch.undo()
     assert cuda_aware.why_not() == ""
 

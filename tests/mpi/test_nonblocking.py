@@ -150,7 +150,7 @@ def test_buckets_of_groups_that_take_turns(comm, group, transport, late, form):
     """Each group has every other round, where rounds go on by themselves."""
     tree = jax.tree.map(jnp.asarray, contribution(group, TREE))
 
-    with jaxcoded.CodedGroup.from_plan(
+    with jaxcoded.CodedGroup(
         comm, group.plan, transport=transport, options=group.options
     ) as other:
 
@@ -181,7 +181,7 @@ def test_groups_that_cannot_take_turns(comm, group, transport):
     if SIZE > 2:
         with (
             jaxcoded.CodedGroup(
-                comm, fanout=1, stragglers=0, transport=transport
+                comm, jaxcoded.Coded(fanout=1, stragglers=0), transport=transport
             ) as other,
             pytest.raises(ValueError, match="must have one plan"),
         ):
@@ -329,7 +329,9 @@ def test_encoded(comm, transport, code):
     """Messages of slices or parts, whose sum is longer or shorter."""
     options = {"slices": 2} if code == "slices" else {"code": code, "fanout": SIZE - 1}
     gradients = {"x": per_example(11), "y": per_example(3, 2, seed=1)}
-    with jaxcoded.CodedGroup(comm, transport=transport, **options) as coded:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(**options), transport=transport
+    ) as coded:
         own = jax.tree.map(jnp.asarray, contribution(coded, gradients))
         start = jax.jit(lambda own: coded_allreduce_start(own, coded, residual=True))
         handles = [start(own) for _ in range(3)]
@@ -349,7 +351,7 @@ def test_encoded(comm, transport, code):
 def test_parts_between_started_rounds(comm, transport):
     """A call whose parts go ahead takes its turn."""
     with jaxcoded.CodedGroup(
-        comm, fanout=SIZE - 1, code="progressive", transport=transport
+        comm, jaxcoded.Coded(fanout=SIZE - 1, code="progressive"), transport=transport
     ) as coded:
         x = np.random.default_rng(0).normal(size=(4 * (SIZE - 1), 3))
         part = coded.batch(len(x))
@@ -432,7 +434,7 @@ def test_skipped_is_missing(comm, group, own):
 @late_ranks
 def test_a_late_rank_out_of_the_history(comm, group, transport, late):
     """All that it has started fails, and all goes on after a snapshot."""
-    short = jaxcoded.CodedGroup.from_plan(
+    short = jaxcoded.CodedGroup(
         comm, group.plan, transport=transport, options=jaxcoded.Options(history_bytes=1)
     )
     ramp = np.linspace(1.0, 2.0, 2**16)
@@ -615,7 +617,9 @@ def test_a_handle_of_another_call(group, own):
 def test_never_done(comm, transport):
     """Of rounds that nobody asks for, the engine keeps so many."""
     with jaxcoded.CodedGroup(
-        comm, stragglers=0, fanout=3 if SIZE == 13 else None, transport=transport
+        comm,
+        jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
+        transport=transport,
     ) as other:
         scale = per_example()
         big = jnp.asarray(contribution(other, scale) * np.ones(2**14))
@@ -722,7 +726,7 @@ def test_handles_are_not_batched(group, own):
 
 def test_done_after_close(comm, group, transport, own):
     """Rounds that were started are carried to their end, and nobody hangs."""
-    other = jaxcoded.CodedGroup.from_plan(comm, group.plan, transport=transport)
+    other = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     done = jax.jit(coded_allreduce_done)
     assert_sum(group, done(coded_allreduce_start(own, other)), VECTOR)
     handles = [coded_allreduce_start(own, other) for _ in range(5)]
@@ -744,7 +748,9 @@ def test_done_after_close(comm, group, transport, own):
 def test_close_without_a_rank_that_never_starts(comm, transport, own):
     """It ends in time, and who waits for the round is told."""
     group = jaxcoded.CodedGroup(
-        comm, stragglers=0, fanout=3 if SIZE == 13 else None, transport=transport
+        comm,
+        jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
+        transport=transport,
     )
     last, parents = SIZE - 1, group.plan.parents
     above = {parents[last], parents[parents[last]]} - {-1}

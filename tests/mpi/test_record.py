@@ -19,7 +19,7 @@ from jaxcoded.errors import CodedError, GroupMismatch
 pytestmark = engine_only
 
 RANK = MPI.COMM_WORLD.rank
-CODE = "shared(blocks=3)"
+WORK = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)
 BATCH, WIDTH, STEPS = 45, 6, 4
 SLEEP = 0.02  # seconds for a block
 
@@ -77,7 +77,7 @@ def steps(group, run):
 
 
 def made(comm, transport, **arguments):
-    return jaxcoded.CodedGroup(comm, code=CODE, transport=transport, **arguments)
+    return jaxcoded.CodedGroup(comm, WORK, transport=transport, **arguments)
 
 
 def test_equal_bits_twice(comm, transport, file):
@@ -162,8 +162,8 @@ def test_a_rank_that_computed_is_missing(comm, transport, of_owners):
     "arguments, words",
     [
         (
-            {"code": "uncoded", "stragglers": 0, "record": "r"},
-            "record='r' is for groups that share",
+            {"strategy": jaxcoded.Uncoded(), "record": "r"},
+            "record='r' needs a group that shares its work",
         ),
         ({"record": "r", "replay": "r"}, "the same file"),
         ({"record": 3}, "record must be the path of a file, got 3"),
@@ -173,7 +173,7 @@ def test_a_rank_that_computed_is_missing(comm, transport, of_owners):
     ],
 )
 def test_what_cannot_be(comm, transport, arguments, words):
-    arguments = {"code": CODE} | arguments
+    arguments = {"strategy": WORK} | arguments
     with pytest.raises((CodedError, ValueError, TypeError), match=re.escape(words)):
         jaxcoded.CodedGroup(comm, transport=transport, **arguments)
 
@@ -181,7 +181,10 @@ def test_what_cannot_be(comm, transport, arguments, words):
 def test_a_record_of_another_plan(comm, transport, recorded):
     with pytest.raises(CodedError, match="the record of another plan"):
         jaxcoded.CodedGroup(
-            comm, code="shared(blocks=2)", transport=transport, replay=recorded
+            comm,
+            jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=2),
+            transport=transport,
+            replay=recorded,
         )
 
 

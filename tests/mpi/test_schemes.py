@@ -64,7 +64,9 @@ approximate_codes = pytest.mark.parametrize("code", APPROXIMATE.get(SIZE, {}))
 
 def open_group(comm, transport, code, table):
     return jaxcoded.CodedGroup(
-        comm, fanout=FANOUT[SIZE], code=code, transport=transport, **table[SIZE][code]
+        comm,
+        jaxcoded.Coded(fanout=FANOUT[SIZE], code=code, **table[SIZE][code]),
+        transport=transport,
     )
 
 
@@ -197,9 +199,9 @@ def test_what_a_slow_rank_has_finished_counts(comm, transport):
     others = [rank for rank in range(comm.size) if rank != 1]
     with jaxcoded.CodedGroup(
         comm,
-        fanout=SIZE - 1,
-        stragglers=0,
-        code="partial_stragglers(late=1, slowdown=5)",
+        jaxcoded.Coded(
+            fanout=SIZE - 1, stragglers=0, code="partial_stragglers(late=1, slowdown=5)"
+        ),
         transport=transport,
     ) as group:
         parts = []
@@ -238,7 +240,7 @@ def test_a_call_that_breaks_off_between_its_parts(comm, transport):
     """The rank counts as missing in the round that it began, and takes its result when
     it tries again."""
     with jaxcoded.CodedGroup(
-        comm, fanout=SIZE - 1, code="progressive", transport=transport
+        comm, jaxcoded.Coded(fanout=SIZE - 1, code="progressive"), transport=transport
     ) as group:
         calls = []
 
@@ -276,7 +278,7 @@ def test_unequal_speeds(comm, transport):
     speeds = [1.0 + rank % 3 for rank in range(SIZE)]
     gradients = per_example(9)
     with jaxcoded.CodedGroup(
-        comm, fanout=FANOUT[SIZE], speeds=speeds, transport=transport
+        comm, jaxcoded.Coded(fanout=FANOUT[SIZE], speeds=speeds), transport=transport
     ) as group:
         part = group.batch(BATCH)
         assert len(part.indices) == max(1, np.count_nonzero(part.weights))
@@ -289,7 +291,9 @@ def test_unequal_speeds(comm, transport):
 def test_vmap_of_parts(comm, transport):
     """An ensemble of ensembles: one round, its parts one after the other."""
     with jaxcoded.CodedGroup(
-        comm, fanout=FANOUT[SIZE], code="progressive", transport=transport
+        comm,
+        jaxcoded.Coded(fanout=FANOUT[SIZE], code="progressive"),
+        transport=transport,
     ) as group:
         x = np.random.default_rng(0).normal(size=(2 * SIZE, 3))
         part = group.batch(len(x))
@@ -309,7 +313,7 @@ def test_vmap_of_parts(comm, transport):
 @pytest.mark.parametrize("computes", [False, True])
 def test_the_root_cannot_skip(comm, transport, computes):
     with jaxcoded.CodedGroup(
-        comm, stragglers=0, root_computes=computes, transport=transport
+        comm, jaxcoded.Coded(stragglers=0, root_computes=computes), transport=transport
     ) as group:
         step = jax.jit(lambda x, skip: coded_allreduce(x, group, skip=skip))
         with pytest.raises(jax.errors.JaxRuntimeError, match="cannot skip a round"):
@@ -326,7 +330,9 @@ def test_residual_of_a_large_amplification(comm, transport):
         pytest.skip("one size will do")
     generator = [[1, 1, 1], [1, 1.00001, 1.00002]]
     with jaxcoded.CodedGroup(
-        comm, code=f"linear(generator={generator})", slices=2, transport=transport
+        comm,
+        jaxcoded.Coded(code=f"linear(generator={generator})", slices=2),
+        transport=transport,
     ) as group:
         assert group.plan.amplification > 1e5
         gradients = per_example(4)

@@ -27,7 +27,7 @@ if SIZE >= 4:
     CODES += [
         {"stragglers": 1, "code": "cyclic_repetition"},
         {"stragglers": 2 if SIZE == 4 else 1},
-        {"code": "shared(replicas=2)"},
+        {"strategy": jaxcoded.Shared(replicas=min(2, SIZE - 1))},
     ]
 CODED = []  # messages are not as long as the sum: half of it, or of two parts
 if SIZE >= 4:
@@ -50,11 +50,13 @@ def engine(transport):
     """All groups are on it."""
 
 
-def opened(comm, **options):
+def opened(comm, strategy=None, options=None, **coded):
     """A group that forms its sums so; the root's children are all other ranks."""
     wanted = jaxcoded.Options(sections_from=1, piece_bytes=PIECE)
-    options = {"fanout": SIZE - 1, "transport": "engine", "options": wanted, **options}
-    return jaxcoded.CodedGroup(comm, **options)
+    strategy = strategy or jaxcoded.Coded(**{"fanout": SIZE - 1, **coded})
+    return jaxcoded.CodedGroup(
+        comm, strategy, transport="engine", options=options or wanted
+    )
 
 
 @pytest.fixture(params=CODES, ids=str)
@@ -73,7 +75,7 @@ def vectors(numbers, seed=0):
 
 def own(group, gradients):
     """What this rank hands in."""
-    if group.plan.placement is None:
+    if not group.plan.strategy.by_blocks:
         return contribution(group, gradients)
     mine = slice(RANK * BATCH // SIZE, (RANK + 1) * BATCH // SIZE)
     return jax.tree.map(lambda leaf: leaf[mine].sum(0).astype(leaf.dtype), gradients)
@@ -191,7 +193,7 @@ def test_started_rounds_and_ranks_with_nothing_to_contribute(comm, family):
     handles = [coded_allreduce_start(own(family, each), family) for each in gradients]
     for each, handle in zip(gradients, handles):
         assert_sum(family, coded_allreduce_done(handle), each)
-    if not family.plan.stragglers or family.plan.placement:
+    if family.plan.strategy.by_blocks or not family.plan.strategy.stragglers:
         return
     skip = RANK == SIZE - 1
     total = coded_allreduce(own(family, gradients[0]), family, skip=skip)
@@ -203,7 +205,7 @@ def test_started_rounds_and_ranks_with_nothing_to_contribute(comm, family):
 def test_blocks(comm):
     """Whoever comes for a block again has changed the vector that others may be reading."""
     gradients = per_example(NUMBERS)
-    with opened(comm, code="shared(replicas=2)") as group:
+    with opened(comm, jaxcoded.Shared(replicas=min(2, SIZE - 1))) as group:
         for number in range(6):
             total = np.zeros(NUMBERS)
             with group.blocks(BATCH) as blocks:

@@ -23,7 +23,7 @@ from jaxcoded import coded_allreduce_done
 pytestmark = engine_only
 
 RANK = MPI.COMM_WORLD.rank
-CODE = "shared(blocks=3)"
+WORK = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)
 WIDTH = 5
 VECTOR = per_example(WIDTH)
 
@@ -31,7 +31,7 @@ VECTOR = per_example(WIDTH)
 @pytest.fixture(scope="module")
 def work(comm, transport):
     """A group that shares its work, each block on up to three ranks."""
-    with jaxcoded.CodedGroup(comm, code=CODE, transport=transport) as group:
+    with jaxcoded.CodedGroup(comm, WORK, transport=transport) as group:
         yield group
 
 
@@ -159,7 +159,9 @@ def test_aux_is_of_the_blocks_that_a_rank_has_computed(comm, work):
 @several
 def test_a_root_that_does_not_compute(comm, transport):
     with jaxcoded.CodedGroup(
-        comm, code=CODE, root_computes=False, transport=transport
+        comm,
+        jaxcoded.Shared(replicas=SIZE > 2, blocks=3, root_computes=False),
+        transport=transport,
     ) as group:
         params, batch = problem(17)
         part = group.batch(17)
@@ -296,7 +298,7 @@ def test_a_rank_that_comes_late(comm, work, steps, late):
 @several
 def test_two_threads_that_compute(comm, transport):
     """Both are refused, all ranks hear of it, and nobody waits for what is left of it."""
-    group = jaxcoded.CodedGroup(comm, code=CODE, transport=transport)
+    group = jaxcoded.CodedGroup(comm, WORK, transport=transport)
     part = group.batch(BATCH)
     summed = jax.jit(
         jaxcoded.coded_value_and_grad(lambda w, x: w * x, group, mean=False)
@@ -350,7 +352,7 @@ def test_erasures_cannot_be_meant(work):
     params, batch = problem(12)
     part = work.batch(12)
     step = jaxcoded.coded_value_and_grad(loss, work)
-    words = "erasures cannot be given in a group with code='shared"
+    words = "erasures cannot be given in a group with Shared("
     with pytest.raises(ValueError, match=re.escape(words)):
         batch = part.of(held(batch, part.indices))
         step(params, batch, erasures=np.zeros(SIZE, bool))
@@ -391,25 +393,26 @@ def test_losses_of_no_batch(work):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"fanout": 2}, "needs all workers right below the root"),
-        ({"slices": 2}, "has no slices, got slices=2"),
-        ({"speeds": np.arange(1, SIZE + 1)}, "how fast ranks are: leave speeds out"),
-        ({"stragglers": 3}, "give replicas=3, or leave stragglers out"),
+        (
+            {"strategy": jaxcoded.Shared(replicas=SIZE)},
+            f"give Shared(replicas={SIZE - 1})",
+        ),
         ({"transport": "mpi4jax"}, 'needs the engine: transport="mpi4jax" was asked'),
     ],
-    ids=["fanout", "slices", "speeds", "stragglers", "transport"],
+    ids=["replicas", "transport"],
 )
 def test_groups_that_cannot_be(comm, transport, options, words):
-    arguments = {"transport": transport} | options
+    arguments = {"strategy": WORK, "transport": transport} | options
     with pytest.raises(ValueError, match=re.escape(words)):
-        jaxcoded.CodedGroup(comm, code=CODE, **arguments)
+        jaxcoded.CodedGroup(comm, **arguments)
 
 
 @several
 def test_weights_of_another_placement(comm, work, transport):
     _, batch = problem(12)
-    code = "shared(blocks=2)"
-    with jaxcoded.CodedGroup(comm, code=code, transport=transport) as other:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=2), transport=transport
+    ) as other:
         part = other.batch(12)
     step = jaxcoded.coded_value_and_grad(loss, work, mean=False)
     with pytest.raises(ValueError, match="another group's plan"):
@@ -422,9 +425,7 @@ def test_weights_of_another_placement(comm, work, transport):
 @pytest.fixture(scope="module")
 def approximate(comm, transport):
     options = jaxcoded.Options(deadline=600, on_deadline="approximate")
-    with jaxcoded.CodedGroup(
-        comm, code=CODE, transport=transport, options=options
-    ) as group:
+    with jaxcoded.CodedGroup(comm, WORK, transport=transport, options=options) as group:
         yield group
 
 
@@ -459,9 +460,7 @@ def test_nothing_is_missing_of_blocks_on_the_host(comm, approximate, tokened):
 
 def test_the_residual_of_what_is_of_no_blocks(comm, transport):
     options = jaxcoded.Options(deadline=600, on_deadline="approximate")
-    with jaxcoded.CodedGroup(
-        comm, code=CODE, transport=transport, options=options
-    ) as group:
+    with jaxcoded.CodedGroup(comm, WORK, transport=transport, options=options) as group:
         with pytest.raises(
             jax.errors.JaxRuntimeError, match="right after a loop over group.blocks"
         ):
@@ -476,7 +475,7 @@ def test_a_record_is_of_whole_batches(comm, transport):
         with pytest.raises(ValueError, match="a record is of sums of the whole batch"):
             jaxcoded.CodedGroup(
                 comm,
-                code=CODE,
+                WORK,
                 transport=transport,
                 options=options,
                 **{name: "ledger.jsonl"},

@@ -26,7 +26,9 @@ def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
         "wide": per_example(size),
         "half": per_example(size, 2, dtype="float16"),
     }
-    with jaxcoded.CodedGroup(comm, transport=transport, stragglers=0) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         own = contribution(group, gradients)
         total = jax.jit(lambda x: coded_allreduce(x, group))(own)
         assert_sum(group, total, gradients)

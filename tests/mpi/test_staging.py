@@ -222,7 +222,7 @@ def test_sums_in_sections(comm, gpu, stream, stragglers, in_place):
     """Others read what is on the host of a vector, and put a sum together there."""
     wanted = jaxcoded.Options(sections_from=1)
     with jaxcoded.CodedGroup(
-        comm, fanout=SIZE - 1, stragglers=stragglers, options=wanted
+        comm, jaxcoded.Coded(fanout=SIZE - 1, stragglers=stragglers), options=wanted
     ) as group:
         tree = gradients(CHUNK + 1, 5)
         own = vectors_of(group, tree)
@@ -250,7 +250,7 @@ def test_the_stream_is_waited_for(comm, gpu, stream, group):
 def test_slices(comm, gpu, stream, code, sections_from):
     wanted = jaxcoded.Options(sections_from=sections_from)
     with jaxcoded.CodedGroup(
-        comm, fanout=3, code=code, slices=2, options=wanted
+        comm, jaxcoded.Coded(fanout=3, code=code, slices=2), options=wanted
     ) as group:
         tree = gradients(2 * CHUNK + 78)
         out = device_round(gpu, stream, group, vectors_of(group, tree))
@@ -262,7 +262,9 @@ def test_slices(comm, gpu, stream, code, sections_from):
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("flagged", [False, True])
 def test_parts(comm, gpu, stream, apart, flagged):
-    with jaxcoded.CodedGroup(comm, fanout=3, code="progressive") as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(fanout=3, code="progressive")
+    ) as group:
         tree = gradients(CHUNK + 3)
         for _ in range(2):
             out = device_round(
@@ -279,7 +281,9 @@ def test_parts(comm, gpu, stream, apart, flagged):
 
 @redundant
 def test_a_call_that_breaks_off_between_its_parts(comm, gpu, stream):
-    with jaxcoded.CodedGroup(comm, fanout=3, code="progressive") as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(fanout=3, code="progressive")
+    ) as group:
         tree = gradients(CHUNK + 3)
         own = vectors_of(group, tree)
         if RANK == SIZE - 1:
@@ -356,7 +360,7 @@ def test_one_way(comm, gpu, stream, group, size):
 
 def test_the_same_as_on_the_host(comm, gpu, stream):
     """To the bit, where all messages are used."""
-    with jaxcoded.CodedGroup(comm, stragglers=0) as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
         tree = gradients(2 * CHUNK + 5)
         own = vectors_of(group, tree)
         (out,) = device_round(gpu, stream, group, own)
@@ -378,7 +382,9 @@ def test_nothing_is_pinned_anew_where_lengths_take_turns(comm, gpu, stream):
     lengths = [CHUNK, 1000, 3 * CHUNK, CHUNK // 2, CHUNK // 20, 10, 4 * CHUNK]
     pins = []
     # where nobody can be late, and brings nothing
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport="engine") as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport="engine"
+    ) as group:
         trees = [vectors_of(group, gradients(length)) for length in lengths]
         for _ in range(4):
             for own in trees:
@@ -402,8 +408,8 @@ def test_copies_without_a_round(gpu, stream):
 def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
     """Each thread of the process has a group and a context of its own."""
     with (
-        jaxcoded.CodedGroup(comm, stragglers=LOST) as one,
-        jaxcoded.CodedGroup(comm, stragglers=LOST) as other,
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as one,
+        jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as other,
     ):
         tree = gradients(CHUNK)
         results = {}
@@ -494,7 +500,9 @@ def test_round_handler(comm, gpu, stream, group, order):
 
 @redundant
 def test_part_handler(comm, gpu, stream):
-    with jaxcoded.CodedGroup(comm, fanout=3, code="progressive") as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(fanout=3, code="progressive")
+    ) as group:
         tree = gradients(2 * CHUNK)
         own = np.split(vectors_of(group, tree)[0], group.plan.parts_above[RANK])
         result = np.full(group.plan.result_length(RANK, own[0].size * len(own)), 7.0)
@@ -529,7 +537,7 @@ def test_part_handler(comm, gpu, stream):
 
 
 def test_lag_handler_and_use_after_close(comm, gpu, stream):
-    with jaxcoded.CodedGroup(comm, stragglers=LOST) as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:
         index = group.index
         with arrays_on(gpu, stream, np.int32(5), np.int32(0), np.int32(9)) as arrays:
             _, after, lag = arrays
@@ -605,7 +613,7 @@ def refusals():
 def test_what_the_driver_refuses_fails_the_round(
     comm, gpu, stream, function, after, who
 ):
-    with jaxcoded.CodedGroup(comm, stragglers=LOST) as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:
         tree = gradients(2 * CHUNK + 9)
         check(
             comm, group, device_round(gpu, stream, group, vectors_of(group, tree)), tree
@@ -634,7 +642,7 @@ def test_what_the_driver_refuses_fails_the_round(
 @pytest.mark.parametrize("after", [1, 2, 4, 6])
 def test_a_gpu_that_is_lost(comm, gpu, stream, after, who):
     """In the middle of a round: nobody hangs, and every rank hears of it."""
-    with jaxcoded.CodedGroup(comm, stragglers=LOST) as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:
         tree = gradients(2 * CHUNK)
         if RANK == who:
             gpu.lose(after)
@@ -653,7 +661,7 @@ def test_a_gpu_that_is_lost(comm, gpu, stream, after, who):
 
 @several
 def test_calls_that_do_not_fit(comm, gpu, stream):
-    with jaxcoded.CodedGroup(comm, stragglers=0) as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
         tree = gradients(CHUNK)
         own = vectors_of(group, tree)
         signature = "another call" if RANK == SIZE - 1 else CALL
@@ -706,9 +714,9 @@ def shared_round(gpu, stream, group, size, pause=0.0):
 )
 def test_shared_work(comm, gpu, stream, size, sections_from):
     """Whoever is late in the turn of a rank, others compute what it has not; each block counts once."""
-    code = f"shared(replicas={min(2, SIZE - 1)}, blocks=3)"
+    work = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)
     wanted = jaxcoded.Options(sections_from=sections_from or None)
-    with jaxcoded.CodedGroup(comm, code=code, options=wanted) as group:
+    with jaxcoded.CodedGroup(comm, work, options=wanted) as group:
         blocks = 3 * SIZE
         expected = blocks * (blocks + 1) / 2 * of_blocks(size)
         for number in range(2 * SIZE):
@@ -726,7 +734,7 @@ def test_shared_work(comm, gpu, stream, size, sections_from):
 def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
     """Only where the program waits, with nothing more to compute."""
     size = 2 * CHUNK
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=0, blocks=4)") as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Shared(replicas=0, blocks=4)) as group:
         shared_round(gpu, stream, group, size)
         before = gpu.copied_bytes()
         shared_round(gpu, stream, group, size)
@@ -739,7 +747,7 @@ def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
 def test_vectors_that_cannot_be_lent(comm, gpu, stream, function):
     """The error is that rank's; the others do its work."""
     size, last = 2 * CHUNK, SIZE - 1
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=1, blocks=2)") as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Shared(blocks=2)) as group:
         shared_round(gpu, stream, group, size)
         wait_for_all(comm)
         if RANK == last:
@@ -753,7 +761,7 @@ def test_vectors_that_cannot_be_lent(comm, gpu, stream, function):
 
 
 def test_blocks_computed_handler(comm, gpu, stream):
-    with jaxcoded.CodedGroup(comm, code="shared(replicas=0, blocks=2)") as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Shared(replicas=0, blocks=2)) as group:
         with group.blocks(4 * SIZE) as blocks:
             mine = [block.number for block in blocks]
         with arrays_on(gpu, stream, np.full(2 * SIZE, 9, np.float32)) as (out,):

@@ -27,8 +27,9 @@ LATE = 0.1
 def fresh(comm, transport):
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=1 if SIZE > 2 else 0,
-        fanout=3 if SIZE == 13 else None,
+        jaxcoded.Coded(
+            stragglers=1 if SIZE > 2 else 0, fanout=3 if SIZE == 13 else None
+        ),
         transport=transport,
     ) as group:
         yield group
@@ -92,8 +93,11 @@ def test_who_computed_which_blocks(comm, transport, in_jit):
         x = jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         return w * x
 
-    code = "shared(blocks=3)"
-    with jaxcoded.CodedGroup(comm, code=code, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm,
+        jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3),
+        transport=transport,
+    ) as group:
         placement = group.plan.placement
         part = group.batch(batch)
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=False))
@@ -154,7 +158,10 @@ def test_sums_in_sections(comm, transport):
     rounds, gradients = 5, per_example(1 << 16)
     wanted = jaxcoded.Options(sections_from=1, piece_bytes=16 << 10)
     with jaxcoded.CodedGroup(
-        comm, fanout=SIZE - 1, stragglers=0, transport=transport, options=wanted
+        comm,
+        jaxcoded.Coded(fanout=SIZE - 1, stragglers=0),
+        transport=transport,
+        options=wanted,
     ) as group:
         x = np.asarray(contribution(group, gradients))
         for _ in range(rounds):
@@ -228,7 +235,9 @@ def test_replan_with_a_late_rank(comm, transport):
     """A rank that is rounds behind replans when it gets there, and its old data never
     meets the new codes."""
     group = jaxcoded.CodedGroup(
-        comm, stragglers=1, fanout=3 if SIZE == 13 else None, transport=transport
+        comm,
+        jaxcoded.Coded(stragglers=1, fanout=3 if SIZE == 13 else None),
+        transport=transport,
     )
     late = leaf(group)
     speeds = np.where(np.arange(SIZE) == late, 0.25, 1.0)
@@ -258,7 +267,9 @@ def test_replan_with_a_late_rank(comm, transport):
 
 
 def test_a_block_closes_the_replanned_group(comm, transport):
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         first = group
         for _ in range(2):
             group = group.replan(np.ones(SIZE))
@@ -268,20 +279,22 @@ def test_a_block_closes_the_replanned_group(comm, transport):
 
 def test_a_block_of_a_replanned_group_hands_on_errors(comm, transport):
     with pytest.raises(KeyError, match="mine"):  # noqa: SIM117
-        with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        with jaxcoded.CodedGroup(
+            comm, jaxcoded.Coded(stragglers=0), transport=transport
+        ) as group:
             group = group.replan(np.ones(SIZE))
             raise KeyError("mine")
     assert group.closed
     with pytest.raises(KeyError, match="mine"):  # noqa: SIM117
-        with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+        with jaxcoded.CodedGroup(
+            comm, jaxcoded.Coded(stragglers=0), transport=transport
+        ) as group:
             group.close()
             raise KeyError("mine")
 
 
 def test_replan_misuse(comm, transport):
-    with jaxcoded.CodedGroup(
-        comm, stragglers=0, root_computes=True, transport=transport
-    ) as group:
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
         for wrong in (np.ones(SIZE + 1), 1.0):
             with pytest.raises(
                 ValueError, match=f"speeds must have shape \\({SIZE},\\)"
@@ -391,7 +404,9 @@ def test_hooks_end(comm, transport):
 
     wait_until(lambda: threads() == 0)
     seen, others = [], []
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         x = np.ones(3)
         group.on_round(seen.append)
         uncounted.allreduce(x, group)
@@ -412,7 +427,9 @@ def test_a_hook_holds_up_no_round(comm, transport, tmp_path):
     """Not even while Python's lock is held, which the engine must not wait for."""
     path = comm.bcast(str(tmp_path / "over"))
     x = jnp.ones(3)
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         holds = group.plan.root == RANK
         group.on_round(lambda it: None)
         uncounted.coded_allreduce(x, group).block_until_ready()
@@ -448,8 +465,7 @@ def test_few_rounds_are_remembered(comm, transport, kept):
     """Children that are rounds ahead of a late parent take nobody's place."""
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=1,
-        fanout=3 if SIZE == 13 else None,
+        jaxcoded.Coded(stragglers=1, fanout=3 if SIZE == 13 else None),
         transport=transport,
         options=jaxcoded.Options(telemetry_rounds=kept),
     ) as group:
@@ -472,7 +488,7 @@ def test_few_rounds_are_remembered(comm, transport, kept):
 def test_turned_off(comm, transport):
     with jaxcoded.CodedGroup(
         comm,
-        stragglers=0,
+        jaxcoded.Coded(stragglers=0),
         transport=transport,
         options=jaxcoded.Options(telemetry_rounds=0),
     ) as group:

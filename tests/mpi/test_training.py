@@ -242,7 +242,9 @@ def test_gradient_accumulation(group):
 
 
 def test_closed_group(comm, transport):
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         tx = jaxcoded.optax.sum_gradients(group)
     with pytest.raises(jaxcoded.GroupClosed, match="use after close"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

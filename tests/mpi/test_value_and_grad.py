@@ -109,13 +109,13 @@ def test_aux_is_local(group):
 def sliced_plans(size):
     """Plans with slices of all kinds that fit: two or three slices, nested ones, and ranks with different numbers."""
     if size > 3:
-        yield jaxcoded.make_plan(size, slices=2, root_computes=True)
+        yield jaxcoded.make_plan(size, jaxcoded.Coded(slices=2, root_computes=True))
     if size > 4:
-        yield jaxcoded.make_plan(size, slices=3)
+        yield jaxcoded.make_plan(size, jaxcoded.Coded(slices=3))
     if size == 7:
         # 1 has three children, 2 and 3 have none
         parents = (-1, 0, 0, 0, 1, 1, 1)
-        yield jaxcoded.make_plan(7, slices=2, parents=parents)
+        yield jaxcoded.make_plan(7, jaxcoded.Coded(slices=2, parents=parents))
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -130,7 +130,7 @@ def test_slices(comm, transport, number):
 
     params, batch = problem(37)  # so that there are chunks with padding
     counted = Counter(with_aux)
-    with jaxcoded.CodedGroup.from_plan(comm, plan, transport=transport) as group:
+    with jaxcoded.CodedGroup(comm, plan, transport=transport) as group:
         part = group.batch(37)
         assert part.weights.shape[2] == plan.slices_above[comm.rank]
         step = jaxcoded.coded_value_and_grad(counted, group, has_aux=True)
@@ -281,7 +281,7 @@ def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_count_may_be_off_by_its_rounding(transport, dtype):
     """The mean is by the number itself."""
-    plan = jaxcoded.make_plan(13, fanout=3)
+    plan = jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3))
     for number in (1, 12, 10_000_000):
         weights = jaxcoded.Weights(
             jnp.ones(1, dtype), number, 0, number, plan.fingerprint, 1
@@ -302,7 +302,9 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
 def test_a_count_beside_large_numbers_of_other_slices(comm, transport):
     """They are not added to it in the messages: it is exact."""
     with jaxcoded.CodedGroup(
-        *(comm,), code="random_generator", slices=2, transport=transport
+        comm,
+        jaxcoded.Coded(code="random_generator", slices=2),
+        transport=transport,
     ) as group:
         part = group.batch(60)
         x = np.random.default_rng(0).standard_normal((60, 9)).astype(np.float32)
@@ -432,7 +434,9 @@ def test_weights_of_a_wrong_shape(group):
 @once
 @slices
 def test_weights_of_a_wrong_shape_with_slices(comm, transport):
-    with jaxcoded.CodedGroup(comm, slices=2, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(slices=2), transport=transport
+    ) as group:
         batch = group.batch(problem(6)[1])
         w, slices = batch.weights, batch.weights.shape[2]
         message = rf"shape \(chunks, length // chunks, {slices}\), got "
@@ -463,7 +467,7 @@ def test_a_batch_of_another_rank_or_plan(comm, group, transport):
     message = f"this batch is of rank {other.rank}, but this is rank {comm.rank}"
     raises(message, loss, group, dataclasses.replace(batch, weights=other))
     with jaxcoded.CodedGroup(
-        comm, stragglers=0, root_computes=True, transport=transport
+        comm, jaxcoded.Uncoded(), transport=transport
     ) as with_root:
         batch = with_root.batch(problem(12)[1])
     raises("this batch is of another group's plan", loss, group, batch)
@@ -472,7 +476,9 @@ def test_a_batch_of_another_rank_or_plan(comm, group, transport):
 def test_weights_of_before_a_replan(comm, transport):
     """Before it they fit, after it no more; those of an equal plan still do."""
     params, batch = problem(12)
-    with jaxcoded.CodedGroup(comm, stragglers=0, transport=transport) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(stragglers=0), transport=transport
+    ) as group:
         part = group.batch(12)
         group = group.replan(np.ones(comm.size))
         step = jaxcoded.coded_value_and_grad(loss, group, mean=False)

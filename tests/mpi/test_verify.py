@@ -33,9 +33,12 @@ LIAR = 2
 def opened(comm, verify, **options):
     how = {"verify_wait": True, "deadline": None}
     how |= {k: options.pop(k) for k in list(options) if hasattr(jaxcoded.Options, k)}
-    options = {"fanout": SIZE - 1, "stragglers": 2, "transport": "engine"} | options
+    transport = options.pop("transport", "engine")
+    strategy = options.pop("strategy", None) or jaxcoded.Coded(
+        **{"fanout": SIZE - 1, "stragglers": 2} | options
+    )
     how = jaxcoded.Options(verify=verify, **how)
-    return jaxcoded.CodedGroup(comm, **options, options=how)
+    return jaxcoded.CodedGroup(comm, strategy, transport=transport, options=how)
 
 
 def flipped(vector, element=7, bit=29):
@@ -126,9 +129,8 @@ def test_training_without_a_rank_that_computes_nan(comm, caplog):
 def sharing(comm, **options):
     return jaxcoded.CodedGroup(
         comm,
-        code="shared(replicas=2, blocks=3)",
+        jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3),
         transport="engine",
-        # who is awaited is no alarm
         options=jaxcoded.Options(deadline=None, **options),
     )
 
@@ -283,11 +285,11 @@ def test_without_waiting_whoever_has_come_is_compared(comm):
             'verify="warn" compares exact sums',
         ),
         (
-            {"code": "shared(replicas=0)", "stragglers": 0, "verify_wait": False},
+            {"strategy": jaxcoded.Shared(replicas=0), "verify_wait": False},
             "each block lies on one rank alone; take replicas=1 or more",
         ),
         (
-            {"code": "shared(replicas=2)"},
+            {"strategy": jaxcoded.Shared(replicas=min(2, SIZE - 1))},
             "verify_wait=True means nothing where work is shared",
         ),
     ],

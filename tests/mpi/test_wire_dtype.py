@@ -94,7 +94,9 @@ def test_reduce(group, wire):
 def test_encoded_messages_are_rounded_once(comm, transport, wire, code):
     fanout = 3 if comm.size == 13 else None
     tree = {name: GRADIENTS[name] for name in ("matrix", "number", "wide")}
-    with jaxcoded.CodedGroup(comm, fanout=fanout, transport=transport, **code) as group:
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Coded(fanout=fanout, **code), transport=transport
+    ) as group:
         part = group.batch(BATCH)
         parts = group.plan.parts_above[group.rank]
         message = kernels.encode(
@@ -128,7 +130,9 @@ def test_value_and_grad(comm, transport, code):
     code, *more = code.split(", ")
     wire, fanout = "bfloat16", 3 if comm.size == 13 else None
     with jaxcoded.CodedGroup(
-        comm, code=code, slices=1 + len(more), fanout=fanout, transport=transport
+        comm,
+        jaxcoded.Coded(code=code, slices=1 + len(more), fanout=fanout),
+        transport=transport,
     ) as group:
         part = group.batch(EXAMPLES)
         step = jaxcoded.coded_value_and_grad(
@@ -238,8 +242,7 @@ def test_in_sections(comm, transport, wire):
         wanted = jaxcoded.Options(sections_from=least, piece_bytes=16 << 10)
         with jaxcoded.CodedGroup(
             comm,
-            fanout=comm.size - 1,
-            stragglers=0,
+            jaxcoded.Coded(fanout=comm.size - 1, stragglers=0),
             transport=transport,
             options=wanted,
         ) as group:
@@ -346,7 +349,7 @@ def test_wrong_dtypes(group, wrong):
 def test_rounding_is_checked_for_the_wire_dtype(comm, transport):
     fanout = 3 if comm.size == 13 else None
     with jaxcoded.CodedGroup(
-        comm, code="adaptive", fanout=fanout, transport=transport
+        comm, jaxcoded.Coded(code="adaptive", fanout=fanout), transport=transport
     ) as group:
         narrow = group.plan.amplification * float(jnp.finfo("bfloat16").eps)
         zeros = np.zeros((1, 8), np.float32)

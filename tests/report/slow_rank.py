@@ -15,7 +15,9 @@ import jaxcoded
 comm = MPI.COMM_WORLD
 directory, rounds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 x = np.ones(1000)
-with jaxcoded.CodedGroup(comm, stragglers=1, transport="engine") as group:
+with jaxcoded.CodedGroup(
+    comm, jaxcoded.Coded(stragglers=1), transport="engine"
+) as group:
     weights = group.batch(1000).weights
     for _ in range(rounds):
         behind = group.lag() > 0

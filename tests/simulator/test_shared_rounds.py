@@ -17,9 +17,10 @@ BATCH = 1.2  # seconds for all of it
 
 
 def layout(ranks, replicas, blocks, *, root_computes=False):
-    code = f"shared(replicas={replicas}, blocks={blocks})"
-    plan = jaxcoded.make_plan(ranks, code=code, root_computes=root_computes)
-    return Layout.of(plan)
+    work = jaxcoded.Shared(
+        replicas=replicas, blocks=blocks, root_computes=root_computes
+    )
+    return Layout.of(jaxcoded.make_plan(ranks, work))
 
 
 def steps(shape, model=None, *, network=FREE, rounds=20, work=BATCH, payload=0.0):
@@ -170,17 +171,6 @@ def test_stopped_rank_catches_up():
     # in one it was given up, and in one all was computed when it came
     assert out.used[4] + out.skipped[4] == 18
     assert out.used[5] == 20
-
-
-def test_ranks_of_any_root():
-    plan = jaxcoded.make_plan(
-        4,
-        parents=(2, 2, -1, 2),
-        code="shared(replicas=2, blocks=3)",
-        root_computes=False,
-    )
-    model = stragglers.FixedSlow(ranks=(3,), factor=3)
-    assert steps(Layout.of(plan), model, work=9.0) == pytest.approx(4.0)
 
 
 def test_no_work():

@@ -109,7 +109,7 @@ MODELS = ("none", "exponential", "pareto", "fixed(ranks=(-1, 1))", "bursty(begin
 def test_against_rounds_by_hand(size, fanout, s, model, payload, work, seed):
     try:
         plan = jaxcoded.make_plan(
-            size, fanout=fanout, stragglers=s, code="random_generator"
+            size, jaxcoded.Coded(fanout=fanout, stragglers=s, code="random_generator")
         )
     except ValueError:
         return  # no such plan
@@ -143,7 +143,9 @@ def test_balanced_layout_is_that_of_the_plan(size, fanout, s, m):
         with pytest.raises(ValueError, match="need fanout"):
             Layout.balanced(size, fanout, s, m)
         return
-    plan = jaxcoded.make_plan(size, fanout=fanout, stragglers=s, slices=m)
+    plan = jaxcoded.make_plan(
+        size, jaxcoded.Coded(fanout=fanout, stragglers=s, slices=m)
+    )
     found, expected = Layout.balanced(size, fanout, s, m), Layout.of(plan)
     for name in ("loads", "messages", "needs", "copies"):
         by_rank = np.empty((2, size))
@@ -263,7 +265,9 @@ def test_misuse(wrong):
 
 def test_misuse_of_layouts():
     with pytest.raises(TypeError, match=r"Layout.of takes a Plan.*got Plan"):
-        simulate(jaxcoded.make_plan(4), Network(), payload=1.0, work=1.0)
+        simulate(
+            jaxcoded.make_plan(4, jaxcoded.Coded()), Network(), payload=1.0, work=1.0
+        )
     with pytest.raises(ValueError, match="size must be an integer"):
         Ring(1)
     with pytest.raises(ValueError, match="size must be an integer"):

@@ -328,7 +328,7 @@ def test_a_dead_rank_without_redundancy_ends_the_job():
 
 def test_shared_work_ends_with_a_sum_in_sections():
     plan = jaxcoded.make_plan(
-        13, code="shared(replicas=2, blocks=6)", root_computes=False
+        13, jaxcoded.Shared(replicas=2, blocks=6, root_computes=False)
     )
     off = dataclasses.replace(CABLE, sections_from=0)
     by_the_root, in_sections = (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cases import every
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 from jaxcoded.simulator import Layout, Network, expected_runtime, simulate
 from jaxcoded.simulator.stragglers import Exponential
 
@@ -43,7 +43,7 @@ def simulated(n, d, m, compute, communicate, rounds, seed=0):
     if star.copies[0] < n and star.copies[0] > 1:
         # fractional repetition goes on with fewer than n − s
         code = "cyclic_repetition"
-        star = Layout.of(make_plan(n + 1, fanout=n, stragglers=d - m, code=code))
+        star = Layout.of(make_plan(n + 1, Coded(fanout=n, stragglers=d - m, code=code)))
     assert star.loads[1:] * n == pytest.approx([d] * n)
     out = simulate(
         star,

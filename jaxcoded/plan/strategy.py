@@ -1,0 +1,211 @@
+"""How the work of a step is laid out over ranks, as a value."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from jaxcoded import _parse, _require
+from jaxcoded.plan.placement import NOTHING, Placement
+
+if TYPE_CHECKING:
+    from jaxcoded.plan.parent_code import Coding
+    from jaxcoded.plan.plan import Plan
+    from jaxcoded.plan.tree import Tree
+
+Assigned = tuple[np.ndarray, np.ndarray]  # indices, and weights
+_KINDS: dict[str, type[Strategy]] = {}
+
+
+class Strategy(abc.ABC):
+    """How the work of a step is laid out: `Shared`, `Coded` or `Uncoded`.
+
+    A value for any number of ranks; `make_plan` and `CodedGroup` make a `Plan` of it. Its
+    `repr` names the fields that differ from their defaults, and can be pasted.
+
+    Attributes:
+        by_blocks: whether ranks compute blocks of each other, so that the round itself
+            settles who computes what. It needs the engine.
+        by_host: whether the tree follows hosts.
+        speeds: relative speed of each rank, the fastest 1, in fractions of 1000; ``None``: all
+            are equal.
+        root_computes: whether the root holds data.
+
+    Example:
+        >>> import jaxcoded
+        >>> jaxcoded.Coded(stragglers=2, fanout=4), jaxcoded.Shared(blocks=6)
+        (Coded(stragglers=2, fanout=4), Shared(blocks=6))
+        >>> jaxcoded.Strategy.parse("Coded(stragglers=2)") == jaxcoded.Coded(stragglers=2)
+        True
+    """
+
+    by_blocks: ClassVar[bool] = False
+    by_host: bool = False
+    speeds: tuple[Fraction, ...] | None = None
+    root_computes: bool = True
+
+    def __init_subclass__(cls, *, named: bool = True) -> None:
+        if named:
+            _KINDS[cls.__name__] = cls
+
+    # A plan: its tree, codes and blocks, and the examples of each rank, of which `jaxcoded.plan.assignment`
+    # tells more. Each raises a ValueError with the remedy where the strategy does not fit.
+
+    @property
+    def root(self) -> int:
+        """The rank without a parent."""
+        return 0
+
+    @abc.abstractmethod
+    def parents_of(self, size: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
+        """The parent of each of so many ranks, ``-1`` at the root; ``hosts``, if known: of each."""
+
+    @abc.abstractmethod
+    def check(self, tree: Tree) -> None:
+        """Raise unless the strategy fits a tree."""
+
+    @abc.abstractmethod
+    def coding(self, tree: Tree, rank: int, capacities: tuple[Fraction, ...]) -> Coding:
+        """The coding of a parent whose children have these capacities."""
+
+    def placement(self, size: int) -> Placement:
+        """Where the blocks of a batch lie; none where work has codes."""
+        del size
+        return NOTHING
+
+    @abc.abstractmethod
+    def describe(self, plan: Plan) -> str:
+        """The plan in words."""
+
+    @abc.abstractmethod
+    def loads(self, plan: Plan, batch_size: int) -> np.ndarray:
+        """Number of examples that each rank computes."""
+
+    @abc.abstractmethod
+    def shares(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
+        """The examples of one rank, and their coefficients in its message."""
+
+    @abc.abstractmethod
+    def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
+        """What one rank reads, padded, and its coding weights."""
+
+    @abc.abstractmethod
+    def bounds(self, plan: Plan) -> tuple[Fraction, ...]:
+        """Where a batch of length 1 is cut into `jaxcoded.plan.atoms`."""
+
+    # What fits a group of it.
+
+    def require_blocks(self, what: str) -> None:
+        """Raise a ValueError unless ranks compute blocks of each other, as ``what`` needs it."""
+        if not self.by_blocks:
+            raise ValueError(
+                f"{what} needs a group that shares its work, but this one has {self!r}: make it "
+                "with CodedGroup(comm, Shared(replicas=2))"
+            )
+
+    def refuse(self, *given: str) -> None:
+        """Raise a ValueError where one of these arguments of a collective, among ``erasures``,
+        ``own_weights`` and ``residual``, means nothing."""
+
+    @abc.abstractmethod
+    def why_not_split(self, plan: Plan) -> str:
+        """Why the examples of a rank cannot be split over its devices; empty if they can."""
+
+    @abc.abstractmethod
+    def why_not_compared(self, plan: Plan, option: str) -> str:
+        """Why a group cannot have ``debug`` or ``verify``; empty if it can."""
+
+    def gaps(self, plan: Plan) -> str:
+        """The mistakes that a group with ``debug`` or ``verify`` cannot see; empty if none."""
+        del plan
+        return ""
+
+    # Others in its place.
+
+    @abc.abstractmethod
+    def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
+        """The strategy for ranks of these speeds; a ValueError if it takes none."""
+
+    def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
+        """The strategy for other ranks, of these speeds if there are any; a ValueError if it is
+        for just its ranks."""
+        return self.with_speeds(speeds) if speeds or self.speeds else self
+
+    # Texts.
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those that differ from their defaults, as Python and JSON write them."""
+        its: Any = self  # a dataclass, as all kinds are
+        values = {each: getattr(self, each.name) for each in dataclasses.fields(its)}
+        return {
+            each.name: _plain(value)
+            for each, value in values.items()
+            if value != each.default
+        }
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{k}={v!r}" for k, v in self.fields.items())
+        return f"{type(self).__name__}({arguments})"
+
+    def to_json(self) -> str:
+        """The strategy as JSON text; `from_json` makes an equal one of it."""
+        fields = {"strategy": type(self).__name__} | self.fields
+        return json.dumps(fields, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Strategy:
+        """Inverse of `to_json`; a ValueError if it is none."""
+        fields = _parse.document(text)
+        name = fields.pop("strategy", None) if isinstance(fields, dict) else None
+        if name not in list(_KINDS):
+            raise ValueError(
+                f"a strategy is an object of JSON whose field strategy is one of "
+                f"{', '.join(_KINDS)}, got {_require.shown(text)}"
+            )
+        return _made("strategy", name, f"{name}(...)", fields)
+
+    @staticmethod
+    def parse(text: str, what: str = "strategy") -> Strategy:
+        """The strategy that a text names, as its `repr` does.
+
+        Args:
+            text: such as ``"Shared"`` or ``"Coded(stragglers=1, fanout=3)"``: literals only.
+            what: the text is, for messages.
+
+        Raises:
+            ValueError: it names none, or one that there cannot be.
+        """
+        name, given = _parse.parsed(what, text, _KINDS)
+        return _made(what, name, text, given)
+
+
+def check_strategy(value: Any) -> Strategy:
+    """``value``; a TypeError with the remedy if it is no strategy."""
+    if isinstance(value, Strategy):
+        return value
+    meant = f": take jaxcoded.Strategy.parse({value!r})" * isinstance(value, str)
+    raise TypeError(
+        "strategy must be jaxcoded.Shared(replicas=1), jaxcoded.Coded(stragglers=1), "
+        f"jaxcoded.Uncoded() or the like, got {_require.kind(value)}{meant}"
+    )
+
+
+def _made(what: str, name: str, text: str, given: Mapping[str, Any]) -> Strategy:
+    _parse.check_arguments(what, text, _KINDS[name], given)
+    try:
+        return _KINDS[name](**given)
+    except (TypeError, ArithmeticError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{what}={_require.shown(text)}: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value

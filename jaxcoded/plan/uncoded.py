@@ -1,0 +1,31 @@
+"""No code: every rank computes its part, and all are waited for."""
+
+import dataclasses
+from fractions import Fraction
+
+from jaxcoded.plan.code_tree import CodeTree
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class Uncoded(CodeTree):
+    """All ranks, the root too, compute ``1/N`` of the batch, and nobody may be missing: what
+    `mpi4jax.allreduce` does.
+
+    Attributes:
+        speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
+            the fastest. Every rank's load is in proportion.
+        fanout: the largest number of children of a rank in the tree of the sum; see `Coded`.
+        root_computes: whether the root holds data too.
+
+    Raises:
+        ValueError, TypeError: an argument is not as said.
+
+    Example:
+        >>> import jaxcoded
+        >>> jaxcoded.make_plan(4, jaxcoded.Uncoded()).load
+        Fraction(1, 4)
+    """
+
+    speeds: tuple[Fraction, ...] | None = None
+    fanout: int | None = None
+    root_computes: bool = True
