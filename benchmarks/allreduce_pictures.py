@@ -7,7 +7,7 @@ import csv
 import pathlib
 import sys
 
-from jaxcoded.cli.pictures import COLOURS, MARKERS, picture
+from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
 
 # The engine in full lines, the others in dashed ones. What else there is, is in the tables.
 ENGINE = (

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/coded_reduce.py
 
-Simulated (`jaxcoded.simulator`). Both trees of Reisizadeh et al. 2021, against gradient coding
+Simulated (`jaxcoded.tools.simulator`). Both trees of Reisizadeh et al. 2021, against gradient coding
 on a star that loses the same part of its workers (S = s/n · N), ring all-reduce, a tree
 without a code and the uncoded star. Logistic regression with d = 6552 samples of p = 5000
 features: 40 KB of float64 to a message, and 131 MFLOP for a gradient of the whole batch,
@@ -23,9 +23,9 @@ import textwrap
 import numpy as np
 from tqdm import tqdm
 
-from jaxcoded.cli.pictures import COLOURS, picture
 from jaxcoded.plan.tree import regular_size
-from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
+from jaxcoded.tools.report.pictures import COLOURS, picture
+from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 
 SETTINGS = {"N = 84 (4, 3)": (4, 3), "N = 156 (12, 2)": (12, 2)}
 MODELS = {

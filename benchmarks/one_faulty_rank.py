@@ -31,7 +31,7 @@ from tqdm import tqdm
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxcoded.cli import job, launcher
+from jaxcoded.tools.launch import job, launcher
 
 RANKS, FAULTY = 4, 2
 WORK = 0.02  # seconds of a rank's part

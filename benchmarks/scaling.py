@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/scaling.py
 
-Simulated (`jaxcoded.simulator`; how far it can be trusted is what simulate.py asks). Weak
+Simulated (`jaxcoded.tools.simulator`; how far it can be trusted is what simulate.py asks). Weak
 scaling: whatever the number of ranks, a rank that holds its equal part of the batch takes
 100 ms for it, and 100 MB of gradients are summed. Straggler models: a light tail (work
 takes 1 + x times as long, x exponential with mean 0.2), a heavy one (x Pareto with shape
@@ -26,8 +26,8 @@ import pathlib
 import numpy as np
 from tqdm import tqdm
 
-from jaxcoded.cli.pictures import COLOURS, MARKERS, picture
-from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
+from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
+from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 
 MODELS = {
     "light tail": stragglers.Exponential(work=0.2),

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from training_ranks import Unpaced
 
 import jaxcoded
-from jaxcoded.simulator import stragglers
+from jaxcoded.tools.simulator import stragglers
 from jaxcoded.transport import engine
 
 comm = MPI.COMM_WORLD

@@ -30,7 +30,7 @@ import time
 import numpy as np
 
 from jaxcoded import Coded, Shared, make_plan
-from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
+from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -213,7 +213,7 @@ class Shares:
 
 def latency(comm, times=100):
     """Seconds of a small message between the first and the last rank; the others sleep."""
-    from jaxcoded.planner.measuring import answer_pings, end_pings, ping
+    from jaxcoded.tools.planner.measuring import answer_pings, end_pings, ping
     from jaxcoded.transport.agreement import wait
 
     note, last = np.zeros(1, np.uint8), comm.size - 1
@@ -355,7 +355,7 @@ def million(size, rounds):
 
 
 def draw(rows, path):
-    from jaxcoded.cli.pictures import COLOURS, MARKERS, picture
+    from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
 
     with picture(path, size=(4.8, 4.6)) as (_, axes):
         both = [time * 1e3 for row in rows for time in row[3:]]

@@ -5,7 +5,7 @@
     .venv/bin/python benchmarks/training.py --hosts 13 --rate 200mbit
 
 It starts its ranks itself. Rank 0 is the root, without data; all others are workers. Each
-scheme gets the same time under each straggler model of `jaxcoded.simulator.stragglers`: whole rounds
+scheme gets the same time under each straggler model of `jaxcoded.tools.simulator.stragglers`: whole rounds
 one after the other, from result to result, without a barrier.
 
 **Compute model.** Every rank computes the true gradient of its examples (numpy, one
@@ -39,14 +39,14 @@ import numpy as np
 import training_report as report
 from schemes import PATIENCE, SCHEMES
 
-from jaxcoded.simulator.stragglers import named
+from jaxcoded.tools.simulator.stragglers import named
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import on_hosts
 
 RANKS = pathlib.Path(__file__).with_name("training_ranks.py")
-# By the names of `jaxcoded.simulator.stragglers.MODELS`; the arguments are what is not default.
+# By the names of `jaxcoded.tools.simulator.stragglers.MODELS`; the arguments are what is not default.
 MODELS = {
     "none": "none()",
     "exponential": "exponential(work=0.5)",

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from schemes import Scheme, opened
 from tqdm import tqdm
 
-from jaxcoded.simulator import stragglers
+from jaxcoded.tools.simulator import stragglers
 
 comm = MPI.COMM_WORLD
 WARM_UP = 2  # rounds

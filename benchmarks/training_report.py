@@ -5,8 +5,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxcoded.cli.pictures import COLOURS, MARKERS, picture
-from jaxcoded.simulator.stragglers import named
+from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
+from jaxcoded.tools.simulator.stragglers import named
 
 # Largest relative error of a sum in float32, with the codes' amplification.
 TOLERANCE = 1e-3

@@ -3,8 +3,6 @@ although some ranks are left out."""
 
 from jaxcoded import codes as codes
 from jaxcoded import errors as errors
-from jaxcoded import planner as planner
-from jaxcoded import simulator as simulator
 from jaxcoded._version import __version__ as __version__
 from jaxcoded.codes import GradientCode as GradientCode
 from jaxcoded.collectives import baselines as baselines

@@ -1,7 +1,7 @@
 """This process, from ``import jaxcoded`` on: how it began, and how it ends without a group.
 
 Where others are to go on without ranks that fail, they cannot without one that fails before it has a group with them:
-they wait for it there, and it would wait for them in `MPI_Finalize`. So it ends without that, and `jaxcoded.cli.rank`,
+they wait for it there, and it would wait for them in `MPI_Finalize`. So it ends without that, and `jaxcoded.tools.launch.rank`,
 its parent, ends the job.
 """
 

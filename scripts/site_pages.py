@@ -78,13 +78,13 @@ def helped() -> Iterator[str]:
     """What each command of the command line says of itself."""
     import click
 
-    from jaxcoded.cli import main
+    from jaxcoded.tools.cli import main
 
     parent = click.Context(
         main.main, info_name="jaxcoded", **main.main.context_settings
     )
     for name in main.COMMANDS:
-        command = importlib.import_module(f"jaxcoded.cli.{name}").command
+        command = importlib.import_module(f"jaxcoded.tools.cli.{name}").command
         context = click.Context(command, parent, info_name=name, max_content_width=88)
         yield f"\n## {name}\n\n```text\n{command.get_help(context)}\n```\n"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxcoded.cli.main import main as group
+from jaxcoded.tools.cli.main import main as group
 
 
 def main(arguments):

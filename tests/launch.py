@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxcoded.cli import launcher
+from jaxcoded.tools.launch import launcher
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIMIT = 240  # seconds that a job may take on an idle machine

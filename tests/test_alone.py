@@ -7,9 +7,10 @@ import sys
 import pytest
 from launch import ROOT, limited
 
-from jaxcoded.cli import launcher, machine
-from jaxcoded.cli.findings import BAD, GOOD, NOTE
 from jaxcoded.group import alone
+from jaxcoded.tools.doctor import machine
+from jaxcoded.tools.doctor.findings import BAD, GOOD, NOTE
+from jaxcoded.tools.launch import launcher
 
 NAMES = (
     *("SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE"),

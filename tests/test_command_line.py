@@ -16,13 +16,13 @@ from commands import main
 from launch import ROOT
 
 from jaxcoded import _format, codes
-from jaxcoded._progress import progress
-from jaxcoded.cli import cluster
-from jaxcoded.cli.main import COMMANDS
-from jaxcoded.cli.main import main as group
-from jaxcoded.planner.measurement import Link, Measurement
-from jaxcoded.simulator import Network, ideal_seconds
-from jaxcoded.simulator.stragglers import MODELS, Measured, Stragglers
+from jaxcoded.tools.cli import cluster
+from jaxcoded.tools.cli.main import COMMANDS
+from jaxcoded.tools.cli.main import main as group
+from jaxcoded.tools.planner.measurement import Link, Measurement
+from jaxcoded.tools.simulator import Network, ideal_seconds
+from jaxcoded.tools.simulator.stragglers import MODELS, Measured, Stragglers
+from jaxcoded.tools.terminal.progress import progress
 
 ESCAPE = "\x1b"
 JOB = ["--ranks=7", "--payload=4MB", "--compute=0.7"]
@@ -41,10 +41,10 @@ def python(program):
 def test_help_imports_no_command():
     done = python(
         "import sys\n"
-        "from jaxcoded.cli.main import COMMANDS, main\n"
+        "from jaxcoded.tools.cli.main import COMMANDS, main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
-        "commands = {f'jaxcoded.cli.{name}' for name in COMMANDS}\n"
+        "commands = {f'jaxcoded.tools.cli.{name}' for name in COMMANDS}\n"
         "assert not commands & set(sys.modules), commands & set(sys.modules)\n"
         "assert 'numpy' not in sys.modules and 'rich' not in sys.modules\n"
     )
@@ -59,7 +59,7 @@ def test_the_library_imports_neither_click_nor_rich():
         "sys.modules['click'] = sys.modules['rich'] = None\n"
         "import jaxcoded\n"
         "for name in jaxcoded.__all__: getattr(jaxcoded, name)\n"
-        "from jaxcoded.cli import job, launcher  # for scripts/mpirun\n"
+        "from jaxcoded.tools.launch import job, launcher  # for scripts/mpirun\n"
     )
     assert done.returncode == 0, done.stderr
 
@@ -174,7 +174,7 @@ def shown(program, columns):
 
 
 TABLE = """
-from jaxcoded.cli import output
+from jaxcoded.tools.terminal import output
 output.table(
     ["a", "code", "more", "most"],
     [["1", "one two", "three four", "five"], ["2", "x", "y [z]", "" ]],
@@ -215,7 +215,7 @@ def test_without_a_terminal(capsys, monkeypatch):
 
 def test_progress_is_for_terminals():
     program = (
-        "from jaxcoded._progress import progress\n"
+        "from jaxcoded.tools.terminal.progress import progress\n"
         "with progress('planning') as tell:\n"
         "    for part in (0, 0.5, 2): tell(part)\n"
     )
@@ -308,7 +308,7 @@ class Given(Stragglers):
         self.given = rounds
 
     def rounds(self, size, seed=0):
-        from jaxcoded.simulator.stragglers import Delays
+        from jaxcoded.tools.simulator.stragglers import Delays
 
         for factor, seconds in self.given:
             stopped = np.isinf(seconds)
@@ -449,7 +449,7 @@ def test_bench_as_json(capsys):
 
 
 def test_bench_of_one_rank():
-    done = python("from jaxcoded.cli.main import main; main(['bench'])")
+    done = python("from jaxcoded.tools.cli.main import main; main(['bench'])")
     assert done.returncode == 2
     assert "links are between ranks, and here is one" in done.stderr
 

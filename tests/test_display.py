@@ -13,8 +13,8 @@ import terminal
 from launch import ROOT, limited, slowness
 from test_run import open_mpi
 
-from jaxcoded.cli import display, lines
-from jaxcoded.cli.page import Page
+from jaxcoded.tools.terminal import display, lines
+from jaxcoded.tools.terminal.page import Page
 
 RED, RESET = "\x1b[31m", "\x1b[0m"
 RANK0 = display.Source(0, "stdout", True)

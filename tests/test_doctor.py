@@ -10,8 +10,10 @@ import pytest
 from commands import main
 from test_run import fake  # noqa: F401
 
-from jaxcoded.cli import doctor, launcher, machine, places, reaching
-from jaxcoded.cli.findings import BAD, GOOD, NOTE, Finding, show
+from jaxcoded.tools.cli import doctor
+from jaxcoded.tools.doctor import machine
+from jaxcoded.tools.doctor.findings import BAD, GOOD, NOTE, Finding, show
+from jaxcoded.tools.launch import launcher, places, reaching
 
 RANK = {
     "host": "a",

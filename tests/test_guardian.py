@@ -176,7 +176,7 @@ def test_a_guardian_that_is_killed(job):
 
 
 def played(program):
-    words = "import os, signal, sys\nfrom jaxcoded.cli import guardian, job\n"
+    words = "import os, signal, sys\nfrom jaxcoded.tools.launch import guardian, job\n"
     return subprocess.Popen([sys.executable, "-c", words + program], cwd=ROOT)
 
 
@@ -198,7 +198,7 @@ def test_an_mpirun_that_does_not_end_the_job(tmp_path, marked):
     start = "job.play(['sh', '-c', {!r}], os.environ)\n"
     deaf = "trap '' TERM; "
     inner = start.format(f"{deaf} echo $$ > {pids}; while :; do sleep 1; done")
-    inner = f"import os\nfrom jaxcoded.cli import job\n{inner}"
+    inner = f"import os\nfrom jaxcoded.tools.launch import job\n{inner}"
     outer = start.format(f'{deaf} "{sys.executable}" -c "$INNER"; sleep 1000')
     process = played(f"os.environ['INNER'] = {inner!r}\n{outer}")
     try:

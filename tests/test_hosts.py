@@ -19,7 +19,7 @@ import pytest
 from cases import more
 from on_hosts import ROOT, received
 
-from jaxcoded.cli import guardian
+from jaxcoded.tools.launch import guardian
 
 LIMIT = 120  # seconds a job may take on an idle machine
 HOSTS, RANKS_EACH = 4, 2

@@ -8,7 +8,7 @@ import pytest
 from commands import main
 from launch import ROOT, limited, slowness
 
-from jaxcoded.cli import launcher, misfits
+from jaxcoded.tools.launch import launcher, misfits
 
 MPIRUN = launcher.Launcher("mpirun", launcher.OPEN_MPI, 5)
 

@@ -10,9 +10,9 @@ from commands import main
 from launch import mpirun
 
 import jaxcoded
-from jaxcoded.cli import analysis
 from jaxcoded.group.telemetry import Telemetry
-from jaxcoded.simulator import Layout, Ring
+from jaxcoded.tools.report import analysis
+from jaxcoded.tools.simulator import Layout, Ring
 
 NAN = float("nan")
 PLAN = jaxcoded.make_plan(

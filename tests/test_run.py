@@ -17,7 +17,7 @@ import pytest
 from commands import main
 from launch import ROOT, limited, slowness
 
-from jaxcoded.cli import ends, launcher, places, rank
+from jaxcoded.tools.launch import ends, launcher, places, rank
 
 pytestmark = pytest.mark.mpi
 
@@ -324,7 +324,7 @@ def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
     )
     program = (
         "import os, signal, sys\n"
-        "from jaxcoded.cli import job\n"
+        "from jaxcoded.tools.launch import job\n"
         f"signal.signal(signal.SIG{name}, lambda *_: None)\n"
         f"sys.exit(job.play(['sh', '-c', {launcher!r}], os.environ).status)"
     )
@@ -340,7 +340,7 @@ def played(program, **options):
         [
             sys.executable,
             "-c",
-            f"import os, signal, sys\nfrom jaxcoded.cli import job\n{program}",
+            f"import os, signal, sys\nfrom jaxcoded.tools.launch import job\n{program}",
         ],
         cwd=ROOT,
         **options,
@@ -388,7 +388,7 @@ def test_whoever_reads_late_gets_all():
 def test_nothing_is_left_of_a_job_that_a_rank_has_started(tmp_path):
     inner = (
         "import os\n"
-        "from jaxcoded.cli import job\n"
+        "from jaxcoded.tools.launch import job\n"
         "job.play(['sh', '-c', 'echo $$ > pid; exec sleep 600'], os.environ)\n"
     )
     program = (

@@ -10,8 +10,8 @@ import pytest
 from launch import slowness
 
 from jaxcoded import CodedError
-from jaxcoded.cli import launcher, rank
 from jaxcoded.group import joining, started
+from jaxcoded.tools.launch import launcher, rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 

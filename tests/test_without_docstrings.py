@@ -7,11 +7,11 @@ import sys
 import pytest
 from launch import ROOT, limited
 
-from jaxcoded.cli.main import COMMANDS
-from jaxcoded.cli.main import main as group
+from jaxcoded.tools.cli.main import COMMANDS
+from jaxcoded.tools.cli.main import main as group
 
 HELP = """
-from jaxcoded.cli.main import COMMANDS, main
+from jaxcoded.tools.cli.main import COMMANDS, main
 assert False, "python -OO runs no asserts"
 for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
     main(words, standalone_mode=False)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import jax
 import numpy as np
@@ -31,11 +31,13 @@ from jaxcoded.group.record import Path, Record
 from jaxcoded.group.succession import check_other, planned, planned_anew
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy, Uncoded, make_plan
-from jaxcoded.planner import automatic
 from jaxcoded.transport import build, engine, primitive
 from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.result import Result
+
+if TYPE_CHECKING:
+    from jaxcoded.tools.planner.automatic import Choice
 
 
 class CodedGroup:
@@ -154,6 +156,10 @@ class CodedGroup:
             'one rank: nothing to plan'
         """
 
+        from jaxcoded.tools.planner import (
+            automatic,  # who plans otherwise need not import it
+        )
+
         def check(hosts: Sequence[str]) -> Plan:
             pieces = options and options.piece_bytes
             automatic.check(payload, work, pieces, replicas, len(hosts))
@@ -162,7 +168,7 @@ class CodedGroup:
         group = cls.__new__(cls)
         how = "a function" if callable(work) else work
 
-        def choose(own: MPI.Intracomm) -> automatic.Choice:
+        def choose(own: MPI.Intracomm) -> "Choice":
             wanted = (options or Options()).complete()
             missing = "" if transport == "mpi4jax" else engine.missing()
             reasons = gathered(own, missing)
@@ -198,7 +204,7 @@ class CodedGroup:
         options: Options | None,
         request: dict[str, Any],
         planner: Callable[[Sequence[str]], Plan],
-        chooser: Callable[[MPI.Intracomm], automatic.Choice] | None = None,
+        chooser: Callable[[MPI.Intracomm], "Choice"] | None = None,
         record: Record | None = None,
         *,
         takes: bool = False,

@@ -20,7 +20,7 @@ from jaxcoded.errors import CodedError
 from jaxcoded.group.pending import Pending
 from jaxcoded.transport.options import Options
 
-# 1 where the launcher goes on where such a process dies (`jaxcoded.cli.rank`)
+# 1 where the launcher goes on where such a process dies (`jaxcoded.tools.launch.rank`)
 FORGIVES = "JAXCODED_TAKES_IN"
 _HAN = "OMPI_MCA_coll_han_priority"
 # of messages between the starter and those that it has started, and in the communicator of all

@@ -11,7 +11,7 @@ from jaxcoded.group.joining import LONGEST
 from jaxcoded.group.process import Process
 
 MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
-# the words before the command of a rank, one a line (`jaxcoded.cli.rank`)
+# the words before the command of a rank, one a line (`jaxcoded.tools.launch.rank`)
 _WRAPPER = "JAXCODED_STARTER"
 _LOOKS = 0.25  # seconds between two looks
 # of /proc/PID/stat, behind the name

@@ -34,6 +34,22 @@ class Coding:
     rows: tuple[int, ...]
     capacity: Fraction
 
+    @property
+    def copies(self) -> int:
+        """How many children each send the same message, one of which suffices; 1 where there are none."""
+        code = self.code
+        alike = np.bincount(code.classes)
+        # an approximate code waits for any n − s, copies or not
+        copied = not code.approximate and len(alike) < code.n
+        return int(alike[0]) if copied and len(set(alike.tolist())) == 1 else 1
+
+    @property
+    def needs(self) -> int:
+        """How many messages suffice, copies counted once. Where this does not depend on numbers or copies alone, any
+        ``n − s`` children are taken to suffice."""
+        code, copies = self.code, self.copies
+        return code.n // copies if copies > 1 else code.n - code.stragglers
+
     def cuts(self, size: Fraction, *, whole: bool) -> list[Fraction]:
         """Where a set of this size is cut into the ``k`` partitions, from 0 to its end.
         ``whole``: it consists of examples, which are not cut; a cyclic run of partitions

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from jaxcoded.plan import Plan
-from jaxcoded.simulator import Layout
-from jaxcoded.simulator.network import SECTION_PIECES, SECTIONS_FROM
-from jaxcoded.simulator.sections import pay_in_layers
+from jaxcoded.plan.sections import SECTION_PIECES, SECTIONS_FROM, pay_in_layers
 from jaxcoded.transport.agreement import gathered
 from jaxcoded.transport.options import PIECE, Options
 
@@ -115,7 +113,7 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
     codes = [coding.code for coding in plan.codings if coding is not None]
     if max(layers) and any((code.m, code.parts) != (1, 1) for code in codes):
         return False
-    needs, children = int(Layout.of(plan).needs[0]), len(tree.children[plan.root])
+    needs, children = _needs(plan), len(tree.children[plan.root])
     most = max(below + above for below, above in zip(ports, far))
     return pay_in_layers(needs, children, max(layers), most)
 
@@ -136,5 +134,10 @@ def pays_on_one_host(plan: Plan, cores: int) -> bool:
     """
     if plan.size <= 2 or len(plan.tree.children[plan.root]) < plan.size - 1:
         return False
-    messages = float(Layout.of(plan).needs[0])
-    return (cores - 1) * _ADDING * messages >= _AS_MUCH * (plan.size - 1)
+    return (cores - 1) * _ADDING * _needs(plan) >= _AS_MUCH * (plan.size - 1)
+
+
+def _needs(plan: Plan) -> int:
+    """Messages that suffice for the root's sum."""
+    coding = plan.codings[plan.root]
+    return coding.needs if coding is not None else 0

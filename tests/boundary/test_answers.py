@@ -10,9 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_doctor import RANK
 
-from jaxcoded.cli import asking, doctor, ends, job, launcher
-from jaxcoded.cli.findings import BAD, Finding
 from jaxcoded.errors import CodedError
+from jaxcoded.tools.cli import doctor
+from jaxcoded.tools.doctor.findings import BAD, Finding
+from jaxcoded.tools.launch import asking, ends, job, launcher
 from jaxcoded.transport import agreement
 
 SAID = [{"host": "a", "ports": [1, 2.5]}, "text", None, -1]

@@ -10,7 +10,9 @@ from documents import MOST_WORDS, fuzzed, in_memory, numbers
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from jaxcoded.cli import bench, ends, job, launcher, machine, report
+from jaxcoded.tools.cli import bench, report
+from jaxcoded.tools.doctor import machine
+from jaxcoded.tools.launch import ends, job, launcher
 
 VERSIONS = [
     *("mpirun (Open MPI) 5.0.11", "mpirun (Open MPI) 4.1.4", "another 1.0", ""),

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxcoded import Options
-from jaxcoded.cli import places, rank
+from jaxcoded.tools.launch import places, rank
 
 # What a variable can be: any bytes but 0, and numbers that are none or too large.
 texts = st.text(

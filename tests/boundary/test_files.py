@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from test_report import PLAN, seen
 
 from jaxcoded import Shared, _files, make_plan
-from jaxcoded.cli import analysis
 from jaxcoded.group import record, snapshots
 from jaxcoded.group.telemetry import Telemetry
-from jaxcoded.planner.measurement import Link, Measurement
-from jaxcoded.simulator import Network, stragglers
+from jaxcoded.tools.planner.measurement import Link, Measurement
+from jaxcoded.tools.report import analysis
+from jaxcoded.tools.simulator import Network, stragglers
 
 NAN = float("nan")
 SEEN = {name: np.asarray(value) for name, value in dataclasses.asdict(seen()).items()}

@@ -6,8 +6,8 @@ from documents import fuzzed
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxcoded.cli import display, lines
-from jaxcoded.cli.page import Page
+from jaxcoded.tools.terminal import display, lines
+from jaxcoded.tools.terminal.page import Page
 
 # pieces of what moves a cursor, or looks like what mpirun says
 PARTS = st.binary(max_size=8) | st.sampled_from(

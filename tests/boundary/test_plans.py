@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxcoded import Coded, Plan, Shared, codes, make_plan
 from jaxcoded.plan import Strategy, Uncoded
 from jaxcoded.plan.placement import MOST_BLOCKS
-from jaxcoded.simulator import stragglers
+from jaxcoded.tools.simulator import stragglers
 
 PLANS = [
     make_plan(7, Coded(fanout=3)),

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxcoded import Options, _parse
-from jaxcoded.cli import cluster
-from jaxcoded.simulator import stragglers
+from jaxcoded.tools.cli import cluster
+from jaxcoded.tools.simulator import stragglers
 from jaxcoded.transport import comparing
 from jaxcoded.transport.deadline import ACTIONS, Deadline
 

@@ -9,9 +9,9 @@ from selenium.webdriver.common.by import By
 
 import jaxcoded
 from jaxcoded import codes
-from jaxcoded.simulator import Layout, Network
-from jaxcoded.simulator.sharing import Sharing
-from jaxcoded.simulator.stragglers import Delays
+from jaxcoded.tools.simulator import Layout, Network
+from jaxcoded.tools.simulator.sharing import Sharing
+from jaxcoded.tools.simulator.stragglers import Delays
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "round.html"
 RANKS, BLOCKS, PART = 6, 6, 120.0  # as on the page
@@ -50,7 +50,7 @@ def placement(replicas):
 
 
 def shared_end(replicas, speeds):
-    """When `jaxcoded.simulator` has the sum, in ms; 0 is a rank that is frozen."""
+    """When `jaxcoded.tools.simulator` has the sum, in ms; 0 is a rank that is frozen."""
     job = Sharing(Layout.of(placement(replicas)), INSTANT, RANKS * PART / 1000)
     frozen = np.array([False, *(np.array(speeds) == 0)])
     factors = [1.0, *(1 / speed if speed else 1.0 for speed in speeds)]

@@ -38,8 +38,8 @@ import on_hosts
 from board import Board
 from schedule import FEWEST, MOST, Schedule, schedule
 
-from jaxcoded.cli import launcher
-from jaxcoded.cli.rank import TAKES_IN
+from jaxcoded.tools.launch import launcher
+from jaxcoded.tools.launch.rank import TAKES_IN
 
 OF_A_JOB = 16  # schedules
 HOSTS, OF_JOBS = 3, 10  # on which one of so many jobs is

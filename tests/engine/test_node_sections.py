@@ -12,8 +12,8 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 from simulation import MESSAGE, OWN, RESULT, SECTION, Call, World
 
 from jaxcoded import Coded, make_plan
-from jaxcoded.simulator import Layout, Network
-from jaxcoded.simulator.sections import Sections
+from jaxcoded.tools.simulator import Layout, Network
+from jaxcoded.tools.simulator.sections import Sections
 
 PIECE = 64  # bytes
 

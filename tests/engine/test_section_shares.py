@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoded.simulator import sections, sharing
+from jaxcoded.tools.simulator import sections, sharing
 
 engine = pytest.importorskip(
     "jaxcoded.transport._engine", reason="built without the engine"

@@ -16,9 +16,9 @@ from commands import main
 
 import jaxcoded
 from jaxcoded import _parse
-from jaxcoded.planner import search
-from jaxcoded.planner.candidates import Candidate, candidates, exceeds, sharing
-from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
+from jaxcoded.tools.planner import search
+from jaxcoded.tools.planner.candidates import Candidate, candidates, exceeds, sharing
+from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 
 LIGHT = "exponential(work=0.1)"
 HEAVY = "pareto(shape=1.5, scale=0.3)"
@@ -581,7 +581,7 @@ class Missing:
             raise ImportError(f"{name} is not to be imported")
 
 sys.meta_path.insert(0, Missing())
-from jaxcoded.cli.main import main
+from jaxcoded.tools.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -15,7 +15,7 @@ from uncounted import coded_allreduce
 
 import jaxcoded
 from jaxcoded import GroupMismatch, _parse
-from jaxcoded.planner import automatic, measuring, search
+from jaxcoded.tools.planner import automatic, measuring, search
 from jaxcoded.transport.options import PIECE
 
 RANK = MPI.COMM_WORLD.rank

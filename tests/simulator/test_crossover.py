@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcoded.planner.crossover import sections_pay_from
-from jaxcoded.simulator import Layout, Network, simulate
+from jaxcoded.tools.planner.crossover import sections_pay_from
+from jaxcoded.tools.simulator import Layout, Network, simulate
 
 
 def seconds(layout, network, payload, least):

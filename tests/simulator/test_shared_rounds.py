@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from independent import bounded
 
 import jaxcoded
-from jaxcoded.simulator import Layout, Network, simulate, stragglers
-from jaxcoded.simulator.sharing import Round, Sharing
+from jaxcoded.tools.simulator import Layout, Network, simulate, stragglers
+from jaxcoded.tools.simulator.sharing import Round, Sharing
 
 FREE = Network(latency=0.0, overhead=0.0, call=0.0, bandwidth=np.inf)
 BATCH = 1.2  # seconds for all of it

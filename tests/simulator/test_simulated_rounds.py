@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from independent import bounded
 
 import jaxcoded
-from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
+from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 
 FREE = {"latency": 0.0, "overhead": 0.0, "call": 0.0, "bandwidth": np.inf}
 BY_ROOT = {"sections_from": 0}

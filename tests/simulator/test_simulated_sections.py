@@ -12,10 +12,10 @@ from independent import bounded
 from piece_by_piece import Play
 
 import jaxcoded
-from jaxcoded.planner import search
-from jaxcoded.simulator import Layout, Network, Ring, simulate, stragglers
-from jaxcoded.simulator.network import SECTION_PIECES, SECTIONS_FROM
-from jaxcoded.simulator.sections import Sections, forms_sections
+from jaxcoded.plan.sections import SECTION_PIECES, SECTIONS_FROM
+from jaxcoded.tools.planner import search
+from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
+from jaxcoded.tools.simulator.sections import Sections, forms_sections
 
 # A cable of 200 Mbit/s without the headers of TCP, both ways.
 CABLE = Network(latency=2e-4, bandwidth=200e6 / 8 * 1448 / 1514)

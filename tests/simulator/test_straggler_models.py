@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxcoded.simulator import stragglers
+from jaxcoded.tools.simulator import stragglers
 
 TEXTS = (
     "none",

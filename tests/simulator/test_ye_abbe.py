@@ -5,8 +5,8 @@ import pytest
 from cases import every
 
 from jaxcoded import Coded, make_plan
-from jaxcoded.simulator import Layout, Network, expected_runtime, simulate
-from jaxcoded.simulator.stragglers import Exponential
+from jaxcoded.tools.simulator import Layout, Network, expected_runtime, simulate
+from jaxcoded.tools.simulator.stragglers import Exponential
 
 # Rows: load d = 1 ... 8; columns: slices m = 1 ... d. n = 8, T1 = 1.6 + Exp(0.8),
 # T2 = 6 + Exp(0.1).

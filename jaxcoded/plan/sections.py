@@ -1,0 +1,26 @@
+"""Sums in sections: from which length on, and in which trees they pay (``docs/engine.md``)."""
+
+# Bytes of a sum from which sections pay between hosts, measured in benchmarks/README.md.
+SECTIONS_FROM = 64 << 10
+# Pieces of such a sum for each rank, if they are neither too short nor too long.
+SECTION_PIECES = 8
+# Layers that wait for each other are not all busy all of the time.
+_IN_TURNS = 0.9
+
+
+def pay_in_layers(needs: int, children: int, layers: int, most: int) -> bool:
+    """Whether the ports of a tree between hosts are busy for shorter where its families form sections. They
+    begin once all messages of a parent's children are whole, and its children get the result once all of
+    it is there, so that layers wait for each other, each for as long as a port takes for a vector, on the way
+    up and on the way down. Without sections pieces pipeline through all layers, but all children of a parent
+    fetch all of the result from it.
+
+    Args:
+        needs: messages that suffice for the root's sum,
+        children: of so many.
+        layers: of parents below the root.
+        most: vectors that a port sends without sections, at most.
+    """
+    if not layers:
+        return True
+    return (needs + children) / (1 + children) + 2 * layers < _IN_TURNS * most

@@ -1,0 +1,2 @@
+"""What stands beside the library: the planner, the simulator and the command line. ``import jaxcoded`` imports none of
+them."""

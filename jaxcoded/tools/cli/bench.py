@@ -1,0 +1,187 @@
+"""Measure the links between ranks and how fast each rank is, for jaxcoded plan.
+
+    jaxcoded bench -n 4 --save cluster.json
+
+    jaxcoded plan --measured cluster.json --payload 4MB --compute 1.2
+
+Without -n it measures the ranks of the job that it is started in:
+
+    jaxcoded run -n 4 --hosts a:2,b:2 -m jaxcoded bench --save cluster.json
+
+Ranks half the job apart exchange messages by MPI, all pairs at once; then all ranks compute products
+of matrices at the same time, for about a second. Start as many ranks on each host as the job will
+have: what they take from each other is measured, too.
+"""
+
+import pathlib
+import socket
+from typing import Any
+
+import click
+import numpy as np
+
+from jaxcoded import _format, _require
+from jaxcoded.tools.doctor import machine
+from jaxcoded.tools.launch import asking, launcher, places
+from jaxcoded.tools.planner.measurement import Measurement
+from jaxcoded.tools.terminal import output
+from jaxcoded.tools.terminal.progress import progress
+
+_TURN = 5e-3  # seconds of computing, many times
+_PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.tools.cli.bench"]
+_MANY = 32  # rows of a table
+
+
+@click.command("bench")
+@click.option(
+    *places.RANKS,
+    type=int,
+    help="Ranks to start. Default: none, this is one of a job.",
+)
+@places.options
+@click.option(
+    "--save",
+    metavar="FILE",
+    help="Write what was measured, as JSON, for jaxcoded plan --measured FILE.",
+)
+@output.json_option
+def command(
+    ranks: int | None,
+    save: str | None,
+    json: bool,
+    mpirun: str | None,
+    **where: str | None,
+) -> None:
+    """Measure, and print."""
+    if save is not None and not pathlib.Path(save).absolute().parent.is_dir():
+        raise ValueError(f"--save {save}: there is no such folder")
+    if save is not None and pathlib.Path(save).is_dir():
+        raise ValueError(f"--save {save}: that is a folder: give it a name in there")
+    if ranks is None:
+        if any(value is not None for value in (mpirun, *where.values())):
+            raise ValueError(
+                "--mpirun, --hosts and --hostfile are for ranks that are started here: how "
+                "many? Give -n"
+            )
+        seen = _measured()
+    else:
+        ranks = _require.integer("--ranks", ranks, 2, places.MOST_RANKS)
+        chosen = launcher.found(mpirun)
+        launcher.check_fits(chosen)
+        said = asking.answered(chosen, ranks, _PROGRAM, **where)
+        try:
+            seen = Measurement.from_fields(said)
+        except ValueError:
+            raise asking.unreadable(ranks, said) from None
+    if seen is None:
+        return
+    if save is not None:
+        seen.save(save)
+    if json:
+        output.as_json(_fields(seen))
+        return
+    _show(seen)
+    if save is not None:
+        output.say()
+        output.code(
+            f"jaxcoded plan --measured {save} --payload BYTES --compute SECONDS"
+        )
+
+
+def _measured() -> Measurement | None:
+    """Collective; what rank 0 knows."""
+    from mpi4py import MPI
+
+    from jaxcoded.tools.planner.measuring import measured
+
+    comm = MPI.COMM_WORLD
+    if comm.size < 2:
+        raise ValueError(
+            "links are between ranks, and here is one: give -n 4, or start it with "
+            "jaxcoded run -n 4 -m jaxcoded bench"
+        )
+    with progress("measuring", quiet=comm.rank > 0) as tell:
+        seen = measured(comm, _TURN, tell)
+    return seen if comm.rank == 0 else None
+
+
+def _fields(seen: Measurement) -> dict[str, Any]:
+    """Numbers in seconds and bytes per second."""
+    return {
+        "ranks": len(seen.speeds),
+        "latency": seen.network.latency,
+        "bandwidth": seen.network.bandwidth,
+        "links": [link._asdict() for link in seen.links],
+        "hosts": list(seen.hosts),
+        "speeds": seen.speeds.tolist(),
+        "usual": np.median(seen.stragglers.factors, axis=0).tolist(),
+        "worst": np.quantile(seen.stragglers.factors, 0.99, axis=0).tolist(),
+        "rounds": seen.rounds,
+    }
+
+
+def _show(seen: Measurement) -> None:
+    links = sorted(seen.links, key=lambda link: link.bandwidth)
+    output.table(
+        ["link", "hosts", "latency", "Gb/s"],
+        [
+            [
+                f"{link.rank} – {link.partner}",
+                " – ".join(
+                    dict.fromkeys((seen.hosts[link.rank], seen.hosts[link.partner]))
+                ),
+                _format.seconds(link.latency),
+                _gigabits(link.bandwidth),
+            ]
+            for link in links[:_MANY]
+        ],
+        wraps=["hosts"],
+    )
+    _rest(len(links), "faster links")
+    output.say()
+    factors, speeds = seen.stragglers.factors, seen.speeds
+    order = np.argsort(speeds, kind="stable")
+    output.table(
+        ["rank", "host", "speed", "5 … 95 % of turns", "99 %"],
+        [
+            [
+                str(rank),
+                seen.hosts[rank],
+                f"{speeds[rank]:.2f}",
+                "{:.2f} … {:.2f}".format(*np.quantile(factors[:, rank], [0.05, 0.95])),
+                f"{np.quantile(factors[:, rank], 0.99):.2f}",
+            ]
+            for rank in order[:_MANY].tolist()
+        ],
+    )
+    _rest(len(speeds), "faster ranks")
+    output.say()
+    output.say(
+        "speed: relative to the fastest rank; turns: times as long as the median rank's, in "
+        f"{seen.rounds} turns"
+    )
+    output.say(
+        f"the median link has {_format.seconds(seen.network.latency)} and "
+        f"{_gigabits(seen.network.bandwidth)} Gb/s"
+    )
+    ranks, cores = len(seen.hosts), machine.cores()
+    if set(seen.hosts) == {socket.gethostname()} and ranks > cores:
+        output.say(
+            f"{ranks} ranks take turns on {cores:g} cores, which makes links slow and turns uneven: "
+            "measure with no more ranks than cores, or on the cluster itself"
+        )
+
+
+def _rest(count: int, what: str) -> None:
+    if count > _MANY:
+        output.say(f"and {count - _MANY} {what}")
+
+
+def _gigabits(rate: float) -> str:
+    return f"{rate * 8e-9:.3g}"
+
+
+if __name__ == "__main__":
+    found = _measured()
+    if found is not None:
+        asking.answer(found.to_fields())

@@ -1,0 +1,290 @@
+"""What `jaxcoded plan` and `jaxcoded simulate` are told of a job, in options."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import click
+
+from jaxcoded import _format, _require, codes
+from jaxcoded._parse import count, number_of_bytes, number_of_seconds
+from jaxcoded.tools.cli import docstrings
+from jaxcoded.tools.launch import places
+from jaxcoded.tools.planner.measurement import Measurement
+from jaxcoded.tools.simulator import Network, stragglers
+
+# Not from NumPy, which does not know bfloat16.
+_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_FILE = click.Path(exists=True, dir_okay=False)
+_GIGABITS = 10.0
+_NOBODY = "none, as no --model, --trace or --measured tells of any"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """A job, and what it runs on.
+
+    Attributes:
+        ranks: how many.
+        payload: bytes that are summed in every step.
+        work: seconds that one usual rank would take for the whole batch.
+        network: between the ranks.
+        stragglers: a model of them.
+        model: how they were named.
+        seed: of the draws, and of random codes.
+    """
+
+    ranks: int
+    payload: float
+    work: float
+    network: Network
+    stragglers: stragglers.Stragglers
+    model: str
+    seed: int
+
+    @property
+    def words(self) -> str:
+        """The job in one line, so that one sees what was not meant."""
+        it = self.network
+        sends = it.bandwidth if it.send_bandwidth is None else it.send_bandwidth
+        links = f"{8e-9 * it.bandwidth:.3g} Gb/s"
+        if sends != it.bandwidth:
+            links += f" and to send {8e-9 * sends:.3g} Gb/s"
+        return (
+            f"{self.ranks} ranks sum {_format.size(self.payload)} in every step, and the whole batch would take one "
+            f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(it.latency)}; stragglers: "
+            + self.model
+        )
+
+
+class Command(click.Command):
+    """A command that is told of a `Cluster`, and lists the models and the codes in its help."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for option in reversed(_OPTIONS):
+            self.params.insert(0, option)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        told = {
+            str(option.name): ctx.params.pop(str(option.name)) for option in _OPTIONS
+        }
+        ctx.params["cluster"] = _cluster(**told)
+        return super().invoke(ctx)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, entries in (("Models", models()), ("Codes", named_codes())):
+            with formatter.section(title):
+                formatter.write_dl(list(entries))
+
+
+def models() -> Iterator[tuple[str, str]]:
+    """Each model of stragglers as it is written, and what it is."""
+    for name, model in stragglers.MODELS.items():
+        yield _call(name, model), _sentence(model)
+
+
+def named_codes() -> Iterator[tuple[str, str]]:
+    """Each code as it is written, but for what all codes of a plan share, and what it is."""
+    for name in codes.NAMES:
+        code = getattr(codes, name)
+        yield _call(name, code, _COMMON), _sentence(code)
+
+
+def _call(name: str, what: Callable[..., Any], without: Collection[str] = ()) -> str:
+    arguments = [
+        each.name if each.default is each.empty else f"{each.name}={each.default!r}"
+        for each in inspect.signature(what).parameters.values()
+        if each.name not in without
+    ]
+    return f"{name}({', '.join(arguments)})" if arguments else name
+
+
+def _sentence(what: object) -> str:
+    """The first one of its docstring."""
+    paragraph, *_ = docstrings.of(what).split("\n\n")
+    first, *_ = re.split(r"(?<=\.) (?=[A-Z])", " ".join(paragraph.split()))
+    return first.replace("``", "").replace("`", "")
+
+
+_COMMON = ("n", "stragglers", "slices", "seed")
+_OPTIONS = (
+    click.Option(
+        [*places.RANKS],
+        type=int,
+        help=f"Ranks in the job, up to {places.MOST_RANKS:,}. Default: those of --measured.",
+    ),
+    click.Option(
+        ["--payload"],
+        metavar="BYTES",
+        help="What is summed in every step, such as 4e6 or 4MB.",
+    ),
+    click.Option(
+        ["--parameters"],
+        metavar="COUNT",
+        help="Instead of --payload: of the model whose gradient is summed in every step, such as "
+        "25M or 7B (billions).",
+    ),
+    click.Option(
+        ["--dtype"],
+        type=click.Choice(list(_ITEM_BYTES)),
+        help="Type of the gradient, with --parameters. Default: float32.",
+    ),
+    click.Option(
+        ["--compute"],
+        required=True,
+        metavar="SECONDS",
+        help="What one usual rank would take for the gradient of the whole batch on its own, "
+        "such as 1.2 or 500ms: about the uncoded computation of a step times the number of "
+        "ranks.",
+    ),
+    click.Option(
+        ["--model"],
+        metavar="MODEL",
+        help="Model of the stragglers: one of those below, such as 'pareto(shape=1.5)' or "
+        "'bursty(begin=0.01) + fixed(factor=3)'. Default: those of --measured, or none.",
+    ),
+    click.Option(
+        ["--trace"],
+        type=_FILE,
+        help="Instead of a model: how many times as long ranks took, a line for each step and a "
+        "column for each rank, .npy or text with commas.",
+    ),
+    click.Option(
+        ["--measured"],
+        type=_FILE,
+        help="Links and ranks that jaxcoded bench --save has measured.",
+    ),
+    click.Option(
+        ["--gigabits"], type=float, help=f"Gb/s of a link. Default: {_GIGABITS:g}."
+    ),
+    click.Option(
+        ["--send-gigabits"],
+        type=float,
+        help="Gb/s that a port can send. Default: the same.",
+    ),
+    click.Option(
+        ["--latency"],
+        type=float,
+        help="Seconds until a small message is there. Default: 50e-6.",
+    ),
+    click.Option(
+        ["--seed"],
+        type=int,
+        default=0,
+        show_default=True,
+        help="Seed of the draws, and of random codes.",
+    ),
+)
+
+
+def _cluster(
+    *,
+    ranks: int | None,
+    payload: str | None,
+    parameters: str | None,
+    dtype: str | None,
+    compute: str,
+    model: str | None,
+    trace: str | None,
+    measured: str | None,
+    gigabits: float | None,
+    send_gigabits: float | None,
+    latency: float | None,
+    seed: int,
+) -> Cluster:
+    only_one(payload=payload, parameters=parameters)
+    only_one(model=model, trace=trace)
+    seen = None if measured is None else Measurement.load(measured)
+    if ranks is None:
+        if seen is None:
+            raise ValueError("how many ranks? Give --ranks, or --measured with a file")
+        ranks = len(seen.speeds)
+    ranks = _require.integer("--ranks", ranks, 2, places.MOST_RANKS)
+    return Cluster(
+        ranks,
+        _payload(payload, parameters, dtype),
+        number_of_seconds("--compute", compute),
+        _network(seen, gigabits, send_gigabits, latency),
+        *_stragglers(ranks, model, trace, measured, seen),
+        _require.integer("--seed", seed, 0),
+    )
+
+
+def only_one(**given: Any) -> None:
+    """Raise if more than one of these options is there.
+
+    Raises:
+        ValueError: the message names two of them.
+    """
+    names = [
+        f"--{name.replace('_', '-')}"
+        for name, value in given.items()
+        if value is not None
+    ]
+    if len(names) > 1:
+        raise ValueError(f"{names[1]} cannot go with {names[0]}: leave one of them out")
+
+
+def _payload(payload: str | None, parameters: str | None, dtype: str | None) -> float:
+    if parameters is not None:
+        size = _ITEM_BYTES[dtype or "float32"]
+        return _require.positive(
+            "--parameters", count("--parameters", parameters) * size
+        )
+    if payload is None:
+        raise ValueError(
+            "how much is summed? Give --payload, such as 4MB, or --parameters, such as 25M"
+        )
+    if dtype is not None:
+        raise ValueError(
+            f"--dtype={dtype} goes with --parameters: --payload is in bytes already"
+        )
+    return number_of_bytes("--payload", payload)
+
+
+def _network(
+    seen: Measurement | None,
+    gigabits: float | None,
+    send_gigabits: float | None,
+    latency: float | None,
+) -> Network:
+    """As measured, or as usual, but for what is given."""
+    network = Network.of(_GIGABITS) if seen is None else seen.network
+    changes: dict[str, float] = {}
+    if gigabits is not None:
+        rate = _require.positive("--gigabits", gigabits) * 1e9 / 8
+        changes |= {"bandwidth": rate, "send_bandwidth": rate}
+    if send_gigabits is not None:
+        rate = _require.positive("--send-gigabits", send_gigabits) * 1e9 / 8
+        changes["send_bandwidth"] = rate
+    if latency is not None:
+        changes["latency"] = _require.not_negative("--latency", latency)
+    return dataclasses.replace(network, **changes)  # type: ignore[arg-type]
+
+
+def _stragglers(
+    ranks: int,
+    model: str | None,
+    trace: str | None,
+    measured: str | None,
+    seen: Measurement | None,
+) -> tuple[stragglers.Stragglers, str]:
+    """A model, and how it was named."""
+    if trace is not None:
+        found: Any = stragglers.Trace(trace)
+        columns = found.table.shape[1]
+    elif model is not None:
+        return stragglers.named(model), model
+    elif seen is None:
+        return stragglers.named("none"), _NOBODY
+    else:
+        found, columns, trace = seen.stragglers, len(seen.speeds), measured
+    if columns != ranks:
+        raise ValueError(
+            f"{trace} has {columns} columns, and --ranks is {ranks}: it must have one for "
+            "each rank, or give a --model of the stragglers"
+        )
+    return found, f"those of {trace}"

@@ -1,0 +1,190 @@
+"""Say whether everything is there that jaxcoded needs, and what to do where it is not.
+
+    jaxcoded doctor -n 4
+
+Looks at the installation and the machine, then starts so many ranks, which sum with each other.
+The status is 1 if something is bad.
+"""
+
+import ast
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from jaxcoded import _format, _require
+from jaxcoded.tools.doctor import findings, machine
+from jaxcoded.tools.doctor.findings import BAD, GOOD, NOTE, Finding
+from jaxcoded.tools.launch import asking, launcher, misfits, places
+from jaxcoded.tools.terminal import output
+
+_PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.tools.doctor.trial"]
+
+
+@click.command("doctor")
+@click.option(
+    *places.RANKS,
+    type=int,
+    default=2,
+    show_default=True,
+    help="Ranks that sum with each other.",
+)
+@places.options
+@output.json_option
+def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> int:
+    """Print what was found, and return the status."""
+    ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
+    chosen: launcher.Launcher | str
+    try:
+        chosen = launcher.found(mpirun)
+    except ValueError as error:
+        chosen = str(error)
+    found = list(machine.examined(ranks, chosen))
+    if isinstance(chosen, str) or any(each.state == BAD for each in found):
+        words = "were not started, for what is bad above"
+        found.append(Finding("ranks", BAD, words, "mend that first"))
+    else:
+        found += _tried(ranks, chosen, where)
+    if json:
+        output.as_json([dataclasses.asdict(each) for each in found])
+    else:
+        findings.show(found)
+    return int(any(each.state == BAD for each in found))
+
+
+def _tried(
+    ranks: int, mpirun: launcher.Launcher, where: dict[str, str | None]
+) -> Iterator[Finding]:
+    """What a job of so many ranks says."""
+    try:
+        everything = asking.answered(mpirun, ranks, _PROGRAM, **where)
+        if not (isinstance(everything, list) and all(map(_is_of_rank, everything))):
+            raise asking.unreadable(ranks, everything)
+    except asking.NoAnswer as failure:
+        yield Finding("ranks", BAD, failure.found, failure.remedy)
+        if kinds := misfits.suspects():
+            words = f"MPI and mpirun read {misfits.listed(kinds.values())}"
+            yield Finding("variables", NOTE, words, "try without them")
+        return
+    yield from _of_ranks(ranks, everything)
+
+
+def _is_of_rank(found: Any) -> bool:
+    """Whether it is what a rank of this jaxcoded has found, see `jaxcoded.tools.doctor.trial`."""
+    return (
+        isinstance(found, dict)
+        and all(isinstance(found.get(key), kind) for key, kind in _KINDS.items())
+        and all(isinstance(each, str) for each in found["devices"])
+        and len(found["took"]) == 2
+        and all(map(_require.is_positive, found["took"]))
+    )
+
+
+def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Of what each rank has found: what is the same on all of them is said once."""
+
+    def said(key: str) -> Iterator[tuple[str, str]]:
+        """Each text but the empty one, and the ranks that say it."""
+        who = collections.defaultdict(list)
+        for each in everything:
+            who[str(each[key])].append(each["rank"])
+        for words, those in who.items():
+            if words:
+                yield words, "" if len(those) == ranks else f"ranks {those}: "
+
+    if len(everything) != ranks:
+        yield Finding(
+            "ranks",
+            BAD,
+            f"{ranks} were started, and MPI sees {len(everything)}",
+            "use the mpirun of the MPI that mpi4py was built for: --mpirun",
+        )
+        return
+    hosts = sorted({each["host"] for each in everything})
+    yield Finding("ranks", GOOD, f"{ranks} on {', '.join(hosts)}")
+    libraries = [who + words for words, who in said("library")]
+    one = len(libraries) == 1
+    yield Finding(
+        "MPI",
+        GOOD if one else BAD,
+        "; ".join(libraries),
+        "" if one else "install the same MPI, mpi4py and jaxcoded on all hosts",
+    )
+    for words, who in said("threads"):
+        many = words == machine.MULTIPLE
+        yield Finding(
+            "MPI threads",
+            GOOD if many else NOTE,
+            who + words,
+            ""
+            if many
+            else "the engine needs MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level as it is, or "
+            "use an MPI that is built for it",
+        )
+    for name, state in (("mpi4jax", BAD), ("engine", NOTE), ("cuda_aware", BAD)):
+        for words, who in said(name):
+            yield Finding(name.replace("_", "-"), state, who + words, _REMEDIES[name])
+    if not any(each["engine"] for each in everything):
+        yield Finding("engine", GOOD, "can be used")
+    if not all(each["reads"] for each in everything):
+        yield Finding(
+            "reading",
+            NOTE,
+            "ranks of one host cannot read each other's memory: long messages are copied once more",
+            "in a container allow process_vm_readv: docker run --cap-add=SYS_PTRACE",
+        )
+    else:
+        yield Finding("reading", GOOD, "ranks of one host read each other's memory")
+    for words, who in said("devices"):
+        kinds = collections.Counter(ast.literal_eval(words))
+        listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+        yield Finding("devices", GOOD, f"{who}{listed} each")
+    idle = [
+        each["rank"]
+        for each in everything
+        if each["driver"] and each["backend"] == "cpu"
+    ]
+    if idle:
+        yield Finding(
+            "GPUs",
+            NOTE,
+            f"ranks {idle}: there is a driver of NVIDIA's, and JAX sees only CPUs",
+            'pip install "jax[cuda13]" or "jax[cuda12]", as the driver allows; and leave JAX_PLATFORMS and '
+            "CUDA_VISIBLE_DEVICES unset",
+        )
+    wrong = sum(each["wrong"] for each in everything)
+    small, large = (
+        _format.seconds(max(each["took"][i] for each in everything)) for i in (0, 1)
+    )
+    transport = everything[0]["transport"]
+    yield Finding(
+        "sums",
+        BAD if wrong else GOOD,
+        f"{wrong} of them are wrong"
+        if wrong
+        else f"exact on all ranks, by {transport}; {small} for a number, {large} for 4 MiB",
+        "memory, a network or the MPI spoils numbers: find the host with fewer --hosts at a time, and try "
+        "another MPI"
+        if wrong
+        else "",
+    )
+
+
+_KINDS = {
+    **dict.fromkeys(
+        ("host", "library", "engine", "mpi4jax", "cuda_aware", "threads", "backend"),
+        str,
+    ),
+    **dict.fromkeys(("rank", "wrong"), int),
+    **dict.fromkeys(("devices", "took"), list),
+    "transport": str,
+    **dict.fromkeys(("reads", "driver"), bool),
+}
+_REMEDIES = {
+    "mpi4jax": "install it again, built for this MPI: pip install --no-cache-dir --no-binary "
+    "mpi4jax --no-build-isolation mpi4jax",
+    "engine": "without it groups use mpi4jax, wait for everybody, and share no work. docs/engine.md",
+    "cuda_aware": "MPI4JAX_USE_CUDA_MPI=0, or an MPI that is built with CUDA",
+}

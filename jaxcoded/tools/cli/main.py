@@ -1,0 +1,130 @@
+"""The command line: ``jaxcoded COMMAND``, or ``python -m jaxcoded COMMAND``."""
+
+import functools
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import click
+
+import jaxcoded
+from jaxcoded.tools.cli import docstrings
+from jaxcoded.tools.terminal import plain
+
+# Each is a module of jaxcoded.tools.cli, whose docstring is its help, with a `command`.
+COMMANDS = ("doctor", "run", "bench", "plan", "simulate", "report")
+_USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
+
+
+class _Formatter(click.HelpFormatter):
+    """Help in characters that standard output has: click would print others to an ASCII terminal."""
+
+    def getvalue(self) -> str:
+        return plain.words(super().getvalue())
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are asked for; an error is one line."""
+
+    context_class = _Context
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(
+            f"jaxcoded.tools.cli.{cmd_name}"
+        ).command
+        command.help = _help(cmd_name)
+        command.context_class = _Context
+        return command
+
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, _help(name).splitlines()[0]) for name in COMMANDS]
+            )
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = "jaxcoded",
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        plain.use()
+        given = sys.argv[1:] if args is None else list(args)
+        run = functools.partial(
+            super().main, given, prog_name, complete_var, False, **extra
+        )
+        return _ended(run, given) if standalone_mode else run()
+
+
+def _ended(run: Callable[[], Any], given: list[str]) -> NoReturn:
+    """Run, and exit with its status: 2 after wrong use, 1 after a failure."""
+    try:
+        sys.exit(run() or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(_USAGE)
+    except click.UsageError as error:
+        place = error.ctx.command_path if error.ctx else "jaxcoded"
+        words = " ".join(error.format_message().split()).removesuffix(".")
+        _fail(given, f"{words} ({place} --help tells more)", _USAGE)
+    except click.Abort:
+        _fail(given, "interrupted", _INTERRUPTED)
+    except ValueError as error:
+        # Python and NumPy raise others than ValueError itself, such as UnicodeEncodeError
+        kind = type(error)
+        ours = kind is ValueError or kind.__module__.startswith("jaxcoded.")
+        _fail(given, str(error), _USAGE if ours else _FAILURE)
+    except BrokenPipeError:  # nobody reads on
+        sys.stdout = sys.stderr
+        sys.exit(_FAILURE)
+    except (click.ClickException, OSError, ImportError) as error:
+        _fail(given, str(error), _FAILURE)
+
+
+def _fail(given: list[str], words: str, status: int) -> NoReturn:
+    name = " ".join(["jaxcoded", *(word for word in given[:1] if word in COMMANDS)])
+    print(f"{name}: {words}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _help(name: str) -> str:
+    return docstrings.of_module(pathlib.Path(__file__).with_name(f"{name}.py"))
+
+
+def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(f"jaxcoded {jaxcoded.__version__}")
+        ctx.exit()
+
+
+@click.group(
+    "jaxcoded",
+    cls=_Commands,
+    help="Coded collective operations for JAX over MPI.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version.",
+)
+def main() -> None:
+    """Run the command that is asked for."""

@@ -1,0 +1,197 @@
+"""Find the strategy of a job: whether to share its work, to take a code and which one, or neither.
+
+The job is simulated with shared work, with many trees and codes, and without a code: ring
+all-reduce and uncoded trees. docs/planning.md tells how, and what is not looked at.
+
+    jaxcoded plan -n 13 --payload 4MB --compute 1.2 --model pareto
+
+Without a --model it takes the links and ranks that jaxcoded bench has measured (--measured FILE), or
+that all are alike.
+"""
+
+import math
+from typing import Any
+
+import click
+
+from jaxcoded import _format, _require
+from jaxcoded._parse import number_of_seconds
+from jaxcoded.tools.cli.cluster import Cluster, Command
+from jaxcoded.tools.planner import Estimate, LeftOut, Ranking, best_plans
+from jaxcoded.tools.simulator.sections import IN_SECTIONS
+from jaxcoded.tools.terminal import output
+from jaxcoded.tools.terminal.progress import progress
+from jaxcoded.transport.options import PIECE
+
+_HEADER = (
+    *("", "strategy", "code", "piece", "step", "± error"),
+    *("5 … 95 %", "load", "message", "κ"),
+)
+_LEGEND = (
+    "→: the advice, which is the fastest; nothing coded or shared unless that is certain to be faster; no more "
+    "replicas where fewer take up to 5 % longer\n"
+    "Coded: stragglers children of each parent may be late; Shared: others compute a late rank's blocks, "
+    "and replicas of them hold its data; Uncoded: all are waited for\n"
+    "piece: the bytes in which messages move\n"
+    "step: mean of up to {} simulated steps; 5 … 95 %: of them; load: part of the batch that the busiest rank "
+    "computes; κ: how much rounding may grow"
+)
+
+
+@click.command("plan", cls=Command)
+@click.option(
+    "--replicas",
+    type=int,
+    help="Other ranks that may hold each rank's part of the batch, to share the work; 0: no "
+    "shared work. Default: all.",
+)
+@click.option(
+    "--reading",
+    metavar="SECONDS",
+    help="What a rank would take to read the data of the whole batch, of which it reads in "
+    "every step what it holds. Default: 0.",
+)
+@click.option(
+    "--top", type=int, default=5, show_default=True, help="Coded plans to show."
+)
+@output.json_option
+def command(
+    cluster: Cluster,
+    replicas: int | None,
+    reading: str | None,
+    top: int,
+    json: bool,
+) -> None:
+    """Print the ranking."""
+    _require.integer("--top", top, 1)
+    with progress("planning") as tell:
+        ranking = best_plans(
+            cluster.ranks,
+            cluster.payload,
+            cluster.work,
+            cluster.network,
+            cluster.stragglers,
+            seed=cluster.seed,
+            replicas=replicas,
+            reading=0.0 if reading is None else number_of_seconds("--reading", reading),
+            progress=tell,
+        )
+    if json:
+        _as_json(ranking, top, cluster.seed)
+        return
+    output.say(cluster.words)
+    output.say()
+    _as_text(ranking, top, cluster.seed)
+
+
+def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
+    """The best of the coded ones, and of each uncoded and shared one."""
+    coded = [e for e in ranking.estimates if e.candidate.coded][:top]
+    uncoded: dict[int, Estimate] = {}
+    for estimate in ranking.estimates:
+        if estimate.candidate.plain:
+            uncoded.setdefault(estimate.candidate.fanout, estimate)
+    shared = [e for e in ranking.estimates if e.candidate.shared]
+    shown = [*coded, *shared, *uncoded.values()]
+    return [e for e in ranking.estimates if e in shown]
+
+
+def _python(ranking: Ranking, seed: int) -> str:
+    """The line that makes the group."""
+    it = ranking.best.candidate
+    if not it.tree:
+        return "jaxcoded.baselines.ring_allreduce(gradients, comm)"
+    options = ""
+    if it.piece != PIECE:
+        options = f", options=Options(piece_bytes={it.piece})"
+    return f"CodedGroup(comm, {it.strategy(seed)!r}{options})"
+
+
+def _as_text(ranking: Ranking, top: int, seed: int) -> None:
+    chosen = _chosen(ranking, top)
+    output.table(
+        _HEADER,
+        [_row(e, ranking.best) for e in chosen],
+        wraps=["strategy", "code"],
+        extra=["piece", "message", "5 … 95 %"],
+        best=chosen.index(ranking.best),
+    )
+    output.say()
+    output.say(_LEGEND.format(max(len(e.seconds) for e in ranking.estimates)))
+    if ranking.best.in_sections:
+        output.say(f"{ranking.best.name}: {IN_SECTIONS}")
+    output.say()
+    output.say(ranking.verdict)
+    output.code(_python(ranking, seed))
+
+
+def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
+    it = estimate.candidate
+    low, high = estimate.usual
+    return (
+        "→" if estimate is best else "",
+        it.name,
+        estimate.code if it.tree else "–",
+        f"{it.piece >> 10} KiB" if it.tree else "–",
+        _seconds(estimate.step),
+        _seconds(estimate.error),
+        _span(low, high),
+        f"{estimate.load:.3g}",
+        _format.size(estimate.message),
+        f"{estimate.amplification:.3g}",
+    )
+
+
+def _as_json(ranking: Ranking, top: int, seed: int) -> None:
+    output.as_json(
+        {
+            "ranks": ranking.ranks,
+            "payload": ranking.payload,
+            "compute": ranking.work,
+            "code": ranking.best.candidate.coded,
+            "verdict": ranking.verdict,
+            "python": _python(ranking, seed),
+            "best": _fields(ranking.best),
+            "left_out": _left_out(ranking.left_out),
+            "ranking": [_fields(e) for e in _chosen(ranking, top)],
+        }
+    )
+
+
+def _left_out(it: LeftOut | None) -> dict[str, Any] | None:
+    if it is None:
+        return None
+    return {
+        "strategy": it.candidate.name,
+        "gain": output.finite(it.gain),
+        "ranks": it.ranks or None,
+    }
+
+
+def _fields(estimate: Estimate) -> dict[str, Any]:
+    """Numbers in seconds and bytes; those that do not end are null."""
+    it = estimate.candidate
+    low, high = estimate.usual
+    times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}
+    return {
+        "strategy": it.name if it.tree else None,
+        "code": estimate.code,
+        "piece": it.piece if it.tree else None,
+        "in_sections": estimate.in_sections,
+        **{key: output.finite(value) for key, value in times.items()},
+        "load": estimate.load,
+        "held": estimate.held,
+        "message": estimate.message,
+        "amplification": estimate.amplification,
+    }
+
+
+def _span(low: float, high: float) -> str:
+    if not math.isfinite(high):
+        return f"{_seconds(low)} … never"
+    size, unit = _format.unit(high)
+    return f"{low / size:.3g} … {high / size:.3g} {unit}"
+
+
+def _seconds(value: float) -> str:
+    return _format.seconds(value, "never")

@@ -1,0 +1,602 @@
+"""Which ranks straggled in a job, what coding saved, and how long other plans would have taken.
+
+Reads what group.telemetry().save(FILE) wrote: the file of the root, and those of other
+ranks of the same job, as many as there are. Prints a summary and draws pictures.
+
+    jaxcoded report rank-*.npz --out pictures
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import numpy as np
+
+from jaxcoded import _format
+from jaxcoded._format import seconds, unit
+from jaxcoded.group.telemetry import Telemetry
+from jaxcoded.plan import Plan
+from jaxcoded.plan.placement import Placement
+from jaxcoded.tools.report import analysis
+from jaxcoded.tools.report.pictures import COLOURS, picture
+from jaxcoded.tools.terminal import output
+
+_BLUE, _RED, _GREEN = COLOURS[:3]
+_GREY = "0.75"
+_ROWS = 30  # of ranks in a picture; the others share one
+_POINTS = 3000  # of a row
+_COLUMNS = 200  # of rounds in a picture
+
+
+@click.command("report")
+@click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=pathlib.Path),
+    default="report",
+    show_default=True,
+    metavar="FOLDER",
+    help="Where pictures go.",
+)
+@output.json_option
+def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> None:
+    """Say what the files show, and draw it."""
+    found = _found(_loaded(files))
+    pictures = _draw(found, out)
+    if json:
+        output.as_json(_fields(found) | {"pictures": list(map(str, pictures))})
+        return
+    _say(found)
+    for path in pictures:
+        output.say(f"wrote {path}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What there is to say.
+
+    Attributes:
+        files: the telemetry, the root's first.
+        root: of the plan.
+        shared: whether ranks compute blocks of each other.
+        placement: of the blocks.
+        savings: of each parent what its code saved.
+        late: see `analysis.too_late`.
+        measured: seconds of a round; NaN if not known.
+        plans: the one that the job had first; none where they cannot be replayed.
+    """
+
+    files: list[Telemetry]
+    root: int
+    shared: bool
+    placement: Placement
+    savings: dict[int, analysis.Savings]
+    late: np.ndarray
+    measured: float
+    plans: list[analysis.Predicted]
+
+    @property
+    def parents(self) -> list[Telemetry]:
+        """The files of ranks with children."""
+        return [seen for seen in self.files if len(seen.children)]
+
+    @property
+    def off(self) -> float:
+        """How far the replay of the job's own plan is from the job."""
+        return analysis.disagreement(self.measured, self.plans[0].seconds)
+
+    @property
+    def ranked(self) -> list[analysis.Predicted]:
+        """The plans, if their order can be trusted."""
+        known = self.plans and self.off <= analysis.WRONG and not self.unknown
+        return self.plans if known else []
+
+    @property
+    def unknown(self) -> list[int]:
+        """Ranks without which nothing can be said of other plans."""
+        return analysis.unknown(self.files)
+
+
+def _found(files: list[Telemetry]) -> _Found:
+    plan = Plan.from_json(files[0].plan)
+    root, shared = plan.root, plan.strategy.by_blocks
+    savings = {}
+    for seen in files:
+        if len(seen.children) and not np.isnan(seen.lateness).all():
+            saved = analysis.savings(seen, files)
+            # where work is shared a late child would have had more to do
+            if len(saved.rounds) and not shared:
+                savings[seen.rank] = saved
+    known = files[0].rank == root and not shared
+    return _Found(
+        files,
+        root,
+        shared,
+        plan.placement,
+        savings,
+        analysis.too_late(files),
+        analysis.step_seconds(files[0]) if known else np.nan,
+        analysis.compare(files) if known else [],
+    )
+
+
+def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
+    """All pictures there are; where they are."""
+    pictures = []
+    for seen in found.parents if not found.shared else []:
+        if np.isnan(seen.lateness).all():
+            continue
+        pictures.append(out / f"arrivals-{seen.rank}.png")
+        _draw_arrivals(pictures[-1], seen)
+        if seen.rank in found.savings:
+            pictures.append(out / f"savings-{seen.rank}.png")
+            _draw_savings(pictures[-1], seen, found.savings[seen.rank])
+    if found.shared and found.files[0].divided.any():
+        pictures.append(out / "blocks.png")
+        _draw_blocks(pictures[-1], found.files[0], found.placement)
+    if not (found.shared or np.isnan(found.late).all()):
+        pictures.append(out / "stragglers.png")
+        _draw_stragglers(pictures[-1], found.files[0], found.late)
+    if found.ranked:
+        pictures.append(out / "plans.png")
+        _draw_plans(pictures[-1], found.measured, found.ranked)
+    return pictures
+
+
+def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
+    """The files' telemetry, the root's first, then in the order of the ranks."""
+    files = [Telemetry.load(path) for path in paths]
+    Plan.from_json(files[0].plan)  # an error before anything is written
+    ranks: set[int] = set()
+    for path, seen in zip(paths, files):
+        if seen.plan != files[0].plan:
+            raise ValueError(
+                f"{path} is of another job, or of another plan, than {paths[0]}"
+            )
+        if seen.rank in ranks:
+            raise ValueError(f"{path} is of rank {seen.rank}, as is a file before it")
+        ranks.add(seen.rank)
+    return sorted(files, key=lambda seen: (seen.parents[seen.rank] >= 0, seen.rank))
+
+
+# In words.
+
+
+def _say(found: _Found) -> None:
+    for seen in found.parents or found.files[:1]:
+        for line in seen.summary().splitlines():
+            # links do not matter here, and may be many
+            if not line.startswith("from rank "):
+                output.say(line)
+        if seen.rank in found.savings:
+            output.say(_savings_in_words(seen, found.savings[seen.rank]))
+    if found.shared:
+        output.say(
+            "what sharing the work saved, and how long other plans would have taken, is not "
+            "in these files: jaxcoded plan simulates it"
+        )
+    elif found.files[0].rank != found.root:
+        output.say(
+            f"how other plans would have done takes the file of rank {found.root}, the root"
+        )
+    elif found.plans:
+        replayed = found.plans[0].seconds
+        output.say(_replay_in_words(found.measured, replayed, found.off))
+        if found.unknown and found.off <= analysis.WRONG:
+            output.say(
+                f"{_format.ranks(found.unknown)} came too late in most rounds, and nothing here tells "
+                "how slow: how other plans would have done takes their own files, too"
+            )
+        if found.ranked:
+            _say_plans(found)
+    else:
+        output.say("too few rounds to replay them with other plans")
+
+
+def _fields(found: _Found) -> dict[str, Any]:
+    """Seconds and parts of rounds; what is not known, or does not end, is null."""
+    first = found.files[0]
+    return {
+        "ranks": len(first.parents),
+        "shared": found.shared,
+        "rounds": [len(seen.rounds) for seen in found.files],
+        "files": [seen.rank for seen in found.files],
+        "too_late": list(map(output.finite, found.late.tolist())),
+        "speeds": first.speeds.tolist(),
+        "savings": [
+            {
+                "rank": rank,
+                "rounds": len(saved.rounds),
+                "avoided": saved.avoided,
+                "share": saved.share,
+                "stuck": saved.stuck,
+                "inferred": int(saved.inferred.sum()),
+            }
+            for rank, saved in found.savings.items()
+        ],
+        "round": output.finite(found.measured),
+        "replayed": output.finite(found.plans[0].seconds) if found.plans else None,
+        "plans": [
+            {
+                "name": plan.name,
+                "load": plan.load,
+                "seconds": output.finite(plan.seconds),
+                "actual": plan.actual,
+            }
+            for plan in found.ranked
+        ],
+    }
+
+
+def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
+    ended = np.isfinite(saved.uncoded)
+    text = (
+        f"rank {seen.rank} waited {seconds(saved.coded[ended].sum())} for its sums in "
+        f"{ended.sum()} rounds, and would have waited {seconds(saved.uncoded[ended].sum())} for "
+        f"all of its children: coding avoided {seconds(saved.avoided)} ({saved.share:.0%})"
+    )
+    guessed = int(saved.inferred[ended].sum())
+    if guessed:
+        text += f", told in {guessed} rounds from what the last child usually takes"
+    if saved.stuck is not None:
+        text += f"; from round {saved.stuck} on an uncoded sum would not have ended"
+    return text
+
+
+def _replay_in_words(measured: float, replayed: float, off: float) -> str:
+    """How near the replay of the plan as it was comes, and what follows from it."""
+    if not np.isfinite(measured):
+        return "how long a round took is not known, nor how near its replay comes"
+    text = f"a round took {seconds(measured)}; replayed with the same plan "
+    if np.isfinite(replayed):
+        text += f"{seconds(replayed)} ({replayed / measured - 1:+.1%})"
+    else:
+        text += "it does not end"
+    if off <= analysis.UNUSUAL:
+        return text
+    text += (
+        ". The replay knows work, messages and bandwidth; not what else ranks wait for, "
+        "such as processes that share their cores"
+    )
+    if off <= analysis.WRONG:
+        return text + ": plans that differ by no more may come in another order"
+    return text + ". It is too far off to say how other plans would have done"
+
+
+def _say_plans(found: _Found) -> None:
+    took = analysis.work(found.files)
+    for source, known in (("step time", "only the step time"), ("others", "nothing")):
+        ranks = [rank for rank, it in enumerate(took.source) if it == source]
+        if ranks:
+            output.say(
+                f"of {_format.ranks(ranks)} {known} is known: their own files, or those of "
+                "their parents, may say more"
+            )
+    plans = sorted(found.ranked, key=lambda plan: plan.seconds)
+    output.say()
+    output.table(
+        ["plan", "load", "a round"],
+        [
+            [
+                plan.name,
+                f"{plan.load:.4f}",
+                seconds(plan.seconds)
+                if np.isfinite(plan.seconds)
+                else _endless(took, plan),
+            ]
+            for plan in plans
+        ],
+        wraps=["plan"],
+        best=0,
+    )
+    output.say()
+
+
+def _endless(took: analysis.Work, plan: analysis.Predicted) -> str:
+    return f"does not end in round {took.rounds[plan.ended]}"
+
+
+# In pictures.
+
+
+def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
+    """When each child's message came, relative to the sum."""
+    late = seen.lateness[~np.isnan(seen.decided)]
+    came = np.where(np.isfinite(late), late, np.nan)
+    share = (late > 0).mean(axis=0)
+    order = np.lexsort((_medians(came), share))  # the latest at the top
+    rows = [order[-_ROWS:][i : i + 1] for i in range(min(_ROWS, len(order)))]
+    names = [f"rank {seen.children[row[0]]}" for row in rows]
+    if len(order) > _ROWS:
+        rows.insert(0, order[:-_ROWS])
+        names.insert(0, f"{len(order) - _ROWS} others")
+    size, name = unit(np.nanmax(np.abs(came), initial=0.0))
+    rng = np.random.default_rng(0)
+    with picture(
+        path,
+        columns=2,
+        size=(7.2, _height(len(rows))),
+        sharey=True,
+        width_ratios=(4, 1),
+    ) as (figure, (axes, side)):
+        for y, row in enumerate(rows):
+            values = came[:, row].ravel() / size
+            values = rng.permutation(values[~np.isnan(values)])[:_POINTS]
+            if not len(values):
+                axes.text(
+                    0.02,
+                    y,
+                    "not heard of in any of these rounds",
+                    va="center",
+                    fontsize="x-small",
+                    color="0.5",
+                    transform=axes.get_yaxis_transform(),
+                )
+            jitter = y + rng.uniform(-0.28, 0.28, len(values))
+            for chosen, colour in ((values <= 0, _BLUE), (values > 0, _RED)):
+                axes.scatter(
+                    values[chosen], jitter[chosen], 7, colour, alpha=0.5, linewidths=0
+                )
+            parts = (late[:, row] <= 0), np.isfinite(late[:, row]), np.ones(1, bool)
+            widths = [100 * part.mean() for part in parts]
+            for width, colour in zip(reversed(widths), (_GREY, _RED, _BLUE)):
+                side.barh(y, width, 0.7, color=colour)
+        axes.axvline(0, color="black", linewidth=1)
+        axes.set_yticks(range(len(rows)), names)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        _spread(axes, came / size)
+        axes.set_xlabel(f"arrival after the sum was complete [{name}]")
+        side.set_xlabel("rounds [%]")
+        side.set_xlim(0, 100)
+        worst = order[-1]
+        figure.suptitle(
+            f"Rank {seen.children[worst]} was too late for rank {seen.rank}'s sum in "
+            f"{share[worst]:.0%} of {len(late)} rounds"
+            if share[worst] > 0
+            else f"No child was too late for rank {seen.rank}'s sum in {len(late)} rounds",
+            fontsize="medium",
+        )
+        _legend(
+            figure,
+            ("in time", _BLUE),
+            ("too late", _RED),
+            ("not heard of since", _GREY),
+        )
+
+
+def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) -> None:
+    """Waiting so far, with coding and without."""
+    ended = np.isfinite(saved.uncoded)
+    coded = np.cumsum(saved.coded)
+    uncoded = np.cumsum(np.where(ended, saved.uncoded, 0.0))
+    last = int(ended.sum()) if saved.stuck is None else int(np.argmin(ended))
+    size, name = unit(max(coded[-1], uncoded[-1]))
+    x = saved.rounds
+    with picture(path) as (_, axes):
+        axes.plot(x, coded / size, color=_BLUE, label="coded, as it was")
+        axes.plot(
+            x[:last],
+            uncoded[:last] / size,
+            color=_RED,
+            label="had it waited for all children",
+        )
+        axes.fill_between(
+            x[:last], coded[:last] / size, uncoded[:last] / size, color=_RED, alpha=0.12
+        )
+        if saved.stuck is not None:
+            axes.axvspan(saved.stuck, x[-1], color=_RED, alpha=0.25, linewidth=0)
+            axes.axvline(
+                saved.stuck,
+                color=_RED,
+                linestyle=":",
+                label="a child has not come since",
+            )
+        if saved.stuck is None:
+            title = (
+                f"{seconds(saved.avoided)} of waiting saved at rank {seen.rank} "
+                f"({saved.share:.0%})"
+            )
+        else:
+            title = (
+                f"Without coding rank {seen.rank} would have been stuck from round "
+                f"{saved.stuck} on"
+            )
+        axes.set(
+            title=title,
+            xlabel="round",
+            ylabel=f"waiting for the sums so far [{name}]",
+        )
+        axes.set_ylim(0)
+        axes.legend(loc="upper left")
+
+
+def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> None:
+    """Who is late, and who is slow: the worst ranks."""
+    speeds, known = seen.speeds, seen.measured
+    shown = np.flatnonzero(known | ~np.isnan(late))
+    share = np.nan_to_num(late)
+    order = shown[np.lexsort((-speeds[shown], share[shown]))][-_ROWS:]
+    y = np.arange(len(order))
+    with picture(path, columns=2, size=(7.2, _height(len(order))), sharey=True) as (
+        figure,
+        (left, right),
+    ):
+        left.barh(y, 100 * share[order], 0.7, color=_RED)
+        for row in y[np.isnan(late[order])]:
+            left.text(1, row, "not known", va="center", fontsize="x-small", color="0.5")
+        left.set(xlim=(0, 100), xlabel="rounds in which it was too late [%]")
+        left.set_yticks(y, [f"rank {rank}" for rank in order])
+        left.set_ylim(-0.6, len(order) - 0.4)
+        right.barh(y, 100 * np.where(known, speeds, 0)[order], 0.7, color=_BLUE)
+        for row in y[~known[order]]:
+            right.text(
+                1, row, "not known", va="center", fontsize="x-small", color="0.5"
+            )
+        right.set(xlim=(0, 100), xlabel="speed, relative to the fastest rank [%]")
+        often, slow = order[-1], shown[np.argmin(np.where(known, speeds, 2)[shown])]
+        title = f"Rank {often} was too late most often"
+        if share[often] == 0:
+            title = "No rank was too late"
+        if speeds[slow] < 1:
+            title += "; it" if slow == often and share[often] else f"; rank {slow}"
+            title += " is the slowest"
+        if len(order) < len(shown):
+            title += f" ({len(order)} of {len(shown)} ranks shown)"
+        figure.suptitle(title, fontsize="medium")
+
+
+def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> None:
+    """Who has computed what: as a rule, and in each round; and how fast ranks are."""
+    rows = seen.divided
+    computed, rounds = seen.computed[rows], seen.rounds[rows]
+    mean = computed.mean(axis=0)
+    ranks = np.array(placement.ranks)
+    speeds = np.where(seen.measured, seen.speeds, np.nan)
+    order = ranks[np.argsort(-mean[ranks, :2].sum(axis=1), kind="stable")][-_ROWS:]
+    y = np.arange(len(order))
+    with picture(
+        path,
+        columns=3,
+        size=(9.0, _height(len(order)) + 0.4),
+        sharey=True,
+        width_ratios=(3, 4, 2),
+    ) as (figure, (bars, map_, side)):
+        left = np.zeros(len(order))
+        for kind, colour in enumerate((_BLUE, _GREEN, _RED)):
+            bars.barh(y, mean[order, kind], 0.7, left, color=colour)
+            left += mean[order, kind]
+        bars.axvline(placement.blocks, color="black", linewidth=1, linestyle=":")
+        bars.set_xlabel("blocks a round")
+        bars.set_yticks(y, [f"rank {rank}" for rank in order])
+        bars.set_ylim(-0.6, len(order) - 0.4)
+        # rounds side by side, the mean of as many as a pixel shows
+        step = -(-len(rounds) // _COLUMNS)
+        starts = np.arange(0, len(rounds), step)
+        counts = computed[:, order, :2].sum(axis=2)
+        counts = (
+            np.add.reduceat(counts, starts) / np.diff([*starts, len(rounds)])[:, None]
+        )
+        furthest = max(abs(counts - placement.blocks).max(), 1)
+        edges = np.append(rounds[starts], rounds[-1] + 1) - 0.5
+        drawn = map_.pcolormesh(
+            *(edges, np.append(y, len(order)) - 0.5, counts.T - placement.blocks),
+            cmap="RdBu",
+            vmin=-furthest,
+            vmax=furthest,
+        )
+        map_.set_xlabel("round")
+        figure.colorbar(drawn, ax=map_, label="blocks more than its own")
+        side.barh(y, 100 * np.nan_to_num(speeds[order]), 0.7, color="0.5")
+        for row in y[np.isnan(speeds[order])]:
+            side.text(1, row, "not known", va="center", fontsize="x-small", color="0.5")
+        side.set(xlim=(0, 100), xlabel="speed [%]")
+        worst = ranks[np.argmin(mean[ranks, 0])]
+        left_to_others = 1 - mean[worst, 0] / placement.blocks
+        title = (
+            f"Rank {worst} left {left_to_others:.0%} of its blocks to others"
+            if left_to_others
+            else "Every rank computed its own blocks"
+        )
+        if len(order) < len(ranks):
+            title += f" ({len(order)} of {len(ranks)} ranks shown)"
+        figure.suptitle(title, fontsize="medium")
+        _legend(
+            figure,
+            ("its own", _BLUE),
+            ("of others", _GREEN),
+            ("not used", _RED),
+        )
+
+
+def _draw_plans(
+    path: pathlib.Path, measured: float, plans: Sequence[analysis.Predicted]
+) -> None:
+    """Predicted rounds of the plans, the fastest at the top."""
+    plans = sorted(plans, key=lambda plan: plan.seconds, reverse=True)
+    finite = [plan.seconds for plan in plans if np.isfinite(plan.seconds)]
+    longest = max([*finite, np.nan_to_num(measured)])
+    size, name = unit(longest)
+    with picture(path, size=(7.2, _height(len(plans)))) as (_, axes):
+        for y, plan in enumerate(plans):
+            colour = _RED if plan.actual else _BLUE
+            if np.isfinite(plan.seconds):
+                axes.barh(y, plan.seconds / size, 0.7, color=colour)
+                text, x = f"{plan.seconds / size:.3g}", plan.seconds / size
+            else:
+                axes.barh(
+                    y,
+                    1.1 * longest / size,
+                    0.7,
+                    color="white",
+                    edgecolor=_GREY,
+                    hatch="//",
+                )
+                text, x = "does not end", 1.1 * longest / size
+            axes.annotate(
+                text,
+                (x, y),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
+        if np.isfinite(measured):
+            axes.axvline(measured / size, color="black", linewidth=1, linestyle="--")
+            axes.text(
+                measured / size,
+                1.01,
+                " measured",
+                fontsize="small",
+                transform=axes.get_xaxis_transform(),
+            )
+        axes.set_yticks(range(len(plans)), [plan.name for plan in plans])
+        axes.set_xlim(0, 1.3 * longest / size)
+        best = plans[-1]
+        verdict = (
+            "No plan here would have been faster than the one it had"
+            if best.actual
+            else f"Fastest for this job's stragglers: {best.name}"
+        )
+        axes.set_title(verdict, pad=16)
+        axes.set_xlabel(f"mean time of a round, replayed [{name}]")
+
+
+def _spread(axes: Any, values: np.ndarray) -> None:
+    """Logarithmic where few values are far from zero and most are near it."""
+    sizes = np.abs(values[np.isfinite(values)])
+    near = np.quantile(sizes, 0.75) if len(sizes) else 0.0
+    if near > 0 and sizes.max() > 50 * near:
+        decade = 10 ** np.ceil(np.log10(near))
+        axes.set_xscale("symlog", linthresh=decade, linscale=1.0)
+        axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _legend(figure: Any, *entries: tuple[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=label) for label, colour in entries]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+
+
+def _height(rows: int) -> float:
+    return 1.6 + 0.22 * max(rows, 3)
+
+
+def _medians(table: np.ndarray) -> np.ndarray:
+    """Of each column but for NaN; infinite for those without a number."""
+    there = ~np.isnan(table)
+    return np.array(
+        [
+            np.median(column[ok]) if ok.any() else np.inf
+            for column, ok in zip(table.T, there.T)
+        ]
+    )

@@ -1,0 +1,199 @@
+"""Start a program on many ranks, with what the MPI in use needs.
+
+    jaxcoded run -n 4 train.py --steps 100
+
+Where there are more ranks than cores they take turns, and each computes with as many threads as it
+has cores. The GPUs of a host are divided among its ranks. Every line of output begins with its rank,
+and a terminal shows progress bars of ranks below each other.
+No process of the job is left on this host when it is over, nor memory that ranks share with Open MPI: also when this
+command is killed.
+docs/faults.md tells what a job survives that was started with --ft.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from jaxcoded import _format, _require
+from jaxcoded.tools.launch import ends, job, launcher, misfits, places, rank, reaching
+from jaxcoded.tools.terminal import lines
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option(
+    *places.RANKS,
+    type=int,
+    envvar="SLURM_NTASKS",
+    help="How many processes. In a job of Slurm, default: its tasks.",
+)
+@click.option(
+    "--ft",
+    "fault_tolerant",
+    is_flag=True,
+    help="The others go on when a rank is killed: Open MPI 5, which then reports deaths.",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["abort", "go-on"]),
+    help="What the others do after an uncaught error of a rank. Default: abort; with --ft "
+    "go-on.",
+)
+@places.options
+@click.option(
+    *("-x", "variables"),
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A variable of the environment that ranks on other hosts are to get, too. They get those that begin with JAX "
+    "or XLA_.",
+)
+@click.option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="End the job after these.",
+)
+@click.option(
+    "--all-gpus",
+    is_flag=True,
+    help="Each rank sees all GPUs of its host, and not its share of them. The program then chooses one, or all "
+    "ranks take the first.",
+)
+@click.option(
+    "--plain", is_flag=True, help="Output without the ranks in front of the lines."
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="At the end say on standard error, in one line of JSON, how each rank ended.",
+)
+@click.option("-m", "module", is_flag=True, help="PROGRAM is the name of a module.")
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    ranks: int | None,
+    fault_tolerant: bool,
+    on_error: str | None,
+    hosts: str | None,
+    hostfile: str | None,
+    mpirun: str | None,
+    variables: tuple[str, ...],
+    timeout: float | None,
+    all_gpus: bool,
+    plain: bool,
+    as_json: bool,
+    module: bool,
+    program: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Start the job, and return its status."""
+    if ranks is None:
+        raise ValueError("how many ranks? Say -n 4")
+    ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
+    if timeout is not None:
+        _require.positive("--timeout", timeout)
+    if not (module or pathlib.Path(program).is_file()):
+        raise ValueError(f"there is no file {program}")
+    chosen = launcher.found(mpirun)
+    launcher.check_fits(chosen)
+    if on_error is None:
+        on_error = "go-on" if fault_tolerant else "abort"
+    where = places.chosen(ranks, hosts, hostfile)
+    given = dict(map(_variable, variables))
+    if all_gpus:
+        given[rank.ALL_GPUS] = "1"
+    if fault_tolerant:
+        given |= {rank.TAKES_IN: "1", **launcher.TAKES_IN}
+    if fault_tolerant and on_error == "go-on":
+        given[rank.GOES_ON] = "1"
+    marked = not plain and chosen.mpi == launcher.OPEN_MPI
+    if marked:
+        given = lines.variables(ranks) | given
+    with ends.listening(ranks, where.names, sure=where.sure) as heard:
+        words, environment = launcher.command(
+            chosen,
+            ranks,
+            [
+                *(("-m", "mpi4py") if on_error == "abort" else ()),
+                *(("-m",) if module else ()),
+                *(program, *arguments),
+            ],
+            fault_tolerant=fault_tolerant,
+            named=not plain,
+            hosts=where.hosts,
+            hostfile=where.hostfile,
+            wrapper=ends.WRAPPER,
+            variables=heard.variables | given,
+        )
+        environment.pop(rank.JOINS, None)  # of a rank that has started this job
+        environment.pop(rank.STARTER, None)
+        end = job.play(
+            words,
+            environment,
+            seconds=timeout,
+            ended=heard.of_job,
+            own_files=not where.away,
+            marked=marked,
+        )
+    # which MPICH does not always tell, nor Open MPI where it has lost its daemons
+    status = end.status or heard.failure
+    limit = timeout if end.too_long else None
+    first = _words(chosen, status, fault_tolerant, limit, heard.heard_any, where.asked)
+    failed = status and status - 128 not in signal.valid_signals()
+    if failed and (why := misfits.blame(chosen, begun=bool(heard.begun))):
+        first += f"; {': '.join(why)}"
+    if end.stopped:
+        first += f"; stopped, as by SIGSTOP: {_format.ranks(end.stopped)}"
+    if as_json:
+        ended = {"status": status, "said": first, "ranks": heard.fields()}
+        print(json.dumps(ended), file=sys.stderr)
+        return status
+    said = heard.words()
+    if not first and said:
+        first = "the job succeeded (status 0), though not all of its ranks"
+    said.insert(0, first)
+    for line in filter(None, said):
+        print(f"jaxcoded run: {line}", file=sys.stderr)
+    return status
+
+
+def _variable(said: str) -> tuple[str, str]:
+    """The name and the value of one, as in ``NAME=VALUE``, or ``NAME`` for what it is here."""
+    name, given, value = said.partition("=")
+    if not name:
+        raise ValueError(f"-x {said}: must be NAME or NAME=VALUE")
+    if not given and name not in os.environ:
+        raise ValueError(f"-x {said}: there is no such variable: say {said}=VALUE")
+    return name, value if given else os.environ[name]
+
+
+def _words(
+    mpirun: launcher.Launcher,
+    status: int,
+    fault_tolerant: bool,
+    seconds: float | None,
+    begun: bool,
+    hosts: Sequence[str],
+) -> str:
+    """What the status means; empty if all went well. ``seconds``: after which the job was ended, if it was."""
+    if status == 0:
+        return ""
+    if status == mpirun.killed and not fault_tolerant and begun:
+        return f"a rank was killed, and the job with it (status {status}). With --ft the others go on"
+    if status - 128 in signal.valid_signals():
+        return (
+            f"the job was ended by {ends.signal_name(status - 128)} (status {status})"
+        )
+    unreached = None if begun else reaching.failure(hosts)
+    if seconds is not None:
+        why = f"it took longer than {seconds:g} s"
+        return f"the job was ended, as {'; '.join((why, *(unreached or ())))}"
+    if unreached:
+        return f"the job failed with status {status}, as {'; '.join(unreached)}"
+    who = "its ranks say" if begun else "mpirun says"
+    return f"the job failed with status {status}: see what {who} above"

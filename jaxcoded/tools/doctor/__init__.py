@@ -1,0 +1,1 @@
+"""Whether jobs work on this machine and between hosts."""

@@ -1,0 +1,40 @@
+"""What was looked at, what was found, and what to do about it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from jaxcoded.tools.terminal import output, plain
+
+GOOD, NOTE, BAD = "ok", "note", "bad"
+_STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of a report.
+
+    Attributes:
+        about: what was looked at, in a word or two.
+        state: `GOOD`, `NOTE` (it works, but not as well as it could) or `BAD` (it does not).
+        found: in words.
+        remedy: what to do; empty if nothing.
+    """
+
+    about: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """One line for each, and the remedies below."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for each in findings:
+        words = Text(plain.words(each.found))
+        if each.remedy:
+            words.append(plain.words(f"\n→ {each.remedy}"), "bold")
+        grid.add_row(Text(each.state, _STYLES[each.state]), Text(each.about), words)
+    output.show(grid)

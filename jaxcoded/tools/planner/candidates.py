@@ -1,0 +1,245 @@
+"""The trees and codes that the planner compares, and shared work."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from jaxcoded import _format, _require
+from jaxcoded.plan import Coded, Plan, Shared, Strategy, Uncoded, make_plan
+from jaxcoded.plan.tree import regular_size
+from jaxcoded.tools.simulator import Layout, Ring
+from jaxcoded.transport.options import PIECE
+
+_PIECES = (64 << 10, PIECE, 1 << 20)
+_FANOUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
+_STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_SLICES = (1, 2, 4)
+_REPLICAS = (1, 2, 3)  # and all others
+_MOST_SHARING = 64  # ranks, in jobs whose work may be shared
+_BLOCK = 5e-3  # seconds that a block takes at least
+_MOST_BLOCKS = 12  # of a rank
+_MOST_CHILDREN = 1024  # codes are matrices with a row for each child
+MOST_DRAWN = (
+    64  # children of codes that are drawn at random, which costs time and digits
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to sum over the ranks of a job.
+
+    Attributes:
+        fanout: most children of a parent; 0 for a ring all-reduce instead of a tree.
+        stragglers: ``s``.
+        slices: ``m``.
+        piece: bytes in which messages move.
+        root_computes: whether the root holds data.
+        blocks: of each rank, where the work is shared; otherwise 0.
+        replicas: other ranks that hold each of them.
+    """
+
+    fanout: int
+    stragglers: int = 0
+    slices: int = 1
+    piece: int = PIECE
+    root_computes: bool = False
+    blocks: int = 0
+    replicas: int = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks compute blocks of others."""
+        return self.blocks > 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether all ranks are waited for."""
+        return not self.coded and not self.shared
+
+    @property
+    def coded(self) -> bool:
+        """Whether ranks compute or send anything but their own part of the batch."""
+        return self.stragglers > 0 or self.slices > 1
+
+    @property
+    def tree(self) -> bool:
+        """Whether a group can be made of it: not of the ring."""
+        return self.fanout > 0
+
+    def strategy(self, seed: int = 0) -> Strategy:
+        """What a group takes; of a tree."""
+        if self.shared:
+            return Shared(
+                replicas=self.replicas,
+                blocks=self.blocks,
+                root_computes=self.root_computes,
+            )
+        if not self.coded:
+            return Uncoded(fanout=self.fanout, root_computes=self.root_computes)
+        return Coded(
+            fanout=self.fanout,
+            stragglers=self.stragglers,
+            slices=self.slices,
+            root_computes=self.root_computes,
+            seed=seed,
+        )
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return repr(self.strategy()) if self.tree else "ring all-reduce"
+
+    def held(self, layout: Layout | Ring) -> float:
+        """The largest part of the batch whose data a rank holds; in its `layout`."""
+        return float(layout.loads.max()) * (1 + self.replicas)
+
+    def layout(self, ranks: int) -> Layout | Ring:
+        """What the simulator takes."""
+        if not self.tree:
+            return Ring(ranks)
+        if self.shared:
+            return Layout.of(self.plan(ranks))
+        layout = Layout.balanced(ranks, self.fanout, self.stragglers, self.slices)
+        if not self.root_computes:
+            return layout
+        # the root takes as much as the busiest of the others
+        loads = layout.loads / (1 + layout.loads.max())
+        loads[0] = loads.max()
+        return dataclasses.replace(layout, loads=loads)
+
+    def plan(self, ranks: int, seed: int = 0) -> Plan:
+        """That of a group.
+
+        Raises:
+            ValueError: there is no such plan.
+        """
+        return make_plan(ranks, self.strategy(seed))
+
+    def variants(self, payload: float) -> Iterator["Candidate"]:
+        """The same tree and code with other pieces, and with and without data at the
+        root."""
+        if not self.tree:
+            yield self
+            return
+        longer = [piece for piece in _PIECES if piece < payload]
+        # beyond the payload all are one
+        pieces = dict.fromkeys([*longer, *_PIECES[len(longer) : len(longer) + 1]])
+        for piece, root_computes in itertools.product(pieces, (False, True)):
+            yield dataclasses.replace(self, piece=piece, root_computes=root_computes)
+
+
+def candidates(ranks: int) -> list[Candidate]:
+    """Trees and codes for so many ranks, and the ring; without their `variants`.
+
+    Fan-outs are small numbers with many divisors, those of the smallest trees of each
+    depth, those that give all parents equal numbers of children, and the star. No parent has more than 1,024 children, or a
+    tolerance of more than half of them.
+    """
+    below = ranks - 1
+    fitting = {fanout for fanout in _FANOUTS if fanout < below}
+    # parents with equal numbers of children more often have repetition, without κ
+    fitting |= {n for n in range(2, min(below, _MOST_CHILDREN + 1)) if below % n == 0}
+    for depth in range(1, ranks):
+        fitting.add(fanout := _smallest_fanout(ranks, depth))
+        if fanout <= 2:
+            break
+    # balanced trees with equal numbers of parents are equal
+    trees = {-(-below // fanout): fanout for fanout in sorted(fitting, reverse=True)}
+    out = [Candidate(0)]
+    for fanout, s, m in itertools.product(
+        sorted(fanout for fanout in trees.values() if fanout <= _MOST_CHILDREN),
+        _STRAGGLERS,
+        _SLICES,
+    ):
+        if s + m <= fanout and s <= fanout // 2:
+            out.append(Candidate(fanout, s, m))
+    return out
+
+
+def checked_replicas(replicas: int, ranks: int) -> int:
+    """Replicas that so many ranks can have.
+
+    Raises:
+        ValueError: there are not so many others.
+    """
+    replicas = _require.integer("replicas", replicas, 0)
+    if replicas >= ranks:
+        raise ValueError(
+            f"replicas={replicas}: of {ranks} ranks only {ranks - 1} others can hold a "
+            f"rank's part of the batch: give replicas={ranks - 1} or less"
+        )
+    return replicas
+
+
+def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
+    """Why there are no ways to share the work, in words that follow "shared work"; empty if
+    there are some. The arguments are those of `sharing`."""
+    if most == 0:
+        return "is left out by replicas=0"
+    if not 3 <= ranks <= _MOST_SHARING:
+        return f"is looked at for 3 to {_MOST_SHARING} ranks"
+    if (part := work / ranks) < 2 * _BLOCK:
+        return (
+            f"needs two blocks of {_format.seconds(_BLOCK)} or more for each rank, whose "
+            f"part of the batch takes {_format.seconds(part)}"
+        )
+    return ""
+
+
+def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
+    """Ways to share the work of so many ranks; without their `variants`. A block takes some
+    milliseconds, and a rank has two or more: none where `why_not_shared` says so.
+
+    Args:
+        ranks: in the job; none of more than 64.
+        work: seconds that one usual rank would take for the whole batch.
+        most: other ranks that may hold each block; default all.
+    """
+    if why_not_shared(ranks, work, most):
+        return []
+    blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
+    all_others = ranks - 2  # as the root may have no data
+    most = all_others if most is None else min(most, all_others)
+    replicas = {each for each in (*_REPLICAS, all_others) if each <= most}
+    if most > max(_REPLICAS):
+        replicas.add(most)
+    return [
+        Candidate(ranks - 1, blocks=blocks, replicas=each) for each in sorted(replicas)
+    ]
+
+
+def _smallest_fanout(ranks: int, depth: int) -> int:
+    fanout = max(1, round((ranks - 1) ** (1 / depth)) - 1)
+    while regular_size(fanout, depth) < ranks:
+        fanout += 1
+    return fanout
+
+
+def too_many_to_draw(layout: Layout, candidate: Candidate) -> bool:
+    """Whether a parent of more than 64 children has a code that is no repetition, which takes long to find."""
+    return candidate.coded and max(_most_drawn(layout)) > MOST_DRAWN
+
+
+def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
+    """Whether κ is above a bound, as far as that is known without drawing codes.
+
+    Codes that are no repetition were drawn for up to 128 children: with one straggler κ
+    is above ``n / 2``, with more of them far above its square. With slices that holds where ``s + m``
+    does not divide ``n``, as the code falls into small blocks otherwise.
+    """
+    if not candidate.coded:
+        return False
+    product = 1.0
+    lost = candidate.stragglers + candidate.slices
+    for most in _most_drawn(layout):
+        if candidate.slices == 1 or most % lost:
+            product *= max(1.0, most / 2) ** min(max(min(lost, most) - 1, 0), 2)
+    return product > amplification
+
+
+def _most_drawn(layout: Layout) -> list[int]:
+    """Of each layer, the most children of a parent whose code is no repetition."""
+    return [
+        int(layout.counts[layer][layout.copies[layer] == 1].max(initial=0))
+        for layer in layout.layers
+    ]

@@ -1,0 +1,43 @@
+"""From how many bytes on it pays to form sums in sections."""
+
+import dataclasses
+
+from jaxcoded.tools.simulator import Layout, Network, simulate
+
+_LEAST, _MOST = 12, 26  # powers of two: shorter sums come with a control message
+
+
+def sections_pay_from(layout: Layout, network: Network) -> int:
+    """Bytes of a sum, a power of two, from which on families are expected to form it sooner in sections
+    than parents by themselves, with nobody late; 0: never, up to 64 MiB.
+
+    Slow cables gain early, as the root's is the bottleneck. Where latency is what takes the time,
+    sections cost more of it.
+
+    Args:
+        layout: of the plan.
+        network: measured.
+
+    Example:
+        >>> from jaxcoded.tools.planner.crossover import sections_pay_from
+        >>> from jaxcoded.tools.simulator import Layout, Network
+        >>> star = Layout.balanced(13, 12, 1)
+        >>> [sections_pay_from(star, Network.of(rate, latency=1e-3)) for rate in (1, 10)]
+        [32768, 262144]
+    """
+    found = 0
+    for power in range(_MOST, _LEAST - 1, -1):
+        in_sections, by_root = (
+            simulate(
+                layout,
+                dataclasses.replace(network, sections_from=least),
+                payload=2.0**power,
+                work=0.0,
+                rounds=2,
+            ).seconds[-1]
+            for least in (1, 0)
+        )
+        if in_sections >= by_root:
+            break
+        found = 1 << power
+    return found

@@ -1,0 +1,582 @@
+"""The plan that is expected to be the fastest, found with the simulator."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.plan import Plan
+from jaxcoded.tools.planner.candidates import (
+    MOST_DRAWN,
+    Candidate,
+    candidates,
+    checked_replicas,
+    exceeds,
+    sharing,
+    too_many_to_draw,
+    why_not_shared,
+)
+from jaxcoded.tools.simulator import Layout, Network, simulate
+from jaxcoded.tools.simulator.sections import forms_sections
+from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
+from jaxcoded.transport.options import PIECE
+
+_GAIN = 0.01  # less is no reason to code
+_MORE_DATA = 0.05  # gain that is worth holding data on more ranks
+_NEAR = 1.2  # times the best: shared work that may yet win
+_BATCHES = 16  # of consecutive rounds, whose means are nearly independent
+_KEPT = 8  # coded candidates in the last rung
+_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)  # seconds for each rung, about
+_MOST_LEFT_OUT = 20_000  # ranks; of more, codes that κ rules out are not compared
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """How long steps with a candidate would take.
+
+    Attributes:
+        candidate: of which.
+        seconds: of each simulated round, and of reading, float64 ``(rounds,)``, for the
+            same draws of the stragglers in all estimates of a ranking.
+        load: the part of the batch that the busiest rank computes.
+        message: bytes that a child of the root sends to it; in a ring, to its
+            neighbour in a step.
+        code: the kinds of codes in its plan.
+        amplification: the plan's κ.
+        held: the largest part of the batch whose data a rank holds.
+        in_sections: whether its sums are formed in sections (``docs/engine.md``).
+    """
+
+    candidate: Candidate
+    seconds: np.ndarray = dataclasses.field(repr=False, compare=False)
+    load: float
+    message: float
+    code: str
+    amplification: float
+    held: float = 0.0
+    in_sections: bool = False
+
+    @property
+    def step(self) -> float:
+        """Expected seconds of a step: all the time over all the rounds."""
+        return float(self.seconds.mean())
+
+    @property
+    def error(self) -> float:
+        """Standard error of `step`, from batches of rounds."""
+        return _standard_error(_batches(self.seconds))
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Seconds that 5 % and 95 % of the rounds are within."""
+        low, high = np.percentile(self.seconds, [5, 95], method="nearest")
+        return float(low), float(high)
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return self.candidate.name
+
+    def faster_than(self, other: "Estimate") -> bool:
+        """Whether it is by more than 1 %, and not by chance: by twice the standard error
+        of the difference, or in 3 of 4 batches of rounds (where tails are so heavy that
+        there is no standard error)."""
+        if not math.isfinite(other.step):
+            return math.isfinite(self.step)
+        if self.step >= (1 - _GAIN) * other.step:
+            return False
+        rounds = min(len(self.seconds), len(other.seconds))
+        gains = _batches(other.seconds[:rounds] - self.seconds[:rounds])
+        sure = gains.mean() > 2 * _standard_error(gains)
+        return bool(sure or (gains > 0).mean() >= 0.75)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A code that would be faster, but for its rounding errors, or the time that it takes to find one.
+
+    Attributes:
+        candidate: which; its κ is above the bound, or not known.
+        gain: how many times as fast as the best is; infinite if steps of that never end.
+        ranks: the next larger number of ranks with such a tree and code that would not be left out;
+            0 if there is none near.
+        drawn: whether κ is known to be above the bound; otherwise a parent has too many children for such a code
+            to be looked for.
+    """
+
+    candidate: Candidate
+    gain: float
+    ranks: int
+    drawn: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Candidates from the fastest on.
+
+    Attributes:
+        ranks: of the job.
+        payload: bytes that are summed.
+        work: seconds that one usual rank would take for the whole batch.
+        estimates: of the best coded and uncoded candidates, the fastest first.
+        amplification: the largest κ of a plan.
+        left_out: the fastest of those whose κ is larger, or that were not looked for, if it is faster than `best`.
+        not_shared: why no candidate shares the work, in words that follow "shared work".
+    """
+
+    ranks: int
+    payload: float
+    work: float
+    estimates: tuple[Estimate, ...]
+    amplification: float = 1000.0
+    left_out: LeftOut | None = None
+    not_shared: str = ""
+
+    @property
+    def uncoded(self) -> Estimate:
+        """The fastest that waits for all ranks, tree or ring."""
+        return next(e for e in self.estimates if e.candidate.plain)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest; uncoded unless a code or shared work is certain to be faster. Shared with
+        as few replicas as take up to 5 % longer."""
+        return self._better_than(self.uncoded)
+
+    @property
+    def best_tree(self) -> Estimate:
+        """The same among those that a group can be made of."""
+        trees = (e for e in self.estimates if e.candidate.tree)
+        return self._better_than(next(e for e in trees if e.candidate.plain))
+
+    def _better_than(self, uncoded: Estimate) -> Estimate:
+        others = (e for e in self.estimates if not e.candidate.plain)
+        best = next((e for e in others if e.faster_than(uncoded)), uncoded)
+        if not best.candidate.shared:
+            return best
+        shared = [e for e in self.estimates if e.candidate.shared]
+        codes = (e.step for e in self.estimates if e.candidate.coded)
+        most = min((1 + _MORE_DATA) * best.step, next(codes, math.inf))
+        most = max(most, best.step)  # a code may be faster by chance
+        return min(
+            (e for e in shared if e.step <= most and e.faster_than(uncoded)),
+            key=lambda e: e.candidate.replicas,
+        )
+
+    @property
+    def verdict(self) -> str:
+        """What to do and why; if rounding rules out a faster code, which; why the work is not shared,
+        if it is not; and what it means where nobody may be late."""
+        it = self.best.candidate
+        said = self._sentence + self._too_rough + ("" if it.shared else self._why_not)
+        if not (it.shared or it.stragglers) and math.isfinite(self.best.step):
+            said += ". So all ranks wait for each: one that is stuck or dead stops all"
+        return said
+
+    @property
+    def _too_rough(self) -> str:
+        """The faster code."""
+        it = self.left_out
+        if it is None:
+            return ""
+        gain = (
+            f"{it.gain:.3g} times as fast"
+            if math.isfinite(it.gain)
+            else "with which steps would end"
+        )
+        there = f"; {it.ranks} ranks could have it" if it.ranks else ""
+        why = (
+            f"kappa is above {self.amplification:g}"
+            if it.drawn
+            else f"such codes are not looked for where a parent has more than {MOST_DRAWN} children"
+        )
+        return f". Left out, as {why}: {it.candidate.name}, {gain}{there}"
+
+    @property
+    def _sentence(self) -> str:
+        best, uncoded = self.best, self.uncoded
+        if best.candidate.shared:
+            return self._why_shared(best)
+        if math.isinf(best.step):
+            any_code = "a code" if self.left_out is None else "any other code"
+            return f"do not code: a step would never end, with {any_code} or without"
+        if best.candidate.coded:
+            times = uncoded.step / best.step
+            if math.isinf(times):
+                return f"code: without a code ({uncoded.name}) a step would never end"
+            return (
+                f"code: {times:.3g} times as fast as the best uncoded, {uncoded.name}"
+            )
+        coded = next((e for e in self.estimates if e.candidate.coded), None)
+        if coded is None:
+            return "do not code: no code fits"
+        return f"do not code: the best code, {coded.name}, {_behind(coded, uncoded)}"
+
+    @property
+    def _why_not(self) -> str:
+        """Why the work is not shared."""
+        if self.not_shared:
+            return f". Not shared: shared work {self.not_shared}"
+        shared = next((e for e in self.estimates if e.candidate.shared), None)
+        if shared is None or math.isinf(self.best.step):
+            return ""
+        return f". Not shared: {shared.name}, {_behind(shared, self.best)}"
+
+    def _why_shared(self, best: Estimate) -> str:
+        """What it gains, and against what."""
+        gains = [
+            f"{other.step / best.step:.3g} times as fast as the best {what}, {other.name}"
+            if math.isfinite(other.step)
+            else f"with the best {what}, {other.name}, a step would never end"
+            for what, other in (
+                ("uncoded", self.uncoded),
+                ("code", next((e for e in self.estimates if e.candidate.coded), None)),
+            )
+            if other is not None
+        ]
+        said = f"A rank holds {best.held:.3g} of the batch"
+        replicas = best.candidate.replicas
+        more = [e.step for e in self.estimates if e.candidate.replicas > replicas]
+        if more:
+            gain = max(0.0, 1 - min(more) / best.step)
+            said += f"; more replicas would gain {gain:.1%}"
+        return f"share the work: {'; '.join(gains)}. {said}"
+
+
+def _behind(other: Estimate, best: Estimate) -> str:
+    """Why something is not worth it."""
+    if math.isinf(other.step):
+        return "with which a step would never end"
+    if best.step <= other.step < (1 + _GAIN / 2) * best.step:
+        return "takes as long"
+    if other.step >= best.step:
+        return f"takes {other.step / best.step:.3g} times as long"
+    gain = 1 - other.step / best.step
+    doubt = "is not worth it" if gain <= _GAIN else "may be chance"
+    return f"is {gain:.1%} faster, which {doubt}"
+
+
+def best_plans(
+    ranks: int,
+    payload: float,
+    work: float,
+    network: Network | None = None,
+    stragglers: Stragglers | str | None = None,
+    *,
+    seed: int = 0,
+    amplification: float = 1000.0,
+    replicas: int | None = None,
+    reading: float = 0.0,
+    progress: Callable[[float], None] = lambda part: None,
+) -> Ranking:
+    """Find the tree, code and pieces, or the way to share the work, with which a step is
+    expected to be the fastest.
+
+    Candidates (`jaxcoded.tools.planner.candidates`) run in the simulator on the same draws of the
+    stragglers, few rounds at first and more for the best of them. ``docs/planning.md``
+    tells how, and what is left out.
+
+    Args:
+        ranks: in the job, at least 2.
+        payload: bytes that are summed in every step.
+        work: seconds that one usual rank would take for the whole batch on its own.
+        network: of the job; `Network.piece` is chosen. Default: usual hosts with 10
+            Gb/s.
+        stragglers: a model, or the text that names one; default none.
+        seed: of the draws, and of random codes; at least 0.
+        amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
+        replicas: other ranks that may hold each rank's part of the batch, to share the
+            work; 0 where it cannot be shared (``docs/sharing.md``). Default all.
+        reading: seconds that a rank would take to read the data of the whole batch, of
+            which it reads in every step what it holds.
+        progress: is told the part that is done.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> from jaxcoded.tools.planner import search
+        >>> from jaxcoded.tools.simulator import stragglers
+        >>> model = stragglers.named("fixed(factor=10)")
+        >>> ranking = search.best_plans(13, 4e6, 1.0, stragglers=model, replicas=0)
+        >>> ranking.best.candidate.stragglers
+        1
+        >>> search.best_plans(13, 4e6, 1.0, stragglers=model).best.candidate.shared
+        True
+        >>> search.best_plans(13, 4e6, 1.0).best.candidate.stragglers  # no stragglers
+        0
+    """
+    ranks = _require.integer("ranks", ranks, 2)
+    payload = _require.positive("payload", payload)
+    work = _require.positive("work", work)
+    seed = _require.integer("seed", seed, 0)
+    if not amplification >= 1:
+        raise ValueError(f"amplification must be at least 1, got {amplification!r}")
+    if replicas is not None:
+        replicas = checked_replicas(replicas, ranks)
+    if not 0 <= reading < math.inf:
+        raise ValueError(f"reading must be seconds >= 0, got {reading!r}")
+    search = _Search(
+        ranks,
+        payload,
+        work,
+        Network() if network is None else network,
+        _Drawn(as_model(stragglers), ranks, seed),
+        seed,
+        amplification,
+        sharing(ranks, work, replicas),
+        float(reading),
+        progress,
+    )
+    ranking = Ranking(ranks, payload, work, tuple(search.run()), amplification)
+    not_shared = why_not_shared(ranks, work, replicas)
+    left_out = search.left_out(ranking.best)
+    progress(1.0)
+    return dataclasses.replace(ranking, left_out=left_out, not_shared=not_shared)
+
+
+class _Drawn(Stragglers):
+    """The rounds of a model, drawn once for all candidates."""
+
+    def __init__(self, model: Stragglers, size: int, seed: int) -> None:
+        self._source = model.rounds(size, seed)
+        self._drawn: list[Delays] = []
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        for number in itertools.count():
+            if number == len(self._drawn):
+                self._drawn.append(next(self._source))
+            yield self._drawn[number]
+
+
+@dataclasses.dataclass
+class _Search:
+    """Successive halving: in each rung fewer candidates and more rounds of each."""
+
+    ranks: int
+    payload: float
+    work: float
+    network: Network
+    stragglers: _Drawn
+    seed: int
+    amplification: float
+    sharing: list[Candidate]
+    reading: float
+    progress: Callable[[float], None]
+    done: float = 0.0
+    amplified: list[Candidate] = dataclasses.field(default_factory=list)
+
+    def run(self) -> list[Estimate]:
+        entering: list[Candidate] = []
+        for candidate in candidates(self.ranks):
+            (entering if self._may_be_drawn(candidate) else self.amplified).append(
+                candidate
+            )
+        first = self._rung(entering, _SHARES[0], least=4, most=64)
+        # rare or rising delays may not show yet, so every s goes on
+        entering = _each(first, lambda c: (c.stragglers, c.slices))
+        entering += [c for c in first if c.coded][:24]
+        entering += [c for c in first if not c.coded][:4]
+        second = self._rung(entering, _SHARES[1], least=24, most=256)
+        plans = self._accepted(second)
+        trees = [c for c in second if not c.coded and c.tree][:2]
+        entering = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
+        third = self._rung(entering, _SHARES[2], least=6, most=64)
+        # a root that computes is the one straggler that no code makes up for
+        final = _each(
+            third, lambda c: (c.fanout, c.stragglers, c.slices, c.root_computes)
+        )
+        final.append(Candidate(0))
+        shared = [v for base in self.sharing for v in base.variants(self.payload)]
+        fourth = self._rung(shared, _SHARES[5], least=6, most=64)
+        shared = _each(fourth, lambda c: c.replicas)
+        near = _NEAR * min([*second.values(), *third.values()])
+        final += [c for c in shared if c is shared[0] or fourth[c] < near]
+        fewest = 128 if shared else 48
+        out = self._estimates(final, plans, least=fewest, most=1024)
+        # four times as many rounds for those that may yet be faster than the fastest
+        least = (1 - _GAIN) * out[0].step
+        doubt = [e for e in out[1:] if e.step - 2 * e.error < least][:6]
+        if doubt and self.ranks <= 20_000:
+            again = [e for e in out if e in doubt or e is out[0] or e.candidate.plain]
+            rounds = 4 * len(out[0].seconds)
+            longer = self._estimates(
+                [e.candidate for e in again], plans, least=rounds, most=rounds
+            )
+            rest = [e for e in out if e not in again]
+            out = sorted([*longer, *rest], key=lambda estimate: estimate.step)
+        return out
+
+    def left_out(self, best: Estimate) -> LeftOut | None:
+        """The fastest of the codes whose κ is too large, if it is faster than the best."""
+        if not self.amplified or self.ranks > _MOST_LEFT_OUT:
+            return None
+        times = self._rung(self.amplified, _SHARES[4], least=16, most=64)
+        fastest = next(iter(times))
+        again = dict(self._simulated([fastest], 0.0, 256, 256))[fastest]
+        gain = best.seconds[:256].mean() / again[: len(best.seconds)].mean()
+        if not gain > 1 / (1 - _GAIN):
+            return None
+        drawn = not too_many_to_draw(self._layout(fastest), fastest)
+        return LeftOut(fastest, float(gain), self._ranks_for(fastest), drawn)
+
+    def _ranks_for(self, candidate: Candidate) -> int:
+        star = candidate.fanout >= self.ranks - 1
+        for more in range(1, 2 * candidate.fanout + 1):
+            ranks = self.ranks + more
+            it = candidate
+            if star:
+                it = dataclasses.replace(it, fanout=ranks - 1)
+            layout = it.layout(ranks)
+            assert isinstance(layout, Layout)
+            if too_many_to_draw(layout, it) or exceeds(layout, it, self.amplification):
+                continue
+            try:
+                if it.plan(ranks, self.seed).amplification <= self.amplification:
+                    return ranks
+            except ValueError:
+                continue
+        return 0
+
+    def _estimates(
+        self,
+        final: list[Candidate],
+        plans: dict[Candidate, Plan],
+        *,
+        least: int,
+        most: int,
+    ) -> list[Estimate]:
+        out = []
+        for it, seconds in self._simulated(final, _SHARES[3], least, most):
+            layout, plan = it.layout(self.ranks), plans.get(_base(it))
+            length = (
+                layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
+            )
+            kinds = (
+                dict.fromkeys(coding.code.name for coding in plan.codings if coding)
+                if plan
+                else ["shared" if it.shared else "uncoded"]
+            )
+            out.append(
+                Estimate(
+                    it,
+                    seconds,
+                    float(layout.loads.max()),
+                    self.payload * float(length),
+                    ", ".join(kinds),
+                    plan.amplification if plan else 1.0,
+                    it.held(layout),
+                    isinstance(layout, Layout)
+                    and forms_sections(layout, self._network(it), self.payload),
+                )
+            )
+        return sorted(out, key=lambda estimate: estimate.step)
+
+    def _network(self, candidate: Candidate) -> Network:
+        return dataclasses.replace(self.network, piece=candidate.piece)
+
+    def _layout(self, candidate: Candidate) -> Layout:
+        layout = candidate.layout(self.ranks)
+        assert isinstance(layout, Layout)
+        return layout
+
+    def _may_be_drawn(self, candidate: Candidate) -> bool:
+        if not candidate.coded:
+            return True
+        layout = self._layout(candidate)
+        return not (
+            too_many_to_draw(layout, candidate)
+            or exceeds(layout, candidate, self.amplification)
+        )
+
+    def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
+        """Coded candidates of which there are plans with κ within the bound: the best of some
+        numbers of stragglers, and of the others what may still win."""
+        coded = [candidate for candidate in times if candidate.coded]
+        of_each = _each(coded, lambda c: c.stragglers)[:3]
+        plans: dict[Candidate, Plan] = {}
+        for candidate in dict.fromkeys([*of_each, *coded]):
+            slow = times[candidate] > 2 * min(times.values())
+            if len(plans) == _KEPT or (slow and plans and candidate not in of_each):
+                continue
+            try:
+                plan = candidate.plan(self.ranks, self.seed)
+            except ValueError:
+                continue
+            if plan.amplification <= self.amplification:
+                plans[candidate] = plan
+            else:
+                self.amplified.append(candidate)
+        return plans
+
+    def _rung(
+        self, entering: Iterable[Candidate], share: float, *, least: int, most: int
+    ) -> dict[Candidate, float]:
+        """Mean seconds of candidates, the fastest first."""
+        entering = list(dict.fromkeys(entering))
+        times = {
+            candidate: float(seconds.mean())
+            for candidate, seconds in self._simulated(entering, share, least, most)
+        }
+        # pieces that are not the usual ones have to gain something
+        return dict(
+            sorted(
+                times.items(),
+                key=lambda item: item[1] * (1 + _GAIN * (item[0].piece != PIECE)),
+            )
+        )
+
+    def _simulated(
+        self, entering: list[Candidate], share: float, least: int, most: int
+    ) -> Iterator[tuple[Candidate, np.ndarray]]:
+        """Seconds of as many rounds as such a share of a second has time for."""
+        cost = max(len(entering), 1) * (1.5e-4 + 1e-7 * self.ranks)
+        # a message at a time
+        events = sum(candidate.shared for candidate in entering) * self.ranks
+        cost += events * (5e-5 + 2e-6 * self.ranks)
+        if self.ranks > 2000 and least < most:  # whose rounds differ less
+            least = max(least * 2000 // self.ranks, least // 3)
+        rounds = min(max(int(share / cost), least), most)
+        start, self.done = self.done, self.done + share / sum(_SHARES)
+        for number, candidate in enumerate(entering):
+            layout = candidate.layout(self.ranks)
+            part = number / len(entering)
+            self.progress(min(1.0, start + (self.done - start) * part))
+            outcome = simulate(
+                layout,
+                self._network(candidate),
+                payload=self.payload,
+                work=self.work,
+                stragglers=self.stragglers,
+                rounds=rounds,
+            )
+            yield candidate, outcome.seconds + self.reading * candidate.held(layout)
+
+
+def _each(
+    ordered: Iterable[Candidate], key: Callable[[Candidate], Any]
+) -> list[Candidate]:
+    """The first one with each key."""
+    best: dict[Any, Candidate] = {}
+    for candidate in ordered:
+        best.setdefault(key(candidate), candidate)
+    return list(best.values())
+
+
+def _base(candidate: Candidate) -> Candidate:
+    """That whose variant it is."""
+    return Candidate(candidate.fanout, candidate.stragglers, candidate.slices)
+
+
+def _batches(seconds: np.ndarray) -> np.ndarray:
+    return np.array([part.mean() for part in np.array_split(seconds, _BATCHES)])
+
+
+def _standard_error(means: np.ndarray) -> float:
+    if not np.isfinite(means).all():
+        return math.inf
+    return float(means.std(ddof=1) / math.sqrt(len(means)))

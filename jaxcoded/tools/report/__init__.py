@@ -1,0 +1,1 @@
+"""What the telemetry of a job says, in numbers and pictures."""

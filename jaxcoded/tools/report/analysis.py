@@ -1,0 +1,542 @@
+"""What a job's telemetry shows: which ranks straggled, what coding saved, and how long
+other plans would have taken.
+
+A rank that is late is served from the history and tells its parent nothing of the rounds
+it missed, so a parent's record lacks exactly those that matter. What is known all the same
+is computed here: from when a child was heard of again, from the step
+time that it told of itself, and from the files of other ranks, where they are at hand.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxcoded.group.telemetry import TOLD, Telemetry
+from jaxcoded.plan import Coded, Plan, make_plan
+from jaxcoded.plan.code_tree import CodeTree
+from jaxcoded.plan.tree import NO_PARENT, balanced_parents
+from jaxcoded.tools.simulator import Layout, Network, Ring, simulate
+from jaxcoded.tools.simulator.stragglers import Measured, Stragglers
+
+# A rank that takes so many times as long as a round is late in most of them.
+_SLOW = 1.2
+# Replays of real jobs were within 15 % (benchmarks/README.md); the report says what is farther off.
+UNUSUAL = 1.15
+# A code costs, or gains, a factor of 1.2 to 1.6 (benchmarks/README.md): what is off by as much
+# cannot tell which plan is faster.
+WRONG = 1.5
+_FANOUTS = 2, 4, 8, 16, 32
+_MOSTLY = 0.5  # of all rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Savings:
+    """What a parent's rounds took, and would have taken had it waited for all children.
+
+    Attributes:
+        rounds: int64 ``(Q,)``, their numbers: those in which it formed a sum.
+        coded: float64 ``(Q,)``, seconds from the result of the round before until the sum
+            was complete.
+        uncoded: float64 ``(Q,)``, seconds until the last child's message would have been
+            there; infinite from the round on after which nothing came from a child.
+        inferred: bool ``(Q,)``, whether the last child's time is not that of its message
+            but what it usually takes.
+    """
+
+    rounds: np.ndarray
+    coded: np.ndarray
+    uncoded: np.ndarray
+    inferred: np.ndarray
+
+    @property
+    def avoided(self) -> float:
+        """Seconds of waiting avoided, in the rounds that would have ended."""
+        ended = np.isfinite(self.uncoded)
+        return float((self.uncoded - self.coded)[ended].sum())
+
+    @property
+    def share(self) -> float:
+        """The same as a part of what waiting for all would have taken; 0 without
+        rounds."""
+        total = self.uncoded[np.isfinite(self.uncoded)].sum()
+        return self.avoided / float(total) if total > 0 else 0.0
+
+    @property
+    def stuck(self) -> int | None:
+        """The first round that would not have ended; ``None`` if all would."""
+        endless = self.rounds[np.isinf(self.uncoded)]
+        return int(endless[0]) if len(endless) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Seconds of work of every rank in every round, without waiting for others.
+
+    Attributes:
+        rounds: int64 ``(Q,)``, their numbers.
+        seconds: float64 ``(Q, N)``; infinite from the round on after which nothing came from
+            a rank.
+        source: what each rank's column is from: ``"file"`` of its own, ``"messages"`` to
+            its parent, its ``"step time"`` alone, or ``"others"``, whose median is taken.
+    """
+
+    rounds: np.ndarray
+    seconds: np.ndarray
+    source: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """A plan, and what the rounds would have taken with it.
+
+    Attributes:
+        name: the plan in words.
+        load: the largest part of the batch that a rank computes.
+        seconds: mean seconds of a round; infinite if one does not end.
+        actual: whether this is the plan that the job had.
+        ended: how many rounds end.
+    """
+
+    name: str
+    load: float
+    seconds: float
+    actual: bool
+    ended: int
+
+
+def spans(seen: Telemetry) -> np.ndarray:
+    """Seconds from a round's beginning until each child's message was there.
+
+    A round begins with the result of the one before.
+
+    Returns:
+        float64 ``(R, C)``. NaN where that is not known: in rounds that a child began late
+        or took the result of, and in the first one. Where a child was late, its time is
+        that until it was heard of again, less the work for the round in which it was.
+        Infinite from the round on after which nothing came from it.
+
+    Example:
+        >>> import jaxcoded
+        >>> from jaxcoded.tools.report import analysis
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+        ...     seen = group.telemetry()
+        >>> analysis.spans(seen).shape
+        (0, 0)
+    """
+    begun, over = _begun(seen), _over(seen)
+    arrived = seen.arrived
+    out = np.full(arrived.shape, np.nan)
+    if not out.size:
+        return out
+    before = np.vstack([np.full(arrived.shape[1], np.nan), arrived[:-1]])
+    on_time = before <= begun[:, None]
+    # a message that is the first one of a later round, too, came with that one
+    own = arrived != np.vstack([arrived[1:], np.full(arrived.shape[1], np.nan)])
+    known = on_time & ((arrived <= over[:, None]) | (own & ~np.isnan(arrived)))
+    known &= ~np.isnan(seen.decided)[:, None]
+    out[known] = np.maximum(arrived - begun[:, None], 0.0)[known]
+    for column in range(len(seen.children)):
+        usual = _usual(seen, column, out[:, column])
+        for row in np.flatnonzero(on_time[:, column] & ~known[:, column]).tolist():
+            out[row, column] = _missed(seen, row, column, usual)
+        out[_silent_from(seen, column, usual) :, column] = np.inf
+    return out
+
+
+def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
+    """What a parent saved by not waiting for all of its children.
+
+    Args:
+        seen: the parent's telemetry.
+        others: telemetry of other ranks of the job. That of a child without children
+            has the times of rounds that it missed.
+
+    A round that a child missed counts with what the child usually takes. What the code
+    costs, more work on every rank, is not charged here but by `compare`.
+
+    Example:
+        >>> import jaxcoded
+        >>> from jaxcoded.tools.report import analysis
+        >>> from mpi4py import MPI
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
+        ...     analysis.savings(group.telemetry()).avoided
+        0.0
+    """
+    took = spans(seen)
+    by_rank = {other.rank: other for other in others}
+    inferred = np.isnan(took)
+    for column, child in enumerate(seen.children.tolist()):
+        values = took[:, column]
+        usual = _usual(seen, column, values)
+        if child in by_rank and not len(by_rank[child].children):
+            own = _own_work(by_rank[child], seen.rounds)
+            wanting = ~np.isfinite(values) & (seen.rounds <= _latest(by_rank[child]))
+            values[wanting] = own[wanting]
+            inferred[:, column] = np.isnan(values)
+        values[np.isnan(values)] = usual
+    coded = seen.decided - _begun(seen)
+    formed = ~np.isnan(coded)
+    took, coded, inferred = took[formed], coded[formed], inferred[formed]
+    last = np.fmax(coded, _largest(took))
+    return Savings(
+        rounds=seen.rounds[formed],
+        coded=coded,
+        uncoded=last,
+        inferred=(inferred & (took >= last[:, None])).any(axis=1),
+    )
+
+
+def too_late(files: Sequence[Telemetry]) -> np.ndarray:
+    """The share of rounds in which each rank's message missed its parent's sum: float64
+    ``(N,)``, NaN for ranks whose parents' telemetry is not there."""
+    shares = np.full(len(files[0].parents), np.nan)
+    for seen in files:
+        late = seen.lateness[~np.isnan(seen.decided)] > 0
+        if len(late):
+            shares[seen.children] = late.mean(axis=0)
+    return shares
+
+
+def unknown(files: Sequence[Telemetry]) -> list[int]:
+    """The ranks that were too late in most rounds, and of which nothing tells how slow they are: neither a
+    file of their own nor a step time that they told."""
+    late, untold = too_late(files), np.isnan(files[0].step_times)
+    there = {file.rank for file in files}
+    ranks = np.flatnonzero((late > _MOSTLY) & untold).tolist()
+    return [rank for rank in ranks if rank not in there]
+
+
+def step_seconds(seen: Telemetry) -> float:
+    """Measured mean seconds from one result to the next; NaN with less than two
+    rounds."""
+    if len(seen.rounds) < 2:
+        return float("nan")
+    lasted = seen.ended[-1] - seen.ended[0]
+    return float(lasted / (seen.rounds[-1] - seen.rounds[0]))
+
+
+def work(files: Sequence[Telemetry]) -> Work:
+    """What each rank took in each round of the first file.
+
+    A rank's own file is the best source. Parents know when messages came; those
+    of a rank with children wait for these, too, so they are scaled to the step time that
+    the rank told of itself. Ranks of which only the step time is known take as long in every
+    round, and those of which nothing is known as long for their load as the median of the others.
+    Gaps are filled with what a rank usually takes.
+    """
+    seen = files[0]
+    rows = ~np.isnan(seen.work)
+    rounds = seen.rounds[rows]
+    count = len(seen.parents)
+    seconds = np.full((len(rounds), count), np.nan)
+    source = ["others"] * count
+    step_time = np.full(count, np.nan)
+    for file in files:
+        told = _told(file)
+        step_time = np.where(np.isnan(step_time), told, step_time)
+        step_time[file.rank] = told[file.rank]
+    inner = np.bincount(seen.parents[seen.parents >= 0], minlength=count) > 0
+    for file in files:
+        took = _aligned(file.rounds, spans(file), rounds)
+        for column, rank in enumerate(file.children.tolist()):
+            values = took[:, column]
+            median = _median(values)
+            if inner[rank] and median > 0 and step_time[rank] >= 0:
+                values = values * min(step_time[rank] / median, 1.0)
+            if not np.isnan(values).all():
+                seconds[:, rank], source[rank] = values, "messages"
+    for file in files:
+        own = _own_work(file, rounds)
+        if not np.isnan(own).all():
+            stuck = np.isinf(seconds[:, file.rank]) & (rounds > _latest(file))
+            seconds[:, file.rank] = np.where(stuck, np.inf, own)
+            source[file.rank] = "file"
+    for rank in range(count):
+        if source[rank] == "others" and step_time[rank] >= 0:
+            source[rank] = "step time"
+        values = seconds[:, rank]
+        values[np.isnan(values)] = (
+            step_time[rank] if step_time[rank] >= 0 else _median(values)
+        )
+    unknown = np.isnan(seconds).any(axis=0)
+    loaded = ~unknown & (seen.loads > 0)
+    each = _of_others(seconds[:, loaded] / seen.loads[loaded])
+    seconds[:, unknown] = each[:, None] * seen.loads[unknown]
+    return Work(rounds, seconds, tuple(source))
+
+
+def network(seen: Telemetry) -> tuple[Network, float]:
+    """The links and the mean payload in bytes, as far as a rank has seen them.
+
+    Latency is not measured: that of `Network` is taken.
+    """
+    took = seen.link_seconds > 0
+    rates = seen.link_bytes[took] / seen.link_seconds[took]
+    links = Network(bandwidth=float(np.median(rates))) if len(rates) else Network()
+    return links, float(seen.payload.mean()) if len(seen.payload) else 0.0
+
+
+def alternatives(
+    plan: Plan, speeds: np.ndarray | None = None
+) -> list[tuple[str, Plan | Ring]]:
+    """The plan as it was, first, and others for the same ranks and with as many slices.
+
+    Args:
+        plan: of the job.
+        speeds: float64 ``(N,)``, relative speeds of the ranks, for a plan with loads in
+            proportion.
+
+    Returns:
+        Names and plans: the same tree with other numbers of stragglers, a star, other
+        fan-outs, and the uncoded ring. Plans that do not exist are left out.
+    """
+    was = plan.strategy
+    out: list[tuple[str, Plan | Ring]] = [(f"as it was: {_named(plan)}", plan)]
+    if plan.size < 2:
+        return out
+    assert isinstance(was, CodeTree)  # those with blocks are not replayed
+    most = max(map(len, plan.tree.children))
+    s, star, slices = was.stragglers, plan.size - 1, was.slices
+    asked = [(plan.parents, other, plan.speeds) for other in (0, 1, 2, 3) if other != s]
+    if speeds is not None:
+        asked.append((plan.parents, s, tuple(speeds)))
+    asked += [
+        (_tree(plan.size, fanout, s + slices, plan.root), s, plan.speeds)
+        for fanout in (*_FANOUTS, star)
+        if s + slices <= fanout <= star and fanout != most
+    ]
+    asked.append((_tree(plan.size, star, 1, plan.root), 0, plan.speeds))
+    there = {(plan.parents, s, plan.speeds)}
+    for parents, stragglers, fast in asked:
+        strategy = Coded(
+            parents=parents,
+            stragglers=stragglers,
+            slices=slices,
+            root_computes=was.root_computes,
+            seed=was.seed,
+            speeds=fast or None,
+        )
+        try:
+            other = make_plan(plan.size, strategy)
+        except ValueError:
+            continue
+        key = parents, stragglers, other.speeds
+        if key not in there:
+            there.add(key)
+            out.append((_named(other), other))
+    out.append(("ring, uncoded", Ring(plan.size)))
+    return out
+
+
+def compare(files: Sequence[Telemetry]) -> list[Predicted]:
+    """Replay the job's work with its plan and with others, through `simulate`.
+
+    Each rank takes for its load in proportion what it took in the job (`work`); a rank
+    without data takes its time between calls as it was. Deadlines are not replayed.
+
+    Args:
+        files: telemetry of ranks of one job, the root's first if it is there.
+
+    Returns:
+        The plan as it was, first; empty if there are no two rounds.
+
+    Raises:
+        ValueError: the plan in the telemetry is not one.
+    """
+    seen = files[0]
+    plan = Plan.from_json(seen.plan)
+    took = work(files)
+    if not len(took.rounds):
+        return []
+    links, payload = network(seen)
+    model = _model(took, seen.loads)
+    speeds = seen.speeds if seen.rank == plan.root else None
+    out = []
+    for name, other in alternatives(plan, speeds):
+        layout = other if isinstance(other, Ring) else Layout.of(other)
+        outcome = simulate(
+            layout,
+            links,
+            payload=payload,
+            work=1.0,
+            stragglers=model,
+            rounds=len(took.rounds),
+        )
+        ended = int(np.isfinite(outcome.ends).sum())
+        load = float(layout.loads.max())
+        out.append(Predicted(name, load, outcome.mean, other is plan, ended))
+    return out
+
+
+def disagreement(measured: float, replayed: float) -> float:
+    """By what factor a replay is off, one way or the other: 1 at best.
+
+    Args:
+        measured: seconds of a round, see `step_seconds`; NaN where they are not known.
+        replayed: those of the plan as it was, see `compare`.
+
+    Example:
+        >>> from jaxcoded.tools.report import analysis
+        >>> analysis.disagreement(0.1, 0.05)
+        2.0
+    """
+    if np.isnan(measured):
+        return 1.0
+    if not (0 < measured < np.inf and 0 < replayed < np.inf):
+        return float("inf")
+    return float(max(measured / replayed, replayed / measured))
+
+
+def _model(took: Work, loads: np.ndarray) -> Stragglers:
+    """Work as factors of a second for the whole batch, and what ranks without data take as
+    seconds."""
+    loaded = loads > 0
+    factors = np.zeros(took.seconds.shape)
+    factors[:, loaded] = took.seconds[:, loaded] / loads[loaded]
+    # should they get data
+    factors[:, ~loaded] = _of_others(factors[:, loaded])[:, None]
+    fixed = np.where(loaded, 0.0, took.seconds)
+    return Measured(factors) + Measured(fixed, seconds=True)
+
+
+def _of_others(table: np.ndarray) -> np.ndarray:
+    """What a rank takes that nothing is known of: the median of each round."""
+    if not table.size:
+        return np.zeros(len(table))
+    usual = np.median(table, axis=1)
+    return np.where(np.isfinite(usual), usual, np.nan_to_num(_median(table)))
+
+
+def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
+    """A balanced tree with the same root."""
+    if fanout == size - 1:
+        return tuple(NO_PARENT if rank == root else root for rank in range(size))
+    parents = balanced_parents(size, fanout, needed)
+    swapped = {0: root, root: 0}
+    renamed = [swapped.get(parent, parent) for parent in parents]
+    return tuple(renamed[swapped.get(rank, rank)] for rank in range(size))
+
+
+def _named(plan: Plan) -> str:
+    """Its strategy, with its tree and its speeds in short."""
+    it = plan.strategy
+    if isinstance(it, CodeTree) and plan.size > 1:
+        fanout = max(map(len, plan.tree.children))
+        it = Coded(
+            stragglers=it.stragglers,
+            fanout=fanout,
+            slices=it.slices,
+            root_computes=it.root_computes,
+        )
+    return repr(it) + ", loads by speed" * bool(plan.speeds)
+
+
+def _begun(seen: Telemetry) -> np.ndarray:
+    """When each round could begin: with the result of the one before."""
+    return seen.started - np.maximum(seen.work, 0.0)
+
+
+def _over(seen: Telemetry) -> np.ndarray:
+    """When each round was decided, or over without a sum."""
+    return np.where(np.isnan(seen.decided), seen.ended, seen.decided)
+
+
+def _latest(seen: Telemetry) -> int:
+    """The number of the latest round, 0 without any."""
+    return int(seen.rounds[-1]) if len(seen.rounds) else 0
+
+
+def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
+    """Seconds of work of the rank whose telemetry this is, in these rounds; NaN in those
+    it skipped: float64 ``(Q,)``. Of a rank that skipped all of them, what it took all the same: the
+    least that its work would have taken."""
+    own = np.maximum(seen.work, 0.0)
+    if not seen.skipped.all():
+        own = np.where(seen.skipped, np.nan, own)
+    return _aligned(seen.rounds, own, rounds)
+
+
+def _aligned(have: np.ndarray, values: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Rows of some rounds as rows of others, NaN where there is none."""
+    out = np.full((len(want), *values.shape[1:]), np.nan)
+    _, theirs, ours = np.intersect1d(have, want, return_indices=True)
+    out[ours] = values[theirs]
+    return out
+
+
+def _median(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else float("nan")
+
+
+def _largest(table: np.ndarray) -> np.ndarray:
+    """Of each row, but for NaN; NaN where there is nothing else."""
+    return np.fmax.reduce(table, axis=1, initial=np.nan)
+
+
+def _told(seen: Telemetry) -> np.ndarray:
+    """Seconds of work of each rank, as it told; of those that have not finished any work
+    since their first round, for how long they have said nothing: float64 ``(N,)``, NaN
+    for who has told nothing."""
+    silent = np.where(seen.silent > 0, seen.silent, np.nan)
+    return np.where(np.isnan(seen.step_times), silent, seen.step_times)
+
+
+def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
+    """What a child takes as a rule: what it told of itself, or the median of its messages,
+    which for a child with children say more."""
+    child, median = seen.children[column], _median(took)
+    step_time = float(_told(seen)[child])
+    inner = (seen.parents == child).any()
+    if np.isnan(median):
+        return step_time
+    return median if np.isnan(step_time) or inner else step_time
+
+
+def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
+    """What a child took for a round that it began on time and missed; NaN if unknown."""
+    begun, over = _begun(seen)[row], _over(seen)
+    came = seen.arrived[:, column]
+    again = np.flatnonzero(came == came[row])  # none where it has not come
+    if len(again):
+        # it worked for the round in which it came, once it had caught up with it
+        done = came[row] - (usual if usual >= 0 else 0.0)
+        done = np.clip(done, over[max(again[-1] - 1, row)], came[row])
+        return max(float(done - begun), 0.0)
+    heard = _heard(seen, column)
+    if not (heard > over[row] and usual >= 0):
+        return float("nan")
+    return float(np.clip(usual, over[row] - begun, heard - begun))
+
+
+def _heard(seen: Telemetry, column: int) -> float:
+    """When something was last heard of a child; NaN for never."""
+    child = seen.children[column]
+    if np.isnan(_told(seen)[child]):
+        return float(np.fmax.reduce(seen.arrived[:, column], initial=np.nan))
+    return float(seen.ended[-1] - seen.silent[child])
+
+
+def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
+    """The row of the first round from which on a child has not come, if it is not just
+    slow, as far as one can tell: its process may live, and show signs of life, while its work
+    does not end. After the last one if there is none."""
+    missing = np.isnan(seen.arrived[:, column])
+    rows = len(missing)
+    first = 0 if missing.all() else rows - int(np.argmin(missing[::-1]))
+    if first == rows:
+        return rows
+    begun, end = _begun(seen), float(seen.ended[-1])
+    a_round = _median(_over(seen) - begun)
+    # its silence is no measure of itself
+    usual = float("nan") if np.isnan(seen.step_times[seen.children[column]]) else usual
+    patience = TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
+    alive = end - _heard(seen, column) <= patience
+    if alive and (missing.all() or usual > _SLOW * a_round):
+        return rows  # always late
+    # before, it has come again after so long
+    absent = _largest((seen.arrived[:first, column] - begun[:first])[None])[0]
+    since = seen.started[first] if np.isnan(begun[first]) else begun[first]
+    return first if end - since > np.fmax(patience, 2 * absent) else rows

@@ -1,0 +1,19 @@
+"""How long a job would take, without running it: the engine's rounds, for up to millions
+of ranks."""
+
+from jaxcoded.tools.simulator.ideal import ideal_seconds
+from jaxcoded.tools.simulator.layout import Layout
+from jaxcoded.tools.simulator.network import Network
+from jaxcoded.tools.simulator.order_statistics import expected_runtime
+from jaxcoded.tools.simulator.protocol import Outcome, simulate
+from jaxcoded.tools.simulator.ring import Ring
+
+__all__ = [
+    "Layout",
+    "Network",
+    "Outcome",
+    "Ring",
+    "expected_runtime",
+    "ideal_seconds",
+    "simulate",
+]

@@ -1,0 +1,56 @@
+"""The least that steps can take, whoever computes what."""
+
+import itertools
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.tools.simulator.stragglers import Stragglers, as_model
+
+
+def ideal_seconds(
+    size: int,
+    *,
+    work: float,
+    stragglers: Stragglers | str | None = None,
+    rounds: int = 100,
+    seed: int = 0,
+) -> np.ndarray:
+    """Seconds of steps in which all ranks compute until all work is done, and messages take no
+    time: the work-conserving ideal, ``w / Σ_i v_i`` (``docs/theory.md``).
+
+    A rank begins after what the model adds to its work, and is as slow as the model says.
+
+    Args:
+        size: number of ranks.
+        work: seconds that one usual rank would take for the whole batch.
+        stragglers, rounds, seed: as in `simulate`, whose draws are the same.
+
+    Returns:
+        float64 ``(rounds,)``; infinite where no rank is alive.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import ideal_seconds
+        >>> # 3 usual ranks, and one that takes twice as long: 1 / 3.5
+        >>> ideal_seconds(4, work=0.7, stragglers="fixed(factor=2)", rounds=1).round(9).tolist()
+        [0.2]
+    """
+    size = _require.integer("size", size, 1)
+    rounds = _require.integer("rounds", rounds, 1)
+    work = _require.not_negative("work", work)
+    drawn = as_model(stragglers).rounds(size, _require.integer("seed", seed, 0))
+    out = np.empty(rounds)
+    for number, delays in enumerate(itertools.islice(drawn, rounds)):
+        order = np.argsort(delays.seconds)
+        begins = delays.seconds[order]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            speeds = np.where(np.isfinite(begins), 1 / delays.factor[order], 0.0)
+            head_start = np.cumsum(np.where(speeds > 0, begins * speeds, 0.0))
+            # with the first one, two, … ranks that begin: one too many only helps
+            out[number] = np.nanmin(
+                (work + head_start) / np.cumsum(speeds), initial=np.inf
+            )
+    return out

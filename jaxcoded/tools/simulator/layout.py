@@ -1,0 +1,232 @@
+"""Who sends what to whom, and how many suffice: a plan without its coefficients."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.plan import Plan
+from jaxcoded.plan.parent_code import largest_coded_sets
+from jaxcoded.plan.placement import NOTHING, Placement
+from jaxcoded.plan.tree import balanced_parents
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A tree for the simulator, for millions of ranks.
+
+    Ranks are in breadth-first order, so that the children of a rank are neighbours.
+
+    Attributes:
+        parents: int64 ``(N,)``, not falling; -1 at the root, rank 0.
+        loads: float64 ``(N,)``, the part of the batch that each rank computes.
+        needs: int64 ``(N,)``, the number of children, or of classes of them, that each
+            parent waits for; 0 at leaves.
+        copies: int64 ``(N,)``, how many neighbouring children send the same message, one
+            of which suffices (fractional repetition); 1 where there are none.
+        messages: float64 ``(N,)``, the length of each rank's message as a part of the
+            payload.
+        ranks: int64 ``(N,)``, the number that each of them has in the job.
+        placement: who holds which blocks, by their numbers in the job, where the work is
+            shared; ``loads`` are then what each computes if nobody is late.
+    """
+
+    parents: np.ndarray
+    loads: np.ndarray
+    needs: np.ndarray
+    copies: np.ndarray
+    messages: np.ndarray
+    ranks: np.ndarray
+    placement: Placement = NOTHING
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.parents)
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """Number of children of each rank, int64 ``(N,)``."""
+        return np.bincount(self.parents[1:], minlength=self.size)
+
+    @functools.cached_property
+    def first(self) -> np.ndarray:
+        """The first child of each rank, int64 ``(N,)``; the others follow."""
+        return np.concatenate([[0], np.cumsum(self.counts)[:-1]]) + 1
+
+    @functools.cached_property
+    def one_family(self) -> bool:
+        """Whether all ranks are the root's children."""
+        return bool(self.counts[0] == self.size - 1)
+
+    @functools.cached_property
+    def family(self) -> "Layout":
+        """The root and its children."""
+        ranks = slice(0, 1 + int(self.counts[0]))
+        needs, copies = (
+            np.zeros_like(self.needs[ranks]),
+            np.ones_like(self.copies[ranks]),
+        )
+        needs[0], copies[0] = self.needs[0], self.copies[0]
+        return Layout(
+            parents=self.parents[ranks],
+            loads=self.loads[ranks],
+            needs=needs,
+            copies=copies,
+            messages=self.messages[ranks],
+            ranks=np.arange(ranks.stop),
+        )
+
+    @functools.cached_property
+    def layers(self) -> list[slice]:
+        """The ranks of each layer, the root's first."""
+        layers = [slice(0, 1)]
+        while layers[-1].stop < self.size:
+            last = layers[-1].stop - 1
+            layers.append(
+                slice(layers[-1].stop, int(self.first[last] + self.counts[last]))
+            )
+        return layers
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Layout":
+        """That of a plan. Where what is decodable does not depend on numbers or copies
+        alone, any ``n − s`` children are taken to suffice.
+
+        Example:
+            >>> import jaxcoded
+            >>> from jaxcoded.tools.simulator import Layout
+            >>> Layout.of(jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3))).needs.tolist()[:4]
+            [2, 2, 2, 2]
+        """
+        order: list[int] = [plan.root]
+        needs, copies = [], []
+        for rank in order:  # grows while it is walked
+            coding = plan.codings[rank]
+            if coding is None:
+                needs.append(0)
+                copies.append(1)
+                continue
+            children = plan.coded_children(rank)
+            needs.append(coding.needs)
+            copies.append(coding.copies)
+            if coding.copies > 1:  # beside each other
+                by_class = np.argsort(coding.code.classes, kind="stable")
+                children = tuple(children[row] for row in by_class)
+            order.extend(children)
+        ranks = np.array(order)
+        position = np.empty(len(ranks), np.int64)
+        position[ranks] = np.arange(len(ranks))
+        parents = np.array(plan.parents)[ranks]
+        messages = np.array(plan.parts_above) / np.array(plan.slices_above)
+        return cls(
+            parents=np.where(parents < 0, -1, position[parents]),
+            loads=np.array([float(plan.load_of(rank)) for rank in order]),
+            needs=np.array(needs),
+            copies=np.array(copies),
+            messages=messages[ranks],
+            ranks=ranks,
+            placement=plan.placement,
+        )
+
+    @classmethod
+    def balanced(
+        cls, size: int, fanout: int, stragglers: int = 0, slices: int = 1
+    ) -> "Layout":
+        """The balanced tree that `jaxcoded.make_plan` makes, with a root that has no
+        data, and its loads in closed form (CodedReduce, Reisizadeh et al. 2021,
+        generalised to any tree; ``docs/theory.md``), without making codes.
+
+        Args:
+            size: number of ranks ``N``.
+            fanout: most children of a parent; ``size − 1`` is a star.
+            stragglers: ``s``.
+            slices: ``m``.
+
+        Raises:
+            ValueError: no such tree.
+
+        Example:
+            >>> from jaxcoded.tools.simulator import Layout
+            >>> round(float(Layout.balanced(1 + 3 + 9, 3, 1).loads.max()) * 15, 6)
+            4.0
+        """
+        size = _require.integer("size", size, 2)
+        holders = _require.integer("stragglers", stragglers, 0) + _require.integer(
+            "slices", slices, 1
+        )
+        fanout = _require.integer("fanout", fanout, 1)
+        if holders > min(fanout, size - 1):
+            raise ValueError(
+                f"stragglers={stragglers} and slices={slices} need fanout >= {holders} "
+                f"and more than {holders} ranks, got fanout={fanout}, size={size}"
+            )
+        parents = np.array(balanced_parents(size, min(fanout, size - 1), holders))
+        counts = np.bincount(parents[1:], minlength=size)
+        m = np.minimum(slices, np.maximum(counts, 1))
+        s = np.minimum(stragglers, np.maximum(counts - m, 0))
+        it = cls(
+            parents=parents,
+            loads=np.zeros(size),
+            needs=np.maximum(counts - s, 0),
+            copies=np.ones(size, np.int64),
+            messages=np.ones(size),
+            ranks=np.arange(size),
+        )
+        coded, own = np.zeros(size), np.ones(size)
+        own[0] = 0.0
+        capacity = own.copy()
+        for layer in reversed(it.layers[:-1]):
+            inner = np.arange(layer.start, layer.stop)[counts[layer] > 0]
+            below = it.of_children(capacity, inner, np.inf)
+            coded[inner] = largest_coded_sets(below, counts[inner], (s + m)[inner])
+            it._repeat(inner, below, coded[inner], s, m)
+            capacity[inner] += coded[inner]
+        assigned = np.zeros(size)
+        assigned[0] = capacity[0]
+        for layer in it.layers[1:]:
+            above = parents[layer]
+            share = np.minimum(capacity[layer] / coded[above], 1.0)
+            assigned[layer] = assigned[above] * coded[above] / capacity[above] * share
+            it.messages[layer] = it.messages[above] / m[above]
+        it.loads[:] = assigned * own / capacity / capacity[0]
+        return it
+
+    def _repeat(
+        self,
+        parents: np.ndarray,
+        capacities: np.ndarray,
+        coded: np.ndarray,
+        stragglers: np.ndarray,
+        slices: np.ndarray,
+    ) -> None:
+        """Enter fractional repetition where it leaves no capacity of the children unused."""
+        s = stragglers[parents]
+        fits = (slices[parents] == 1) & (s > 0) & (self.counts[parents] % (s + 1) == 0)
+        for copies in np.unique(s[fits] + 1):
+            some = np.flatnonzero(fits & (s + 1 == copies))
+            table = capacities[some][:, : int(self.counts[parents[some]].max())]
+            table = np.where(np.isinf(table), 0.0, table)
+            table = np.pad(table, ((0, 0), (0, -table.shape[1] % copies)))
+            # neighbours are alike: subtrees are in the order of their sizes
+            classes = table.reshape(len(some), -1, copies)
+            kept = classes.min(axis=2).sum(axis=1)
+            chosen = parents[some[np.isclose(kept, coded[some], rtol=1e-12)]]
+            self.copies[chosen] = copies
+            self.needs[chosen] = self.counts[chosen] // copies
+
+    def of_children(
+        self, values: np.ndarray, parents: np.ndarray, missing: float
+    ) -> np.ndarray:
+        """Values ``(N,)`` as a table ``(parents, most children)``, with ``missing`` where
+        a parent has fewer."""
+        counts = self.counts[parents]
+        most = int(counts.max())
+        if (counts == most).all() and (np.diff(parents) == 1).all():
+            start = self.first[parents[0]]
+            return values[start : start + len(parents) * most].reshape(-1, most)
+        columns = np.arange(most)
+        there = columns < counts[:, None]
+        index = np.where(there, self.first[parents][:, None] + columns, 0)
+        return np.where(there, values[index], missing)

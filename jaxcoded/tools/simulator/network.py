@@ -1,0 +1,81 @@
+"""What links and memory cost."""
+
+import dataclasses
+import math
+
+from jaxcoded import _require
+from jaxcoded.plan.sections import SECTIONS_FROM
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Equal ports and links: a port receives, and sends, one message at a time.
+
+    Attributes:
+        latency: seconds until a message is there.
+        bandwidth: bytes per second that a port can receive.
+        send_bandwidth: bytes per second that a port can send; default ``bandwidth``.
+        overhead: seconds of a processor for one message or piece.
+        combine: bytes per second that a rank can add up.
+        call: seconds that every call of a round takes apart from the protocol.
+        trips: messages one after the other until a piece has moved: 3 between hosts (an
+            offer, a request, the piece), 1 where a rank reads the memory of the
+            other.
+        piece: bytes in which the engine moves long messages.
+        inline: bytes up to which a message comes with its offer.
+        sections_from: bytes of a sum from which ranks that are all the root's children form
+            it in sections (``docs/engine.md``); 0: none. Default: 64 KiB between hosts, as
+            the engine does, and 0 where ranks read each other's memory (``trips=1``): what
+            sections of long sums gain there is not simulated.
+
+    Raises:
+        ValueError: a number is negative, or a bandwidth or a piece is 0.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import Network
+        >>> Network.of(gigabits=10).bandwidth
+        1250000000.0
+        >>> Network().sections_from, Network(trips=1).sections_from
+        (65536, 0)
+    """
+
+    latency: float = 50e-6
+    bandwidth: float = 1.25e9
+    send_bandwidth: float | None = None
+    overhead: float = 2e-6
+    combine: float = 8e9
+    call: float = 50e-6
+    trips: int = 3
+    piece: int = 256 * 1024
+    inline: int = 4096
+    sections_from: int | None = None
+
+    def __post_init__(self) -> None:
+        _require.integer("trips", self.trips, 1)
+        _require.integer("piece", self.piece, 1)
+        _require.integer("inline", self.inline, 0)
+        if self.send_bandwidth is None:
+            object.__setattr__(self, "send_bandwidth", self.bandwidth)
+        if self.sections_from is None:
+            least = SECTIONS_FROM if self.trips > 1 else 0
+            object.__setattr__(self, "sections_from", least)
+        _require.integer("sections_from", self.sections_from, 0)
+        for name in ("latency", "overhead", "call"):
+            value = getattr(self, name)
+            if not (_require.is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be seconds >= 0, got {value!r}")
+        for name in ("bandwidth", "send_bandwidth", "combine"):
+            value = getattr(self, name)
+            if not (_require.is_number(value) and value > 0):
+                raise ValueError(f"{name} must be bytes per second > 0, got {value!r}")
+
+    @classmethod
+    def of(cls, gigabits: float, latency: float = 50e-6) -> "Network":
+        """Usual hosts with links of so many Gb/s."""
+        return cls(latency=latency, bandwidth=gigabits * 1e9 / 8)
+
+    @property
+    def sending(self) -> float:
+        """`send_bandwidth` as a number."""
+        assert self.send_bandwidth is not None
+        return self.send_bandwidth

@@ -1,0 +1,332 @@
+"""Rounds of the engine's protocol, for all ranks of a layer at a time.
+
+What is simulated is what ``docs/engine.md`` describes: ranks tell their parents what they
+have, a parent that has called fetches from the first children that suffice, piece by
+piece, adds up and tells its parent; results go down the same way. A rank to which a round
+is decided before it calls it leaves its work out and takes the result. Ports serve one
+message at a time. Long sums are formed in sections (`sections`). A round is a few array operations per
+layer, so that millions of ranks take well under a second.
+
+What is left out: the bound of the history (a rank is never out of it), control messages,
+and that processors are shared by ranks.
+"""
+
+import dataclasses
+import statistics
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.tools.simulator.layout import Layout
+from jaxcoded.tools.simulator.network import Network
+from jaxcoded.tools.simulator.ring import Ring
+from jaxcoded.tools.simulator.sections import Sections, forms_sections, in_a_layer
+from jaxcoded.tools.simulator.sharing import Sharing
+from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
+from jaxcoded.tools.simulator.way_up import Parents, WayUp
+
+_PATIENCE = 0.1  # seconds, and 4 median rounds, until an orphan asks further up
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A simulated job.
+
+    Attributes:
+        ends: float64 ``(rounds,)``, when the root had each result, in seconds since the
+            beginning; infinite from the round on that never ends.
+        used: int64 ``(N,)``, in how many rounds each rank's message entered the sum.
+        skipped: int64 ``(N,)``, in how many each rank was behind and left its work out.
+    """
+
+    ends: np.ndarray
+    used: np.ndarray
+    skipped: np.ndarray
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Of each round, from result to result at the root: float64 ``(rounds,)``."""
+        with np.errstate(invalid="ignore"):
+            lasted = np.diff(self.ends, prepend=0.0)
+        return np.where(np.isnan(lasted), np.inf, lasted)
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds of a round."""
+        return float(self.ends[-1] / len(self.ends))
+
+
+def simulate(
+    layout: Layout | Ring,
+    network: Network,
+    *,
+    payload: float,
+    work: float,
+    stragglers: Stragglers | str | None = None,
+    rounds: int = 100,
+    seed: int = 0,
+    fresh: bool = False,
+) -> Outcome:
+    """How long rounds of an all-reduce with computation before each would take.
+
+    Args:
+        layout: of the tree, see `Layout`; or a `Ring`.
+        network: of equal ports and links.
+        payload: bytes that are summed.
+        work: seconds that one usual rank would take for the whole batch; each takes its
+            load's part of it, slowed down by ``stragglers``.
+        stragglers: a model, or the text that names one; default none.
+        rounds: how many.
+        seed: of the model.
+        fresh: whether all ranks begin each round when the root has the result of the one
+            before, whatever they were doing, as in the papers' models: no rank is behind,
+            and the way down takes no time.
+
+    Raises:
+        TypeError: ``layout`` is something else, such as a plan.
+        ValueError: a number is negative, or there are no rounds.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import stragglers
+        >>> from jaxcoded.tools.simulator import Layout, Network, simulate
+        >>> slow = stragglers.named("fixed(ranks=(12,), factor=10)")
+        >>> times = [
+        ...     simulate(
+        ...         Layout.balanced(13, fanout=3, stragglers=s),
+        ...         Network(), payload=4e6, work=1.0, stragglers=slow, rounds=20,
+        ...     ).mean
+        ...     for s in (0, 1)
+        ... ]
+        >>> [round(t, 2) for t in times]  # 10/12, and 4/15, and the network
+        [0.85, 0.28]
+    """
+    if not isinstance(layout, Layout | Ring):
+        raise TypeError(
+            "layout must be a Layout or a Ring (Layout.of takes a Plan), got "
+            f"{type(layout).__name__}"
+        )
+    _require.integer("rounds", rounds, 1)
+    for name, value in (("payload", payload), ("work", work)):
+        if not (0 <= value < np.inf):
+            raise ValueError(f"{name} must be a number >= 0, got {value!r}")
+    seed = _require.integer("seed", seed, 0)
+    delays = as_model(stragglers).rounds(layout.size, seed)
+    if isinstance(layout, Ring):
+        return _ring(layout, network, payload, work, delays, rounds)
+    job = _Job(layout, network, payload, forms_sections(layout, network, payload))
+    numbers = layout.ranks
+    free = np.zeros(layout.size)
+    frozen = np.full(layout.size, -np.inf)
+    ends = np.full(rounds, np.inf)
+    used = np.zeros(layout.size, np.int64)
+    skipped = np.zeros(layout.size, np.int64)
+    worked = work * layout.loads
+    sharing = None
+    if layout.placement.blocks and work:
+        sharing = Sharing(layout, network, work)
+    lasted: deque[float] = deque(maxlen=31)
+    for number in range(rounds):
+        drawn = next(delays)
+        delay = Delays(*(column[numbers] for column in drawn))
+        called = busy = free + delay.time(worked)
+        frozen = np.where(delay.stopped, free + delay.seconds, frozen)
+        if sharing is not None:
+            called, busy = sharing.round(free, delay)
+        up = job.up(called, busy)
+        if not np.isfinite(up.last[0]):
+            break
+        used += up.used & (called > -np.inf)
+        ends[number] = up.last[0] + network.call
+        if fresh:
+            free[:] = ends[number]
+            continue
+        lasted.append(float(ends[number] - ends[number - 1] if number else ends[0]))
+        median = statistics.median(lasted)
+        here = job.down(up, frozen, max(_PATIENCE, 4 * median))
+        behind = (free >= here) & np.isfinite(free)  # not dead
+        skipped += behind
+        replayed = free + payload / network.combine
+        free = np.where(behind, replayed, np.maximum(busy, here)) + network.call
+    total = np.zeros((2, layout.size), np.int64)
+    total[:, numbers] = used, skipped
+    return Outcome(ends, total[0], total[1])
+
+
+def _ring(
+    layout: Ring,
+    network: Network,
+    payload: float,
+    work: float,
+    delays: Iterator[Delays],
+    rounds: int,
+) -> Outcome:
+    """All ranks are done when the last message has gone round."""
+    n = layout.size
+    piece = payload / n
+    step = network.latency + network.overhead
+    step += piece / min(network.bandwidth, network.sending)
+    moving = (n - 1) * (2 * step + piece / network.combine)
+    now, ends = 0.0, np.full(rounds, np.inf)
+    for number in range(rounds):
+        now += float(next(delays).time(work * layout.loads).max())
+        now += moving + network.call
+        ends[number] = now
+        if not np.isfinite(now):
+            break
+    done = np.full(n, np.isfinite(ends).sum())
+    return Outcome(ends, done, np.zeros(n, np.int64))
+
+
+class _Below:
+    """The ranks of one layer on the way down."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        network: Network,
+        payload: float,
+        pieces: int,
+        ranks: slice,
+        in_sections: bool,
+    ) -> None:
+        self.ranks, self.above = ranks, layout.parents[ranks]
+        children = layout.counts[self.above]
+        inlined = payload <= network.inline
+        piece = payload / pieces
+        period = children * network.overhead
+        there = network.latency
+        if not inlined:
+            port = children * piece / network.sending
+            period = period + np.maximum(piece / network.bandwidth, port)
+            # until a piece that was announced is here
+            there += (network.trips - 1) * network.latency
+        # of a piece, and of those after the first
+        self.period, self.rest = there + period, (pieces - 1) * period
+        if in_sections:  # once all of it is there
+            most = int(children.max())
+            self.period, self.rest = in_a_layer(layout, network, payload, most), 0.0
+        # the port that sends results down is that which sends the sum up
+        self.sending = there + payload * children / network.sending
+        mine = payload * layout.messages[self.above] / network.sending
+        self.sending_both = self.sending + mine
+
+
+class _Job:
+    """What does not change from round to round."""
+
+    def __init__(
+        self, layout: Layout, network: Network, payload: float, in_sections: bool
+    ) -> None:
+        self.layout, self.network, self.payload = layout, network, payload
+        # of the root's sum
+        self.sections = (
+            Sections(layout.family, network, payload) if in_sections else None
+        )
+        self.family = slice(0, 1 + int(layout.counts[0]) if in_sections else 0)
+        self.parents = [
+            parents
+            for layer in reversed(layout.layers[1:] if in_sections else layout.layers)
+            for parents in self._alike(np.arange(layer.start, layer.stop))
+        ]
+        # the result is of equal length everywhere
+        self.pieces = max(1, int(np.ceil(payload / network.piece)))
+        self.below = [
+            _Below(layout, network, payload, self.pieces, ranks, in_sections)
+            for ranks in layout.layers[2 if in_sections else 1 :]
+        ]
+        # when those below each rank ask further up, while it passes on nothing
+        self.asked = np.full(layout.size, -np.inf)
+
+    def _alike(self, ranks: np.ndarray) -> list[Parents]:
+        layout = self.layout
+        ranks = ranks[layout.counts[ranks] > 0]
+        if not len(ranks):
+            return []
+        keys = np.stack(
+            [layout.counts[ranks], layout.needs[ranks], layout.copies[ranks]]
+        )
+        kinds, kind = np.unique(keys, axis=1, return_inverse=True)
+        return [
+            Parents(
+                layout,
+                self.network,
+                self.payload,
+                ranks[np.ravel(kind) == number],
+                in_a_layer(layout, self.network, self.payload, int(kinds[0, number]))
+                if self.sections
+                else None,
+            )
+            for number in range(kinds.shape[1])
+        ]
+
+    def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
+        """The sums of a round that each rank calls at a time, whatever it computes beside."""
+        first, last = called.copy(), called.copy()
+        used = np.zeros(self.layout.size, bool)
+        for parents in self.parents:
+            parents.sum_up(called, first, last, used)
+        if self.sections:
+            ranks = self.family
+            busy = np.maximum(busy[ranks], last[ranks])
+            first[ranks], last[ranks], used[ranks] = self.sections.up(last[ranks], busy)
+        for layer in self.layout.layers[
+            2:
+        ]:  # a late rank leaves out those below it, too
+            used[layer] &= used[self.layout.parents[layer]]
+        return WayUp(first, last, used)
+
+    def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
+        """When each rank has the result.
+
+        Args:
+            up: the round on its way up.
+            frozen: until when each rank passes on nothing.
+            patience: seconds after which those below it ask further up; they stay with
+                who answers until it passes on results again.
+        """
+        first, last = up.first.copy(), up.last.copy()
+        if self.sections:
+            family = WayUp(*(column[self.family] for column in up))
+            ranks = slice(1, self.family.stop)
+            done = self.sections.down(family)[1:]
+            first[ranks], last[ranks] = self._passed_on(
+                ranks, done, done, frozen, patience
+            )
+        for below in self.below:
+            ranks, above = below.ranks, below.above
+            begun = first[above] + below.period
+            done = np.maximum(begun + below.rest, last[above] + below.period)
+            if self.pieces > 1 and not self.sections:
+                busy = np.where(
+                    up.used[above],
+                    up.first[above] + below.sending_both,
+                    first[above] + below.sending,
+                )
+                done = np.maximum(done, busy)
+            first[ranks], last[ranks] = self._passed_on(
+                ranks, begun, done, frozen, patience
+            )
+        return np.where(np.isposinf(frozen), np.inf, np.maximum(last, frozen))
+
+    def _passed_on(
+        self,
+        ranks: slice,
+        begun: np.ndarray,
+        done: np.ndarray,
+        frozen: np.ndarray,
+        patience: float,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When those below these ranks can have the first and the last piece."""
+        asked, still = self.asked[ranks], frozen[ranks]
+        late = still > begun
+        if not late.any():
+            asked[:] = -np.inf
+            return begun, done
+        new = late & np.isinf(asked)
+        asked[new] = begun[new] + patience
+        asked[~late] = -np.inf
+        # by those above them, once those below them ask there
+        until = np.minimum(still, asked)
+        return np.maximum(begun, until), np.maximum(done, until)

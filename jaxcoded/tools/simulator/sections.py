@@ -1,0 +1,271 @@
+"""Rounds in sections: the ranks of a family form a long sum together (``docs/engine.md``).
+
+The root chooses the messages and cuts the sum into sections; each has a maker, who fetches its part
+of these messages, and everybody fetches all sections. All ports are in use at the same time, so what
+counts is what the busiest one has to send or to receive, whatever the order is; and who forms how
+much is chosen so that this is as little as it can be.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxcoded.plan.sections import SECTION_PIECES, pay_in_layers
+from jaxcoded.tools.simulator.layout import Layout
+from jaxcoded.tools.simulator.network import Network
+from jaxcoded.tools.simulator.way_up import WayUp
+
+IN_SECTIONS = "long sums are formed in sections"  # in words
+
+# As in the engine (``node.h``).
+_STALL = (
+    0.002  # seconds that the root waits, at least, for those who come a little later
+)
+_LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes
+
+# The part of the time in which the busiest port is busy, but for the first and last pieces. Measured
+# on 13 hosts with 200 Mbit/s, whose figures are in tests/simulator/test_simulated_sections.py. In
+# rounds that are played piece by piece there, without processors that others need, it is 0.9 to 1.
+_BUSY = 0.9
+
+
+class Traffic(NamedTuple):
+    """What each rank's port carries in a round, float64 ``(N,)`` in bytes, and whose messages count.
+
+    Attributes:
+        terms_sent: of its message, to the makers.
+        terms_received: of the messages of others, for its own section.
+        sections_sent: of its own section, to everybody.
+        sections_received: of those of others.
+        used: bool ``(N,)``, whether its message enters the sum.
+    """
+
+    terms_sent: np.ndarray
+    terms_received: np.ndarray
+    sections_sent: np.ndarray
+    sections_received: np.ndarray
+    used: np.ndarray
+
+
+def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
+    """Whether the engine forms sums of so many bytes in sections, where all ranks are hosts: those that are
+    long enough, if the ports of the tree move less so.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import Layout, Network
+        >>> from jaxcoded.tools.simulator.sections import forms_sections
+        >>> star, tree, narrow = [Layout.balanced(n, fanout) for n, fanout in ((13, 12), (31, 5), (15, 2))]
+        >>> [forms_sections(it, Network(), 20e6) for it in (star, tree, narrow)]
+        [True, True, False]
+        >>> forms_sections(star, Network(), 1e3)
+        False
+    """
+    least = network.sections_from
+    if not least or payload < least or _pieces(layout, network, payload) < 2:
+        return False
+    if layout.one_family:
+        return True
+    if not (layout.messages == 1).all():
+        return False
+    most = max(int(layout.counts[0]), int(layout.counts[1:].max()) + 1)
+    return pay_in_layers(
+        int(layout.needs[0]), int(layout.counts[0]), len(layout.layers) - 2, most
+    )
+
+
+def in_a_layer(
+    layout: Layout, network: Network, payload: float, children: int
+) -> float:
+    """Seconds from when the messages of so many children of a parent below the root suffice, until it has
+    formed its own one from what they form; or from when it has the result, until they have it: its port
+    moves it once, in pieces, and what it says, what they ask for and what they have formed are on their way
+    before and after."""
+    pieces = _pieces(layout, network, payload)
+    moving = payload / min(network.bandwidth, network.sending)
+    turns = (children - 1) * payload / pieces / network.bandwidth
+    words = 2 * network.trips * network.latency
+    return words + 2 * pieces * network.overhead + (moving + turns) / _BUSY
+
+
+def _pieces(layout: Layout, network: Network, payload: float) -> int:
+    wanted = payload / (SECTION_PIECES * layout.size)
+    piece = min(network.piece, max(_LEAST_PIECE, min(wanted, _MOST_PIECE)))
+    return max(1, int(np.ceil(payload / piece)))
+
+
+class Sections:
+    """What does not change from round to round."""
+
+    def __init__(self, layout: Layout, network: Network, payload: float) -> None:
+        self.layout, self.network, self.payload = layout, network, payload
+        self.children = layout.size - 1
+        self.needs, self.copies = int(layout.needs[0]), int(layout.copies[0])
+        self.pieces = _pieces(layout, network, payload)
+        # of each rank's vector, beside the sum
+        self.lengths = np.append(1.0, layout.messages[1:])
+        self.sends_root = bool(layout.loads[0] > 0)  # zeros are not sent
+        self._late = 0  # ranks, in this round
+        self._lasted = 0.0  # seconds, the last time that a sum was formed
+        # when the root has sent results to those who were late
+        self._sends_until = -np.inf
+
+    def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
+        """The sum of a round, once those who are there in time have formed it.
+
+        Args:
+            called: float64 ``(N,)``, when each rank has its message; minus infinity if it has none.
+            busy: float64 ``(N,)``, until when it computes.
+        """
+        network, latency = self.network, self.network.latency
+        heard = called[1:] + latency
+        comes = np.maximum(called, busy)[1:] + latency
+        suffices = max(called[0], self._suffices(heard))
+        begun = self._begun(suffices, comes)
+        there = comes <= begun
+        has_message = called[1:] > -np.inf
+        joins = np.zeros(self.children, bool)
+        traffic = self.traffic(there, has_message, joins)
+        root, everybody = self._moving(traffic)
+        # word of the sections, a piece to form, and one that is formed
+        begun += 2 * network.trips * latency
+        joins = ~there & (comes <= begun + root)
+        if joins.any():
+            traffic = self.traffic(there, has_message, joins)
+            root, everybody = self._moving(traffic)
+        # the root's port may still be sending older results to those who are late
+        terms = self._sends_until + traffic.terms_sent[0] / network.sending
+        begun += max(0.0, terms - (begun + root))
+        last = np.full(self.layout.size, np.inf)
+        last[0] = begun + root
+        self._lasted = root
+        section = terms + traffic.sections_sent[0] / network.sending
+        done = max(begun + everybody, last[0] + latency, section)
+        last[1:][there] = done
+        fetched = comes + network.trips * latency + self.payload / network.bandwidth
+        last[1:][joins] = np.maximum(fetched, done)[joins]
+        self._late = int((np.isinf(last[1:]) & np.isfinite(comes)).sum())
+        return WayUp(last, last, traffic.used)
+
+    def down(self, up: WayUp) -> np.ndarray:
+        """When each rank has the result; who was late gets it from the root. See `_Job.down`."""
+        network = self.network
+        sent = self._late * self.payload / network.sending
+        self._sends_until = max(self._sends_until, up.last[0]) + sent
+        fetched = up.last[0] + self.payload / network.bandwidth
+        fetched = max(fetched, self._sends_until) + network.trips * network.latency
+        return np.where(np.isinf(up.last), fetched, up.last)
+
+    def traffic(
+        self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
+    ) -> Traffic:
+        """What ports carry.
+
+        Args:
+            there: bool ``(N − 1,)``, which children are there in time, so that they form sections.
+            has_message: bool ``(N − 1,)``, which of them have a message that may be used.
+            joins: bool ``(N − 1,)``, which others come while the sum is formed, and fetch it, too.
+        """
+        usable = np.append(self.sends_root, there & has_message)
+        serves, terms = self._serves(usable)
+        own = self._sections(np.append(True, there), usable, serves, terms)
+        # a maker forms its section from its own message, which is not sent to it
+        uses_own = np.minimum(own, serves) * self.lengths
+        fetching = np.append(True, there | joins)
+        used = serves > 0
+        used[0] = False
+        return Traffic(
+            terms_sent=(serves * self.lengths - uses_own) * self.payload,
+            terms_received=(own * terms - uses_own) * self.payload,
+            sections_sent=own * (fetching.sum() - 1) * self.payload,
+            sections_received=(fetching - own) * self.payload,
+            used=used,
+        )
+
+    def _begun(self, suffices: float, comes: np.ndarray) -> float:
+        """When the root no longer waits for those who come a little later: no longer than it saves
+        that they form a part, too."""
+        comes = np.sort(comes[np.isfinite(comes)])
+        if not comes.size or not np.isfinite(suffices):
+            return np.inf
+        there = np.arange(1, len(comes) + 1)
+        messages = self.needs * self.lengths[1:].max(initial=0.0)
+        lasts = (messages + there) / (there + 1)  # vectors through each port
+        patience = np.maximum(_STALL, self._lasted * (lasts / lasts[-1] - 1))
+        patience[-1] = 0.0
+        begins = np.maximum(comes, suffices + patience)
+        return float(begins[begins < np.append(comes[1:], np.inf)][0])
+
+    def _suffices(self, heard: np.ndarray) -> float:
+        """When the root knows of messages that suffice."""
+        if self.copies > 1:
+            heard = heard.reshape(-1, self.copies).min(axis=1)
+        elif self.needs < self.children:
+            heard = np.partition(heard, self.needs - 1)[: self.needs]
+        overhead = self.network.overhead
+        waits = np.sort(heard) - overhead * np.arange(len(heard))
+        return float(waits.max() + overhead * len(heard))
+
+    def _serves(self, usable: np.ndarray) -> tuple[np.ndarray, float]:
+        """For how much of the sum each rank's message is used, float64 ``(N,)``, and how long the
+        messages are together that it is the sum of: copies take turns, and so does who is not needed."""
+        children = usable[1:]
+        if self.copies > 1:
+            table = children.reshape(-1, self.copies)
+            alike = table.sum(axis=1)
+            terms = int((alike > 0).sum())
+            part = np.repeat(1 / np.maximum(alike, 1), self.copies)
+        else:
+            terms = min(self.needs, int(children.sum()))
+            part = np.full(self.children, terms / max(int(children.sum()), 1))
+        serves = usable * np.append(1.0, part)
+        return serves, float(serves @ self.lengths)
+
+    def _sections(
+        self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: float
+    ) -> np.ndarray:
+        """How much of the sum each maker forms, float64 ``(N,)``, in whole pieces: so much that no
+        port sends or receives more than it must.
+
+        A port sends its message, less what it forms from it, and its section to all others; it
+        receives what its section is formed from, and the other sections. Both grow with its section.
+        """
+        receivers = np.count_nonzero(makers) - 1
+        own_message = usable * self.lengths
+        sends = np.maximum(receivers - own_message, 1e-9)[makers]
+        receives = np.maximum(terms - 1.0 - own_message, 1e-9)[makers]
+        already = (serves * self.lengths)[makers]
+
+        def formed(most: float) -> np.ndarray:
+            room = np.minimum((most - already) / sends, (most - 1) / receives)
+            return np.maximum(room, 0.0)
+
+        least, most = 0.0, 1.0 + terms + receivers
+        for _ in range(40):
+            middle = (least + most) / 2
+            if formed(middle).sum() < 1:
+                least = middle
+            else:
+                most = middle
+        bounds = np.cumsum(formed(most))
+        bounds = np.round(bounds / bounds[-1] * self.pieces)
+        own = np.zeros(self.layout.size)
+        own[makers] = np.diff(bounds, prepend=0.0) / self.pieces
+        return own
+
+    def _moving(self, traffic: Traffic) -> tuple[float, float]:
+        """Seconds until the root has all sections, and until everybody has."""
+        network = self.network
+        sent = (traffic.terms_sent + traffic.sections_sent) / network.sending
+        terms, sections = traffic.terms_received, traffic.sections_received
+        received = (terms + sections) / network.bandwidth
+        others = max(received.max(), (terms / network.combine).max(), sent[1:].max())
+        # pieces that come and go, and word of those that can be had
+        handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
+        handling = float(handled.max()) * self.pieces / self.payload * network.overhead
+        # until first pieces are formed, and while all take the last one of each maker
+        ranks = np.count_nonzero(sections)
+        turns = (ranks - 1) * self.payload / self.pieces / network.bandwidth
+        return (  # the root waits for what others send, not for what it sends them
+            handling + float(others + turns / 2) / _BUSY,
+            handling + float(max(others, sent[0]) + turns) / _BUSY,
+        )

@@ -1,0 +1,335 @@
+"""A round whose work is shared: who computes which blocks, and when all are computed.
+
+What is simulated is what ``docs/engine.md`` describes, on the host: every rank begins with its own
+blocks, unless others have begun some of them, and whoever begins its last one gets a block that is free, or one that is
+recalled from whoever would be done last. There is an event for every message that may make the
+ledger decide something, and none for the others.
+
+The ledger is taken to know how long a block takes each rank in this round; a real one finds out
+with the first block.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxcoded.tools.simulator.layout import Layout
+from jaxcoded.tools.simulator.network import Network
+from jaxcoded.tools.simulator.stragglers import Delays
+
+# As in the engine (``ledger.cpp``, ``node.h``).
+_PATIENCE = 0.05  # seconds until who does not answer a recall is given up
+_WORTH = 0.1  # of a block, that what is being computed must be done sooner elsewhere
+_SHORTEST = 1e-12  # seconds of a block
+_MORE = 1 + 1e-6
+
+
+class Shared(NamedTuple):
+    """What came of a round, float64 ``(N,)``.
+
+    Attributes:
+        called: when each rank hands over its sum; minus infinity where that is empty, and
+            infinite if some blocks are never computed.
+        busy: when each rank is done with what it computes, also if nobody needs it.
+    """
+
+    called: np.ndarray
+    busy: np.ndarray
+
+
+class Sharing:
+    """What does not change from round to round."""
+
+    def __init__(self, layout: Layout, network: Network, work: float) -> None:
+        at = {rank: place for place, rank in enumerate(layout.ranks.tolist())}
+        self.holders = [
+            frozenset(at[rank] for rank in ranks) for ranks in layout.placement.holders
+        ]
+        self.held: list[set[int]] = [set() for _ in at]
+        self.owned: list[set[int]] = [set() for _ in at]
+        # of each block among those of its owner
+        self.place = [b % layout.placement.blocks for b in range(len(self.holders))]
+        for block, ranks in enumerate(layout.placement.holders):
+            self.owned[at[ranks[0]]].add(block)
+            for rank in ranks:
+                self.held[at[rank]].add(block)
+        self.seconds = work / len(self.holders)
+        # until a message is there and understood; the root sends itself none
+        self.trips = [network.latency + network.overhead] * layout.size
+        self.trips[0] = 0.0
+        self.call = network.call
+
+    def round(self, free: np.ndarray, delay: Delays) -> Shared:
+        """One round, until all are told that everything is computed.
+
+        Args:
+            free: float64 ``(N,)``, when each rank calls.
+            delay: what happens to the ranks.
+        """
+        begun = float(free[0])
+        if not math.isfinite(begun + delay.stopped[0] * delay.seconds[0]):
+            return Shared(np.full(len(free), math.inf), free)
+        played = Round(self, free - begun, delay)  # times are small, so none is lost
+        over = played.play() + self.call
+        called = [
+            over + member.trip if member.blocks else -math.inf
+            for member in played.members
+        ]
+        called[0] = over
+        busy = [max(member.busy, member.ends) for member in played.members]
+        return Shared(begun + np.array(called), begun + np.array(busy))
+
+
+class _Member:
+    """A rank in a round. Block ``first`` of its ``blocks`` begins at ``begins``, and those
+    after it follow at once."""
+
+    def __init__(self, trip: float, seconds: float, called: float, late: float) -> None:
+        self.trip = trip
+        self.seconds = seconds  # for a block
+        self.ready = called + late  # nothing is computed before
+        self.answers = -math.inf  # its engine says nothing before
+        self.here = False
+        self.blocks: list[int] = []
+        self.first = 0
+        self.begins = self.ends = called
+        self.busy = called  # with what is not used, until then
+        self.recalled: dict[int, int] = {}  # blocks, unanswered, and for whom
+        self.kept: set[int] = set()  # recalled, but its rank had added it
+        self.promised = 0  # blocks that are recalled for it
+
+    def begins_at(self, place: int) -> float:
+        return self.begins + (place - self.first) * self.seconds
+
+    def added(self, time: float) -> int:
+        """How many blocks it has computed by then."""
+        if time < self.begins:
+            return self.first
+        turns = (time - self.begins) / self.seconds + 1e-6
+        return min(self.first + int(turns), len(self.blocks))
+
+    def known(self, now: float) -> int:
+        """How many of them the root has heard of."""
+        return self.added(now - self.trip)
+
+    def left(self, now: float) -> int:
+        return len(self.blocks) - self.known(now)
+
+    def last_begins(self) -> float:
+        """When it begins what it computes last."""
+        return self.begins_at(max(len(self.blocks) - 1, self.first))
+
+    def changed(self) -> None:
+        self.ends = self.begins_at(len(self.blocks))
+
+
+class Round:
+    """A round, from the root's call on."""
+
+    def __init__(self, job: Sharing, called: np.ndarray, delay: Delays) -> None:
+        self.job = job
+        seconds = np.maximum(job.seconds * delay.factor, _SHORTEST).tolist()
+        self.members = [
+            _Member(*each)
+            for each in zip(job.trips, seconds, called.tolist(), delay.seconds.tolist())
+        ]
+        for place in np.flatnonzero(delay.stopped).tolist():
+            self.members[place].answers = self.members[place].ready
+        self.free = set(range(len(job.holders)))
+        self.taken = [0] * len(job.holders)  # how often while it was computed
+        self.asks: set[int] = set()  # who has little left
+        self.waits: set[int] = set()  # and has got nothing
+        self.silent: set[int] = set()  # who has not answered for too long
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.numbers = itertools.count()
+        self.fastest = min(seconds)
+        # the root decides nothing before
+        self.opens = max(0.0, self.members[0].answers)
+
+    def play(self) -> float:
+        """When the root knows that all is computed; infinite if that never happens."""
+        for m, member in enumerate(self.members):
+            if self.job.held[m]:
+                self.at(member.begins + member.trip, self.arrived, m)
+        while self.events:
+            now, _, action, arguments = heapq.heappop(self.events)
+            action(now, *arguments)
+            self.deal(now)
+        if self.free:
+            return math.inf
+        return max(each.ends + each.trip for each in self.members if each.blocks)
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        if time < math.inf:
+            event = (max(time, self.opens), next(self.numbers), action, arguments)
+            heapq.heappush(self.events, event)
+
+    # What the root hears.
+
+    def arrived(self, now: float, m: int) -> None:
+        self.members[m].here = True
+        self.asks.add(m)
+        own = self.free & self.job.owned[m]
+        if own:
+            # it has begun without asking, unless others have begun some of them
+            begun = len(own) == len(self.job.owned[m])
+            self.grant(m, sorted(own), now, self.members[m].begins if begun else None)
+
+    def heard(self, now: float, m: int) -> None:
+        self.asks.add(m)
+        member = self.members[m]
+        if member.left(now) == 1 and self.worth(m, self.fastest, now):
+            self.asks |= self.waits & self.job.holders[member.blocks[-1]]
+
+    def answered(self, now: float, v: int, block: int, reached: float) -> None:
+        """The recall of a block, which reached its rank then."""
+        member = self.members[v]
+        if block not in member.recalled:
+            return  # it was given up
+        m = member.recalled.pop(block)
+        self.members[m].promised -= 1
+        self.silent.discard(v)
+        self.asks.add(m)
+        place = member.blocks.index(block)
+        if place <= member.added(reached):  # begun
+            member.kept.add(block)
+            return
+        del member.blocks[place]
+        member.changed()
+        self.at(max(now, member.last_begins() + member.trip), self.heard, v)
+        self.free.add(block)
+        if self.members[m].here:
+            self.grant(m, [block], now)
+        else:
+            self.asks |= self.waits
+
+    def unanswered(self, now: float, v: int, block: int) -> None:
+        if block in self.members[v].recalled:
+            self.silent.add(v)
+
+    # What it decides.
+
+    def deal(self, now: float) -> None:
+        for v in [v for v in self.silent if self.replaceable(v)]:
+            self.give_up(v, now)
+        while self.asks:
+            m = min(self.asks, key=lambda m: self.members[m].ends)
+            self.asks.remove(m)
+            member = self.members[m]
+            if not member.here or member.left(now) + member.promised > 1:
+                continue
+            if block := self.free & self.job.held[m]:
+                # the one that its owner would come to last; of equals the first
+                last = max(sorted(block), key=self.job.place.__getitem__)
+                self.grant(m, [last], now)
+            elif not self.take_back(m, now):
+                self.waits.add(m)
+
+    def grant(
+        self, m: int, blocks: Iterable[int], now: float, there: float | None = None
+    ) -> None:
+        """Give it blocks, which are there a message later or at a time."""
+        member = self.members[m]
+        there = now + member.trip if there is None else there
+        if member.ends <= there:  # it has nothing to do
+            member.first = len(member.blocks)
+            member.begins = max(there, member.ready)
+        member.blocks.extend(blocks)
+        member.changed()
+        self.free.difference_update(blocks)
+        self.at(max(now, member.last_begins() + member.trip), self.heard, m)
+        self.at(max(now, member.ends + member.trip), self.heard, m)
+
+    def take_back(self, m: int, now: float) -> bool:
+        """Have a block for a rank from whoever would be done last, if that ends sooner.
+        Whether there is one."""
+        member, held = self.members[m], self.job.held[m]
+        # recalled, returned and granted; and not in turn by equals
+        mine = max(now + 3 * member.trip, member.ends) + member.seconds * _MORE
+        idle = member.left(now) == 0
+        later = [v for v, other in enumerate(self.members) if other.ends > mine]
+        for v in sorted(later, key=lambda v: -self.members[v].ends):
+            other = self.members[v]
+            added = other.known(now)
+            left = len(other.blocks) - added
+            if not other.here or v == m or left <= len(other.recalled):
+                continue
+            last = left == 1  # it computes it already
+            if last and not (idle and self.worth(v, mine - now, now)):
+                continue
+            for block in reversed(other.blocks[added if last else added + 1 :]):
+                if block not in held or block in other.recalled:
+                    continue
+                if block in other.kept and not last:
+                    continue
+                if last and (added or block in other.kept):
+                    self.taken[block] += 1
+                    self.give_up(v, now)
+                    self.asks.add(m)
+                else:
+                    self.recall(v, block, m, now)
+                return True
+        return False
+
+    def worth(self, v: int, mine: float, now: float) -> bool:
+        """Whether what one computes, its last, is to be computed anew by another one, who
+        would be done with it in so many seconds."""
+        other = self.members[v]
+        block = other.blocks[-1]
+        times = (1 + _WORTH) * 2.0 ** self.taken[block]
+        gain = other.ends - now
+        if gain <= times * mine or not (other.known(now) or block in other.kept):
+            return gain > times * mine
+        # what is in its vector goes, too
+        return gain > times * self.anew(v, now) and self.replaceable(v)
+
+    def anew(self, v: int, now: float) -> float:
+        """In how many seconds the others would have computed all that one was granted."""
+        others = [
+            (max(now, each.ends) + each.seconds, each.seconds)
+            for m, each in enumerate(self.members)
+            if each.here and m != v
+        ]
+        heapq.heapify(others)
+        done = now
+        for _ in self.members[v].blocks if others else ():
+            done, seconds = others[0]
+            heapq.heapreplace(others, (done + seconds, seconds))
+        return done - now
+
+    def recall(self, v: int, block: int, m: int, now: float) -> None:
+        member = self.members[v]
+        member.recalled[block] = m
+        self.members[m].promised += 1
+        reached = max(now + member.trip, member.answers)
+        self.at(reached + member.trip, self.answered, v, block, reached)
+        self.at(now + _PATIENCE, self.unanswered, v, block)
+
+    def replaceable(self, v: int) -> bool:
+        """Whether others can compute what it has, and what else it might."""
+        return all(
+            any(
+                each != v and self.members[each].here
+                for each in self.job.holders[block]
+            )
+            for block in (self.free & self.job.held[v]).union(self.members[v].blocks)
+        )
+
+    def give_up(self, v: int, now: float) -> None:
+        member = self.members[v]
+        begun = member.added(now + member.trip)
+        if begun < len(member.blocks):
+            member.busy = member.begins_at(begun + 1)
+        self.free.update(member.blocks)
+        for m in member.recalled.values():
+            self.members[m].promised -= 1
+            self.asks.add(m)
+        self.asks |= self.waits
+        member.blocks, member.recalled, member.here = [], {}, False
+        member.first, member.begins = 0, member.busy
+        member.changed()
+        self.silent.discard(v)

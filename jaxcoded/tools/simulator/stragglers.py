@@ -1,0 +1,482 @@
+"""Models of stragglers: how much longer than its work each rank takes in each round.
+
+The same model, with the same seed, slows down a simulated job (`jaxcoded.tools.simulator`) and a
+real one (``benchmarks/``), round by round and rank by rank.
+"""
+
+import abc
+import dataclasses
+import io
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxcoded import _parse, _require
+from jaxcoded._files import array, contents
+
+# Quotes that follow are in pairs.
+_UNQUOTED = r"""(?=(?:[^'"]|'[^']*'|"[^"]*")*$)"""
+
+
+class Delays(NamedTuple):
+    """What happens to the ranks in one round.
+
+    Attributes:
+        factor: float64 ``(ranks,)``, what multiplies the seconds of work.
+        seconds: float64 ``(ranks,)``, that are added; infinite for a rank that has died.
+        stopped: bool ``(ranks,)``, whether the whole process stands still for these
+            seconds, as after SIGSTOP, so that it does not pass on results meanwhile
+            either. Otherwise only its computation is late.
+    """
+
+    factor: np.ndarray
+    seconds: np.ndarray
+    stopped: np.ndarray
+
+    def time(self, work: np.ndarray | float) -> np.ndarray:
+        """Seconds until the ranks are done with so many seconds of work. A rank without
+        work is late only if its process stands still."""
+        seconds = work * self.factor + self.seconds
+        return np.where((np.asarray(work) > 0) | self.stopped, seconds, 0.0)
+
+
+class Stragglers(abc.ABC):
+    """A model. ``a + b`` is both at once: factors multiply, seconds add up."""
+
+    @abc.abstractmethod
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        """The delays of ``size`` ranks in one round after another, without end.
+
+        Args:
+            size: number of ranks.
+            seed: equal seeds give equal delays.
+        """
+
+    def __add__(self, other: "Stragglers") -> "Stragglers":
+        return Both(self, other)
+
+
+def _delays(
+    size: int,
+    factor: np.ndarray | None = None,
+    seconds: np.ndarray | None = None,
+    stopped: np.ndarray | None = None,
+) -> Delays:
+    return Delays(
+        np.ones(size) if factor is None else factor,
+        np.zeros(size) if seconds is None else seconds,
+        np.zeros(size, bool) if stopped is None else stopped,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Stragglers):
+    """Two models at once; what ``first + second`` makes."""
+
+    first: Stragglers
+    second: Stragglers
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        # equal models added up are independent of each other
+        seeds = np.random.SeedSequence(seed).generate_state(2)
+        pairs = zip(
+            self.first.rounds(size, int(seeds[0])),
+            self.second.rounds(size, int(seeds[1])),
+        )
+        for a, b in pairs:
+            yield Delays(
+                a.factor * b.factor, a.seconds + b.seconds, a.stopped | b.stopped
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class NoStragglers(Stragglers):
+    """Every rank takes exactly its work."""
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        return itertools.repeat(_delays(size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Exponential(Stragglers):
+    """The shifted exponential model of the papers: work ``w`` takes ``w (1 + x) + y``.
+
+    CodedReduce (Reisizadeh et al. 2021, §IV) has ``a w + Exp(mean w/μ)``: ``work =
+    1/(a μ)``. Ye & Abbe 2018 (§VI) add a message's time, which is exponential too.
+
+    Attributes:
+        work: mean of ``x``, exponential, as a multiple of the work.
+        seconds: mean of ``y``, exponential.
+    """
+
+    work: float = 0.5
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_numbers(self, least=0.0)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        draw = np.random.default_rng(seed).standard_exponential
+        while True:
+            factor = 1 + self.work * draw(size) if self.work else None
+            yield _delays(
+                size, factor, self.seconds * draw(size) if self.seconds else None
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pareto(Stragglers):
+    """Heavy tails: work ``w`` takes ``w (1 + x)``, with ``x`` Pareto distributed (Lomax):
+    ``P(x > t) = (1 + t / scale) ** -shape``.
+
+    Attributes:
+        shape: the smaller the heavier the tail; infinite mean up to 1, infinite variance
+            up to 2.
+        scale: of ``x``, a multiple of the work.
+    """
+
+    shape: float = 1.5
+    scale: float = 0.2
+
+    def __post_init__(self) -> None:
+        _require_numbers(self, above=0.0)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        rng = np.random.default_rng(seed)
+        while True:
+            yield _delays(size, 1 + self.scale * rng.pareto(self.shape, size))
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSlow(Stragglers):
+    """The same ranks are slow all the time.
+
+    Attributes:
+        ranks: their numbers, negative ones from the end.
+        factor: what multiplies their work.
+        seconds: that are added to it.
+    """
+
+    ranks: tuple[int, ...] = (-1,)
+    factor: float = 10.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", _ranks(self.ranks))
+        _require_numbers(self, least=0.0)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        delays = _delays(size)
+        chosen = _within(self.ranks, size)
+        delays.factor[chosen] = self.factor
+        delays.seconds[chosen] = self.seconds
+        return itertools.repeat(delays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bursty(Stragglers):
+    """Every rank is a Markov chain of two states, usual and slow, as on shared machines.
+
+    In the long run the part ``begin / (begin + end)`` of the ranks is slow, each for
+    ``1 / end`` rounds on average.
+
+    Attributes:
+        begin: probability that a usual rank is slow in the next round.
+        end: probability that a slow rank is usual again in the next round.
+        factor: what multiplies the work of a slow rank.
+    """
+
+    begin: float = 0.01
+    end: float = 0.1
+    factor: float = 5.0
+
+    def __post_init__(self) -> None:
+        _require_numbers(self, least=0.0)
+        if not (0 < self.begin <= 1 and 0 < self.end <= 1):
+            raise ValueError(
+                f"begin and end must be probabilities above 0, got {self.begin!r} and "
+                f"{self.end!r}"
+            )
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        rng = np.random.default_rng(seed)
+        slow = rng.random(size) < self.begin / (self.begin + self.end)
+        while True:
+            yield _delays(size, np.where(slow, self.factor, 1.0))
+            draw = rng.random(size)
+            slow = np.where(slow, draw >= self.end, draw < self.begin)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measured(Stragglers):
+    """Numbers that were measured, over and over again.
+
+    Attributes:
+        factors: float64 ``(rounds, ranks)``, what multiplies the work; infinite for a
+            rank that has died. Columns are used again where there are more ranks.
+        seconds: the numbers are seconds to add, not factors.
+
+    Raises:
+        ValueError: the array has another shape, or a number is negative or NaN.
+
+    Example:
+        >>> from jaxcoded.tools.simulator.stragglers import Measured
+        >>> rounds = Measured([[1.0, 3.0], [2.0, 1.0]]).rounds(2)
+        >>> [next(rounds).time(0.5).tolist() for _ in range(3)]
+        [[0.5, 1.5], [1.0, 0.5], [0.5, 1.5]]
+    """
+
+    factors: np.ndarray
+    seconds: bool = False
+
+    def __post_init__(self) -> None:
+        table = _table("factors", self.factors)
+        _require_bool("seconds", self.seconds)
+        object.__setattr__(self, "factors", table)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        columns = np.arange(size) % self.factors.shape[1]
+        for line in itertools.cycle(self.factors):
+            row = line[columns]
+            dead = np.isinf(row)
+            if self.seconds:
+                yield _delays(size, None, row, dead)
+            else:  # not as a factor: of a rank without work it would make no time
+                factor = np.where(dead, 1.0, row)
+                yield _delays(size, factor, np.where(dead, np.inf, 0.0), dead)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace(Stragglers):
+    """`Measured`, from a file.
+
+    Attributes:
+        path: a file of numbers, one line for each round and a column for each rank:
+            ``.npy``, or text with commas. Columns are used again where there are more
+            ranks.
+        seconds: the numbers are seconds to add, not factors.
+    """
+
+    path: str | os.PathLike[str]
+    seconds: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike):
+            raise ValueError(f"path must be that of a file, got {self.path!r}")  # noqa: TRY004
+        _require_bool("seconds", self.seconds)
+
+    @property
+    def table(self) -> np.ndarray:
+        """The numbers, float64 ``(rounds, ranks)``.
+
+        Raises:
+            ValueError: the file has something else. The message has its path.
+            OSError: it cannot be read.
+        """
+        data = contents(self.path)
+        try:
+            if os.fspath(self.path).endswith(".npy"):
+                table = array(data)
+            else:
+                with warnings.catch_warnings():  # nothing in it is an error below
+                    warnings.simplefilter("ignore", UserWarning)
+                    # some programs begin their tables with a byte order mark
+                    lines = io.StringIO(data.decode("utf-8-sig"))
+                    table = np.loadtxt(lines, delimiter=",", ndmin=2)
+        except ValueError as error:
+            raise ValueError(f"{self.path} has no table of numbers: {error}") from None
+        return _table(str(self.path), table)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        return Measured(self.table, self.seconds).rounds(size, seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped(Stragglers):
+    """Processes that are stopped (SIGSTOP) while they compute in one round, and go on
+    later.
+
+    Attributes:
+        ranks: their numbers, negative ones from the end.
+        round: in which they are stopped, from 1.
+        seconds: for how long.
+        every: again after so many rounds; 0 for never.
+    """
+
+    ranks: tuple[int, ...] = (-1,)
+    round: int = 10
+    seconds: float = 1.0
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", _ranks(self.ranks))
+        _require_numbers(self, least=0.0)
+        _require.integer("round", self.round, 1)
+        _require.integer("every", self.every, 0)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        chosen = _within(self.ranks, size)
+        for number in itertools.count(1):
+            delays = _delays(size)
+            again = self.every and number > self.round
+            if number == self.round or (
+                again and (number - self.round) % self.every == 0
+            ):
+                delays.seconds[chosen] = self.seconds
+                delays.stopped[chosen] = True
+            yield delays
+
+
+@dataclasses.dataclass(frozen=True)
+class Killed(Stragglers):
+    """Processes that die (SIGKILL) while they compute in one round.
+
+    Attributes:
+        ranks: their numbers, negative ones from the end.
+        round: their last one, from 1.
+    """
+
+    ranks: tuple[int, ...] = (-1,)
+    round: int = 10
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", _ranks(self.ranks))
+        _require.integer("round", self.round, 1)
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        chosen = _within(self.ranks, size)
+        for number in itertools.count(1):
+            delays = _delays(size)
+            if number >= self.round:
+                delays.seconds[chosen] = np.inf
+                delays.stopped[chosen] = True
+            yield delays
+
+
+MODELS: dict[str, type[Stragglers]] = {
+    "none": NoStragglers,
+    "exponential": Exponential,
+    "pareto": Pareto,
+    "fixed": FixedSlow,
+    "bursty": Bursty,
+    "trace": Trace,
+    "stopped": Stopped,
+    "killed": Killed,
+}
+
+
+def named(text: str) -> Stragglers:
+    """The model that a text names.
+
+    Args:
+        text: such as ``"pareto(shape=1.5, scale=0.2)"``: a key of `MODELS`, with keyword
+            arguments that are Python literals; several joined by ``+``.
+
+    Raises:
+        ValueError: no such name or argument. The message has the text.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import stragglers
+        >>> model = stragglers.named("fixed(ranks=(2,), factor=3)")
+        >>> next(model.rounds(4)).time(0.5).tolist()
+        [0.5, 0.5, 1.5, 0.5]
+    """
+    _parse.check_text("model", text)
+    models = []
+    # not that of a number such as 1e+3, nor one in quotes
+    for part in re.split(r"\+(?=\s*[^\W\d])" + _UNQUOTED, text):
+        name, arguments = _parse.parsed("model", part, MODELS)
+        _parse.check_arguments("model", part, MODELS[name], arguments)
+        try:
+            models.append(MODELS[name](**arguments))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"model={part!r}: {error}") from None
+    total = models[0]
+    for model in models[1:]:
+        total = total + model
+    return total
+
+
+def as_model(given: Stragglers | str | None) -> Stragglers:
+    """A model, or that of a text; none of ``None``.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: as `named`.
+    """
+    if given is None:
+        return NoStragglers()
+    if isinstance(given, str):
+        return named(given)
+    if not isinstance(given, Stragglers):
+        raise TypeError(
+            "stragglers must be a model of jaxcoded.tools.simulator.stragglers or a text such as "
+            f"'pareto(shape=1.5)', got {given!r}"
+        )
+    return given
+
+
+def _ranks(ranks: Any) -> tuple[int, ...]:
+    try:
+        numbers = np.atleast_1d(ranks)
+    except ValueError:  # rows that differ in length
+        numbers = np.array([np.nan])
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise ValueError(f"ranks must be integers, got {ranks!r}")
+    return tuple(map(int, numbers.ravel()))
+
+
+def _table(what: str, numbers: Any) -> np.ndarray:
+    """As float64 ``(rounds, ranks)``."""
+    table = np.asarray(numbers)
+    real = table.dtype.kind in "biuf" and table.size > 0
+    if not real or table.ndim != 2:
+        raise ValueError(
+            f"{what} must be numbers >= 0, a line for each round and a column for each "
+            f"rank; got {table.dtype} of shape {table.shape}"
+        )
+    wrong = np.argwhere(~(table >= 0))
+    if len(wrong):
+        line, column = wrong[0]
+        raise ValueError(
+            f"{what} must be numbers >= 0, got {table[line, column]} for round {line + 1} "
+            f"in column {column + 1}"
+        )
+    return table.astype(np.float64)
+
+
+def _within(ranks: tuple[int, ...], size: int) -> list[int]:
+    """Without negative numbers."""
+    for rank in ranks:
+        if not -size <= rank < size:
+            raise ValueError(f"there is no rank {rank} among {size}")
+    return [rank % size for rank in ranks]
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")  # noqa: TRY004
+
+
+def _require_numbers(
+    model: Any, least: float | None = None, above: float | None = None
+) -> None:
+    """All fields but ``ranks`` are finite numbers not below ``least``, and above
+    ``above``."""
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        if field.name == "ranks":
+            continue
+        if not (_require.is_number(value) and np.isfinite(value)):
+            raise ValueError(
+                f"{field.name} must be a finite number, got {_require.shown(value)}"
+            )
+        if least is not None and value < least:
+            raise ValueError(f"{field.name} must be at least {least}, got {value!r}")
+        if above is not None and value <= above:
+            raise ValueError(f"{field.name} must be above {above}, got {value!r}")

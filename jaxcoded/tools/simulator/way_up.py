@@ -1,0 +1,98 @@
+"""The way up: messages become sums, layer by layer."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxcoded.tools.simulator.layout import Layout
+from jaxcoded.tools.simulator.network import Network
+
+
+class WayUp(NamedTuple):
+    """A round on the way up: float64 and bool ``(N,)``.
+
+    Attributes:
+        first: when the first piece of each rank's sum is there.
+        last: when the last one is.
+        used: whether a rank's message enters the root's sum.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    used: np.ndarray
+
+
+class Parents:
+    """Parents of one layer, alike in the number of their children and how many they
+    need. With ``seconds`` their children form their messages in sections, which take so long once they are
+    whole."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        network: Network,
+        payload: float,
+        ranks: np.ndarray,
+        seconds: float | None = None,
+    ) -> None:
+        self.ranks, self.latency = ranks, network.latency
+        self.count = int(layout.counts[ranks[0]])
+        self.needs = int(layout.needs[ranks[0]])
+        self.copies = int(layout.copies[ranks[0]])
+        children = layout.first[ranks][:, None] + np.arange(self.count)
+        start = int(children[0, 0])
+        self.rows = np.arange(len(ranks))[:, None]
+        neighbours = int(children[-1, -1]) - start + 1 == children.size
+        self.children: slice | np.ndarray = (
+            slice(start, start + children.size) if neighbours else children.ravel()
+        )
+        length = payload * layout.messages[start]
+        inlined = length <= network.inline
+        self.pieces = max(1, int(np.ceil(length / network.piece)))
+        piece = length / self.pieces
+        # a processor, and for short messages the port, takes one offer at a time
+        handling = network.overhead + (piece / network.bandwidth if inlined else 0.0)
+        self.turns = handling * np.arange(self.needs)
+        self.handling = handling * self.needs
+        # pieces that were asked for come one after the other
+        self.asked = 0.0 if inlined else (network.trips - 1) * network.latency
+        self.period = self.needs * network.overhead + max(
+            0.0 if inlined else self.needs * piece / network.bandwidth,
+            0.0 if inlined else piece / network.sending,
+            self.needs * piece / network.combine,
+        )
+        self.as_a_whole = seconds is not None
+        if seconds is not None:
+            self.pieces, self.asked, self.period = 1, 0.0, seconds
+
+    def sum_up(
+        self,
+        called: np.ndarray,
+        first: np.ndarray,
+        last: np.ndarray,
+        used: np.ndarray,
+    ) -> None:
+        """Enter when the first and the last piece of the sums of these parents are there,
+        from those of their children, and which children they use."""
+        there = last if self.as_a_whole else first
+        heard = there[self.children].reshape(-1, self.count) + self.latency
+        if self.copies > 1:  # the first of each class
+            classes = heard.reshape(len(heard), -1, self.copies)
+            chosen = classes.argmin(axis=2) + np.arange(self.needs) * self.copies
+        elif self.needs < self.count:
+            chosen = np.argpartition(heard, self.needs - 1, axis=1)[:, : self.needs]
+        else:
+            chosen = np.arange(self.count)[None]
+        enough = np.sort(heard[self.rows, chosen], axis=1) - self.turns
+        enough = enough.max(axis=1) + self.handling
+        begun = np.maximum(called[self.ranks], enough) + self.asked + self.period
+        complete = last[self.children].reshape(-1, self.count)
+        slowest = complete[self.rows, chosen].max(axis=1)
+        done = np.maximum(
+            begun + (self.pieces - 1) * self.period,
+            slowest + self.latency + self.asked + self.period,
+        )
+        first[self.ranks], last[self.ranks] = begun, done
+        taken = np.zeros(heard.shape, bool)
+        taken[self.rows, chosen] = True
+        used[self.children] = taken.ravel()

@@ -1,0 +1,1 @@
+"""What the tools print, and how it looks on a terminal or without one."""

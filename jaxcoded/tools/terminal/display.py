@@ -1,0 +1,195 @@
+"""Where the output of ranks goes: a file, or a terminal."""
+
+import contextlib
+import os
+import select
+import threading
+import time
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+from jaxcoded.tools.terminal.page import RESET, TOKEN, Page
+
+_MOST = 1000  # lines that wait to be written
+_HIDDEN = str.maketrans({number: " " for number in (*range(27), *range(28, 32), 127)})
+
+
+class Source(NamedTuple):
+    """Who has written something.
+
+    Attributes:
+        rank: its number; -1: mpirun.
+        stream: "stdout" or "stderr".
+        named: whether the rank stands in front of its lines.
+    """
+
+    rank: int
+    stream: str
+    named: bool
+
+    @property
+    def prefix(self) -> str:
+        return f"[{self.rank}]<{self.stream}>: " if self.named else ""
+
+
+class File:
+    """Gets whole lines, and now and then the state of bars that have not come to their end.
+
+    Args:
+        to: the file descriptor.
+    """
+
+    _every = 30.0  # seconds between two states
+    _pause = 0.0  # seconds in which what comes is written together
+    _foresees = False  # of `Page`
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._pages: dict[Source, Page] = {}
+        self._latest: Source | None = None
+        self._lines: list[str] = []
+        self._states: dict[Source, list[str]] = {}
+        self._next_states = time.monotonic() + self._every
+        self._changed = threading.Condition()
+        self._fresh = self._writing = self._ended = False
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def add(self, source: Source, data: bytes) -> None:
+        """Take what a source has written; wait while too much of it waits for its reader.
+
+        Raises:
+            OSError: nobody can read it.
+        """
+        with self._changed:
+            page = self._pages.setdefault(source, Page(self._foresees))
+            self._latest = source
+            self._lines += [source.prefix + row for row in page.write(data)]
+            self._fresh = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error or len(self._lines) < _MOST)
+            if self._error:
+                raise self._error
+
+    def busy(self) -> bool:
+        """Whether something waits for its reader."""
+        return self._error is None and (self._fresh or self._writing)
+
+    def end(self) -> None:
+        """Write what lines there are without an end, and wait until all is written."""
+        with self._changed:
+            for source, page in sorted(self._pages.items()):
+                self._lines += [source.prefix + row for row in page.end()]
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._fresh or self._ended, self._every)
+            time.sleep(self._pause)
+            try:
+                with self._changed:
+                    ended, self._fresh, self._writing = self._ended, False, True
+                    text, self._lines = self._drawn(self._lines), []
+                    self._changed.notify_all()
+                self._write(text.encode("utf-8", "surrogateescape"))
+            except OSError as error:
+                ended, self._error = True, error
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+
+    def _drawn(self, lines: list[str]) -> str:
+        """What is to be written when these lines have come."""
+        if time.monotonic() > self._next_states:
+            self._next_states = time.monotonic() + self._every
+            for source, page in self._pages.items():
+                if (state := page.state()) != self._states.get(source, []):
+                    self._states[source] = state
+                    shown = filter(str.strip, state)
+                    lines = [*lines, *(source.prefix + row for row in shown)]
+        return _text(lines)
+
+    def _write(self, left: bytes) -> None:
+        while left:
+            select.select([], [self._to], [])  # others may have it not block
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(self._to, left) :]
+
+
+class Terminal(File):
+    """Shows rows that may still change below the lines that cannot, and redraws them.
+
+    The cursor stays visible behind the last row: what the user types appears there.
+
+    Args:
+        to: the file descriptor.
+        alone: whether all output of ranks goes there. If not, what goes elsewhere may still come back, as by `tee`,
+            and move the cursor. So only one row is redrawn, the last one of whoever has written last.
+    """
+
+    _pause = 0.03
+    _foresees = True
+
+    def __init__(self, to: int, alone: bool = True) -> None:
+        self._alone = alone
+        self._shown: list[str] = []
+        super().__init__(to)
+
+    def _drawn(self, lines: list[str]) -> str:
+        rows = self._rows()
+        if not lines and rows == self._shown:
+            return ""
+        up = len(self._shown) - 1
+        erase = f"\r\x1b[{up}A\x1b[J" if up > 0 else "\r\x1b[J" if up == 0 else ""
+        self._shown = rows
+        return erase + _text(lines) + "\n".join(rows)
+
+    def _rows(self) -> list[str]:
+        width, height = size(self._to)
+        rows = [
+            cropped(source.prefix + row, width - 1)
+            for source, page in sorted(self._pages.items())
+            for row in page.rows
+            if row.strip() and (self._alone or source == self._latest)
+        ]
+        if not self._alone:
+            return rows[-1:]
+        if len(rows) < height or height < 3:
+            return rows[: max(1, height - 1)]
+        left = len(rows) - (height - 2)
+        return [*rows[: height - 2], cropped(f"... and {left} lines more", width - 1)]
+
+
+def size(terminal: int) -> tuple[int, int]:
+    """How many columns and rows it has, or is likely to have if it does not say so."""
+    columns, rows = os.get_terminal_size(terminal)
+    return columns or 80, rows or 24
+
+
+def _text(lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def cropped(row: str, width: int) -> str:
+    """So much of a row as fits, with its colours and without what would move the cursor.
+
+    Example:
+        >>> from jaxcoded.tools.terminal.display import cropped
+        >>> cropped("\\x1b[1m100 %", 3)
+        '\\x1b[1m100\\x1b[0m'
+    """
+    out, left = "", width
+    for token in TOKEN.finditer(row):
+        if token["text"]:
+            text = token[0].translate(_HIDDEN)
+            size = min(left, cell_len(text))
+            out, left = out + set_cell_size(text, size), left - size
+        elif token["command"] == "m":
+            out += token[0]
+    return out + RESET * ("\x1b" in out)

@@ -1,0 +1,106 @@
+"""What ranks print, on its way through Open MPI's mpirun, which says piece by piece whose it is."""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO
+
+from jaxcoded.tools.terminal import output
+from jaxcoded.tools.terminal.display import File, Source, Terminal, size
+
+_PIECE = re.compile(
+    rb'<(stdout|stderr|stddiag)( (?:jobid|nspace)="[^"<>]*")?(?: rank="([0-9]{0,9})[^"<>]*")?[^<>]*>([^<]*)</\1>\n?'
+    rb"|</?[a-z]+run>\n"
+)
+# some versions write & as &ap;, and bytes beyond 127 as negative numbers
+_REFERENCE = re.compile(rb"&(?:(lt)|(gt)|(am?p)|#(-?[0-9]{1,9}));")
+
+
+def pieces(line: bytes) -> Iterator[tuple[Source, bytes]]:
+    """What mpirun has made of what ranks have written, as they have written it.
+
+    Example:
+        >>> from jaxcoded.tools.terminal.lines import pieces
+        >>> _, piece, _ = pieces(b'<stdout jobid="1" rank="2">1 &lt; 2&#010;</stdout>\\n')
+        >>> piece
+        (Source(rank=2, stream='stdout', named=True), b'1 < 2\\n')
+    """
+    end, mpirun = 0, Source(-1, "", False)
+    for found in _PIECE.finditer(line):
+        yield mpirun, line[end : found.start()]
+        end = found.end()
+        stream, named, rank, text = found.groups(b"")
+        source = Source(int(rank or -1), stream.decode(), bool(named))
+        # the rank of what mpirun says itself says nothing
+        yield mpirun if stream == b"stddiag" else source, _REFERENCE.sub(_byte, text)
+    yield mpirun, line[end:]
+
+
+def _byte(reference: re.Match[bytes]) -> bytes:
+    less, greater, _, number = reference.groups()
+    if number:
+        return bytes([int(number) & 255])
+    return b"<" if less else b">" if greater else b"&"
+
+
+class HandedOn:
+    """The pieces that come are handed on, while somebody reads them.
+
+    Args:
+        pipes: from which they come, by the file descriptor to which each belongs.
+    """
+
+    def __init__(self, pipes: Mapping[int, IO[bytes]]) -> None:
+        shown = _displays(pipes)
+        self._reads = {
+            threading.Thread(target=_read, args=(pipe, shown[to]), daemon=True): shown[
+                to
+            ]
+            for to, pipe in pipes.items()
+        }
+        for thread in self._reads:
+            thread.start()
+
+    def end(self, seconds: float) -> None:
+        """Wait until all is written, however long whoever reads it takes; but no longer than this for more, as
+        what mpirun has started on other hosts may keep a pipe open."""
+        for thread, display in self._reads.items():
+            thread.join(seconds)
+            while thread.is_alive() and display.busy():
+                thread.join(seconds)
+        for display in set(self._reads.values()):
+            display.end()
+
+
+def _read(pipe: IO[bytes], display: File) -> None:
+    with pipe, contextlib.suppress(OSError):
+        for line in pipe:
+            for source, data in pieces(line):
+                # where a rank calls MPI_Abort it prints the zero byte at the end of its own words, and mpirun adds others
+                if data := data.replace(b"\0", b""):
+                    display.add(source, data)
+
+
+def _displays(files: Iterable[int]) -> dict[int, File]:
+    """One for each file, as standard output and standard error may be the same one."""
+    names = {it: (os.fstat(it).st_dev, os.fstat(it).st_ino) for it in files}
+    shown: dict[tuple[int, int], File] = {}
+    for number, name in names.items():
+        if name not in shown:
+            alone = len(set(names.values())) == 1
+            shown[name] = (
+                Terminal(number, alone) if output.is_terminal(number) else File(number)
+            )
+    return {number: shown[name] for number, name in names.items()}
+
+
+def variables(ranks: int) -> dict[str, str]:
+    """What tells so many ranks how wide and how high the terminal is, if there is one."""
+    for number in (1, 2):
+        if output.is_terminal(number) and not {"COLUMNS", "LINES"} & {*os.environ}:
+            width, height = size(number)
+            width -= len(Source(ranks - 1, "stderr", True).prefix)
+            return {"COLUMNS": str(max(1, width)), "LINES": str(height)}
+    return {}

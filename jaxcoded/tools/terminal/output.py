@@ -1,0 +1,138 @@
+"""How results look: on a terminal, and as plain text of one width where there is none."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from jaxcoded.tools.terminal import plain
+
+_WIDTH = 120  # where there is no terminal
+_GAP = 2  # between columns
+# Gives its ranks what looks like a terminal.
+_OPEN_MPI = "OMPI_COMM_WORLD_RANK"
+
+
+json_option = click.option("--json", is_flag=True, help="Print JSON instead.")
+
+
+def say(words: str = "") -> None:
+    """A statement: wrapped where there is a terminal, one line where there is none."""
+    console = _console()
+    console.print(Text(plain.words(words)), soft_wrap=not console.is_terminal)
+
+
+def code(line: str) -> None:
+    """A line to copy, which is never wrapped."""
+    _console().print(Text(line, "bold"), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on a terminal what is being waited for."""
+    console = Console(stderr=True)
+    with (
+        console.status(what, spinner="line")
+        if console.is_terminal
+        else contextlib.nullcontext()
+    ):
+        yield
+
+
+def as_json(value: Any) -> None:
+    """The same for programs."""
+    print(json.dumps(value, indent=2))
+
+
+def finite(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    wraps: Collection[str] = (),
+    extra: Sequence[str] = (),
+    best: int | None = None,
+) -> None:
+    """Rows below a header.
+
+    Args:
+        header: names of the columns.
+        rows: as many texts each.
+        wraps: columns whose texts may take several lines.
+        extra: columns that a narrow terminal does without, the first of them first.
+        best: the row to look at first.
+    """
+    header, wraps, extra = (
+        list(map(plain.words, names)) for names in (header, wraps, extra)
+    )
+    rows = [[plain.words(str(text)) for text in row] for row in rows]
+    widths = []
+    for name, *texts in zip(header, *rows):
+        if name in wraps:  # but never within a word
+            texts = [word for text in texts for word in text.split()]
+        widths.append(max(map(len, [name, *texts])))
+    kept = list(range(len(header)))
+    for name in extra:
+        if sum(widths[place] + _GAP for place in kept) - _GAP > _console().width:
+            kept = [place for place in kept if header[place] != name]
+    out = Table(
+        *(
+            Column(
+                header[place],
+                no_wrap=header[place] not in wraps,
+                min_width=widths[place],
+            )
+            for place in kept
+        ),
+        box=box.Box(plain.words(str(box.SIMPLE_HEAD)), ascii=True),
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, _GAP - 1, 0, 0),
+    )
+    for number, row in enumerate(rows):
+        style = "bold green" if number == best else None
+        out.add_row(*(Text(row[place]) for place in kept), style=style)
+    show(out)
+
+
+def show(what: RenderableType) -> None:
+    """Anything that rich can show."""
+    console = _console()
+    if console.is_terminal:
+        console.print(what)
+        return
+    with console.capture() as capture:
+        console.print(what)
+    # rich fills up lines
+    print(*map(str.rstrip, capture.get().splitlines()), sep="\n")
+
+
+def is_terminal(number: int) -> bool:
+    """Whether a file descriptor is a terminal on which a cursor can be moved."""
+    plain = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return os.isatty(number) and not plain and _OPEN_MPI not in os.environ
+
+
+def _console() -> Console:
+    # made anew: standard output may be another one than at the last time
+    terminal = sys.stdout.isatty() and _OPEN_MPI not in os.environ
+    return Console(
+        force_terminal=None if terminal else False,
+        width=None if terminal else _WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )

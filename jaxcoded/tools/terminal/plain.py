@@ -1,0 +1,65 @@
+"""Plain words for a terminal, a pipe or a file whose encoding lacks some characters.
+
+The words of the library itself are ASCII: a user's program prints them anywhere. The command line
+shows more where standard output takes it.
+"""
+
+import codecs
+import io
+import sys
+
+# What stands for each character that the command line, its help and rich's tables may show.
+_PLAIN = {
+    **dict.fromkeys("–−─━╸╺", "-"),
+    "→": "->",
+    "…": "...",
+    "×": "x",
+    "÷": "/",
+    "±": "+-",
+    "·": "*",
+    "≤": "<=",
+    "≥": ">=",
+    "≠": "!=",
+    "√": "sqrt",
+    "µ": "u",
+    "α": "alpha",
+    "δ": "delta",
+    "ε": "epsilon",
+    "κ": "kappa",
+    "λ": "lambda",
+    "\N{REPLACEMENT CHARACTER}": "?",  # of what another program has printed
+}
+_ERRORS = "jaxcoded-plain"
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    """An error handler of codecs, for one character."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    character = error.object[error.start]
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name, as it is there
+        return bytes([ord(character) - 0xDC00]), error.start + 1
+    other = character.encode("ascii", "backslashreplace").decode()
+    return _PLAIN.get(character, other), error.start + 1
+
+
+codecs.register_error(_ERRORS, _replaced)
+
+
+def use() -> None:
+    """Let standard output and standard error replace what they cannot encode."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_ERRORS)
+
+
+def words(text: str) -> str:
+    """Return the text as standard output will show it, to lay it out.
+
+    Example:
+        >>> from jaxcoded.tools.terminal import plain
+        >>> plain.words("a to b")
+        'a to b'
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, _ERRORS).decode(encoding, "surrogateescape")
