@@ -85,7 +85,7 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
         (SHARED + CLOSED, "jaxcoded.errors.GroupClosed: use after close"),
         (
             SHARED + "group.batch(6, multiple=9)\n",
-            "multiple=9 cannot be given where work is shared",
+            "multiple=9 cannot be given, as with Shared(",
         ),
         (ALONE + BIG_STEP, "{'step': np.int64(3000000000)}"),
         (

@@ -14,13 +14,14 @@ from jaxcoded import _require
 from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.collectives.counting import checked_count
 from jaxcoded.collectives.request import Request
-from jaxcoded.group.group import CodedGroup, check_alike, check_open, find
-from jaxcoded.plan import atoms
+from jaxcoded.group.group import CodedGroup, check_alike, check_open
+from jaxcoded.plan import Plan, atoms
 from jaxcoded.transport import primitive
-from jaxcoded.transport.base import Collective
+from jaxcoded.transport.base import Collective, Transport
 from jaxcoded.transport.kernels import Encoded, accumulator, divided
 from jaxcoded.transport.packing import Apart, Packing, checked_wire_dtype, pack, unpack
 from jaxcoded.transport.primitive import NO_EXTRAS, Extras
+from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
 
 # float16 and bfloat16 round every message; beyond this share of the sum the user is
@@ -83,7 +84,7 @@ class TreeRound(primitive.Specification):
         token: jax.Array | None,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         batch = vectors[0].shape[:-1] if vectors else ()
-        out, next_token = find(self.index).transport.carry(
+        out, next_token = find(self.index).carry(
             dataclasses.replace(self.collective, batch=batch),
             converted(vectors, self.wires),
             extras,
@@ -288,7 +289,12 @@ def summed(x: Any, group: CodedGroup, request: Request) -> Result:
     out, token = carried(ready.spec, ready.vectors, group, asked.extras, asked.token)
     counted = asked.examples if asked.count is not None else None
     total, residual = results(
-        out, group, ready.packing, asked.divisor, counted, residual=asked.residual
+        out,
+        group.transport,
+        ready.packing,
+        asked.divisor,
+        counted,
+        residual=asked.residual,
     )
     return Result(total, residual, token)
 
@@ -355,7 +361,7 @@ def carried(
 
 def results(
     out: Sequence[jax.Array],
-    group: CodedGroup,
+    transport: Transport,
     packing: Packing,
     divisor: Any,
     counted: tuple[float, float] | None,
@@ -364,9 +370,9 @@ def results(
 ) -> tuple[Any, jax.Array | None]:
     """The sum as a pytree, and its residual if there is one. If the examples were ``counted``, their number is
     first; the engine has looked at it, and without one the sum is NaN unless it is right."""
-    found = residual_of(group, out[-1]) if residual else None
+    found = residual_of(transport.plan, out[-1]) if residual else None
     total = unpack(out[counted is not None : len(out) - residual], packing)
-    if counted is not None and not group.transport.can_lag:
+    if counted is not None and not transport.can_lag:
         right = checked_count(out[0][..., 0], counted) > 0
         total = jax.tree.map(
             lambda leaf: jnp.where(right, leaf, jnp.asarray(jnp.nan, leaf.dtype)), total
@@ -413,9 +419,9 @@ def _probe(
     return jnp.asarray(probe, dtype)
 
 
-def residual_of(group: CodedGroup, found: jax.Array) -> jax.Array:
+def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
     """The residual of a sum, of the coefficients that were found in it."""
-    exact, weights = atoms.deviation(group.plan)
+    exact, weights = atoms.deviation(plan)
     wrong = found - exact.astype(found.dtype)
     square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
     # at 0 the root has no derivative: there it counts as 0, since NaN would spread

@@ -19,12 +19,13 @@ from jaxcoded.collectives.allreduce import (
     results,
 )
 from jaxcoded.collectives.request import Request
-from jaxcoded.group.group import CodedGroup, check_open, find
+from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport import primitive
 from jaxcoded.transport.kernels import Encoded
 from jaxcoded.transport.leaves import named, summand
 from jaxcoded.transport.packing import Packing
 from jaxcoded.transport.primitive import Extras
+from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
 
 
@@ -82,7 +83,7 @@ class _Start(TreeRound):
         )
 
     def results(self, vectors: Sequence[Any]) -> list[ShapedArray]:
-        if find(self.index).transport.most_started:
+        if find(self.index).most_started:
             return [ShapedArray((), np.uint32)]
         return super().results(vectors)
 
@@ -92,7 +93,7 @@ class _Start(TreeRound):
         extras: Extras,
         token: jax.Array | None,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        transport = find(self.index).transport
+        transport = find(self.index)
         if not transport.most_started:
             return super().carry(vectors, extras, token)
         number, token = transport.start(
@@ -255,17 +256,17 @@ def coded_allreduce_done(
                 else "without a token, so coded_allreduce_done takes none"
             )
         )
-    groups = [find(index) for index in handle.groups]
+    transports = [find(index) for index in handle.groups]
     if token is not None:
         token = primitive.checked_token(token)
     before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
     sums: list[Any] = []
     residuals: list[jax.Array] = []
-    for group, flight, packing, shapes in zip(
-        groups, handle.rounds, handle.packings, handle.results
+    for transport, flight, packing, shapes in zip(
+        transports, handle.rounds, handle.packings, handle.results
     ):
         out: Sequence[jax.Array] = flight
-        if group.transport.most_started:
+        if transport.most_started:
             counts = shapes[: handle.counted is not None]
             wires = [
                 _jax_compat.like(shape, shape.shape, wire)
@@ -273,13 +274,13 @@ def coded_allreduce_done(
                     shapes, (*(c.dtype for c in counts), *packing.wires)
                 )
             ]
-            out, token = group.transport.finish(
+            out, token = transport.finish(
                 flight[0], (*wires, *shapes[len(wires) :]), before, token
             )
             out = converted(out, [shape.dtype for shape in shapes])
         total, residual = results(
             out,
-            group,
+            transport,
             packing,
             handle.divisor,
             handle.counted,

@@ -168,7 +168,7 @@ def summed(
     if request.residual:
         residual = jnp.zeros((), jnp.float32)
         if group.approximate:
-            residual = residual_of(group, out[-1])
+            residual = residual_of(group.plan, out[-1])
     total = jax.tree.unflatten(packing.structure, leaves)
     return Result(total, residual, token), auxes
 

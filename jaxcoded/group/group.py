@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import itertools
 import threading
 import time
 import warnings
@@ -19,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import CodedError, Desynchronized, GroupClosed, use_after_close
+from jaxcoded.errors import CodedError, Desynchronized, GroupClosed
 from jaxcoded.group import alone, joining, old_ranks, opening, recovery, snapshots
 from jaxcoded.group.anew import Anew
 from jaxcoded.group.batch import Batch, number_of_examples
@@ -31,7 +30,7 @@ from jaxcoded.group.record import Path, Record
 from jaxcoded.group.succession import check_other, planned, planned_anew
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy, Uncoded, make_plan
-from jaxcoded.transport import build, engine, primitive
+from jaxcoded.transport import build, engine, primitive, registry
 from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.result import Result
@@ -257,7 +256,7 @@ class CodedGroup:
                     wanted = dataclasses.replace(
                         wanted, sections_from=choice.sections_from
                     )
-            self.index = next(_indices)
+            self.index = registry.new_index()
             self._record.open(self._comm, self.plan)
             self._roll = recovery.Roll(self._comm, self.plan.root)
             self.transport, self.options, more = opening.agreed_transport(
@@ -287,7 +286,6 @@ class CodedGroup:
         self._callback: Callable[[RoundSeen], Any] | None = None
         # what coded calls say of the plan, which a replan may have passed some ranks by
         self.plan_words = ""
-        _groups[self.index] = self
         # where warnings are errors, the others have the group
         for said in filter(None, [*warned, *more]):
             if self._comm.rank == 0:
@@ -338,7 +336,7 @@ class CodedGroup:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self.index not in _groups
+        return not registry.is_open(self.index)
 
     def batch(self, data: Any, *, multiple: int = 1) -> Batch:
         """What this rank reads of one fixed batch.
@@ -686,11 +684,9 @@ class CodedGroup:
         strategy = self.plan.strategy.with_speeds(agreed.tolist())
         plan = dataclasses.replace(self.plan, strategy=strategy)
         other = copy.copy(self)
-        other.plan, other.index = plan, next(_indices)
+        other.plan, other.index = plan, registry.new_index()
         other.plan_words = f", replanned ({plan.fingerprint[:8]})"
         other.transport = self.transport.replanned(other.index, plan)
-        del _groups[self.index]
-        _groups[other.index] = other
         self._successor = other
         return other
 
@@ -958,7 +954,7 @@ class CodedGroup:
 
     def _withdraw(self, error: BaseException | None = None) -> None:
         """Leave it again: not all have it, or (``error``) this rank is not to have it."""
-        _groups.pop(self.index)
+        registry.remove(self.index)
         if error is None:
             self.transport.close(0.0)
         else:
@@ -969,7 +965,7 @@ class CodedGroup:
         other.transport.enter()
         if self._callback is not None:
             other.on_round(self._callback)
-        _groups.pop(self.index)
+        registry.remove(self.index)
         # all are here, and know all results: nobody is waited for
         self.transport.close(0.0)
         self._successor = other
@@ -1004,7 +1000,7 @@ class CodedGroup:
         except GroupClosed:
             return  # another thread has closed it meanwhile
         finally:
-            _groups.pop(self.index, None)
+            registry.remove(self.index)
         self._record.close()
         if absent:
             waited = time.monotonic() - begun >= timeout
@@ -1052,7 +1048,7 @@ class CodedGroup:
             group = group._successor
         if error is None:
             group.close()
-        elif _groups.pop(group.index, None) is not None:
+        elif registry.remove(group.index) is not None:
             # the other ranks may be anywhere: wait for nobody, and leave them a
             # communicator to fail on
             group.transport.abandon(error)
@@ -1067,11 +1063,6 @@ def _digest(plan: Plan) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(plan.fingerprint.encode()).digest(), np.uint8)
 
 
-# What compiled code holds of a group is its index. Indices are never used again.
-_groups: dict[int, CodedGroup] = {}
-_indices = itertools.count()
-
-
 def check_open(group: object) -> None:
     """Raise unless ``group`` is a group that can be used.
 
@@ -1083,7 +1074,7 @@ def check_open(group: object) -> None:
         raise TypeError(
             f"group must be a jaxcoded.CodedGroup, got {_require.kind(group)}"
         )
-    find(group.index)
+    registry.find(group.index)
 
 
 def check_alike(group: CodedGroup) -> None:
@@ -1097,15 +1088,3 @@ def check_alike(group: CodedGroup) -> None:
             "ranks have joined, which have no state yet, or the root died, and some had the sum of its last round, "
             "and others an error: hand on what the root has first, as params = jaxcoded.tree_bcast(params, group)"
         )
-
-
-def find(index: int) -> CodedGroup:
-    """The group with this index.
-
-    Raises:
-        GroupClosed: it was closed.
-    """
-    try:
-        return _groups[index]
-    except KeyError:
-        raise use_after_close(index) from None

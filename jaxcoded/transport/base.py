@@ -60,7 +60,17 @@ class Collective:
 
 
 class Transport(abc.ABC):
-    """How the rounds of one group are carried."""
+    """How the rounds of one group are carried.
+
+    Attributes:
+        index: of the group; never used again.
+        plan: of the group.
+        rank: of this process in it.
+    """
+
+    index: int
+    plan: Plan
+    rank: int
 
     # Whether a rank can be behind: then its rounds may be decided before it calls them.
     can_lag = False

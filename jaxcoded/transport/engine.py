@@ -24,7 +24,7 @@ from jaxcoded import _jax_compat, _own_process, errors
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
-from jaxcoded.transport import devices, ending, engine_primitive, extension
+from jaxcoded.transport import devices, ending, engine_primitive, extension, registry
 from jaxcoded.transport.agreement import Unreadable, gathered, on_all, told
 from jaxcoded.transport.base import Collective, Dealt, Transport
 from jaxcoded.transport.devices import Devices
@@ -131,7 +131,7 @@ class Engine(Transport):
         plan: Plan,
         options: Options,
     ) -> None:
-        self._index, self._plan, self._rank = index, plan, comm.rank
+        self.index, self.plan, self.rank = index, plan, comm.rank
         # where work is shared no two ranks send what could be compared
         self._compares = options.compares and not plan.strategy.by_blocks
         # a handler for a GPU holds up the thread that fills the stream, so that there
@@ -192,11 +192,11 @@ class Engine(Transport):
             if not isinstance(error, Unreadable):  # or others may still be in it
                 self._put_back()
             raise
-        _open[index] = self
+        registry.add(self)
 
     def enter(self) -> None:
         """All ranks have opened this: they tell each other of their ends."""
-        root = self._plan.root
+        root = self.plan.root
         if self._own.size > 1:
             _own_process.has_group()
         _engine.enter(self._own.py2f(), root, ending.SILENT_SECONDS)
@@ -210,7 +210,7 @@ class Engine(Transport):
                 "inside shard_map over several devices JAX keeps no order of effects: order the "
                 f"calls by a token, as token=jnp.int32(0). For {devices.REMEDY}"
             )
-        if why := self._plan.strategy.why_not_split(self._plan):
+        if why := self.plan.strategy.why_not_split(self.plan):
             raise ValueError(
                 f"{why}: on several devices take a code with one part and slices=1, such as "
                 "Coded(stragglers=1)"
@@ -226,7 +226,7 @@ class Engine(Transport):
         *,
         last_part: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        plan, rank = self._plan, self._rank
+        plan, rank = self.plan, self.rank
         collective, together = Together.of(collective, extras.place)
         extras = dataclasses.replace(extras, place=None)
         # a parent joins slices and parts one after the other, whatever the batch: they
@@ -251,7 +251,7 @@ class Engine(Transport):
             token,
             engine_primitive.stacked(collective, vectors, plan.encoded),
             together,
-            group=self._index,
+            group=self.index,
             parts=1 if last_part or not collective.up else plan.parts_above[rank],
             last_part=int(last_part),
             skips=int(extras.skip is not None),
@@ -277,10 +277,10 @@ class Engine(Transport):
             [],
             token,
             collective,
-            group=self._index,
-            parts=self._plan.parts_above[self._rank],
+            group=self.index,
+            parts=self.plan.parts_above[self.rank],
             number=number,
-            slices=self._plan.slices_above[self._rank],
+            slices=self.plan.slices_above[self.rank],
             skips=len(skips),
         )[1]
 
@@ -298,7 +298,7 @@ class Engine(Transport):
             [ShapedArray((3,), np.int32)],
             token,
             collective,
-            group=self._index,
+            group=self.index,
             first=int(first),
         )
         return work, token
@@ -315,7 +315,7 @@ class Engine(Transport):
             results,
             token,
             collective,
-            group=self._index,
+            group=self.index,
             parts=1,
             last_part=1,
             skips=0,
@@ -330,7 +330,7 @@ class Engine(Transport):
             [],
             [ShapedArray((blocks,), np.float32)],
             token,
-            group=self._index,
+            group=self.index,
         )
         return out, token
 
@@ -341,7 +341,7 @@ class Engine(Transport):
         extras: Extras = NO_EXTRAS,
         token: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        plan, rank = self._plan, self._rank
+        plan, rank = self.plan, self.rank
         collective, together = Together.of(collective, extras.place)
         extras = dataclasses.replace(extras, place=None)
         (number,), token = engine_primitive.call(
@@ -351,7 +351,7 @@ class Engine(Transport):
             token,
             collective,
             together,
-            group=self._index,
+            group=self.index,
             parts=plan.parts_above[rank],
             slices=plan.slices_above[rank],
             skips=int(extras.skip is not None),
@@ -377,7 +377,7 @@ class Engine(Transport):
             results,
             token,
             together=together,
-            group=self._index,
+            group=self.index,
         )
 
     def check_sum(self, dtype: np.dtype) -> None:
@@ -394,7 +394,7 @@ class Engine(Transport):
             [ShapedArray((), np.int32)],
             token,
             together=None if found is None else Together(found, found.place()),
-            group=self._index,
+            group=self.index,
         )
         return lag, token
 
@@ -410,7 +410,7 @@ class Engine(Transport):
     def close(self, seconds: float) -> list[int]:
         # ranks below give up first, and say whom
         absent = self._ask("close", seconds + self._patience)
-        _open.pop(self._index, None)
+        registry.remove(self.index)
         if not absent:
             self._put_back()
         return absent
@@ -427,7 +427,9 @@ class Engine(Transport):
         return _GIVE_UP_SECONDS * self._height
 
     def abandon(self, error: BaseException) -> None:
+        registry.remove(self.index)
         self._ask("abandon", ending.in_words(error))
+        _abandoned.append(self)
 
     def host_round(
         self,
@@ -472,7 +474,7 @@ class Engine(Transport):
                 return None
             number, call, division = dealt
             of = dict(zip(members, division))
-            return number, call, [of.get(rank, []) for rank in range(self._plan.size)]
+            return number, call, [of.get(rank, []) for rank in range(self.plan.size)]
 
         return following
 
@@ -489,7 +491,7 @@ class Engine(Transport):
     @property
     def _members(self) -> list[int]:
         """Of the family that shares its work, in the ledger's order."""
-        return [self._rank, *self._plan.coded_children(self._rank)]
+        return [self.rank, *self.plan.coded_children(self.rank)]
 
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         out = np.empty_like(array)
@@ -500,11 +502,13 @@ class Engine(Transport):
         self._ask("computes_with", eps)
 
     def replanned(self, index: int, plan: Plan) -> "Engine":
-        children = list(plan.coded_children(self._rank))
-        decoder = _decoder(plan, self._rank, self._compares)
+        children = list(plan.coded_children(self.rank))
+        decoder = _decoder(plan, self.rank, self._compares)
         self._ask("replan", index, children, decoder, _erasures(plan))
-        other = _open[index] = copy.copy(_open.pop(self._index))
-        other._index, other._plan = index, plan
+        registry.remove(self.index)
+        other = copy.copy(self)
+        other.index, other.plan = index, plan
+        registry.add(other)
         return other
 
     def telemetry(self) -> dict[str, list[Any]]:
@@ -593,7 +597,7 @@ class Engine(Transport):
 
     def _ask(self, name: str, *args: Any) -> Any:
         try:
-            return getattr(_engine, name)(self._index, *args)
+            return getattr(_engine, name)(self.index, *args)
         except _engine.Closed as error:
             raise _error(_FAILED, str(error)) from None
 
@@ -757,8 +761,13 @@ def _register() -> None:
 
 
 _process = os.getpid()
-# Groups that were not closed, by index.
-_open: dict[int, Engine] = {}
+_abandoned: list[Engine] = []  # which the process still leaves in order at its end
+
+
+def _left() -> list[Engine]:
+    """The groups that were not closed."""
+    opened = (it for it in registry.transports() if isinstance(it, Engine))
+    return [*opened, *_abandoned]
 
 
 def leave(seconds: float) -> None:
@@ -769,14 +778,14 @@ def leave(seconds: float) -> None:
     Args:
         seconds: for which ranks below get what they lack.
     """
-    groups = _open.values()
-    if groups and all(it._rank != it._plan.root for it in groups):
+    groups = _left()
+    if groups and all(it.rank != it.plan.root for it in groups):
         _engine.stop(seconds, "", 0)
 
 
 def _stop() -> None:
     if os.getpid() != _process:
         return  # a fork, in which nothing of the engine runs
-    patience = max((group._patience for group in _open.values()), default=0.0)
+    patience = max((group._patience for group in _left()), default=0.0)
     if _engine.stop(_EXIT_SECONDS + patience, ending.failure(), ending.status()):
         ending.engine_ends_the_job()

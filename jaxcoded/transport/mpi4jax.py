@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded.errors import GroupMismatch, TooManyErasures, use_after_close
+from jaxcoded.errors import GroupMismatch, TooManyErasures
 from jaxcoded.plan import Plan
-from jaxcoded.transport import primitive
+from jaxcoded.transport import primitive, registry
 from jaxcoded.transport.agreement import disagreement, wait
 from jaxcoded.transport.base import Collective, Transport
 from jaxcoded.transport.kernels import accumulator
@@ -33,11 +33,10 @@ class Mpi4jax(Transport):
 
     def __init__(self, index: int, comm: MPI.Intracomm, plan: Plan) -> None:
         self._comm = comm
-        self._plan = plan
-        self._index = index
+        self.index, self.plan, self.rank = index, plan, comm.rank
         self._round = 0
         self._failure = ""
-        _open[self._index] = self
+        registry.add(self)
 
     def carry(
         self,
@@ -49,7 +48,7 @@ class Mpi4jax(Transport):
         last_part: bool = False,
     ) -> tuple[Sequence[jax.Array], jax.Array | None]:
         assert token is None and not last_part
-        plan, comm, rank = self._plan, self._comm, self._comm.rank
+        plan, comm, rank = self.plan, self._comm, self.rank
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
         coefficients = self._begin(collective, vectors, extras.erasures)
         out = []
@@ -88,11 +87,11 @@ class Mpi4jax(Transport):
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         self._agree(words)
         out = np.array(array)
-        wait(self._comm.Ibcast(out, self._plan.root))
+        wait(self._comm.Ibcast(out, self.plan.root))
         return out
 
     def replanned(self, index: int, plan: Plan) -> "Mpi4jax":
-        del _open[self._index]
+        registry.remove(self.index)
         other = Mpi4jax(index, self._comm, plan)
         other._round = self._round
         return other
@@ -101,11 +100,11 @@ class Mpi4jax(Transport):
         try:
             self._agree("close")
         finally:
-            del _open[self._index]
+            registry.remove(self.index)
         return []
 
     def abandon(self, error: BaseException) -> None:
-        _open.pop(self._index, None)
+        registry.remove(self.index)
 
     def _begin(
         self,
@@ -115,7 +114,7 @@ class Mpi4jax(Transport):
     ) -> jax.Array | np.ndarray:
         """Agree with the other ranks on this round, and look up the coefficients of
         this rank's children, ``(m, n)``."""
-        index, plan, rank = self._index, self._plan, self._comm.rank
+        index, plan, rank = self.index, self.plan, self.rank
         coefficients = plan.coefficients(rank)
         masks = [] if erased is None else [erased]
         like = [
@@ -127,9 +126,9 @@ class Mpi4jax(Transport):
         ]
 
         def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
-            if index not in _open:
-                raise use_after_close(index)
-            _open[index]._agree(collective.signature, *masks)
+            its = registry.find(index)  # compiled code holds the index alone
+            assert isinstance(its, Mpi4jax)
+            its._agree(collective.signature, *masks)
             return tuple(
                 plan.coefficients(rank, mask).astype(out.dtype)
                 for mask, out in zip(masks, like)
@@ -156,9 +155,5 @@ class Mpi4jax(Transport):
         what = "ranks called different things in the same round"
         if (said := disagreement(self._comm, words, what)) is not None:
             raise GroupMismatch(said)
-        if erased is not None and (why_not := self._plan.why_not(erased)):
+        if erased is not None and (why_not := self.plan.why_not(erased)):
             raise TooManyErasures(why_not)
-
-
-# Compiled code holds the index, not the transport.
-_open: dict[int, Mpi4jax] = {}

@@ -1,0 +1,50 @@
+"""The open groups of this process, by index: a compiled round holds the index of its group and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from jaxcoded.errors import use_after_close
+
+if TYPE_CHECKING:
+    from jaxcoded.transport.base import Transport
+
+_open: dict[int, Transport] = {}
+_indices = itertools.count()
+
+
+def new_index() -> int:
+    """An index that no group has had."""
+    return next(_indices)
+
+
+def add(transport: Transport) -> None:
+    """Register what carries the rounds of an open group."""
+    _open[transport.index] = transport
+
+
+def remove(index: int) -> Transport | None:
+    """Forget a group, which is closed from now on; ``None`` if it was closed before."""
+    return _open.pop(index, None)
+
+
+def is_open(index: int) -> bool:
+    return index in _open
+
+
+def find(index: int) -> Transport:
+    """The transport of the group with this index.
+
+    Raises:
+        GroupClosed: the group was closed.
+    """
+    try:
+        return _open[index]
+    except KeyError:
+        raise use_after_close(index) from None
+
+
+def transports() -> list[Transport]:
+    """Those of all open groups."""
+    return list(_open.values())
