@@ -205,8 +205,7 @@ class CodeTree(Strategy, named=False):
         return super().for_others(speeds)
 
     def _checked_speeds(self) -> tuple[Fraction, ...] | None:
-        """Relative to the fastest; None where all are equal. That of a rank that computes
-        nothing does not count."""
+        """Relative to the fastest. That of a rank that computes nothing does not count."""
         speeds: Any = self.speeds
         if speeds is None:
             return None
@@ -237,7 +236,7 @@ class CodeTree(Strategy, named=False):
                 "speeds must be at least 1/1000 of the fastest, got "
                 f"{float(slowest):g} beside {float(fastest):g}"
             )
-        return out if len(set(out)) > 1 else None
+        return out or None
 
 
 def _is_speed(value: Any) -> bool:

@@ -56,7 +56,11 @@ class Plan:
     def __post_init__(self) -> None:
         tree = Tree(tuple(self.parents))
         object.__setattr__(self, "parents", tree.parents)
-        check_strategy(self.strategy).check(tree)
+        strategy: Any = check_strategy(self.strategy)
+        strategy.check(tree)
+        if strategy.speeds and len(set(strategy.speeds)) == 1:  # which changes nothing
+            strategy = dataclasses.replace(strategy, speeds=None)
+        object.__setattr__(self, "strategy", strategy)
         # builds every code now, so that an impossible one is an error here
         self.codings  # noqa: B018
 

@@ -16,8 +16,16 @@ from commands import main
 
 import jaxcoded
 from jaxcoded import _parse
+from jaxcoded.plan import Shared
 from jaxcoded.tools.planner import search
-from jaxcoded.tools.planner.candidates import Candidate, candidates, exceeds, sharing
+from jaxcoded.tools.planner.candidates import (
+    RING,
+    Candidate,
+    candidates,
+    code_tree,
+    exceeds,
+    sharing,
+)
 from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 
 LIGHT = "exponential(work=0.1)"
@@ -153,7 +161,7 @@ def test_work_is_shared():
     model = stragglers.named("bursty(begin=0.02, end=0.2, factor=5)")
     ranking = search.best_plans(13, 4e3, 1.5, stragglers=model)
     it = ranking.best.candidate
-    assert it.shared and it.blocks == 12
+    assert it.shared and it.strategy.blocks == 12
     assert ranking.best_tree is ranking.best
     assert ranking.verdict.startswith("share the work: ")
     assert ranking.best.held == pytest.approx((1 + it.replicas) * ranking.best.load)
@@ -225,9 +233,8 @@ def test_draws_are_common_and_repeatable():
     assert one.uncoded.step != other.uncoded.step
 
 
-def estimate(seconds, **candidate):
-    it = Candidate(2, **candidate)
-    return search.Estimate(it, np.array(seconds, float), 0.1, 1.0, "", 1.0)
+def estimate(seconds):
+    return search.Estimate(RING, np.array(seconds, float), 0.1, 1.0, "", 1.0)
 
 
 def test_what_counts_as_faster():
@@ -259,7 +266,7 @@ def test_error_is_that_of_the_mean():
 def test_candidates_are_those_of_make_plan(ranks):
     field = candidates(ranks)
     assert len(field) == len(set(field))
-    assert Candidate(0) in field
+    assert RING in field
     assert any(c.tree and not c.coded for c in field)
     trees = [c for c in field if c.tree]
     for candidate in trees[:: max(1, len(trees) // 12)]:
@@ -267,7 +274,7 @@ def test_candidates_are_those_of_make_plan(ranks):
         if candidate.coded and candidate.fanout > 12:
             continue
         for root in (False, True):
-            it = dataclasses.replace(candidate, root_computes=root)
+            it = Candidate(dataclasses.replace(candidate.strategy, root_computes=root))
             plan, layout = it.plan(ranks), it.layout(ranks)
             exact = Layout.of(plan)
             assert exact.parents.tolist() == layout.parents.tolist()
@@ -284,13 +291,13 @@ def test_candidates_of_a_million_ranks():
 
 
 def test_variants():
-    it = Candidate(3, 1)
+    it = code_tree(3, 1)
     assert {v.piece for v in it.variants(1e4)} == {64 << 10}
     assert {v.piece for v in it.variants(1e5)} == {64 << 10, 256 << 10}
     assert {v.piece for v in it.variants(1e9)} == {64 << 10, 256 << 10, 1 << 20}
-    assert {v.root_computes for v in it.variants(1e4)} == {False, True}
-    assert list(Candidate(0).variants(1e9)) == [Candidate(0)]
-    assert isinstance(Candidate(0).layout(5), Ring)
+    assert {v.strategy.root_computes for v in it.variants(1e4)} == {False, True}
+    assert list(RING.variants(1e9)) == [RING]
+    assert isinstance(RING.layout(5), Ring)
 
 
 @pytest.mark.slow
@@ -311,7 +318,7 @@ def test_a_faster_code_that_loses_digits():
     assert (left_out.candidate.fanout, left_out.candidate.stragglers) == (11, 1)
     assert left_out.candidate.plan(12).amplification > 2
     assert left_out.ranks == 13
-    assert Candidate(12, 1).plan(13).amplification <= 2
+    assert code_tree(12, 1).plan(13).amplification <= 2
     model = stragglers.named("fixed(factor=10)")
     seconds = [
         simulate(
@@ -336,7 +343,7 @@ def test_a_faster_code_that_is_not_looked_for():
 
 @pytest.mark.parametrize(
     ("ranks", "candidate"),
-    [(13, Candidate(12, 1, 2)), (13, Candidate(12, 0, 4)), (12, Candidate(11, 1))],
+    [(13, code_tree(12, 1, 2)), (13, code_tree(12, 0, 4)), (12, code_tree(11, 1))],
 )
 def test_what_exceeds_a_bound_without_being_drawn(ranks, candidate):
     layout = candidate.layout(ranks)
@@ -353,12 +360,12 @@ def test_no_more_data_where_a_code_takes_less():
             candidate, seconds, 0.1, 1.0, candidate.name, 1.0, 0.1, False
         )
 
-    shared = [Candidate(12, blocks=12, replicas=it) for it in (11, 1)]
+    shared = [Candidate(Shared(replicas=it)) for it in (11, 1)]
     steps = {
         shared[0]: 1.0,
-        Candidate(12, 1): 1.01,
+        code_tree(12, 1): 1.01,
         shared[1]: 1.049,
-        Candidate(0): 3.0,
+        RING: 3.0,
     }
     estimates = tuple(estimate(it, step) for it, step in steps.items())
     ranking = search.Ranking(13, 1e6, 1.0, estimates)
@@ -377,12 +384,12 @@ def test_shared_work_where_a_code_is_faster_by_chance():
             candidate, seconds, 0.1, 1.0, candidate.name, 1.0, 0.1, False
         )
 
-    shared = Candidate(12, blocks=12, replicas=1)
+    shared = Candidate(Shared())
     by_chance = np.repeat([6.0, -4.2], 32)  # seconds of 0.9 in the mean
     estimates = (
-        estimate(Candidate(12, 1), by_chance),
+        estimate(code_tree(12, 1), by_chance),
         estimate(shared, np.full(64, 1.0)),
-        estimate(Candidate(0), np.full(64, 3.0)),
+        estimate(RING, np.full(64, 3.0)),
     )
     assert not estimates[0].faster_than(estimates[2])
     assert search.Ranking(13, 1e6, 1.0, estimates).best.candidate == shared

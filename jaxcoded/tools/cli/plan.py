@@ -77,11 +77,11 @@ def command(
             progress=tell,
         )
     if json:
-        _as_json(ranking, top, cluster.seed)
+        _as_json(ranking, top)
         return
     output.say(cluster.words)
     output.say()
-    _as_text(ranking, top, cluster.seed)
+    _as_text(ranking, top)
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
@@ -96,7 +96,7 @@ def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
     return [e for e in ranking.estimates if e in shown]
 
 
-def _python(ranking: Ranking, seed: int) -> str:
+def _python(ranking: Ranking) -> str:
     """The line that makes the group."""
     it = ranking.best.candidate
     if not it.tree:
@@ -104,10 +104,10 @@ def _python(ranking: Ranking, seed: int) -> str:
     options = ""
     if it.piece != PIECE:
         options = f", options=Options(piece_bytes={it.piece})"
-    return f"CodedGroup(comm, {it.strategy(seed)!r}{options})"
+    return f"CodedGroup(comm, {it.name}{options})"
 
 
-def _as_text(ranking: Ranking, top: int, seed: int) -> None:
+def _as_text(ranking: Ranking, top: int) -> None:
     chosen = _chosen(ranking, top)
     output.table(
         _HEADER,
@@ -122,7 +122,7 @@ def _as_text(ranking: Ranking, top: int, seed: int) -> None:
         output.say(f"{ranking.best.name}: {IN_SECTIONS}")
     output.say()
     output.say(ranking.verdict)
-    output.code(_python(ranking, seed))
+    output.code(_python(ranking))
 
 
 def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
     )
 
 
-def _as_json(ranking: Ranking, top: int, seed: int) -> None:
+def _as_json(ranking: Ranking, top: int) -> None:
     output.as_json(
         {
             "ranks": ranking.ranks,
@@ -150,7 +150,7 @@ def _as_json(ranking: Ranking, top: int, seed: int) -> None:
             "compute": ranking.work,
             "code": ranking.best.candidate.coded,
             "verdict": ranking.verdict,
-            "python": _python(ranking, seed),
+            "python": _python(ranking),
             "best": _fields(ranking.best),
             "left_out": _left_out(ranking.left_out),
             "ranking": [_fields(e) for e in _chosen(ranking, top)],

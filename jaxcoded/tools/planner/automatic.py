@@ -133,7 +133,7 @@ def choose(
                 if not_shared:
                     ranking = dataclasses.replace(ranking, not_shared=not_shared)
                 best = ranking.best_tree.candidate
-                plan = best.plan(size, seed)
+                plan = best.plan(size)
                 pays_from = None
                 if sections_from is None and network.sections_from:
                     pays_from = sections_pay_from(Layout.of(plan), network)

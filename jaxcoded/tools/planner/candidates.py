@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from jaxcoded import _format, _require
 from jaxcoded.plan import Coded, Plan, Shared, Strategy, Uncoded, make_plan
@@ -29,65 +30,57 @@ class Candidate:
     """One way to sum over the ranks of a job.
 
     Attributes:
-        fanout: most children of a parent; 0 for a ring all-reduce instead of a tree.
-        stragglers: ``s``.
-        slices: ``m``.
+        strategy: of a group; ``None`` is a ring all-reduce, of which there is no group.
         piece: bytes in which messages move.
-        root_computes: whether the root holds data.
-        blocks: of each rank, where the work is shared; otherwise 0.
-        replicas: other ranks that hold each of them.
     """
 
-    fanout: int
-    stragglers: int = 0
-    slices: int = 1
+    strategy: Strategy | None
     piece: int = PIECE
-    root_computes: bool = False
-    blocks: int = 0
-    replicas: int = 0
+
+    @property
+    def tree(self) -> bool:
+        """Whether a group can be made of it."""
+        return self.strategy is not None
 
     @property
     def shared(self) -> bool:
         """Whether ranks compute blocks of others."""
-        return self.blocks > 0
-
-    @property
-    def plain(self) -> bool:
-        """Whether all ranks are waited for."""
-        return not self.coded and not self.shared
+        return isinstance(self.strategy, Shared)
 
     @property
     def coded(self) -> bool:
         """Whether ranks compute or send anything but their own part of the batch."""
-        return self.stragglers > 0 or self.slices > 1
+        return isinstance(self.strategy, Coded)
 
     @property
-    def tree(self) -> bool:
-        """Whether a group can be made of it: not of the ring."""
-        return self.fanout > 0
+    def plain(self) -> bool:
+        """Whether all ranks are waited for."""
+        return not (self.coded or self.shared)
 
-    def strategy(self, seed: int = 0) -> Strategy:
-        """What a group takes; of a tree."""
-        if self.shared:
-            return Shared(
-                replicas=self.replicas,
-                blocks=self.blocks,
-                root_computes=self.root_computes,
-            )
-        if not self.coded:
-            return Uncoded(fanout=self.fanout, root_computes=self.root_computes)
-        return Coded(
-            fanout=self.fanout,
-            stragglers=self.stragglers,
-            slices=self.slices,
-            root_computes=self.root_computes,
-            seed=seed,
-        )
+    @property
+    def fanout(self) -> int:
+        """Most children of a parent; 0 if there are none."""
+        return getattr(self.strategy, "fanout", None) or 0
+
+    @property
+    def stragglers(self) -> int:
+        """Children of a parent that its code may miss."""
+        return getattr(self.strategy, "stragglers", 0)
+
+    @property
+    def slices(self) -> int:
+        """How many times shorter the messages of its code are."""
+        return getattr(self.strategy, "slices", 1)
+
+    @property
+    def replicas(self) -> int:
+        """Other ranks that hold each block of the batch."""
+        return getattr(self.strategy, "replicas", 0)
 
     @property
     def name(self) -> str:
         """In words."""
-        return repr(self.strategy()) if self.tree else "ring all-reduce"
+        return repr(self.strategy) if self.tree else "ring all-reduce"
 
     def held(self, layout: Layout | Ring) -> float:
         """The largest part of the batch whose data a rank holds; in its `layout`."""
@@ -95,25 +88,32 @@ class Candidate:
 
     def layout(self, ranks: int) -> Layout | Ring:
         """What the simulator takes."""
-        if not self.tree:
-            return Ring(ranks)
-        if self.shared:
-            return Layout.of(self.plan(ranks))
-        layout = Layout.balanced(ranks, self.fanout, self.stragglers, self.slices)
-        if not self.root_computes:
+        it = self.strategy
+        if not isinstance(it, Coded | Uncoded):
+            return Layout.of(self.plan(ranks)) if self.shared else Ring(ranks)
+        layout = Layout.balanced(ranks, self.fanout, it.stragglers, it.slices)
+        if not it.root_computes:
             return layout
         # the root takes as much as the busiest of the others
         loads = layout.loads / (1 + layout.loads.max())
         loads[0] = loads.max()
         return dataclasses.replace(layout, loads=loads)
 
-    def plan(self, ranks: int, seed: int = 0) -> Plan:
+    def plan(self, ranks: int) -> Plan:
         """That of a group.
 
         Raises:
             ValueError: there is no such plan.
         """
-        return make_plan(ranks, self.strategy(seed))
+        return make_plan(ranks, self.strategy)
+
+    @property
+    def base(self) -> "Candidate":
+        """The one that this is a variant of."""
+        strategy: Any = self.strategy
+        return Candidate(
+            strategy and dataclasses.replace(strategy, root_computes=False)
+        )
 
     def variants(self, payload: float) -> Iterator["Candidate"]:
         """The same tree and code with other pieces, and with and without data at the
@@ -125,11 +125,28 @@ class Candidate:
         # beyond the payload all are one
         pieces = dict.fromkeys([*longer, *_PIECES[len(longer) : len(longer) + 1]])
         for piece, root_computes in itertools.product(pieces, (False, True)):
-            yield dataclasses.replace(self, piece=piece, root_computes=root_computes)
+            strategy: Any = self.strategy
+            yield Candidate(
+                dataclasses.replace(strategy, root_computes=root_computes), piece
+            )
 
 
-def candidates(ranks: int) -> list[Candidate]:
-    """Trees and codes for so many ranks, and the ring; without their `variants`.
+RING = Candidate(None)
+
+
+def code_tree(
+    fanout: int, stragglers: int = 0, slices: int = 1, seed: int = 0
+) -> Candidate:
+    """A tree whose root has no data; with a code if it has any use for one."""
+    if stragglers == 0 and slices == 1:
+        return Candidate(Uncoded(fanout=fanout, root_computes=False))
+    return Candidate(
+        Coded(fanout=fanout, stragglers=stragglers, slices=slices, seed=seed)
+    )
+
+
+def candidates(ranks: int, seed: int = 0) -> list[Candidate]:
+    """Trees and codes for so many ranks, and the ring; without their `variants`. ``seed`` is that of random codes.
 
     Fan-outs are small numbers with many divisors, those of the smallest trees of each
     depth, those that give all parents equal numbers of children, and the star. No parent has more than 1,024 children, or a
@@ -145,14 +162,14 @@ def candidates(ranks: int) -> list[Candidate]:
             break
     # balanced trees with equal numbers of parents are equal
     trees = {-(-below // fanout): fanout for fanout in sorted(fitting, reverse=True)}
-    out = [Candidate(0)]
+    out = [RING]
     for fanout, s, m in itertools.product(
         sorted(fanout for fanout in trees.values() if fanout <= _MOST_CHILDREN),
         _STRAGGLERS,
         _SLICES,
     ):
         if s + m <= fanout and s <= fanout // 2:
-            out.append(Candidate(fanout, s, m))
+            out.append(code_tree(fanout, s, m, seed))
     return out
 
 
@@ -204,7 +221,8 @@ def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]
     if most > max(_REPLICAS):
         replicas.add(most)
     return [
-        Candidate(ranks - 1, blocks=blocks, replicas=each) for each in sorted(replicas)
+        Candidate(Shared(replicas=each, blocks=blocks, root_computes=False))
+        for each in sorted(replicas)
     ]
 
 
@@ -227,12 +245,13 @@ def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
     is above ``n / 2``, with more of them far above its square. With slices that holds where ``s + m``
     does not divide ``n``, as the code falls into small blocks otherwise.
     """
-    if not candidate.coded:
+    it = candidate.strategy
+    if not isinstance(it, Coded):
         return False
     product = 1.0
-    lost = candidate.stragglers + candidate.slices
+    lost = it.stragglers + it.slices
     for most in _most_drawn(layout):
-        if candidate.slices == 1 or most % lost:
+        if it.slices == 1 or most % lost:
             product *= max(1.0, most / 2) ** min(max(min(lost, most) - 1, 0), 2)
     return product > amplification
 

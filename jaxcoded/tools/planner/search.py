@@ -12,6 +12,7 @@ from jaxcoded import _require
 from jaxcoded.plan import Plan
 from jaxcoded.tools.planner.candidates import (
     MOST_DRAWN,
+    RING,
     Candidate,
     candidates,
     checked_replicas,
@@ -372,7 +373,7 @@ class _Search:
 
     def run(self) -> list[Estimate]:
         entering: list[Candidate] = []
-        for candidate in candidates(self.ranks):
+        for candidate in candidates(self.ranks, self.seed):
             (entering if self._may_be_drawn(candidate) else self.amplified).append(
                 candidate
             )
@@ -387,10 +388,8 @@ class _Search:
         entering = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
         third = self._rung(entering, _SHARES[2], least=6, most=64)
         # a root that computes is the one straggler that no code makes up for
-        final = _each(
-            third, lambda c: (c.fanout, c.stragglers, c.slices, c.root_computes)
-        )
-        final.append(Candidate(0))
+        final = _each(third, lambda c: c.strategy)
+        final.append(RING)
         shared = [v for base in self.sharing for v in base.variants(self.payload)]
         fourth = self._rung(shared, _SHARES[5], least=6, most=64)
         shared = _each(fourth, lambda c: c.replicas)
@@ -430,13 +429,14 @@ class _Search:
             ranks = self.ranks + more
             it = candidate
             if star:
-                it = dataclasses.replace(it, fanout=ranks - 1)
+                strategy: Any = it.strategy
+                it = Candidate(dataclasses.replace(strategy, fanout=ranks - 1))
             layout = it.layout(ranks)
             assert isinstance(layout, Layout)
             if too_many_to_draw(layout, it) or exceeds(layout, it, self.amplification):
                 continue
             try:
-                if it.plan(ranks, self.seed).amplification <= self.amplification:
+                if it.plan(ranks).amplification <= self.amplification:
                     return ranks
             except ValueError:
                 continue
@@ -452,7 +452,7 @@ class _Search:
     ) -> list[Estimate]:
         out = []
         for it, seconds in self._simulated(final, _SHARES[3], least, most):
-            layout, plan = it.layout(self.ranks), plans.get(_base(it))
+            layout, plan = it.layout(self.ranks), plans.get(it.base)
             length = (
                 layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
             )
@@ -504,7 +504,7 @@ class _Search:
             if len(plans) == _KEPT or (slow and plans and candidate not in of_each):
                 continue
             try:
-                plan = candidate.plan(self.ranks, self.seed)
+                plan = candidate.plan(self.ranks)
             except ValueError:
                 continue
             if plan.amplification <= self.amplification:
@@ -565,11 +565,6 @@ def _each(
     for candidate in ordered:
         best.setdefault(key(candidate), candidate)
     return list(best.values())
-
-
-def _base(candidate: Candidate) -> Candidate:
-    """That whose variant it is."""
-    return Candidate(candidate.fanout, candidate.stragglers, candidate.slices)
 
 
 def _batches(seconds: np.ndarray) -> np.ndarray:
