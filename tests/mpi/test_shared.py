@@ -160,7 +160,7 @@ def test_aux_is_of_the_blocks_that_a_rank_has_computed(comm, work):
 def test_a_root_that_does_not_compute(comm, transport):
     with jaxcoded.CodedGroup(
         comm,
-        jaxcoded.Shared(replicas=SIZE > 2, blocks=3, root_computes=False),
+        jaxcoded.Shared(replicas=int(SIZE > 2), blocks=3, root_computes=False),
         transport=transport,
     ) as group:
         params, batch = problem(17)
