@@ -101,7 +101,7 @@ def seconds(make, run, late):
 
 
 def fetched(group):
-    return group.transport.statistics()["fetched_bytes"]
+    return group.statistics()["fetched_bytes"]
 
 
 def measure(size, made, repetitions, progress):

@@ -109,7 +109,7 @@ def memory(group, size, budget):
     most = 0
     for _ in range(20):
         rounds()
-        most = max(most, group.transport.statistics()["memory_bytes"] - budget)
+        most = max(most, group.statistics()["memory_bytes"] - budget)
     return comm.allreduce(most / (4 * size), op=MPI.MAX)
 
 

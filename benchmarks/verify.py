@@ -34,7 +34,7 @@ OPTIONS = {
 
 def compared(group):
     """Rounds in which the root had more than it needed."""
-    return comm.bcast(group.transport.statistics()["compared_rounds"], group.plan.root)
+    return comm.bcast(group.statistics()["compared_rounds"], group.plan.root)
 
 
 def all_reduce(group, size):

@@ -55,7 +55,7 @@ def seconds(run, calls):
 
 def fetched(group):
     """Bytes that all ranks have fetched."""
-    return comm.allreduce(group.transport.statistics()["fetched_bytes"])
+    return comm.allreduce(group.statistics()["fetched_bytes"])
 
 
 def measure(group, sizes, repetitions):

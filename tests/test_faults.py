@@ -1357,7 +1357,7 @@ def tries(**how):
     except jaxcoded.CodedError as error:
         print(error, flush=True)
 def tries_meanwhile():
-    while not group._changes.locked():
+    while not group._membership._changes.locked():
         time.sleep(0.001)
     tries()
 def stopped():

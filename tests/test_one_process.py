@@ -12,7 +12,7 @@ ALONE = (
 )
 PARTS = """
 from jaxcoded.transport.base import Collective
-its, token = group.transport, jnp.int32(0)
+its, token = group._session.transport, jnp.int32(0)
 one, other = Collective("sum of f4[9]"), Collective("sum of f4[8]")
 begin = jax.jit(lambda x, token: its.begin(one, [x], 0, token=token))
 end = jax.jit(lambda x, token: its.carry(other, [x], token=token, last_part=True))

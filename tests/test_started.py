@@ -10,7 +10,7 @@ import pytest
 from launch import slowness
 
 from jaxcoded import CodedError
-from jaxcoded.group import joining, started
+from jaxcoded.group.membership import joining, started
 from jaxcoded.tools.launch import launcher, rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")

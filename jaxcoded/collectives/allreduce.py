@@ -14,7 +14,7 @@ from jaxcoded import _require
 from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.collectives.counting import checked_count
 from jaxcoded.collectives.request import Request
-from jaxcoded.group.group import CodedGroup, check_alike, check_open
+from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.transport import primitive
 from jaxcoded.transport.base import Collective, Transport
@@ -265,7 +265,7 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
         {'step': Array(3, dtype=int32), 'tokens': np.int64(5000000000)}
     """
     check_open(group)
-    with group.failing("tree_bcast"):
+    with group._session.failing("tree_bcast"):
         vectors, packing = pack(x, floats_only=False)
         request = Request("tree_bcast", token=token).checked(group)
     token = request.token
@@ -276,9 +276,13 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
         splits=packing.splits_of_vectors,
     )
     out, token = carried(
-        TreeRound(group.index, collective), vectors, group, request.extras, token
+        TreeRound(group._session.index, collective),
+        vectors,
+        group,
+        request.extras,
+        token,
     )
-    group.hands_on = True
+    group._session.hands_on = True
     return Result(unpack(out, packing), token=token).plain()
 
 
@@ -290,7 +294,7 @@ def summed(x: Any, group: CodedGroup, request: Request) -> Result:
     counted = asked.examples if asked.count is not None else None
     total, residual = results(
         out,
-        group.transport,
+        group._session.transport,
         ready.packing,
         asked.divisor,
         counted,
@@ -318,8 +322,8 @@ class Prepared(NamedTuple):
 def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
     """The round that is asked for, not called yet."""
     check_open(group)
-    check_alike(group)
-    with group.failing(request.name):
+    group._session.check_alike()
+    with group._session.failing(request.name):
         request = request.checked(group)
         if request.residual and not group.approximate:
             group.plan.strategy.refuse("residual")
@@ -330,7 +334,7 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
             vectors = (request.count, *vectors)
             wires = (request.count.dtype, *wires)
         spec = TreeRound(
-            group.index,
+            group._session.index,
             coded_sum(packing, group, request),
             last_part=last,
             wires=wires,
@@ -338,7 +342,7 @@ def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
         )
         if request.residual and group.plan.strategy.by_blocks:
             blocks = len(group.plan.placement.holders)
-            probe, token = group.transport.computed(blocks, request.token)
+            probe, token = group._session.transport.computed(blocks, request.token)
             request = dataclasses.replace(request, token=token)
             vectors = (*vectors, probe)
         elif request.residual:
@@ -354,7 +358,7 @@ def carried(
     token: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """What comes of a round, and the next token."""
-    if token is None or group.transport.takes_tokens:
+    if token is None or group._session.transport.takes_tokens:
         return primitive.run(spec, vectors, extras, token)
     return primitive.run(spec, vectors, extras)[0], token  # in order without it
 
@@ -394,7 +398,7 @@ def begin(
     collective = coded_sum(packing, group, request)
     if request.residual:
         vectors = (*vectors, _probe(group, part.vectors, number))
-    return group.transport.begin(
+    return group._session.transport.begin(
         collective, vectors, number, request.extras, request.token
     )
 
@@ -437,9 +441,9 @@ def coded_sum(packing: Packing, group: CodedGroup, request: Request) -> Collecti
         TypeError: the transport cannot sum such leaves.
     """
     for dtype in dict.fromkeys(packing.wires):
-        group.transport.check_sum(dtype)
+        group._session.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
-    call = f"{request.name} of {packing}{request.about}{group.plan_words}"
+    call = f"{request.name} of {packing}{request.about}{group._session.words}"
     call += ", with its residual" * request.residual + _tokened(request.token)
     apart = packing.apart(request.apart) if group.options.compares else ()
     counts = request.count is not None

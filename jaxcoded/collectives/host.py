@@ -17,7 +17,7 @@ from jaxcoded import _require
 from jaxcoded.collectives.allreduce import coded_sum
 from jaxcoded.collectives.counting import Count, check_counted, count
 from jaxcoded.collectives.request import Request, checked_erasures
-from jaxcoded.group.group import CodedGroup, check_alike, check_open
+from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport.base import Collective
 from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
@@ -68,7 +68,7 @@ def allreduce(
         array([0., 1., 2.])
     """
     check_open(group)
-    with group.failing(_NAME):
+    with group._session.failing(_NAME):
         check_counted(weights, group, "host.allreduce")
     return summed(array, group, weights, out, skip, erasures, wire_dtype)
 
@@ -84,8 +84,8 @@ def summed(
 ) -> np.ndarray:
     """The same, of whatever it is the sum."""
     check_open(group)
-    check_alike(group)
-    with group.failing(_NAME):
+    group._session.check_alike()
+    with group._session.failing(_NAME):
         if not hasattr(array, "__array__") and not _require.is_number(array):
             raise TypeError(
                 f"the sum is of one numpy array, got {_require.kind(array)}: "
@@ -130,7 +130,7 @@ def summed(
         vectors.append(array.astype(wire, copy=False))
         results.append(result if wire == result.dtype else vectors[-1])
     extras = Extras(skip, mask)
-    group.transport.host_round(collective, vectors, results, extras)
+    group._session.transport.host_round(collective, vectors, results, extras)
     for _, received in zip(wires, reversed(results)):
         if received is not result:
             result[...] = received.reshape(result.shape)

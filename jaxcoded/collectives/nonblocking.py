@@ -189,7 +189,7 @@ def started(
 ) -> Any:
     """The rounds of a sum that is asked for, started."""
     groups, divisor = _taking_turns(group), request.divisor
-    with groups[0].failing(request.name):
+    with groups[0]._session.failing(request.name):
         buckets, structure = _buckets(x, bucket_bytes, groups)
     # all that can be wrong is found before the first of them starts
     turns = [groups[number % len(groups)] for number in range(len(buckets))]
@@ -199,7 +199,7 @@ def started(
     flights, packings, shapes = [], [], []
     first = token = ready[0].request.token
     for its, turn in zip(ready, turns):
-        start = _Start(turn.index, its.spec.collective, wires=its.spec.wires)
+        start = _Start(turn._session.index, its.spec.collective, wires=its.spec.wires)
         out, token = carried(start, its.vectors, turn, its.request.extras, token)
         flights.append(tuple(out))
         packings.append(its.packing)
@@ -207,7 +207,7 @@ def started(
     handle = Handle(
         tuple(flights),
         divisor,
-        tuple(turn.index for turn in turns),
+        tuple(turn._session.index for turn in turns),
         tuple(packings),
         tuple(shapes),
         structure,
@@ -310,7 +310,7 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
             "CodedGroup(comm, group.plan)"
         )
     # where a round ends as it starts, nothing is gained, and nothing orders those of two groups
-    return groups if groups[0].transport.most_started else groups[:1]
+    return groups if groups[0]._session.transport.most_started else groups[:1]
 
 
 def _buckets(
@@ -336,7 +336,7 @@ def _buckets(
             held = 0
         buckets[-1].insert(0, leaf)
         held += leaf.nbytes
-    most = len(groups) * groups[0].transport.most_started
+    most = len(groups) * groups[0]._session.transport.most_started
     if most and len(buckets) > most:
         raise ValueError(
             f"bucket_bytes={bucket_bytes} makes {len(buckets)} rounds, but at most {most} "

@@ -77,8 +77,8 @@ def sum_gradients(
     ) -> tuple[optax.Updates, SumGradientsState]:
         del params, extra_args
         check_open(group)
-        with group.failing("optax.sum_gradients"):
-            reduced.check(updates, group.index)
+        with group._session.failing("optax.sum_gradients"):
+            reduced.check(updates, group._session.index)
         total = allreduce.coded_allreduce(
             updates,
             group,

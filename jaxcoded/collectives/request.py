@@ -63,7 +63,7 @@ class Request:
                 )
         return dataclasses.replace(
             self,
-            devices=group.transport.devices(token),
+            devices=group._session.transport.devices(token),
             about=self.about + _checked_divisor(self.divisor),
             erasures=None
             if erasures is None
@@ -78,7 +78,7 @@ class Request:
         Raises:
             TypeError, ValueError: there must be some, or they are not of this group.
         """
-        with group.failing(self.name):
+        with group._session.failing(self.name):
             check_counted(weights, group, self.name)
             if weights is None:
                 return self
@@ -137,7 +137,7 @@ def checked_erasures(erasures: Any, size: int) -> Any:
 
 
 def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
-    if not group.transport.can_lag:
+    if not group._session.transport.can_lag:
         raise ValueError(
             "skip= needs a group with the engine: with the mpi4jax transport every rank "
             "contributes; leave ranks out with erasures="

@@ -69,7 +69,7 @@ def summed(
         The sum, on every rank the same; and the auxiliary data, stacked over the blocks
         that this rank holds, zeros for those that it has not computed.
     """
-    placement, transport = group.plan.placement, group.transport
+    placement, transport = group.plan.placement, group._session.transport
     blocks, size = _shape(weights, group)
     batches = jax.tree.map(
         lambda leaf: leaf.reshape(blocks, size, *leaf.shape[1:]), batch
@@ -80,7 +80,7 @@ def summed(
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
     marked = marks.of_blocks(placement, weights.batch_size)
-    with group.failing(request.name):
+    with group._session.failing(request.name):
         local, aux = like(batch, weights, group, compute)
         packing = Packing.of(local, request.wire_dtype)
         collective = coded_sum(packing, group, request)

@@ -15,7 +15,7 @@ from jaxcoded.collectives.allreduce import begin, summed
 from jaxcoded.collectives.counting import checked_count, over_devices, rounding
 from jaxcoded.collectives.request import Request
 from jaxcoded.group.batch import Batch, check_batch, check_length
-from jaxcoded.group.group import CodedGroup, check_alike, check_open
+from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import Encoded, accumulator, divided, encode_vector
@@ -100,7 +100,7 @@ def coded_value_and_grad(
         >>> group.close()
     """
     check_open(group)
-    with group.failing(_NAME):
+    with group._session.failing(_NAME):
         wire_dtype = checked_wire_dtype(wire_dtype)
 
     def result(
@@ -120,7 +120,7 @@ def coded_value_and_grad(
                 present = _present(count, weights, examples)
                 count = jnp.where(jnp.isnan(checked), checked, present)
             loss, grads = divided((loss, grads), count)
-        reduced.note(grads, group.index)
+        reduced.note(grads, group._session.index)
         value = ((loss, aux) if has_aux else loss), grads
         return out._replace(value=value).plain()
 
@@ -132,8 +132,8 @@ def coded_value_and_grad(
         token: jax.Array | None = None,
     ) -> Any:
         check_open(group)
-        check_alike(group)
-        with group.failing(_NAME):
+        group._session.check_alike()
+        with group._session.failing(_NAME):
             params = _differentiable(params)
             check_batch(batch)
             weights = batch.weights
@@ -144,13 +144,13 @@ def coded_value_and_grad(
             )
             _check_shapes(data, coding, group)
             # before anything is said of its batch
-            together = group.transport.devices(token)
+            together = group._session.transport.devices(token)
             shares = group.plan.strategy.by_blocks
             if erasures is not None:
                 group.plan.strategy.refuse("erasures")
             behind = None
-            if group.transport.can_lag and not shares:
-                lag, token = group.transport.lag(token)
+            if group._session.transport.can_lag and not shares:
+                lag, token = group._session.transport.lag(token)
                 behind = (lag > 0).astype(jnp.int32)
             request = Request(
                 _NAME,
@@ -165,7 +165,7 @@ def coded_value_and_grad(
             gradient = jax.jit(functools.partial(_gradient, losses, has_aux, weights))
             partial = functools.partial(_unless_behind, gradient, params)
             if group.options.compares and not (shares or together):
-                group.transport.computes_with(
+                group._session.transport.computes_with(
                     _jax_compat.coarsest_eps(losses, params, data)
                 )
             told = None
@@ -202,7 +202,7 @@ def _of_blocks(
     request: Request,
 ) -> tuple[Result, Any, tuple[float, float] | None]:
     """The sum of shared work, the auxiliary data, and how many examples it is of."""
-    with group.failing(_NAME):
+    with group._session.failing(_NAME):
         examples = None
         if told is not None:
             local = shared.like(batch, weights, group, compute)[0]
@@ -224,9 +224,13 @@ def _of_code(
 ) -> tuple[Result, Any, tuple[float, float] | None]:
     """The sum by the group's code, the auxiliary data, and how many examples it is of."""
     plan, token = group.plan, request.token
-    with group.failing(_NAME):
+    with group._session.failing(_NAME):
         parts = plan.parts_above[group.rank]
-        ahead = group.transport.takes_parts and request.erasures is None and parts > 1
+        ahead = (
+            group._session.transport.takes_parts
+            and request.erasures is None
+            and parts > 1
+        )
         mark = examples = None
         if told is not None:
             share = rounding(plan, told.weights.dtype)
@@ -243,7 +247,7 @@ def _of_code(
                     request, skip=behind, token=token, last_part=True
                 )
                 token = begin(part, number, group, asked)
-                lag, token = group.transport.lag(token)
+                lag, token = group._session.transport.lag(token)
                 return (lag > 0).astype(jnp.int32)
 
             local, aux, behind = _encoded(

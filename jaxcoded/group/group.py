@@ -1,42 +1,35 @@
 """A group: a plan on a communicator."""
 
-import contextlib
 import copy
-import dataclasses
 import functools
 import hashlib
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import CodedError, Desynchronized, GroupClosed
-from jaxcoded.group import alone, joining, old_ranks, opening, recovery, snapshots
-from jaxcoded.group.anew import Anew
+from jaxcoded.errors import Desynchronized, GroupClosed
+from jaxcoded.group import snapshots
 from jaxcoded.group.batch import Batch, number_of_examples
 from jaxcoded.group.blocks import Blocks
 from jaxcoded.group.epoch import Epoch
-from jaxcoded.group.extending import Extending
-from jaxcoded.group.new_rank import NewRank, joined
+from jaxcoded.group.membership import new_rank
+from jaxcoded.group.membership.membership import Membership
+from jaxcoded.group.membership.started import check_joined
 from jaxcoded.group.record import Path, Record
-from jaxcoded.group.succession import check_other, planned, planned_anew
+from jaxcoded.group.session import Session
+from jaxcoded.group.succession import planned
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
-from jaxcoded.plan import Plan, Strategy, Uncoded, make_plan
-from jaxcoded.transport import build, engine, primitive, registry
-from jaxcoded.transport.agreement import check_communicator, gathered
+from jaxcoded.plan import Plan, Strategy
+from jaxcoded.transport import primitive, registry
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.result import Result
-
-if TYPE_CHECKING:
-    from jaxcoded.tools.planner.automatic import Choice
 
 
 class CodedGroup:
@@ -82,11 +75,6 @@ class CodedGroup:
         (0, 1, [0, 1, 2, 3])
     """
 
-    # Of a group of ranks that do not know the same, made by `recovered` or `extended`: see `recovery.Successors`.
-    _ahead: int | None = None
-    # Whether the root's state is handed on, if this works. The engine knows whether it has.
-    hands_on = False
-
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -97,13 +85,12 @@ class CodedGroup:
         record: Path | None = None,
         replay: Path | None = None,
     ) -> None:
-        self._open(
-            comm,
-            transport,
-            options,
-            {"strategy": strategy},
-            functools.partial(planned, strategy),
-            record=Record(record, replay),
+        check_joined()
+        asked = {"strategy": strategy}
+        planner = functools.partial(planned, strategy)
+        files = Record(record, replay)
+        self._begin(
+            Session.opened(comm, transport, options, asked, planner, record=files)
         )
 
     @classmethod
@@ -155,146 +142,49 @@ class CodedGroup:
             'one rank: nothing to plan'
         """
 
-        from jaxcoded.tools.planner import (
-            automatic,  # who plans otherwise need not import it
-        )
+        # others do without the planner
+        from jaxcoded.tools.planner.automatic import Automatic
 
-        def check(hosts: Sequence[str]) -> Plan:
-            pieces = options and options.piece_bytes
-            automatic.check(payload, work, pieces, replicas, len(hosts))
-            return make_plan(len(hosts), Uncoded())  # to begin with
-
+        check_joined()
+        plans = Automatic(payload, work, seed, replicas, reading)
+        first = functools.partial(plans.first, options)
         group = cls.__new__(cls)
-        how = "a function" if callable(work) else work
-
-        def choose(own: MPI.Intracomm) -> "Choice":
-            wanted = (options or Options()).complete()
-            missing = "" if transport == "mpi4jax" else engine.missing()
-            reasons = gathered(own, missing)
-            cannot = opening.why_not_shared(transport, reasons)
-            # who compares messages sums by the root
-            whole = transport == "mpi4jax" or any(reasons) or wanted.compares
-            return automatic.choose(
-                *(own, payload, work, seed, replicas, reading, cannot),
-                0 if whole else wanted.sections_from,
-            )
-
-        group._open(
-            comm,
-            transport,
-            options,
-            {
-                "plan": "auto",
-                "payload": payload,
-                "work": how,
-                "seed": seed,
-                "replicas": replicas,
-                "reading": reading,
-            },
-            check,
-            choose,
+        group._begin(
+            Session.opened(comm, transport, options, plans.request, first, plans.choose)
         )
         return group
 
-    def _open(
-        self,
-        comm: MPI.Intracomm,
-        transport: str,
-        options: Options | None,
-        request: dict[str, Any],
-        planner: Callable[[Sequence[str]], Plan],
-        chooser: Callable[[MPI.Intracomm], "Choice"] | None = None,
-        record: Record | None = None,
-        *,
-        takes: bool = False,
-    ) -> None:
-        """What the constructors have in common; ``takes``: the communicator is this group's own, and all
-        are still to agree that they have opened it."""
-        check_communicator(comm)
-        if not takes and NewRank.waits_to_join():
-            raise CodedError(
-                "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
-                "where it returns None"
-            )
-        self._comm = comm if takes else opening.communicator_of_its_own(comm)
-        given = Options() if options is None else options
-        wanted = (given if isinstance(given, Options) else Options()).complete()
-
-        def checked(hosts: Sequence[str]) -> Plan:
-            if not isinstance(given, Options):
-                raise TypeError(
-                    f"options must be jaxcoded.Options, got {_require.kind(given)}"
-                )
-            wanted.check()
-            plan = planner(hosts)
-            self._hosts = hosts
-            self._record.check(plan, wanted.on_deadline)
-            return plan
-
-        self._record = record or Record(None, None)
-        request = request | self._record.request
-        # what ranks must have in common
-        common = (
-            "piece_bytes",
-            "sections_from",
-            "deadline",
-            "on_deadline",
-            "debug",
-            "verify",
-            "verify_wait",
-        )
-        request |= {name: getattr(wanted, name) for name in common}
-        self._planned = ""
-        try:
-            warned = [build.check(self._comm), "" if takes else alone.warning()]
-            self.plan = opening.agreed_plan(self._comm, transport, request, checked)
-            if chooser is not None:
-                choice = chooser(self._comm)
-                self.plan, self._planned = choice.plan, choice.words
-                wanted = dataclasses.replace(wanted, piece_bytes=choice.piece)
-                if choice.sections_from is not None:
-                    wanted = dataclasses.replace(
-                        wanted, sections_from=choice.sections_from
-                    )
-            self.index = registry.new_index()
-            self._record.open(self._comm, self.plan)
-            self._roll = recovery.Roll(self._comm, self.plan.root)
-            self.transport, self.options, more = opening.agreed_transport(
-                *(self._comm, self.index, self.plan),
-                *(transport, wanted, given.debug is not None),
-            )
-        except Exception as error:
-            self._record.close()
-            if recovery.has_died(error) and engine.fault_tolerant():
-                # Others wait in it. It is not freed: see `recovery.Agreement`.
-                self._comm.Revoke()
-            elif not takes:
-                self._comm.Free()
-            raise
-        if not takes:
-            self.transport.enter()
-        self._record.follow(self.transport)
-        # what a group made anew is asked for with
-        self._options = dataclasses.replace(self.options, debug=given.debug)
-        self._rank = self._comm.rank
+    def _begin(self, session: Session) -> None:
+        self._session = session
+        self._membership = Membership(session)
         self._snapshots = 0
         self._successor: CodedGroup | None = None
-        # what takes its place, as far as that is made
-        self._anew: Anew | None = None
-        self._extending: Extending | None = None
-        self._changes = threading.Lock()  # of ranks
         self._callback: Callable[[RoundSeen], Any] | None = None
-        # what coded calls say of the plan, which a replan may have passed some ranks by
-        self.plan_words = ""
         # where warnings are errors, the others have the group
-        for said in filter(None, [*warned, *more]):
-            if self._comm.rank == 0:
-                warnings.warn(said, RuntimeWarning, stacklevel=3)
+        for warning in session.warnings:
+            if session.rank == 0:
+                warnings.warn(warning, RuntimeWarning, stacklevel=3)
+
+    @classmethod
+    def _of(cls, session: Session) -> Self:
+        group = cls.__new__(cls)
+        group._begin(session)
+        return group
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan, made by its strategy."""
+        return self._session.plan
+
+    @property
+    def options(self) -> Options:
+        """How it makes its rounds."""
+        return self._session.options
 
     @property
     def planned(self) -> str:
         """Of `CodedGroup.auto`: what was chosen and why, in words; otherwise empty."""
-        return self._planned
+        return self._session.planned
 
     @property
     def alike(self) -> bool:
@@ -302,15 +192,12 @@ class CodedGroup:
         made of by `recovered`. Otherwise, and where ranks have joined (`extended`), the root is one of those that
         know most, and sums are an error until a `tree_bcast` has handed on what it has, all in one: after the
         first this is true."""
-        if self._ahead is None:
-            return True
-        assert isinstance(self.transport, engine.Engine)
-        return self.transport.alike()
+        return self._session.alike
 
     @property
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self._rank
+        return self._session.rank
 
     @property
     def size(self) -> int:
@@ -320,7 +207,7 @@ class CodedGroup:
     @property
     def comm(self) -> MPI.Intracomm:
         """The group's own duplicate of the communicator it was made with."""
-        return self._comm
+        return self._session.comm
 
     @property
     def approximate(self) -> bool:
@@ -331,12 +218,12 @@ class CodedGroup:
     def rounds(self) -> int:
         """Rounds of this group that this rank has called."""
         check_open(self)
-        return self.transport.rounds()
+        return self._session.transport.rounds()
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return not registry.is_open(self.index)
+        return self._session.closed
 
     def batch(self, data: Any, *, multiple: int = 1) -> Batch:
         """What this rank reads of one fixed batch.
@@ -357,7 +244,7 @@ class CodedGroup:
             ([0.0, 1.0, 2.0], [1.0, 1.0, 1.0])
         """
         check_open(self)
-        with self.failing("batch"):
+        with self._session.failing("batch"):
             n = number_of_examples(data)
             return Epoch(*(self.plan, self.rank, data, n), multiple=multiple)[0]
 
@@ -430,7 +317,7 @@ class CodedGroup:
             ([30, 40, 30], [1.0, 1.0, 0.0], 2)
         """
         check_open(self)
-        with self.failing("epoch"):
+        with self._session.failing("epoch"):
             return Epoch(
                 *(self.plan, self.rank, data, batch_size),
                 seed=seed,
@@ -477,8 +364,8 @@ class CodedGroup:
             array([10.])
         """
         check_open(self)
-        check_alike(self)
-        with self.failing("blocks"):
+        self._session.check_alike()
+        with self._session.failing("blocks"):
             most = int(np.iinfo(np.int64).max)  # indices are int64
             batch_size = _require.integer("batch_size", batch_size, 1, most)
             self.plan.strategy.require_blocks("blocks")
@@ -487,7 +374,7 @@ class CodedGroup:
                     "verify sees only what coded_value_and_grad computes, not what a program adds "
                     "up itself: leave it out, or use coded_value_and_grad"
                 )
-        return Blocks(self.transport, self.plan.placement, batch_size)
+        return Blocks(self._session.transport, self.plan.placement, batch_size)
 
     @overload
     def lag(self, *, token: None = None) -> int | jax.Array: ...
@@ -522,12 +409,12 @@ class CodedGroup:
         """
         check_open(self)
         if token is not None:
-            lag, token = self.transport.lag(primitive.checked_token(token))
+            lag, token = self._session.transport.lag(primitive.checked_token(token))
             return Result(lag, token=token)
         if _jax_compat.tracing():
-            return self.transport.lag(None)[0]
+            return self._session.transport.lag(None)[0]
         primitive.effects_barrier()
-        return self.transport.host_lag()
+        return self._session.transport.host_lag()
 
     def snapshot(self, state: Any, *, every: int = 16) -> bool:
         """Keep a copy of this rank's state for ranks that have to start from one; see
@@ -552,14 +439,14 @@ class CodedGroup:
             TypeError: a leaf is not an array of numbers or random keys.
         """
         check_open(self)
-        check_alike(self)
+        self._session.check_alike()
         every = _require.integer("every", every, 1)
         self._snapshots += 1
         if (self._snapshots - 1) % every:
             return False
         # every round that was started before belongs to the state
         primitive.effects_barrier()
-        self.transport.keep_state(
+        self._session.transport.keep_state(
             np.concatenate([_digest(self.plan), snapshots.to_bytes(state)])
         )
         return True
@@ -586,7 +473,7 @@ class CodedGroup:
         check_open(self)
         primitive.effects_barrier()
         timeout = _require.not_negative("timeout", timeout)
-        round_, data = self.transport.fetch_state(timeout)
+        round_, data = self._session.transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
                 f"no rank above rank {self.rank} has a snapshot from which it could go "
@@ -603,7 +490,7 @@ class CodedGroup:
                 "or keep a longer history (history_bytes)"
             )
         state = snapshots.from_bytes(data[len(plan) :], like)
-        self.transport.resume()
+        self._session.transport.resume()
         return state
 
     def telemetry(self) -> Telemetry:
@@ -624,8 +511,20 @@ class CodedGroup:
             plan.to_json(),
             np.array(plan.parents),
             np.array([float(plan.load_of(rank)) for rank in range(plan.size)]),
-            self.transport.telemetry(),
+            self._session.transport.telemetry(),
         )
+
+    def statistics(self) -> dict[str, int]:
+        """What the engine has counted on this rank since the group was made; empty with the mpi4jax transport.
+
+        Returns:
+            ``compared_rounds``: rounds in which this rank had something to compare (``docs/verify.md``);
+            ``fetched_bytes``: of other ranks' messages and results; ``formed_bytes``: of sections that it has formed
+            (``docs/engine.md``); and in use now, ``history_bytes`` for results that late ranks may lack, and
+            ``memory_bytes`` in all.
+        """
+        check_open(self)
+        return self._session.transport.statistics()
 
     def on_round(self, callback: Callable[[RoundSeen], Any]) -> None:
         """Call a function with a `jaxcoded.group.telemetry.RoundSeen` after each of this
@@ -638,7 +537,7 @@ class CodedGroup:
         """
         check_open(self)
         self._callback = callback
-        report(self.transport.reports(), callback)
+        report(self._session.transport.reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
         """The group with its data laid out anew, in proportion to these speeds.
@@ -671,8 +570,8 @@ class CodedGroup:
             >>> group.close()
         """
         check_open(self)
-        check_alike(self)
-        with self.failing("replan"):
+        self._session.check_alike()
+        with self._session.failing("replan"):
             mine = np.array(speeds, np.float64)
             if mine.shape != (self.size,):
                 raise ValueError(
@@ -680,13 +579,11 @@ class CodedGroup:
                     f"{mine.shape}"
                 )
         primitive.effects_barrier()
-        agreed = self.transport.broadcast("replan", mine)
-        strategy = self.plan.strategy.with_speeds(agreed.tolist())
-        plan = dataclasses.replace(self.plan, strategy=strategy)
+        agreed = self._session.transport.broadcast("replan", mine)
         other = copy.copy(self)
-        other.plan, other.index = plan, registry.new_index()
-        other.plan_words = f", replanned ({plan.fingerprint[:8]})"
-        other.transport = self.transport.replanned(other.index, plan)
+        other._session = self._membership.session = self._session.replanned(
+            self.plan.strategy.with_speeds(agreed.tolist())
+        )
         self._successor = other
         return other
 
@@ -741,28 +638,9 @@ class CodedGroup:
                 calls this again meets those who do, too.
         """
         check_open(self)
-        timeout = _require.not_negative("timeout", timeout)
-        _require.boolean("put_out", put_out)
-        check_other(strategy)
-        with self._changing("recovered") as transport:
-            primitive.effects_barrier()
-            transport.drained(timeout / 2)
-            rounds = transport.rounds_of_all()
-            if self._extending is not None:
-                return self._with_those_that_join(rounds, timeout, put_out)
-            if self._anew is None:
-                # a round that failed here alone may have ended otherwise elsewhere
-                broken = rounds < transport.rounds()
-                if not self._roll.call(
-                    *(timeout, put_out, transport.departed),
-                    broken=broken,
-                    decided=transport.decided,
-                ):
-                    return self
-                self._anew = Anew(self)
-            self._anew.make(rounds, strategy, options, timeout, put_out)
-            anew, self._anew = self._anew, None
-            return self._give_way(anew.group(rounds))
+        return self._followed_by(
+            self._membership.recovered(strategy, options, timeout, put_out)
+        )
 
     def extended(
         self,
@@ -827,43 +705,21 @@ class CodedGroup:
             ValueError: extended needs the engine, and an MPI that goes on where a rank dies: start the job with ...
         """
         check_open(self)
-        ranks = _require.integer("ranks", ranks, 1, joining.MOST)
-        timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
-        check_other(strategy)
-        if not (options is None or isinstance(options, Options)):
-            raise TypeError(
-                f"options must be jaxcoded.Options, got {_require.kind(options)}"
-            )
-        command = old_ranks.checked(command)
-        with self._changing("extended") as transport:
-            if why := joining.why_not(len(set(self._hosts))):
-                raise ValueError(why)
-            primitive.effects_barrier()
-            drained = transport.drained(timeout / 2)
-            rounds = transport.rounds_of_all()
-            if self._extending is None:
-                if self._anew is not None or self._roll.call(
-                    *(timeout, False, transport.departed),
-                    broken=rounds < transport.rounds(),
-                    extends=True,
-                    decided=transport.decided,
-                ):
-                    raise CodedError(
-                        "some ranks of the group are dead, or have had an error where others had a sum: call recovered "
-                        "first, and then extended"
-                    )
-                arguments = ranks, strategy, options, command, timeout
-                self._extending = Extending(self, *arguments, rounds, drained)
-            return self._with_those_that_join(rounds, timeout)
+        return self._followed_by(
+            self._membership.extended(ranks, strategy, options, command, timeout)
+        )
 
-    def _with_those_that_join(
-        self, rounds: int, timeout: float, put_out: bool = False
-    ) -> "CodedGroup":
-        """See `Extending`."""
-        assert self._extending is not None
-        self._extending.make(timeout, put_out)
-        extending, self._extending = self._extending, None
-        return self._give_way(extending.group(rounds))
+    def _followed_by(self, session: Session) -> "CodedGroup":
+        """The group of a session on which all ranks have agreed; it may be this one."""
+        if session is self._session:
+            return self
+        other = self._successor = self._of(session)
+        session.transport.enter()
+        if self._callback is not None:
+            other.on_round(self._callback)
+        # all are here, and know all results: nobody is waited for
+        self._session.withdraw()
+        return other
 
     @classmethod
     def joining(cls) -> "CodedGroup | None":
@@ -889,87 +745,8 @@ class CodedGroup:
             >>> jaxcoded.CodedGroup.joining() is None
             True
         """
-        group = joined(cls)
-        if group is not None:
-            group.transport.enter()
-        return group
-
-    # A group that takes the place of another.
-
-    @contextlib.contextmanager
-    def _changing(self, call: str) -> Iterator[engine.Engine]:
-        """Inside, this thread alone changes the ranks of the group.
-
-        Raises:
-            ValueError: they cannot change.
-            CodedError: another thread does so.
-        """
-        transport = self.transport
-        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
-            raise ValueError(
-                f"{call} needs the engine, and an MPI that goes on where a rank dies: start the job "
-                "with jaxcoded run --ft, which needs Open MPI 5"
-            )
-        if not self._changes.acquire(blocking=False):
-            raise CodedError("another thread of this rank is in recovered or extended")
-        try:
-            with transport.watching():
-                yield transport
-        finally:
-            self._changes.release()
-
-    def _planned_anew(
-        self,
-        hosts: Sequence[str],
-        speeds: Sequence[Fraction],
-        strategy: Strategy | None,
-        call: str,
-        whose: str,
-    ) -> Plan:
-        """See `planned_anew`."""
-        if self._record.request:
-            raise ValueError(
-                "a record is of all ranks of its group: a group with record or replay cannot go on "
-                "with others"
-            )
-        return planned_anew(self.plan.strategy, hosts, speeds, strategy, call, whose)
-
-    @classmethod
-    def _taking_over(
-        cls,
-        comm: MPI.Intracomm,
-        options: Options,
-        request: dict[str, Any],
-        planner: Callable[[Sequence[str]], Plan],
-        ahead: int | None,
-    ) -> "CodedGroup":
-        """A group on a communicator of its own that counts once all agree that they have it."""
-        group = cls.__new__(cls)
-        group._ahead = ahead
-        group._open(comm, "engine", options, request, planner, takes=True)
-        if ahead is not None:
-            assert isinstance(group.transport, engine.Engine)
-            group.transport.expect_state()
-        return group
-
-    def _withdraw(self, error: BaseException | None = None) -> None:
-        """Leave it again: not all have it, or (``error``) this rank is not to have it."""
-        registry.remove(self.index)
-        if error is None:
-            self.transport.close(0.0)
-        else:
-            self.transport.abandon(error)
-
-    def _give_way(self, other: "CodedGroup") -> "CodedGroup":
-        """All have the other one: go on with it."""
-        other.transport.enter()
-        if self._callback is not None:
-            other.on_round(self._callback)
-        registry.remove(self.index)
-        # all are here, and know all results: nobody is waited for
-        self.transport.close(0.0)
-        self._successor = other
-        return other
+        session = new_rank.joined()
+        return None if session is None else cls._of(session)
 
     def close(self, timeout: float = 60.0) -> None:
         """Finish pending rounds and give the communicator back. Collective; does
@@ -996,12 +773,12 @@ class CodedGroup:
         primitive.effects_barrier()
         begun = time.monotonic()
         try:
-            absent = self.transport.close(timeout)
+            absent = self._session.transport.close(timeout)
         except GroupClosed:
             return  # another thread has closed it meanwhile
         finally:
-            registry.remove(self.index)
-        self._record.close()
+            registry.remove(self._session.index)
+        self._session.record.close()
         if absent:
             waited = time.monotonic() - begun >= timeout
             why = (
@@ -1016,23 +793,7 @@ class CodedGroup:
                 stacklevel=2,
             )
         else:
-            self._comm.Free()
-
-    @contextlib.contextmanager
-    def failing(self, call: str) -> Iterator[None]:
-        """Remember an error in this rank's arguments, which keeps it from a round.
-
-        Other ranks may be in that round already. They hear of the error when this rank
-        begins its next one; if all ranks erred, all go on. What JAX runs again, to find
-        where a NaN comes from, has had its round.
-        """
-        try:
-            yield
-        except Exception as error:
-            if _jax_compat.runs_again():
-                raise
-            self.transport.note_failure(f" after {_require.kind(error)} in {call}")
-            raise
+            self.comm.Free()
 
     def __enter__(self) -> Self:
         return self
@@ -1048,14 +809,14 @@ class CodedGroup:
             group = group._successor
         if error is None:
             group.close()
-        elif registry.remove(group.index) is not None:
+        elif not group.closed:
             # the other ranks may be anywhere: wait for nobody, and leave them a
             # communicator to fail on
-            group.transport.abandon(error)
+            group._session.withdraw(error)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"
-        return f"<CodedGroup {self.index} of {self.size} ranks, {state}>"
+        return f"<CodedGroup {self._session.index} of {self.size} ranks, {state}>"
 
 
 def _digest(plan: Plan) -> np.ndarray:
@@ -1074,17 +835,4 @@ def check_open(group: object) -> None:
         raise TypeError(
             f"group must be a jaxcoded.CodedGroup, got {_require.kind(group)}"
         )
-    registry.find(group.index)
-
-
-def check_alike(group: CodedGroup) -> None:
-    """Raise unless all ranks have had the sums of the same rounds.
-
-    Raises:
-        CodedError: some have not, and would go on with other values than the rest.
-    """
-    if not (group.hands_on or group.alike):
-        raise CodedError(
-            "ranks have joined, which have no state yet, or the root died, and some had the sum of its last round, "
-            "and others an error: hand on what the root has first, as params = jaxcoded.tree_bcast(params, group)"
-        )
+    registry.find(group._session.index)

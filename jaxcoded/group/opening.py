@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
@@ -11,7 +11,7 @@ from mpi4py import MPI
 from jaxcoded.errors import GroupMismatch
 from jaxcoded.plan import Plan
 from jaxcoded.transport import build, comparing, cuda_aware, engine
-from jaxcoded.transport.agreement import disagreement, gathered, plain
+from jaxcoded.transport.agreement import Unreadable, disagreement, gathered, plain
 from jaxcoded.transport.base import Transport
 from jaxcoded.transport.options import Options
 
@@ -36,7 +36,7 @@ def agreed_plan(
     comm: MPI.Intracomm,
     transport: str,
     request: dict[str, Any],
-    planner: Callable[[Sequence[str]], Plan],
+    planner: Callable[[], Plan],
 ) -> Plan:
     """This rank's plan, once all ranks are known to have the same one. Otherwise the same error on all
     of them. Collective.
@@ -45,13 +45,12 @@ def agreed_plan(
         comm: of the group.
         transport: that was asked for.
         request: what else was, by name.
-        planner: makes this rank's plan, for a rank on each of these hosts.
+        planner: makes this rank's plan.
 
     Raises:
         GroupMismatch: ranks asked for different groups.
         Exception: that of ``planner``, if it is the same on all.
     """
-    hosts = gathered(comm, MPI.Get_processor_name())
     plan: Plan | None = None
     failure: BaseException | None = None
     try:
@@ -59,7 +58,7 @@ def agreed_plan(
             raise ValueError(
                 f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}"
             )
-        plan = planner(hosts)
+        plan = planner()
     except BaseException as error:  # noqa: BLE001  # the others wait for an answer
         failure = error
     outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
@@ -178,3 +177,9 @@ def _comparing(
     if options.compares and (gaps := plan.strategy.gaps(plan)):
         said = f"{'debug' if options.debug else verify} does not see all: {gaps}"
     return options, [said] if said else []
+
+
+def has_died(failure: BaseException | None) -> bool:
+    """Whether a rank's death may be why not all have made a group, where this is what has failed here,
+    if anything has. Otherwise the same has failed on all."""
+    return failure is None or isinstance(failure, MPI.Exception | Unreadable)

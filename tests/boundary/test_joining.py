@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from jaxcoded import CodedError, Options
-from jaxcoded.group import joining, new_rank, old_ranks, started
-from jaxcoded.group.joining import Invitation
-from jaxcoded.group.line import Line
-from jaxcoded.group.old_ranks import OldRanks, Verdict
+from jaxcoded.group.membership import joining, new_rank, old_ranks, started
+from jaxcoded.group.membership.channel import Line
+from jaxcoded.group.membership.joining import Invitation
+from jaxcoded.group.membership.old_ranks import OldRanks, Verdict
 from jaxcoded.transport.agreement import LONGEST, plain
 
 TAG = 7

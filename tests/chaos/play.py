@@ -36,7 +36,7 @@ from schedule import FATAL, Fault, Phase, Schedule
 
 import jaxcoded
 from jaxcoded import errors
-from jaxcoded.group.new_rank import NewRank
+from jaxcoded.group.membership.new_rank import NewRank
 
 jax.config.update("jax_enable_x64", True)
 

@@ -13,7 +13,7 @@ import uncounted
 from harness import SLOWNESS, Board, close, hang
 
 import jaxcoded
-from jaxcoded.group import recovery
+from jaxcoded.group.membership import roll
 from jaxcoded.group.process import Process
 
 STEPS, STALL_STEP, ELEMENTS = 10, 5, 64 * 1024
@@ -28,7 +28,7 @@ if why == "another namespace" and stalls:
     own = Process.own()._replace(numbers="of a container")
     Process.own = lambda: own
 if why == "another namespace":
-    recovery.REPORTED = 0.1  # nobody takes the caller for stuck, which still waits
+    roll.REPORTED = 0.1  # nobody takes the caller for stuck, which still waits
 if why == "another user":
     Process.kill = lambda _: errno.EPERM
 group = jaxcoded.CodedGroup(

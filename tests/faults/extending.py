@@ -35,8 +35,9 @@ from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, pickle_nothing
 from mpi4py import MPI
 
 import jaxcoded
-from jaxcoded.group import joining, old_ranks
-from jaxcoded.group.new_rank import NewRank
+from jaxcoded.group.membership import joining, old_ranks
+from jaxcoded.group.membership.new_rank import NewRank
+from jaxcoded.group.session import Session
 from jaxcoded.transport import engine
 
 EVERY = 12  # steps between two events
@@ -56,7 +57,7 @@ if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
     whose, what = {
         "hello": (engine, "fault_tolerant"),
         "connect": (joining.Side, "joined"),
-        "open": (jaxcoded.CodedGroup, "_open"),
+        "open": (Session, "__init__"),
         "enter": (NewRank, "enter"),
     }[way.split()[1]]
     setattr(whose, what, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))

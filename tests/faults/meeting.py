@@ -25,8 +25,7 @@ import uncounted
 from harness import PATIENCE, SLOWNESS, Board, Sums
 
 import jaxcoded
-from jaxcoded.group import recovery
-from jaxcoded.group.group import CodedGroup
+from jaxcoded.group.membership import recovery, roll
 from jaxcoded.group.process import Process
 
 COMES = 1.0 * SLOWNESS  # seconds in which ranks are to come
@@ -45,10 +44,10 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop(group):
-    """Before the communicator is shrunk."""
+def stop(comm):
+    """Before it is shrunk."""
     os.kill(os.getpid(), signal.SIGSTOP)
-    return shrunk(group)
+    return shrunk(comm)
 
 
 def stop_to_agree(agreement):
@@ -96,7 +95,7 @@ if way in ("late without one", "stops") and rank == last:
 if way.startswith("late") and rank == 0:
     board.wait(others - ({last} if "one" in way else set()), GIVES_UP + 2)
 if way == "stops" and rank == 1:
-    shrunk, CodedGroup._shrunk = CodedGroup._shrunk, stop
+    shrunk, recovery.shrunk = recovery.shrunk, stop
 if way == "fails" and rank == 0:
     raise ArithmeticError("injected")
 if way == "exits" and rank == last:
@@ -119,7 +118,7 @@ if way == "caught":
         board.note(GIVES_UP + 1)
     sys.exit()
 if way == "in vain":
-    recovery.REPORTED = 1.0
+    roll.REPORTED = 1.0
     if rank < last - 1:
         Process.kill = lambda _: errno.EPERM
     else:
@@ -136,7 +135,7 @@ if way == "in vain":
 if way in ("successor", "asked for"):
     # rank 2 lacks the last sum, as far as the others can know
     if rank == 2:
-        group.transport.rounds_of_all = lambda: 4
+        group._session.transport.rounds_of_all = lambda: 4
     board.note(LEAVES)
     board.wait(range(board.size), LEAVES)
     if rank == 0:

@@ -32,7 +32,7 @@ import uncounted
 from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, Device, hang, pickle_nothing
 
 import jaxcoded
-from jaxcoded.group import recovery
+from jaxcoded.group.membership import recovery
 from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two looks for the dead

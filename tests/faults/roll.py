@@ -10,18 +10,22 @@ import time
 from harness import Board
 from mpi4py import MPI
 
-from jaxcoded.group import recovery
+from jaxcoded.group.membership import recovery
+from jaxcoded.group.membership import roll as rolls
+from jaxcoded.group.process import Process
+from jaxcoded.transport.agreement import gathered
 
 SECONDS = 20.0
 
 directory, what, told = sys.argv[1:]
 told = {int(rank) for rank in told.split(",") if rank}
-kind = recovery._ANEW if what == "anew" else recovery._STAY
+kind = rolls._ANEW if what == "anew" else rolls._STAY
 board = Board(directory)
 comm = board.comm.Dup()
 for it in board.comm, comm:
     it.Set_errhandler(MPI.ERRORS_RETURN)
-roll = recovery.Roll(comm, 0)
+processes = [Process(*it) for it in gathered(comm, Process.own())]
+roll = rolls.Roll(comm, processes, 0)
 last = comm.size - 1
 if what == "anew" and board.rank == last:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -29,7 +33,7 @@ if board.rank == 0:
     send = roll._send
 
     def tell_a_few(words, to, tag):
-        verdict = tag == recovery._DOWN and words[0] == kind
+        verdict = tag == rolls._DOWN and words[0] == kind
         if not verdict or to in told:
             send(words, to, tag)
         if verdict and to == (last - 1 if what == "anew" else last):
@@ -43,7 +47,7 @@ if board.rank == 0:
 stayed = 0
 while not roll.call(SECONDS, False):  # who was told to stay comes again
     stayed += 1
-pending = recovery.Pending(comm.Shrink)
+pending = rolls.Pending(comm.Shrink)
 roll.wait(pending, SECONDS, SECONDS, False)
 smaller = pending.result(0.0)
 known = True, 5 + (board.rank == 3)

@@ -38,6 +38,6 @@ lag = run(board, group, sums, faults, early)
 measure("early")
 lag = max(lag, run(board, group, sums, faults, rounds, early + 1))
 measure("late")
-formed = group.transport.statistics()["formed_bytes"]
+formed = group.statistics()["formed_bytes"]
 board.report(digest=sums.digest, lag=lag, formed=formed)
 close(board, group)

@@ -154,10 +154,10 @@ def look():
     while not leaving.is_set():
         for group in list(open_groups.values()):
             with contextlib.suppress(jaxcoded.GroupClosed):
-                assert group.transport.host_lag() >= 0
-                assert group.transport.status()
+                assert group._session.transport.host_lag() >= 0
+                assert group._session.transport.status()
                 assert len(group.telemetry().rounds) >= 0
-                group.transport.statistics()
+                group.statistics()
         time.sleep(1e-3)
 
 

@@ -45,7 +45,7 @@ def errors(comm, group, spoils):
         return loss + 0 * bad, grad
 
     epoch, failed = group.epoch(EXAMPLES, BATCH, seed=0), []
-    before = group.transport.rounds()
+    before = group._session.transport.rounds()
     for number, (indices, weights) in enumerate(epoch):
         whole = X[epoch.batch(number)]
         loss, result = spoils(number)
@@ -58,7 +58,7 @@ def errors(comm, group, spoils):
             assert loss or "this rank stops before" in str(error)
         else:
             np.testing.assert_allclose(grad, 2 * (whole @ np.ones(3)) @ whole)
-        assert group.transport.rounds() == before + number + 1
+        assert group._session.transport.rounds() == before + number + 1
     return failed
 
 
@@ -88,7 +88,7 @@ def test_any_call(group, how):
             return jaxcoded.coded_allreduce_done(handle)
         return jaxcoded.coded_allreduce(x, group)
 
-    before = group.transport.rounds()
+    before = group._session.transport.rounds()
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="stops before"):
         jax.jit(lambda x: call(x) + 0 * x / 0)(jnp.zeros(3))
-    assert group.transport.rounds() == before + 1 + (how == "scan")
+    assert group._session.transport.rounds() == before + 1 + (how == "scan")

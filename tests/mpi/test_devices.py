@@ -75,7 +75,7 @@ def test_several_devices_are_refused(group, own, program, form):
         calls.append(gradient)
     if form == "effect":
         calls.append(uncoded)
-    if group.transport.can_lag and program != "eager":
+    if group._session.transport.can_lag and program != "eager":
         calls.append(lambda x, group, **order: group.lag(**order))
     spread = jax.device_put(own, NamedSharding(on(devices), SPLIT))
     before = group.rounds

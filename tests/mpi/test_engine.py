@@ -186,7 +186,7 @@ def test_errors_of_the_engine_are_what_they_are(group, monkeypatch):
     other = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="engine")
     other.close()
     with pytest.raises(jaxcoded.GroupClosed, match="^use after close: group .* closed"):
-        other.transport.host_lag()
+        other._session.transport.host_lag()
 
 
 # Ranks that are late.
@@ -390,8 +390,10 @@ def test_close_names_those_that_do_not_come(comm, transport):
 )
 def test_close_says_whether_it_has_waited(comm, transport, monkeypatch, timeout, why):
     group = jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport=transport)
-    close = group.transport.close
-    monkeypatch.setattr(group.transport, "close", lambda given: close(given) or [3])
+    close = group._session.transport.close
+    monkeypatch.setattr(
+        group._session.transport, "close", lambda given: close(given) or [3]
+    )
     with pytest.warns(RuntimeWarning, match=f"they are dead, or {why}$"):
         group.close(timeout)
 
@@ -576,7 +578,7 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
     if culprit == RANK:
         first = threading.Thread(target=refused, args=(call,))
         first.start()
-        wait_until(lambda: "calls round 1" in other.transport.status())
+        wait_until(lambda: "calls round 1" in other._session.transport.status())
         refused(call if second == "collective" else start)
         wait_for_all(comm)
         first.join()
@@ -646,8 +648,8 @@ def test_resync(comm, group, transport, late):
             "step": jax.ShapeDtypeStruct((), np.int64),
         }
         # it may lack what a new root has handed on, too, as in a group that was made anew
-        short._ahead = 0
-        short.transport.expect_state()
+        short._session.ahead = 0
+        short._session.transport.expect_state()
         with pytest.raises(jaxcoded.CodedError, match="hand on"):
             short.snapshot(state)
         state = jax.device_get(short.resync(like))
@@ -734,12 +736,16 @@ def test_other_threads_get_their_turn(comm, transport):
         if RANK != root:
             uncounted.allreduce(own, group)
             return
-        wait_until(lambda: f"offers {pieces} of round 2" in group.transport.status())
+        wait_until(
+            lambda: f"offers {pieces} of round 2" in group._session.transport.status()
+        )
         seen, over = set(), threading.Event()
 
         def look():
             while not over.is_set():
-                decoded = re.search(r"decoded (\d+) of", group.transport.status())
+                decoded = re.search(
+                    r"decoded (\d+) of", group._session.transport.status()
+                )
                 seen.add(int(decoded[1]))
 
         looking = threading.Thread(target=look)
@@ -759,14 +765,14 @@ def test_a_snapshot_holds_up_no_other_thread(comm, transport):
 
         def look():
             while not over.is_set():
-                group.transport.status()
+                group._session.transport.status()
                 looks.append(1)
 
         looking = threading.Thread(target=look)
         looking.start()
         wait_until(lambda: looks)
         looks.clear()
-        group.transport.keep_state(state)
+        group._session.transport.keep_state(state)
         count = len(looks)
         over.set()
         looking.join()
@@ -792,7 +798,7 @@ def test_an_interrupt_while_a_rank_waits(comm, transport):
         children = group.plan.coded_children(root)
 
         def interrupt():
-            wait_until(lambda: "calls round 1" in group.transport.status())
+            wait_until(lambda: "calls round 1" in group._session.transport.status())
             signal.raise_signal(signal.SIGINT)
             for child in children:
                 comm.send(None, child)
@@ -840,7 +846,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
             children = len(group.plan.coded_children(RANK))
             assert lags == [0] * len(said)  # whoever hears of it may ask
             assert said[-1] == (
-                f"group {group.index}, round 1: rank {RANK} waits for rank "
+                f"group {group._session.index}, round 1: rank {RANK} waits for rank "
                 f"{waited_for}; it needs {children} of its {children} children"
             )
 
@@ -874,7 +880,7 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
         else:
             if RANK == parent:
                 offered = re.compile(f"child {last} offers [1-9][0-9]* of round 1")
-                wait_until(lambda: offered.search(other.transport.status()))
+                wait_until(lambda: offered.search(other._session.transport.status()))
                 tells = logging.Handler()
                 tells.emit = tell
                 logger.addHandler(tells)
@@ -883,7 +889,7 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
             uncounted.allreduce(own, other)
         assert_sum(group, total, VECTOR)
     if RANK == parent:
-        words = f"; but in group {other.index} .*{last} .* in round 1, which rank {RANK} has not called"
+        words = f"; but in group {other._session.index} .*{last} .* in round 1, which rank {RANK} has not called"
         assert re.search(words, caplog.text), caplog.text
 
 
@@ -900,7 +906,7 @@ def test_memory_while_nobody_is_late(comm, transport):
             uncounted.allreduce(array, group, out=array)
             array.fill(1)
         wait_for_all(comm)
-        figures = group.transport.statistics()
+        figures = group.statistics()
         assert figures["history_bytes"] <= 2.5 * array.nbytes
         assert figures["memory_bytes"] <= 16 * array.nbytes
         children = len(group.plan.coded_children(RANK))
@@ -925,7 +931,7 @@ def test_a_rank_without_the_engine(comm, transport, monkeypatch):
         group = jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0))
     assert RANK != 0 or seen[0].filename == __file__
     with group:
-        assert isinstance(group.transport, Mpi4jax)
+        assert isinstance(group._session.transport, Mpi4jax)
         assert coded_allreduce(1.0, group) == max(SIZE, 1)
     message = f'transport="engine" cannot be used: rank {last}: no compiler here'
     with pytest.raises(ValueError, match=message):
@@ -1037,7 +1043,7 @@ def test_more_vectors_than_an_inbox_holds_addresses_of(group):
     total = [np.empty_like(v) for v in vectors]
     flat = np.concatenate(vectors)
     for _ in range(2):
-        group.transport.host_round(Collective(f"{count} vectors"), mine, total)
+        group._session.transport.host_round(Collective(f"{count} vectors"), mine, total)
         error = np.abs(np.concatenate(total) - flat * scale.sum())
         assert np.all(error <= rounding(group, "float64") * flat * np.abs(scale).sum())
 
@@ -1051,7 +1057,7 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
         one = np.ones(1)
         said = r"a long story .* \.\.\. .* a long story of rank 1"  # its ends
         with pytest.raises(jaxcoded.GroupMismatch, match=said):
-            group.transport.host_round(
+            group._session.transport.host_round(
                 Collective(words + str(int(RANK == SIZE - 1))), [one], [one]
             )
         assert uncounted.allreduce(np.ones(1), group) == SIZE
@@ -1069,7 +1075,7 @@ def test_messages_that_nobody_can_have_meant(comm, transport):
         for _ in range(3):
             wait_for_all(comm)
             if RANK == child:
-                group.transport._own.Send(nothing, dest=root, tag=1)
+                group._session.transport._own.Send(nothing, dest=root, tag=1)
             wait_for_all(comm)
             said = rf"rank {root} cannot read a message of rank {child}, one "
             with pytest.raises(jaxcoded.CodedError, match=said):

@@ -740,7 +740,10 @@ def test_a_forked_process_cannot_use_a_group(group):
         child = os.fork()
     if child == 0:
         refused = 0
-        for call in (group.transport.host_lag, lambda: group.transport.close(1.0)):
+        for call in (
+            group._session.transport.host_lag,
+            lambda: group._session.transport.close(1.0),
+        ):
             try:
                 call()
             except GroupClosed as error:

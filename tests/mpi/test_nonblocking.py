@@ -169,7 +169,7 @@ def test_buckets_of_groups_that_take_turns(comm, group, transport, late, form):
             total, token = finish(program(tree, token))
             assert_sum(group, total, TREE)
             assert_same_bits(comm, total)
-        rounds = (2, 2) if group.transport.most_started else (4, 0)
+        rounds = (2, 2) if group._session.transport.most_started else (4, 0)
         assert (group.rounds - before, other.rounds) == tuple(3 * n for n in rounds)
 
 
@@ -254,7 +254,7 @@ def test_outside_jit(group, own):
 
 def test_a_round_is_started_on_some_ranks_and_waited_for_on_others(comm, group, own):
     kinds = ("start", "blocking", "numpy")
-    if not group.transport.most_started:
+    if not group._session.transport.most_started:
         kinds = kinds[:2]
     kind = kinds[RANK % len(kinds)]
     totals = []
@@ -635,7 +635,7 @@ def test_never_done(comm, transport):
         start(big)
         np.testing.assert_allclose(coded_allreduce(big, other), scale.sum(), rtol=1e-9)
         wait_for_all(comm)
-        kept = other.transport.statistics()["memory_bytes"]
+        kept = other.statistics()["memory_bytes"]
         # as many rounds, and their results where somebody below may lack them
         assert kept <= (2 * MOST + 32) * 1.2 * big.nbytes
 
@@ -735,7 +735,7 @@ def test_done_after_close(comm, group, transport, own):
         coded_allreduce_done(handles[0])
     with pytest.raises(GroupClosed, match="use after close"):
         coded_allreduce_start(own, other)
-    if group.transport.most_started:
+    if group._session.transport.most_started:
         with pytest.raises(JaxRuntimeError, match="GroupClosed: use after close"):
             jax.block_until_ready(done(handles[0]))
         jaxcoded.effects_barrier()

@@ -88,7 +88,7 @@ def makers(group):
 
 def formed(group):
     """Bytes of sums that this rank has formed for all."""
-    return group.transport.statistics()["formed_bytes"]
+    return group.statistics()["formed_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,16 @@ def test_other_threads_get_their_turn(comm):
         if RANK != group.plan.root:
             uncounted.allreduce(mine, group)
             return
-        wait_until(lambda: f"offers {pieces} of round 1" in group.transport.status())
+        wait_until(
+            lambda: f"offers {pieces} of round 1" in group._session.transport.status()
+        )
         seen, over = set(), threading.Event()
 
         def look():
             while not over.is_set():
-                here = re.findall(r"here before (\d+)", group.transport.status())
+                here = re.findall(
+                    r"here before (\d+)", group._session.transport.status()
+                )
                 seen.add(tuple(here))  # none, before and after it
 
         looking = threading.Thread(target=look)

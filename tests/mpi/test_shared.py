@@ -319,7 +319,7 @@ def test_two_threads_that_compute(comm, transport):
         first.start()
         # it has computed all of its blocks, and waits
         waits = re.compile("calls round 2, .*, lent")
-        wait_until(lambda: waits.search(group.transport.status()))
+        wait_until(lambda: waits.search(group._session.transport.status()))
         with pytest.raises(jaxcoded.errors.CodedError, match="two threads called"):
             uncounted.allreduce(np.ones(3), group)
         first.join()

@@ -119,7 +119,7 @@ def device_round(
     for part in range(ahead):
         here = message[part * len(operands) : (part + 1) * len(operands)]
         words_of_error = _engine.device_extend(
-            group.index,
+            group._session.index,
             stream,
             name,
             signature,
@@ -132,7 +132,7 @@ def device_round(
         assert words_of_error == ""
     try:
         outcome, text = _engine.device_run(
-            group.index,
+            group._session.index,
             stream,
             name,
             signature,
@@ -212,7 +212,7 @@ def test_sums(comm, gpu, stream, group, sizes, in_place):
 
 def formed(comm, group):
     """Bytes of sums that ranks have formed in sections."""
-    return comm.allreduce(group.transport.statistics()["formed_bytes"])
+    return comm.allreduce(group.statistics()["formed_bytes"])
 
 
 @several
@@ -290,7 +290,15 @@ def test_a_call_that_breaks_off_between_its_parts(comm, gpu, stream):
             part = gpu.array(stream, own[0])
             message = [vector(part, p, 2) for p in range(2)]
             _engine.device_extend(
-                group.index, stream, NAME, CALL, False, 0, message[:1], message, message
+                group._session.index,
+                stream,
+                NAME,
+                CALL,
+                False,
+                0,
+                message[:1],
+                message,
+                message,
             )
             part.read()
             part.free()
@@ -468,7 +476,7 @@ def arrays_on(gpu, stream, *values):
 
 def attributes(group, **others):
     names = {"up": 1, "down": 1, "parts": 1, "last_part": 0, "skips": 0, "erases": 0}
-    return {"group": group.index, "fingerprint": NAME, **names, **others}
+    return {"group": group._session.index, "fingerprint": NAME, **names, **others}
 
 
 @pytest.mark.parametrize("order", ["token", "number", "aliased"])
@@ -516,7 +524,7 @@ def test_part_handler(comm, gpu, stream):
                     [number, flag.buffer(), part.buffer()],
                     [number],
                     signature=CALL,
-                    group=group.index,
+                    group=group._session.index,
                     fingerprint=NAME,
                     parts=len(parts),
                     number=i,
@@ -538,7 +546,7 @@ def test_part_handler(comm, gpu, stream):
 
 def test_lag_handler_and_use_after_close(comm, gpu, stream):
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:
-        index = group.index
+        index = group._session.index
         with arrays_on(gpu, stream, np.int32(5), np.int32(0), np.int32(9)) as arrays:
             _, after, lag = arrays
             buffers = [array.buffer() for array in arrays]
@@ -678,7 +686,7 @@ def of_blocks(size):
 def shared_round(gpu, stream, group, size, pause=0.0):
     """A round in which every rank adds what it is told to: the sum, and of which blocks this rank's
     vector was in the end. Block ``b`` gives ``b + 1`` times `of_blocks`."""
-    said = {"signature": CALL, "group": group.index, "fingerprint": NAME}
+    said = {"signature": CALL, "group": group._session.index, "fingerprint": NAME}
     vector_, mine, first = np.zeros(size, np.float32), [], True
     while True:
         with arrays_on(gpu, stream, np.full(3, 9, np.int32), vector_) as (work, own):
@@ -770,7 +778,7 @@ def test_blocks_computed_handler(comm, gpu, stream):
                 stream,
                 [fake.TOKEN],
                 [fake.TOKEN, out.buffer()],
-                group=group.index,
+                group=group._session.index,
             )
             assert text == ""
             assert np.flatnonzero(out.read()).tolist() == sorted(mine)

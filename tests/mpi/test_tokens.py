@@ -78,10 +78,10 @@ def test_every_collective_takes_a_token(comm, group, own, inside):
     assert_same_bits(comm, (told, total))
     for number in (lag, later, token):
         assert (number.shape, number.dtype) == ((), np.int32)
-    if group.rank == root or not group.transport.can_lag:
+    if group.rank == root or not group._session.transport.can_lag:
         assert (lag, later) == (0, 0)
     jaxpr = jax.make_jaxpr(program)(own, jnp.int32(7))
-    assert bool(jaxpr.effects) != group.transport.takes_tokens
+    assert bool(jaxpr.effects) != group._session.transport.takes_tokens
 
 
 def test_tokens_in_control_flow(comm, group, own):

@@ -70,7 +70,7 @@ class Counter:
 def times(group, needed):
     """How often a loss may be computed. A rank that the others did without may come too
     late."""
-    return {needed, 0} if group.transport.can_lag else {needed}
+    return {needed, 0} if group._session.transport.can_lag else {needed}
 
 
 @pytest.mark.parametrize("batch_size, mean", [(1, False), (5, True), (30, True)])
@@ -100,7 +100,9 @@ def test_aux_is_local(group):
     )
     (total, aux), grads = step(params, part.of(share(batch, part.indices)))
     assert_equal((total, grads), by_hand(params, batch))
-    holds = part.weights.any() & (aux["one"] > 0 or not group.transport.can_lag)
+    holds = part.weights.any() & (
+        aux["one"] > 0 or not group._session.transport.can_lag
+    )
     assert_equal(
         aux, {"y": holds * batch["y"][part.indices], "one": holds, "nothing": None}
     )

@@ -216,10 +216,10 @@ def test_traffic_is_halved(comm, group, wire):
     )
 
     def fetched(dtype):
-        before = group.transport.statistics()["fetched_bytes"]
+        before = group.statistics()["fetched_bytes"]
         jax.block_until_ready(run(own, dtype))
         comm.Barrier()
-        return group.transport.statistics()["fetched_bytes"] - before
+        return group.statistics()["fetched_bytes"] - before
 
     full, half = comm.allreduce(fetched(None)), comm.allreduce(fetched(wire))
     if comm.size > 1:
@@ -250,7 +250,7 @@ def test_in_sections(comm, transport, wire):
             totals.append(coded_allreduce(own, group, wire_dtype=wire))
             assert_rounded(group, wire, totals[-1]["rounded"], gradients["rounded"])
             assert_same_bits(comm, totals[-1])
-            statistics = group.transport.statistics()
+            statistics = group.statistics()
             formed.append(comm.allreduce(statistics["formed_bytes"]))
     jax.tree.map(np.testing.assert_array_equal, *totals)
     assert formed[1] == 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
-from jaxcoded.group import recovery
+from jaxcoded.group.membership import roll
 
 SECONDS = 2.0  # for which those who call the roll wait, of the clock that is made up
 SLOWEST = 0.1  # a message, or a rank between two looks
@@ -234,22 +234,12 @@ class Meeting:
 
 def rolls(world, hosts, monkeypatch):
     """A `Roll` of each rank."""
-
-    class OneOf:
-        def __new__(cls, process):
-            return process
-
-        @staticmethod
-        def own():
-            return None
-
     processes = [Process(world, rank, host) for rank, host in enumerate(hosts)]
-    monkeypatch.setattr(recovery, "gathered", lambda *_: [(it,) for it in processes])
-    monkeypatch.setattr(recovery, "Process", OneOf)
-    monkeypatch.setattr(recovery, "time", world)
-    monkeypatch.setattr(recovery, "_PAUSE", PAUSE)
-    monkeypatch.setattr(recovery, "_moving", [])
-    return [recovery.Roll(Comm(world, rank), 0) for rank in range(world.size)]
+    monkeypatch.setattr(roll, "time", world)
+    monkeypatch.setattr(roll, "_PAUSE", PAUSE)
+    monkeypatch.setattr(roll, "_moving", [])
+    comms = [Comm(world, rank) for rank in range(world.size)]
+    return [roll.Roll(comm, processes, root=0) for comm in comms]
 
 
 TIMES = st.floats(0, 12) | st.integers(1, 40)
@@ -327,15 +317,15 @@ def test_all_that_live_meet(
         made, gave_up = {}, {}
 
         def tell(rank, kind, *arguments, **options):
-            if kind == recovery._STAY:
+            if kind == roll._STAY:
                 away = set(range(size)) - world.dead - set(world.busy)
                 assert all(world.now - gave_up.get(it, -SEEN) < SEEN for it in away)
-            if kind == recovery._KILL:
-                for late in recovery._absent(arguments[0]):
+            if kind == roll._KILL:
+                for late in roll._absent(arguments[0]):
                     world.put_out[late] = world.now
             original(each[rank], kind, *arguments, **options)
 
-        original = recovery.Roll._tell
+        original = roll.Roll._tell
         for rank in range(size):
             each[rank]._tell = functools.partial(tell, rank)
 

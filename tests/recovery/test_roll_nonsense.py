@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_roll_model import ENDS, LATEST, SECONDS, Process, World, rolls
 
 from jaxcoded.errors import CodedError
-from jaxcoded.group import recovery
+from jaxcoded.group.membership import roll
 
 VISITS = 4
 NUMBERS = [0, 1, 2, 3, 4, 5, -1, 6, 0.5, 2**53, -1e300, 1e300, np.nan, np.inf, -np.inf]
@@ -17,11 +17,11 @@ NUMBERS = [0, 1, 2, 3, 4, 5, -1, 6, 0.5, 2**53, -1e300, 1e300, np.nan, np.inf, -
 
 def words(random, size, tag):
     """Nearly right, or anything."""
-    count = {recovery._DOWN: recovery._HEADER, recovery._UP: 3}[tag] + 2 * size
+    count = {roll._DOWN: roll._HEADER, roll._UP: 3}[tag] + 2 * size
     out = random.integers(0, 3, count).astype(float)
     for place in random.integers(0, count, random.integers(0, 4)):
         out[place] = random.choice(NUMBERS)
-    if tag == recovery._DOWN and random.random() < 0.7:
+    if tag == roll._DOWN and random.random() < 0.7:
         out[0] = random.integers(1, 6)
     return out
 
@@ -60,7 +60,7 @@ def test_nonsense_is_an_error_in_words(
             comm = each[rank]._comm
             while world.now < (ENDS / 2 if dies else ENDS):
                 to = int(random.integers(size))
-                tag = [recovery._DOWN, recovery._UP][int(random.integers(2))]
+                tag = [roll._DOWN, roll._UP][int(random.integers(2))]
                 if to != rank and to not in world.dead:
                     comm.Isend(words(random, size, tag), to, tag)
                 world.sleep(random.uniform(0, SECONDS))

@@ -19,7 +19,7 @@ VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
 # a directory of the job, on the host that has started it, for memory that ranks share
 SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
-# 1 where mpirun goes on where a rank dies that others have started (`jaxcoded.group.joining`)
+# 1 where mpirun goes on where a rank dies that others have started (`jaxcoded.group.membership.joining`)
 TAKES_IN = "JAXCODED_TAKES_IN"
 # The words by which this process was started, before those of the program, one a line: for ranks that start others
 STARTER = "JAXCODED_STARTER"
@@ -42,7 +42,7 @@ BACKING = (
 )
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 3.0  # seconds for being heard
-# for which one that was to join stays, so that who has started it sees that it was there (`jaxcoded.group.joining`)
+# for which one that was to join stays, so that who has started it sees that it was there (`jaxcoded.group.membership.joining`)
 _SEEN = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}

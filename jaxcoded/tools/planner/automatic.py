@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _format, _require
+from jaxcoded.group.opening import why_not_shared
+from jaxcoded.group.session import Choice
 from jaxcoded.plan import Plan, Uncoded, make_plan
 from jaxcoded.tools.planner import Ranking, best_plans
 from jaxcoded.tools.planner.candidates import checked_replicas
@@ -19,62 +21,74 @@ from jaxcoded.tools.planner.measuring import measured
 from jaxcoded.tools.simulator import Layout
 from jaxcoded.tools.simulator.sections import IN_SECTIONS
 from jaxcoded.tools.terminal.progress import progress
-from jaxcoded.transport.agreement import told
-from jaxcoded.transport.options import PIECE
+from jaxcoded.transport import engine
+from jaxcoded.transport.agreement import gathered, told
+from jaxcoded.transport.options import PIECE, Options
 
 logger = logging.getLogger("jaxcoded")
 
 
-class Choice(NamedTuple):
-    """What all ranks have agreed on.
+@dataclasses.dataclass(frozen=True)
+class Automatic:
+    """How a group plans itself: the arguments of `CodedGroup.auto`."""
 
-    Attributes:
-        plan: of the group.
-        piece: bytes in which its messages move; ``None``: the usual ones.
-        sections_from: bytes from which it is to form sums in sections; ``None``: as it would
-            without being told.
-        words: why.
-    """
+    payload: float
+    work: Callable[[float], Any] | float
+    seed: int
+    replicas: int | None
+    reading: float
 
-    plan: Plan
-    piece: int | None
-    sections_from: int | None
-    words: str
+    @property
+    def request(self) -> dict[str, Any]:
+        """What ranks must have in common."""
+        how = "a function" if callable(self.work) else self.work
+        return {"plan": "auto", **vars(self), "work": how}
 
+    def first(self, options: Options | None, hosts: Sequence[str]) -> Plan:
+        """The plan that a rank on each of these hosts begins with.
 
-def check(payload: Any, work: Any, piece_bytes: Any, replicas: Any, size: int) -> None:
-    """Raise unless these are arguments of a group that plans itself.
+        Raises:
+            ValueError: an argument is not sound. The message names the value and the remedy.
+        """
+        size, work = len(hosts), self.work
+        if options is not None and options.piece_bytes is not None:
+            raise ValueError(
+                "CodedGroup.auto chooses the pieces: leave out the option "
+                f"piece_bytes={options.piece_bytes!r}"
+            )
+        if not _require.is_positive(self.payload):
+            raise ValueError(
+                "CodedGroup.auto needs payload, the bytes that a step sums, > 0: got "
+                f"payload={self.payload!r}"
+            )
+        if not (callable(work) or _require.is_positive(work)):
+            raise ValueError(
+                "CodedGroup.auto needs work, a function work(part) that computes the gradient of "
+                "such a part of the batch, or the seconds that one rank would take for the "
+                f"whole batch: got work={work!r}"
+            )
+        if self.replicas is not None:
+            _require.integer("replicas", self.replicas, 0)
+            if size > 1:
+                checked_replicas(self.replicas, size)
+        return make_plan(size, Uncoded())
 
-    Args:
-        payload: bytes.
-        work: a function of the part of the batch, or seconds for the whole batch.
-        piece_bytes: must be ``None``.
-        replicas: fewer than ranks, or ``None``; one rank has no use for it.
-        size: number of ranks.
+    def choose(self, comm: MPI.Intracomm, transport: str, options: Options) -> Choice:
+        """What all ranks take. Collective, see `choose`.
 
-    Raises:
-        ValueError: the message names the value and the remedy.
-    """
-    if piece_bytes is not None:
-        raise ValueError(
-            "CodedGroup.auto chooses the pieces: leave out the option "
-            f"piece_bytes={piece_bytes!r}"
+        Args:
+            comm: of the ranks.
+            transport: that was asked for.
+            options: too.
+        """
+        reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
+        # who compares messages sums by the root
+        whole = transport == "mpi4jax" or any(reasons) or options.compares
+        return choose(
+            *(comm, self.payload, self.work, self.seed, self.replicas, self.reading),
+            why_not_shared(transport, reasons),
+            0 if whole else options.sections_from,
         )
-    if not _require.is_positive(payload):
-        raise ValueError(
-            "CodedGroup.auto needs payload, the bytes that a step sums, > 0: got "
-            f"payload={payload!r}"
-        )
-    if not (callable(work) or _require.is_positive(work)):
-        raise ValueError(
-            "CodedGroup.auto needs work, a function work(part) that computes the gradient of "
-            "such a part of the batch, or the seconds that one rank would take for the "
-            f"whole batch: got work={work!r}"
-        )
-    if replicas is not None:
-        _require.integer("replicas", replicas, 0)
-        if size > 1:
-            checked_replicas(replicas, size)
 
 
 def choose(

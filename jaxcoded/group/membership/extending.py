@@ -1,29 +1,26 @@
 """A group with ranks that join, made by those that are there."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError, GroupMismatch
-from jaxcoded.group import joining, recovery
-from jaxcoded.group.joining import Invitation
-from jaxcoded.group.old_ranks import OldRanks
-from jaxcoded.group.pending import Pending
+from jaxcoded.group.membership import joining
+from jaxcoded.group.membership.joining import Invitation
+from jaxcoded.group.membership.old_ranks import OldRanks
+from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.recovery import let_go, overtaken
+from jaxcoded.group.membership.roll import Roll
+from jaxcoded.group.opening import has_died
+from jaxcoded.group.session import Session
 from jaxcoded.group.succession import plan_of_root
 from jaxcoded.plan import Plan, Strategy
-from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import plain
 from jaxcoded.transport.options import Options
-
-if TYPE_CHECKING:
-    from jaxcoded.group.group import CodedGroup
 
 _GOES_ON = "; this group goes on as it is"
 
@@ -34,6 +31,7 @@ class Extending:
 
     Args:
         old: the group, of which all ranks are alive and have come.
+        roll: of its ranks.
         ranks: that join.
         strategy, options, timeout: as in `CodedGroup.extended`.
         command: that starts each of them; empty: as those that were there at the beginning were started.
@@ -43,7 +41,8 @@ class Extending:
 
     def __init__(
         self,
-        old: CodedGroup,
+        old: Session,
+        roll: Roll,
         ranks: int,
         strategy: Strategy | None,
         options: Options | None,
@@ -52,17 +51,16 @@ class Extending:
         rounds: int,
         drained: bool,
     ) -> None:
-        self._old, self._ranks, self._rounds = old, ranks, rounds
-        self._strategy = strategy
-        self._options = old._options if options is None else options
+        self._old, self._roll = old, roll
+        self._ranks, self._rounds, self._strategy = ranks, rounds, strategy
+        self._options = old.wanted if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
-        assert isinstance(old.transport, engine.Engine)
-        self._agreed = old.transport.agreed
-        self._old_ranks = OldRanks(old.comm, old._hosts, old.plan.root, self._agreed)
+        self._agreed = old.engine.agreed
+        self._old_ranks = OldRanks(old.comm, old.hosts, old.plan.root, self._agreed)
         self._invitation: Invitation | None = None
         self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
-        self._group: CodedGroup | None = None
+        self._new: Session | None = None
         self._until = 0.0  # it is to be made
         self._failure: BaseException | None = None  # here
         self._agreement: Pending[bool] | None = None
@@ -77,7 +75,7 @@ class Extending:
             CodedError: they have not come to that yet.
         """
         wait = functools.partial(
-            self._old._roll.wait, seconds=timeout, put_out=put_out, extends=True
+            self._roll.wait, seconds=timeout, put_out=put_out, extends=True
         )
         if self._copying is None:
             with self._failing():
@@ -116,7 +114,7 @@ class Extending:
                 comm.Revoke()
         return Pending(lambda: self._agreed(self._failure is None))
 
-    def group(self, rounds: int) -> CodedGroup:
+    def session(self, rounds: int) -> Session:
         """It, once they agree.
 
         Args:
@@ -126,20 +124,18 @@ class Extending:
             CodedError: not all have it, or it is not what follows on those rounds.
             Exception: what has failed on all.
         """
-        group, failure = self._group, self._failure
+        new, failure = self._new, self._failure
         assert self._agreement is not None
         if self._agreement.result(0.0):
-            assert group is not None
+            assert new is not None
             self._old_ranks.tell(self._comms[0])
             if rounds != self._rounds:
-                overtaken = recovery.overtaken(self._old.rank)
-                group._withdraw(overtaken)
-                raise overtaken
-            return group
-        if group is not None:
-            group._withdraw()
+                raise overtaken(new, self._old.rank)
+            return new
+        if new is not None:
+            new.withdraw()
         self._old_ranks.end()
-        if failure is not None and not recovery.has_died(failure):
+        if failure is not None and not has_died(failure):
             raise failure
         raise CodedError(
             "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
@@ -152,10 +148,10 @@ class Extending:
         try:
             self._options.complete().check()
             if not (self._strategy or old.plan.strategy).by_host:
-                root = self._planned([""] * (old.size + self._ranks)).root
+                root = self._planned([""] * (old.plan.size + self._ranks)).root
         except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ
             wrong = error
-        invitation = Invitation(old.size, self._ranks, root, self._options)
+        invitation = Invitation(old.plan.size, self._ranks, root, self._options)
         words = (
             f"ranks={self._ranks}, rounds={self._rounds}, command={self._command}, "
             f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
@@ -186,15 +182,15 @@ class Extending:
                 f"rank {old.rank} has not got the results of rounds that it has called after "
                 f"{self._timeout / 2:g} s: call extended again later"
             )
-        with recovery.let_go(self._comms, max(self._until - time.monotonic(), 0.0)):
+        with let_go(self._comms, max(self._until - time.monotonic(), 0.0)):
             own = invitation.own(both, old.plan.root)
             self._comms.append(own)
-            self._group = old._taking_over(
+            self._new = Session.taking_over(
                 *(own, self._options, invitation.request),
                 lambda hosts: plan_of_root(
                     *(own, invitation.place, lambda: self._planned(hosts))
                 ),
-                1 if old._ahead is None or old.alike else old._ahead + 1,
+                1 if old.ahead is None or old.alike else old.ahead + 1,
             )
         if why := self._old_ranks.ready(self._ranks, self._until):
             raise CodedError(self._none(why))
@@ -203,7 +199,7 @@ class Extending:
         speeds = list(self._old.plan.speeds)
         if speeds:  # of those that join nothing is known
             speeds += [sum(speeds, Fraction(0)) / len(speeds)] * self._ranks
-        return self._old._planned_anew(
+        return self._old.plan_for(
             hosts, speeds, self._strategy, "extended", "there are then"
         )
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from jaxcoded import _parse, _require
 from jaxcoded.errors import CodedError
-from jaxcoded.group.pending import Pending
+from jaxcoded.group.membership.pending import Pending
 from jaxcoded.transport.options import Options
 
 # 1 where the launcher goes on where such a process dies (`jaxcoded.tools.launch.rank`)

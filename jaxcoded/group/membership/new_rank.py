@@ -1,18 +1,15 @@
 """A process that was started to join a group."""
 
-from __future__ import annotations
-
-import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mpi4py import MPI
 
 from jaxcoded import _own_process, _parse, _require
 from jaxcoded.errors import CodedError
-from jaxcoded.group import recovery
-from jaxcoded.group.joining import (
+from jaxcoded.group.membership.channel import Gone, Line
+from jaxcoded.group.membership.joining import (
     LATER,
     PAUSE,
     TAG_ALL,
@@ -22,16 +19,13 @@ from jaxcoded.group.joining import (
     opening_seconds,
     tolerant,
 )
-from jaxcoded.group.line import Gone, Line
-from jaxcoded.group.started import MARK, awaited
+from jaxcoded.group.membership.recovery import let_go
+from jaxcoded.group.membership.started import awaited, tries_to_join
+from jaxcoded.group.session import Session
 from jaxcoded.group.succession import plan_of_root
 from jaxcoded.transport import engine
 
-if TYPE_CHECKING:
-    from jaxcoded.group.group import CodedGroup
-
 T = TypeVar("T")
-_joined = False
 _WHO = "who has started this process"
 
 
@@ -47,28 +41,6 @@ class NewRank:
         self._parent = parent
         self._line = Line(tolerant(parent), TAG_NEW, lambda _: _WHO)
         self._seconds = seconds
-
-    @staticmethod
-    def waits_to_join() -> bool:
-        """Whether this process was started to join, and has not tried to."""
-        # processes that it starts itself have the variable, too
-        marked = os.environ.get(MARK, "").count(":") == 1
-        return marked and not _joined and MPI.Comm.Get_parent() != MPI.COMM_NULL
-
-    @classmethod
-    def of_this_process(cls) -> NewRank | None:
-        """None where nobody has started it so.
-
-        Raises:
-            CodedError: it has joined already, or cannot.
-        """
-        global _joined
-        if _joined:
-            raise CodedError("this process has called joining already: call it once")
-        if not cls.waits_to_join():
-            return None
-        _joined = True
-        return cls(MPI.Comm.Get_parent(), awaited())
 
     def invited(self) -> tuple[MPI.Intracomm, int, Invitation]:
         """Be connected with the old ranks: the communicator of all, the old root, and what is to be known.
@@ -168,35 +140,34 @@ def _taken_in(said: Any) -> bool:
     return _parse.of_kind("whether ranks are in", said, bool)
 
 
-def joined(kind: type[CodedGroup]) -> CodedGroup | None:
+def joined() -> Session | None:
     """The group that this process is taken into; None where it was not started to join one.
 
-    Args:
-        kind: of group.
-
     Raises:
-        CodedError: the group has not taken it in.
+        CodedError: the group has not taken it in, or this process has called this before.
     """
-    new_rank = NewRank.of_this_process()
-    if new_rank is None:
+    if not tries_to_join():
         return None
+    new_rank = NewRank(MPI.Comm.Get_parent(), awaited())
     try:
-        return _taken_by(new_rank, kind)
+        session = _taken_by(new_rank)
     except MPI.Exception as error:
         raise CodedError(
             f"this process has not joined, as a rank has died on the way ({error}): see what its group says"
         ) from None
+    session.transport.enter()
+    return session
 
 
-def _taken_by(new_rank: NewRank, kind: type[CodedGroup]) -> CodedGroup:
+def _taken_by(new_rank: NewRank) -> Session:
     both, old_root, invitation = new_rank.invited()
     comms: list[MPI.Comm] = [both]
-    group, failure = None, None
+    session, failure = None, None
     try:
-        with recovery.let_go(comms, opening_seconds(new_rank.seconds)):
+        with let_go(comms, opening_seconds(new_rank.seconds)):
             own = invitation.own(both, old_root)
             comms.append(own)
-            group = kind._taking_over(
+            session = Session.taking_over(
                 *(own, invitation.options, invitation.request),
                 lambda _: plan_of_root(own, invitation.place),
                 0,
@@ -207,10 +178,10 @@ def _taken_by(new_rank: NewRank, kind: type[CodedGroup]) -> CodedGroup:
     if failure is not None:
         both.Revoke()
         raise failure
-    assert group is not None
+    assert session is not None
     try:
         new_rank.enter(both, invitation.size)
     except BaseException:
-        group._withdraw()
+        session.withdraw()
         raise
-    return group
+    return session

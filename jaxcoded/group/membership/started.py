@@ -5,9 +5,11 @@ import pathlib
 import time
 from collections.abc import Iterator
 
+from mpi4py import MPI
+
 from jaxcoded import _parse
 from jaxcoded.errors import CodedError
-from jaxcoded.group.joining import LONGEST
+from jaxcoded.group.membership.joining import LONGEST
 from jaxcoded.group.process import Process
 
 MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
@@ -16,6 +18,40 @@ _WRAPPER = "JAXCODED_STARTER"
 _LOOKS = 0.25  # seconds between two looks
 # of /proc/PID/stat, behind the name
 _STATE, _PARENT, _BEGAN = 0, 1, 19
+_has_tried = False  # to join
+
+
+def waits_to_join() -> bool:
+    """Whether this process was started to join a group, and has not tried to."""
+    # processes that it starts itself have the variable, too
+    marked = os.environ.get(MARK, "").count(":") == 1
+    return marked and not _has_tried and MPI.Comm.Get_parent() != MPI.COMM_NULL
+
+
+def check_joined() -> None:
+    """Raise where a process that was started to join a group makes one of its own.
+
+    Raises:
+        CodedError: it has not tried to join.
+    """
+    if waits_to_join():
+        raise CodedError(
+            "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
+            "where it returns None"
+        )
+
+
+def tries_to_join() -> bool:
+    """Whether this process is to join a group now, for the first and last time.
+
+    Raises:
+        CodedError: it has tried before.
+    """
+    global _has_tried
+    if _has_tried:
+        raise CodedError("this process has called joining already: call it once")
+    _has_tried = waits_to_join()
+    return _has_tried
 
 
 def mark(token: str, seconds: float) -> str:

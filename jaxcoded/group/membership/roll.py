@@ -4,18 +4,16 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
-from jaxcoded.group.pending import Pending
+from jaxcoded.group.membership.pending import Pending
 from jaxcoded.group.process import Process
-from jaxcoded.transport.agreement import Unreadable, gathered
 
 logger = logging.getLogger("jaxcoded")
 
@@ -41,7 +39,6 @@ _GO_ON = (
     "step?"
 )
 _CALLS = 3  # in vain, where all that live have come and MPI does not go on
-OPENS = 120.0  # seconds in which ranks have made a group, and more
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
 
 _Moving = tuple[MPI.Request, np.ndarray]
@@ -62,13 +59,15 @@ class Roll:
     it comes again.
 
     Args:
-        comm: whose ranks meet. Collective.
+        comm: whose ranks meet.
+        processes: of each rank.
         root: who calls as long as it lives.
     """
 
-    def __init__(self, comm: MPI.Intracomm, root: int) -> None:
-        self._comm, self._rank = comm, comm.rank
-        self._processes = [Process(*each) for each in gathered(comm, Process.own())]
+    def __init__(
+        self, comm: MPI.Intracomm, processes: Sequence[Process], root: int
+    ) -> None:
+        self._comm, self._rank, self._processes = comm, comm.rank, processes
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
         self._extends = False
         self._attempt = 0  # to make the group anew
@@ -502,26 +501,6 @@ def _why(number: int) -> str:
     return os.strerror(number)
 
 
-def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A communicator of the ranks that live. Collective of these.
-
-    Raises:
-        CodedError: MPI could not make it.
-    """
-    try:
-        smaller: MPI.Comm = comm.Shrink()
-    except MPI.Exception as error:
-        raise CodedError(
-            f"MPI could not make a communicator of the ranks that live ({error}): start the job again "
-            "from a checkpoint"
-        ) from error
-    assert isinstance(smaller, MPI.Intracomm)
-    # Nobody leaves before all are out of Shrink. Open MPI 5.0.11 crashes ranks that are not when others revoke it.
-    with contextlib.suppress(MPI.Exception):
-        smaller.Agree(1)
-    return smaller
-
-
 def _is_over(request: MPI.Request) -> bool:
     try:
         return request.Test()
@@ -533,116 +512,3 @@ def _is_over(request: MPI.Request) -> bool:
 def _unless_dead(error: MPI.Exception) -> None:
     if error.Get_error_class() != MPI.ERR_PROC_FAILED:
         raise error
-
-
-class Successors(NamedTuple):
-    """Who are the ranks of a group made anew.
-
-    Attributes:
-        ranks: as the old group numbers them, in the order of those of the new one.
-        best: of these the one that knows most, the old root if it is one of them.
-        ahead: None where all know the same, or else how many different amounts others know that are less than
-            this rank's.
-    """
-
-    ranks: list[int]
-    best: int
-    ahead: int | None
-
-
-def successors(
-    smaller: MPI.Intracomm,
-    comm: MPI.Intracomm,
-    root: int,
-    known: tuple[bool, int],
-    place: int = 0,
-) -> Successors:
-    """Collective of the ranks that live. They keep their order; but where they do not know the same, the best
-    becomes the root of the new group.
-
-    Args:
-        smaller: of the ranks that live.
-        comm: of all ranks.
-        root: among them.
-        known: what this rank knows; who knows more has the greater tuple.
-        place: of the root in the new group.
-    """
-    of_each = [
-        (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
-    ]
-    levels = sorted({amount for amount, _ in of_each})
-    group = comm.Get_group()
-    alive = list(MPI.Group.Translate_ranks(smaller.Get_group(), None, group))
-    most = [rank for rank, (amount, _) in zip(alive, of_each) if amount == levels[-1]]
-    best = root if root in most else most[0]
-    if len(levels) == 1:
-        return Successors(alive, best, None)
-    ranks = [rank for rank in alive if rank != best]
-    ranks.insert(of_each[0][1], best)
-    return Successors(ranks, best, levels.index(known))
-
-
-@contextlib.contextmanager
-def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Inside, whoever waits for others in these communicators for so long gets an error instead: a
-    rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
-    then.
-
-    Args:
-        comms: those that there are by then, if it grows.
-        seconds: for how long. Default: `OPENS`.
-    """
-
-    def revoke() -> None:
-        for comm in comms:
-            comm.Revoke()
-
-    timer = threading.Timer(OPENS if seconds is None else seconds, revoke)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # it may be at work
-
-
-def overtaken(rank: int) -> CodedError:
-    """Of a group that is not what follows on the rounds that a rank has had since it began to make it."""
-    return CodedError(
-        f"rank {rank} had given up while the group was made anew, and rounds of the old one were "
-        "decided since then: call recovered again"
-    )
-
-
-def has_died(failure: BaseException | None) -> bool:
-    """Whether a rank's death may be why not all have made a group, where this is what has failed here,
-    if anything has. Otherwise the same has failed on all."""
-    return failure is None or isinstance(failure, MPI.Exception | Unreadable)
-
-
-class Agreement:
-    """Whether something was done on all ranks and all of them live, the same on all. Collective of the
-    ranks that live: MPI waits for a stopped one without end.
-
-    Frees the communicator where the same has failed on all, but not where a rank may have died: MPI would
-    use its number again, and take what was sent in it and comes later for messages of the next one.
-
-    Args:
-        comm: of these ranks.
-        failure: why it was not done on this one; None if it was.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, failure: BaseException | None) -> None:
-        self._comm, self._failure = comm, failure
-        self.pending = Pending(self._reach)
-
-    def _reach(self) -> bool:
-        try:
-            agreed = bool(self._comm.Agree(int(self._failure is None)))
-        except MPI.Exception as error:
-            _unless_dead(error)
-            return False
-        if isinstance(self._failure, Exception) and not has_died(self._failure):
-            self._comm.Free()
-        return agreed

@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from jaxcoded import _own_process, _parse, _require
 from jaxcoded.errors import CodedError
-from jaxcoded.group.joining import (
+from jaxcoded.group.membership.channel import Gone, Line
+from jaxcoded.group.membership.joining import (
     LATER,
     PAUSE,
     TAG_ALL,
@@ -19,10 +20,9 @@ from jaxcoded.group.joining import (
     Side,
     tolerant,
 )
-from jaxcoded.group.line import Gone, Line
-from jaxcoded.group.pending import Pending
-from jaxcoded.group.recovery import shrunk
-from jaxcoded.group.started import MARK, Started, mark, wrapper
+from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.recovery import shrunk
+from jaxcoded.group.membership.started import MARK, Started, mark, wrapper
 from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import in_words, plain
 

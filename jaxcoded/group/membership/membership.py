@@ -1,0 +1,147 @@
+"""Who the ranks of a group are, and the groups that take its place."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+from jaxcoded import _require
+from jaxcoded.errors import CodedError
+from jaxcoded.group.membership import joining, old_ranks
+from jaxcoded.group.membership.extending import Extending
+from jaxcoded.group.membership.recovery import Anew
+from jaxcoded.group.membership.roll import Roll
+from jaxcoded.group.session import Session
+from jaxcoded.group.succession import check_other
+from jaxcoded.plan import Strategy
+from jaxcoded.transport import engine, primitive
+from jaxcoded.transport.options import Options
+
+
+class Membership:
+    """The ranks of a group as they come and go. One thread at a time changes them.
+
+    Args:
+        session: of the group.
+
+    Attributes:
+        session: of the group, another one of the same ranks after a `replan`.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._roll = Roll(session.comm, session.processes, session.plan.root)
+        # what takes its place, as far as that is made
+        self._anew: Anew | None = None
+        self._extending: Extending | None = None
+        self._changes = threading.Lock()
+
+    def recovered(
+        self,
+        strategy: Strategy | None,
+        options: Options | None,
+        timeout: float,
+        put_out: bool,
+    ) -> Session:
+        """See `CodedGroup.recovered`; the same session where it goes on as it is."""
+        timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
+        _require.boolean("put_out", put_out)
+        check_other(strategy)
+        with self._changing("recovered") as transport:
+            primitive.effects_barrier()
+            transport.drained(timeout / 2)
+            rounds = transport.rounds_of_all()
+            if self._extending is not None:
+                return self._extended(self._extending, rounds, timeout, put_out)
+            if self._anew is None:
+                if not self._is_to_change(transport, rounds, timeout, put_out):
+                    return self.session
+                self._anew = Anew(self.session, self._roll)
+            self._anew.make(rounds, strategy, options, timeout, put_out)
+            anew, self._anew = self._anew, None
+            return anew.session(rounds)
+
+    def extended(
+        self,
+        ranks: int,
+        strategy: Strategy | None,
+        options: Options | None,
+        command: Sequence[str] | None,
+        timeout: float,
+    ) -> Session:
+        """See `CodedGroup.extended`."""
+        ranks = _require.integer("ranks", ranks, 1, joining.MOST)
+        timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
+        check_other(strategy)
+        if not (options is None or isinstance(options, Options)):
+            raise TypeError(
+                f"options must be jaxcoded.Options, got {_require.kind(options)}"
+            )
+        words = old_ranks.checked(command)
+        with self._changing("extended") as transport:
+            if why := joining.why_not(len(set(self.session.hosts))):
+                raise ValueError(why)
+            primitive.effects_barrier()
+            drained = transport.drained(timeout / 2)
+            rounds = transport.rounds_of_all()
+            if self._extending is None:
+                if self._anew is not None or self._is_to_change(
+                    transport, rounds, timeout, extends=True
+                ):
+                    raise CodedError(
+                        "some ranks of the group are dead, or have had an error where others had a sum: call recovered "
+                        "first, and then extended"
+                    )
+                arguments = ranks, strategy, options, words, timeout, rounds, drained
+                self._extending = Extending(self.session, self._roll, *arguments)
+            return self._extended(self._extending, rounds, timeout)
+
+    def _is_to_change(
+        self,
+        transport: engine.Engine,
+        rounds: int,
+        timeout: float,
+        put_out: bool = False,
+        *,
+        extends: bool = False,
+    ) -> bool:
+        """Whether the group is to be made anew: see `Roll.call`."""
+        return self._roll.call(
+            *(timeout, put_out, transport.departed),
+            # a round that failed here alone may have ended otherwise elsewhere
+            broken=rounds < transport.rounds(),
+            extends=extends,
+            decided=transport.decided,
+        )
+
+    def _extended(
+        self,
+        extending: Extending,
+        rounds: int,
+        timeout: float,
+        put_out: bool = False,
+    ) -> Session:
+        extending.make(timeout, put_out)
+        self._extending = None
+        return extending.session(rounds)
+
+    @contextlib.contextmanager
+    def _changing(self, call: str) -> Iterator[engine.Engine]:
+        """Inside, this thread alone changes the ranks of the group.
+
+        Raises:
+            ValueError: they cannot change.
+            CodedError: another thread does so.
+        """
+        transport = self.session.transport
+        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
+            raise ValueError(
+                f"{call} needs the engine, and an MPI that goes on where a rank dies: start the job "
+                "with jaxcoded run --ft, which needs Open MPI 5"
+            )
+        if not self._changes.acquire(blocking=False):
+            raise CodedError("another thread of this rank is in recovered or extended")
+        try:
+            with transport.watching():
+                yield transport
+        finally:
+            self._changes.release()

@@ -1,0 +1,263 @@
+"""A group without its dead ranks, made by those that live."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from mpi4py import MPI
+
+from jaxcoded.errors import CodedError
+from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.roll import Roll
+from jaxcoded.group.opening import has_died
+from jaxcoded.group.session import Session
+from jaxcoded.plan import Plan, Strategy
+from jaxcoded.transport.agreement import gathered
+from jaxcoded.transport.options import Options
+
+OPENS = 120.0  # seconds in which ranks have made a group, and more
+
+
+class Anew:
+    """A group without the dead, as far as it is made. What has been begun is waited for again by the next call of
+    `CodedGroup.recovered`, where one has given up.
+
+    Args:
+        old: the group that has lost them, of which all ranks that live have come.
+        roll: of its ranks.
+    """
+
+    def __init__(self, old: Session, roll: Roll) -> None:
+        self._old, self._roll = old, roll
+        self._shrinking = Pending(lambda: shrunk(old.comm))
+        self._new: Session | None = None
+        self._rounds = 0  # of the old one that were decided before
+        self._failure: BaseException | None = None  # here
+        self._agreement: Agreement | None = None
+
+    def make(
+        self,
+        rounds: int,
+        strategy: Strategy | None,
+        options: Options | None,
+        timeout: float,
+        put_out: bool,
+    ) -> None:
+        """Make it with the others, and wait until all agree that they have it, or that they do not.
+
+        Args:
+            rounds: of the old group, that this rank knows.
+            strategy, options, timeout, put_out: as in `CodedGroup.recovered`.
+
+        Raises:
+            CodedError: they have not come to that yet.
+        """
+        patience = 2 * timeout + 1
+        self._roll.wait(self._shrinking, patience, timeout, put_out)
+        if self._agreement is None:
+            self._make(rounds, strategy, options)
+        assert self._agreement is not None
+        self._roll.wait(self._agreement.pending, patience, timeout, put_out)
+
+    def session(self, rounds: int) -> Session:
+        """It, once they agree.
+
+        Args:
+            rounds: of the old group, that this rank knows now.
+
+        Raises:
+            CodedError: not all have it, or it is not what follows on those rounds.
+            Exception: what has failed on all.
+        """
+        assert self._agreement is not None
+        new, failure = self._new, self._failure
+        if not self._agreement.pending.result(0.0):
+            self._roll.next_attempt()
+            if new is not None:
+                new.withdraw()
+            if has_died(failure):
+                raise CodedError(
+                    "one more rank died while the group was made anew, or did not come: this one "
+                    "goes on as it is; call recovered again"
+                ) from failure
+            assert failure is not None
+            raise failure
+        assert new is not None
+        if rounds != self._rounds:
+            self._roll.next_attempt()
+            raise overtaken(new, self._old.rank)
+        return new
+
+    def _make(
+        self, rounds: int, strategy: Strategy | None, options: Options | None
+    ) -> None:
+        old, self._rounds = self._old, rounds
+        smaller = self._shrinking.result(0.0)
+        comms: list[MPI.Comm] = [smaller]
+        try:
+            with let_go(comms):
+                known = True, rounds
+                if old.ahead is not None and not old.alike:
+                    known = False, old.ahead
+                survivors, best, ahead = successors(
+                    *(smaller, old.comm, old.plan.root, known),
+                    0 if strategy is None else strategy.root % smaller.size,
+                )
+                if survivors != sorted(survivors):
+                    comms.append(smaller.Split(0, survivors.index(old.rank)))
+                own = comms[-1]
+                assert isinstance(own, MPI.Intracomm)
+                # others may not have heard of the last `replan`
+                known_speeds = gathered(own, [str(it) for it in old.plan.speeds])
+                speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
+                of_those = [speeds[rank] for rank in survivors if speeds]
+
+                def planned(hosts: Sequence[str]) -> Plan:
+                    return old.plan_for(
+                        hosts, of_those, strategy, "recovered", "that live"
+                    )
+
+                # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
+                self._new = Session.taking_over(
+                    *(own, old.wanted if options is None else options),
+                    {"recovered": survivors},
+                    planned,
+                    ahead,
+                )
+        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+            self._failure = error
+            if has_died(error) or not isinstance(error, Exception):
+                smaller.Revoke()  # in which others may wait; not those who agree
+        self._agreement = Agreement(smaller, self._failure)
+
+
+def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A communicator of the ranks that live. Collective of these.
+
+    Raises:
+        CodedError: MPI could not make it.
+    """
+    try:
+        smaller: MPI.Comm = comm.Shrink()
+    except MPI.Exception as error:
+        raise CodedError(
+            f"MPI could not make a communicator of the ranks that live ({error}): start the job again "
+            "from a checkpoint"
+        ) from error
+    assert isinstance(smaller, MPI.Intracomm)
+    # Nobody leaves before all are out of Shrink. Open MPI 5.0.11 crashes ranks that are not when others revoke it.
+    with contextlib.suppress(MPI.Exception):
+        smaller.Agree(1)
+    return smaller
+
+
+class Successors(NamedTuple):
+    """Who are the ranks of a group made anew.
+
+    Attributes:
+        ranks: as the old group numbers them, in the order of those of the new one.
+        best: of these the one that knows most, the old root if it is one of them.
+        ahead: None where all know the same, or else how many different amounts others know that are less than
+            this rank's.
+    """
+
+    ranks: list[int]
+    best: int
+    ahead: int | None
+
+
+def successors(
+    smaller: MPI.Intracomm,
+    comm: MPI.Intracomm,
+    root: int,
+    known: tuple[bool, int],
+    place: int = 0,
+) -> Successors:
+    """Collective of the ranks that live. They keep their order; but where they do not know the same, the best
+    becomes the root of the new group.
+
+    Args:
+        smaller: of the ranks that live.
+        comm: of all ranks.
+        root: among them.
+        known: what this rank knows; who knows more has the greater tuple.
+        place: of the root in the new group.
+    """
+    of_each = [
+        (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
+    ]
+    levels = sorted({amount for amount, _ in of_each})
+    group = comm.Get_group()
+    alive = list(MPI.Group.Translate_ranks(smaller.Get_group(), None, group))
+    most = [rank for rank, (amount, _) in zip(alive, of_each) if amount == levels[-1]]
+    best = root if root in most else most[0]
+    if len(levels) == 1:
+        return Successors(alive, best, None)
+    ranks = [rank for rank in alive if rank != best]
+    ranks.insert(of_each[0][1], best)
+    return Successors(ranks, best, levels.index(known))
+
+
+@contextlib.contextmanager
+def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
+    """Inside, whoever waits for others in these communicators for so long gets an error instead: a
+    rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
+    then.
+
+    Args:
+        comms: those that there are by then, if it grows.
+        seconds: for how long. Default: `OPENS`.
+    """
+
+    def revoke() -> None:
+        for comm in comms:
+            comm.Revoke()
+
+    timer = threading.Timer(OPENS if seconds is None else seconds, revoke)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # it may be at work
+
+
+def overtaken(new: Session, rank: int) -> CodedError:
+    """Why a rank leaves a group that is not what follows on the rounds that it has had since it began to make it."""
+    why = CodedError(
+        f"rank {rank} had given up while the group was made anew, and rounds of the old one were "
+        "decided since then: call recovered again"
+    )
+    new.withdraw(why)
+    return why
+
+
+class Agreement:
+    """Whether something was done on all ranks and all of them live, the same on all. Collective of the
+    ranks that live: MPI waits for a stopped one without end.
+
+    Frees the communicator where the same has failed on all, but not where a rank may have died: MPI would
+    use its number again, and take what was sent in it and comes later for messages of the next one.
+
+    Args:
+        comm: of these ranks.
+        failure: why it was not done on this one; None if it was.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, failure: BaseException | None) -> None:
+        self._comm, self._failure = comm, failure
+        self.pending = Pending(self._reach)
+
+    def _reach(self) -> bool:
+        try:
+            agreed = bool(self._comm.Agree(int(self._failure is None)))
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+                raise
+            return False
+        if isinstance(self._failure, Exception) and not has_died(self._failure):
+            self._comm.Free()
+        return agreed

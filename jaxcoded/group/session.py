@@ -1,0 +1,254 @@
+"""What a group is made of: a communicator of its own, and what its ranks have agreed on there."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, Self
+
+from mpi4py import MPI
+
+from jaxcoded import _jax_compat, _require
+from jaxcoded.errors import CodedError
+from jaxcoded.group import alone, opening
+from jaxcoded.group.process import Process
+from jaxcoded.group.record import Record
+from jaxcoded.group.succession import planned_anew
+from jaxcoded.plan import Plan, Strategy
+from jaxcoded.transport import build, engine, registry
+from jaxcoded.transport.agreement import check_communicator, gathered
+from jaxcoded.transport.options import Options
+
+# What ranks must have in common of their options.
+_COMMON = (
+    "piece_bytes",
+    "sections_from",
+    "deadline",
+    "on_deadline",
+    "debug",
+    "verify",
+    "verify_wait",
+)
+
+
+class Choice(NamedTuple):
+    """The plan that a group has chosen itself, the same on all ranks.
+
+    Attributes:
+        plan: of the group.
+        piece: bytes in which its messages move; ``None``: the usual ones.
+        sections_from: bytes from which it is to form sums in sections; ``None``: as it would
+            without being told.
+        words: why.
+    """
+
+    plan: Plan
+    piece: int | None
+    sections_from: int | None
+    words: str
+
+
+class Session:
+    """What a group is made of. Collective: all ranks of the communicator make it, or none.
+
+    Args:
+        comm: the group's own communicator.
+        transport, options: as in `CodedGroup`.
+        request: what else was asked for, by name.
+        planner: makes this rank's plan, for a rank on each of these hosts.
+        chooser: with the options as they are to be, chooses another plan once all ranks have that one.
+        record: what is written of its rounds, or followed.
+        ahead: where ranks do not know the same, how many different amounts others know that are less than this
+            rank's.
+
+    Attributes:
+        processes: of each rank.
+        hosts: the names of theirs.
+        plan, comm: of the group.
+        transport: what carries its rounds.
+        options: how it makes them.
+        wanted: the options that a group in its place is asked for with.
+        planned: why a plan was chosen, in words.
+        warnings: of which it is to warn.
+        words: what coded calls say of the plan, which a replan may have passed some ranks by.
+        hands_on: whether the root's state is handed on, if this works. The engine knows whether it has.
+
+    Raises:
+        TypeError, ValueError, GroupMismatch: as in `CodedGroup`.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        transport: str,
+        options: Options | None,
+        request: dict[str, Any],
+        planner: Callable[[Sequence[str]], Plan],
+        chooser: Callable[[MPI.Intracomm, str, Options], Choice] | None = None,
+        record: Record | None = None,
+        ahead: int | None = None,
+    ) -> None:
+        self.comm, self.ahead = comm, ahead
+        self.record = record or Record(None, None)
+        self.planned = self.words = ""
+        self.hands_on = False
+        given = Options() if options is None else options
+        wanted = (given if isinstance(given, Options) else Options()).complete()
+
+        def checked(hosts: Sequence[str]) -> Plan:
+            if not isinstance(given, Options):
+                raise TypeError(
+                    f"options must be jaxcoded.Options, got {_require.kind(given)}"
+                )
+            wanted.check()
+            plan = planner(hosts)
+            self.record.check(plan, wanted.on_deadline)
+            return plan
+
+        request = request | self.record.request
+        request |= {name: getattr(wanted, name) for name in _COMMON}
+        try:
+            other_jax = build.check(comm)
+            self.processes = [Process(*it) for it in gathered(comm, Process.own())]
+            self.hosts = [it.host for it in self.processes]
+            self.plan = opening.agreed_plan(
+                comm, transport, request, lambda: checked(self.hosts)
+            )
+            if chooser is not None:
+                choice = chooser(comm, transport, wanted)
+                self.plan, self.planned = choice.plan, choice.words
+                wanted = dataclasses.replace(wanted, piece_bytes=choice.piece)
+                if choice.sections_from is not None:
+                    wanted = dataclasses.replace(
+                        wanted, sections_from=choice.sections_from
+                    )
+            self.record.open(comm, self.plan)
+            self.transport, self.options, more = opening.agreed_transport(
+                *(comm, registry.new_index(), self.plan),
+                *(transport, wanted, given.debug is not None),
+            )
+        except Exception as error:
+            self.record.close()
+            if opening.has_died(error) and engine.fault_tolerant():
+                comm.Revoke()  # others wait in it
+            raise
+        self.record.follow(self.transport)
+        self.wanted = dataclasses.replace(self.options, debug=given.debug)
+        self.warnings = [*filter(None, [other_jax, *more])]
+
+    @classmethod
+    def opened(cls, comm: MPI.Intracomm, *arguments: Any, **options: Any) -> Self:
+        """One on a duplicate of ``comm``, that all ranks have; otherwise as the class."""
+        check_communicator(comm)
+        own = opening.communicator_of_its_own(comm)
+        try:
+            session = cls(own, *arguments, **options)
+        except Exception as error:
+            # that in which others wait is not freed: see `Agreement`
+            if not (opening.has_died(error) and engine.fault_tolerant()):
+                own.Free()
+            raise
+        session.transport.enter()
+        if warning := alone.warning():
+            session.warnings.insert(0, warning)
+        return session
+
+    @classmethod
+    def taking_over(
+        cls,
+        comm: MPI.Intracomm,
+        options: Options,
+        request: dict[str, Any],
+        planner: Callable[[Sequence[str]], Plan],
+        ahead: int | None,
+    ) -> Self:
+        """One that takes the place of another, once all agree that they have it."""
+        session = cls(comm, "engine", options, request, planner, ahead=ahead)
+        if ahead is not None:
+            session.engine.expect_state()
+        return session
+
+    @property
+    def index(self) -> int:
+        """By which compiled code finds its transport."""
+        return self.transport.index
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def engine(self) -> engine.Engine:
+        """The transport, where it is the engine."""
+        assert isinstance(self.transport, engine.Engine)
+        return self.transport
+
+    @property
+    def closed(self) -> bool:
+        return not registry.is_open(self.index)
+
+    @property
+    def alike(self) -> bool:
+        """See `CodedGroup.alike`."""
+        return self.ahead is None or self.engine.alike()
+
+    def check_alike(self) -> None:
+        """Raise unless all ranks have had the sums of the same rounds.
+
+        Raises:
+            CodedError: some have not, and would go on with other values than the rest.
+        """
+        if not (self.hands_on or self.alike):
+            raise CodedError(
+                "ranks have joined, which have no state yet, or the root died, and some had the sum of its last round, "
+                "and others an error: hand on what the root has first, as params = jaxcoded.tree_bcast(params, group)"
+            )
+
+    @contextlib.contextmanager
+    def failing(self, call: str) -> Iterator[None]:
+        """Remember an error in this rank's arguments, which keeps it from a round.
+
+        Other ranks may be in that round already. They hear of the error when this rank
+        begins its next one; if all ranks erred, all go on. What JAX runs again, to find
+        where a NaN comes from, has had its round.
+        """
+        try:
+            yield
+        except Exception as error:
+            if _jax_compat.runs_again():
+                raise
+            self.transport.note_failure(f" after {_require.kind(error)} in {call}")
+            raise
+
+    def replanned(self, strategy: Strategy) -> Self:
+        """This one with another strategy from the next round on. This one is then closed."""
+        other = copy.copy(self)
+        other.plan = dataclasses.replace(self.plan, strategy=strategy)
+        other.words = f", replanned ({other.plan.fingerprint[:8]})"
+        other.transport = self.transport.replanned(registry.new_index(), other.plan)
+        return other
+
+    def plan_for(
+        self,
+        hosts: Sequence[str],
+        speeds: Sequence[Fraction],
+        strategy: Strategy | None,
+        call: str,
+        whose: str,
+    ) -> Plan:
+        """The plan of one with other ranks, see `planned_anew`."""
+        if self.record.request:
+            raise ValueError(
+                "a record is of all ranks of its group: a group with record or replay cannot go on "
+                "with others"
+            )
+        return planned_anew(self.plan.strategy, hosts, speeds, strategy, call, whose)
+
+    def withdraw(self, error: BaseException | None = None) -> None:
+        """Leave it again: not all have it, or (``error``) this rank is not to have it."""
+        registry.remove(self.index)
+        if error is None:
+            self.transport.close(0.0)
+        else:
+            self.transport.abandon(error)
