@@ -19,9 +19,9 @@ NAMES = (
 PROGRAM = """
 import jaxcoded
 from mpi4py import MPI
-jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=0)
+jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Uncoded())
 part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank)
-jaxcoded.CodedGroup(part, stragglers=0)
+jaxcoded.CodedGroup(part, jaxcoded.Uncoded())
 """
 
 

@@ -21,11 +21,11 @@ import jax, jax.numpy as jnp, jaxcoded
 from mpi4py import MPI
 if jaxcoded.CodedGroup.__doc__ is not None:
     raise SystemExit("there are docstrings")
-for code in ("auto", "shared"):
-    with jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=1, code=code) as group:
-        blocks, weights = group.assignment(8)
-        step = jaxcoded.coded_value_and_grad(lambda w, x: w * x, group)
-        value, grad = jax.jit(step)(jnp.float32(2), jnp.asarray(blocks, jnp.float32), weights)
+for strategy in (jaxcoded.Coded(), jaxcoded.Shared()):
+    with jaxcoded.CodedGroup(MPI.COMM_WORLD, strategy) as group:
+        batch = group.batch(jnp.arange(8.0))
+        step = jaxcoded.coded_value_and_grad(lambda w, x: w * x, group, mean=False)
+        value, grad = jax.jit(step)(jnp.float32(2), batch)
         if (float(value), float(grad)) != (56.0, 28.0):
             raise SystemExit(f"{value} and {grad}")
 """

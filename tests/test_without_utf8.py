@@ -194,14 +194,14 @@ def test_the_words_of_the_library_are_ascii():
 PROGRAM = """
 import jax.numpy as jnp, jaxcoded
 from mpi4py import MPI
-with jaxcoded.CodedGroup(MPI.COMM_WORLD, code="shared") as group:
+with jaxcoded.CodedGroup(MPI.COMM_WORLD) as group:
     print(group.plan, group.plan.describe())
-plan = jaxcoded.make_plan(13, fanout=3, stragglers=1)
-with jaxcoded.CodedGroup(MPI.COMM_WORLD, stragglers=0, root_computes=True) as group:
+plan = jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3))
+with jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Uncoded()) as group:
     jaxcoded.coded_allreduce(jnp.ones(3), group).block_until_ready()
     print(plan.describe(), group.telemetry().summary())
     try:
-        group.assignment(-1)
+        group.batch(-1)
     except ValueError as error:
         print(error)
 """

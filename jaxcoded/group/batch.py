@@ -10,9 +10,10 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.group.weights import Weights
+from jaxcoded.transport.leaves import held, named
 
 _LOADER = (
-    "for a loader of your own take part = group.batch(n), or the parts of group.epoch(n, batch_size=…), "
+    "for a loader of your own take part = group.batch(n), or the parts of group.epoch(n, batch_size=...), "
     "and part.of(load(part.indices))"
 )
 
@@ -58,7 +59,8 @@ class Batch:
             data: pytree of arrays, each with ``len(indices)`` examples along its first axis.
 
         Raises:
-            ValueError: a leaf has another number of examples. The message names it.
+            TypeError: a leaf is no array of numbers. The message names it.
+            ValueError: it has another number of examples.
         """
         check_length(data, len(self.indices))
         return dataclasses.replace(self, data=data)
@@ -73,13 +75,18 @@ def check_length(data: Any, length: int) -> None:
     """Raise unless all leaves have so many examples.
 
     Raises:
-        ValueError: the message names the leaf.
+        TypeError, ValueError: the message names the leaf.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        if np.shape(leaf)[:1] != (length,):
+        name = named("data", path)
+        described = isinstance(leaf, jax.ShapeDtypeStruct)
+        shape = leaf.shape if described else held(leaf, name).shape
+        if shape[:1] != (length,):
             raise ValueError(
-                f"data{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, but the batch has {length} examples on "
+                f"{name} has shape {shape}, but the batch has {length} examples on "
                 "this rank: load what batch.indices name, with a leading axis of examples"
+                + ", and make one array of a list"
+                * (not shape)
             )
 
 
@@ -133,7 +140,7 @@ def check_batch(batch: Any) -> None:
     if not isinstance(batch, Batch):
         raise TypeError(
             f"batch must come from this group, got {_require.kind(batch)}: make it with batch = group.batch((x, y)), "
-            f"or take those of group.epoch((x, y), batch_size=…, seed=0); {_LOADER}"
+            f"or take those of group.epoch((x, y), batch_size=..., seed=0); {_LOADER}"
         )
     if batch.data is None:
         raise TypeError(

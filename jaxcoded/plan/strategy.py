@@ -110,8 +110,8 @@ class Strategy(abc.ABC):
             )
 
     def refuse(self, *given: str) -> None:
-        """Raise a ValueError where one of these arguments of a collective, among ``erasures``,
-        ``own_weights`` and ``residual``, means nothing."""
+        """Raise a ValueError where one of these arguments of a collective, ``erasures`` or ``residual``,
+        means nothing."""
 
     @abc.abstractmethod
     def why_not_split(self, plan: Plan) -> str:

@@ -22,7 +22,7 @@ def script(rounds=ROUNDS):
 
 def entry_bytes():
     """What a result takes in the history of a rank: one child needs it still."""
-    world = World(make_plan(3, stragglers=1), script(1), random.Random(0))
+    world = World(make_plan(3, Coded()), script(1), random.Random(0))
     world.frozen.add(2)
     world.sweep_all()
     return world.nodes[0].history_bytes()

@@ -14,7 +14,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import World, Zeros
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 libc = ctypes.CDLL(None)
 BYTES = 2.0  # that the heap may grow in a round: no entry of any container is as small
@@ -108,7 +108,7 @@ KINDS = ["allreduce", "reduce"]
 def test_heap(missing, kind, rounds):
     if not measurable():
         pytest.skip("the heap of this process cannot be measured")
-    plan = make_plan(5, parents=[-1, 0, 0, 0, 1], stragglers=1)
+    plan = make_plan(5, Coded(parents=(-1, 0, 0, 0, 1)))
     calls = [
         Long((("float32", 16 * plan.padding_multiple),), i, kind) for i in range(8)
     ]

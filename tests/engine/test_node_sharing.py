@@ -677,7 +677,7 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
 
 @pytest.mark.parametrize("deadline", [0.0, 1.0], ids=["none", "passes"])
 def test_the_root_sleeps_while_its_program_computes_what_others_have_done(deadline):
-    plan = make_plan(3, code="shared(replicas=2, blocks=4)")
+    plan = make_plan(3, Shared(replicas=2, blocks=4))
     its = World(
         plan,
         [Call((("float32", 40),), 0)],

@@ -194,7 +194,7 @@ def accusations(world):
 def test_no_result_is_taken_for_a_message(below, policy):
     """A parent is stopped before it has read its children's messages. They have some pieces of the result, in
     the place of their vectors, when it goes on; and parents had them before they had their message."""
-    plan = make_plan(13 if below == "leaves" else 40, fanout=3, stragglers=1)
+    plan = make_plan(13 if below == "leaves" else 40, Coded(fanout=3))
     parent = plan.tree.children[plan.root][0]
     children = plan.tree.children[parent]
     world = World(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from marks import SIZE, engine_only, redundant
 from together import wait_for_all
+from uncounted import coded_allreduce, coded_allreduce_start
 
 import jaxcoded
 
@@ -17,10 +18,12 @@ X = np.random.default_rng(0).normal(size=(EXAMPLES, 3))
 
 @pytest.fixture(params=["code", "shared"])
 def own(request, comm, transport):
-    how = {"code": "shared(replicas=1, blocks=2)"} if request.param == "shared" else {}
+    code = jaxcoded.Coded(stragglers=int(SIZE > 2))
+    shared = jaxcoded.Shared(replicas=int(SIZE > 1), blocks=2)
+    strategy = shared if request.param == "shared" else code
     with (
         jax.debug_nans(True),
-        jaxcoded.CodedGroup(comm, stragglers=int(SIZE > 2), **how) as group,
+        jaxcoded.CodedGroup(comm, strategy) as group,
     ):
         yield group
 
@@ -37,28 +40,28 @@ def errors(comm, group, spoils):
         x, bad = batch
         return (x @ w) ** 2 + 0 * bad
 
-    value_and_grad = jaxcoded.coded_value_and_grad(losses, group)
+    value_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=False)
 
     @jax.jit
-    def step(w, batch, weights, bad):
-        loss, grad = value_and_grad(w, batch, weights)
+    def step(w, batch, bad):
+        loss, grad = value_and_grad(w, batch)
         return loss + 0 * bad, grad
 
     epoch, failed = group.epoch(EXAMPLES, BATCH, seed=0), []
-    before = group._session.transport.rounds()
-    for number, (indices, weights) in enumerate(epoch):
-        whole = X[epoch.batch(number)]
+    before = group.rounds
+    for number, part in enumerate(epoch):
+        whole = X[epoch.indices(number)]
         loss, result = spoils(number)
-        batch = X[indices], np.full(len(indices), loss)
+        batch = part.of((X[part.indices], np.full(len(part.indices), loss)))
         wait_for_all(comm)
         try:
-            _, grad = step(np.ones(3), batch, weights, result)
+            _, grad = step(np.ones(3), batch, result)
         except FloatingPointError as error:
             failed.append(number)
             assert loss or "this rank stops before" in str(error)
         else:
             np.testing.assert_allclose(grad, 2 * (whole @ np.ones(3)) @ whole)
-        assert group._session.transport.rounds() == before + number + 1
+        assert group.rounds == before + number + 1
     return failed
 
 
@@ -79,16 +82,16 @@ def test_nan_in_the_sum(comm, own):
 def test_any_call(group, how):
     def call(x):
         if how == "token":
-            return jaxcoded.coded_allreduce(x, group, token=jnp.int32(0)).total
+            return coded_allreduce(x, group, token=jnp.int32(0)).value
         if how == "scan":
-            summed = lambda carry, _: (jaxcoded.coded_allreduce(carry, group), None)
+            summed = lambda carry, _: (coded_allreduce(carry, group), None)
             return jax.lax.scan(summed, x, length=2)[0]
         if how == "started":
-            handle = jaxcoded.coded_allreduce_start(x, group)
+            handle = coded_allreduce_start(x, group)
             return jaxcoded.coded_allreduce_done(handle)
-        return jaxcoded.coded_allreduce(x, group)
+        return coded_allreduce(x, group)
 
-    before = group._session.transport.rounds()
+    before = group.rounds
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="stops before"):
         jax.jit(lambda x: call(x) + 0 * x / 0)(jnp.zeros(3))
-    assert group._session.transport.rounds() == before + 1 + (how == "scan")
+    assert group.rounds == before + 1 + (how == "scan")

@@ -8,7 +8,15 @@ import pytest
 from marks import SIZE, engine_only
 
 import jaxcoded
-from jaxcoded import Options, coded_allreduce, coded_reduce, tree_bcast
+from jaxcoded import (
+    Coded,
+    Options,
+    Shared,
+    Uncoded,
+    coded_allreduce,
+    coded_reduce,
+    tree_bcast,
+)
 
 pytestmark = engine_only
 EXAMPLES, BATCH = 22, 8  # the last batch is smaller
@@ -27,17 +35,14 @@ SETTINGS = {
     },
 }
 GROUPS = {
-    "code": {},
-    "debug": {"options": Options(debug=True)},
-    "verify": {"options": Options(verify="raise", verify_wait=True)},
-    "slices": {"slices": 2},
-    "adaptive": {"code": "adaptive"},
-    "progressive": {"code": "progressive"},
-    "shared": {"code": "shared(replicas=1, blocks=3)"},
-    "shared-debug": {
-        "code": "shared(replicas=1, blocks=3)",
-        "options": Options(debug=True),
-    },
+    "code": (Coded(), None),
+    "debug": (Coded(), Options(debug=True)),
+    "verify": (Coded(), Options(verify="raise", verify_wait=True)),
+    "slices": (Coded(slices=2), None),
+    "adaptive": (Coded(code="adaptive"), None),
+    "progressive": (Coded(code="progressive"), None),
+    "shared": (Shared(blocks=3), None),
+    "shared-debug": (Shared(blocks=3), Options(debug=True)),
 }
 
 
@@ -64,16 +69,15 @@ def losses(w, batch):
 @pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 @pytest.mark.parametrize("kind", GROUPS)
 def test_training(comm, floating, kind):
-    with jaxcoded.CodedGroup(comm, stragglers=1, **GROUPS[kind]) as group:
-        step = jax.jit(
-            jaxcoded.coded_value_and_grad(losses, group, mean=True, has_aux=True)
-        )
+    strategy, options = GROUPS[kind]
+    with jaxcoded.CodedGroup(comm, strategy, options=options) as group:
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, has_aux=True))
         w = jnp.ones(3, floating)
-        epoch = group.epoch(EXAMPLES, BATCH, seed=0)
-        for number, (indices, weights) in enumerate(epoch):
-            batch = X[indices].astype(floating), Y[indices].astype(floating)
-            (value, _), grad = step(w, batch, weights)
-            whole = epoch.batch(number)
+        data = X.astype(floating), Y.astype(floating)
+        epoch = group.epoch(data, BATCH, seed=0)
+        for number, batch in enumerate(epoch):
+            (value, _), grad = step(w, batch)
+            whole = epoch.indices(number)
             off = X[whole] @ np.ones(3) - Y[whole]
             np.testing.assert_allclose(value, (off**2).mean(), rtol=1e-4)
             wanted = 2 * off @ X[whole] / len(whole)
@@ -83,7 +87,7 @@ def test_training(comm, floating, kind):
 
 def test_other_collectives(comm, floating):
     """Of a group in which all weights are 1."""
-    with jaxcoded.CodedGroup(comm, stragglers=0, root_computes=True) as group:
+    with jaxcoded.CodedGroup(comm, Uncoded()) as group:
         mine = np.arange(3, dtype=floating) + comm.rank
         total = np.sum([np.arange(3) + rank for rank in range(SIZE)], axis=0)
 
@@ -97,13 +101,13 @@ def test_other_collectives(comm, floating):
                 skip=False,
                 erasures=np.zeros(SIZE, bool),
             )
-            handle, token = jaxcoded.coded_allreduce_start(
+            begun = jaxcoded.coded_allreduce_start(
                 [x, x], group, token=out.token, bucket_bytes=8
             )
-            started = jaxcoded.coded_allreduce_done(handle, token=token)
+            started = jaxcoded.coded_allreduce_done(begun.value, token=begun.token)
             reduced = coded_reduce(x, group, token=started.token)
             told = tree_bcast((x, 3), group, token=reduced.token)
-            return out.total, out.residual, started.total, reduced.total, told.total
+            return out.value, out.residual, started.value, reduced.value, told.value
 
         means, residual, started, reduced, (told, step) = jax.jit(every)(
             mine, jnp.int32(0)
@@ -117,12 +121,12 @@ def test_other_collectives(comm, floating):
         wide = jax.vmap(lambda x: coded_allreduce(x, group, wire_dtype="bfloat16"))
         np.testing.assert_allclose(wide(mine[None])[0], total, rtol=0.05)
         transform = optax.chain(
-            jaxcoded.optax.coded_allreduce(group, divisor=SIZE), optax.sgd(1.0)
+            jaxcoded.optax.sum_gradients(group, divisor=SIZE), optax.sgd(1.0)
         )
         updates, _ = transform.update(mine, transform.init(mine))
         np.testing.assert_allclose(updates, -total / SIZE, rtol=1e-6)
         np.testing.assert_allclose(
-            jaxcoded.host.coded_allreduce(mine, group, skip=False), total, rtol=1e-6
+            jaxcoded.host.allreduce(mine, group, skip=False), total, rtol=1e-6
         )
         state = {"key": jax.random.key(comm.rank), "step": 5_000_000_000 + comm.rank}
         state = tree_bcast(state, group)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import uncounted
 from marks import engine_only
+from uncounted import coded_allreduce
 
 import jaxcoded
-from jaxcoded import coded_allreduce, kernels, tree_bcast
+from jaxcoded import kernels, tree_bcast
 
 pytestmark = engine_only
 BATCH = 20
@@ -41,8 +43,10 @@ def x64(request):
 @pytest.fixture(params=["code", "shared"], scope="module")
 def own(request, comm, transport):
     """A group with a code, and one that shares work."""
-    how = {"code": "shared(replicas=0, blocks=2)"} if request.param == "shared" else {}
-    with jaxcoded.CodedGroup(comm, stragglers=int(comm.size > 2), **how) as group:
+    code = jaxcoded.Coded(stragglers=int(comm.size > 2))
+    shared = jaxcoded.Shared(replicas=0, blocks=2)
+    strategy = shared if request.param == "shared" else code
+    with jaxcoded.CodedGroup(comm, strategy) as group:
         yield group
 
 
@@ -50,20 +54,31 @@ def losses(w, batch):
     return (batch["x"] @ w) ** 2
 
 
+def gradient_of(losses, group):
+    """Of the sum of the losses."""
+    return jaxcoded.coded_value_and_grad(losses, group, mean=False)
+
+
 def gradient(group, **more):
-    indices, weights = group.assignment(BATCH)
-    batch = {"x": X[indices]} | {
-        name: make(len(indices)) for name, make in more.items()
+    part = group.batch(BATCH)
+    data = {"x": X[part.indices]} | {
+        name: make(len(part.indices)) for name, make in more.items()
     }
-    step = jaxcoded.coded_value_and_grad(losses, group)
-    return step(np.ones(3), batch, weights)[1]
+    return gradient_of(losses, group)(np.ones(3), part.of(data))[1]
 
 
 @refused
 def test_in_a_batch(own, label):
     leaf, remedy = REFUSED[label]
-    with pytest.raises(TypeError, match=rf"^batch\['{label}'\] .*{remedy}"):
-        gradient(own, **{label: lambda length: leaf})
+    with pytest.raises(TypeError, match=rf"^data\['{label}'\] .*{remedy}"):
+        gradient(
+            own,
+            **{
+                label: lambda n: (
+                    np.ones(n, leaf.dtype) if label == "long double" else leaf
+                )
+            },
+        )
     # all ranks have erred: they go on
     np.testing.assert_allclose(gradient(own), GRADIENT, rtol=1e-9)
 
@@ -86,28 +101,26 @@ def test_taken_in_a_batch(own, make):
 
 
 def test_what_is_swapped_is_computed_with(own):
-    indices, weights = own.assignment(BATCH)
-    step = jaxcoded.coded_value_and_grad(losses, own)
-    _, out = step(np.ones(3, ">f8"), {"x": X[indices].astype(">f8")}, weights)
+    batch = own.batch({"x": X.astype(">f8")})
+    _, out = gradient_of(losses, own)(np.ones(3, ">f8"), batch)
     np.testing.assert_allclose(out, GRADIENT, rtol=1e-9)
 
 
 def test_a_list_is_no_array(own):
-    message = r"batch\['x'\]\[0\] has shape \(\), .* make one array of a list"
-    indices, weights = own.assignment(BATCH)
-    step = jaxcoded.coded_value_and_grad(losses, own)
+    message = r"data\['x'\]\[0\] has shape \(\), .* make one array of a list"
+    part = own.batch(BATCH)
+    step = gradient_of(losses, own)
     with pytest.raises(ValueError, match=message):
-        step(np.ones(3), {"x": [1.0] * len(indices)}, weights)
+        step(np.ones(3), part.of({"x": [1.0] * len(part.indices)}))
     with pytest.raises(ValueError, match=message), jax.enable_x64(False):
-        step(np.ones(3), {"x": [1] * len(indices)}, weights)
+        step(np.ones(3), part.of({"x": [1] * len(part.indices)}))
 
 
 @refused
 def test_among_parameters(own, label):
-    indices, weights = own.assignment(BATCH)
-    step = jaxcoded.coded_value_and_grad(losses, own)
+    step = gradient_of(losses, own)
     with pytest.raises(TypeError, match=rf"^params\['{label}'\] is .*: .*"):
-        step({label: REFUSED[label][0]}, {"x": X[indices]}, weights)
+        step({label: REFUSED[label][0]}, own.batch({"x": X}))
 
 
 COMPLEX = r'{} has dtype complex\d+, but coded sums are of real numbers: hand over real and imaginary parts, {{"re": x.real, "im": x.imag}}'
@@ -115,20 +128,18 @@ COMPLEX = r'{} has dtype complex\d+, but coded sums are of real numbers: hand ov
 
 def test_complex_parameters(own):
     """As the error says: real and imaginary parts give what JAX gives."""
-    indices, weights = own.assignment(BATCH)
+    batch = own.batch(X)
     w = np.array([1 + 2j, -1j, 0.5])
 
     def of(w, x):
         return jnp.abs(x @ w) ** 2
 
     with pytest.raises(TypeError, match=COMPLEX.format(re.escape("params['w']"))):
-        jaxcoded.coded_value_and_grad(lambda p, x: of(p["w"], x), own)(
-            {"w": w}, X[indices], weights
-        )
+        gradient_of(lambda p, x: of(p["w"], x), own)({"w": w}, batch)
     parts = {"re": w.real, "im": w.imag}
-    value, grads = jaxcoded.coded_value_and_grad(
+    value, grads = gradient_of(
         lambda parts, x: of(jax.lax.complex(parts["re"], parts["im"]), x), own
-    )(parts, X[indices], weights)
+    )(parts, batch)
     wanted = jax.value_and_grad(lambda w: of(w, X).sum())(w)
     np.testing.assert_allclose(value, wanted[0], rtol=1e-9)
     np.testing.assert_allclose(grads["re"] - 1j * grads["im"], wanted[1], rtol=1e-9)
@@ -138,20 +149,21 @@ def test_complex_sums(group):
     with pytest.raises(TypeError, match=COMPLEX.format(re.escape("leaf at ['c']"))):
         coded_allreduce({"c": np.complex64([1j])}, group)
     with pytest.raises(TypeError, match=COMPLEX.format("the array")):
-        jaxcoded.host.coded_allreduce(np.complex64([1j]), group)
+        uncounted.allreduce(np.complex64([1j]), group)
 
 
 def summing(group):
     """What sums leaves, by name."""
-    update = jaxcoded.optax.coded_allreduce(group)
+    update = jaxcoded.optax.sum_gradients(group)
+    weights = group.batch(BATCH).weights
 
     def transform(x):
-        return update.update(x, update.init(x))
+        return update.update(x, update.init(x), weights=weights)
 
     return {
         "coded_allreduce": lambda x: coded_allreduce(x, group),
-        "start": lambda x: jaxcoded.coded_allreduce_start(x, group),
-        "buckets": lambda x: jaxcoded.coded_allreduce_start(x, group, bucket_bytes=8),
+        "start": lambda x: uncounted.coded_allreduce_start(x, group),
+        "buckets": lambda x: uncounted.coded_allreduce_start(x, group, bucket_bytes=8),
         "optax": transform,
         "encode": lambda x: kernels.encode(x, np.ones((2, 1))),
         "tree_bcast": lambda x: tree_bcast(x, group),
@@ -176,17 +188,17 @@ def test_on_the_host(group, label):
     elif label == "long double":
         remedy = "not float128: cast it"
     with pytest.raises(TypeError, match=remedy):
-        jaxcoded.host.coded_allreduce(leaf, group)
+        uncounted.allreduce(leaf, group)
 
 
 def test_another_byte_order(group):
     """It is what files have, and is converted."""
-    indices, weights = group.assignment(BATCH)
-    mine = np.asarray(weights) @ X[indices]
+    batch = group.batch(X)
+    mine = np.asarray(batch.weights) @ batch.data
     swapped = mine.astype(">f8")
     for out in (
-        coded_allreduce(swapped, group),
-        jaxcoded.host.coded_allreduce(swapped, group),
+        jaxcoded.coded_allreduce(swapped, group, batch.weights),
+        jaxcoded.host.allreduce(swapped, group, batch.weights),
     ):
         assert out.dtype.isnative
         np.testing.assert_allclose(out, X.sum(0), rtol=1e-9)
@@ -269,9 +281,6 @@ def test_integers_that_do_not_fit(group):
             inside()
         with pytest.raises(TypeError, match=r"leaf at \['a'\] has dtype int32: coded"):
             coded_allreduce({"a": BEYOND}, group)
-        indices, weights = group.assignment(BATCH)
-        step = jaxcoded.coded_value_and_grad(losses, group)
+        step = gradient_of(losses, group)
         with pytest.raises(TypeError, match=r"params\['w'\] is of dtype int32, which"):
-            step({"w": BEYOND}, {"x": X[indices]}, weights)
-        with pytest.raises(ValueError, match=r"batch\['n'\] is 5000000000, which does not fit into int32: set jax_enable_x64"):  # fmt: skip
-            step(np.ones(3), {"x": X[indices], "n": BEYOND}, weights)
+            step({"w": BEYOND}, group.batch({"x": X}))
