@@ -178,7 +178,7 @@ def test_strategies(text, size):
         ("Shared(2)", r"arguments need their names, as in Shared\(name=value\)"),
         ("Shared(replica=2)", "Shared has no argument 'replica': did you mean"),
         ("Shared(replicas=__import__('os'))", "replicas is not a Python literal"),
-        ("Coded(stragglers=-1)", "stragglers must be an integer ≥ 0, got -1"),
+        ("Coded(stragglers=-1)", "stragglers must be an integer >= 0, got -1"),
         ("Coded(code='raptor')", "code must be 'auto' or one of"),
         ("Uncoded(stragglers=0)", "Uncoded has no argument 'stragglers'"),
         ("CodeTree()", "must be one of Coded, Shared, Uncoded"),
