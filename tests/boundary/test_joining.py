@@ -12,35 +12,52 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from jaxcoded import CodedError, Options
-from jaxcoded.group.membership import joining, new_rank, old_ranks, started
-from jaxcoded.group.membership.channel import Line
+from jaxcoded.group.membership import joining, started
+from jaxcoded.group.membership.channel import Channel, read
 from jaxcoded.group.membership.joining import Invitation
-from jaxcoded.group.membership.old_ranks import OldRanks, Verdict
+from jaxcoded.group.membership.messages import (
+    Asks,
+    Invites,
+    Ready,
+    TakenIn,
+    Tells,
+    Verdict,
+    Wants,
+)
+from jaxcoded.group.membership.old_ranks import OldRanks
 from jaxcoded.transport.agreement import LONGEST, plain
 
 TAG = 7
-INVITATION = plain(Invitation(3, 2, 4, Options()).to_json())
-VERDICT = dataclasses.asdict(Verdict("they have not", True, "0123456789abcdef"))
-# what is said, by which reader
-SAID = {
-    old_ranks._told: ["a visit", VERDICT],
-    old_ranks._wanted: ["a visit", "another", "ranks=2"],
-    old_ranks._word: "its MPI is not fault-tolerant",
-    new_rank._invited: [2, INVITATION, ["python", "train.py", ""]],
-    new_rank._taken_in: True,
-}
+INVITATION = Invitation(3, 2, 4, Options())
+VERDICT = Verdict("they have not", True, "0123456789abcdef")
+# what is said
+MESSAGES = [
+    Asks("a visit"),
+    Wants("a visit", "another", "ranks=2"),
+    Tells("a visit", VERDICT),
+    Ready("its MPI is not fault-tolerant"),
+    Invites(2, INVITATION, ["python", "train.py", ""]),
+    TakenIn(),
+]
 ODD = [b"[" * 100_000, b"NaN", b"9" * 5000, b"\x80\x04\x95", b"", b"null"]
-readers = pytest.mark.parametrize("read", SAID, ids=lambda it: it.__name__)
+messages = pytest.mark.parametrize(
+    "message", MESSAGES, ids=lambda it: type(it).__name__
+)
+
+
+def said(message):
+    """In JSON."""
+    return [type(message).__name__, plain(dataclasses.asdict(message))]
 
 
 @contextlib.contextmanager
-def a_line(data):
-    """A line on which these bytes come from this rank itself."""
+def a_channel(data, kind):
+    """A channel on which these bytes come from this rank itself."""
     comm = MPI.COMM_SELF.Dup()
     sent = np.frombuffer(bytearray(data), np.uint8)
     request = comm.Isend(sent, 0, TAG)
     try:
-        yield Line(comm, TAG, lambda rank: f"number {rank}")
+        yield Channel(comm, TAG, (kind,), who=lambda rank: f"number {rank}")
     finally:
         status = MPI.Status()
         if comm.Iprobe(0, TAG, status):  # nobody has read it
@@ -49,83 +66,80 @@ def a_line(data):
         comm.Free()
 
 
-def heard(line, read):
-    while (what := line.heard(0, read)) is None:
+def heard(channel):
+    while (message := channel.heard(0)) is None:
         pass
-    return what
+    return message
 
 
-@readers
-def test_what_is_said_is_read(read):
-    with a_line(json.dumps(SAID[read]).encode()) as line:
-        found = heard(line, read)
-    if read is old_ranks._told:
-        assert found == ("a visit", Verdict(**VERDICT))
-    elif read is new_rank._invited:
-        invitation = Invitation(3, 2, 4, Options())
-        assert found == (2, invitation, ["python", "train.py", ""])
-    else:
-        said = SAID[read]
-        assert found == (tuple(said) if isinstance(said, list) else said)
+@messages
+def test_what_is_said_is_heard(message):
+    comm = MPI.COMM_SELF.Dup()
+    channel = Channel(comm, TAG, (type(message),))
+    channel.say(0, message)
+    assert heard(channel) == message
+    comm.Free()
 
 
-def sound(read, found):
+def sound(message):
     """Whether it is what the others may say."""
-    if read is old_ranks._told:
-        visit, verdict = found
-        assert type(visit) is str
-        if verdict is not None:
-            assert type(verdict.same) is bool
-            assert type(verdict.why_not) is type(verdict.token) is str
-            assert not list(started._marked(verdict.token))
-    elif read is old_ranks._wanted:
-        assert list(map(type, found)) == [str] * 3
-    elif read is new_rank._invited:
-        root, invitation, command = found
-        assert 0 <= root < invitation.size and 1 <= invitation.ranks <= joining.MOST
+    if isinstance(message, Tells):
+        its = message.verdict
+        assert type(message.visit) is str and type(its.same) is bool
+        assert type(its.why_not) is type(its.token) is str
+        assert not list(started._marked(its.token))
+    elif isinstance(message, Invites):
+        invitation, command = message.invitation, message.command
+        assert 0 <= message.root < invitation.size
+        assert 1 <= invitation.ranks <= joining.MOST
         assert 0 <= invitation.place < invitation.size + invitation.ranks
         assert command and all(type(word) is str for word in command)
         invitation.options.complete().check()
     else:
-        assert type(found) is (str if read is old_ranks._word else bool)
+        assert {type(it) for it in vars(message).values()} <= {str}
     return True
 
 
-@readers
-def test_what_may_be_said(read):
+@messages
+def test_what_may_be_said(message):
     """A valid object, or an error that says whose words these are."""
 
     @fuzzed
     @given(
-        changed(SAID[read]).map(lambda it: json.dumps(it).encode())
-        | damaged(json.dumps(SAID[read]).encode())
+        changed(said(message)).map(lambda it: json.dumps(it).encode())
+        | damaged(json.dumps(said(message)).encode())
         | st.sampled_from(ODD)
     )
-    @example(b'["\\ud800", {"why_not": "", "same": true, "token": "\\ud800"}]')
+    @example(
+        b'["Tells", {"visit": "\\ud800", "verdict": {"why_not": "", "same": true, "token": "\\ud800"}}]'
+    )
     def check(data):
-        with a_line(data) as line:
-            found = outcome(heard, line, read, errors=(CodedError,))
-        assert found is None or sound(read, found)
+        with a_channel(data, type(message)) as channel:
+            found = outcome(heard, channel, errors=(CodedError,))
+        assert found is None or sound(found)
 
     check()
 
 
-@readers
-@pytest.mark.parametrize("data", [*ODD, b"{}", b"3"])
-def test_whose_words_cannot_be_read(read, data):
+@messages
+@pytest.mark.parametrize("data", [*ODD, b"{}", b"3", b'["Call", {}]'])
+def test_whose_words_cannot_be_read(message, data):
     words = (
         "what number 0 says of ranks that join cannot be read: .*do all run the same"
     )
-    with a_line(data) as line, pytest.raises(CodedError, match=words):
-        heard(line, read)
+    with (
+        a_channel(data, type(message)) as channel,
+        pytest.raises(CodedError, match=words),
+    ):
+        heard(channel)
 
 
 def test_what_is_too_long_is_not_received():
     words = f"number 0 says .* cannot be read: {LONGEST + 1} bytes, not 0 to {LONGEST}"
-    with a_line(b"0" * (LONGEST + 1)) as line:
+    with a_channel(b"0" * (LONGEST + 1), Ready) as channel:
         for _ in range(2):
             with pytest.raises(CodedError, match=words):
-                heard(line, old_ranks._word)
+                heard(channel)
 
 
 @pytest.mark.parametrize(
@@ -134,18 +148,18 @@ def test_what_is_too_long_is_not_received():
         ({"ranks": 0}, "ranks must be an integer from 1 to 32768, got 0"),
         ({"size": True}, "size must be an integer >= 1, got True"),
         ({"place": 5}, "place must be an integer from 0 to 4, got 5"),
-        ({"options": {}}, r"options has the fields .*, got \[\]"),
-        ({"more": 1}, "an invitation has the fields"),
+        ({"options": {}}, r"Options has the fields .*, got \[\]"),
+        ({"more": 1}, "Invitation has the fields"),
     ],
 )
 def test_what_is_no_invitation(changes, words):
     with pytest.raises(ValueError, match=words):
-        Invitation.from_json(INVITATION | changes)
+        read(Invitation, plain(dataclasses.asdict(INVITATION)) | changes).check()
 
 
 def test_others_than_were_invited():
     with pytest.raises(CodedError, match="2 ranks were to join 3, but there are 1"):
-        Invitation.from_json(INVITATION).own(MPI.COMM_SELF, 0)
+        INVITATION.own(MPI.COMM_SELF, 0)
 
 
 # The starter
@@ -161,10 +175,12 @@ class Starting:
         self._coming, self.said = {}, {rank: [] for rank in range(1, self.size)}
 
     def Isend(self, data, to, _):
-        self.said[to].append(json.loads(data.tobytes()))
-        visit, verdict = self.said[to][-1]
-        if verdict is None:
-            self._coming[to] = self._answers[to - 1].replace(b"VISIT", visit.encode())
+        kind, its = json.loads(data.tobytes())
+        if kind == "Asks":
+            visit = its["visit"].encode()
+            self._coming[to] = self._answers[to - 1].replace(b"VISIT", visit)
+        else:
+            self.said[to].append((kind, its))
         return MPI.REQUEST_NULL
 
     def Iprobe(self, rank, _, status):
@@ -181,11 +197,10 @@ def asked(answers):
     comm = Starting(answers)
     ranks = OldRanks(comm, ["a"] * comm.size, 0, agreed=lambda mine: mine)
     ranks.ask("ranks=2", 0, [], seconds=0.0)
-    told = {rank: said[1:] for rank, said in comm.said.items()}
-    return ranks.verdict, told
+    return ranks.verdict, comm.said
 
 
-RIGHT = ["VISIT", "its", "ranks=2"]
+RIGHT = said(Wants("VISIT", "its", "ranks=2"))
 answers = (
     st.just(RIGHT).map(lambda it: json.dumps(it).encode())
     | changed(RIGHT).map(lambda it: json.dumps(it).encode())
@@ -200,17 +215,20 @@ def test_what_the_starter_is_answered(answers):
     """Nobody starts anything unless all want the same, and who has been heard is told why."""
     verdict, told = asked(answers)
     if not verdict.why_not:
-        assert [json.loads(it)[2] for it in answers] == ["ranks=2"] * len(answers)
-    for said in told.values():
-        assert [it for _, it in said] in ([], [dataclasses.asdict(verdict)])
+        assert {json.loads(it)[1]["words"] for it in answers} == {"ranks=2"}
+    for its in told.values():
+        assert [it["verdict"] for _, it in its] in ([], [dataclasses.asdict(verdict)])
 
 
 def test_a_rank_whose_answer_cannot_be_read():
     right = json.dumps(RIGHT).encode()
-    verdict, told = asked([right, b'["VISIT", 3, ""]'])
+    wrong = right.replace(b'"its"', b"3")
+    verdict, told = asked([right, wrong])
     assert "what rank 2 says of ranks that join cannot be read" in verdict.why_not
-    assert "visit of what a rank wants must be of type str, got 3" in verdict.why_not
-    assert told == {1: [["its", dataclasses.asdict(verdict)]], 2: []}
+    assert "visit of Wants must be of type str, got 3" in verdict.why_not
+    (first,), second = told[1], told[2]
+    assert first == ("Tells", dataclasses.asdict(Tells("its", verdict)))
+    assert second == []
     verdict, _ = asked([right, right])
     assert verdict == Verdict()
 
@@ -245,4 +263,4 @@ def test_the_variable_is_read_as_it_is_written(monkeypatch, seconds):
 @fuzzed
 @given(values)
 def test_nothing_else_is_a_verdict(said):
-    assert outcome(Verdict.from_json, said) is None
+    assert outcome(read, Verdict, said) is None

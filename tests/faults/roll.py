@@ -10,8 +10,9 @@ import time
 from harness import Board
 from mpi4py import MPI
 
-from jaxcoded.group.membership import recovery
-from jaxcoded.group.membership import roll as rolls
+from jaxcoded.group.membership import channel, messages, recovery
+from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.process import Process
 from jaxcoded.transport.agreement import gathered
 
@@ -19,35 +20,35 @@ SECONDS = 20.0
 
 directory, what, told = sys.argv[1:]
 told = {int(rank) for rank in told.split(",") if rank}
-kind = rolls._ANEW if what == "anew" else rolls._STAY
+kind = messages.Anew if what == "anew" else messages.Stay
 board = Board(directory)
 comm = board.comm.Dup()
 for it in board.comm, comm:
     it.Set_errhandler(MPI.ERRORS_RETURN)
 processes = [Process(*it) for it in gathered(comm, Process.own())]
-roll = rolls.Roll(comm, processes, 0)
+roll = Roll(comm, processes, 0)
 last = comm.size - 1
 if what == "anew" and board.rank == last:
     os.kill(os.getpid(), signal.SIGKILL)
 if board.rank == 0:
-    send = roll._send
+    say = roll._from_caller.say
 
-    def tell_a_few(words, to, tag):
-        verdict = tag == rolls._DOWN and words[0] == kind
+    def tell_a_few(to, message):
+        verdict = isinstance(message, kind)
         if not verdict or to in told:
-            send(words, to, tag)
+            say(to, message)
         if verdict and to == (last - 1 if what == "anew" else last):
             until = time.monotonic() + 1
             while time.monotonic() < until:
-                [request.Test() for request, _ in roll._sent]
+                [request.Test() for request, _ in channel._sent]
                 time.sleep(1e-3)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    roll._send = tell_a_few
+    roll._from_caller.say = tell_a_few
 stayed = 0
 while not roll.call(SECONDS, False):  # who was told to stay comes again
     stayed += 1
-pending = rolls.Pending(comm.Shrink)
+pending = Pending(comm.Shrink)
 roll.wait(pending, SECONDS, SECONDS, False)
 smaller = pending.result(0.0)
 known = True, 5 + (board.rank == 3)

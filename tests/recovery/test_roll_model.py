@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership import roll
+from jaxcoded.group.membership import channel, roll
+from jaxcoded.group.membership.messages import Kill, Stay
 
 SECONDS = 2.0  # for which those who call the roll wait, of the clock that is made up
 SLOWEST = 0.1  # a message, or a rank between two looks
@@ -175,8 +176,12 @@ class Comm:
         self._hears_of(rank)
         return None
 
-    def Iprobe(self, rank, tag):
-        return self._next(rank, tag) is not None
+    def Iprobe(self, rank, tag, status):
+        if (found := self._next(rank, tag)) is None:
+            return False
+        there, number = found
+        status.Set_elements(MPI.BYTE, there[number][2].nbytes)
+        return True
 
     def Irecv(self, words, rank, tag):
         def test():
@@ -237,7 +242,8 @@ def rolls(world, hosts, monkeypatch):
     processes = [Process(world, rank, host) for rank, host in enumerate(hosts)]
     monkeypatch.setattr(roll, "time", world)
     monkeypatch.setattr(roll, "_PAUSE", PAUSE)
-    monkeypatch.setattr(roll, "_moving", [])
+    monkeypatch.setattr(channel, "_sent", [])
+    monkeypatch.setattr(channel, "_coming", [])
     comms = [Comm(world, rank) for rank in range(world.size)]
     return [roll.Roll(comm, processes, root=0) for comm in comms]
 
@@ -316,14 +322,15 @@ def test_all_that_live_meet(
         shrunk, agreed = [[Meeting(world) for _ in range(20)] for _ in range(2)]
         made, gave_up = {}, {}
 
-        def tell(rank, kind, *arguments, **options):
-            if kind == roll._STAY:
+        def tell(rank, message):
+            said = message(visit=0)
+            if isinstance(said, Stay):
                 away = set(range(size)) - world.dead - set(world.busy)
                 assert all(world.now - gave_up.get(it, -SEEN) < SEEN for it in away)
-            if kind == roll._KILL:
-                for late in roll._absent(arguments[0]):
+            if isinstance(said, Kill):
+                for late in said.late:
                     world.put_out[late] = world.now
-            original(each[rank], kind, *arguments, **options)
+            original(each[rank], message)
 
         original = roll.Roll._tell
         for rank in range(size):

@@ -3,27 +3,48 @@
 Its world is made up, see `test_roll_model`.
 """
 
+import dataclasses
+import json
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_roll_model import ENDS, LATEST, SECONDS, Process, World, rolls
 
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership import roll
+from jaxcoded.group.membership import messages, roll
 
 VISITS = 4
+KINDS = {
+    roll._FROM_CALLER: (
+        *(messages.Call, messages.Kill, messages.Stay, messages.Late, messages.Anew),
+    ),
+    roll._TO_CALLER: (messages.Answer, messages.GivesUp),
+}
 NUMBERS = [0, 1, 2, 3, 4, 5, -1, 6, 0.5, 2**53, -1e300, 1e300, np.nan, np.inf, -np.inf]
+NONSENSE = [*NUMBERS, True, None, "", [], {}, [[]], ["0"], [10**9], [True], "ranks"]
 
 
 def words(random, size, tag):
     """Nearly right, or anything."""
-    count = {roll._DOWN: roll._HEADER, roll._UP: 3}[tag] + 2 * size
-    out = random.integers(0, 3, count).astype(float)
-    for place in random.integers(0, count, random.integers(0, 4)):
-        out[place] = random.choice(NUMBERS)
-    if tag == roll._DOWN and random.random() < 0.7:
-        out[0] = random.integers(1, 6)
-    return out
+    kind = KINDS[tag][random.integers(len(KINDS[tag]))]
+    fields = {}
+    for field in dataclasses.fields(kind):
+        usual = int(random.integers(0, 3))
+        if field.type is bool:
+            usual = bool(usual)
+        elif field.type not in (int, float):
+            of_each = field.name in ("known", "hindered")
+            count = size if of_each else random.integers(size)
+            usual = random.integers(0, size, count).tolist()
+        fields[field.name] = usual
+    for name in fields:
+        if random.random() < 0.1:
+            fields[name] = NONSENSE[random.integers(len(NONSENSE))]
+    said = json.dumps([kind.__name__, fields]).encode()
+    if random.random() < 0.1:
+        said = said[: random.integers(len(said))]
+    return np.frombuffer(said, np.uint8)
 
 
 @settings(
@@ -57,10 +78,10 @@ def test_nonsense_is_an_error_in_words(
         each = rolls(world, [0] * size, patched)
 
         def nonsense(rank):
-            comm = each[rank]._comm
+            comm = each[rank]._to_caller._comm
             while world.now < (ENDS / 2 if dies else ENDS):
                 to = int(random.integers(size))
-                tag = [roll._DOWN, roll._UP][int(random.integers(2))]
+                tag = list(KINDS)[random.integers(2)]
                 if to != rank and to not in world.dead:
                     comm.Isend(words(random, size, tag), to, tag)
                 world.sleep(random.uniform(0, SECONDS))

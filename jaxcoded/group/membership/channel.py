@@ -1,63 +1,92 @@
-"""What two ranks say to each other, in JSON: nothing is unpickled."""
+"""What two ranks say to each other: messages, each a frozen dataclass with a check. They go as JSON, so that nothing is
+unpickled, and nobody waits in MPI for one."""
 
+import dataclasses
+import functools
 import json
+import operator
 import threading
+import types
+import typing
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _parse
 from jaxcoded.errors import CodedError
-from jaxcoded.transport.agreement import LONGEST
+from jaxcoded.transport.agreement import LONGEST, plain
 
+
+class Message:
+    """What a rank says to another. A subclass is a frozen dataclass of what JSON has, and of such dataclasses."""
+
+    def check(self, ranks: int) -> None:
+        """Raise unless a rank may say it in a communicator of so many ranks.
+
+        Raises:
+            ValueError: the message names the field.
+        """
+
+
+M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _Moving = tuple[MPI.Request, np.ndarray]
-# What is on its way, of all lines: MPI reads and writes it later.
+# What is on its way, of all channels: MPI reads and writes it later, also when a group is no more.
 _sent: list[_Moving] = []
 _coming: list[dict[int, _Moving]] = []
 _lock = threading.Lock()
 
 
 class Gone(Exception):
-    """MPI reports a rank dead of whom something is to come, or nothing can come any more."""
+    """Nothing can come of a rank any more."""
 
 
-class Line:
+class Dead(Gone):
+    """MPI reports it dead."""
+
+
+class Channel(Generic[M]):
     """Messages of two ranks, for which nobody waits in MPI.
 
     Args:
         comm: of both, or between them.
         tag: of the messages.
+        kinds: of messages that may come.
+        about: what they say, in words that follow "says of".
         who: says a rank, in words.
     """
 
     def __init__(
-        self, comm: MPI.Comm, tag: int, who: Callable[[int], str] = "rank {}".format
+        self,
+        comm: MPI.Comm,
+        tag: int,
+        kinds: tuple[type[M], ...],
+        about: str = "ranks that join",
+        who: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        self._comm, self._tag, self._who = comm, tag, who
+        self._comm, self._tag, self._about, self._who = comm, tag, about, who
+        self._kinds = {kind.__name__: kind for kind in kinds}
         self._coming: dict[int, _Moving] = {}
         _coming.append(self._coming)
 
-    def say(self, to: int, what: Any) -> None:
+    def say(self, to: int, message: Message) -> None:
         """Whoever is dead does not hear it."""
-        data = np.frombuffer(bytearray(json.dumps(what).encode()), np.uint8)
+        fields = plain(dataclasses.asdict(message))  # type: ignore[call-overload]
+        said = json.dumps([type(message).__name__, fields])
+        data = np.frombuffer(bytearray(said.encode()), np.uint8)
         try:
             moving = self._comm.Isend(data, to, self._tag), data
         except MPI.Exception as error:
-            _unless_in_vain(error)
+            _why_in_vain(error)
             return
         with _lock:
             _sent[:] = [it for it in _sent if not _is_over(it[0])]
             _sent.append(moving)
 
-    def heard(self, rank: int, read: Callable[[Any], T]) -> T | None:
+    def heard(self, rank: int) -> M | None:
         """What a rank has said next; None: nothing yet.
-
-        Args:
-            rank: that says it.
-            read: makes of what is in JSON what is meant, or raises a ValueError.
 
         Raises:
             Gone: it is dead, or has given up.
@@ -79,23 +108,63 @@ class Line:
                 return None
         except MPI.Exception as error:
             self._coming.pop(rank, None)
-            _unless_in_vain(error)
-            raise Gone from error
+            raise _why_in_vain(error) from error
         del self._coming[rank]
         try:
-            return read(_parse.document(data.tobytes()))
+            return self._read(_parse.document(data.tobytes()))
         except ValueError as error:
             raise self._unreadable(rank, f"{error}: {data[:80].tobytes()!r}") from None
 
-    def all_heard(self, rank: int, read: Callable[[Any], T]) -> Iterator[T]:
+    def all_heard(self, rank: int) -> Iterator[M]:
         """What it has said since, see `heard`."""
-        while (what := self.heard(rank, read)) is not None:
-            yield what
+        while (message := self.heard(rank)) is not None:
+            yield message
+
+    def _read(self, said: Any) -> M:
+        name, its = _parse.items("a message", said, {"kind": str, "fields": dict})
+        if name not in self._kinds:
+            raise ValueError(f"nobody says {name!r:.80} here")
+        message = read(self._kinds[name], its)
+        message.check(self._comm.size)
+        return message
 
     def _unreadable(self, rank: int, why: str) -> CodedError:
         return CodedError(
-            f"what {self._who(rank)} says of ranks that join cannot be read: {why}: do all run the same jaxcoded?"
+            f"what {self._who(rank)} says of {self._about} cannot be read: {why}: do all run the same jaxcoded?"
         )
+
+
+def read(kind: type[T], said: Any) -> T:
+    """A dataclass, of its fields in an object of JSON, each of its kind.
+
+    Raises:
+        ValueError: they are others.
+
+    Example:
+        >>> from jaxcoded.group.membership.channel import read
+        >>> from jaxcoded.group.membership.messages import Call
+        >>> read(Call, {"number": 1, "seconds": 2, "put_out": False, "visit": 0})
+        Call(number=1, seconds=2, put_out=False, visit=0)
+    """
+    hints = typing.get_type_hints(kind)
+    its = _parse.fields(kind.__name__, said, dict.fromkeys(hints, object))
+    values = {
+        name: _value(f"{name} of {kind.__name__}", hint, its[name])
+        for name, hint in hints.items()
+    }
+    return kind(**values)
+
+
+def _value(what: str, hint: Any, value: Any) -> Any:
+    """A field with this annotation."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
+    kinds = [typing.get_origin(option) or option for option in options]
+    for kind in kinds:
+        if isinstance(value, dict) and dataclasses.is_dataclass(kind):
+            return read(typing.cast(type[Any], kind), value)
+    if float in kinds:
+        kinds.append(int)
+    return _parse.of_kind(what, value, functools.reduce(operator.or_, kinds))
 
 
 def _is_over(request: MPI.Request) -> bool:
@@ -103,10 +172,15 @@ def _is_over(request: MPI.Request) -> bool:
     try:
         return request.Test()
     except MPI.Exception as error:
-        _unless_in_vain(error)
+        _why_in_vain(error)
         return True
 
 
-def _unless_in_vain(error: MPI.Exception) -> None:
-    if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
-        raise error
+def _why_in_vain(error: MPI.Exception) -> Gone:
+    """Why nobody hears what is said, or is heard: raises what is no reason for that."""
+    kind = error.Get_error_class()
+    if kind == MPI.ERR_PROC_FAILED:
+        return Dead(str(error))
+    if kind == MPI.ERR_REVOKED:
+        return Gone(str(error))
+    raise error

@@ -1,6 +1,7 @@
 """A group with ranks that join, made by those that are there."""
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -154,7 +155,7 @@ class Extending:
         invitation = Invitation(old.plan.size, self._ranks, root, self._options)
         words = (
             f"ranks={self._ranks}, rounds={self._rounds}, command={self._command}, "
-            f"{plain(invitation.to_json())}, {old.plan.fingerprint}, {wrong}"
+            f"{plain(dataclasses.asdict(invitation))}, {old.plan.fingerprint}, {wrong}"
         )
         ranks = 0 if wrong else self._ranks
         self._old_ranks.ask(words, ranks, self._command, self._timeout)

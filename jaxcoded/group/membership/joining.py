@@ -11,11 +11,11 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 from mpi4py import MPI
 
-from jaxcoded import _parse, _require
+from jaxcoded import _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.pending import Pending
 from jaxcoded.transport.options import Options
@@ -62,7 +62,7 @@ def tolerant(comm: Any) -> Any:
     return comm
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Invitation:
     """What ranks that join must know of the group. All old ranks have the same.
 
@@ -78,25 +78,16 @@ class Invitation:
     place: int
     options: Options
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, said: Any) -> Self:
-        """Inverse of `to_json`.
+    def check(self) -> None:
+        """Raise unless a group can be made so.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it cannot. The message names the value.
         """
-        kinds = {field.name: object for field in dataclasses.fields(cls)}
-        its = _parse.fields("an invitation", said, kinds)
-        size = _require.integer("size", its["size"], 1)
-        ranks = _require.integer("ranks", its["ranks"], 1, MOST)
-        _require.integer("place", its["place"], 0, size + ranks - 1)
-        kinds = {field.name: object for field in dataclasses.fields(Options)}
-        options = Options(**_parse.fields("options", its["options"], kinds))
-        options.complete().check()
-        return cls(**its | {"options": options})
+        _require.integer("size", self.size, 1)
+        _require.integer("ranks", self.ranks, 1, MOST)
+        _require.integer("place", self.place, 0, self.size + self.ranks - 1)
+        self.options.complete().check()
 
     @property
     def request(self) -> dict[str, Any]:

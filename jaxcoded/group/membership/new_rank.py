@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpi4py import MPI
 
-from jaxcoded import _own_process, _parse, _require
+from jaxcoded import _own_process
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership.channel import Gone, Line
+from jaxcoded.group.membership.channel import Channel, Gone
 from jaxcoded.group.membership.joining import (
     LATER,
     PAUSE,
@@ -19,6 +19,7 @@ from jaxcoded.group.membership.joining import (
     opening_seconds,
     tolerant,
 )
+from jaxcoded.group.membership.messages import Invites, Ready, TakenIn
 from jaxcoded.group.membership.recovery import let_go
 from jaxcoded.group.membership.started import awaited, tries_to_join
 from jaxcoded.group.session import Session
@@ -39,7 +40,7 @@ class NewRank:
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent
-        self._line = Line(tolerant(parent), TAG_NEW, lambda _: _WHO)
+        self._line = Channel(tolerant(parent), TAG_NEW, (Invites,), who=lambda _: _WHO)
         self._seconds = seconds
 
     def invited(self) -> tuple[MPI.Intracomm, int, Invitation]:
@@ -51,18 +52,18 @@ class NewRank:
         why = engine.missing()
         if not why and not engine.fault_tolerant():
             why = "its MPI is not fault-tolerant"
-        self._line.say(0, why)
+        self._line.say(0, Ready(why))
         if why:
             raise CodedError(f"this process cannot join: {why}")
         engine.join()
         until = time.monotonic() + self._seconds + LATER
         try:
-            root, invitation, _own_process.command = self._heard(
-                lambda: self._line.heard(0, _invited), until
-            )
+            said = self._heard(lambda: self._line.heard(0), until)
+            _own_process.command = said.command
             until = time.monotonic() + opening_seconds(self._seconds)
             side = Side(tolerant(MPI.COMM_WORLD), 0, first=False)
-            return side.joined(self._parent, 0, until, lambda: None), root, invitation
+            both = side.joined(self._parent, 0, until, lambda: None)
+            return both, said.root, said.invitation
         except BaseException as error:
             self.ready(error)
             raise
@@ -75,34 +76,29 @@ class NewRank:
     def ready(self, failure: BaseException | None) -> None:
         """Tell the starter that the group is made here, or why not."""
         words = failure and f"{type(failure).__name__}: {failure}"
-        self._line.say(0, words or "")
+        self._line.say(0, Ready(words or ""))
 
     def enter(self, both: MPI.Intracomm, old: int) -> None:
         """Wait until the old ranks have agreed that all have made the group.
 
         Raises:
-            CodedError: they have not, or say something else.
+            CodedError: they have not, or say something else, or all are dead.
         """
-        line, left = Line(both, TAG_ALL), set(range(old))
+        line, left = Channel(both, TAG_ALL, (TakenIn,)), set(range(old))
 
-        def told() -> bool | None:
+        def told() -> TakenIn | None:
             for rank in list(left):
                 try:
-                    said = line.heard(rank, _taken_in)
+                    if said := line.heard(rank):
+                        return said
                 except Gone:
                     left.discard(rank)
-                    continue
-                if said is not None:
-                    return said
             if not left:
                 raise Gone
             return None
 
         until = time.monotonic() + 2 * opening_seconds(self._seconds) + LATER
-        if not self._heard(told, until):
-            raise CodedError(
-                "the group has not taken this process in: its ranks say why"
-            )
+        self._heard(told, until)
 
     @staticmethod
     def _heard(ask: Callable[[], T | None], until: float) -> T:
@@ -118,26 +114,6 @@ class NewRank:
             if time.monotonic() > until:
                 raise CodedError(f"{_WHO} has not taken it in")
             time.sleep(PAUSE)
-
-
-# What is said, as it is read: a ValueError where it is something else.
-
-
-def _invited(said: Any) -> tuple[int, Invitation, list[str]]:
-    """Of the starter: the old root, what is to be known, and the command that starts more of them."""
-    kinds = {"root": object, "invitation": object, "command": list}
-    root, its, command = _parse.items("what calls a rank in", said, kinds)
-    invitation = Invitation.from_json(its)
-    if not command:
-        raise ValueError("command has no words")
-    for word in command:
-        _parse.of_kind("a word of command", word, str)
-    return _require.integer("root", root, 0, invitation.size - 1), invitation, command
-
-
-def _taken_in(said: Any) -> bool:
-    """Of an old rank."""
-    return _parse.of_kind("whether ranks are in", said, bool)
 
 
 def joined() -> Session | None:

@@ -4,13 +4,12 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
 
 from mpi4py import MPI
 
-from jaxcoded import _own_process, _parse, _require
+from jaxcoded import _own_process, _require
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership.channel import Gone, Line
+from jaxcoded.group.membership.channel import Channel, Gone
 from jaxcoded.group.membership.joining import (
     LATER,
     PAUSE,
@@ -20,38 +19,22 @@ from jaxcoded.group.membership.joining import (
     Side,
     tolerant,
 )
+from jaxcoded.group.membership.messages import (
+    Asks,
+    Invites,
+    Ready,
+    TakenIn,
+    Tells,
+    Verdict,
+    Wants,
+)
 from jaxcoded.group.membership.pending import Pending
 from jaxcoded.group.membership.recovery import shrunk
 from jaxcoded.group.membership.started import MARK, Started, mark, wrapper
 from jaxcoded.transport import engine
-from jaxcoded.transport.agreement import in_words, plain
+from jaxcoded.transport.agreement import in_words
 
 _TAG = 32_010  # of messages in the group's own communicator
-
-
-@dataclasses.dataclass
-class Verdict:
-    """What the starter says of ranks that are to join: the same on all old ranks.
-
-    Attributes:
-        why_not: they do not; empty: all of them are there, and wait to be connected.
-        same: whether the arguments of all ranks were the same.
-        token: by which their processes are known, if there are any.
-    """
-
-    why_not: str = ""
-    same: bool = True
-    token: str = ""
-
-    @classmethod
-    def from_json(cls, said: Any) -> Self:
-        """Of its fields.
-
-        Raises:
-            ValueError: it is none.
-        """
-        kinds = {"why_not": str, "same": bool, "token": str}
-        return cls(**_parse.fields("a verdict", said, kinds))
 
 
 class OldRanks:
@@ -74,11 +57,13 @@ class OldRanks:
     ) -> None:
         self._comm, self._root, self._agreed = comm, root, agreed
         self._starter = starter(names, root)
-        self._line = Line(comm, _TAG)
+        self._old: Channel[Asks | Wants | Tells] = Channel(
+            comm, _TAG, (Asks, Wants, Tells)
+        )
         self._visit = secrets.token_hex(8)
         self._visits: dict[int, str] = {}  # of others, on the starter
         self._between: MPI.Intercomm | None = None
-        self._new: Line | None = None
+        self._new: Channel[Ready] | None = None
         self.verdict = Verdict()
 
     def ask(
@@ -102,24 +87,25 @@ class OldRanks:
                 if not self.verdict.why_not and ranks:
                     self._start(ranks, command, seconds, until)
             except BaseException as error:
-                self.verdict.why_not = (
+                self._fail(
                     f"{_require.kind(error)} on rank {self._starter}, which starts them"
                 )
                 raise
             finally:
                 for rank, visit in self._visits.items():
-                    self._line.say(rank, [visit, dataclasses.asdict(self.verdict)])
+                    self._old.say(rank, Tells(visit, self.verdict))
             return
         until = time.monotonic() + seconds + LATER
         while True:
             try:
                 # of earlier visits nothing counts any more
-                for visit, said in self._line.all_heard(self._starter, _told):
-                    if said is None:
-                        self.verdict.token = visit  # also if it dies now
-                        self._line.say(self._starter, [visit, self._visit, words])
-                    elif visit == self._visit:
-                        self.verdict = said
+                for said in self._old.all_heard(self._starter):
+                    if isinstance(said, Asks):
+                        self.verdict = Verdict(token=said.visit)  # also if it dies now
+                        wants = Wants(said.visit, self._visit, words)
+                        self._old.say(self._starter, wants)
+                    elif isinstance(said, Tells) and said.visit == self._visit:
+                        self.verdict = said.verdict
                         return
             except Gone:
                 why = "has died"
@@ -137,16 +123,16 @@ class OldRanks:
         """Whether all want the same."""
         others = set(range(self._comm.size)) - {self._starter}
         for rank in others:
-            self._line.say(rank, [self._visit, None])
+            self._old.say(rank, Asks(self._visit))
         said = {self._starter: words}
         lost: dict[int, str] = {}  # and why
         late = others
         while late:  # whoever is not heard does not hear how it went
             for rank in others - set(lost):
                 try:
-                    for asked, visit, its in self._line.all_heard(rank, _wanted):
-                        if asked == self._visit:
-                            self._visits[rank], said[rank] = visit, its
+                    for its in self._old.all_heard(rank):
+                        if isinstance(its, Wants) and its.asked == self._visit:
+                            self._visits[rank], said[rank] = its.visit, its.words
                 except Gone:
                     lost[rank] = f"rank {rank} has died: call recovered first"
                 except CodedError as error:
@@ -189,16 +175,15 @@ class OldRanks:
                     )
                 time.sleep(PAUSE)
             self._between = spawning.result(0.0)
-            self._new = Line(self._between, TAG_NEW, _number)
+            self._new = Channel(self._between, TAG_NEW, (Ready,), who=_number)
             while len(here) < ranks:
                 seen.look()
                 for rank in set(range(ranks)) - here:
-                    said = self._new.heard(rank, _word)
-                    if said is None:
+                    if (said := self._new.heard(rank)) is None:
                         continue
-                    if said:
+                    if said.why_not:
                         raise CodedError(
-                            f"number {rank + 1} of them cannot join: {said}"
+                            f"number {rank + 1} of them cannot join: {said.why_not}"
                         )
                     here.add(rank)
                 if time.monotonic() > until:
@@ -211,7 +196,10 @@ class OldRanks:
         except (CodedError, Gone, MPI.Exception) as error:
             why = "one of them has died" if isinstance(error, Gone) else str(error)
             what = f"processes were started as {' '.join(command)!r}"
-            self.verdict.why_not = f"{what}, but {why}"
+            self._fail(f"{what}, but {why}")
+
+    def _fail(self, why: str) -> None:
+        self.verdict = dataclasses.replace(self.verdict, why_not=why)
 
     def copied(self, mine: bool) -> MPI.Intracomm | None:
         """A communicator of the old ranks alone: revoking it lets go whoever waits there, and leaves the group as it
@@ -241,9 +229,9 @@ class OldRanks:
         side = Side(old, self._starter, first=True)
         try:
             if self._new is not None:
-                what = [self._root, plain(invitation.to_json()), _own_process.command]
+                invites = Invites(self._root, invitation, _own_process.command)
                 for rank in range(invitation.ranks):
-                    self._new.say(rank, what)
+                    self._new.say(rank, invites)
             return side.joined(self._between, 1, until, self._look)
         except BaseException:
             old.Revoke()
@@ -279,17 +267,18 @@ class OldRanks:
         """Why a new rank has failed; empty: it has not; None: it says nothing yet."""
         assert self._new is not None
         try:
-            return self._new.heard(rank, _word)
+            said = self._new.heard(rank)
         except Gone:
             return "it has died"
         except CodedError as error:
             return str(error)
+        return None if said is None else said.why_not
 
     def tell(self, both: MPI.Intracomm) -> None:
         """Say to the new ranks that they are in: each of the old ones does, as some may die meanwhile."""
-        line = Line(both, TAG_ALL)
+        new = Channel(both, TAG_ALL, (TakenIn,))
         for rank in range(self._comm.size, both.size):
-            line.say(rank, True)
+            new.say(rank, TakenIn())
 
     def end(self) -> None:
         """End the processes that were started, as far as this one sees them."""
@@ -349,25 +338,3 @@ def _has_not(rank: int, why: str) -> str:
 
 def _number(rank: int) -> str:
     return f"number {rank + 1} of those that were started"
-
-
-# What is said, as it is read: a ValueError where it is something else.
-
-
-def _told(said: Any) -> tuple[str, Verdict | None]:
-    """Of the starter: a visit, and the verdict for it; None: it asks, and the visit is its own."""
-    kinds = {"visit": str, "verdict": dict | None}
-    visit, its = _parse.items("what the starter says", said, kinds)
-    return visit, None if its is None else Verdict.from_json(its)
-
-
-def _wanted(said: Any) -> tuple[str, str, str]:
-    """Of others, to the starter: its visit, their own, and what they want."""
-    kinds = {"asked": str, "visit": str, "words": str}
-    asked, visit, its = _parse.items("what a rank wants", said, kinds)
-    return asked, visit, its
-
-
-def _word(said: Any) -> str:
-    """Of a new rank: why it cannot go on; empty: it does."""
-    return _parse.of_kind("why a rank cannot join", said, str)

@@ -1,17 +1,28 @@
 """The ranks that live agree on who is left of a group, where MPI is fault-tolerant (ULFM)."""
 
-import contextlib
+import dataclasses
 import errno
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
+from jaxcoded.group.membership.channel import Channel, Dead, Message
+from jaxcoded.group.membership.messages import (
+    Anew,
+    Answer,
+    Call,
+    GivesUp,
+    Kill,
+    Late,
+    State,
+    Stay,
+)
 from jaxcoded.group.membership.pending import Pending
 from jaxcoded.group.process import Process
 
@@ -19,16 +30,8 @@ logger = logging.getLogger("jaxcoded")
 
 # Of messages in the group's own communicator, in which nothing else is sent meanwhile: from the rank that
 # calls the roll, and to it.
-_DOWN, _UP = 32_001, 32_002
-_EXTENDS = 2  # in what a rank answers, where it wants ranks to join
-_GIVES_UP = -1  # in place of the number of the call that is answered
-# What it says: who is here? Kill those who are late; nobody is dead; make the group anew; some are late.
-_CALL, _KILL, _STAY, _ANEW, _LATE = range(1, 6)
-# Of what a caller says: what, the attempt, the call, the visit of who is told, whether those who are late are
-# put out, and seconds. What is known of each rank follows, and the errors of killing it.
-_HEADER = 6
-# What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group.
-_HERE, _MISSING, _DEAD, _LEFT = range(4)
+_FROM_CALLER, _TO_CALLER = 32_001, 32_002
+_ABOUT = "who is left"
 _PAUSE = 1e-3  # seconds between two looks
 # While MPI makes the group anew this process leaves the communicator alone, first for this share of the time for
 # which ranks wait, and then between two looks: one crashed there, which read a message meanwhile.
@@ -40,10 +43,6 @@ _GO_ON = (
 )
 _CALLS = 3  # in vain, where all that live have come and MPI does not go on
 REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
-
-_Moving = tuple[MPI.Request, np.ndarray]
-# What is on its way, of all groups of this process. Little: of a group's end, or of ranks that are stopped.
-_moving: list[tuple[dict[tuple[int, int], _Moving], list[_Moving]]] = []
 
 
 class Roll:
@@ -67,35 +66,33 @@ class Roll:
     def __init__(
         self, comm: MPI.Intracomm, processes: Sequence[Process], root: int
     ) -> None:
-        self._comm, self._rank, self._processes = comm, comm.rank, processes
+        self._size, self._rank, self._processes = comm.size, comm.rank, processes
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
-        self._extends = False
+        self._from_caller: Channel[Call | Stay | Late | Anew] = Channel(
+            comm, _FROM_CALLER, (Call, Kill, Stay, Late, Anew), _ABOUT
+        )
+        self._to_caller: Channel[Answer | GivesUp] = Channel(
+            comm, _TO_CALLER, (Answer, GivesUp), _ABOUT
+        )
         self._attempt = 0  # to make the group anew
         self._anew = -1  # the latest attempt that all are to make
         self._visits = 0  # of this rank
+        self._visit = _Visit("", 0.0, False)  # the latest
         self._awaited: Pending[Any] | None = None
         self._since = 0.0  # it is
         self._calls = 0  # by this rank
         self._dead: set[int] = set()
-        self._answers: dict[int, np.ndarray] = {}  # to the latest call
+        self._answers: dict[int, Answer] = {}  # to the latest call
         self._answered: set[int] = set()  # callers, in this visit
-        self._said: dict[int, np.ndarray] = {}  # by callers, what is to be read yet
-        self._asks = (
-            0.0,
-            False,
-        )  # the latest call, for how long and whether those who are late are put out
-        self._no_news = np.zeros(comm.size)
-        self._hindered = np.zeros(comm.size)  # numbers of errors, of killing
-        # MPI reads and writes them later, also when the group is no more
-        self._coming: dict[tuple[int, int], _Moving] = {}
-        self._sent: list[_Moving] = []
-        _moving.append((self._coming, self._sent))
+        # by callers, what is to be read yet
+        self._verdicts: dict[int, Stay | Late] = {}
+        self._hindered = [0] * comm.size  # numbers of errors, of killing
 
     def call(
         self,
         seconds: float,
         put_out: bool,
-        left: Callable[[], Mapping[int, str]] = dict,
+        left: Callable[[], Iterable[int]] = tuple,
         *,
         broken: bool = False,
         extends: bool = False,
@@ -106,7 +103,7 @@ class Roll:
         Args:
             seconds: for which ranks that live but do not come are waited for.
             put_out: whether these are put out then. Of all but the caller what the caller says counts.
-            left: the ranks below this one that make no more calls, as keys.
+            left: the ranks below this one that make no more calls.
             broken: whether the group is to be made anew in any case.
             extends: whether ranks are to join. Who wants something else has not come.
             decided: how many rounds are over. While there are more and more nobody is killed.
@@ -115,13 +112,16 @@ class Roll:
             CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
                 rank that lives, on the late ones when they come.
         """
-        self._extends = extends
         what = f"have not called {'extended' if extends else 'recovered'}"
-        with self._visit():
-            return self._attend(
-                *(lambda: False, 0.0, seconds, put_out, left, broken, decided),
-                what,
+        return self._attend(
+            _Visit(
+                *(what, seconds, put_out),
+                left=left,
+                broken=broken,
+                extends=extends,
+                decided=decided,
             )
+        )
 
     def wait(
         self,
@@ -145,285 +145,234 @@ class Roll:
         # others count from then on, also where this rank gives up and comes again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
-        self._extends = extends
-        with self._visit():
-            if not self._attend(
-                *(lambda: not pending.runs(), patience, seconds, put_out),
-                *(dict, not extends, int),
-                "have not made the group with the others",
-            ):
-                raise CodedError(
-                    "another rank has begun anew what this one waits for: call it again"
-                )
+        visit = _Visit(
+            *("have not made the group with the others", seconds, put_out),
+            patience=patience,
+            over=lambda: not pending.runs(),
+            broken=not extends,
+            extends=extends,
+        )
+        if not self._attend(visit):
+            raise CodedError(
+                "another rank has begun anew what this one waits for: call it again"
+            )
 
     def next_attempt(self) -> None:
         """The group could not be made anew, on any rank."""
         self._attempt += 1
 
-    @contextlib.contextmanager
-    def _visit(self) -> Iterator[None]:
-        """Inside, this rank is there. Where it gives up nobody is to count on it."""
-        self._visits += 1
-        self._answered.clear()
-        try:
-            yield
-        except BaseException:
-            for caller in self._answered - self._dead:
-                self._answer(_GIVES_UP, caller, np.zeros(self._comm.size))
-            raise
-
-    def _attend(
-        self,
-        over: Callable[[], bool],
-        patience: float,
-        seconds: float,
-        put_out: bool,
-        left: Callable[[], Mapping[int, str]],
-        broken: bool,
-        decided: Callable[[], int],
-        what: str,
-    ) -> bool:
+    def _attend(self, visit: "_Visit") -> bool:
         """Answer, and call where this rank is to. Whether something is over, or all are to go on; not where
         the caller says that nobody is dead."""
-        waits = patience > 0
-        self._said.clear()
-        self._hindered[:] = 0
-        self._broken, self._below = broken, left
-        self._calling = False
-        decided_before = decided()
-        caller, killed, calls, until = -1, False, 0, 0.0
+        self._visit = visit
+        self._visits += 1
+        self._answered.clear()
+        self._verdicts.clear()
+        self._hindered = [0] * self._size
+        try:
+            return self._outcome(visit)
+        except BaseException:
+            for caller in self._answered - self._dead:
+                self._to_caller.say(caller, GivesUp())
+            raise
+
+    def _outcome(self, visit: "_Visit") -> bool:
+        decided = visit.decided()
         now = time.monotonic()
-        serves_at = now + _AT_FIRST * seconds
-        while True:
-            if over():
-                return True
+        serves_at = now + _AT_FIRST * visit.seconds
+        while not visit.over():
             looked, now = now, time.monotonic()
-            heard = {}
-            if not waits or now >= serves_at:
-                heard, serves_at = self._serve(), now + _SERVES
-            if not waits and self._anew >= self._attempt:
+            silent: dict[int, float] = {}
+            if not visit.waits or now >= serves_at:
+                silent, serves_at = self._serve(), now + _SERVES
+            if not visit.waits and self._anew >= self._attempt:
                 return True
             if now - looked > _STOPPED:
-                until += now - looked
-            # who has not come would be killed at its work
-            if busy := decided() > decided_before:
-                put_out = False
-            first = next(it for it in self._callers if it not in self._dead)
-            if first != caller:
-                caller, killed = first, False
-                calls_at = self._since + patience if waits else now
-                until = calls_at if caller == self._rank else now + patience + seconds
-            said = self._said.pop(caller, None)
-            if caller == self._rank:
-                if not self._calling:
-                    if now < until:
-                        time.sleep(_PAUSE)
-                        continue
-                    # all of which it may say nothing
-                    self._begin(seconds + patience, put_out)
-                    until, calls = now + seconds, calls + 1
-                known = self._known()
-                late = _absent(known)
-                if not late and not waits:
-                    return self._decide(known)
-                if now >= until and not late:
-                    # all are here, but MPI has them wait
-                    if calls == _CALLS:
-                        self._tell(_LATE, known)
-                        raise CodedError(self._in_words(known, what, False))
-                    self._calling, until = False, now + patience
-                elif now >= until and put_out and not killed:
-                    killed, until = True, now + max(seconds, REPORTED)
-                    self._tell(_KILL, known, seconds=seconds + patience, put_out=True)
-                    self._kill(late)
-                elif now >= until:
-                    self._tell(_LATE, known, put_out=put_out)
-                    words = self._in_words(known, what, put_out)
-                    raise CodedError(words + _GO_ON * busy)
-            elif said is not None and said[0] == _STAY:
-                return False
-            elif said is not None:
-                known, self._hindered = np.split(said[_HEADER:].copy(), 2)
-                if known[self._rank] in (_MISSING, _LEFT):
-                    so = ", which wanted to put it out" if said[4] else ""
-                    raise CodedError(
-                        f"rank {self._rank} has called this too late for the others{so}, or they have called something "
-                        "else: all call the same after the same step"
-                    )
-                raise CodedError(self._in_words(known, what, bool(said[4])))
-            elif caller in heard:
-                # it waits for others as long, and may kill some
-                until = now + heard[caller]
-            elif now >= until and put_out and not killed:
-                killed, until = True, now + max(seconds, REPORTED)
-                self._kill([caller])
-            elif now >= until:
-                number = int(self._hindered[caller])
-                raise CodedError(
-                    f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
-                    "late, stuck or stopped, or calls something else. Call this again later, or end its process, "
-                    f"{self._processes[caller]}"
-                    + (f" ({_why(number)})" if number else "")
-                    + _GO_ON * busy
-                )
+                visit.until += now - looked
+            visit.busy = visit.decided() > decided
+            caller = next(it for it in self._callers if it not in self._dead)
+            if caller != visit.caller:
+                visit.caller, visit.killed = caller, False
+                visit.until = now + visit.patience + visit.seconds
+                if caller == self._rank:
+                    visit.until = self._since + visit.patience if visit.waits else now
+            outcome = (
+                self._lead(visit, now)
+                if caller == self._rank
+                else self._follow(visit, now, silent.get(caller))
+            )
+            if outcome is not None:
+                return outcome
             time.sleep(_PAUSE)
+        return True
+
+    def _lead(self, visit: "_Visit", now: float) -> bool | None:
+        """Call the roll: the outcome, if there is one yet."""
+        if not visit.calling:
+            if now < visit.until:
+                return None
+            self._calls += 1
+            self._answers.clear()
+            visit.calling, visit.calls = True, visit.calls + 1
+            visit.asks = visit.silent, visit.kills
+            # all of which it may say nothing
+            self._tell(functools.partial(Call, self._calls, *visit.asks))
+            visit.until = now + visit.seconds
+        known = self._known(visit)
+        late = _absent(known)
+        if not (late or visit.waits):
+            return self._decide(known)
+        if now < visit.until:
+            return None
+        if late and visit.kills and not visit.killed:
+            visit.killed, visit.until = True, now + max(visit.seconds, REPORTED)
+            self._tell(
+                functools.partial(Kill, self._calls, visit.silent, True, late=late)
+            )
+            self._kill(late)
+        elif not late and visit.calls < _CALLS:
+            # all are here, but MPI has them wait
+            visit.calling, visit.until = False, now + visit.patience
+        else:
+            late_ones = functools.partial(Late, visit.kills, known, self._hindered)
+            self._tell(late_ones)
+            words = self._in_words(known, visit.what, visit.kills)
+            raise CodedError(words + _GO_ON * visit.busy)
+        return None
+
+    def _follow(self, visit: "_Visit", now: float, silent: float | None) -> bool | None:
+        """Wait for what the caller says: the outcome, if there is one yet.
+
+        Args:
+            silent: seconds for which it may say nothing, where it has just called.
+        """
+        caller = visit.caller
+        verdict = self._verdicts.pop(caller, None)
+        if isinstance(verdict, Stay):
+            return False
+        if verdict is not None:
+            self._hindered = verdict.hindered
+            if verdict.known[self._rank] in (State.MISSING, State.LEFT):
+                so = ", which wanted to put it out" if verdict.put_out else ""
+                raise CodedError(
+                    f"rank {self._rank} has called this too late for the others{so}, or they have called something "
+                    "else: all call the same after the same step"
+                )
+            raise CodedError(self._in_words(verdict.known, visit.what, verdict.put_out))
+        if silent is not None:
+            # it waits for others as long, and may kill some
+            visit.until = now + silent
+        elif now >= visit.until and visit.kills and not visit.killed:
+            visit.killed, visit.until = True, now + max(visit.seconds, REPORTED)
+            self._kill([caller])
+        elif now >= visit.until:
+            number = self._hindered[caller]
+            raise CodedError(
+                f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
+                "late, stuck or stopped, or calls something else. Call this again later, or end its process, "
+                f"{self._processes[caller]}"
+                + (f" ({_why(number)})" if number else "")
+                + _GO_ON * visit.busy
+            )
+        return None
 
     def _serve(self) -> dict[int, float]:
         """Take what has come, and answer who calls. Of these for how many seconds they may say nothing."""
-        self._sent[:] = [it for it in self._sent if not _is_over(it[0])]
-        out = {}
-        for rank in range(self._comm.size):
-            if rank in self._dead or rank == self._rank:
-                continue
+        silent = {}
+        for rank in self._others():
             try:
-                while (word := self._received(rank, _UP)) is not None:
-                    if word[0] == self._calls:
-                        self._answers[rank] = word
-                    elif word[0] == _GIVES_UP:
-                        self._answers.pop(rank, None)
-                        if self._calling:  # for when it comes again
-                            self._say(_CALL, rank, self._no_news, *self._asks)
+                for answer in self._to_caller.all_heard(rank):
+                    self._count(rank, answer)
                 # what is said after a verdict is for the next visit
                 while (
                     not self._is_answered(rank)
-                    and (word := self._received(rank, _DOWN)) is not None
+                    and (message := self._from_caller.heard(rank)) is not None
                 ):
-                    if (seconds := self._take(rank, word)) is not None:
-                        out[rank] = seconds
-            except MPI.Exception as error:
-                _unless_dead(error)
+                    if (seconds := self._take(rank, message)) is not None:
+                        silent[rank] = seconds
+            except Dead:
                 self._dead.add(rank)
-        return out
+        return silent
+
+    def _count(self, rank: int, answer: Answer | GivesUp) -> None:
+        if isinstance(answer, GivesUp):
+            self._answers.pop(rank, None)
+            if self._visit.calling:  # for when it comes again
+                self._from_caller.say(
+                    rank, Call(self._calls, *self._visit.asks, visit=0)
+                )
+        elif answer.number == self._calls:
+            self._answers[rank] = answer
 
     def _is_answered(self, caller: int) -> bool:
         """Whether a rank has said how the roll ended to which this one has come."""
-        return caller in self._said and self._said[caller][3] == self._visits
+        verdict = self._verdicts.get(caller)
+        return verdict is not None and verdict.visit == self._visits
 
-    def _take(self, caller: int, word: np.ndarray) -> float | None:
-        kind, attempt, number, visit, put_out = map(int, word[:5])
-        if kind == _ANEW:
-            self._go_on(attempt)
-        elif kind in (_CALL, _KILL):
-            self._said.pop(caller, None)  # that this rank was late for a call before
-            if kind == _KILL and visit == self._visits:  # and not of long ago
-                late = np.flatnonzero(
-                    np.isin(word[_HEADER:][: self._comm.size], (_MISSING, _LEFT))
-                )
-                self._kill([rank for rank in late.tolist() if rank != self._rank])
-            below = np.zeros(self._comm.size)
-            below[list(self._below())] = 1
-            self._answer(number, caller, below)
+    def _take(self, caller: int, message: Call | Stay | Late | Anew) -> float | None:
+        """What a caller says. For how many seconds it may say nothing then, if it calls."""
+        if isinstance(message, Anew):
+            self._go_on(message.attempt)
+        elif isinstance(message, Call):
+            # that this rank was late for a call before
+            self._verdicts.pop(caller, None)
+            # and not of long ago
+            if isinstance(message, Kill) and message.visit == self._visits:
+                self._kill([rank for rank in message.late if rank != self._rank])
+            its, below = self._visit, list(self._visit.left())
+            answer = self._visits, its.broken, its.extends, self._hindered, below
+            self._to_caller.say(caller, Answer(message.number, *answer))
             self._answered.add(caller)
-            return 2 * word[5] + 1 + (REPORTED if put_out else 0)
-        elif visit == self._visits or (kind == _LATE and not visit):
-            self._said[caller] = word
+            return 2 * message.seconds + 1 + (REPORTED if message.put_out else 0)
+        elif message.visit == self._visits or (
+            isinstance(message, Late) and not message.visit
+        ):
+            self._verdicts[caller] = message
         return None
-
-    def _answer(self, number: int, caller: int, below: np.ndarray) -> None:
-        wants = self._broken + _EXTENDS * self._extends
-        answer = [number, self._visits, wants, *self._hindered, *below]
-        self._send(np.array(answer, np.float64), caller, _UP)
 
     def _go_on(self, attempt: int) -> None:
         """All are to make the group anew. Whoever has said so may die before all have heard it."""
         if attempt > self._anew:
             self._anew = attempt
-            self._tell(_ANEW, self._no_news, attempt=attempt)
+            self._tell(lambda visit: Anew(attempt))
 
-    def _begin(self, seconds: float, put_out: bool) -> None:
-        self._calling = True
-        self._calls += 1
-        self._answers.clear()
-        self._asks = seconds, put_out
-        self._tell(_CALL, self._no_news, *self._asks)
-
-    def _decide(self, known: np.ndarray) -> bool:
+    def _decide(self, known: list[int]) -> bool:
         """All that live are here. Whether the group is to be made anew."""
-        answers = self._answers.values()
-        broken = self._broken or any(answer[2] % _EXTENDS for answer in answers)
-        if broken or (known == _DEAD).any():
+        broken = any(answer.broken for answer in self._answers.values())
+        if self._visit.broken or broken or State.DEAD in known:
             self._go_on(self._attempt)
             return True
-        self._tell(_STAY, known)
+        self._tell(Stay)
         return False
 
-    def _known(self) -> np.ndarray:
+    def _known(self, visit: "_Visit") -> list[int]:
         """What is known of each rank, of the latest call of this one."""
-        out = np.full(self._comm.size, _MISSING)
-        left = np.zeros(self._comm.size, bool)
-        left[list(self._below())] = True
-        for answer in self._answers.values():
-            hindered, below = np.split(answer[3:], 2)
-            self._hindered = np.maximum(self._hindered, hindered)
-            left |= below > 0
-        out[left] = _LEFT
-        out[self._rank] = _HERE
-        for rank, answer in self._answers.items():
-            if answer[2] // _EXTENDS == self._extends:
-                out[rank] = _HERE
-        out[list(self._dead)] = _DEAD
+        out: list[int] = [State.MISSING] * self._size
+        answers = self._answers.items()
+        for rank in visit.left():
+            out[rank] = State.LEFT
+        for _, answer in answers:
+            self._hindered = [*map(max, self._hindered, answer.hindered)]
+            for rank in answer.left:
+                out[rank] = State.LEFT
+        for rank in {it for it, answer in answers if answer.extends == visit.extends}:
+            out[rank] = State.HERE
+        for rank in self._dead:
+            out[rank] = State.DEAD
+        out[self._rank] = State.HERE
         return out
 
-    def _tell(
-        self,
-        kind: int,
-        known: np.ndarray,
-        seconds: float = 0.0,
-        put_out: bool = False,
-        attempt: int | None = None,
-    ) -> None:
-        """Say something to all that live."""
-        for rank in range(self._comm.size):
-            if rank != self._rank and rank not in self._dead:
-                self._say(kind, rank, known, seconds, put_out, attempt)
+    def _others(self) -> list[int]:
+        """Those that live, as far as this rank knows."""
+        gone = {self._rank, *self._dead}
+        return [rank for rank in range(self._size) if rank not in gone]
 
-    def _say(
-        self,
-        kind: int,
-        to: int,
-        known: np.ndarray,
-        seconds: float,
-        put_out: bool,
-        attempt: int | None = None,
-    ) -> None:
-        attempt = self._attempt if attempt is None else attempt
-        answer = self._answers.get(to)
-        visit = 0 if answer is None else answer[1]
-        header = [kind, attempt, self._calls, visit, put_out, seconds]
-        self._send(np.array([*header, *known, *self._hindered], np.float64), to, _DOWN)
-
-    def _send(self, what: np.ndarray, to: int, tag: int) -> None:
-        try:
-            self._sent.append((self._comm.Isend(what, to, tag), what))
-        except MPI.Exception as error:
-            _unless_dead(error)
-
-    def _received(self, rank: int, tag: int) -> np.ndarray | None:
-        """The next message of a rank, if it is here.
-
-        Raises:
-            CodedError: it is nonsense.
-        """
-        if (rank, tag) not in self._coming:
-            if not self._comm.Iprobe(rank, tag):
-                return None
-            header = _HEADER if tag == _DOWN else 3
-            words = np.zeros(header + 2 * self._comm.size)
-            self._coming[rank, tag] = self._comm.Irecv(words, rank, tag), words
-        request, words = self._coming[rank, tag]
-        try:
-            if not request.Test():
-                return None
-        except MPI.Exception:
-            del self._coming[rank, tag]
-            raise
-        del self._coming[rank, tag]
-        if not _is_word(words, tag):
-            raise CodedError(
-                f"what rank {rank} says of who is left cannot be read: {words[:_HEADER].tolist()}: do all ranks run "
-                "the same jaxcoded?"
-            )
-        return words
+    def _tell(self, message: Callable[..., Message]) -> None:
+        """Say something to all that live, with the visit of each."""
+        for rank in self._others():
+            answer = self._answers.get(rank)
+            visit = 0 if answer is None else answer.visit
+            self._from_caller.say(rank, message(visit=visit))
 
     def _kill(self, late: list[int]) -> None:
         """Kill the processes of ranks that this one can see, as others do, of which one says so."""
@@ -438,7 +387,7 @@ class Roll:
                     *(self._rank, process, rank),
                 )
 
-    def _in_words(self, known: np.ndarray, what: str, put_out: bool) -> str:
+    def _in_words(self, known: Sequence[int], what: str, put_out: bool) -> str:
         """Who has not come, and what to do."""
         late = _absent(known)
         if not late:
@@ -447,7 +396,7 @@ class Roll:
                 "the job again from a checkpoint"
             )
         words = f"ranks {late} live, but {what}: they are late, stuck or stopped"
-        if left := np.flatnonzero(known == _LEFT).tolist():
+        if left := _those(known, State.LEFT):
             words = (
                 f"ranks {late} live, but {what}: of these {left} have closed the group"
             )
@@ -461,16 +410,16 @@ class Roll:
                 "Call it again later, or with a longer timeout, or end their processes, or say "
                 "recovered(put_out=True)"
             )
-        dead = np.flatnonzero(known == _DEAD).tolist()
+        dead = _those(known, State.DEAD)
         return f"{words}; dead are ranks {dead}" if dead else words
 
-    def _why_not(self, known: np.ndarray) -> str:
+    def _why_not(self, known: Sequence[int]) -> str:
         """Why ranks could not be put out, in words."""
-        here = [self._processes[it] for it in np.flatnonzero(known == _HERE).tolist()]
+        here = [self._processes[it] for it in _those(known, State.HERE)]
         words = []
         for rank in _absent(known):
             process = self._processes[rank]
-            if number := int(self._hindered[rank]):
+            if number := self._hindered[rank]:
                 why = _why(number)
             elif any(map(process.reachable, here)):
                 why = "it was killed, but has not ended"
@@ -480,35 +429,68 @@ class Roll:
         return ", ".join(words)
 
 
-def _is_word(words: np.ndarray, tag: int) -> bool:
-    """Whether it is one that ranks say: of whole numbers, besides seconds."""
-    numbers = words
-    if tag == _DOWN:
-        if not (_CALL <= words[0] <= _LATE and words[5] >= 0):
-            return False
-        numbers = np.delete(words, 5)
-    return bool(((np.abs(numbers) < 2**31) & (numbers == np.rint(numbers))).all())
+@dataclasses.dataclass
+class _Visit:
+    """A rank that has come, with what it comes for, and how far that is.
+
+    Attributes:
+        what: those who are late have not done, in words.
+        seconds, put_out, left, broken, extends, decided: as in `Roll.call`.
+        patience: seconds after which those who are missing are looked for; 0: at once.
+        over: whether what it waits for is.
+        caller: who is to call the roll now.
+        until: when its patience ends.
+        calling: whether this rank has called the roll, and waits for answers to
+        asks: for how many seconds it may say nothing then, and whether it kills.
+        calls: how many there were.
+        killed: whether it has killed those who were late.
+        busy: whether rounds are decided meanwhile: who has not come would be killed at its work.
+    """
+
+    what: str
+    seconds: float
+    put_out: bool
+    patience: float = 0.0
+    over: Callable[[], bool] = bool
+    left: Callable[[], Iterable[int]] = tuple
+    broken: bool = False
+    extends: bool = False
+    decided: Callable[[], int] = int
+    caller: int = -1
+    until: float = 0.0
+    calling: bool = False
+    asks: tuple[float, bool] = (0.0, False)
+    calls: int = 0
+    killed: bool = False
+    busy: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for what all do together."""
+        return self.patience > 0
+
+    @property
+    def kills(self) -> bool:
+        """Whether those who are late are put out."""
+        return self.put_out and not self.busy
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which this rank may say nothing after a call."""
+        return self.seconds + self.patience
 
 
-def _absent(known: np.ndarray) -> list[int]:
+def _those(known: Sequence[int], *states: State) -> list[int]:
+    """The ranks of which that is known."""
+    return [rank for rank, state in enumerate(known) if state in states]
+
+
+def _absent(known: Sequence[int]) -> list[int]:
     """Who lives and has not come."""
-    return np.flatnonzero((known == _MISSING) | (known == _LEFT)).tolist()
+    return _those(known, State.MISSING, State.LEFT)
 
 
 def _why(number: int) -> str:
     if number == errno.ESRCH:
         return "its process has ended, but MPI does not report it"
     return os.strerror(number)
-
-
-def _is_over(request: MPI.Request) -> bool:
-    try:
-        return request.Test()
-    except MPI.Exception as error:
-        _unless_dead(error)
-        return True
-
-
-def _unless_dead(error: MPI.Exception) -> None:
-    if error.Get_error_class() != MPI.ERR_PROC_FAILED:
-        raise error
