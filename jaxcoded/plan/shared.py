@@ -30,7 +30,7 @@ class Shared(Strategy):
     Attributes:
         replicas: other ranks that hold the data of each block, ≥ 0: as many ranks as that,
             but not the root, may be missing. One rank alone has no others, and computes all.
-        blocks: of each rank, ≥ 1.
+        blocks: of each rank, ≥ 1. A rank alone has one.
         root_computes: whether the root owns blocks too.
 
     Raises:
@@ -83,7 +83,9 @@ class Shared(Strategy):
     def placement(self, size: int) -> Placement:
         first = 0 if self.root_computes or size == 1 else 1
         ranks = tuple(range(first, size))
-        return Placement(ranks, min(self.replicas, len(ranks) - 1), self.blocks)
+        # nobody takes blocks of a rank alone, so that it computes its batch as a whole
+        blocks = self.blocks if len(ranks) > 1 else 1
+        return Placement(ranks, min(self.replicas, len(ranks) - 1), blocks)
 
     def coding(self, tree: Tree, rank: int, capacities: tuple[Fraction, ...]) -> Coding:
         del tree, rank
@@ -113,8 +115,8 @@ class Shared(Strategy):
                     f"{missing} {'but the root ' * (others > 0)}may be missing"
                 ),
                 (
-                    f"a rank computes {fraction(each)} of the batch, in {self.blocks} "
-                    f"block{s(self.blocks)}, where nobody is late; {helped}"
+                    f"a rank computes {fraction(each)} of the batch, in {placed.blocks} "
+                    f"block{s(placed.blocks)}, where nobody is late; {helped}"
                 ),
                 (
                     f"a rank holds the data of {fraction((1 + others) * each)} of the batch: "

@@ -16,7 +16,7 @@ class Result(NamedTuple):
     Example:
         >>> import jax.numpy as jnp, jaxcoded
         >>> from mpi4py import MPI
-        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Uncoded()) as group:
         ...     out = jaxcoded.coded_allreduce(jnp.arange(3.0), group, residual=True)
         >>> out.value.tolist(), float(out.residual), out.token
         ([0.0, 1.0, 2.0], 0.0, None)

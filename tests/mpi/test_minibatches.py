@@ -28,6 +28,7 @@ if SIZE == 4:
         "slices": jaxcoded.Coded(slices=2),
         "parts": jaxcoded.Coded(code="progressive"),
     }
+CHILDREN = max(SIZE - 1, 1)
 
 
 def losses(w, batch):
@@ -246,11 +247,11 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
 @pytest.mark.parametrize(
     "how",
     [
-        jaxcoded.Coded(stragglers=0, fanout=SIZE - 1),
-        jaxcoded.Coded(stragglers=min(1, SIZE - 2), fanout=SIZE - 1),
-        jaxcoded.Coded(stragglers=0, slices=min(2, SIZE - 1), fanout=SIZE - 1),
+        jaxcoded.Coded(stragglers=0, fanout=CHILDREN),
+        jaxcoded.Coded(stragglers=min(1, CHILDREN - 1), fanout=CHILDREN),
+        jaxcoded.Coded(stragglers=0, slices=min(2, CHILDREN), fanout=CHILDREN),
         jaxcoded.Shared(replicas=0),
-        jaxcoded.Shared(replicas=min(1, SIZE - 2)),
+        jaxcoded.Shared(replicas=min(1, CHILDREN - 1)),
     ],
     ids=["uncoded", "coded", "slices", "shared", "replicas"],
 )
