@@ -11,11 +11,15 @@ ALONE = (
     "group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport='engine')\n"
 )
 PARTS = """
-from jaxcoded.transport.base import Collective
-its, token = group._session.transport, jnp.int32(0)
-one, other = Collective("sum of f4[9]"), Collective("sum of f4[8]")
-begin = jax.jit(lambda x, token: its.begin(one, [x], 0, token=token))
-end = jax.jit(lambda x, token: its.carry(other, [x], token=token, last_part=True))
+from jaxcoded.transport.packing import Kind
+from jaxcoded.transport.primitive import run
+from jaxcoded.transport.round import Operands, Round
+token, kind = jnp.int32(0), Kind(*[np.dtype(np.float32)] * 2)
+whole = Round(group._session.index, "sum of f4[9]", vectors=(kind,), leading=("token",))
+other = Round(group._session.index, "sum of f4[8]", vectors=(kind,), leading=("token",), last_part=True)
+part = whole.step("part", results=())
+begin = jax.jit(lambda x, token: run(part, Operands([x], token=token))[1])
+end = jax.jit(lambda x, token: run(other, Operands([x], token=token)))
 begin(jnp.full(9, 3.0), token).block_until_ready()
 jax.block_until_ready(end(jnp.arange(8.0), token))
 """

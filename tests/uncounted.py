@@ -3,19 +3,18 @@ round, without counting examples."""
 
 from jaxcoded.collectives import allreduce as _allreduce
 from jaxcoded.collectives import host, nonblocking
-from jaxcoded.collectives.request import Request
 
 allreduce = host.summed
 
 
 def coded_allreduce(x, group, **asked):
-    return _allreduce.summed(x, group, Request(**asked)).plain()
+    return _allreduce.summed(x, group, **asked).plain()
 
 
 def coded_reduce(x, group, **asked):
-    request = Request("coded_reduce", down=False, **asked)
-    return _allreduce.summed(x, group, request).plain()
+    asked |= {"name": "coded_reduce", "down": False}
+    return _allreduce.summed(x, group, **asked).plain()
 
 
 def coded_allreduce_start(x, group, bucket_bytes=None, **asked):
-    return nonblocking.started(x, group, Request(**asked), bucket_bytes)
+    return nonblocking.started(x, group, bucket_bytes=bucket_bytes, **asked)

@@ -1,97 +1,41 @@
 """The coded collectives, for use inside and outside ``jit``."""
 
-import dataclasses
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import _require
+from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes._redraw import MAX_ROUNDING
-from jaxcoded.collectives.counting import checked_count
-from jaxcoded.collectives.request import Request
+from jaxcoded.collectives.arguments import checked_operands, divided_by
+from jaxcoded.collectives.counting import NOT_COUNTED, Count, checked_count, counted
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan, atoms
-from jaxcoded.transport import primitive
-from jaxcoded.transport.base import Collective, Transport
 from jaxcoded.transport.kernels import Encoded, accumulator, divided
-from jaxcoded.transport.packing import Apart, Packing, checked_wire_dtype, pack, unpack
-from jaxcoded.transport.primitive import NO_EXTRAS, Extras
+from jaxcoded.transport.packing import (
+    Apart,
+    Kind,
+    Packing,
+    checked_wire_dtype,
+    pack,
+    unpack,
+)
+from jaxcoded.transport.primitive import run
 from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
+from jaxcoded.transport.round import Operands, Round
 
 # float16 and bfloat16 round every message; beyond this share of the sum the user is
 # told.
 MAX_NARROW_ROUNDING = 0.125
 
-_NO_GRADIENT = (
-    "{}: reverse mode through a coded sum does not give the gradient of the sum but, on "
-    "every rank, another part of it. Take the gradient first and sum it then: "
-    "jaxcoded.coded_value_and_grad(losses, group)(params, batch), or "
-    "coded_allreduce(jax.value_and_grad(weighted_loss)(params), group, batch.weights). If you mean the "
-    "transpose, and sum what it gives by one more coded_allreduce, say so: "
-    "coded_allreduce(..., transpose=True)"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeRound(primitive.Specification):
-    """A collective over the tree of a group.
-
-    Attributes:
-        index: of the group.
-        collective: what happens on the way.
-        last_part: whether the vectors are the last parts of those of the round.
-        wires: the dtypes in which the first vectors travel; the others in their own.
-        transposes: whether the caller means the transpose.
-    """
-
-    index: int
-    collective: Collective
-    last_part: bool = False
-    wires: tuple[np.dtype, ...] = ()
-    transposes: bool = False
-
-    def __str__(self) -> str:
-        return self.collective.signature
-
-    def of_tangents(self) -> "TreeRound":
-        # no examples are counted in them
-        collective = dataclasses.replace(self.collective, examples=None)
-        return dataclasses.replace(self, collective=collective)
-
-    def no_transpose(self) -> str:
-        does = self.collective
-        if not (does.up and does.down) or find(self.index).plan.encoded:
-            return super().no_transpose()
-        return "" if self.transposes else _NO_GRADIENT.format(self)
-
-    def result_length(self, length: int) -> int:
-        group = find(self.index)
-        if self.last_part:
-            return length * group.plan.slices_above[group.rank]
-        up = self.collective.up
-        return group.plan.result_length(group.rank, length) if up else length
-
-    def carry(
-        self,
-        vectors: Sequence[jax.Array],
-        extras: Extras,
-        token: jax.Array | None,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        batch = vectors[0].shape[:-1] if vectors else ()
-        out, next_token = find(self.index).carry(
-            dataclasses.replace(self.collective, batch=batch),
-            converted(vectors, self.wires),
-            extras,
-            token,
-            last_part=self.last_part,
-        )
-        return converted(out, [vector.dtype for vector in vectors]), next_token
+_NAME = "coded_allreduce"
+_ORDERED = ", with a token"
 
 
 def coded_allreduce(
@@ -199,7 +143,10 @@ def coded_allreduce(
         >>> group.close()
     """
     check_open(group)
-    request = Request(
+    return summed(
+        x,
+        group,
+        counted(weights, group, _NAME),
         divisor=divisor,
         erasures=erasures,
         skip=skip,
@@ -207,8 +154,7 @@ def coded_allreduce(
         wire_dtype=wire_dtype,
         token=token,
         transpose=transpose,
-    )
-    return summed(x, group, request.counting(weights, group)).plain()
+    ).plain()
 
 
 def coded_reduce(
@@ -226,15 +172,17 @@ def coded_reduce(
     Takes, returns and raises what `coded_allreduce` does, but has no transpose.
     """
     check_open(group)
-    request = Request(
-        "coded_reduce",
+    return summed(
+        x,
+        group,
+        counted(weights, group, "coded_reduce"),
+        name="coded_reduce",
         divisor=divisor,
         erasures=erasures,
         wire_dtype=wire_dtype,
         token=token,
         down=False,
-    )
-    return summed(x, group, request.counting(weights, group)).plain()
+    ).plain()
 
 
 def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> Any:
@@ -267,148 +215,184 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
     check_open(group)
     with group._session.failing("tree_bcast"):
         vectors, packing = pack(x, floats_only=False)
-        request = Request("tree_bcast", token=token).checked(group)
-    token = request.token
-    collective = Collective(
-        f"tree_bcast of {packing}{_tokened(token)}",
+        operands, fields = checked_operands(group, token=token)
+    round = Round(
+        group._session.index,
+        f"tree_bcast of {packing}{_ORDERED * (token is not None)}",
+        vectors=tuple(packing.vectors),
         up=False,
-        devices=request.devices,
-        splits=packing.splits_of_vectors,
+        **fields,
     )
-    out, token = carried(
-        TreeRound(group._session.index, collective),
-        vectors,
-        group,
-        request.extras,
-        token,
-    )
+    out, token = run(round, operands._replace(vectors=vectors))
     group._session.hands_on = True
     return Result(unpack(out, packing), token=token).plain()
 
 
-def summed(x: Any, group: CodedGroup, request: Request) -> Result:
-    """The coded sum that is asked for."""
-    ready = prepared(x, group, request)
-    asked = ready.request
-    out, token = carried(ready.spec, ready.vectors, group, asked.extras, asked.token)
-    counted = asked.examples if asked.count is not None else None
-    total, residual = results(
-        out,
-        group._session.transport,
-        ready.packing,
-        asked.divisor,
-        counted,
-        residual=asked.residual,
-    )
-    return Result(total, residual, token)
-
-
-class Prepared(NamedTuple):
-    """A round of a coded sum in which nothing can be wrong with the arguments.
-
-    Attributes:
-        spec: what the round does.
-        vectors: of this rank.
-        packing: of what comes of it.
-        request: what was asked for, checked.
-    """
-
-    spec: TreeRound
-    vectors: Sequence[jax.Array]
-    packing: Packing
-    request: Request
-
-
-def prepared(x: Any, group: CodedGroup, request: Request) -> Prepared:
-    """The round that is asked for, not called yet."""
+def summed(
+    x: Any,
+    group: CodedGroup,
+    count: Count = NOT_COUNTED,
+    *,
+    divisor: Any = None,
+    name: str = _NAME,
+    **asked: Any,
+) -> Result:
+    """The coded sum that is asked for, see `prepared`."""
     check_open(group)
     group._session.check_alike()
-    with group._session.failing(request.name):
-        request = request.checked(group)
-        if request.residual and not group.approximate:
-            group.plan.strategy.refuse("residual")
-        last = request.last_part
-        vectors, packing = _message(x, group, request)
-        wires = packing.wires
-        if request.count is not None:
-            vectors = (request.count, *vectors)
-            wires = (request.count.dtype, *wires)
-        spec = TreeRound(
-            group._session.index,
-            coded_sum(packing, group, request),
-            last_part=last,
-            wires=wires,
-            transposes=bool(request.transpose),
+    with group._session.failing(name):
+        round, operands, packing = prepared(
+            x, group, count, name=name, divisor=divisor, **asked
         )
-        if request.residual and group.plan.strategy.by_blocks:
-            blocks = len(group.plan.placement.holders)
-            probe, token = group._session.transport.computed(blocks, request.token)
-            request = dataclasses.replace(request, token=token)
-            vectors = (*vectors, probe)
-        elif request.residual:
-            vectors = (*vectors, _probe(group, vectors, -1 if last else None))
-    return Prepared(spec, vectors, packing, request)
+    out, token = run(round, operands)
+    return Result(*results(out, round, packing, divisor), token)
 
 
-def carried(
-    spec: TreeRound,
-    vectors: Sequence[jax.Array],
+def prepared(
+    x: Any,
     group: CodedGroup,
-    extras: Extras = NO_EXTRAS,
-    token: jax.Array | None = None,
-) -> tuple[list[jax.Array], jax.Array | None]:
-    """What comes of a round, and the next token."""
-    if token is None or group._session.transport.takes_tokens:
-        return primitive.run(spec, vectors, extras, token)
-    return primitive.run(spec, vectors, extras)[0], token  # in order without it
+    count: Count,
+    *,
+    name: str = _NAME,
+    divisor: Any = None,
+    erasures: Any = None,
+    skip: Any = None,
+    residual: bool = False,
+    wire_dtype: Any = None,
+    token: Any = None,
+    transpose: bool = False,
+    down: bool = True,
+    apart: Sequence[str] = (),
+    kind: str = "round",
+    number: int = 0,
+    last_part: bool = False,
+) -> tuple[Round, Operands, Packing]:
+    """The round of a coded sum, not called yet, and the packing of what comes of it.
+
+    Args:
+        x, group, divisor, erasures, skip, residual, wire_dtype, token, transpose: as for `coded_allreduce`.
+        count: of the examples.
+        name: of the collective.
+        down, kind, number, last_part: see `Round`.
+        apart: keys, see `Packing.apart`.
+    """
+    words = divided_by(divisor)
+    operands, fields = checked_operands(
+        group, divisor=divisor, erasures=erasures, skip=skip, token=token
+    )
+    if residual and not group.approximate:
+        group.plan.strategy.refuse("residual")
+    part = number if kind == "part" else -1 if last_part else None
+    vectors, packing = _message(x, group, name, wire_dtype, part is not None)
+    probes: tuple[jax.Array, ...] = ()
+    if residual and group.plan.strategy.by_blocks:
+        probe, token = _computed(group, operands)
+        operands, probes = operands._replace(token=token), (probe,)
+    elif residual:
+        probes = (_probe(group, vectors, part),)
+    if count.vector is not None:
+        counted = count.vector
+        if part is not None:
+            counted = counted.reshape(group.plan.parts_above[group.rank], -1)[part]
+        vectors = (counted, *vectors)
+    round = sum_round(
+        packing,
+        group,
+        count,
+        name=name,
+        words=words,
+        tokened=token is not None,
+        probes=[probe.dtype for probe in probes],
+        residual=residual,
+        apart=apart,
+        kind=kind,
+        results=() if kind == "part" else None,
+        number=number,
+        down=down,
+        last_part=last_part,
+        transposes=transpose,
+        **fields,
+    )
+    return round, operands._replace(vectors=(*vectors, *probes)), packing
+
+
+def sum_round(
+    packing: Packing,
+    group: CodedGroup,
+    count: Count,
+    *,
+    name: str = _NAME,
+    words: str = "",
+    tokened: bool = False,
+    probes: Sequence[np.dtype] = (),
+    residual: bool = False,
+    apart: Sequence[str] = (),
+    **fields: Any,
+) -> Round:
+    """The round that sums leaves like these, with vectors behind them of the dtypes of ``probes``.
+
+    Raises:
+        ValueError: rounding would spoil it.
+        TypeError: the transport cannot sum such leaves.
+    """
+    for dtype in dict.fromkeys(packing.wires):
+        group._session.transport.check_sum(dtype)
+        _check_amplification(dtype, group.plan.amplification)
+    call = f"{name} of {packing}{count.words}{words}{group._session.words}"
+    call += ", with its residual" * residual + _ORDERED * tokened
+    counts = [] if count.vector is None else [count.vector.dtype]
+    runs: list[Apart] = []
+    if group.options.compares:
+        runs = [Apart(0, 0, count.numbers, 1 + len(apart)) for _ in counts]
+        for run_ in packing.apart(apart):
+            runs.append(run_._replace(vector=run_.vector + len(counts)))
+    return Round(
+        group._session.index,
+        call,
+        vectors=(
+            *(Kind(dtype, dtype) for dtype in counts),
+            *packing.vectors,
+            *(Kind(dtype, dtype) for dtype in probes),
+        ),
+        counts=bool(counts),
+        residual=residual,
+        apart=tuple(runs),
+        examples=count.examples,
+        **fields,
+    )
 
 
 def results(
-    out: Sequence[jax.Array],
-    transport: Transport,
-    packing: Packing,
-    divisor: Any,
-    counted: tuple[float, float] | None,
-    *,
-    residual: bool,
+    out: Sequence[jax.Array], round: Round, packing: Packing, divisor: Any
 ) -> tuple[Any, jax.Array | None]:
-    """The sum as a pytree, and its residual if there is one. If the examples were ``counted``, their number is
+    """The sum as a pytree, and its residual if there is one. If examples were counted, their number is
     first; the engine has looked at it, and without one the sum is NaN unless it is right."""
-    found = residual_of(transport.plan, out[-1]) if residual else None
-    total = unpack(out[counted is not None : len(out) - residual], packing)
-    if counted is not None and not transport.can_lag:
-        right = checked_count(out[0][..., 0], counted) > 0
+    transport = find(round.group)
+    found = residual_of(transport.plan, out[-1]) if round.residual else None
+    total = unpack(out[round.counts : len(out) - round.residual], packing)
+    if round.counts and round.examples is not None and not transport.can_lag:
+        right = checked_count(out[0][..., 0], round.examples) > 0
         total = jax.tree.map(
             lambda leaf: jnp.where(right, leaf, jnp.asarray(jnp.nan, leaf.dtype)), total
         )
     return total if divisor is None else divided(total, divisor), found
 
 
-def begin(
-    part: Encoded, number: int, group: CodedGroup, request: Request
-) -> jax.Array | None:
-    """Send one part of this rank's message, ahead of the call of `summed` that ends the
-    round. The parts but the last, in order.
-
-    Returns:
-        The next token.
-    """
-    vectors, packing = _message(part, group, request)
-    vectors = converted(vectors, packing.wires)
-    collective = coded_sum(packing, group, request)
-    if request.residual:
-        vectors = (*vectors, _probe(group, part.vectors, number))
-    return group._session.transport.begin(
-        collective, vectors, number, request.extras, request.token
+def _computed(
+    group: CodedGroup, operands: Operands
+) -> tuple[jax.Array, jax.Array | None]:
+    """What this rank has computed in a loop over ``group.blocks``: float32 ``(blocks,)``, 1 for each such block; and
+    the next token. An error where the round before was another one."""
+    blocks = len(group.plan.placement.holders)
+    given = Operands(token=operands.token)
+    round = Round(
+        group._session.index,
+        kind="computed",
+        leading=given.leading(takes_tokens=True),
+        results=(ShapedArray((blocks,), np.float32),),
     )
-
-
-def converted(
-    vectors: Sequence[jax.Array], dtypes: Sequence[np.dtype]
-) -> tuple[jax.Array, ...]:
-    """The vectors, the first ones in these dtypes."""
-    converted = (v.astype(dtype) for v, dtype in zip(vectors, dtypes))
-    return (*converted, *vectors[len(dtypes) :])
+    (out,), token = run(round, given)
+    return out, token
 
 
 def _probe(
@@ -433,47 +417,14 @@ def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
     return jnp.where(exactly, 0, jnp.sqrt(jnp.where(exactly, 1, square)))
 
 
-def coded_sum(packing: Packing, group: CodedGroup, request: Request) -> Collective:
-    """The collective that sums leaves like these.
-
-    Raises:
-        ValueError: rounding would spoil it.
-        TypeError: the transport cannot sum such leaves.
-    """
-    for dtype in dict.fromkeys(packing.wires):
-        group._session.transport.check_sum(dtype)
-        _check_amplification(dtype, group.plan.amplification)
-    call = f"{request.name} of {packing}{request.about}{group._session.words}"
-    call += ", with its residual" * request.residual + _tokened(request.token)
-    apart = packing.apart(request.apart) if group.options.compares else ()
-    counts = request.count is not None
-    if counts and group.options.compares:
-        others = (each._replace(vector=each.vector + 1) for each in apart)
-        apart = (Apart(0, 0, 1, 1), *others)
-    splits = *[()] * counts, *packing.splits_of_vectors, *[()] * request.residual
-    return Collective(
-        call,
-        down=request.down,
-        devices=request.devices,
-        splits=splits,
-        apart=apart,
-        examples=request.examples,
-    )
-
-
-def _tokened(token: jax.Array | None) -> str:
-    """What the words of a call say of its order."""
-    return "" if token is None else ", with a token"
-
-
 def _message(
-    x: Any, group: CodedGroup, request: Request
+    x: Any, group: CodedGroup, name: str, wire_dtype: Any, one_part: bool
 ) -> tuple[tuple[jax.Array, ...], Packing]:
     """What this rank sends, or one part of it, and the packing of the gradient that it is
     about."""
-    plan, wire_dtype = group.plan, request.wire_dtype
+    plan = group.plan
     if isinstance(x, Encoded):
-        parts = 1 if request.last_part else plan.parts_above[group.rank]
+        parts = 1 if one_part else plan.parts_above[group.rank]
         its = parts, plan.slices_above[group.rank]
         multiple = plan.padding_multiple
         if (x.parts, x.slices, x.multiple) != (*its, multiple):
@@ -495,7 +446,7 @@ def _message(
     if plan.encoded:
         raise TypeError(
             f"this group has slices or parts ({plan.strategy!r}): its "
-            f"messages are not one weighted gradient, so {request.name} takes what "
+            f"messages are not one weighted gradient, so {name} takes what "
             f"jaxcoded.kernels.encode made, not {_require.kind(x)}; "
             "coded_value_and_grad does both"
         )

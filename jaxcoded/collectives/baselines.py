@@ -7,7 +7,7 @@ weights.
 """
 
 import abc
-import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +17,15 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _require
+from jaxcoded.plan import Uncoded, make_plan
 from jaxcoded.plan.tree import Tree, balanced_parents
-from jaxcoded.transport import messages, primitive
+from jaxcoded.transport import messages, registry
 from jaxcoded.transport.agreement import check_communicator
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.packing import pack, unpack
+from jaxcoded.transport.primitive import run
+from jaxcoded.transport.round import Operands, Round
+from jaxcoded.transport.traced import Traced
 
 
 def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
@@ -42,7 +46,7 @@ def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
         >>> baselines.allreduce({"loss": 1.5}, MPI.COMM_SELF)
         {'loss': Array(1.5, dtype=float32)}
     """
-    return _sum(x, _Allreduce(_Communicator(comm)))
+    return _sum(x, _Allreduce, comm)
 
 
 def ring_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
@@ -52,7 +56,7 @@ def ring_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
     Takes and returns what `allreduce` does. Patarasuk and Yuan 2009, "Bandwidth optimal
     all-reduce algorithms".
     """
-    return _sum(x, _Ring(_Communicator(comm)))
+    return _sum(x, _Ring, comm)
 
 
 def master_worker_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
@@ -61,7 +65,7 @@ def master_worker_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
 
     Takes and returns what `allreduce` does.
     """
-    return _sum(x, _PlainTree(_Communicator(comm), max(1, comm.size - 1)))
+    return _sum(x, _Star, comm)
 
 
 def tree_allreduce(x: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
@@ -74,12 +78,18 @@ def tree_allreduce(x: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
         ValueError: ``fanout < 1``.
     """
     fanout = _require.integer("fanout", fanout, 1)
-    return _sum(x, _PlainTree(_Communicator(comm), fanout))
+    return _sum(x, _PlainTree, comm, fanout)
 
 
-def _sum(x: Any, spec: primitive.Specification) -> Any:
+def _sum(x: Any, kind: "type[_Baseline]", comm: MPI.Intracomm, *more: int) -> Any:
     vectors, packing = pack(x)
-    return unpack(primitive.run(spec, vectors)[0], packing)
+    round = Round(
+        _index(kind, _Communicator(comm), *more),
+        f"{kind.__name__[1:]} of {packing}",
+        vectors=tuple(packing.vectors),
+        transposes=True,
+    )
+    return unpack(run(round, Operands(vectors))[0], packing)
 
 
 class _Communicator:
@@ -99,32 +109,33 @@ class _Communicator:
         return hash(self.key)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Baseline(primitive.Specification):
-    communicator: _Communicator
+@functools.cache
+def _index(kind: "type[_Baseline]", communicator: _Communicator, *more: int) -> int:
+    """Of a baseline on a communicator: registered as the transport of a group is."""
+    baseline = kind(communicator.comm, *more)
+    registry.add(baseline)
+    return baseline.index
 
-    def no_transpose(self) -> str:
-        return ""
 
-    @property
-    def comm(self) -> MPI.Intracomm:
-        return self.communicator.comm
+class _Baseline(Traced):
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.index = registry.new_index()
+        self.plan, self.rank = make_plan(comm.size, Uncoded()), comm.rank
 
     def carry(
         self,
+        round: Round,
         vectors: Sequence[jax.Array],
-        extras: primitive.Extras,
-        token: jax.Array | None,
-    ) -> tuple[Sequence[jax.Array], None]:
-        assert token is None
-        return [self.sum(vector) for vector in vectors], None
+        erasures: jax.Array | None,
+    ) -> Sequence[jax.Array]:
+        return [self.sum(vector) for vector in vectors]
 
     @abc.abstractmethod
     def sum(self, vector: jax.Array) -> jax.Array:
         """Trace the sum of one vector over the ranks."""
 
 
-@dataclasses.dataclass(frozen=True)
 class _Allreduce(_Baseline):
     def sum(self, vector: jax.Array) -> jax.Array:
         wide = vector.astype(accumulator(vector.dtype))
@@ -135,7 +146,6 @@ class _Allreduce(_Baseline):
         return messages.joined(sums, vector.shape).astype(vector.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Ring(_Baseline):
     def sum(self, vector: jax.Array) -> jax.Array:
         rank, size = self.comm.rank, self.comm.size
@@ -163,9 +173,10 @@ class _Ring(_Baseline):
         return jnp.concatenate(parts, axis=-1)[..., :length]
 
 
-@dataclasses.dataclass(frozen=True)
 class _PlainTree(_Baseline):
-    fanout: int
+    def __init__(self, comm: MPI.Intracomm, fanout: int) -> None:
+        super().__init__(comm)
+        self.fanout = fanout
 
     def sum(self, vector: jax.Array) -> jax.Array:
         rank, size = self.comm.rank, self.comm.size
@@ -175,3 +186,8 @@ class _PlainTree(_Baseline):
             vector, children, parent, np.ones((1, len(children))), self.comm
         )
         return messages.tree_broadcast(total, children, parent, self.comm)
+
+
+class _Star(_PlainTree):
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__(comm, max(1, comm.size - 1))

@@ -26,22 +26,47 @@ class Count(NamedTuple):
     Attributes:
         vector: this rank's part of the count, ``(length of a message,)``, of NumPy if the weights are; ``None`` if the
             sum may be approximate.
-        examples: see `Collective`.
+        examples: see `Round`.
         words: what all ranks must agree on.
+        numbers: how many are counted.
     """
 
-    vector: Any
-    examples: tuple[float, float] | None
-    words: str
+    vector: Any = None
+    examples: tuple[float, float] | None = None
+    words: str = ""
+    numbers: int = 1
 
 
-def count(weights: Any, group: CodedGroup, name: str) -> Count:
+NOT_COUNTED = Count()
+
+
+def counted(weights: Any, group: CodedGroup, name: str) -> Count:
+    """Return the count that goes with a sum of what was weighted with these weights, if there are any.
+
+    Raises:
+        TypeError, ValueError: there must be some, or they are not of this group.
+    """
+    with group._session.failing(name):
+        check_counted(weights, group, name)
+        return NOT_COUNTED if weights is None else count(weights, group, name)
+
+
+def count(
+    weights: Any,
+    group: CodedGroup,
+    name: str,
+    key: jax.Array | None = None,
+    *,
+    present: bool = False,
+) -> Count:
     """Return the count that goes with a sum of what was weighted with these weights.
 
     Args:
         weights: a batch's `Weights`, or several batches'.
         group: that sums.
         name: of the call.
+        key: what ranks must have in common, see `jaxcoded.collectives.marks`. Default: the batches.
+        present: whether the examples that are there are a second number, also of a sum that may be approximate.
 
     Raises:
         TypeError, ValueError: they are no `Weights`, or not of this rank of this group.
@@ -59,13 +84,14 @@ def count(weights: Any, group: CodedGroup, name: str) -> Count:
         each.check(plan, rank)
     number = sum(each.batch_size for each in given)
     words = f", for a batch of {number}" + f" in {len(given)}" * (len(given) > 1)
-    if group.approximate:
-        return Count(None, None, words)
+    if group.approximate and not present:
+        return Count(words=words)
     share = rounding(plan, given[0].dtype)
     parts, slices = plan.parts_above[rank], plan.slices_above[rank]
-    leaves = jax.tree.leaves(given)
+    leaves = jax.tree.leaves((given, key))
     xp: Any = np if all(isinstance(x, np.ndarray | np.generic) for x in leaves) else jnp
     total: Any = 0
+    there: Any = 0
     for each in given:
         values = xp.asarray(each.values)
         held = values.reshape(-1, parts, slices)[:, :, 0].sum(0)
@@ -73,14 +99,34 @@ def count(weights: Any, group: CodedGroup, name: str) -> Count:
             held = over_devices(held, _jax_compat.varying(values))
         # as of a whole batch: transports look for a number that they know when they compile
         whole = each.batch_size / xp.asarray(each.examples, held.dtype)
+        there = there + held
         with np.errstate(over="ignore"):
-            key = marks.of_batch(xp.asarray(each.number).astype(np.uint32))
-        mark = _mark(plan, rank, each.batch_size, share)
-        total = total + held * whole + key.astype(held.dtype) * mark.astype(held.dtype)
-    # the first number of a vector that can be cut into slices
-    rest = np.zeros((parts, plan.padding_multiple // slices - 1), total.dtype)
-    vector = xp.concatenate([total[:, None], rest], axis=1).reshape(-1)
-    return Count(vector, (float(number), share), words)
+            its: Any = marks.of_batch(xp.asarray(each.number).astype(np.uint32))
+        its = its if key is None else key
+        total = total + held * whole
+        if not group.approximate:
+            mark = _mark(plan, rank, each.batch_size, share).astype(held.dtype)
+            total = total + its.astype(held.dtype) * mark
+    # the first numbers of a vector that can be cut into slices
+    numbers = [total, there] if present else [total]
+    length = len(numbers) * (plan.padding_multiple // slices - 1)
+    rest = np.zeros((parts, length), total.dtype)
+    columns = [each[:, None] for each in numbers]
+    vector = xp.concatenate([*columns, rest], axis=1).reshape(-1)
+    examples = None if group.approximate else (float(number), share)
+    return Count(vector, examples, words, len(numbers))
+
+
+def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
+    """Return the count of shared work, as it is before any block is computed: both numbers of `count`."""
+    share = rounding(group.plan, np.float32)
+    number = float(weights.batch_size)
+    return Count(
+        jnp.zeros(2, jnp.float32),
+        None if group.approximate else (number, share),
+        f", for a batch of {weights.batch_size}",
+        2,
+    )
 
 
 def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
@@ -129,6 +175,26 @@ def checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
     number, allowed = examples
     near = jnp.abs(count - number) <= allowed * number
     return jnp.where(near, jnp.asarray(number, count.dtype), jnp.nan)
+
+
+def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
+    """The number of examples of a batch that are there, which a mean is divided by.
+
+    Transports look for a number that they know when they compile. So the examples of a smaller last
+    batch count for more in the first number: ``batch_size`` together. By the second one the mean is, on
+    all ranks the same, also on one that was done without and is at another batch.
+    """
+    there = counted[..., 1]
+    if count.examples is None:  # of nothing that came the mean is 0, as the sum
+        return jnp.where(there == 0, 1, there)
+    expected = jnp.asarray(weights.examples, there.dtype)
+    near = jnp.abs(there - expected) <= count.examples[1] * expected
+    right = checked_count(counted[..., 0], count.examples) > 0
+    return jnp.where(
+        right,
+        jnp.where(near, expected, jnp.round(there)),
+        jnp.asarray(jnp.nan, there.dtype),
+    )
 
 
 def over_devices(x: Any, split: Sequence[str]) -> Any:

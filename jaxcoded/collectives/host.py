@@ -14,14 +14,13 @@ import jax
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.collectives.allreduce import coded_sum
-from jaxcoded.collectives.counting import Count, check_counted, count
-from jaxcoded.collectives.request import Request, checked_erasures
+from jaxcoded.collectives.allreduce import sum_round
+from jaxcoded.collectives.arguments import checked_erasures
+from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
-from jaxcoded.transport.base import Collective
 from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
-from jaxcoded.transport.primitive import Extras
+from jaxcoded.transport.round import Round
 
 _NAME = "coded_allreduce"  # what its rounds are called, as those in `jit`
 
@@ -68,15 +67,14 @@ def allreduce(
         array([0., 1., 2.])
     """
     check_open(group)
-    with group._session.failing(_NAME):
-        check_counted(weights, group, "host.allreduce")
-    return summed(array, group, weights, out, skip, erasures, wire_dtype)
+    count = counted(weights, group, "host.allreduce")
+    return summed(array, group, count, out, skip, erasures, wire_dtype)
 
 
 def summed(
     array: np.ndarray,
     group: CodedGroup,
-    weights: Any = None,
+    count: Count = NOT_COUNTED,
     out: np.ndarray | None = None,
     skip: bool = False,
     erasures: Sequence[bool] | np.ndarray | None = None,
@@ -93,15 +91,10 @@ def summed(
             )
         array = np.asarray(held(array, "the array"))
         wire_dtype = checked_wire_dtype(wire_dtype)
-        counted = (
-            Count(None, None, "")
-            if weights is None
-            else count(weights, group, "host.allreduce")
-        )
-        vector, examples, words = counted
-        collective, wires = _sum_of(
+        vector = count.vector
+        round = _sum_of(
             *(weakref.ref(group), array.shape, array.dtype, wire_dtype),
-            *(words, vector is not None, examples),
+            *(count.words, count.examples, None if vector is None else vector.dtype),
         )
         if out is not None and not isinstance(out, np.ndarray):
             raise TypeError(f"out must be a numpy array, got {_require.kind(out)}")
@@ -126,11 +119,11 @@ def summed(
         mask = None if erasures is None else checked_erasures(erasures, group.size)
     vectors = [] if vector is None else [np.asarray(vector)]
     results = [each.copy() for each in vectors]
+    wires = [kind.wire for kind in round.vectors[len(vectors) :]]
     for wire in wires:  # one, or none of an array of no elements
         vectors.append(array.astype(wire, copy=False))
         results.append(result if wire == result.dtype else vectors[-1])
-    extras = Extras(skip, mask)
-    group._session.transport.host_round(collective, vectors, results, extras)
+    group._session.transport.host_round(round, vectors, results, skip, mask)
     for _, received in zip(wires, reversed(results)):
         if received is not result:
             result[...] = received.reshape(result.shape)
@@ -145,10 +138,10 @@ def _sum_of(
     dtype: np.dtype,
     wire_dtype: np.dtype | None,
     words: str,
-    counts: bool,
     examples: tuple[float, float] | None,
-) -> tuple[Collective, tuple[np.dtype, ...]]:
-    """The collective that sums arrays like this one, and the dtypes of its vectors."""
+    counts: np.dtype | None,
+) -> Round:
+    """The round that sums arrays like this one, and counts in numbers of this dtype."""
     its = group()
     assert its is not None  # the caller has it
     check_real(dtype, "the array")
@@ -157,5 +150,5 @@ def _sum_of(
             "collectives on numpy arrays need a group without slices and parts"
         )
     packing = Packing.of(jax.ShapeDtypeStruct(shape, dtype), wire_dtype)
-    request = Request(about=words, count=counts or None, examples=examples)
-    return coded_sum(packing, its, request), packing.wires
+    vector = None if counts is None else np.empty(0, counts)
+    return sum_round(packing, its, Count(vector, examples, words))

@@ -11,36 +11,23 @@ import numpy as np
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded._jax_compat import ShapedArray
-from jaxcoded.collectives.allreduce import (
-    TreeRound,
-    carried,
-    converted,
-    prepared,
-    results,
-)
-from jaxcoded.collectives.request import Request
+from jaxcoded.collectives.allreduce import prepared, results
+from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
-from jaxcoded.transport import primitive
 from jaxcoded.transport.kernels import Encoded
 from jaxcoded.transport.leaves import named, summand
 from jaxcoded.transport.packing import Packing
-from jaxcoded.transport.primitive import Extras
+from jaxcoded.transport.primitive import checked_token, run
+from jaxcoded.transport.primitive import results as results_of
 from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
+from jaxcoded.transport.round import Operands, Round
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["rounds", "divisor"],
-    meta_fields=[
-        "groups",
-        "packings",
-        "results",
-        "structure",
-        "counted",
-        "residual",
-        "tokened",
-    ],
+    meta_fields=["ends", "packings", "structure", "tokened"],
 )
 @dataclasses.dataclass(frozen=True)
 class Handle:
@@ -53,53 +40,18 @@ class Handle:
         rounds: for each round the uint32 number by which the engine knows it; with the
             mpi4jax transport its vectors, which are there already.
         divisor: what to divide by.
-        groups: of each round, the index of its group.
-        packings, results: of each round, the pytree that it sums, and its vectors.
+        ends: of each round.
+        packings: of each round, the pytree that it sums.
         structure: the pytree of the leaves of all rounds, where there are several.
-        counted: the number of examples that is counted with each, see `Collective`, if it is.
-        residual: whether the residual is found, too.
         tokened: whether a token orders the calls.
     """
 
     rounds: tuple[tuple[jax.Array, ...], ...]
     divisor: jax.Array | None
-    groups: tuple[int, ...]
+    ends: tuple[Round, ...]
     packings: tuple[Packing, ...]
-    results: tuple[tuple[ShapedArray, ...], ...]
     structure: Any  # jax.tree_util.PyTreeDef
-    counted: tuple[float, float] | None
-    residual: bool
     tokened: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Start(TreeRound):
-    """The beginning of a round; all of it where the transport would not go on with it."""
-
-    def why_not(self, what: str) -> str:
-        return (
-            f"coded_allreduce_start cannot be {what}: use coded_allreduce, or start the "
-            "sum of the gradient that comes out"
-        )
-
-    def results(self, vectors: Sequence[Any]) -> list[ShapedArray]:
-        if find(self.index).most_started:
-            return [ShapedArray((), np.uint32)]
-        return super().results(vectors)
-
-    def carry(
-        self,
-        vectors: Sequence[jax.Array],
-        extras: Extras,
-        token: jax.Array | None,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        transport = find(self.index)
-        if not transport.most_started:
-            return super().carry(vectors, extras, token)
-        number, token = transport.start(
-            self.collective, converted(vectors, self.wires), extras, token
-        )
-        return [number], token
 
 
 def coded_allreduce_start(
@@ -170,7 +122,11 @@ def coded_allreduce_start(
         >>> group.close()
     """
     groups = _taking_turns(group)
-    request = Request(
+    return started(
+        x,
+        groups,
+        counted(weights, groups[0], "coded_allreduce"),
+        bucket_bytes,
         divisor=divisor,
         erasures=erasures,
         skip=skip,
@@ -178,42 +134,44 @@ def coded_allreduce_start(
         wire_dtype=wire_dtype,
         token=token,
     )
-    return started(x, groups, request.counting(weights, groups[0]), bucket_bytes)
 
 
 def started(
     x: Any,
     group: CodedGroup | Sequence[CodedGroup],
-    request: Request,
-    bucket_bytes: int | None,
+    count: Count = NOT_COUNTED,
+    bucket_bytes: int | None = None,
+    *,
+    divisor: Any = None,
+    **asked: Any,
 ) -> Any:
-    """The rounds of a sum that is asked for, started."""
-    groups, divisor = _taking_turns(group), request.divisor
-    with groups[0]._session.failing(request.name):
+    """The rounds of a sum that is asked for, started; see `prepared`."""
+    groups = _taking_turns(group)
+    with groups[0]._session.failing("coded_allreduce"):
         buckets, structure = _buckets(x, bucket_bytes, groups)
     # all that can be wrong is found before the first of them starts
-    turns = [groups[number % len(groups)] for number in range(len(buckets))]
-    ready = [prepared(bucket, its, request) for bucket, its in zip(buckets, turns)]
+    ready = []
+    for number, bucket in enumerate(buckets):
+        its = groups[number % len(groups)]
+        its._session.check_alike()
+        with its._session.failing("coded_allreduce"):
+            ready.append(prepared(bucket, its, count, divisor=divisor, **asked))
     if divisor is not None and not isinstance(divisor, _jax_compat.Tracer):
         divisor = jnp.asarray(divisor, float)  # also of an integer beyond int32
-    flights, packings, shapes = [], [], []
-    first = token = ready[0].request.token
-    for its, turn in zip(ready, turns):
-        start = _Start(turn._session.index, its.spec.collective, wires=its.spec.wires)
-        out, token = carried(start, its.vectors, turn, its.request.extras, token)
+    flights, ends = [], []
+    first = token = ready[0][1].token
+    number_alone = (ShapedArray((), np.uint32),) if _go_on(groups) else None
+    for round, operands, _ in ready:
+        ends.append(
+            round.step("done", results=tuple(results_of(round, operands.vectors)))
+        )
+        start = round.step("start", results=number_alone)
+        out, token = run(start, operands._replace(token=token))
         flights.append(tuple(out))
-        packings.append(its.packing)
-        shapes.append(tuple(its.spec.results(its.vectors)))
+    packings = tuple(packing for _, _, packing in ready)
     handle = Handle(
-        tuple(flights),
-        divisor,
-        tuple(turn._session.index for turn in turns),
-        tuple(packings),
-        tuple(shapes),
-        structure,
-        request.examples,
-        request.residual,
-        first is not None,
+        *(tuple(flights), divisor, tuple(ends), packings, structure),
+        tokened=first is not None,
     )
     return Result(handle, token=token).plain()
 
@@ -256,43 +214,32 @@ def coded_allreduce_done(
                 else "without a token, so coded_allreduce_done takes none"
             )
         )
-    transports = [find(index) for index in handle.groups]
+    transports = [find(end.group) for end in handle.ends]
     if token is not None:
-        token = primitive.checked_token(token)
+        token = checked_token(token)
     before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
     sums: list[Any] = []
     residuals: list[jax.Array] = []
-    for transport, flight, packing, shapes in zip(
-        transports, handle.rounds, handle.packings, handle.results
+    for transport, flight, end, packing in zip(
+        transports, handle.rounds, handle.ends, handle.packings
     ):
         out: Sequence[jax.Array] = flight
         if transport.most_started:
-            counts = shapes[: handle.counted is not None]
-            wires = [
-                _jax_compat.like(shape, shape.shape, wire)
-                for shape, wire in zip(
-                    shapes, (*(c.dtype for c in counts), *packing.wires)
-                )
-            ]
-            out, token = transport.finish(
-                flight[0], (*wires, *shapes[len(wires) :]), before, token
+            devices = transport.devices(token)
+            place = None if devices is None else devices.place()
+            operands = Operands((flight[0], *before), place=place, token=token)
+            leading = operands.leading(takes_tokens=True)
+            out, token = run(
+                dataclasses.replace(end, devices=devices, leading=leading), operands
             )
-            out = converted(out, [shape.dtype for shape in shapes])
-        total, residual = results(
-            out,
-            transport,
-            packing,
-            handle.divisor,
-            handle.counted,
-            residual=handle.residual,
-        )
+        total, residual = results(out, end, packing, handle.divisor)
         sums.append(total)
         residuals += [] if residual is None else [residual]
     total = sums[0]
     if handle.structure is not None:
         leaves = [leaf for bucket in reversed(sums) for leaf in bucket]
         total = jax.tree.unflatten(handle.structure, leaves)
-    residual = jnp.stack(residuals).max(axis=0) if handle.residual else None
+    residual = jnp.stack(residuals).max(axis=0) if residuals else None
     return Result(total, residual, token).plain()
 
 
@@ -310,7 +257,12 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
             "CodedGroup(comm, group.plan)"
         )
     # where a round ends as it starts, nothing is gained, and nothing orders those of two groups
-    return groups if groups[0]._session.transport.most_started else groups[:1]
+    return groups if _go_on(groups) else groups[:1]
+
+
+def _go_on(groups: Sequence[CodedGroup]) -> bool:
+    """Whether a round that was started goes on while its rank computes."""
+    return groups[0]._session.transport.most_started > 0
 
 
 def _buckets(

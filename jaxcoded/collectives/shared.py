@@ -10,45 +10,30 @@ import numpy as np
 
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.collectives import audit, marks
-from jaxcoded.collectives.allreduce import coded_sum, residual_of
-from jaxcoded.collectives.request import Request
+from jaxcoded.collectives.allreduce import residual_of, sum_round
+from jaxcoded.collectives.arguments import checked_operands
+from jaxcoded.collectives.counting import Count, count_of_blocks
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
 from jaxcoded.transport.kernels import accumulator
-from jaxcoded.transport.packing import Packing
+from jaxcoded.transport.packing import Kind, Packing
+from jaxcoded.transport.primitive import run
 from jaxcoded.transport.result import Result
 
 
-def like(
-    batch: Any, weights: Weights, group: CodedGroup, compute: Callable[..., Any]
-) -> Any:
-    """What ``compute(block, weights)`` gives for a block: ``jax.ShapeDtypeStruct``s.
-
-    Args:
-        batch: pytree of this rank's examples, as `coded_value_and_grad` takes it.
-        weights: those of these examples.
-        group: whose work is shared.
-        compute: a function of the examples of a block, ``(size, …)``, and their weights,
-            float32 ``(size,)``.
-    """
-    _, size = _shape(weights, group)
-    block = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (size, *leaf.shape[1:]), jnp.result_type(leaf)
-        ),
-        batch,
-    )
-    return jax.eval_shape(compute, block, jax.ShapeDtypeStruct((size,), jnp.float32))
-
-
 def summed(
-    compute: Callable[[Any, jax.Array], tuple[Any, Any]],
+    compute: Callable[..., tuple[Any, Any]],
     batch: Any,
     weights: Weights,
     group: CodedGroup,
-    request: Request,
-    key: jax.Array | None = None,
-) -> tuple[Result, Any]:
+    key: jax.Array | None,
+    *,
+    name: str,
+    erasures: None,
+    token: jax.Array | None,
+    residual: bool,
+    wire_dtype: Any,
+) -> tuple[Result, Any, jax.Array, Count]:
     """The sum of ``compute`` over all blocks of the batch, in one round.
 
     The engine says which blocks this rank computes. They are added to vectors that others
@@ -56,20 +41,21 @@ def summed(
     themselves, and nothing is copied.
 
     Args:
-        compute: a function of a block's examples and their weights, 0 for padding. Its
-            sum, and auxiliary data.
+        compute: a function of a block's examples, ``(size, …)``, and their weights, float32 ``(size,)``, 0 for
+            padding. Its sum, and auxiliary data.
         batch: pytree of the examples that this rank holds, block by block.
         weights: those of these examples.
         group: whose work is shared.
-        request: what is asked for, checked.
-        key: what ranks must have in common, see `jaxcoded.collectives.marks`; it is compared
-            by the ``"count"`` in what ``compute`` gives.
+        key: what ranks must have in common, see `jaxcoded.collectives.marks`.
+        name, residual, wire_dtype, token: see `prepared`.
+        erasures: none, as the strategy refuses them.
 
     Returns:
-        The sum, on every rank the same; and the auxiliary data, stacked over the blocks
-        that this rank holds, zeros for those that it has not computed.
+        The sum, on every rank the same; the auxiliary data, stacked over the blocks
+        that this rank holds, zeros for those that it has not computed; the numbers that were counted, and how.
     """
-    placement, transport = group.plan.placement, group._session.transport
+    del erasures
+    placement = group.plan.placement
     blocks, size = _shape(weights, group)
     batches = jax.tree.map(
         lambda leaf: leaf.reshape(blocks, size, *leaf.shape[1:]), batch
@@ -80,21 +66,46 @@ def summed(
     held = list(placement.held(group.rank))
     where[held] = np.arange(len(held))
     marked = marks.of_blocks(placement, weights.batch_size)
-    with group._session.failing(request.name):
-        local, aux = like(batch, weights, group, compute)
-        packing = Packing.of(local, request.wire_dtype)
-        collective = coded_sum(packing, group, request)
+    with group._session.failing(name):
+        operands, fields = checked_operands(group, token=token)
+        block = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (size, *leaf.shape[1:]), jnp.result_type(leaf)
+            ),
+            batch,
+        )
+        local, aux = jax.eval_shape(
+            compute, block, jax.ShapeDtypeStruct((size,), jnp.float32)
+        )
+        packing = Packing.of(local, wire_dtype)
+        count = count_of_blocks(weights, group)
+        round = sum_round(
+            *(packing, group, count),
+            name=name,
+            tokened=token is not None,
+            residual=residual,
+            **fields,
+        )
     kinds = [kind for kind, n in zip(packing.kinds, packing.counts) if n]
     # one more vector: in a sum that may be of a part of the batch, which blocks are in it;
     # in a group that looks for mistakes, whose sums are whole, what is told of audits
     probes, audited = [], None
-    if request.residual and group.approximate:
+    if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
     if group.options.compares and placement.replicas:
         told_of = tuple(leaf for leaf in jax.tree.leaves(local) if leaf.size)
         audited = audit.Audit(group.size, told_of)
         probes.append(audited.zeros())
-        collective = dataclasses.replace(collective, audits=audited.eps)
+
+    counted, *_ = round.vectors
+    kinds = [counted, *kinds, *(Kind(probe.dtype, probe.dtype) for probe in probes)]
+    round = dataclasses.replace(
+        round,
+        vectors=tuple(kinds),
+        audits=() if audited is None else audited.eps,
+        number=1,
+        results=(ShapedArray((3,), np.int32),),
+    )
 
     def flat(pytree: Any) -> list[jax.Array]:
         """The leaves that have elements, in the dtypes in which they are summed."""
@@ -102,11 +113,13 @@ def summed(
         return [leaf.reshape(-1).astype(accumulator(leaf.dtype)) for leaf in leaves]
 
     def take(
-        sums: Sequence[jax.Array], token: jax.Array | None, first: bool = False
+        sums: Sequence[jax.Array], token: jax.Array | None, number: int = 1
     ) -> tuple[jax.Array, jax.Array | None]:
-        vectors = [s.astype(kind.wire) for s, kind in zip(sums, kinds)]
-        vectors += sums[len(kinds) :]
-        return transport.take(collective, vectors, token, first=first)
+        """The next block, -1 at the end; not 0 where the sums are to be zeros before the block is added; and
+        whether it is added, told to be compared, or both."""
+        asked = round.step("take", number=number)
+        (work,), token = run(asked, operands._replace(vectors=sums, token=token))
+        return work, token
 
     def there_are_more(state: Any) -> jax.Array:
         return state[0][0] >= 0
@@ -126,10 +139,14 @@ def summed(
             fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
         )
         local, aux = compute(examples, ones)
+        there = jnp.maximum(here, 0).astype(jnp.float32)
+        # see `counting.present`
+        total = there * (
+            weights.batch_size / jnp.asarray(weights.examples, jnp.float32)
+        )
         if key is not None:
-            mark = (key * jnp.asarray(marked)[block]).astype(local["count"].dtype)
-            local = {**local, "count": local["count"] + mark}
-        added = flat(local)
+            total += key * jnp.asarray(marked)[block]
+        added = [jnp.stack([total, there]), *flat(local)]
         if audited is not None:
             # what it gives only to compare is not added
             added = [jnp.where(audit.added(kind), x, 0) for x in added]
@@ -145,32 +162,41 @@ def summed(
         work, token = take(sums, token)
         return work, sums, auxes, token
 
-    sums = [
-        jnp.zeros(n, accumulator(dtype))
-        for dtype, n in zip(packing.dtypes, packing.counts)
-        if n
-    ] + probes
+    sums = (
+        [count.vector]
+        + [
+            jnp.zeros(n, accumulator(dtype))
+            for dtype, n in zip(packing.dtypes, packing.counts)
+            if n
+        ]
+        + probes
+    )
     auxes = jax.tree.map(lambda leaf: jnp.zeros((blocks, *leaf.shape), leaf.dtype), aux)
-    token = request.token
-    work, token = take(sums, token, first=True)
+    work, token = take(sums, operands.token, 0)
     _, _, auxes, token = jax.lax.while_loop(
         there_are_more, one_more, (work, sums, auxes, token)
     )
-    wires = [*(kind.wire for kind in kinds), *(probe.dtype for probe in probes)]
-    results = [ShapedArray(s.shape, wire) for s, wire in zip(sums, wires)]
-    out, token = transport.collect(collective, results, token)
-    whole = iter(out)
+    dtypes = [sums[0].dtype]
+    dtypes += [dtype for dtype, n in zip(packing.dtypes, packing.counts) if n]
+    dtypes += [probe.dtype for probe in probes]
+    end = round.step(
+        "round",
+        last_part=True,
+        results=tuple(ShapedArray(s.shape, d) for s, d in zip(sums, dtypes)),
+    )
+    out, token = run(end, operands._replace(token=token))
+    summed = iter(out[1:])
     leaves = [
-        next(whole).astype(dtype).reshape(shape) if n else jnp.zeros(shape, dtype)
+        next(summed).reshape(shape) if n else jnp.zeros(shape, dtype)
         for n, dtype, shape in zip(packing.counts, packing.dtypes, packing.shapes)
     ]
-    residual = None
-    if request.residual:
-        residual = jnp.zeros((), jnp.float32)
+    found = None
+    if residual:
+        found = jnp.zeros((), jnp.float32)
         if group.approximate:
-            residual = residual_of(group.plan, out[-1])
+            found = residual_of(group.plan, out[-1])
     total = jax.tree.unflatten(packing.structure, leaves)
-    return Result(total, residual, token), auxes
+    return Result(total, found, token), auxes, out[0], count
 
 
 def _shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:

@@ -409,10 +409,12 @@ class CodedGroup:
         """
         check_open(self)
         if token is not None:
-            lag, token = self._session.transport.lag(primitive.checked_token(token))
+            lag, token = primitive.lag(
+                self._session.transport, primitive.checked_token(token)
+            )
             return Result(lag, token=token)
         if _jax_compat.tracing():
-            return self._session.transport.lag(None)[0]
+            return primitive.lag(self._session.transport, None)[0]
         primitive.effects_barrier()
         return self._session.transport.host_lag()
 

@@ -1,86 +1,48 @@
 """What a group asks of the transport that carries its rounds."""
 
 import abc
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxcoded.plan import Plan
 from jaxcoded.transport import devices
 from jaxcoded.transport.devices import Devices
-from jaxcoded.transport.packing import Apart
-from jaxcoded.transport.primitive import NO_EXTRAS, Extras
+from jaxcoded.transport.round import Round
 
 # A round whose work is shared: its number, the call in words, and the blocks that each rank has
 # computed, in order.
 Dealt = tuple[int, str, list[list[int]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """What happens in a round.
+class Carrier(abc.ABC):
+    """What a round in a compiled program finds by the index of its group.
 
     Attributes:
-        call: its name, shapes and dtypes; equal on ranks that call the same.
-        up: the ranks' vectors are summed; otherwise the root's are told.
-        down: every rank gets the result; otherwise the root alone, zeros elsewhere.
-        batch: the sizes of the axes made by ``vmap``.
-        devices: those of this process that call together, if there are several.
-        splits: for each vector, over which of their axes it is split.
-        apart: in a group that looks for mistakes, what is not compared with the rest.
-        examples: what the first number of the sum should be, as far as it is known, and
-            the share of it that rounding explains. Transports may look at it: a round
-            in which it is another one is an error on all ranks then.
-        audits: of work that is shared, what of one block in each round two ranks compute,
-            to compare: see `jaxcoded.collectives.audit.Audit.eps`.
-    """
-
-    call: str
-    up: bool = True
-    down: bool = True
-    batch: tuple[int, ...] = ()
-    devices: Devices | None = None
-    splits: tuple[tuple[str, ...], ...] = ()
-    apart: tuple[Apart, ...] = ()
-    examples: tuple[float, float] | None = None
-    audits: tuple[float, ...] = ()
-
-    @property
-    def signature(self) -> str:
-        """What all ranks must agree on."""
-        words = self.call
-        if self.batch:
-            words += f", batched {list(self.batch)}"
-        if self.devices is not None:
-            words += f", on devices [{self.devices}]"
-        return words
-
-
-class Transport(abc.ABC):
-    """How the rounds of one group are carried.
-
-    Attributes:
-        index: of the group; never used again.
-        plan: of the group.
-        rank: of this process in it.
+        index: never used again.
+        plan: of the ranks.
+        rank: of this process.
+        can_lag: whether a rank can be behind: then its rounds may be decided before it calls them.
+        takes_tokens: whether a token can order rounds in the effect's place.
+        takes_parts: whether the parts of a message can go ahead of the others.
+        most_started: how many rounds can be started before the first is finished. 0: a started
+            round would not go on while its rank computes.
     """
 
     index: int
     plan: Plan
     rank: int
-
-    # Whether a rank can be behind: then its rounds may be decided before it calls them.
     can_lag = False
-    # Whether a token can order rounds in the effect's place.
     takes_tokens = False
-    # Whether the parts of a message can go ahead of the others.
     takes_parts = False
-    # How many rounds can be started before the first is finished. 0: a started round
-    # would not go on while its rank computes.
     most_started = 0
+
+    @abc.abstractmethod
+    def lower(
+        self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
+    ) -> Any:
+        """Lower a round for a platform, as a rule of JAX does."""
 
     def devices(self, token: Any) -> Devices | None:
         """The devices of the program that is traced here, if several call together.
@@ -95,147 +57,12 @@ class Transport(abc.ABC):
             raise ValueError(f"without the engine {devices.REMEDY}")
         return None
 
-    @abc.abstractmethod
-    def carry(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        extras: Extras = NO_EXTRAS,
-        token: jax.Array | None = None,
-        *,
-        last_part: bool = False,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        """Trace a round.
 
-        Args:
-            collective: what happens.
-            vectors: this rank's, ``(..., length)``.
-            extras: what goes with them.
-            token: int32 that orders the round; otherwise the effect does.
-            last_part: whether `begin` had all parts of the vectors but the last, which
-                these are.
-
-        Returns:
-            The resulting vectors, and the next token.
-        """
-
-    def begin(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        number: int,
-        extras: Extras = NO_EXTRAS,
-        token: jax.Array | None = None,
-    ) -> jax.Array | None:
-        """Trace the sending of one part of a round's vectors, ahead of the round
-        itself. Does not wait.
-
-        Args:
-            collective: of the round.
-            vectors: ``(length / parts,)``, the next part of each of them.
-            number: of that part, from 0.
-            extras, token: as for `carry`, without erasures. What is skipped later is
-                not sent.
-
-        Returns:
-            The next token.
-        """
-        raise NotImplementedError
-
-    def take(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        token: jax.Array | None = None,
-        *,
-        first: bool = False,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Trace asking for the next block of a round whose work is shared. Waits until
-        there is one, or the round is over.
-
-        Args:
-            collective: of the round.
-            vectors: this rank's ``(length,)``, with all that it was given before.
-            token: as for `carry`.
-            first: whether it is the round's first.
-
-        Returns:
-            int32 ``(3,)``: the block, -1 at the end; not 0 where the vectors are to
-            be zeros before the block is added; and whether it is added, told to be compared, or both. And
-            the next token.
-        """
-        raise NotImplementedError
-
-    def collect(
-        self,
-        collective: Collective,
-        results: Sequence[Any],
-        token: jax.Array | None = None,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        """Trace the end of a round after whose last block `take` was called.
-
-        Args:
-            collective, token: as for `take`.
-            results: like the vectors, as ``ShapedArray``.
-
-        Returns:
-            The sums, and the next token.
-        """
-        raise NotImplementedError
-
-    def computed(
-        self, blocks: int, token: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Trace what this rank has computed between `take_block` and `end_of_blocks` in the
-        round before: float32 ``(blocks,)``, 1 for each such block of as many, and the next
-        token. An error where that round was another one."""
-        raise NotImplementedError
-
-    def start(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        extras: Extras = NO_EXTRAS,
-        token: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Trace the beginning of a round, which does not wait. Only where
-        `most_started` is not 0.
-
-        Args:
-            collective, vectors, extras, token: as for `carry`, without batch axes.
-
-        Returns:
-            uint32, the number by which `finish` calls for the result, and the next
-            token.
-        """
-        raise NotImplementedError
-
-    def finish(
-        self,
-        number: jax.Array,
-        results: Sequence[Any],
-        after: Sequence[jax.Array],
-        token: jax.Array | None,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        """Trace waiting for the result of a round that was started.
-
-        Args:
-            number: of that round.
-            results: what `carry` would return, as ``ShapedArray``.
-            after: what is to be computed before.
-            token: as for `carry`.
-
-        Returns:
-            The resulting vectors, and the next token.
-        """
-        raise NotImplementedError
+class Transport(Carrier):
+    """How the rounds of one group are carried."""
 
     def check_sum(self, dtype: np.dtype) -> None:
         """Raise a TypeError unless vectors of this dtype can be summed."""
-
-    @abc.abstractmethod
-    def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """Trace reading the lag: int32, and the next token."""
 
     @abc.abstractmethod
     def host_lag(self) -> int:
@@ -262,10 +89,11 @@ class Transport(abc.ABC):
 
     def host_round(
         self,
-        collective: Collective,
+        round: Round,
         vectors: Sequence[np.ndarray],
         results: Sequence[np.ndarray],
-        extras: Extras = NO_EXTRAS,
+        skip: bool = False,
+        erasures: np.ndarray | None = None,
     ) -> None:
         """A round on numpy arrays, without XLA: ``results`` are written."""
         raise NotImplementedError(

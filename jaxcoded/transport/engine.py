@@ -7,7 +7,6 @@ opened for a group, and its calls become JAX primitives.
 import atexit
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import os
@@ -16,23 +15,20 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _jax_compat, _own_process, errors
-from jaxcoded._jax_compat import ShapedArray
+from jaxcoded import _own_process, errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
-from jaxcoded.transport import devices, ending, engine_primitive, extension, registry
+from jaxcoded.transport import devices, ending, engine_call, extension, registry
 from jaxcoded.transport.agreement import Unreadable, gathered, on_all, told
-from jaxcoded.transport.base import Collective, Dealt, Transport
+from jaxcoded.transport.base import Dealt, Transport
 from jaxcoded.transport.devices import Devices
-from jaxcoded.transport.engine_primitive import Together
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.pieces import pieces
-from jaxcoded.transport.primitive import NO_EXTRAS, Extras
+from jaxcoded.transport.round import Round
 
 _why_missing = ""
 try:
@@ -217,186 +213,16 @@ class Engine(Transport):
             )
         return found
 
-    def carry(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        extras: Extras = NO_EXTRAS,
-        token: jax.Array | None = None,
-        *,
-        last_part: bool = False,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        plan, rank = self.plan, self.rank
-        collective, together = Together.of(collective, extras.place)
-        extras = dataclasses.replace(extras, place=None)
-        # a parent joins slices and parts one after the other, whatever the batch: they
-        # come first
-        moved = [
-            jnp.moveaxis(v, -1, 0) if v.ndim > 1 and plan.encoded else v
-            for v in vectors
-        ]
-        shapes = []
-        for v, vector in zip(moved, vectors):
-            length = vector.shape[-1]
-            if last_part:
-                length *= plan.slices_above[rank]
-            elif collective.up:
-                length = plan.result_length(rank, length)
-            batch = v.shape[1:] if v is not vector else v.shape[:-1]
-            shapes.append((length, *batch) if v is not vector else (*batch, length))
-        out, token = engine_primitive.call(
-            "jaxcoded_round",
-            [*jax.tree.leaves(extras), *moved],
-            [_jax_compat.like(v, shape) for shape, v in zip(shapes, moved)],
-            token,
-            engine_primitive.stacked(collective, vectors, plan.encoded),
-            together,
-            group=self.index,
-            parts=1 if last_part or not collective.up else plan.parts_above[rank],
-            last_part=int(last_part),
-            skips=int(extras.skip is not None),
-            erases=int(extras.erasures is not None),
-        )
-        return [
-            jnp.moveaxis(o, 0, -1) if v is not vector else o
-            for o, v, vector in zip(out, moved, vectors)
-        ], token
-
-    def begin(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        number: int,
-        extras: Extras = NO_EXTRAS,
-        token: jax.Array | None = None,
-    ) -> jax.Array | None:
-        skips = [] if extras.skip is None else [extras.skip]
-        return engine_primitive.call(
-            "jaxcoded_part",
-            [*skips, *vectors],
-            [],
-            token,
-            collective,
-            group=self.index,
-            parts=self.plan.parts_above[self.rank],
-            number=number,
-            slices=self.plan.slices_above[self.rank],
-            skips=len(skips),
-        )[1]
-
-    def take(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        token: jax.Array | None = None,
-        *,
-        first: bool = False,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        (work,), token = engine_primitive.call(
-            "jaxcoded_take",
-            vectors,
-            [ShapedArray((3,), np.int32)],
-            token,
-            collective,
-            group=self.index,
-            first=int(first),
-        )
-        return work, token
-
-    def collect(
-        self,
-        collective: Collective,
-        results: Sequence[ShapedArray],
-        token: jax.Array | None = None,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        return engine_primitive.call(
-            "jaxcoded_round",
-            [],
-            results,
-            token,
-            collective,
-            group=self.index,
-            parts=1,
-            last_part=1,
-            skips=0,
-            erases=0,
-        )
-
-    def computed(
-        self, blocks: int, token: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        (out,), token = engine_primitive.call(
-            "jaxcoded_computed",
-            [],
-            [ShapedArray((blocks,), np.float32)],
-            token,
-            group=self.index,
-        )
-        return out, token
-
-    def start(
-        self,
-        collective: Collective,
-        vectors: Sequence[jax.Array],
-        extras: Extras = NO_EXTRAS,
-        token: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        plan, rank = self.plan, self.rank
-        collective, together = Together.of(collective, extras.place)
-        extras = dataclasses.replace(extras, place=None)
-        (number,), token = engine_primitive.call(
-            "jaxcoded_start",
-            [*jax.tree.leaves(extras), *vectors],
-            [ShapedArray((), np.uint32)],
-            token,
-            collective,
-            together,
-            group=self.index,
-            parts=plan.parts_above[rank],
-            slices=plan.slices_above[rank],
-            skips=int(extras.skip is not None),
-            erases=int(extras.erasures is not None),
-        )
-        return number, token
-
-    def finish(
-        self,
-        number: jax.Array,
-        results: Sequence[ShapedArray],
-        after: Sequence[jax.Array],
-        token: jax.Array | None,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        splits = tuple(map(_jax_compat.varying, results))
-        found = self.devices(token)
-        collective = Collective("", devices=found, splits=splits)
-        place = None if found is None else found.place()
-        _, together = Together.of(collective, place)
-        return engine_primitive.call(
-            "jaxcoded_done",
-            [number, *after],
-            results,
-            token,
-            together=together,
-            group=self.index,
-        )
+    def lower(
+        self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
+    ) -> Any:
+        return engine_call.lower(ctx, operands, round, self.plan, self.rank, platform)
 
     def check_sum(self, dtype: np.dtype) -> None:
         if dtype not in _DTYPES:
             raise TypeError(
                 f"the engine sums {', '.join(map(str, _DTYPES))}, not {dtype}: cast it"
             )
-
-    def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        found = self.devices(token)
-        (lag,), token = engine_primitive.call(
-            "jaxcoded_lag",
-            [],
-            [ShapedArray((), np.int32)],
-            token,
-            together=None if found is None else Together(found, found.place()),
-            group=self.index,
-        )
-        return lag, token
 
     def host_lag(self) -> int:
         return self._ask("lag")
@@ -433,29 +259,30 @@ class Engine(Transport):
 
     def host_round(
         self,
-        collective: Collective,
+        round: Round,
         vectors: Sequence[np.ndarray],
         results: Sequence[np.ndarray],
-        extras: Extras = NO_EXTRAS,
+        skip: bool = False,
+        erasures: np.ndarray | None = None,
     ) -> None:
-        signature, erased = collective.signature, extras.erasures
+        signature = str(round)
         outcome, text = self._ask(
             "run",
-            engine_primitive.fingerprint(signature) % 2**64,
+            engine_call.fingerprint(signature) % 2**64,
             signature,
-            collective.up,
-            collective.down,
-            bool(extras.skip),
-            [] if erased is None else np.asarray(erased, bool).tolist(),
+            round.up,
+            round.down,
+            bool(skip),
+            [] if erasures is None else np.asarray(erasures, bool).tolist(),
             [_vector(v) for v in vectors],
             [_vector(v) for v in results],
-            collective.examples or (0.0, 0.0),
+            round.examples or (0.0, 0.0),
         )
         if outcome != _DONE:
             raise _error(outcome, text)
 
     def take_block(self, words: str, *, first: bool) -> int | None:
-        number = engine_primitive.fingerprint(words) % 2**64 if first else 0
+        number = engine_call.fingerprint(words) % 2**64 if first else 0
         return self._ask("take", number, words if first else "", first)
 
     def end_of_blocks(self) -> None:
@@ -495,7 +322,7 @@ class Engine(Transport):
 
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         out = np.empty_like(array)
-        self.host_round(Collective(words, up=False), [array], [out])
+        self.host_round(Round(self.index, words, up=False), [array], [out])
         return out
 
     def computes_with(self, eps: float) -> None:
@@ -753,7 +580,7 @@ def _error(outcome: int, text: str) -> Exception:
 
 @functools.cache
 def _register() -> None:
-    engine_primitive.register(_engine)
+    engine_call.register(_engine)
     follow(_engine.next_warning, _report, "jaxcoded log")
     # at exit the engine stops first: what is registered later runs earlier
     ending.register()
@@ -766,7 +593,7 @@ _abandoned: list[Engine] = []  # which the process still leaves in order at its 
 
 def _left() -> list[Engine]:
     """The groups that were not closed."""
-    opened = (it for it in registry.transports() if isinstance(it, Engine))
+    opened = (it for it in registry.carriers() if isinstance(it, Engine))
     return [*opened, *_abandoned]
 
 

@@ -16,13 +16,14 @@ from jaxcoded.errors import GroupMismatch, TooManyErasures
 from jaxcoded.plan import Plan
 from jaxcoded.transport import primitive, registry
 from jaxcoded.transport.agreement import disagreement, wait
-from jaxcoded.transport.base import Collective, Transport
+from jaxcoded.transport.base import Transport
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.messages import tree_broadcast, tree_reduce
-from jaxcoded.transport.primitive import NO_EXTRAS, Extras
+from jaxcoded.transport.round import Round
+from jaxcoded.transport.traced import Traced
 
 
-class Mpi4jax(Transport):
+class Mpi4jax(Traced, Transport):
     """The transport of one group.
 
     Args:
@@ -40,20 +41,16 @@ class Mpi4jax(Transport):
 
     def carry(
         self,
-        collective: Collective,
+        round: Round,
         vectors: Sequence[jax.Array],
-        extras: Extras = NO_EXTRAS,
-        token: jax.Array | None = None,
-        *,
-        last_part: bool = False,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        assert token is None and not last_part
+        erasures: jax.Array | None,
+    ) -> Sequence[jax.Array]:
         plan, comm, rank = self.plan, self._comm, self.rank
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
-        coefficients = self._begin(collective, vectors, extras.erasures)
+        coefficients = self._begin(round, vectors, erasures)
         out = []
         for vector in vectors:
-            if collective.up:
+            if round.up:
                 length = plan.result_length(rank, vector.shape[-1])
                 total = tree_reduce(
                     vector,
@@ -67,13 +64,10 @@ class Mpi4jax(Transport):
                 # zeros of a reduce
                 shape = (*vector.shape[:-1], length)
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
-            if collective.down:
+            if round.down:
                 vector = tree_broadcast(vector, children, parent, comm)
             out.append(vector)
-        return out, None
-
-    def lag(self, token: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        return jnp.int32(0), token
+        return out
 
     def host_lag(self) -> int:
         return 0
@@ -108,7 +102,7 @@ class Mpi4jax(Transport):
 
     def _begin(
         self,
-        collective: Collective,
+        round: Round,
         vectors: Sequence[jax.Array],
         erased: jax.Array | None,
     ) -> jax.Array | np.ndarray:
@@ -128,7 +122,7 @@ class Mpi4jax(Transport):
         def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
             its = registry.find(index)  # compiled code holds the index alone
             assert isinstance(its, Mpi4jax)
-            its._agree(collective.signature, *masks)
+            its._agree(str(round), *masks)
             return tuple(
                 plan.coefficients(rank, mask).astype(out.dtype)
                 for mask, out in zip(masks, like)

@@ -1,15 +1,15 @@
 """The JAX primitive of a communication round: differentiation, batching, order.
 
-One round is one call of a collective. What it does is its `Specification`; what JAX may do
-with it is the same for all of them and stands here once.
+One `Round` is one call of a group's transport. What JAX may do with it stands here, once for all
+transports; how it is lowered is the transport's.
 """
 
-import abc
 import atexit
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,10 @@ from jax.extend.core import Primitive
 from jaxcoded import _jax_compat
 from jaxcoded._jax_compat import ShapedArray, ad, batching, mlir
 from jaxcoded.transport import ending
+from jaxcoded.transport.base import Transport
 from jaxcoded.transport.order import ORDER
+from jaxcoded.transport.registry import find
+from jaxcoded.transport.round import Operands, Round
 
 
 def effects_barrier() -> None:
@@ -60,249 +63,246 @@ def checked_token(token: Any) -> jax.Array:
     return token
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["skip", "erasures", "place"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Extras:
-    """What a round takes besides its vectors, neither batched nor differentiated.
+class Rules(NamedTuple):
+    """What JAX may do with a call of one kind.
 
     Attributes:
-        skip: int32, not 0 where this rank has nothing to contribute.
-        erasures: bool ``(size,)``, ranks to leave out.
-        place: int32, which of the devices this is, where several call together.
+        alone: whether it concerns this rank alone, and no round.
+        not_differentiated, not_batched: why it cannot be; empty if it can.
     """
 
-    skip: Any = None
-    erasures: Any = None
-    place: Any = None
+    alone: bool = False
+    not_differentiated: str = ""
+    not_batched: str = ""
 
 
-NO_EXTRAS = Extras()
+_STARTED = (
+    "coded_allreduce_start cannot be {}: use coded_allreduce, or start the "
+    "sum of the gradient that comes out"
+)
+_AHEAD = "coded_allreduce_start cannot be differentiated: use coded_allreduce"
+RULES = {
+    # all of a round, or its end
+    "round": Rules(),
+    # its beginning; all of it where the transport would not go on with it
+    "start": Rules(
+        not_differentiated=_STARTED.format("differentiated"),
+        not_batched=_STARTED.format("batched by vmap"),
+    ),
+    # the end of a round that was started
+    "done": Rules(
+        not_differentiated=_AHEAD,
+        not_batched="coded_allreduce_done cannot be batched by vmap: a handle is of one round",
+    ),
+    # a part of its vectors, ahead of it
+    "part": Rules(not_differentiated=_AHEAD),
+    # the next block of shared work
+    "take": Rules(
+        not_differentiated="shared work cannot be differentiated: coded_value_and_grad gives the "
+        "gradient, without jax.grad around it",
+        not_batched="shared work cannot be batched by vmap: there is one of it in a round",
+    ),
+    # the blocks that this rank has computed
+    "computed": Rules(alone=True, not_differentiated=_AHEAD),
+    "lag": Rules(alone=True, not_differentiated=_AHEAD),
+}
+_NO_TRANSPOSE = (
+    "{} has no transpose, so it cannot be differentiated in reverse mode; "
+    "coded_allreduce without slices can (its transpose is the identity)"
+)
+_NO_GRADIENT = (
+    "{}: reverse mode through a coded sum does not give the gradient of the sum but, on "
+    "every rank, another part of it. Take the gradient first and sum it then: "
+    "jaxcoded.coded_value_and_grad(losses, group)(params, batch), or "
+    "coded_allreduce(jax.value_and_grad(weighted_loss)(params), group, batch.weights). If you mean the "
+    "transpose, and sum what it gives by one more coded_allreduce, say so: "
+    "coded_allreduce(..., transpose=True)"
+)
 
 
-class Specification(abc.ABC):
-    """What a collective does. Subclasses are frozen dataclasses: static, hashable and
-    small under ``jit``."""
-
-    @abc.abstractmethod
-    def carry(
-        self,
-        vectors: Sequence[jax.Array],
-        extras: Extras,
-        token: jax.Array | None,
-    ) -> tuple[Sequence[jax.Array], jax.Array | None]:
-        """Trace the communication of one round.
-
-        Args:
-            vectors: arrays ``(..., length)``; leading axes are batch axes, made by
-                ``vmap``.
-            extras: what goes with them.
-            token: int32 that orders the round; otherwise the effect does.
-
-        Returns:
-            One array for each vector, ``(..., self.result_length(length))`` of the same
-            dtype; and the next token.
-        """
-
-    def of_tangents(self) -> "Specification":
-        """The same for tangents, which are not what they are tangents of."""
-        return self
-
-    def result_length(self, length: int) -> int:
-        """The length of the result's last axis."""
-        return length
-
-    def results(self, vectors: Sequence[Any]) -> list[ShapedArray]:
-        """What comes of vectors like these: of `carry`."""
-        return [
-            _jax_compat.like(v, (*v.shape[:-1], self.result_length(v.shape[-1])))
-            for v in vectors
-        ]
-
-    def why_not(self, what: str) -> str:
-        """Why a round cannot be ``differentiated`` or ``batched by vmap``, whatever the
-        operands; empty if it can."""
-        return ""
-
-    def no_transpose(self) -> str:
-        """Why a round has no transpose; empty if that is the identity.
-
-        It is for an all-reduce, as in mpi4jax: the cotangent of the sum is again one
-        rank's contribution, which one more round makes exact. And that round's
-        transpose is the all-reduce again.
-        """
-        return (
-            f"{self} has no transpose, so it cannot be differentiated in reverse mode; "
-            "coded_allreduce without slices can (its transpose is the identity)"
-        )
-
-
-def run(
-    spec: Specification,
-    vectors: Sequence[jax.Array],
-    extras: Extras = NO_EXTRAS,
-    token: jax.Array | None = None,
-) -> tuple[list[jax.Array], jax.Array | None]:
-    """One round.
+def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | None]:
+    """Call the transport.
 
     Args:
-        spec: what happens in it.
-        vectors: arrays of any number of axes ≥ 1. There may be none: the round takes
-            place all the same, since other ranks may have some.
-        extras: what goes with them.
-        token: what orders the round in place of the effect, if that can be.
+        round: what happens.
+        operands: what it is called with. There may be no vectors: the round takes place all the same, since other
+            ranks may have some.
 
     Returns:
-        One array for each vector, and the next token.
+        The results, and the next token: the given one where the round takes none.
     """
-    tokens = () if token is None else (token,)
-    flat, structure = jax.tree.flatten(extras)
-    out = round_p.bind(
-        *vectors,
-        *flat,
-        *tokens,
-        spec=spec,
-        extras=structure,
-        tokened=bool(tokens),
-        transposed=False,
+    given = (getattr(operands, name) for name in round.leading)
+    out = round_p.bind(*given, *operands.vectors, round=round)
+    if "token" in round.leading:
+        return out[1:], out[0]
+    return out, operands.token
+
+
+def lag(
+    transport: Transport, token: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Trace reading the lag, int32; and the next token."""
+    if not transport.can_lag:
+        return jnp.int32(0), token
+    devices = transport.devices(token)
+    place = None if devices is None else devices.place()
+    operands = Operands(place=place, token=token)
+    (out,), token = run(
+        Round(
+            transport.index,
+            kind="lag",
+            leading=operands.leading(takes_tokens=True),
+            devices=devices,
+            results=(ShapedArray((), np.int32),),
+        ),
+        operands,
     )
-    return (out, None) if token is None else (out[:-1], out[-1])
+    return out, token
+
+
+def results(round: Round, vectors: Sequence[Any]) -> list[ShapedArray]:
+    """What comes of a round of vectors like these."""
+    if round.transposed:
+        return [_jax_compat.like(vector, vector.shape) for vector in vectors]
+    if round.results is not None:
+        return list(round.results)
+    its = find(round.group)
+
+    def length(length: int) -> int:
+        if round.last_part:
+            return length * its.plan.slices_above[its.rank]
+        return its.plan.result_length(its.rank, length) if round.up else length
+
+    return [
+        _jax_compat.like(vector, (*vector.shape[:-1], length(vector.shape[-1])))
+        for vector in vectors
+    ]
 
 
 round_p = Primitive("coded_round")
 round_p.multiple_results = True
-_jax_compat.compile_alone(round_p, lambda spec, **_: spec)
-
-
-def _split(operands: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
-    vectors = len(operands) - extras
-    return list(operands[:vectors]), list(operands[vectors:])
-
-
-@round_p.def_effectful_abstract_eval
-def _abstract_eval(
-    *avals: Any, spec: Specification, extras: Any, tokened: bool, transposed: bool
-) -> Any:
-    vectors, rest = _split(avals, extras.num_leaves + tokened)
-    if transposed:
-        return [_jax_compat.like(aval, aval.shape) for aval in vectors], set()
-    out = spec.results(vectors)
-    if tokened:
-        return [*out, rest[-1]], set()
-    return out, {ORDER}
-
-
-def _carry(
-    *operands: jax.Array,
-    spec: Specification,
-    extras: Any,
-    tokened: bool,
-    transposed: bool,
-) -> Sequence[jax.Array]:
-    vectors, rest = _split(operands, extras.num_leaves + tokened)
-    if transposed:
-        return vectors
-    _jax_compat.check_not_again(spec)
-    its = jax.tree.unflatten(extras, rest[: extras.num_leaves])
-    out, token = spec.carry(vectors, its, rest[-1] if tokened else None)
-    return out if token is None else [*out, token]
-
-
-mlir.register_lowering(round_p, mlir.lower_fun(_carry, multiple_results=True))
-
-
 _jax_compat.never_drop(round_p)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+def _with_others(round: Round) -> str | None:
+    """What the other ranks take part in, in words, if they do."""
+    if RULES[round.kind].alone:
+        return None
+    return "coded_allreduce_done" if round.kind == "done" else str(round)
+
+
+_jax_compat.compile_alone(round_p, _with_others)
+
+
+@round_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, round: Round) -> Any:
+    out = results(round, avals[len(round.leading) :])
+    if round.transposed:
+        return out, set()
+    if "token" in round.leading:
+        token = avals[round.leading.index("token")]
+        return [_jax_compat.like(token, ()), *out], set()
+    return out, {ORDER}
+
+
+def _lowering(ctx: Any, *operands: Any, round: Round, platform: str | None) -> Any:
+    if round.transposed:
+        return operands[len(round.leading) :]
+    _jax_compat.check_not_again(_with_others(round))
+    return find(round.group).lower(ctx, operands, round, platform)
+
+
+for _platform in ("cpu", "cuda", None):
+    with contextlib.suppress(NotImplementedError):  # a JAX that knows of no CUDA
+        mlir.register_lowering(
+            round_p,
+            functools.partial(_lowering, platform=_platform),
+            platform=_platform,
+        )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, round: Round) -> Any:
     """Linear: the tangents take one more round of their own."""
-    _check(params, "differentiated")
-    out = round_p.bind(*primals, **params)
-    number = params["extras"].num_leaves
-    _, extras = _split(primals, number)
-    tangents, _ = _split(tangents, number)
+    _check(round, "differentiated")
+    out = round_p.bind(*primals, round=round)
+    leading = len(round.leading)
+    tangents = tangents[leading:]
     # integers have no tangent, and none is sent
     moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]
     full = [ad.instantiate_zeros(t) for t, move in zip(tangents, moves) if move]
-    params["spec"] = params["spec"].of_tangents()
-    moved = iter(round_p.bind(*full, *extras, **params) if full else ())
+    of_tangents = dataclasses.replace(
+        round,
+        vectors=tuple(kind for kind, move in zip(round.vectors, moves) if move),
+        examples=None,  # none are counted in them
+    )
+    moved = iter(
+        round_p.bind(*primals[:leading], *full, round=of_tangents) if full else ()
+    )
     return out, [next(moved) if move else t for t, move in zip(tangents, moves)]
 
 
 ad.primitive_jvps[round_p] = _jvp
 
 
-def _transpose(
-    cotangents: Sequence[Any],
-    *operands: Any,
-    spec: Specification,
-    extras: Any,
-    tokened: bool,
-    transposed: bool,
-) -> Any:
-    vectors, rest = _split(operands, extras.num_leaves)
-    if all(isinstance(ct, ad.Zero) for ct in cotangents) and not transposed:
+def _transpose(cotangents: Sequence[Any], *operands: Any, round: Round) -> Any:
+    """The identity for an all-reduce, as in mpi4jax: the cotangent of the sum is again one
+    rank's contribution, which one more round makes exact. And that round's transpose is the
+    all-reduce again."""
+    leading = len(round.leading)
+    if all(isinstance(ct, ad.Zero) for ct in cotangents) and not round.transposed:
         # the result was for looking at, such as a metric beside the loss
         return [None for _ in operands]
-    _check({"spec": spec, "tokened": tokened}, "differentiated")
-    if words := spec.no_transpose():
-        raise NotImplementedError(words)
-    full = [ad.instantiate_zeros(ct) for ct in cotangents]
+    _check(round, "differentiated")
+    if not (round.up and round.down) or find(round.group).plan.encoded:
+        raise NotImplementedError(_NO_TRANSPOSE.format(round))
+    if not round.transposes:
+        raise NotImplementedError(_NO_GRADIENT.format(round))
     out = round_p.bind(
-        *full,
-        *rest,
-        spec=spec,
-        extras=extras,
-        tokened=tokened,
-        transposed=not transposed,
+        *operands[:leading],
+        *map(ad.instantiate_zeros, cotangents),
+        round=dataclasses.replace(round, transposed=not round.transposed),
     )
-    return [
-        ct if ad.is_undefined_primal(v) else None for ct, v in zip(out, vectors)
-    ] + [None for _ in rest]
+    return [None] * leading + [
+        ct if ad.is_undefined_primal(v) else None
+        for ct, v in zip(out, operands[leading:])
+    ]
 
 
 ad.primitive_transposes[round_p] = _transpose
 
 
 def _batch(
-    operands: Sequence[Any], axes: Sequence[Any], **params: Any
+    operands: Sequence[Any], axes: Sequence[Any], *, round: Round
 ) -> tuple[Any, Any]:
     """One round with the stacked payload."""
-    _check(params, "batched by vmap")
-    number = params["extras"].num_leaves
-    vectors, extras = _split(operands, number)
-    vector_axes, extra_axes = _split(axes, number)
-    named = jax.tree.unflatten(params["extras"], extra_axes)
-    for field in dataclasses.fields(named):
-        if getattr(named, field.name) is not None:
+    _check(round, "batched by vmap")
+    leading = len(round.leading)
+    for name, axis in zip(round.leading, axes):
+        if axis is not None:
             raise NotImplementedError(
-                f"{params['spec']}: {field.name} cannot be batched by vmap: there is one "
-                "for the round"
+                f"{round}: {name} cannot be batched by vmap: there is one for the round"
             )
-    size = next(
-        v.shape[axis] for v, axis in zip(vectors, vector_axes) if axis is not None
+    vectors = list(zip(operands[leading:], axes[leading:]))
+    size = next(v.shape[axis] for v, axis in vectors if axis is not None)
+    out = round_p.bind(
+        *operands[:leading],
+        *(batching.bdim_at_front(v, axis, size) for v, axis in vectors),
+        round=dataclasses.replace(round, batch=(size, *round.batch)),
     )
-    stacked = [
-        batching.bdim_at_front(vector, axis, size)
-        for vector, axis in zip(vectors, vector_axes)
-    ]
-    out = round_p.bind(*stacked, *extras, **params)
     return out, [0] * len(out)
 
 
 batching.primitive_batchers[round_p] = _batch
 
 
-def _check(params: Any, what: str) -> None:
-    if words := params["spec"].why_not(what):
+def _check(round: Round, what: str) -> None:
+    rules = RULES[round.kind]
+    differentiated = what == "differentiated"
+    if words := rules.not_differentiated if differentiated else rules.not_batched:
         raise NotImplementedError(words)
-    if params["tokened"]:
+    if "token" in round.leading:
         raise NotImplementedError(
-            f"{params['spec']}: a call with a token cannot be {what}; leave the "
-            "token out"
+            f"{round}: a call with a token cannot be {what}; leave the token out"
         )
 
 
@@ -317,8 +317,8 @@ def on_host(
     results: Sequence[Any],
     *operands: jax.Array,
 ) -> list[Any]:
-    """Call Python in the order of the communication around it. To be used in
-    `Specification.carry`.
+    """Call Python in the order of the communication around it. To be used in a transport
+    that is traced.
 
     Args:
         function: takes numpy arrays and returns a tuple of them. It must not call JAX.

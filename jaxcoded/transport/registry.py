@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from jaxcoded.errors import use_after_close
 
 if TYPE_CHECKING:
-    from jaxcoded.transport.base import Transport
+    from jaxcoded.transport.base import Carrier
 
-_open: dict[int, Transport] = {}
+_open: dict[int, Carrier] = {}
 _indices = itertools.count()
 
 
@@ -19,12 +19,12 @@ def new_index() -> int:
     return next(_indices)
 
 
-def add(transport: Transport) -> None:
+def add(carrier: Carrier) -> None:
     """Register what carries the rounds of an open group."""
-    _open[transport.index] = transport
+    _open[carrier.index] = carrier
 
 
-def remove(index: int) -> Transport | None:
+def remove(index: int) -> Carrier | None:
     """Forget a group, which is closed from now on; ``None`` if it was closed before."""
     return _open.pop(index, None)
 
@@ -33,8 +33,8 @@ def is_open(index: int) -> bool:
     return index in _open
 
 
-def find(index: int) -> Transport:
-    """The transport of the group with this index.
+def find(index: int) -> Carrier:
+    """What carries the rounds of the group with this index.
 
     Raises:
         GroupClosed: the group was closed.
@@ -45,6 +45,6 @@ def find(index: int) -> Transport:
         raise use_after_close(index) from None
 
 
-def transports() -> list[Transport]:
+def carriers() -> list[Carrier]:
     """Those of all open groups."""
     return list(_open.values())

@@ -17,7 +17,7 @@ from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
 from jaxcoded import tree_bcast
-from jaxcoded.transport import engine_primitive
+from jaxcoded.transport import engine_call
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 
@@ -646,7 +646,7 @@ def test_devices_that_call_different_things(
     comm, group, own, monkeypatch, other, words
 ):
     """They fail, or give up on the one that calls nothing, and the other ranks are told."""
-    monkeypatch.setattr(engine_primitive, "PATIENCE", 2.0)
+    monkeypatch.setattr(engine_call, "PATIENCE", 2.0)
 
     def f(x, token):
         return jax.lax.cond(

@@ -44,8 +44,8 @@ import jaxcoded
 from jaxcoded import tree_bcast
 from jaxcoded.group import snapshots
 from jaxcoded.transport import engine
-from jaxcoded.transport.base import Collective
 from jaxcoded.transport.mpi4jax import Mpi4jax
+from jaxcoded.transport.round import Round
 
 pytestmark = engine_only
 
@@ -1043,7 +1043,9 @@ def test_more_vectors_than_an_inbox_holds_addresses_of(group):
     total = [np.empty_like(v) for v in vectors]
     flat = np.concatenate(vectors)
     for _ in range(2):
-        group._session.transport.host_round(Collective(f"{count} vectors"), mine, total)
+        group._session.transport.host_round(
+            Round(group._session.index, f"{count} vectors"), mine, total
+        )
         error = np.abs(np.concatenate(total) - flat * scale.sum())
         assert np.all(error <= rounding(group, "float64") * flat * np.abs(scale).sum())
 
@@ -1058,7 +1060,9 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
         said = r"a long story .* \.\.\. .* a long story of rank 1"  # its ends
         with pytest.raises(jaxcoded.GroupMismatch, match=said):
             group._session.transport.host_round(
-                Collective(words + str(int(RANK == SIZE - 1))), [one], [one]
+                Round(group._session.index, words + str(int(RANK == SIZE - 1))),
+                [one],
+                [one],
             )
         assert uncounted.allreduce(np.ones(1), group) == SIZE
 

@@ -245,7 +245,7 @@ def test_residual_of_an_exact_sum_does_not_move(comm, transport):
         residual = lambda x: coded_allreduce(x, uncoded, residual=True)[1]
         value, tangent = jax.jvp(residual, (np.ones(3),), (np.ones(3),))
         lost = jnp.full_like(atoms.deviation(uncoded.plan)[0], jnp.nan)
-        assert jnp.isnan(allreduce.residual_of(uncoded, lost))
+        assert jnp.isnan(allreduce.residual_of(uncoded.plan, lost))
     assert (float(value), float(tangent)) == (0.0, 0.0)
 
 

@@ -1,6 +1,8 @@
 """`coded_value_and_grad` against sums over the whole batch that are worked out by hand in float64."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,7 @@ from reference import random_erasures
 from together import finish, wait_for_all
 
 import jaxcoded
-from jaxcoded.collectives.counting import checked_count
-from jaxcoded.collectives.value_and_grad import _examples
+from jaxcoded.collectives.counting import checked_count, rounding
 
 
 def loss(params, batch):
@@ -193,6 +194,31 @@ def test_random_keys_in_the_batch(group):
     assert_equal(jax.jit(step)(np.ones(4), part.of(batch)), (expected.sum(), expected))
 
 
+def test_calls_outside_jit_compile_once_and_keep_nothing(group):
+    """Of batches of equal shapes, also a smaller last one, and of parameters with other values."""
+    traced = []
+
+    def sums():
+        def losses(w, x):
+            traced.append(x)
+            return (w - x) ** 2
+
+        value_and_grad = jaxcoded.coded_value_and_grad(losses, group, mean=False)
+        for epoch in range(2):
+            for part in group.epoch(np.arange(10.0), batch_size=4, epoch=epoch, seed=0):
+                yield value_and_grad(float(epoch), part)[0], len(traced)
+        yield weakref.ref(losses), len(traced)
+
+    *losses, (kept, compiled) = sums()
+    assert {times for _, times in losses} == {compiled}
+    for epoch in range(2):
+        total = sum(float(loss) for loss, _ in losses[3 * epoch : 3 * epoch + 3])
+        np.testing.assert_allclose(total, ((np.arange(10.0) - epoch) ** 2).sum())
+    jaxcoded.effects_barrier()
+    gc.collect()
+    assert kept() is None
+
+
 def test_scan_over_batches(group):
     """Rounds of several batches in one compiled program, with donated parameters and an ensemble by vmap."""
     params, _ = problem(1)
@@ -285,14 +311,10 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
     """The mean is by the number itself."""
     plan = jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3))
     for number in (1, 12, 10_000_000):
-        weights = jaxcoded.Weights(
-            jnp.ones(1, dtype), number, 0, number, plan.fingerprint, 1
-        )
-        reduced = {"count": jnp.asarray(0, dtype)}
-        examples = _examples(reduced, weights, plan)
-        rounding = plan.amplification * float(jnp.finfo(dtype).eps)
+        examples = number, rounding(plan, dtype)
+        one = plan.amplification * float(jnp.finfo(dtype).eps)
         # one for each addition on the way: of two layers, each of three children
-        for off in (0.0, 8 * rounding, -8 * rounding):
+        for off in (0.0, 8 * one, -8 * one):
             count = jnp.asarray(number * (1 + off), dtype)
             assert checked_count(count, examples) == number
         for wrong in (0.0, 0.999 * number, 1.001 * number, np.nan, np.inf):

@@ -1,0 +1,145 @@
+"""The arguments of a coded sum, checked."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded import _jax_compat, _require
+from jaxcoded.group.batch import Batch, check_batch, check_length
+from jaxcoded.group.group import CodedGroup
+from jaxcoded.transport.leaves import array, named, summand
+from jaxcoded.transport.primitive import checked_token
+from jaxcoded.transport.round import Operands
+
+
+def checked_operands(
+    group: CodedGroup,
+    *,
+    divisor: Any = None,
+    erasures: Any = None,
+    skip: Any = None,
+    token: Any = None,
+) -> tuple[Operands, dict[str, Any]]:
+    """What is called with these arguments, besides the vectors; and the fields of the `Round` that follow.
+
+    Raises:
+        TypeError, ValueError: the message names the value and the remedy.
+    """
+    given = {"skip": skip, "erasures": erasures, "token": token, "divisor": divisor}
+    for name, value in given.items():
+        if isinstance(value, jax.Array) and _jax_compat.varying(value):
+            raise ValueError(
+                f"{name} is one for all devices, but differs between those of this shard_map "
+                "as far as JAX knows: hand it in with the in_specs P()"
+            )
+    devices = group._session.transport.devices(token)
+    operands = Operands(
+        place=None if devices is None else devices.place(),
+        token=None if token is None else checked_token(token),
+        skip=None if skip is None else _checked_skip(skip, group),
+        erasures=None
+        if erasures is None
+        else jnp.asarray(checked_erasures(erasures, group.size)),
+    )
+    leading = operands.leading(takes_tokens=group._session.transport.takes_tokens)
+    return operands, {"devices": devices, "leading": leading}
+
+
+def divided_by(divisor: Any) -> str:
+    """``divisor`` in words, as far as it is known."""
+    if divisor is None:
+        return ""
+    if isinstance(divisor, _jax_compat.Tracer):
+        if divisor.ndim:
+            raise ValueError(
+                f"divisor is one number, got an array of shape {divisor.shape}"
+            )
+        return ", divided by a traced number"
+    if isinstance(divisor, bool | str) or np.iscomplexobj(divisor):
+        raise TypeError(
+            "divisor is the number to divide by, such as the global batch size, "
+            f"got {divisor!r}"
+        )
+    if np.ndim(divisor):
+        raise ValueError(
+            f"divisor is one number, got an array of shape {np.shape(divisor)}"
+        )
+    if not 0 < divisor < math.inf:
+        raise ValueError(
+            "divisor is the number to divide by, so it must be > 0 and finite, "
+            f"got {divisor!r}"
+        )
+    return f", divided by {float(divisor)}"
+
+
+def checked_erasures(erasures: Any, size: int) -> Any:
+    """The mask as an array, if it is one.
+
+    Raises:
+        ValueError: it is not bool ``(size,)``.
+    """
+    if not isinstance(erasures, jax.Array):
+        erasures = np.asarray(erasures)
+    if erasures.shape != (size,) or erasures.dtype != bool:
+        raise ValueError(
+            f"erasures must be bool of shape ({size},), one for each rank, "
+            f"got {erasures.dtype}{list(erasures.shape)}"
+        )
+    return erasures
+
+
+def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
+    if not group._session.transport.can_lag:
+        raise ValueError(
+            "skip= needs a group with the engine: with the mpi4jax transport every rank "
+            "contributes; leave ranks out with erasures="
+        )
+    skip = jnp.asarray(skip)
+    if skip.shape or not (
+        skip.dtype == bool or jnp.issubdtype(skip.dtype, jnp.integer)
+    ):
+        raise ValueError(f"skip is True or False, got {skip.dtype}{list(skip.shape)}")
+    return skip.astype(bool).astype(jnp.int32)
+
+
+def checked_params(params: Any) -> Any:
+    """The parameters as arrays, all of which can be differentiated."""
+
+    def taken(path: Any, leaf: Any) -> jax.Array:
+        name = named("params", path)
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None and isinstance(leaf, bool | int | float | complex):
+            dtype = jnp.result_type(leaf)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            kind = _require.kind(leaf) if dtype is None else f"of dtype {dtype}"
+            raise TypeError(
+                f"{name} is {kind}, which has no gradient: "
+                "partition the model, hand over its floating-point leaves as params, and "
+                "put the rest back in losses, as equinox.partition(model, "
+                "equinox.is_inexact_array) and equinox.combine do"
+            )
+        return summand(leaf, name)
+
+    return jax.tree_util.tree_map_with_path(taken, params)
+
+
+def checked_data(batch: Batch, group: CodedGroup) -> Any:
+    """The examples of a batch of this rank, as arrays."""
+    check_batch(batch)
+    weights, plan, rank = batch.weights, group.plan, group.rank
+    weights.check(plan, rank)
+    data = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: array(leaf, named("data", path)), batch.data
+    )
+    numbers = plan.parts_above[rank] * plan.slices_above[rank]
+    shape, encoded = np.shape(weights.values), plan.encoded
+    if len(shape) != (3 if encoded else 1) or (encoded and shape[2] != numbers):
+        wanted = f"(chunks, length // chunks, {numbers})" if encoded else "(length,)"
+        raise ValueError(
+            f"batch.weights must have shape {wanted}, got {shape}: hand in the batch as the group made it"
+        )
+    check_length(data, shape[0] * shape[1] if encoded else shape[0])
+    return data

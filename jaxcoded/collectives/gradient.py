@@ -1,0 +1,108 @@
+"""The gradient of the weighted losses of some examples."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoded import _jax_compat
+from jaxcoded.collectives.counting import over_devices
+from jaxcoded.transport.kernels import accumulator
+
+
+def of_part(
+    losses: Callable[[Any, Any], Any],
+    has_aux: bool,
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+) -> tuple[Any, Any]:
+    """``Σ w ℓ`` and ``∇ Σ w ℓ`` of the examples; and the auxiliary data."""
+    split = _jax_compat.varying(weights)
+
+    def weighted_loss(params: Any) -> tuple[jax.Array, Any]:
+        each, aux = _losses_of_examples(losses, has_aux, params, batch)
+        if each.shape != weights.shape:
+            raise ValueError(
+                "losses must return one loss for each example, "
+                f"shape {weights.shape}, or their mean, shape (), got {each.shape}"
+            )
+        if not jnp.issubdtype(each.dtype, jnp.floating):
+            raise TypeError(
+                "losses must be in floating point, got "
+                f"{each.dtype}: cast what they are computed from"
+            )
+        if alone := set(_jax_compat.varying(each)).difference(split):
+            raise ValueError(
+                f"the losses differ along the axes {sorted(alone)} of the devices, over which the "
+                "weights are not split: where devices share an example let its loss be their sum "
+                "(jax.lax.psum)"
+            )
+        w = weights.astype(accumulator(each.dtype))
+        # padding has weight 0 and must not count, whatever its loss is; its gradient is
+        # finite, as padding repeats an example that is there
+        loss = jnp.sum(jnp.where(w != 0, w * each.astype(w.dtype), 0))
+        return loss, aux
+
+    value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
+    (loss, aux), grads = value_and_grad(params)
+    return {"loss": over_devices(loss, split), "grads": grads}, aux
+
+
+def _losses_of_examples(
+    losses: Callable[[Any, Any], Any], has_aux: bool, params: Any, batch: Any
+) -> tuple[jax.Array, Any]:
+    """The loss of each example, and the auxiliary data. A scalar is the mean of the losses of the examples that it is
+    computed from, so of a batch of one example it is the loss of this example."""
+
+    @functools.partial(jax.jit, inline=True)  # asked for its shape, too: traced once
+    def pair(params: Any, batch: Any) -> tuple[Any, Any]:
+        out = losses(params, batch)
+        if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):
+            wanted = "the pair (losses, aux)" if has_aux else "the losses alone"
+            raise ValueError(
+                f"with has_aux={has_aux} losses must return {wanted}, "
+                f"got {jax.tree.structure(out)}"
+            )
+        values, aux = out if has_aux else (out, None)
+        return jnp.asarray(values), aux
+
+    def of_one(example: Any) -> tuple[Any, Any]:
+        return pair(params, jax.tree.map(lambda leaf: leaf[None], example))
+
+    if jax.eval_shape(pair, params, batch)[0].shape:
+        return pair(params, batch)
+    return jax.vmap(of_one)(batch)
+
+
+def unless_behind(
+    gradient: Callable[..., tuple[Any, Any]],
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+    behind: jax.Array | None = None,
+) -> tuple[Any, Any]:
+    """The ``gradient`` of a batch. Zeros, and nothing computed, where all weights are 0 or this rank is
+    ``behind``. Where the batch is split over devices, of all of them: they decide alike, as they may
+    need each other for the gradient."""
+
+    def compute() -> tuple[Any, Any]:
+        return gradient(params, batch, weights)
+
+    def skip() -> tuple[Any, Any]:
+        return jax.tree.map(_zeros, jax.eval_shape(compute))
+
+    split = _jax_compat.varying(weights)
+    some = jnp.any(weights != 0).astype(jnp.int32)
+    needed = over_devices(some, split) > 0
+    if behind is not None:
+        needed &= behind == 0
+    return jax.lax.cond(needed, compute, skip)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return _jax_compat.vary(
+        jnp.zeros(like.shape, like.dtype), _jax_compat.varying(like)
+    )

@@ -1,0 +1,100 @@
+"""What happens in a round, as far as it is known when a program is compiled; and what a program hands to it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxcoded._jax_compat import ShapedArray
+from jaxcoded.transport.devices import Devices
+from jaxcoded.transport.packing import Apart, Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """A call of a group's transport: a round, or a step of one. The JAX primitive carries it, and the transport
+    reads it.
+
+    Attributes:
+        group: the index of the group.
+        call: its name, shapes and dtypes; equal on ranks that call the same.
+        kind: which step of a round, one of `primitive.RULES`.
+        vectors: of each vector, its dtypes and how it is split.
+        leading: the names of the `Operands` in front of the vectors.
+        up: the ranks' vectors are summed; otherwise every rank gets the root's.
+        down: every rank gets the result; otherwise the root alone, zeros elsewhere.
+        batch: the sizes of the leading axes of the vectors, made by ``vmap``.
+        devices: those of this process that call together, if there are several.
+        results: what comes of the call; ``None``: what follows from the vectors.
+        counts: whether the first vector counts examples.
+        residual: whether the last vector finds the coefficients of the sum.
+        apart: in a group that looks for mistakes, what is not compared with the rest.
+        examples: what the first number of the sum should be, as far as it is known, and the share of it that
+            rounding explains. The engine makes an error of another number, on all ranks.
+        audits: of shared work, what two ranks compute of one block in each round, to compare: see
+            `jaxcoded.collectives.audit.Audit.eps`.
+        number: of a part that goes ahead, or of a block: from 0.
+        last_part: whether the vectors are the last parts of those of the round, after the others went ahead.
+        transposes: whether the caller means the transpose.
+        transposed: whether this is the transpose of the round, the identity.
+    """
+
+    group: int
+    call: str = ""
+    kind: str = "round"
+    vectors: tuple[Kind, ...] = ()
+    leading: tuple[str, ...] = ()
+    up: bool = True
+    down: bool = True
+    batch: tuple[int, ...] = ()
+    devices: Devices | None = None
+    results: tuple[ShapedArray, ...] | None = None
+    counts: bool = False
+    residual: bool = False
+    apart: tuple[Apart, ...] = ()
+    examples: tuple[float, float] | None = None
+    audits: tuple[float, ...] = ()
+    number: int = 0
+    last_part: bool = False
+    transposes: bool = False
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        """What all ranks must agree on."""
+        words = self.call
+        if self.batch:
+            words += f", batched {list(self.batch)}"
+        if self.devices is not None:
+            words += f", on devices [{self.devices}]"
+        return words
+
+    def step(self, kind: str, **changes: Any) -> "Round":
+        """Another step of this round."""
+        return dataclasses.replace(self, kind=kind, **changes)
+
+
+class Operands(NamedTuple):
+    """What a program hands to a round. The vectors come last; they alone are batched and differentiated.
+
+    Attributes:
+        vectors: ``(..., length)`` each.
+        place: int32, which of the devices this is, where several call together.
+        token: int32, orders the round in place of JAX's effect.
+        skip: int32, not 0 where this rank has nothing to contribute.
+        erasures: bool ``(size,)``, ranks to leave out.
+    """
+
+    vectors: Sequence[jax.Array] = ()
+    place: jax.Array | None = None
+    token: jax.Array | None = None
+    skip: jax.Array | None = None
+    erasures: jax.Array | None = None
+
+    def leading(self, *, takes_tokens: bool) -> tuple[str, ...]:
+        """The names of those in front of the vectors, in the engine's order."""
+        return tuple(
+            name
+            for name in self._fields[1:]
+            if getattr(self, name) is not None and (takes_tokens or name != "token")
+        )

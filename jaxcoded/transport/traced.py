@@ -1,0 +1,47 @@
+"""Rounds that are traced Python: programs of JAX, such as mpi4jax's operations."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxcoded._jax_compat import mlir
+from jaxcoded.transport.base import Carrier
+from jaxcoded.transport.round import Round
+
+
+class Traced(Carrier):
+    """Carries rounds by what its `carry` traces."""
+
+    @abc.abstractmethod
+    def carry(
+        self,
+        round: Round,
+        vectors: Sequence[jax.Array],
+        erasures: jax.Array | None,
+    ) -> Sequence[jax.Array]:
+        """Trace a round.
+
+        Args:
+            round: what happens.
+            vectors: this rank's, ``(..., length)``, in the dtypes in which they travel.
+            erasures: bool ``(size,)``, ranks to leave out.
+
+        Returns:
+            The resulting vectors, in the same dtypes.
+        """
+
+    def lower(
+        self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
+    ) -> Any:
+        del platform
+
+        def carried(*operands: jax.Array) -> list[jax.Array]:
+            given = dict(zip(round.leading, operands))
+            vectors = operands[len(round.leading) :]
+            sent = [v.astype(kind.wire) for v, kind in zip(vectors, round.vectors)]
+            out = self.carry(round, sent, given.get("erasures"))
+            return [x.astype(v.dtype) for x, v in zip(out, vectors)]
+
+        return mlir.lower_fun(carried, multiple_results=True)(ctx, *operands)
