@@ -82,17 +82,17 @@ def count(
         )
     for each in given:
         each.check(plan, rank)
-    number = sum(each.batch_size for each in given)
-    words = f", for a batch of {number}" + f" in {len(given)}" * (len(given) > 1)
-    if group.approximate and not present:
-        return Count(words=words)
-    share = rounding(plan, given[0].dtype)
+    exact = not group.approximate
+    fixed = _fixed(plan, rank, tuple(each.batch_size for each in given), given[0].dtype)
+    if not (exact or present):
+        return Count(words=fixed.words)
     parts, slices = plan.parts_above[rank], plan.slices_above[rank]
-    leaves = jax.tree.leaves((given, key))
-    xp: Any = np if all(isinstance(x, np.ndarray | np.generic) for x in leaves) else jnp
+    leaves = [x for its in given for x in (its.values, its.examples, its.number)]
+    host = key is None and all(isinstance(x, np.ndarray | np.generic) for x in leaves)
+    xp: Any = np if host else jnp
     total: Any = 0
     there: Any = 0
-    for each in given:
+    for each, mark in zip(given, fixed.marks):
         values = xp.asarray(each.values)
         held = values.reshape(-1, parts, slices)[:, :, 0].sum(0)
         if xp is jnp:
@@ -100,21 +100,53 @@ def count(
         # as of a whole batch: transports look for a number that they know when they compile
         whole = each.batch_size / xp.asarray(each.examples, held.dtype)
         there = there + held
-        with np.errstate(over="ignore"):
-            its: Any = marks.of_batch(xp.asarray(each.number).astype(np.uint32))
-        its = its if key is None else key
         total = total + held * whole
-        if not group.approximate:
-            mark = _mark(plan, rank, each.batch_size, share).astype(held.dtype)
-            total = total + its.astype(held.dtype) * mark
+        if exact:
+            its = _key(each.number, host=host) if key is None else key
+            total = total + its.astype(held.dtype) * mark.astype(held.dtype)
     # the first numbers of a vector that can be cut into slices
     numbers = [total, there] if present else [total]
     length = len(numbers) * (plan.padding_multiple // slices - 1)
-    rest = np.zeros((parts, length), total.dtype)
-    columns = [each[:, None] for each in numbers]
-    vector = xp.concatenate([*columns, rest], axis=1).reshape(-1)
-    examples = None if group.approximate else (float(number), share)
-    return Count(vector, examples, words, len(numbers))
+    vector = total
+    if length or present:
+        rest = np.zeros((parts, length), total.dtype)
+        columns = [each[:, None] for each in numbers]
+        vector = xp.concatenate([*columns, rest], axis=1).reshape(-1)
+    return Count(vector, fixed.examples if exact else None, fixed.words, len(numbers))
+
+
+class _Fixed(NamedTuple):
+    """What is the same in all counts of batches of these sizes.
+
+    Attributes:
+        words, examples: of the `Count`.
+        marks: what this rank adds to the count for a key of 1, part by part, for each batch.
+    """
+
+    words: str
+    examples: tuple[float, float]
+    marks: tuple[np.ndarray, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed(plan: Plan, rank: int, sizes: tuple[int, ...], dtype: Any) -> _Fixed:
+    share = rounding(plan, dtype)
+    words = f", for a batch of {sum(sizes)}" + f" in {len(sizes)}" * (len(sizes) > 1)
+    added = tuple(_mark(plan, rank, size, share) for size in sizes)
+    return _Fixed(words, (float(sum(sizes)), share), added)
+
+
+def _key(number: Any, *, host: bool) -> Any:
+    """The key of the batch with this number, on the host as NumPy's."""
+    if host:
+        return _key_on_host(int(number))
+    return marks.of_batch(jnp.asarray(number).astype(np.uint32))
+
+
+@functools.lru_cache(maxsize=1024)
+def _key_on_host(number: int) -> Any:
+    with np.errstate(over="ignore"):
+        return marks.of_batch(np.asarray(number).astype(np.uint32))
 
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
@@ -150,7 +182,6 @@ def _adds_up(plan: Plan) -> bool:
     return all(np.array_equal(B, np.eye(len(B))[:, :, None]) for B in codes)
 
 
-@functools.lru_cache(maxsize=256)
 def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
     """What this rank adds to the count for a key of 1, part by part."""
     if not plan.strategy.by_blocks:

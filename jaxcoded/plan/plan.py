@@ -174,7 +174,7 @@ class Plan:
         (slices), or several (parts)."""
         return max(self.slices_above) > 1 or max(self.parts_above) > 1
 
-    @property
+    @functools.cached_property
     def approximate(self) -> bool:
         """Whether a parent may go on with an approximation of its sum."""
         return any(it is not None and it.code.approximate for it in self.codings)

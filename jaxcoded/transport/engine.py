@@ -28,7 +28,7 @@ from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.pieces import pieces
-from jaxcoded.transport.round import Round
+from jaxcoded.transport.round import Round, fingerprint
 
 _why_missing = ""
 try:
@@ -265,11 +265,10 @@ class Engine(Transport):
         skip: bool = False,
         erasures: np.ndarray | None = None,
     ) -> None:
-        signature = str(round)
         outcome, text = self._ask(
             "run",
-            engine_call.fingerprint(signature) % 2**64,
-            signature,
+            round.fingerprint % 2**64,
+            round.signature,
             round.up,
             round.down,
             bool(skip),
@@ -282,7 +281,7 @@ class Engine(Transport):
             raise _error(outcome, text)
 
     def take_block(self, words: str, *, first: bool) -> int | None:
-        number = engine_call.fingerprint(words) % 2**64 if first else 0
+        number = fingerprint(words) % 2**64 if first else 0
         return self._ask("take", number, words if first else "", first)
 
     def end_of_blocks(self) -> None:
@@ -565,7 +564,8 @@ def _report(warning: tuple[int, str]) -> None:
 
 def _vector(array: np.ndarray) -> tuple[int, int, int]:
     code = _DTYPES.get(array.dtype, _BYTES)
-    return code, array.size if code else array.nbytes, array.ctypes.data
+    address = array.__array_interface__["data"][0]  # faster than `array.ctypes`
+    return code, array.size if code else array.nbytes, address
 
 
 def _error(outcome: int, text: str) -> Exception:

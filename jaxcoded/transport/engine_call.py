@@ -1,6 +1,5 @@
 """Rounds as calls of the engine in compiled programs, through XLA's FFI."""
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -65,12 +64,6 @@ def register(engine: Any) -> None:
     for name, handler, platform in names:
         target = getattr(engine, handler)
         register_ffi_target(f"jaxcoded_{name}", target, platform=platform)
-
-
-def fingerprint(signature: str) -> int:
-    """What ranks compare in place of a signature: a signed number of 64 bits."""
-    digest = hashlib.sha256(signature.encode()).digest()
-    return int.from_bytes(digest[:8], signed=True)
 
 
 def lower(
@@ -187,7 +180,7 @@ def _attributes(
     ]
     numbers: dict[str, Any] = {
         "group": round.group,
-        "fingerprint": fingerprint(str(round)),
+        "fingerprint": round.fingerprint,
         "up": round.up,
         "down": round.down,
         "parts": parts,
@@ -204,7 +197,7 @@ def _attributes(
         "examples": np.array(round.examples or (), np.float64),
         "audits": np.array(round.audits, np.float64),
         "owners": np.array([owner for its in owners for owner in its], np.int64),
-        "signature": str(round),
+        "signature": round.signature,
         "patience": np.float64(PATIENCE),
     }
     return {name: np.int64(value or 0) for name, value in numbers.items()} | arrays

@@ -1,6 +1,8 @@
 """What happens in a round, as far as it is known when a program is compiled; and what a program hands to it."""
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,7 +62,8 @@ class Round:
     transposes: bool = False
     transposed: bool = False
 
-    def __str__(self) -> str:
+    @functools.cached_property
+    def signature(self) -> str:
         """What all ranks must agree on."""
         words = self.call
         if self.batch:
@@ -69,9 +72,23 @@ class Round:
             words += f", on devices [{self.devices}]"
         return words
 
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """What ranks compare in place of the signature."""
+        return fingerprint(self.signature)
+
+    def __str__(self) -> str:
+        return self.signature
+
     def step(self, kind: str, **changes: Any) -> "Round":
         """Another step of this round."""
         return dataclasses.replace(self, kind=kind, **changes)
+
+
+def fingerprint(signature: str) -> int:
+    """What ranks compare in place of a signature: a signed number of 64 bits."""
+    digest = hashlib.sha256(signature.encode()).digest()
+    return int.from_bytes(digest[:8], signed=True)
 
 
 class Operands(NamedTuple):
