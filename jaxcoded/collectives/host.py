@@ -18,6 +18,7 @@ from jaxcoded.collectives.allreduce import sum_round
 from jaxcoded.collectives.arguments import checked_erasures
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.transport.capabilities import HostRounds
 from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.round import Round
@@ -123,7 +124,9 @@ def summed(
     for wire in wires:  # one, or none of an array of no elements
         vectors.append(array.astype(wire, copy=False))
         results.append(result if wire == result.dtype else vectors[-1])
-    group._session.transport.host_round(round, vectors, results, skip, mask)
+    HostRounds.of(group._session.transport).host_round(
+        round, vectors, results, skip, mask
+    )
     for _, received in zip(wires, reversed(results)):
         if received is not result:
             result[...] = received.reshape(result.shape)

@@ -13,6 +13,7 @@ from jaxcoded.errors import CodedError
 from jaxcoded.plan.placement import Placement
 from jaxcoded.transport import primitive
 from jaxcoded.transport.base import Transport
+from jaxcoded.transport.capabilities import SharedWork
 
 
 @dataclasses.dataclass
@@ -41,7 +42,7 @@ class Blocks:
     def __init__(
         self, transport: Transport, placement: Placement, batch_size: int
     ) -> None:
-        self._transport = transport
+        self._transport, self._work = transport, SharedWork.of(transport)
         self._starts = placement.examples(batch_size)
         self._words = f"the blocks of a batch of {batch_size}"
         self._entered = self._begun = self._over = False
@@ -65,15 +66,15 @@ class Blocks:
         )
         primitive.effects_barrier()  # rounds that are in flight come before
         failed = _failed()
-        number = self._transport.take_block(self._words, first=True)
+        number = self._work.take_block(self._words, first=True)
         while number is not None:
             first, last = self._starts[number : number + 2]
             block = Block(number, np.arange(first, last))
             yield block
             _wait_for(block, failed)
-            number = self._transport.take_block(self._words, first=False)
+            number = self._work.take_block(self._words, first=False)
         self._over = True
-        self._transport.end_of_blocks()
+        self._work.end_of_blocks()
 
     def __exit__(
         self,
@@ -85,7 +86,7 @@ class Blocks:
             return
         self._over = True
         why = "leaving them early" if error is None else _require.kind(error)
-        self._transport.leave_blocks()
+        self._work.leave_blocks()
         self._transport.note_failure(f" after {why} in group.blocks")
         if error is None:
             raise CodedError(

@@ -28,6 +28,7 @@ from jaxcoded.group.succession import planned
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport import primitive, registry
+from jaxcoded.transport.capabilities import Reports, Snapshots
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.result import Result
 
@@ -448,9 +449,9 @@ class CodedGroup:
             return False
         # every round that was started before belongs to the state
         primitive.effects_barrier()
-        self._session.transport.keep_state(
-            np.concatenate([_digest(self.plan), snapshots.to_bytes(state)])
-        )
+        copy = np.concatenate([_digest(self.plan), snapshots.to_bytes(state)])
+        if isinstance(self._session.transport, Snapshots):  # with others nobody is late
+            self._session.transport.keep_state(copy)
         return True
 
     def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
@@ -475,7 +476,8 @@ class CodedGroup:
         check_open(self)
         primitive.effects_barrier()
         timeout = _require.not_negative("timeout", timeout)
-        round_, data = self._session.transport.fetch_state(timeout)
+        transport = Snapshots.of(self._session.transport)
+        round_, data = transport.fetch_state(timeout)
         if not round_:
             raise Desynchronized(
                 f"no rank above rank {self.rank} has a snapshot from which it could go "
@@ -492,7 +494,7 @@ class CodedGroup:
                 "or keep a longer history (history_bytes)"
             )
         state = snapshots.from_bytes(data[len(plan) :], like)
-        self._session.transport.resume()
+        transport.resume()
         return state
 
     def telemetry(self) -> Telemetry:
@@ -513,7 +515,7 @@ class CodedGroup:
             plan.to_json(),
             np.array(plan.parents),
             np.array([float(plan.load_of(rank)) for rank in range(plan.size)]),
-            self._session.transport.telemetry(),
+            Reports.of(self._session.transport).telemetry(),
         )
 
     def statistics(self) -> dict[str, int]:
@@ -526,7 +528,8 @@ class CodedGroup:
             ``memory_bytes`` in all.
         """
         check_open(self)
-        return self._session.transport.statistics()
+        transport = self._session.transport
+        return transport.statistics() if isinstance(transport, Reports) else {}
 
     def on_round(self, callback: Callable[[RoundSeen], Any]) -> None:
         """Call a function with a `jaxcoded.group.telemetry.RoundSeen` after each of this
@@ -539,7 +542,7 @@ class CodedGroup:
         """
         check_open(self)
         self._callback = callback
-        report(self._session.transport.reports(), callback)
+        report(Reports.of(self._session.transport).reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
         """The group with its data laid out anew, in proportion to these speeds.

@@ -13,7 +13,8 @@ from jaxcoded import _parse, _require
 from jaxcoded._files import contents
 from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import on_all
-from jaxcoded.transport.base import Dealt, Transport
+from jaxcoded.transport.base import Transport
+from jaxcoded.transport.capabilities import Dealt, SharedWork
 from jaxcoded.transport.following import follow
 
 logger = logging.getLogger("jaxcoded")
@@ -91,10 +92,10 @@ class Record:
     def follow(self, transport: Transport) -> None:
         """Let the rounds of this transport be those of the files."""
         if self._replay is not None:
-            transport.replay(self._rounds)
+            SharedWork.of(transport).replay(self._rounds)
         if self._writer is not None:
             self._thread = follow(
-                transport.record(), self._writer.add, "jaxcoded record"
+                SharedWork.of(transport).record(), self._writer.add, "jaxcoded record"
             )
 
     def close(self) -> None:

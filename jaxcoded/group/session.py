@@ -18,6 +18,7 @@ from jaxcoded.group.succession import planned_anew
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport import build, engine, registry
 from jaxcoded.transport.agreement import check_communicator, gathered
+from jaxcoded.transport.capabilities import LosesRanks
 from jaxcoded.transport.options import Options
 
 # What ranks must have in common of their options.
@@ -166,7 +167,7 @@ class Session:
         """One that takes the place of another, once all agree that they have it."""
         session = cls(comm, "engine", options, request, planner, ahead=ahead)
         if ahead is not None:
-            session.engine.expect_state()
+            LosesRanks.of(session.transport).expect_state()
         return session
 
     @property
@@ -179,19 +180,13 @@ class Session:
         return self.transport.rank
 
     @property
-    def engine(self) -> engine.Engine:
-        """The transport, where it is the engine."""
-        assert isinstance(self.transport, engine.Engine)
-        return self.transport
-
-    @property
     def closed(self) -> bool:
         return not registry.is_open(self.index)
 
     @property
     def alike(self) -> bool:
         """See `CodedGroup.alike`."""
-        return self.ahead is None or self.engine.alike()
+        return self.ahead is None or LosesRanks.of(self.transport).alike()
 
     def check_alike(self) -> None:
         """Raise unless all ranks have had the sums of the same rounds.

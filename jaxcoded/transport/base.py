@@ -1,8 +1,8 @@
-"""What a group asks of the transport that carries its rounds."""
+"""What a group asks of any transport."""
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -10,10 +10,6 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport import devices
 from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.round import Round
-
-# A round whose work is shared: its number, the call in words, and the blocks that each rank has
-# computed, in order.
-Dealt = tuple[int, str, list[list[int]]]
 
 
 class Carrier(abc.ABC):
@@ -59,14 +55,20 @@ class Carrier(abc.ABC):
 
 
 class Transport(Carrier):
-    """How the rounds of one group are carried."""
+    """Carries the rounds of one group. What only some can do is a `jaxcoded.transport.capabilities.Capability`."""
+
+    name: ClassVar[str]
 
     def check_sum(self, dtype: np.dtype) -> None:
         """Raise a TypeError unless vectors of this dtype can be summed."""
 
-    @abc.abstractmethod
+    def computes_with(self, eps: float) -> None:
+        """Programs of the group compute what is summed in numbers of this eps, the coarsest that is
+        said counts: what is compared may be off by as much."""
+
     def host_lag(self) -> int:
         """The lag now."""
+        return 0
 
     @abc.abstractmethod
     def rounds(self) -> int:
@@ -78,88 +80,21 @@ class Transport(Carrier):
         begins its next one."""
 
     @abc.abstractmethod
-    def close(self, seconds: float) -> list[int]:
-        """End the group's rounds. Collective; returns ranks that did not come."""
+    def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
+        """The root's array on every rank, in a round of its own."""
+
+    @abc.abstractmethod
+    def replanned(self, index: int, plan: Plan) -> Self:
+        """The same ranks with another plan from the next round on, under another
+        index. This one is then closed."""
 
     def enter(self) -> None:
         """All ranks have opened this."""
 
+    @abc.abstractmethod
+    def close(self, seconds: float) -> list[int]:
+        """End the group's rounds. Collective; returns ranks that did not come."""
+
+    @abc.abstractmethod
     def abandon(self, error: BaseException) -> None:
         """The group is given up after an error, without waiting for anybody."""
-
-    def host_round(
-        self,
-        round: Round,
-        vectors: Sequence[np.ndarray],
-        results: Sequence[np.ndarray],
-        skip: bool = False,
-        erasures: np.ndarray | None = None,
-    ) -> None:
-        """A round on numpy arrays, without XLA: ``results`` are written."""
-        raise NotImplementedError(
-            'rounds on numpy arrays need a group with transport="engine"'
-        )
-
-    def take_block(self, words: str, *, first: bool) -> int | None:
-        """The next block of a round whose vectors follow in the next one; ``None`` once
-        all are computed, and `end_of_blocks` is to be called.
-
-        Args:
-            words: what all ranks must agree on.
-            first: whether it is the round's first.
-        """
-        raise NotImplementedError('shared work needs a group with transport="engine"')
-
-    def end_of_blocks(self) -> None:
-        """End such a round."""
-        raise NotImplementedError('shared work needs a group with transport="engine"')
-
-    def leave_blocks(self) -> None:
-        """Take no more of them: others compute what this rank had."""
-
-    def record(self) -> Callable[[], Dealt | None]:
-        """At the root, a function that waits for the next round whose work is shared, and
-        tells who has computed what; ``None`` after the last."""
-        raise NotImplementedError('shared work needs a group with transport="engine"')
-
-    def replay(self, rounds: Sequence[Dealt]) -> None:
-        """At the root: from now on work is divided as it was in these rounds. Others are
-        errors."""
-        raise NotImplementedError('shared work needs a group with transport="engine"')
-
-    @abc.abstractmethod
-    def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
-        """The root's array on every rank, in a round of its own."""
-
-    def computes_with(self, eps: float) -> None:
-        """Programs of the group compute what is summed in numbers of this eps, the coarsest that is
-        said counts: what is compared may be off by as much."""
-
-    @abc.abstractmethod
-    def replanned(self, index: int, plan: Plan) -> "Transport":
-        """The same ranks with another plan from the next round on, under another
-        index. This one is then closed."""
-
-    def telemetry(self) -> dict[str, list[Any]]:
-        """What was remembered of the latest rounds, by name."""
-        raise NotImplementedError('telemetry needs a group with transport="engine"')
-
-    def reports(self) -> Callable[[], tuple[Any, ...] | None]:
-        """A function that waits for the next round and gives its fields; ``None`` after
-        the last."""
-        raise NotImplementedError('telemetry needs a group with transport="engine"')
-
-    def keep_state(self, state: np.ndarray) -> None:
-        """Keep a copy of these bytes as this rank's snapshot."""
-
-    def fetch_state(self, seconds: float) -> tuple[int, bytes]:
-        """The round of the newest snapshot of the nearest ancestor, 0 if there is
-        none, and its bytes."""
-        raise NotImplementedError('resync needs a group with transport="engine"')
-
-    def resume(self) -> None:
-        """Continue at the round of the fetched snapshot."""
-
-    def statistics(self) -> dict[str, Any]:
-        """Figures of the transport, by name."""
-        return {}

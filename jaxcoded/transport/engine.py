@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -23,7 +23,15 @@ from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import devices, ending, engine_call, extension, registry
 from jaxcoded.transport.agreement import Unreadable, gathered, on_all, told
-from jaxcoded.transport.base import Dealt, Transport
+from jaxcoded.transport.base import Transport
+from jaxcoded.transport.capabilities import (
+    Dealt,
+    HostRounds,
+    LosesRanks,
+    Reports,
+    SharedWork,
+    Snapshots,
+)
 from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
@@ -106,7 +114,7 @@ def _release(version: str) -> str:
     return " ".join(version.partition("\n")[0].partition(",")[0].split())
 
 
-class Engine(Transport):
+class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
     """The transport of one group. Collective.
 
     Args:
@@ -116,6 +124,7 @@ class Engine(Transport):
         options: how it makes its rounds, complete.
     """
 
+    name = "engine"
     can_lag = True
     takes_tokens = True
     takes_parts = True
@@ -327,7 +336,7 @@ class Engine(Transport):
     def computes_with(self, eps: float) -> None:
         self._ask("computes_with", eps)
 
-    def replanned(self, index: int, plan: Plan) -> "Engine":
+    def replanned(self, index: int, plan: Plan) -> Self:
         children = list(plan.coded_children(self.rank))
         decoder = _decoder(plan, self.rank, self._compares)
         self._ask("replan", index, children, decoder, _erasures(plan))
@@ -365,27 +374,19 @@ class Engine(Transport):
         return {name: self._ask(name) for name in names}
 
     def departed(self) -> dict[int, str]:
-        """Of the ranks below this one that make no more calls the error that ended their program,
-        in words, or an empty text."""
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:
-        """Whether all rounds that this rank has called are over, after so many seconds."""
         return self._ask("drained", seconds)
 
     def rounds_of_all(self) -> int:
-        """How many rounds of this rank are over, before any that it alone saw fail, without the
-        root."""
         return self._ask("rounds_of_all")
 
     def decided(self) -> int:
-        """The latest round that is over, as far as this rank knows."""
         return self._ask("decided")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, ranks above are asked what is decided, also where this one calls nothing and its parent
-        says nothing."""
         self._ask("watch", True)
         try:
             yield
@@ -394,14 +395,8 @@ class Engine(Transport):
                 self._ask("watch", False)
 
     def agreed(self, mine: bool) -> bool:
-        """Whether something is so on all ranks, and all of them live; the same on all. Collective.
-
-        MPI counts what ranks agree on in a communicator, and whatever it makes there. So this goes by the engine's
-        own, in which it makes nothing.
-
-        Args:
-            mine: whether it is so on this rank.
-        """
+        # MPI counts what ranks agree on in a communicator, and whatever it makes there. So this goes by the
+        # engine's own, in which it makes nothing.
         try:
             return bool(self._own.Agree(int(mine)))
         except MPI.Exception as error:
@@ -410,11 +405,9 @@ class Engine(Transport):
             return False
 
     def expect_state(self) -> None:
-        """Make sums an error on this rank until a broadcast has come."""
         self._ask("expect_state")
 
     def alike(self) -> bool:
-        """Whether none is expected, or it has come."""
         return self._ask("alike")
 
     def status(self) -> str:

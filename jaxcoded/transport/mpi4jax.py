@@ -6,6 +6,7 @@ oracle of the tests, and what runs where no compiler is at hand.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ class Mpi4jax(Traced, Transport):
         comm: the group's communicator.
         plan: the group's plan.
     """
+
+    name = "mpi4jax"
 
     def __init__(self, index: int, comm: MPI.Intracomm, plan: Plan) -> None:
         self._comm = comm
@@ -69,9 +72,6 @@ class Mpi4jax(Traced, Transport):
             out.append(vector)
         return out
 
-    def host_lag(self) -> int:
-        return 0
-
     def rounds(self) -> int:
         return self._round
 
@@ -84,9 +84,9 @@ class Mpi4jax(Traced, Transport):
         wait(self._comm.Ibcast(out, self.plan.root))
         return out
 
-    def replanned(self, index: int, plan: Plan) -> "Mpi4jax":
+    def replanned(self, index: int, plan: Plan) -> Self:
         registry.remove(self.index)
-        other = Mpi4jax(index, self._comm, plan)
+        other = type(self)(index, self._comm, plan)
         other._round = self._round
         return other
 

@@ -14,6 +14,7 @@ from jaxcoded.group.session import Session
 from jaxcoded.group.succession import check_other
 from jaxcoded.plan import Strategy
 from jaxcoded.transport import engine, primitive
+from jaxcoded.transport.capabilities import LosesRanks
 from jaxcoded.transport.options import Options
 
 
@@ -97,7 +98,7 @@ class Membership:
 
     def _is_to_change(
         self,
-        transport: engine.Engine,
+        transport: LosesRanks,
         rounds: int,
         timeout: float,
         put_out: bool = False,
@@ -108,7 +109,7 @@ class Membership:
         return self._roll.call(
             *(timeout, put_out, transport.departed),
             # a round that failed here alone may have ended otherwise elsewhere
-            broken=rounds < transport.rounds(),
+            broken=rounds < self.session.transport.rounds(),
             extends=extends,
             decided=transport.decided,
         )
@@ -125,7 +126,7 @@ class Membership:
         return extending.session(rounds)
 
     @contextlib.contextmanager
-    def _changing(self, call: str) -> Iterator[engine.Engine]:
+    def _changing(self, call: str) -> Iterator[LosesRanks]:
         """Inside, this thread alone changes the ranks of the group.
 
         Raises:
@@ -133,7 +134,7 @@ class Membership:
             CodedError: another thread does so.
         """
         transport = self.session.transport
-        if not (isinstance(transport, engine.Engine) and engine.fault_tolerant()):
+        if not (isinstance(transport, LosesRanks) and engine.fault_tolerant()):
             raise ValueError(
                 f"{call} needs the engine, and an MPI that goes on where a rank dies: start the job "
                 "with jaxcoded run --ft, which needs Open MPI 5"

@@ -82,7 +82,7 @@ def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
                 # whole numbers, and small: exact in float32
                 wrong += bool(np.any(np.asarray(y) != batch * (batch - 1) / 2))
             took.append(float(np.median(times[1:])))
-        fast = isinstance(group._session.transport, engine.Engine)
+        fast = group._session.transport.name == "engine"
         return took, wrong, "the engine" if fast else "mpi4jax", _reads(comm)
 
 
