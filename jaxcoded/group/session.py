@@ -14,8 +14,7 @@ from jaxcoded.errors import CodedError
 from jaxcoded.group import alone, opening
 from jaxcoded.group.process import Process
 from jaxcoded.group.record import Record
-from jaxcoded.group.succession import planned_anew
-from jaxcoded.plan import Plan, Strategy
+from jaxcoded.plan import Plan, Strategy, make_plan
 from jaxcoded.transport import build, engine, registry
 from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.capabilities import LosesRanks
@@ -146,7 +145,7 @@ class Session:
         try:
             session = cls(own, *arguments, **options)
         except Exception as error:
-            # that in which others wait is not freed: see `Agreement`
+            # that in which others wait is not freed: see `agreed`
             if not (opening.has_died(error) and engine.fault_tolerant()):
                 own.Free()
             raise
@@ -232,13 +231,32 @@ class Session:
         call: str,
         whose: str,
     ) -> Plan:
-        """The plan of one with other ranks, see `planned_anew`."""
+        """The plan of a group of other ranks in its place.
+
+        Args:
+            hosts: of each rank.
+            speeds: of each; none if they count as equal.
+            strategy: to take instead, if one is given.
+            call, whose: what asks for it, and for which ranks, in words.
+
+        Raises:
+            ValueError: there is none.
+        """
         if self.record.request:
             raise ValueError(
                 "a record is of all ranks of its group: a group with record or replay cannot go on "
                 "with others"
             )
-        return planned_anew(self.plan.strategy, hosts, speeds, strategy, call, whose)
+        size = len(hosts)
+        try:
+            other = strategy or self.plan.strategy.for_others(speeds)
+            return make_plan(size, other, hosts=hosts)
+        except ValueError as error:
+            raise ValueError(
+                f"no plan for the {size} ranks {whose}: {error}. Or say which strategy to take: "
+                f"{call}(strategy=jaxcoded.Shared()) fits any number of ranks; "
+                "this group goes on as it is"
+            ) from None
 
     def withdraw(self, error: BaseException | None = None) -> None:
         """Leave it again: not all have it, or (``error``) this rank is not to have it."""

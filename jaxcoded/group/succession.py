@@ -1,7 +1,6 @@
 """The plan of a group, and of one that takes its place with other ranks."""
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
 from mpi4py import MPI
 
@@ -34,39 +33,6 @@ def check_other(strategy: object) -> None:
     """Raise unless it is a strategy, or none is given."""
     if strategy is not None:
         check_strategy(strategy)
-
-
-def planned_anew(
-    old: Strategy,
-    hosts: Sequence[str],
-    speeds: Sequence[Fraction],
-    strategy: Strategy | None,
-    call: str,
-    whose: str,
-) -> Plan:
-    """The plan for other ranks than a group's.
-
-    Args:
-        old: the group's strategy.
-        hosts: of each rank.
-        speeds: of each; none if they count as equal.
-        strategy: to take instead, if one is given.
-        call, whose: what asks for it, and for which ranks, in words.
-
-    Raises:
-        ValueError: there is none.
-    """
-    size = len(hosts)
-    try:
-        if strategy is None:
-            strategy = old.for_others(speeds)
-        return make_plan(size, strategy, hosts=hosts)
-    except ValueError as error:
-        raise ValueError(
-            f"no plan for the {size} ranks {whose}: {error}. Or say which strategy to take: "
-            f"{call}(strategy=jaxcoded.Shared()) fits any number of ranks; "
-            "this group goes on as it is"
-        ) from None
 
 
 def plan_of_root(

@@ -141,49 +141,39 @@ class Telemetry:
     ) -> Self:
         """From what the engine remembers."""
 
-        def column(name: str, dtype: type) -> np.ndarray:
-            return np.array(columns[name], dtype)
-
-        outcome = column("outcome", np.int64)
-        grid = len(outcome), len(columns["children"])
-        step_times = np.full(len(parents), np.nan)
-        silent = np.zeros(len(parents))
+        rounds, ranks = len(columns["outcome"]), len(parents)
+        lengths = {
+            "R": rounds,
+            "C": len(columns["children"]),
+            "L": len(columns["peers"]),
+        }
         members = [rank, *columns["children"]]
-        computed = np.zeros((len(outcome), len(parents), 3), np.int64)
+        computed = np.zeros((rounds, ranks, 3), np.int64)
         if len(columns["computed"]):
-            computed[:, members] = column("computed", np.int64).reshape(
-                len(outcome), len(members), 3
-            )
+            each = np.array(columns["computed"], np.int64)
+            computed[:, members] = each.reshape(rounds, len(members), 3)
+        step_times, silent = np.full(ranks, np.nan), np.zeros(ranks)
         step_times[columns["told"]] = columns["step_times"]
         silent[columns["told"]] = columns["silent"]
+        seen = columns | {
+            "rounds": columns["round"],
+            "decided_by": columns["decider"],
+            "failed": np.array(columns["outcome"]) != _DONE,
+        }
+        arrays: dict[str, Any] = {
+            name: np.array(seen[name], dtype).reshape([lengths[it] for it in axes])
+            for name, (dtype, axes) in telemetry_file.ARRAYS.items()
+            if lengths.keys() >= set(axes)
+        }
         return cls(
             rank=rank,
             plan=plan,
             parents=np.array(parents, np.int64),
             loads=np.array(loads, np.float64),
-            rounds=column("round", np.int64),
-            work=column("work", np.float64),
-            started=column("started", np.float64),
-            decided=column("decided", np.float64),
-            ended=column("ended", np.float64),
-            decided_by=column("decider", np.int64),
-            failed=outcome != _DONE,
-            payload=column("payload", np.int64),
-            skipped=column("skipped", bool),
-            approximate=column("approximate", bool),
-            shared=column("shared", bool),
-            loop=column("loop", bool),
-            busy=column("busy", np.float64),
-            blocks=column("blocks", np.int64),
             computed=computed,
-            children=column("children", np.int64),
-            arrived=column("arrived", np.float64).reshape(grid),
-            used=column("used", bool).reshape(grid),
-            peers=column("peers", np.int64),
-            link_bytes=column("link_bytes", np.int64),
-            link_seconds=column("link_seconds", np.float64),
             step_times=step_times,
             silent=silent,
+            **arrays,
         )
 
     @property

@@ -12,7 +12,7 @@ from jaxcoded.plan import Plan
 
 # The dtype and the axes of each array: rounds R, children C, ranks N, and ranks that this one has got
 # something from L; K kinds of blocks. See `Telemetry`.
-_ARRAYS: dict[str, tuple[type, str]] = {
+ARRAYS: dict[str, tuple[type, str]] = {
     "parents": (np.int64, "N"),
     "loads": (np.float64, "N"),
     "rounds": (np.int64, "R"),
@@ -52,7 +52,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     values = _arrays(contents(path))
-    if values.keys() != {"rank", "plan", *_ARRAYS}:
+    if values.keys() != {"rank", "plan", *ARRAYS}:
         raise ValueError(
             f"{path} was not written by Telemetry.save, or is damaged or of another "
             "version of jaxcoded"
@@ -86,7 +86,7 @@ def _checked(values: dict[str, np.ndarray]) -> dict[str, Any]:
         raise ValueError("rank must be an integer, and plan a text")
     made = Plan.from_json(str(plan))
     axes: dict[str, int] = {"N": made.size, "K": 3}
-    for name, (dtype, letters) in _ARRAYS.items():
+    for name, (dtype, letters) in ARRAYS.items():
         its = values[name]
         known = its.dtype == dtype and its.ndim == len(letters)
         lengths = dict(zip(letters, its.shape))

@@ -6,17 +6,23 @@ import functools
 import json
 import operator
 import threading
+import time
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _parse
+from jaxcoded import _parse, _require
 from jaxcoded.errors import CodedError
 from jaxcoded.transport.agreement import LONGEST, plain
+
+Ranks = Annotated[list[int], "which ranks"]
+OfEach = Annotated[list[int], "a number of each rank"]
+_MOST = 2**31 - 1
+PAUSE = 2e-3  # seconds between two looks
 
 
 class Message:
@@ -28,6 +34,18 @@ class Message:
         Raises:
             ValueError: the message names the field.
         """
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            name, value = field.name, getattr(self, field.name)
+            if field.type is int:
+                _require.integer(name, value, 0, _MOST)
+            elif field.type is float:
+                _require.not_negative(name, value)
+            elif field.type in (Ranks, OfEach):
+                most = ranks - 1 if field.type == Ranks else _MOST
+                for number in value:
+                    _require.integer(f"a number of {name}", number, 0, most)
+                if field.type == OfEach and len(value) != ranks:
+                    raise ValueError(f"{name} has {len(value)} numbers, not {ranks}")
 
 
 M = TypeVar("M", bound=Message)
@@ -165,6 +183,14 @@ def _value(what: str, hint: Any, value: Any) -> Any:
     if float in kinds:
         kinds.append(int)
     return _parse.of_kind(what, value, functools.reduce(operator.or_, kinds))
+
+
+def looks(until: float) -> Iterator[None]:
+    """Time after time to look whether something has come, until then."""
+    yield
+    while time.monotonic() <= until:
+        time.sleep(PAUSE)
+        yield
 
 
 def _is_over(request: MPI.Request) -> bool:

@@ -25,7 +25,6 @@ FORGIVES = "JAXCODED_TAKES_IN"
 _HAN = "OMPI_MCA_coll_han_priority"
 # of messages between the starter and those that it has started, and in the communicator of all
 TAG_NEW, TAG_ALL = 32_011, 32_012
-PAUSE = 2e-3  # seconds between two looks
 _SERVES = 20e-3  # and where MPI is at work
 LATER = 10.0  # seconds that others wait longer than the one who decides
 _LEAST = 30.0  # seconds for making the group, and more

@@ -8,7 +8,7 @@ from jaxcoded import _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership import joining, old_ranks
 from jaxcoded.group.membership.extending import Extending
-from jaxcoded.group.membership.recovery import Anew
+from jaxcoded.group.membership.recovery import Recovering
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.session import Session
 from jaxcoded.group.succession import check_other
@@ -32,7 +32,7 @@ class Membership:
         self.session = session
         self._roll = Roll(session.comm, session.processes, session.plan.root)
         # what takes its place, as far as that is made
-        self._anew: Anew | None = None
+        self._recovering: Recovering | None = None
         self._extending: Extending | None = None
         self._changes = threading.Lock()
 
@@ -53,13 +53,13 @@ class Membership:
             rounds = transport.rounds_of_all()
             if self._extending is not None:
                 return self._extended(self._extending, rounds, timeout, put_out)
-            if self._anew is None:
+            if self._recovering is None:
                 if not self._is_to_change(transport, rounds, timeout, put_out):
                     return self.session
-                self._anew = Anew(self.session, self._roll)
-            self._anew.make(rounds, strategy, options, timeout, put_out)
-            anew, self._anew = self._anew, None
-            return anew.session(rounds)
+                self._recovering = Recovering(self.session, self._roll)
+            self._recovering.make(rounds, strategy, options, timeout, put_out)
+            recovering, self._recovering = self._recovering, None
+            return recovering.session(rounds)
 
     def extended(
         self,
@@ -85,7 +85,7 @@ class Membership:
             drained = transport.drained(timeout / 2)
             rounds = transport.rounds_of_all()
             if self._extending is None:
-                if self._anew is not None or self._is_to_change(
+                if self._recovering is not None or self._is_to_change(
                     transport, rounds, timeout, extends=True
                 ):
                     raise CodedError(

@@ -1,13 +1,11 @@
 """What ranks say to each other of who is left of a group, and of ranks that join."""
 
-import dataclasses
 import enum
+from dataclasses import dataclass
 
 from jaxcoded import _parse, _require
-from jaxcoded.group.membership.channel import Message
+from jaxcoded.group.membership.channel import Message, OfEach, Ranks
 from jaxcoded.group.membership.joining import Invitation
-
-_MOST = 2**31 - 1
 
 
 class State(enum.IntEnum):
@@ -19,136 +17,83 @@ class State(enum.IntEnum):
     LEFT = 3
 
 
-def _whole(**numbers: int) -> None:
-    for name, number in numbers.items():
-        _require.integer(name, number, 0, _MOST)
+# Of the rank that calls the roll. ``visit``: of whom it is said to, as far as the caller knows.
 
 
-def _each(name: str, numbers: list[int], most: int, count: int | None = None) -> None:
-    """Raise unless these are whole numbers up to ``most``, and so many."""
-    if count not in (None, len(numbers)):
-        raise ValueError(f"{name} must be {count} numbers, got {len(numbers)}")
-    for number in numbers:
-        _require.integer(f"a number of {name}", number, 0, most)
-
-
-# Of the rank that calls the roll. Each but `Anew` has the visit of whom it is said to, as far as the caller knows it.
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Call(Message):
-    """Who is here?
-
-    Attributes:
-        number: of this caller's calls.
-        seconds: for which it says nothing after that, and then half of them again.
-        put_out: whether those who are late are put out then.
-    """
+    """Who is here? The caller may say nothing for so many seconds, and as many again; ``put_out``: then whoever is late
+    is put out."""
 
     number: int
     seconds: float
     put_out: bool
     visit: int
 
-    def check(self, ranks: int) -> None:
-        _whole(number=self.number, visit=self.visit)
-        _require.not_negative("seconds", self.seconds)
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Kill(Call):
     """Kill the processes of those who are late, whoever can."""
 
-    late: list[int]
-
-    def check(self, ranks: int) -> None:
-        super().check(ranks)
-        _each("late", self.late, ranks - 1)
+    late: Ranks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Stay(Message):
     """All are here, and nobody is dead."""
 
     visit: int
 
-    def check(self, ranks: int) -> None:
-        _whole(visit=self.visit)
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Late(Message):
-    """Some have not come.
-
-    Attributes:
-        put_out: whether they were to be killed.
-        known: the `State` of each rank.
-        hindered: the number of the error of killing each; 0: none.
-    """
+    """Some have not come, and were to be put out, or not. ``known``: the `State` of each rank; ``hindered``: the number
+    of the error of killing it, or 0."""
 
     put_out: bool
-    known: list[int]
-    hindered: list[int]
+    known: OfEach
+    hindered: OfEach
     visit: int
 
     def check(self, ranks: int) -> None:
-        _whole(visit=self.visit)
-        _each("known", self.known, max(State), ranks)
-        _each("hindered", self.hindered, _MOST, ranks)
+        super().check(ranks)
+        for state in self.known:
+            _require.integer("a state", state, 0, max(State))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Anew(Message):
-    """The group is to be made anew, which is never taken back.
-
-    Attributes:
-        attempt: the number of this attempt.
-    """
+    """The group is to be made anew, which is never taken back."""
 
     attempt: int
-
-    def check(self, ranks: int) -> None:
-        _whole(attempt=self.attempt)
 
 
 # To the rank that calls the roll.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Answer(Message):
-    """This rank is here.
-
-    Attributes:
-        number: of the call.
-        visit: of this rank.
-        broken: whether the group is to be made anew in any case.
-        extends: whether ranks are to join.
-        hindered: as in `Late`, as far as this rank knows.
-        left: the ranks that have closed the group, too.
-    """
+    """This rank is here, on a visit of its own. ``broken``: the group is to be made anew in any case; ``extends``: ranks
+    are to join; ``left``: who has closed the group."""
 
     number: int
     visit: int
     broken: bool
     extends: bool
-    hindered: list[int]
-    left: list[int]
-
-    def check(self, ranks: int) -> None:
-        _whole(number=self.number, visit=self.visit)
-        _each("hindered", self.hindered, _MOST, ranks)
-        _each("left", self.left, ranks - 1)
+    hindered: OfEach
+    left: Ranks
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GivesUp(Message):
     """Nobody is to count on this rank's answer any more."""
 
 
-# Among the old ranks: the starter asks, each says what it wants, and all are told what comes of it.
+# Among the old ranks: the starter asks on a visit of its own, each says what it wants on one of its own, and all are
+# told how that went.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Verdict:
     """What the starter says of ranks that are to join: the same on all old ranks.
 
@@ -163,38 +108,25 @@ class Verdict:
     token: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Asks(Message):
-    """What do you want?
-
-    Attributes:
-        visit: of the starter.
-    """
+    """What do you want?"""
 
     visit: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Wants(Message):
-    """What a rank wants, in words.
-
-    Attributes:
-        asked: the visit of the starter.
-        visit: its own.
-    """
+    """What a rank wants, in words."""
 
     asked: str
     visit: str
     words: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Tells(Message):
-    """How that went.
-
-    Attributes:
-        visit: of the rank that is told.
-    """
+    """How that went, for the rank on this visit."""
 
     visit: str
     verdict: Verdict
@@ -203,14 +135,9 @@ class Tells(Message):
 # Between the old ranks and the new ones.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Invites(Message):
-    """A new rank is to be connected.
-
-    Attributes:
-        root: of the old group.
-        command: that starts more of them.
-    """
+    """A new rank is to be connected. ``root``: of the old group; ``command``: that starts more of them."""
 
     root: int
     invitation: Invitation
@@ -225,17 +152,13 @@ class Invites(Message):
             _parse.of_kind("a word of command", word, str)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Ready(Message):
-    """A new rank is as far as the next step.
-
-    Attributes:
-        why_not: it cannot go on; empty: it does.
-    """
+    """A new rank is as far as the next step; or it cannot go on, and why."""
 
     why_not: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TakenIn(Message):
     """All ranks have made the group."""

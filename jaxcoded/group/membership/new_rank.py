@@ -8,10 +8,9 @@ from mpi4py import MPI
 
 from jaxcoded import _own_process
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership.channel import Channel, Gone
+from jaxcoded.group.membership.channel import Channel, Gone, looks
 from jaxcoded.group.membership.joining import (
     LATER,
-    PAUSE,
     TAG_ALL,
     TAG_NEW,
     Invitation,
@@ -102,18 +101,15 @@ class NewRank:
 
     @staticmethod
     def _heard(ask: Callable[[], T | None], until: float) -> T:
-        while True:
-            try:
-                said = ask()
-            except Gone:
-                raise CodedError(
-                    f"{_WHO} has died, or has not taken it in: see what its group says"
-                ) from None
-            if said is not None:
-                return said
-            if time.monotonic() > until:
-                raise CodedError(f"{_WHO} has not taken it in")
-            time.sleep(PAUSE)
+        try:
+            for _ in looks(until):
+                if (said := ask()) is not None:
+                    return said
+        except Gone:
+            raise CodedError(
+                f"{_WHO} has died, or has not taken it in: see what its group says"
+            ) from None
+        raise CodedError(f"{_WHO} has not taken it in")
 
 
 def joined() -> Session | None:

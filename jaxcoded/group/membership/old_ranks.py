@@ -9,10 +9,9 @@ from mpi4py import MPI
 
 from jaxcoded import _own_process, _require
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership.channel import Channel, Gone
+from jaxcoded.group.membership.channel import Channel, Gone, looks
 from jaxcoded.group.membership.joining import (
     LATER,
-    PAUSE,
     TAG_ALL,
     TAG_NEW,
     Invitation,
@@ -95,9 +94,9 @@ class OldRanks:
                 for rank, visit in self._visits.items():
                     self._old.say(rank, Tells(visit, self.verdict))
             return
-        until = time.monotonic() + seconds + LATER
-        while True:
-            try:
+        why = "has not called it, or is late"
+        try:
+            for _ in looks(time.monotonic() + seconds + LATER):
                 # of earlier visits nothing counts any more
                 for said in self._old.all_heard(self._starter):
                     if isinstance(said, Asks):
@@ -107,13 +106,8 @@ class OldRanks:
                     elif isinstance(said, Tells) and said.visit == self._visit:
                         self.verdict = said.verdict
                         return
-            except Gone:
-                why = "has died"
-                break
-            if time.monotonic() > until:
-                why = "has not called it, or is late"
-                break
-            time.sleep(PAUSE)
+        except Gone:
+            why = "has died"
         raise CodedError(
             f"rank {self._starter}, which starts ranks that join, {why}: this group goes on as it is. All ranks call "
             "extended after the same step, and recovered before"
@@ -126,8 +120,7 @@ class OldRanks:
             self._old.say(rank, Asks(self._visit))
         said = {self._starter: words}
         lost: dict[int, str] = {}  # and why
-        late = others
-        while late:  # whoever is not heard does not hear how it went
+        for _ in looks(until):
             for rank in others - set(lost):
                 try:
                     for its in self._old.all_heard(rank):
@@ -137,10 +130,11 @@ class OldRanks:
                     lost[rank] = f"rank {rank} has died: call recovered first"
                 except CodedError as error:
                     lost[rank] = str(error)
-            late = others - set(lost) - set(said)
-            if late and time.monotonic() > until:
-                return Verdict(f"ranks {sorted(late)} have not called extended")
-            time.sleep(PAUSE)
+            # whoever is not heard does not hear how it went
+            if not (late := others - set(lost) - set(said)):
+                break
+        else:
+            return Verdict(f"ranks {sorted(late)} have not called extended")
         if lost:
             return Verdict(lost[min(lost)])
         if len(set(said.values())) == 1:
@@ -164,35 +158,36 @@ class OldRanks:
         engine.join()
         spawning = Pending(lambda: _spawned(words, ranks, info))
         seen = Started(self._visit)
-        here: set[int] = set()
+        late = set(range(ranks))
         try:
-            while spawning.runs():
+            for _ in looks(until):
                 seen.look()
-                if time.monotonic() > until:
-                    raise CodedError(
-                        f"they were not in MPI after {seconds:g} s: see what they say above, or give command=, or a "
-                        "longer timeout="
-                    )
-                time.sleep(PAUSE)
+                if not spawning.runs():
+                    break
+            else:
+                raise CodedError(
+                    f"they were not in MPI after {seconds:g} s: see what they say above, or give command=, or a "
+                    "longer timeout="
+                )
             self._between = spawning.result(0.0)
             self._new = Channel(self._between, TAG_NEW, (Ready,), who=_number)
-            while len(here) < ranks:
+            for _ in looks(until):
                 seen.look()
-                for rank in set(range(ranks)) - here:
+                for rank in sorted(late):
                     if (said := self._new.heard(rank)) is None:
                         continue
                     if said.why_not:
                         raise CodedError(
                             f"number {rank + 1} of them cannot join: {said.why_not}"
                         )
-                    here.add(rank)
-                if time.monotonic() > until:
-                    late = [rank + 1 for rank in sorted(set(range(ranks)) - here)]
-                    raise CodedError(
-                        f"numbers {late} of them have not called jaxcoded.CodedGroup.joining(): does the program "
-                        "call it early, or should timeout= be longer?"
-                    )
-                time.sleep(PAUSE)
+                    late.remove(rank)
+                if not late:
+                    break
+            else:
+                raise CodedError(
+                    f"numbers {[rank + 1 for rank in sorted(late)]} of them have not called "
+                    "jaxcoded.CodedGroup.joining(): does the program call it early, or should timeout= be longer?"
+                )
         except (CodedError, Gone, MPI.Exception) as error:
             why = "one of them has died" if isinstance(error, Gone) else str(error)
             what = f"processes were started as {' '.join(command)!r}"
@@ -241,18 +236,16 @@ class OldRanks:
         """Why not all new ranks have made the group, on the starter; empty: they have, or this is another."""
         if self._new is None:
             return ""
-        said: dict[int, str] = {}
-        while len(said) < ranks:
-            for rank in set(range(ranks)) - set(said):
-                its = self._word_of(rank)
-                if its is not None:
-                    said[rank] = its
-                if its:
+        late = set(range(ranks))
+        for _ in looks(until):
+            for rank in sorted(late):
+                if its := self._word_of(rank):
                     return _has_not(rank, its)
-            if time.monotonic() > until:
-                return "one of them takes too long"
-            time.sleep(PAUSE)
-        return ""
+                if its is not None:
+                    late.remove(rank)
+            if not late:
+                return ""
+        return "one of them takes too long"
 
     def _look(self) -> None:
         """New ranks say nothing while they are connected, unless one fails."""

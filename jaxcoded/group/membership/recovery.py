@@ -4,7 +4,6 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 from mpi4py import MPI
 
@@ -20,7 +19,7 @@ from jaxcoded.transport.options import Options
 OPENS = 120.0  # seconds in which ranks have made a group, and more
 
 
-class Anew:
+class Recovering:
     """A group without the dead, as far as it is made. What has been begun is waited for again by the next call of
     `CodedGroup.recovered`, where one has given up.
 
@@ -35,7 +34,7 @@ class Anew:
         self._new: Session | None = None
         self._rounds = 0  # of the old one that were decided before
         self._failure: BaseException | None = None  # here
-        self._agreement: Agreement | None = None
+        self._agreement: Pending[bool] | None = None
 
     def make(
         self,
@@ -59,7 +58,7 @@ class Anew:
         if self._agreement is None:
             self._make(rounds, strategy, options)
         assert self._agreement is not None
-        self._roll.wait(self._agreement.pending, patience, timeout, put_out)
+        self._roll.wait(self._agreement, patience, timeout, put_out)
 
     def session(self, rounds: int) -> Session:
         """It, once they agree.
@@ -73,7 +72,7 @@ class Anew:
         """
         assert self._agreement is not None
         new, failure = self._new, self._failure
-        if not self._agreement.pending.result(0.0):
+        if not self._agreement.result(0.0):
             self._roll.next_attempt()
             if new is not None:
                 new.withdraw()
@@ -130,7 +129,8 @@ class Anew:
             self._failure = error
             if has_died(error) or not isinstance(error, Exception):
                 smaller.Revoke()  # in which others may wait; not those who agree
-        self._agreement = Agreement(smaller, self._failure)
+        failure = self._failure
+        self._agreement = Pending(lambda: agreed(smaller, failure))
 
 
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -153,30 +153,15 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
     return smaller
 
 
-class Successors(NamedTuple):
-    """Who are the ranks of a group made anew.
-
-    Attributes:
-        ranks: as the old group numbers them, in the order of those of the new one.
-        best: of these the one that knows most, the old root if it is one of them.
-        ahead: None where all know the same, or else how many different amounts others know that are less than
-            this rank's.
-    """
-
-    ranks: list[int]
-    best: int
-    ahead: int | None
-
-
 def successors(
     smaller: MPI.Intracomm,
     comm: MPI.Intracomm,
     root: int,
     known: tuple[bool, int],
     place: int = 0,
-) -> Successors:
-    """Collective of the ranks that live. They keep their order; but where they do not know the same, the best
-    becomes the root of the new group.
+) -> tuple[list[int], int, int | None]:
+    """Who are the ranks of a group made anew. Collective of those that live. They keep their order; but where they do
+    not know the same, the best becomes the root of the new group.
 
     Args:
         smaller: of the ranks that live.
@@ -184,6 +169,11 @@ def successors(
         root: among them.
         known: what this rank knows; who knows more has the greater tuple.
         place: of the root in the new group.
+
+    Returns:
+        Its ranks, as the old group numbers them; of these the one that knows most, the old root if it is one of them;
+        and None where all know the same, or else how many different amounts others know that are less than this
+        rank's.
     """
     of_each = [
         (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
@@ -194,10 +184,10 @@ def successors(
     most = [rank for rank, (amount, _) in zip(alive, of_each) if amount == levels[-1]]
     best = root if root in most else most[0]
     if len(levels) == 1:
-        return Successors(alive, best, None)
+        return alive, best, None
     ranks = [rank for rank in alive if rank != best]
     ranks.insert(of_each[0][1], best)
-    return Successors(ranks, best, levels.index(known))
+    return ranks, best, levels.index(known)
 
 
 @contextlib.contextmanager
@@ -235,7 +225,7 @@ def overtaken(new: Session, rank: int) -> CodedError:
     return why
 
 
-class Agreement:
+def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
     """Whether something was done on all ranks and all of them live, the same on all. Collective of the
     ranks that live: MPI waits for a stopped one without end.
 
@@ -246,18 +236,12 @@ class Agreement:
         comm: of these ranks.
         failure: why it was not done on this one; None if it was.
     """
-
-    def __init__(self, comm: MPI.Intracomm, failure: BaseException | None) -> None:
-        self._comm, self._failure = comm, failure
-        self.pending = Pending(self._reach)
-
-    def _reach(self) -> bool:
-        try:
-            agreed = bool(self._comm.Agree(int(self._failure is None)))
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_PROC_FAILED:
-                raise
-            return False
-        if isinstance(self._failure, Exception) and not has_died(self._failure):
-            self._comm.Free()
-        return agreed
+    try:
+        done = bool(comm.Agree(int(failure is None)))
+    except MPI.Exception as error:
+        if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+            raise
+        return False
+    if isinstance(failure, Exception) and not has_died(failure):
+        comm.Free()
+    return done
