@@ -22,9 +22,9 @@ from jaxcoded.group.epoch import Epoch
 from jaxcoded.group.membership import new_rank
 from jaxcoded.group.membership.membership import Membership
 from jaxcoded.group.membership.started import check_joined
+from jaxcoded.group.opening import planned
 from jaxcoded.group.record import Path, Record
 from jaxcoded.group.session import Session
-from jaxcoded.group.succession import planned
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport import primitive, registry
@@ -658,6 +658,8 @@ class CodedGroup:
     ) -> "CodedGroup":
         """The group with so many more ranks, of processes that are started for it; see ``docs/recovery.md``.
 
+        Experimental: it rests on what one MPI does, Open MPI 5.
+
         Collective, between the same two rounds, of a group of which nobody is dead: call `recovered` first. The
         processes run this program, and get the group from `joining`. They know nothing of the training: the new
         group is not `alike`, on any rank, and sums are an error until a `tree_bcast` has handed on what its root
@@ -728,7 +730,8 @@ class CodedGroup:
 
     @classmethod
     def joining(cls) -> "CodedGroup | None":
-        """In a process that `extended` has started, the group that it is taken into; in all others None.
+        """In a process that `extended` has started, the group that it is taken into; in all others None. Experimental,
+        as `extended` is.
 
         Call it where the program would make its group, and as early as can be, as the others wait meanwhile:
 

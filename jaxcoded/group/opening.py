@@ -3,13 +3,13 @@
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 from jaxcoded.errors import GroupMismatch
-from jaxcoded.plan import Plan
+from jaxcoded.plan import Plan, Shared, Strategy, make_plan
 from jaxcoded.transport import build, comparing, cuda_aware, engine
 from jaxcoded.transport.agreement import Unreadable, disagreement, gathered, plain
 from jaxcoded.transport.base import Transport
@@ -30,6 +30,26 @@ def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
         return comm.Dup()
     finally:
         waits.cancel()
+
+
+def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
+    """The plan for a rank on each of these hosts.
+
+    Args:
+        strategy: of it, or a plan; None: the strategy that works on any number of ranks.
+        hosts: of each rank.
+
+    Raises:
+        TypeError, ValueError: it is neither, or does not fit so many ranks.
+    """
+    if not isinstance(strategy, Plan):
+        return make_plan(len(hosts), strategy or Shared(), hosts=hosts)
+    if strategy.size != len(hosts):
+        raise ValueError(
+            f"the plan is for {strategy.size} ranks, but the communicator has {len(hosts)}: "
+            f"make_plan({len(hosts)}, {strategy.strategy!r}) makes one for these"
+        )
+    return strategy
 
 
 def agreed_plan(

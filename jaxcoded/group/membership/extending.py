@@ -11,14 +11,13 @@ from mpi4py import MPI
 
 from jaxcoded.errors import CodedError, GroupMismatch
 from jaxcoded.group.membership import joining
-from jaxcoded.group.membership.joining import Invitation
+from jaxcoded.group.membership.joining import Invitation, plan_of_root
 from jaxcoded.group.membership.old_ranks import OldRanks
 from jaxcoded.group.membership.pending import Pending
 from jaxcoded.group.membership.recovery import let_go, overtaken
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.opening import has_died
 from jaxcoded.group.session import Session
-from jaxcoded.group.succession import plan_of_root
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport.agreement import plain
 from jaxcoded.transport.capabilities import LosesRanks

@@ -18,6 +18,8 @@ from mpi4py import MPI
 from jaxcoded import _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.pending import Pending
+from jaxcoded.plan import Plan
+from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import Options
 
 # 1 where the launcher goes on where such a process dies (`jaxcoded.tools.launch.rank`)
@@ -172,3 +174,28 @@ class Side:
     def _kept(self, comm: Any) -> Any:
         self._made.append(tolerant(comm))
         return comm
+
+
+def plan_of_root(
+    comm: MPI.Intracomm, root: int, make: Callable[[], Plan] | None = None
+) -> Plan:
+    """The plan of the root, on ranks that cannot make it themselves, too. Collective.
+
+    Args:
+        comm: of all.
+        root: whose plan counts.
+        make: makes this rank's; None on those that cannot.
+    """
+    plan, failure = None, None
+    try:
+        plan = make and make()
+    except Exception as error:  # noqa: BLE001  # the others wait for an answer
+        failure = error
+    said = told(comm, [plan and plan.to_json(), failure and str(failure)], root)
+    if failure is not None:
+        raise failure
+    if plan is None:
+        if said[0] is None:
+            raise ValueError(said[1])
+        plan = Plan.from_json(said[0])
+    return plan

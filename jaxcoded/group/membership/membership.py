@@ -11,8 +11,8 @@ from jaxcoded.group.membership.extending import Extending
 from jaxcoded.group.membership.recovery import Recovering
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.session import Session
-from jaxcoded.group.succession import check_other
 from jaxcoded.plan import Strategy
+from jaxcoded.plan.strategy import check_strategy
 from jaxcoded.transport import engine, primitive
 from jaxcoded.transport.capabilities import LosesRanks
 from jaxcoded.transport.options import Options
@@ -46,7 +46,8 @@ class Membership:
         """See `CodedGroup.recovered`; the same session where it goes on as it is."""
         timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
         _require.boolean("put_out", put_out)
-        check_other(strategy)
+        if strategy is not None:
+            check_strategy(strategy)
         with self._changing("recovered") as transport:
             primitive.effects_barrier()
             transport.drained(timeout / 2)
@@ -72,7 +73,8 @@ class Membership:
         """See `CodedGroup.extended`."""
         ranks = _require.integer("ranks", ranks, 1, joining.MOST)
         timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
-        check_other(strategy)
+        if strategy is not None:
+            check_strategy(strategy)
         if not (options is None or isinstance(options, Options)):
             raise TypeError(
                 f"options must be jaxcoded.Options, got {_require.kind(options)}"

@@ -16,13 +16,13 @@ from jaxcoded.group.membership.joining import (
     Invitation,
     Side,
     opening_seconds,
+    plan_of_root,
     tolerant,
 )
 from jaxcoded.group.membership.messages import Invites, Ready, TakenIn
 from jaxcoded.group.membership.recovery import let_go
 from jaxcoded.group.membership.started import awaited, tries_to_join
 from jaxcoded.group.session import Session
-from jaxcoded.group.succession import plan_of_root
 from jaxcoded.transport import engine
 
 T = TypeVar("T")
