@@ -53,7 +53,9 @@ def train(comm, epochs=5):
     x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
     mesh = Mesh(np.array(jax.local_devices()), ("fsdp",))
     tx = optax.adam(3e-3)
-    with jaxcoded.CodedGroup(comm, transport="engine") as group:
+    # work is shared between processes of one device each
+    strategy = jaxcoded.Coded() if comm.size > 2 else jaxcoded.Uncoded()
+    with jaxcoded.CodedGroup(comm, strategy, transport="engine") as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         def step(params, state, batch, token):

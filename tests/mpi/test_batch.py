@@ -143,8 +143,8 @@ def test_what_data_may_be(group, tmp_path):
         ),
         ((), ValueError, r"data is a tuple without arrays: for a loader of your own"),
         (np.ones((0, 3)), ValueError, "the number of examples of data must be an int"),
-        (0, ValueError, "n, the number of examples, must be an integer in 1 …"),
-        (True, ValueError, "n, the number of examples, must be an integer in 1 …"),
+        (0, ValueError, "n, the number of examples, must be an integer from 1 to"),
+        (True, ValueError, "n, the number of examples, must be an integer from 1 to"),
         (2.0, ValueError, "data is a float, which has no leading axis"),
     ],
 )

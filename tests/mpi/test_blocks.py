@@ -215,7 +215,7 @@ def test_mistakes(comm, group):
             group.blocks(wrong)
     with (
         jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as coded,
-        pytest.raises(ValueError, match="does not share its work"),
+        pytest.raises(ValueError, match="blocks needs a group that shares its work"),
     ):
         coded.blocks(4)
     blocks = group.blocks(4)
