@@ -511,7 +511,10 @@ class Player:
 
     def _die_when_announced(self):
         """Or a little later, where this rank has nothing to announce, or has done the step."""
-        until, status = time.monotonic() + ANNOUNCES, self._group.transport.status
+        until, status = (
+            time.monotonic() + ANNOUNCES,
+            self._group._session.transport.status,
+        )
         try:
             while time.monotonic() < until:
                 said = status()

@@ -249,13 +249,13 @@ def hang(how):
 
 
 def tree(words):
-    """What a group is asked for: so many children of a parent, also with long sums "in sections" ("3 in
+    """The strategy and options of a group: so many children of a parent, also with long sums "in sections" ("3 in
     sections"), or a tree that follows "hosts"."""
     if words == "hosts":
-        return {"by_host": True}
+        return {"strategy": jaxcoded.Coded(by_host=True)}
     number, _, in_sections = words.partition(" ")
     options = jaxcoded.Options(sections_from=64 << 10 if in_sections else None)
-    return {"fanout": int(number), "options": options}
+    return {"strategy": jaxcoded.Coded(fanout=int(number)), "options": options}
 
 
 def widths(words):

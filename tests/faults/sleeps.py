@@ -14,9 +14,7 @@ SHARE = 0.1  # of the rounds a parent lacks children
 directory, fanout, rounds, words = sys.argv[1:]
 rounds = int(rounds)
 board = Board(directory)
-group = jaxcoded.CodedGroup(
-    board.comm, jaxcoded.Coded(**tree(fanout)), transport="engine"
-)
+group = jaxcoded.CodedGroup(board.comm, **tree(fanout), transport="engine")
 sums, faults = Sums(group, widths(words)), Faults(board)
 random = np.random.default_rng(7)
 for number in range(1, rounds + 1):

@@ -13,9 +13,7 @@ import jaxcoded
 directory, fanout, rounds, words, *victims = sys.argv[1:]
 rounds = int(rounds)
 board = Board(directory)
-group = jaxcoded.CodedGroup(
-    board.comm, jaxcoded.Coded(**tree(fanout)), transport="engine"
-)
+group = jaxcoded.CodedGroup(board.comm, **tree(fanout), transport="engine")
 faults = Faults(board)
 first = 20
 for ranks in victims:
