@@ -634,8 +634,10 @@ def test_as_many_die_as_the_plan_can_do_without(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "goes on", "2,4,5", "3")
     trained(job, {2, 3, 4, 5})
     assert job.of_all("steps") == job.of_all("rounds") == 60  # none is repeated
-    heard = " ".join(str(report["heard"]) for report in job.reports.values())
-    assert "is dead, as MPI reports" in heard
+    for parent, children in (0, {2, 3}), (1, {4, 5}):
+        heard = str(job.reports[parent]["heard"])
+        named = re.findall(r"rank (\d+) is dead, as MPI reports", heard)
+        assert sorted(map(int, named)) == sorted(children), heard
 
 
 @pytest.mark.parametrize(

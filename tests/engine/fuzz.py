@@ -26,7 +26,7 @@ import traceback
 from multiprocessing.connection import wait
 
 HERE = pathlib.Path(__file__).resolve().parent
-LIMIT = 120  # seconds for one schedule
+LIMIT = 120  # seconds of a processor for one schedule
 SMALLER = (2, 3, 4, 6, 9)  # ranks, of the plans on which a failure is looked for
 SMALLER_SECONDS = 20  # for each
 OUTCOMES = ("", "calls done", "calls failed", "calls of ranks out of the history")
@@ -65,6 +65,7 @@ def tests(most, seen):
                 self.nodes[rank].next_round(),
             ) in self.skips
             seen["late calls"] += self.nodes[rank].lag() > 0
+            seen["calls whose messages are compared"] += self.compares
             super().submit(rank)
 
         def extend(self, rank):
@@ -90,6 +91,10 @@ def tests(most, seen):
         def leave(self, rank):
             seen["ranks that leave"] += 1
             super().leave(rank)
+
+        def kill(self, rank, **how):
+            seen["ranks that die"] += 1
+            super().kill(rank, **how)
 
         def bury(self):
             before = len(self.dead)
@@ -150,6 +155,13 @@ class Finding(Exception):
     """A schedule that failed: the test's name, its seed, and what happened."""
 
 
+def used(process):
+    """The seconds of a processor that a process has used: a loaded machine takes none of them."""
+    stat = pathlib.Path(f"/proc/{process.pid}/stat").read_text()
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 class Fuzzer:
     """Processes that run schedules.
 
@@ -171,7 +183,7 @@ class Fuzzer:
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
             theirs.close()
-            self._processes[ours] = [process, ("nothing yet", None), time.monotonic()]
+            self._processes[ours] = [process, ("nothing yet", None), 0.0]
 
     def run(self, seconds, progress=None):
         """Run schedules for so long. Raises `Finding` when one fails."""
@@ -180,15 +192,16 @@ class Fuzzer:
             for pipe in wait(list(self._processes), min(left, 1)):
                 self._hear(pipe)
             for process, doing, since in self._processes.values():
-                if time.monotonic() - since > LIMIT:
-                    raise Finding(*doing, f"has not ended after {LIMIT} s")
+                if used(process) - since > LIMIT:
+                    words = f"has not ended after {LIMIT} s of a processor"
+                    raise Finding(*doing, words)
             if progress is not None:
                 progress.set_postfix(schedules=self.schedules, refresh=False)
                 progress.update(min(seconds, seconds - left) - progress.n)
 
     def _hear(self, pipe):
         entry = self._processes[pipe]
-        entry[2] = time.monotonic()
+        entry[2] = used(entry[0])
         try:
             what, name, number, *more = pipe.recv()
         except EOFError:

@@ -32,6 +32,7 @@ DTYPES = {"uint8": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 SIZES = [1, 2, 2, 4, 8]
 RESTS = 20  # times `orphan_seconds`: a second, of an idle group
 MOST_WOKEN = 128  # times in it, by timers
+POLICIES = ["warn", "drop", "raise"]
 EXAMPLES = 9  # in the batch that the ranks' contributions are made of
 
 
@@ -333,12 +334,14 @@ class World:
         self.idle = set()
         self.leaving = set()
         self.dead = set()  # processes that have ended
+        self.reported = set()  # of these, those that MPI has reported dead
         self.queues = {}
         self.most_waiting = collections.Counter()
         self.requests = []  # (asker, source, what, round, piece, version)
         self.answers = []  # the same and the data
         self.running = [None] * plan.size
         self.given_back = [()] * plan.size  # the memory of each rank's latest call
+        self.left_behind = [None] * plan.size  # the calls of processes that have died
         self.ends = [{} for _ in range(plan.size)]
         self.results = {}  # bytes of each round's result
         self.seen = {}  # pieces of results that were fetched, by round and version
@@ -412,9 +415,11 @@ class World:
         self.fetched.append((asker, source, what, round, piece))
         direct = self.wires[asker].direct(source)
         if not direct or (self.unreadable and self.rng.random() < self.unreadable):
-            self.requests.append(request)
+            self._ask(request)
             return False
-        if source in self.dead or self.wires[source].valid[what] > round:
+        # the memory of a dead process may still be mapped
+        gone = source in self.dead and self.rng.random() < 0.5
+        if gone or self.wires[source].valid[what] > round:
             return None
         data = self.nodes[source].read(what, round, piece, version)
         assert data is not None, (
@@ -423,6 +428,12 @@ class World:
         assert ctypes.string_at(address, size) == data
         self.check_piece(source, what, round, piece, version, data)
         return data
+
+    def _ask(self, request):
+        if request[1] in self.reported:
+            self.answers.append((*request, b""))
+        else:
+            self.requests.append(request)
 
     def answer(self, request):
         _asker, source, what, round, piece, version = request
@@ -443,8 +454,12 @@ class World:
         elif what == MESSAGE:
             self._check_message(source, round, piece, data)
 
+    def _offering(self, rank):
+        """The call whose vectors others may read, also once its process is dead."""
+        return self.running[rank] or self.left_behind[rank]
+
     def _check_own(self, source, round, piece, data):
-        running = self.running[source]
+        running = self._offering(source)
         segment, offset, size = self._place(running, piece, self.limits.slices)
         own = running.call.own(self.plan, source)[segment].view(np.uint8)
         assert own[offset : offset + size].tobytes() == data, (source, round, piece)
@@ -453,11 +468,9 @@ class World:
         return layout(running.message, self.piece_bytes(running.call), slices)[piece]
 
     def _check_message(self, source, round, piece, data):
-        # What is decided is not needed any more, and the result may lie in its place: but
-        # where messages are compared, nobody may read it.
-        if not self.compares and self._is_decided(source, round, piece):
+        if self._may_be_overwritten(source, round, piece):
             return
-        running = self.running[source]
+        running = self._offering(source)
         segment, offset, _size = self._place(running, piece)
         dtype = running.own[segment].dtype
         actual = np.frombuffer(data, dtype)
@@ -466,8 +479,13 @@ class World:
         )
         assert right, (source, round, piece)
 
-    def _is_decided(self, source, round, piece):
-        root = self.nodes[self.plan.root]
+    def _may_be_overwritten(self, source, round, piece):
+        """Nobody uses a piece of a message once the root has that piece of the sum. Then the result may lie in its
+        place, and a parent that has it forms no sum. Where messages are compared, nobody may read it."""
+        running, root = self._offering(source), self.nodes[self.plan.root]
+        in_place = running.out is running.own or self.plan.coded_children(source)
+        if self.compares or not in_place:
+            return False
         return root.next_round() > round or (
             self.plan.slices_above[source] == 1
             and root.read(RESULT, round, piece) is not None
@@ -484,6 +502,7 @@ class World:
             and rank not in self.frozen
             and rank not in self.idle
             and rank not in self.leaving
+            and rank not in self.dead
             and not self.nodes[rank].desynchronized()
             and self.nodes[rank].next_round() <= min(self.open, len(self.script))
         )
@@ -560,6 +579,8 @@ class World:
         if end.outcome == DONE:
             assert (end.error, node.next_round()) == ("", running.round + 1)
             self._check_result(rank, running)
+        if end.outcome == DESYNCHRONIZED and "alone" not in end.error:
+            self._check_lost(rank, running.round)
         every = self.snapshots[rank]
         if end.outcome != DESYNCHRONIZED and every and (running.round + 1) % every == 0:
             state = self.state(running.round + 1)
@@ -580,6 +601,14 @@ class World:
             return
         data = b"".join(v.tobytes() for v in running.out)
         assert self.results.setdefault(running.round, data) == data, where
+
+    def _check_lost(self, rank, round):
+        """Whoever cannot get a result any more is so many rounds behind, or has asked a rank that was."""
+        behind = self.nodes[self.plan.root].next_round() - round
+        assert behind >= self.limits.history_rounds or any(
+            self.nodes[above].desynchronized() or self.restored.get(above)
+            for above in self.ancestors[rank]
+        ), (rank, round, behind)
 
     def deliver(self, link):
         source, to = link
@@ -659,6 +688,32 @@ class World:
         assert self.running[rank] is None
         self.leaving.add(rank)
         self.nodes[rank].leave(failure)
+
+    def kill(self, rank, *, known):
+        """A process dies.
+
+        Args:
+            rank: whose.
+            known: whether MPI tells those that talk to it. What they wait for fails then.
+        """
+        self.dead.add(rank)
+        self.left_behind[rank], self.running[rank] = self.running[rank], None
+        for link, queue in self.queues.items():
+            if link[1] == rank:
+                queue.clear()
+            elif link[0] == rank:  # the end of what was on its way is lost
+                for _ in range(self.rng.randint(0, len(queue))):
+                    queue.pop()
+        if not known:
+            return
+        self.reported.add(rank)
+        peers = sorted({to for source, to in self.queues if source == rank} - self.dead)
+        for peer in self.rng.sample(peers, len(peers)):
+            self.nodes[peer].lost(rank)
+            self.check_end(peer)
+        for request in [r for r in self.requests if r[1] == rank]:
+            self.requests.remove(request)
+            self._ask(request)
 
     def bury(self):
         """End the processes that may."""
@@ -932,6 +987,17 @@ def erasable(plan, rng):
         mask[rank] = True
         mask[rank] = not plan.unrecoverable(mask)
     return set(np.flatnonzero(mask).tolist())
+
+
+def beside(rng):
+    """A generator of its own for what is drawn in addition: what else follows from a seed stays as it is."""
+    return random.Random(hash(rng.getstate()[1]))
+
+
+def comparing(plan, rng):
+    """Whether parents compare what has come, and what they do where it does not fit: options of a world."""
+    verify = beside(rng).choice([None, None, *POLICIES])
+    return {"verify": verify} if plan.checked else {}
 
 
 def random_script(plan, rng, rounds, *, most=40, dtypes=None, **more):

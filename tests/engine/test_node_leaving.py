@@ -17,6 +17,7 @@ from simulation import (
     FAILED,
     Call,
     World,
+    comparing,
     erasable,
     random_plan,
     random_script,
@@ -56,7 +57,7 @@ def settle_and_leave(world, rounds):
 def test_all_leave(seed):
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(0, 5)
-    world = random_world(plan, rounds, rng)
+    world = random_world(plan, rounds, rng, **comparing(plan, rng))
     pace = [rng.choice([0.05, 1, 1]) for _ in range(plan.size)]
     for _ in range(rng.choice([0, 300, 2000])):
         world.step(pace)
@@ -134,7 +135,7 @@ def test_who_is_needed_stays(seed):
 def test_early_leavers_are_stragglers(seed):
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 3, stragglers=(1, 2)), 8
-    world = random_world(plan, rounds, rng)
+    world = random_world(plan, rounds, rng, **comparing(plan, rng))
     early = random_missing(plan, np.random.default_rng(seed))
     world.open = rng.randint(0, 4)
     world.settle()
@@ -261,7 +262,7 @@ def test_nobody_waits_for_ever(seed):
             script[i] = dataclasses.replace(
                 call, kind=rng.choice(["reduce", "broadcast"])
             )
-    world = random_world(plan, rounds, rng, script=script)
+    world = random_world(plan, rounds, rng, script=script, **comparing(plan, rng))
     leavers = rng.sample(range(plan.size), rng.randint(1, plan.size))
     at = {rank: rng.randint(1, rounds) for rank in leavers}
     for _ in range(rng.choice([100, 1000, 3000])):

@@ -193,9 +193,6 @@ class Small(Call):
     def check(self, plan, rank, vectors):
         pass
 
-    def check_message(self, plan, rank, segment, first, actual):
-        return True
-
 
 @pytest.mark.parametrize("kind", [0, 1])
 @pytest.mark.parametrize(("code", "children", "stragglers", "found"), CODES)
@@ -239,9 +236,6 @@ def test_what_is_rounding_alone_is_no_mistake(code):
         @functools.cached_property
         def gradients(self):
             return [np.float32(10.0**-self.seed) * g for g in Call.gradients.func(self)]
-
-        def check_message(self, plan, rank, segment, first, actual):
-            return True
 
         def check(self, plan, rank, vectors):
             pass

@@ -21,6 +21,7 @@ from simulation import (
     Call,
     World,
     _engine,
+    comparing,
     erasable,
     random_plan,
     random_script,
@@ -41,7 +42,7 @@ def test_every_sum_is_exact(seed):
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 6)
     repeats = rng.choice([{}, {}, {"twice": 0.2}, {"again": 0.1}])
-    world = random_world(plan, rounds, rng, **repeats)
+    world = random_world(plan, rounds, rng, **repeats, **comparing(plan, rng))
     pace = [rng.choice([0.02, 0.3, 1, 1, 1]) for _ in range(plan.size)]
     for _ in range(rng.choice([0, 200, 1000, 4000])):
         world.step(pace)
@@ -79,7 +80,7 @@ def test_stragglers_hold_up_nobody(seed):
     """As many as every parent tolerates do nothing at all from some moment on."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 3), rng.randint(1, 6)
-    world = random_world(plan, rounds, rng)
+    world = random_world(plan, rounds, rng, **comparing(plan, rng))
     stragglers = random_missing(plan, np.random.default_rng(seed))
     for _ in range(rng.choice([0, 0, 30, 200, 1000])):
         world.step()
@@ -132,7 +133,7 @@ def test_stops_and_goes(seed):
     """Ranks stop and go on all the time, any number of them."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 8)
-    world = random_world(plan, rounds, rng)
+    world = random_world(plan, rounds, rng, **comparing(plan, rng))
     for _ in range(rng.randint(1, 40)):
         for ranks in (world.frozen, world.idle):
             ranks.clear()
@@ -177,7 +178,7 @@ def test_a_rank_far_behind(seed):
     plan = random_plan(rng, 3, stragglers=(1, 2))
     late = random_missing(plan, np.random.default_rng(seed))
     rounds = rng.randint(2, 30)
-    world = random_world(plan, rounds, rng)
+    world = random_world(plan, rounds, rng, **comparing(plan, rng))
     world.idle |= late
     world.settle()
     world.assert_done(set(range(plan.size)) - late)
@@ -337,6 +338,38 @@ def test_too_many_die(seed):
             assert named and named <= dead, (end, dead)
 
 
+@many
+@given(seeds)
+def test_whoever_dies_at_any_moment(seed):
+    """Also between an offer and its fetch: rounds end on all that live, with the exact sum or, where too many are
+    dead for one, with an error that names some of them."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng, 2), rng.randint(1, 6)
+    limits = {"on_deadline": getattr(_engine.OnDeadline, rng.choice(["wait", "raise"]))}
+    world = random_world(plan, rounds, rng, limits=limits, **comparing(plan, rng))
+    others = [rank for rank in range(plan.size) if rank != plan.root]
+    few = sorted(random_missing(plan, np.random.default_rng(seed)))
+    dying = rng.choice([few, rng.sample(others, rng.randint(0, len(others)))])
+    for rank in dying:
+        for _ in range(rng.choice([0, 10, 50, 300])):
+            world.step()
+        world.kill(rank, known=True)
+    world.settle()
+    fails = plan.missing([rank in dying for rank in range(plan.size)])[plan.root]
+    for round in range(1, rounds + 1):
+        ends = {
+            world.ends[rank].get(round) for rank in set(range(plan.size)) - world.dead
+        }
+        assert len(ends) == 1, (round, ends, world.describe(plan.root))
+        (end,) = ends
+        assert end is not None, world.describe(plan.root)
+        assert end.outcome == DONE or (fails and end.outcome == FAILED), (end, dying)
+        if end.outcome == FAILED:
+            assert end.error.startswith(f"TooManyErasures: round {round}: rank "), end
+            named = set(map(int, re.findall(r"rank (\d+), which is dead", end.error)))
+            assert named and named <= world.dead, (end, dying)
+
+
 # Other calls than the all-reduce.
 
 
@@ -361,7 +394,7 @@ def test_calls_of_all_kinds(seed):
         else:
             call = dataclasses.replace(call, kind=kind)
         script.append(call)
-    world = random_world(plan, rounds, rng, script=script)
+    world = random_world(plan, rounds, rng, script=script, **comparing(plan, rng))
     for round, call in enumerate(script, 1):
         if call.kind != "broadcast" and not call.erased and rng.random() < 0.4:
             world.skips |= {(rank, round) for rank in tolerated(plan, rng)}

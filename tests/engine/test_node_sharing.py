@@ -25,6 +25,7 @@ from simulation import (
     Garbling,
     Header,
     Running,
+    beside,
     vectors,
 )
 
@@ -131,17 +132,32 @@ class World(simulation.World):
             return
         super().sent(source, to, message)
 
-    def _of_blocks(self, round):
-        summed = round > 1 and not self.script[round - 2].segments
-        return round in self.shared or summed
-
     def _check_own(self, source, round, piece, data):
-        if not self._of_blocks(round):
+        if isinstance(self._offering(source), Sharing):
+            self._check_blocks(source, piece, data, self.limits.slices)
+        else:
             super()._check_own(source, round, piece, data)
 
     def _check_message(self, source, round, piece, data):
-        if not self._of_blocks(round):
+        running = self._offering(source)
+        if isinstance(running, Sharing):
+            self._check_blocks(source, piece, data)
+        elif not isinstance(running.call, Sum):
             super()._check_message(source, round, piece, data)
+        elif not self._may_be_overwritten(source, round, piece):
+            self._check_blocks(source, piece, data)
+
+    def _check_blocks(self, source, piece, data, slices=1):
+        """Whether this is of what a program has computed so far."""
+        running = self._offering(source)
+        if isinstance(running, Sharing):
+            vectors = zip(running.sums, running.own)
+            sums = [wide.astype(vector.dtype) for wide, vector in vectors]
+        else:
+            sums = running.call.own(self.plan, source)
+        segment, offset, size = self._place(running, piece, slices)
+        expected = sums[segment].view(np.uint8)[offset : offset + size]
+        assert expected.tobytes() == data, (source, running.round, piece)
 
     def submit(self, rank):
         node = self.nodes[rank]
@@ -154,6 +170,8 @@ class World(simulation.World):
             [np.full(n, np.nan, np.dtype(dtype)) for dtype, n in call.segments]
             for _ in range(2)
         )
+        if self.in_place and self.rng.random() < self.in_place:
+            out = own
         self.running[rank] = running = Sharing(round, call, own, out, len(own))
         if not call.segments:  # the vectors follow in the next round
             call = running.of = self.script[round]
@@ -172,9 +190,6 @@ class World(simulation.World):
         for vector, wide in zip(running.own, running.sums):
             vector[:] = wide
         self.nodes[rank].come_for_block(vectors(running.own))
-
-    def may_call(self, rank):
-        return rank not in self.dead and super().may_call(rank)
 
     def may_extend(self, rank):
         running = self.running[rank]
@@ -232,9 +247,7 @@ class World(simulation.World):
     def _check_result(self, rank, running):
         if self.wrong:
             return
-        before = self.ends[rank].get(running.round - 1)
-        after_failure = isinstance(running.call, Sum) and before.outcome != DONE
-        if not (getattr(running, "left", False) or after_failure):
+        if not getattr(running, "left", False):
             super()._check_result(rank, running)
             if rank == self.plan.root:
                 self._check_bits(running)
@@ -284,24 +297,10 @@ class World(simulation.World):
             out.append(total.tobytes())
         return out
 
-    def kill(self, rank, *, known):
-        self.dead.add(rank)
-        self.running[rank] = None
-        for link, queue in self.queues.items():
-            if link[1] == rank:
-                queue.clear()
-            elif link[0] == rank and self.rng.random() < 0.5:
-                queue.clear()  # what was on its way is lost
-        if known:
-            for other, line in enumerate(self.ancestors):
-                if other not in self.dead and (rank in line or not line):
-                    self.nodes[other].lost(rank)
-
 
 def in_sections(rng):
-    """Whether sums are formed in sections, and how much of one is told of at a time. From a generator
-    of its own: what else follows from a seed stays as it is."""
-    rng = random.Random(hash(rng.getstate()[1]))
+    """Whether sums are formed in sections, and how much of one is told of at a time."""
+    rng = beside(rng)
     return {
         "sections_from": rng.choice([0, 1]),
         "announced_bytes": rng.choice([8, 32, 64, 1 << 20]),
@@ -373,6 +372,7 @@ def world(
         "again": rng.choice([0, 0.1]),
         "unreadable": rng.choice([0, 0.3]),
         "rests": rng.choice([0, 0.2]),
+        "in_place": beside(rng).choice([0, 0.5, 1]),
         "limits": limits,
     } | options
     return World(plan, script, rng, shared=shared, **options)
@@ -956,8 +956,7 @@ def test_shared_work_with_messages_that_are_cut_anywhere(seed):
     share = rng.choice([0.01, 0.1])
 
     def garble(_, message):
-        # vectors may be cut where nobody can see it
-        if rng.random() > share or message[1] & simulation.INLINED:
+        if rng.random() > share:
             return message
         if not (shares(message) or message[0] == ORDER):
             return message

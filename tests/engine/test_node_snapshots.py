@@ -10,7 +10,15 @@ from independent import bounded, random_missing
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
-from simulation import DESYNCHRONIZED, DONE, Call, World, random_plan, random_world
+from simulation import (
+    DESYNCHRONIZED,
+    DONE,
+    Call,
+    World,
+    comparing,
+    random_plan,
+    random_world,
+)
 
 from jaxcoded import Coded, make_plan
 
@@ -76,7 +84,7 @@ def test_while_the_others_go_on(seed):
         "history_rounds": rng.randint(4, 8),
         "ahead_bytes": rng.choice([0, 1 << 20]),
     }
-    world = random_world(plan, rounds, rng, limits=limits)
+    world = random_world(plan, rounds, rng, limits=limits, **comparing(plan, rng))
     world.snapshots = [0 if rng.random() < 0.2 else rng.randint(1, 4)] * plan.size
     world.snapshots[plan.root] = rng.randint(1, 4)
     world.snapshot_bytes = rng.choice([0, 10, 300])

@@ -21,6 +21,7 @@ from simulation import (
     EXAMPLES,
     FAILED,
     MESSAGE,
+    POLICIES,
     RESULT,
     Call,
     World,
@@ -35,7 +36,6 @@ from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
-POLICIES = ["warn", "drop", "raise"]
 # of a number: mantissa bits, exponent bits
 FORMAT = {
     "float16": (10, 5),
@@ -455,7 +455,18 @@ class Lie(Flipped):
             super().check(plan, rank, vectors)
 
     def check_message(self, plan, rank, segment, first, actual):
-        return True
+        """Of who is honest, and has nobody below who is not."""
+        for liar in self.liars:
+            while liar >= 0:
+                if liar == rank:
+                    return True
+                liar = plan.parents[liar]
+        honest = Call(self.segments, self.seed)
+        return honest.check_message(plan, rank, segment, first, actual)
+
+    @property
+    def liars(self):
+        return [liar for liar, *_ in self.flips]
 
 
 @pytest.mark.slow
@@ -538,6 +549,10 @@ class NotFinite(Lie):
 
     def shows(self, plan):
         return True
+
+    @property
+    def liars(self):
+        return [self.liar]
 
 
 @pytest.mark.parametrize("nan", [False, True])

@@ -350,6 +350,13 @@ for round_ in range(len(victims)):
 train(steps + EVERY)
 for each in watchers:
     each.join(PATIENCE)
+if way == "goes on":
+    children = group.plan.coded_children(group.rank)
+    fallen = [rank for ranks in victims for rank in ranks if rank in children]
+    until = time.monotonic() + PATIENCE
+    while str(heard).count("is dead, as MPI") < len(fallen):
+        assert time.monotonic() < until, heard
+        time.sleep(0.01)  # MPI may report it after the last step
 w = np.asarray(w)
 error = abs(w - alone(steps)).max() / abs(w).max()
 until = time.monotonic() + PATIENCE

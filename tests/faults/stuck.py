@@ -17,7 +17,7 @@ from harness import PATIENCE, SLOWNESS, Board, Device, Faults, Sums, hang, run
 import jaxcoded
 
 FIRST, ROUNDS = 10, 20
-STUCK = 0.5  # seconds
+STUCK = 0.5 * SLOWNESS  # seconds
 
 directory, way, victim = sys.argv[1], sys.argv[2], int(sys.argv[3])
 board = Board(directory)

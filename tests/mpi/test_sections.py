@@ -43,6 +43,7 @@ if SIZE in (4, 7):
     ALIKE.append(repeated)
 PIECE = 16 << 10  # bytes
 NUMBERS = 30_000  # 15 pieces, and 8 of single numbers
+MOST = 50  # attempts at what a loaded machine may prevent
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +107,20 @@ def test_the_same_bits_everywhere(comm, family, donated):
     )
     token = jnp.int32(0)
     bytes_of_all = sum(leaf[0].nbytes for leaf in gradients.values())
-    by_rank, rounds = [0] * SIZE, 0
-    # whoever comes last may form nothing; a root whose children form all of it from their own copies
-    # does not either
+    by_rank, by_all = [0] * SIZE, []
+    # Whoever comes last may form nothing, and a root may not if its children form all of it from their own
+    # copies. On a loaded machine a section may be formed twice, if its maker sleeps for a while.
     others = makers(family)
-    while not all(by_rank[rank] for rank in others) and rounds < 50:
+    for _ in range(MOST):
         total, _, token = step(jax.tree.map(jnp.asarray, mine), token)
         assert_sum(family, total, gradients)
         assert_same_bits(comm, total)
-        by_rank, rounds = comm.allgather(formed(family)), rounds + 1
+        before, by_rank = by_rank, comm.allgather(formed(family))
+        by_all.append(sum(by_rank) - sum(before))
+        if all(by_rank[rank] for rank in others) and bytes_of_all in by_all:
+            break
     assert [rank for rank in range(1, SIZE) if by_rank[rank]] == sorted(others)
-    assert rounds * bytes_of_all <= sum(by_rank) <= (rounds + 1) * bytes_of_all
+    assert bytes_of_all in by_all
     assert SIZE == 2 or max(by_rank) < sum(by_rank)
 
 
@@ -180,12 +184,17 @@ def test_a_late_rank_holds_nobody_up(comm, late, shape):
                 assert_sum(group, total, gradients)
             return total
 
-        assert_same_bits(comm, one_late(comm, group, late, 3, steps))
-        may = RANK in (group.plan.root, *makers(group)) and RANK != late
-        if shape:  # those whose own sums are there late form less, or nothing
-            assert may or not formed(group)
-        else:
-            assert may == (formed(group) > 0)
+        may = {group.plan.root, *makers(group)} - {late}
+        # In a tree, those whose own sums are ready late form less, or nothing. On a loaded machine this may
+        # befall any rank.
+        for _ in range(1 if shape else MOST):
+            assert_same_bits(comm, one_late(comm, group, late, 3, steps))
+            by_rank = comm.allgather(formed(group))
+            do = {rank for rank in range(SIZE) if by_rank[rank]}
+            assert do <= may
+            if do == may:
+                break
+        assert shape or do == may
 
 
 def test_started_rounds_and_ranks_with_nothing_to_contribute(comm, family):
@@ -223,27 +232,37 @@ def test_other_threads_get_their_turn(comm):
     mine = np.ones(1 << 22)
     pieces = -(-mine.nbytes // PIECE)
     with opened(comm, stragglers=0) as group:
-        if RANK != group.plan.root:
+
+        def seen_in(number):
+            """What another thread of the root sees of the round."""
+            offered = f"offers {pieces} of round {number}"
+            wait_until(lambda: offered in group._session.transport.status())
+            seen, over = set(), threading.Event()
+
+            def look():
+                while not over.is_set():
+                    here = re.findall(
+                        r"here before (\d+)", group._session.transport.status()
+                    )
+                    seen.add(tuple(here))  # none, before and after it
+
+            looking = threading.Thread(target=look)
+            looking.start()
             uncounted.allreduce(mine, group)
-            return
-        wait_until(
-            lambda: f"offers {pieces} of round 1" in group._session.transport.status()
-        )
-        seen, over = set(), threading.Event()
+            over.set()
+            looking.join()
+            return seen - {()}
 
-        def look():
-            while not over.is_set():
-                here = re.findall(
-                    r"here before (\d+)", group._session.transport.status()
-                )
-                seen.add(tuple(here))  # none, before and after it
-
-        looking = threading.Thread(target=look)
-        looking.start()
-        uncounted.allreduce(mine, group)
-        over.set()
-        looking.join()
-        assert len(seen - {()}) > 1, seen
+        for number in range(1, MOST + 1):
+            seen = set()
+            if group.plan.root == RANK:
+                seen = seen_in(number)
+            else:
+                uncounted.allreduce(mine, group)
+            # on a loaded machine the thread may sleep during a round
+            if comm.bcast(len(seen) > 1, group.plan.root):
+                return
+        raise AssertionError(seen)
 
 
 def test_groups_are_closed_while_others_still_fetch(comm):
