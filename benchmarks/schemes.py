@@ -27,7 +27,7 @@ class Scheme:
         without: what carries it if that is not the engine: ``"ring"`` or ``"mpi4jax"``.
         in_jit: whether gradients are computed by a compiled program also where they need
             not be.
-        verify: see `jaxcoded.Options`.
+        check: see `jaxcoded.Options`.
     """
 
     label: str
@@ -40,7 +40,7 @@ class Scheme:
     without: str = ""
     work: jaxcoded.Shared | None = None
     in_jit: bool = False
-    verify: str | None = None
+    check: jaxcoded.Check | None = None
 
     def plan(self, size):
         """For so many ranks, the root without data among them."""
@@ -96,7 +96,7 @@ def opened(scheme, comm, patience=PATIENCE):
         comm,
         scheme.plan(comm.size),
         transport="engine",
-        options=jaxcoded.Options(verify=scheme.verify),
+        options=jaxcoded.Options(check=scheme.check),
     )
     if group.plan.encoded or scheme.in_jit:
         yield Compiled(group)

@@ -74,7 +74,7 @@ def schemes(blocks):
         for in_jit in (False, True)
         for replicas in (WORKERS - 1, min(3, WORKERS - 1))
     ]
-    verified = {"label": f"{shared[-1].label}, verified", "verify": "raise"}
+    verified = {"label": f"{shared[-1].label}, verified", "check": jaxcoded.Check()}
     shared.insert(-1, dataclasses.replace(shared[-1], **verified))
     others = [
         Scheme("uncoded", stragglers=0),

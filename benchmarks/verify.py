@@ -3,7 +3,7 @@
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/verify.py
 
 Jitted all-reduces of a donated float32 vector, ordered by a token, and steps of training a small
-network, of groups with the same plan: without ``verify``, with it, and with ``verify_wait``. Nobody
+network, of groups with the same plan: without a ``check``, with one, and with one that waits. Nobody
 lies. Every repetition times all of them one after the other. Times are of the slowest rank. Prints
 medians, the medians of the ratios within a repetition, and in how many rounds the root had something
 to compare, and stores them.
@@ -27,8 +27,8 @@ comm = MPI.COMM_WORLD
 INPUTS, BATCH = 256, 1024
 OPTIONS = {
     "without": {},
-    "verify": {"verify": "drop"},
-    "verify, wait": {"verify": "drop", "verify_wait": True},
+    "check": {"check": jaxcoded.Check("drop")},
+    "check, wait": {"check": jaxcoded.Check("drop", wait=True)},
 }
 
 

@@ -38,6 +38,8 @@ from jaxcoded.plan import Strategy as Strategy
 from jaxcoded.plan import Uncoded as Uncoded
 from jaxcoded.plan import make_plan as make_plan
 from jaxcoded.transport import kernels as kernels
+from jaxcoded.transport.check import DEBUG as DEBUG
+from jaxcoded.transport.check import Check as Check
 from jaxcoded.transport.kernels import Encoded as Encoded
 from jaxcoded.transport.leaving import leave_on_sigterm as leave_on_sigterm
 from jaxcoded.transport.options import Options as Options

@@ -42,7 +42,7 @@ class DeadlineExceeded(CodedError):
 
 
 class InconsistentMessages(CodedError):
-    """In a group with ``debug=True`` or ``verify``: what the children of a parent have
+    """In a group with a ``check``: what the children of a parent have
     sent are not coded sums of the same gradients, or NaN or infinities. In any group with the engine: the examples that
     `coded_value_and_grad` has counted are not those of the batch."""
 

@@ -217,7 +217,7 @@ def test_verify_benchmark(tmp_path):
     compared = {row["options"]: set() for row in rows}
     for row in rows:
         compared[row["options"]].add(float(row["compared"]))
-    assert (compared["without"], compared["verify, wait"]) == ({0}, {1})
+    assert (compared["without"], compared["check, wait"]) == ({0}, {1})
 
 
 def test_sections_benchmark(tmp_path):

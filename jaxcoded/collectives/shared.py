@@ -92,7 +92,7 @@ def summed(
     probes, audited = [], None
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
-    if group.options.compares and placement.replicas:
+    if group.options.check and placement.replicas:
         told_of = tuple(leaf for leaf in jax.tree.leaves(local) if leaf.size)
         audited = audit.Audit(group.size, told_of)
         probes.append(audited.zeros())

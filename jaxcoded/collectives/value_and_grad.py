@@ -17,6 +17,7 @@ from jaxcoded.collectives.counting import over_devices, present
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.group.weights import Weights
+from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.kernels import divided
 from jaxcoded.transport.packing import checked_wire_dtype
 from jaxcoded.transport.primitive import checked_token
@@ -106,14 +107,14 @@ def coded_value_and_grad(
     ) -> Result:
         with group._session.failing(_NAME):
             devices = group._session.transport.devices(token)
-            if group.options.compares and not strategy.by_blocks and devices is None:
+            if group.options.check and not strategy.by_blocks and devices is None:
                 group._session.transport.computes_with(
                     _jax_compat.coarsest_eps(losses, params, data)
                 )
             key = None
             if not group.approximate:
-                # of a code the debug mode compares messages, which may differ in rounding
-                to_the_bit = strategy.by_blocks and bool(group.options.debug)
+                # of a code messages are compared, which may differ in rounding
+                to_the_bit = strategy.by_blocks and group.options.check == DEBUG
                 key = marks.key(weights.number, params, to_the_bit=to_the_bit)
                 # one of all devices that the parameters are split over, as the count is
                 key = over_devices(key, _jax_compat.varying(key))

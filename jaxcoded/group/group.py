@@ -29,6 +29,7 @@ from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport import primitive, registry
 from jaxcoded.transport.capabilities import Reports, Snapshots
+from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.result import Result
 
@@ -63,7 +64,7 @@ class CodedGroup:
     Raises:
         TypeError: ``comm`` is not an intra-communicator, or ``strategy`` no strategy or plan.
         ValueError: the strategy does not fit the number of ranks, ``transport="engine"`` where it cannot be used, or
-            ``debug=True`` or ``verify`` without the engine, without any redundancy, or
+            a ``check`` without the engine, without any redundancy, or
             with ``on_deadline="approximate"``. Raised on every rank.
         GroupMismatch: ranks gave different arguments, or run different builds of jaxcoded.
             Raised on every rank; the message names them.
@@ -213,7 +214,7 @@ class CodedGroup:
     @property
     def approximate(self) -> bool:
         """Whether sums may be approximate: by the code, or after the deadline."""
-        return self.plan.approximate or self.options.on_deadline == "approximate"
+        return self.plan.approximate or self.options.waits.approximates
 
     @property
     def rounds(self) -> int:
@@ -370,9 +371,9 @@ class CodedGroup:
             most = int(np.iinfo(np.int64).max)  # indices are int64
             batch_size = _require.integer("batch_size", batch_size, 1, most)
             self.plan.strategy.require_blocks("blocks")
-            if self.options.verify is not None and not self.options.debug:
+            if self.options.check not in (False, None, DEBUG):
                 raise ValueError(
-                    "verify sees only what coded_value_and_grad computes, not what a program adds "
+                    f"check={self.options.check} sees only what coded_value_and_grad computes, not what a program adds "
                     "up itself: leave it out, or use coded_value_and_grad"
                 )
         return Blocks(self._session.transport, self.plan.placement, batch_size)

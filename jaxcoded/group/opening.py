@@ -10,9 +10,10 @@ from mpi4py import MPI
 
 from jaxcoded.errors import GroupMismatch
 from jaxcoded.plan import Plan, Shared, Strategy, make_plan
-from jaxcoded.transport import build, comparing, cuda_aware, engine
+from jaxcoded.transport import build, cuda_aware, engine
 from jaxcoded.transport.agreement import Unreadable, disagreement, gathered, plain
 from jaxcoded.transport.base import Transport
+from jaxcoded.transport.check import DEBUG, VARIABLE, Check
 from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
@@ -114,7 +115,7 @@ def agreed_transport(
         plan: of the group.
         transport: the name of one, or ``"auto"``.
         options: as far as they are known.
-        explicit: whether a call asked for ``debug``, and not the environment.
+        explicit: whether a call asked for a ``check``, and not the environment.
 
     Raises:
         ValueError: there is no such transport here, or the options do not go with it. On every rank.
@@ -128,7 +129,7 @@ def agreed_transport(
         )
     if transport != "mpi4jax" and not any(reasons):
         build.check_engine(comm)
-        options, said = _comparing(plan, "engine", options, explicit)
+        options, said = _checking(plan, "engine", options, explicit)
         return engine.Engine(index, comm, plan, options), options, said
     words = "; ".join(
         f"rank {rank}: {reason}"
@@ -137,7 +138,7 @@ def agreed_transport(
     )
     if transport == "engine":
         raise ValueError(f'transport="engine" cannot be used: {words}')
-    if options.on_deadline != "wait":
+    if not options.waits.waits_on:
         raise ValueError(
             f'on_deadline="{options.on_deadline}" needs the engine'
             + (f", which cannot be used: {words}" if words else "")
@@ -152,7 +153,7 @@ def agreed_transport(
         reason = cuda_aware.why_not()
     if reasons := list(filter(None, gathered(comm, reason))):
         raise ValueError(reasons[0])
-    options, said = _comparing(plan, "mpi4jax", options, explicit)
+    options, said = _checking(plan, "mpi4jax", options, explicit)
     if transport == "auto":
         fallback = f"falling back on the mpi4jax transport, in which every rank waits for the slowest one; {words}"
         said = [fallback, *said]
@@ -167,36 +168,24 @@ def why_not_shared(transport: str, reasons: list[str]) -> str:
     return ""
 
 
-def _comparing(
+def _checking(
     plan: Plan, transport: str, options: Options, explicit: bool
 ) -> tuple[Options, list[str]]:
-    """The options with ``debug`` as this group can have it, if it was asked for; and what to warn of.
+    """The options with the ``check`` that this group can have, if one was asked for; and what to warn of.
 
     Raises:
-        ValueError: it cannot have ``debug``, or ``verify``.
+        ValueError: it cannot have it.
     """
-    verify = f'verify="{options.verify}"'
-    asked = {"debug": bool(options.debug), "verify": options.verify is not None}
-    why_not = {
-        option: comparing.why_not(plan, options.waits, transport, option)
-        for option, wanted in asked.items()
-        if wanted
-    }
-    if why_not.get("verify"):
-        raise ValueError(f"{verify} {why_not['verify']}")
-    if options.verify_wait and plan.strategy.by_blocks:
-        raise ValueError(
-            "verify_wait=True means nothing where work is shared, as there are no more "
-            "messages than needed: leave it out"
-        )
-    ignored = why_not.get("debug")
-    if ignored and explicit:
-        raise ValueError(f"debug=True {ignored}")
-    options = dataclasses.replace(options, debug=asked["debug"] and not ignored)
-    said = f"{comparing.VARIABLE} is ignored: debug {ignored}" if ignored else ""
-    if options.compares and (gaps := plan.strategy.gaps(plan)):
-        said = f"{'debug' if options.debug else verify} does not see all: {gaps}"
-    return options, [said] if said else []
+    if not isinstance(check := options.check, Check):
+        return options, []
+    name = "DEBUG" if check == DEBUG else repr(check)
+    if why_not := check.why_not(plan, options.waits, transport):
+        if explicit:
+            raise ValueError(f"check={name} {why_not}")
+        said = f"{VARIABLE} is ignored: {name} {why_not}"
+        return dataclasses.replace(options, check=False), [said]
+    gaps = plan.strategy.gaps(plan)
+    return options, [f"check={name} does not see all: {gaps}"] if gaps else []
 
 
 def has_died(failure: BaseException | None) -> bool:

@@ -15,6 +15,7 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import on_all
 from jaxcoded.transport.base import Transport
 from jaxcoded.transport.capabilities import Dealt, SharedWork
+from jaxcoded.transport.deadline import Deadline
 from jaxcoded.transport.following import follow
 
 logger = logging.getLogger("jaxcoded")
@@ -47,7 +48,7 @@ class Record:
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
 
-    def check(self, plan: Plan, on_deadline: str) -> None:
+    def check(self, plan: Plan, deadline: Deadline) -> None:
         """Raise unless a group of this plan can do as it is asked.
 
         Raises:
@@ -57,7 +58,7 @@ class Record:
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} must be the path of a file, got {path!r}")
             plan.strategy.require_blocks(f"{name}={str(path)!r}")
-            if on_deadline == "approximate":
+            if deadline.approximates:
                 raise ValueError(
                     f"{name}={str(path)!r}: a record is of sums of the whole batch, so "
                     'on_deadline must be "wait" or "raise"'

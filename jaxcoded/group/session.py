@@ -26,9 +26,7 @@ _COMMON = (
     "sections_from",
     "deadline",
     "on_deadline",
-    "debug",
-    "verify",
-    "verify_wait",
+    "check",
 )
 
 
@@ -101,9 +99,9 @@ class Session:
                 raise TypeError(
                     f"options must be jaxcoded.Options, got {_require.kind(given)}"
                 )
-            wanted.check()
+            wanted.validate()
             plan = planner(hosts)
-            self.record.check(plan, wanted.on_deadline)
+            self.record.check(plan, wanted.waits)
             return plan
 
         request = request | self.record.request
@@ -126,7 +124,7 @@ class Session:
             self.record.open(comm, self.plan)
             self.transport, self.options, more = opening.agreed_transport(
                 *(comm, registry.new_index(), self.plan),
-                *(transport, wanted, given.debug is not None),
+                *(transport, wanted, given.check is not None),
             )
         except Exception as error:
             self.record.close()
@@ -134,7 +132,7 @@ class Session:
                 comm.Revoke()  # others wait in it
             raise
         self.record.follow(self.transport)
-        self.wanted = dataclasses.replace(self.options, debug=given.debug)
+        self.wanted = dataclasses.replace(self.options, check=given.check)
         self.warnings = [*filter(None, [other_jax, *more])]
 
     @classmethod

@@ -171,8 +171,8 @@ class CodeTree(Strategy, named=False):
             else ""
         )
 
-    def why_not_compared(self, plan: Plan, option: str) -> str:
-        del option
+    def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
+        del debug
         if plan.size > 1 and not plan.checked:
             return (
                 f"has nothing to compare: {self.gaps(plan)}; take more stragglers or another "

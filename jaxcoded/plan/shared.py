@@ -170,8 +170,8 @@ class Shared(Strategy):
         del plan
         return f"with {self!r} examples belong to blocks"
 
-    def why_not_compared(self, plan: Plan, option: str) -> str:
-        if option == "debug" or plan.placement.replicas:
+    def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
+        if debug or plan.placement.replicas:
             return ""  # examples are counted, and blocks are audited
         return "has nothing to compare: each block lies on one rank alone; take replicas=1 or more"
 

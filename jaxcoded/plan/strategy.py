@@ -118,11 +118,11 @@ class Strategy(abc.ABC):
         """Why the examples of a rank cannot be split over its devices; empty if they can."""
 
     @abc.abstractmethod
-    def why_not_compared(self, plan: Plan, option: str) -> str:
-        """Why a group cannot have ``debug`` or ``verify``; empty if it can."""
+    def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
+        """Why a group cannot have a ``check``, or `DEBUG`; empty if it can."""
 
     def gaps(self, plan: Plan) -> str:
-        """The mistakes that a group with ``debug`` or ``verify`` cannot see; empty if none."""
+        """The mistakes that a group with a ``check`` cannot see; empty if none."""
         del plan
         return ""
 

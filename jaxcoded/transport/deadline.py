@@ -29,6 +29,16 @@ class Deadline:
     rounds: float
     action: str
 
+    @property
+    def approximates(self) -> bool:
+        """Whether parents go on with an approximation of the sum."""
+        return self.action == "approximate"
+
+    @property
+    def waits_on(self) -> bool:
+        """Whether parents say whom they wait for, and wait on."""
+        return self.action == "wait"
+
     @classmethod
     def parsed(cls, deadline: Any, action: Any) -> Self:
         """A number of seconds, a text such as ``"3x"``, or ``None``.

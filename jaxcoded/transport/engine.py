@@ -32,6 +32,7 @@ from jaxcoded.transport.capabilities import (
     SharedWork,
     Snapshots,
 )
+from jaxcoded.transport.check import Check
 from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
@@ -138,7 +139,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
     ) -> None:
         self.index, self.plan, self.rank = index, plan, comm.rank
         # where work is shared no two ranks send what could be compared
-        self._compares = options.compares and not plan.strategy.by_blocks
+        self._compares = bool(options.check) and not plan.strategy.by_blocks
         # a handler for a GPU holds up the thread that fills the stream, so that there
         # is nothing to gain from a round that goes on by itself
         on_cpu = jax.default_backend() == "cpu"
@@ -157,19 +158,20 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         limits.on_deadline = getattr(_engine.OnDeadline, waits.action)
         limits.deadline_seconds = waits.seconds
         limits.deadline_rounds = waits.rounds
-        if waits.action == "wait" and waits.seconds:
+        if waits.waits_on and waits.seconds:
             limits.stuck_seconds = waits.seconds
         else:
             limits.stuck_seconds = _STUCK_SECONDS
         limits.deadline_share = _deadline_share(plan, comm.rank)
-        limits.waits_for_all = bool(options.debug)
-        if options.verify and not options.debug:  # which waits for all, and raises
-            limits.on_contradiction = getattr(_engine.OnContradiction, options.verify)
-            limits.compares = (
-                _engine.Compares.until_deadline
-                if options.verify_wait
-                else _engine.Compares.what_has_come
-            )
+        if isinstance(check := options.check, Check):
+            limits.waits_for_all = check.waits_for_all
+            if not check.waits_for_all:
+                limits.on_contradiction = getattr(_engine.OnContradiction, check.action)
+                limits.compares = (
+                    _engine.Compares.until_deadline
+                    if check.wait
+                    else _engine.Compares.what_has_come
+                )
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any gets any further
         # every rank draws the same session: old messages are told from new ones by it
@@ -187,7 +189,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
                     _decoder(plan, comm.rank, self._compares),
                     limits,
                     _erasures(plan),
-                    waits.action == "wait",
+                    waits.waits_on,
                     plan.placement.holders,
                 ),
                 undo=lambda _: _engine.discard(index),

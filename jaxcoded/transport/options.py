@@ -1,11 +1,13 @@
 """How a group makes its rounds. What it sums does not depend on this."""
 
 import dataclasses
+import functools
 import os
 from typing import Self
 
 from jaxcoded import _require
-from jaxcoded.transport import comparing
+from jaxcoded.transport import check
+from jaxcoded.transport.check import Check
 from jaxcoded.transport.deadline import Deadline
 
 PIECE = 256 << 10  # bytes, between hosts
@@ -17,7 +19,7 @@ _MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How a group makes its rounds. All of it is for the engine: with mpi4jax a deadline
-    that does more than wait, ``debug=True`` and ``verify``, are errors, and the other
+    that does more than wait, and a ``check``, are errors, and the other
     options have no effect.
 
     Attributes:
@@ -48,28 +50,10 @@ class Options:
             least 64 rounds are kept up to 1 GiB.
         telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` tells of;
             0 turns it off.
-        debug: look for mistakes in the program. Every parent waits for all of its
-            children and compares what they send, which the redundancy of the code
-            allows: a round whose contributions are not coded sums of the same gradients
-            fails with `InconsistentMessages` on all ranks, before anybody gets its sum
-            (``docs/sharp-bits.md``). Where work is shared two ranks compute one block of
-            each round, and nobody computes what others are late with. Parents whose children cannot be checked are named
-            in a warning. Default: ``JAXCODED_DEBUG=1`` in the environment, which leaves
-            groups as they are (with a warning) where ``debug=True`` is an error.
-        verify: compare what children send with what a parent gets beyond what it needs,
-            and look for NaN and infinities, in long trainings too: for ranks whose
-            memory or processor is at fault (``docs/verify.md``). What does not fit by more than rounding
-            explains (``docs/theory.md``) is an error of ``"raise"``, which fails the
-            round with `InconsistentMessages` on all ranks; ``"warn"`` logs it, and goes
-            on; ``"drop"`` logs it, and forms the sum without the child that is wrong, or
-            fails the round where that is not known, or the others do not suffice. One
-            message more than needed tells which children may be wrong, two tell which
-            one is. Where work is shared two ranks compute one block of each round, which
-            tells that one of them is wrong; ``"drop"`` fails the round then. ``debug=True``
-            does more, and takes its place.
-        verify_wait: wait for the messages of all children that live, at most until the
-            deadline, so that there are as many as can be. Otherwise those are compared
-            that have come when the sum can be formed: often none too many.
+        check: a `Check`: compare what ranks send, and look for NaN. `DEBUG` looks for mistakes in
+            the program; parents whose children cannot be checked are named in a warning. ``False``: nothing.
+            Default: `DEBUG` with ``JAXCODED_DEBUG=1`` in the environment, which leaves groups as they are (with a
+            warning) where ``check=DEBUG`` is an error.
 
     Example:
         >>> import jaxcoded
@@ -86,15 +70,13 @@ class Options:
     sections_from: int | None = None
     history_bytes: int = 256 << 20
     telemetry_rounds: int = 1024
-    debug: bool | None = None
-    verify: str | None = None
-    verify_wait: bool = False
+    check: Check | bool | None = None
 
     def complete(self) -> Self:
-        """With what stands for ``None``, see `check`."""
-        return dataclasses.replace(self, debug=comparing.asked(self.debug))
+        """With what stands for ``None``, see `validate`."""
+        return dataclasses.replace(self, check=check.asked(self.check))
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise unless these options, made `complete`, are sound.
 
         Raises:
@@ -107,7 +89,7 @@ class Options:
         _require.integer("history_bytes", self.history_bytes, 0, _MOST)
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
-        comparing.check(self.debug, self.verify, self.verify_wait)
+        check.validate(self.check)
         for name in (
             "JAXCODED_STATUS_SIGNAL",
             "JAXCODED_PTRACER",
@@ -115,12 +97,7 @@ class Options:
             if os.environ.get(name, "ON") not in ("", "ON", "OFF"):
                 raise ValueError(f"{name} must be ON or OFF, got {os.environ[name]!r}")
 
-    @property
-    def compares(self) -> bool:
-        """Whether parents compare what their children send."""
-        return bool(self.debug) or self.verify is not None
-
-    @property
+    @functools.cached_property
     def waits(self) -> Deadline:
         """How long a parent waits for its children, and what it does then."""
         return Deadline.parsed(self.deadline, self.on_deadline)

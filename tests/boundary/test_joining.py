@@ -94,7 +94,7 @@ def sound(message):
         assert 1 <= invitation.ranks <= joining.MOST
         assert 0 <= invitation.place < invitation.size + invitation.ranks
         assert command and all(type(word) is str for word in command)
-        invitation.options.complete().check()
+        invitation.options.complete().validate()
     else:
         assert {type(it) for it in vars(message).values()} <= {str}
     return True

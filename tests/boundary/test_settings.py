@@ -7,10 +7,10 @@ from documents import fuzzed, literals, numbers, outcome, scalars, values
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxcoded import Options, _parse
+from jaxcoded import DEBUG, Check, Options, _parse
 from jaxcoded.tools.cli import cluster
 from jaxcoded.tools.simulator import stragglers
-from jaxcoded.transport import comparing
+from jaxcoded.transport.check import VARIABLE
 from jaxcoded.transport.deadline import ACTIONS, Deadline
 
 quantities = st.one_of(
@@ -64,15 +64,14 @@ def test_deadlines(deadline, action):
             "sections_from": values,
             "history_bytes": values,
             "telemetry_rounds": values,
-            "debug": values,
-            "verify": st.sampled_from(["detect", "drop", "warn", "raise"]) | values,
-            "verify_wait": values,
+            "check": st.sampled_from([DEBUG, Check("drop"), Check("warn", wait=True)])
+            | values,
         },
     )
 )
 def test_options(given_):
     options = Options(**given_).complete()
-    if outcome(lambda: options.check() or True):
+    if outcome(lambda: options.validate() or True):
         most = max(
             options.piece_bytes or 0, options.sections_from or 0, options.history_bytes
         )
@@ -87,8 +86,8 @@ def test_options(given_):
 )
 def test_the_environment(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(comparing.VARIABLE, text)
-        found = outcome(lambda: Options().complete().check() or True)
+        patch.setenv(VARIABLE, text)
+        found = outcome(lambda: Options().complete().validate() or True)
     assert (found is True) == (text in ("", "0", "1"))
 
 
@@ -145,7 +144,7 @@ def test_a_command_line(given_):
 def test_switches_of_the_environment(monkeypatch, name):
     for value in ("ON", "OFF", ""):
         monkeypatch.setenv(name, value)
-        Options().complete().check()
+        Options().complete().validate()
     monkeypatch.setenv(name, "maybe")
     with pytest.raises(ValueError, match=f"{name} must be ON or OFF, got 'maybe'"):
-        Options().complete().check()
+        Options().complete().validate()

@@ -367,7 +367,7 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
                 faults.append(Fault("flip", phase.living[rank], step))
         faults.sort(key=lambda it: (it.step, it.rank, it.kind))
         phases.append(dataclasses.replace(phase, faults=tuple(faults)))
-    options = of.options | {"verify": "raise", "verify_wait": True, "deadline": 100.0}
+    options = of.options | {"check": jaxcoded.Check(wait=True), "deadline": 100.0}
     return dataclasses.replace(of, options=options, phases=tuple(phases))
 
 

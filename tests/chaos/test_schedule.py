@@ -31,7 +31,7 @@ def test_everything_happens(schedules):
     cut = [schedule(seed, 9, hosts=True) for seed in SEEDS]
     assert any(f.kind == "cut" for it in cut for p in it.phases for f in p.faults)
     assert {it.way for it in schedules} == {*CODED, *SHARED}
-    assert any(it.way == "ahead" and "verify" in it.options for it in schedules)
+    assert any(it.way == "ahead" and "check" in it.options for it in schedules)
     assert {it.options.get("on_deadline", "wait") for it in schedules} == {
         *("wait", "raise", "approximate")
     }
@@ -122,7 +122,7 @@ def test_nobody_joins_on_several_hosts():
 def test_flipped_bits_are_such_as_can_be_found(schedules):
     for it in schedules:
         flips = [f for phase in it.phases for f in phase.faults if f.kind == "flip"]
-        assert not flips or (it.options["verify"] == "raise" and it.way != "ahead")
+        assert not flips or ("check" in it.options and it.way != "ahead")
         for phase in it.phases:
             plan = it.plan(len(phase.living))
             for fault in phase.faults:

@@ -218,11 +218,11 @@ def test_pieces_of_no_size(comm, transport, piece):
         ({}, None),
         ({"sections_from": 1000}, 1000),
         ({"sections_from": 0}, 0),
-        ({"sections_from": 1000, "verify": "warn"}, 0),
+        ({"sections_from": 1000, "check": jaxcoded.Check("warn")}, 0),
     ],
 )
 # the plan may have nothing that could be compared
-@pytest.mark.filterwarnings("ignore:verify=.* does not see all:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:check=.* does not see all:RuntimeWarning")
 def test_sections_are_counted_on_where_the_group_has_them(
     comm, transport, monkeypatch, options, expected
 ):
@@ -235,7 +235,7 @@ def test_sections_are_counted_on_where_the_group_has_them(
 
     monkeypatch.setattr(automatic, "choose", recording)
     if transport == "mpi4jax":
-        options, expected = {**options, "verify": None}, 0
+        options, expected = {**options, "check": None}, 0
     try:
         jaxcoded.CodedGroup.auto(
             comm,

@@ -35,8 +35,8 @@ EXAMPLES = 60  # in a batch of digits
 def opened(comm, **options):
     """Without redundancy at some parents there is a warning, which tests of their own
     are about."""
-    how = {"debug": True} | {
-        k: options.pop(k) for k in ("debug", "on_deadline") if k in options
+    how = {"check": jaxcoded.DEBUG} | {
+        k: options.pop(k) for k in ("check", "on_deadline") if k in options
     }
     transport = options.pop("transport", "engine")
     coded = jaxcoded.Coded(**{"fanout": schemes.FANOUT[SIZE]} | options)
@@ -360,7 +360,7 @@ def test_without_it_a_shard_passes(comm, digits):
     """What the tests above are about: a sum of something else, by the algebra."""
     s = 1 if SIZE == 4 else 2
     gone = (np.arange(SIZE) > 0) & (np.arange(SIZE) <= s)
-    with opened(comm, debug=False, code="cyclic_repetition", stragglers=s) as group:
+    with opened(comm, check=False, code="cyclic_repetition", stragglers=s) as group:
 
         def total(mine):
             return coded_allreduce(mine, group, erasures=gone, divisor=EXAMPLES)
@@ -406,32 +406,35 @@ def test_where_it_cannot_be(comm):
         ({"transport": "mpi4jax"}, "needs the engine"),
         ({"stragglers": 0}, "has nothing to compare: what the children of rank 0 send"),
         ({"on_deadline": "approximate"}, "waits for all ranks"),
-        ({"debug": 1}, "debug must be True, False or None"),
+        (
+            {"check": 1},
+            "check must be a jaxcoded.Check such as jaxcoded.DEBUG, False or None",
+        ),
     ]:
         with pytest.raises(ValueError, match=words):
             opened(comm, **options).__enter__()
 
 
 def test_ranks_that_differ(comm):
-    with pytest.raises(GroupMismatch, match=r"debug=(True|False)"):
-        opened(comm, debug=RANK == 1).__enter__()
+    with pytest.raises(GroupMismatch, match=r"check=(Check\(.*\)|False)"):
+        opened(comm, check=jaxcoded.DEBUG if RANK == 1 else False).__enter__()
 
 
 def test_the_environment(comm, monkeypatch):
     monkeypatch.setenv("JAXCODED_DEBUG", "1")
-    with opened(comm, debug=None) as group:
-        assert group.options.debug
-    with opened(comm, debug=False) as group:
-        assert not group.options.debug
-    warns = pytest.warns(RuntimeWarning, match="JAXCODED_DEBUG is ignored: debug has")
+    with opened(comm, check=None) as group:
+        assert group.options.check == jaxcoded.DEBUG
+    with opened(comm, check=False) as group:
+        assert not group.options.check
+    warns = pytest.warns(RuntimeWarning, match="JAXCODED_DEBUG is ignored: DEBUG has")
     with (
         warns if RANK == 0 else contextlib.nullcontext(),
-        opened(comm, debug=None, stragglers=0) as group,
+        opened(comm, check=None, stragglers=0) as group,
     ):
-        assert not group.options.debug
+        assert not group.options.check
     monkeypatch.setenv("JAXCODED_DEBUG", "yes")
     with pytest.raises(ValueError, match="JAXCODED_DEBUG 1 or 0"):
-        opened(comm, debug=None).__enter__()
+        opened(comm, check=None).__enter__()
 
 
 def test_parents_that_cannot_check_are_named(comm):
@@ -440,7 +443,9 @@ def test_parents_that_cannot_check_are_named(comm):
     warns = pytest.warns(RuntimeWarning, match="children of rank 1 send cannot be")
     with (
         warns if RANK == 0 else contextlib.nullcontext(),
-        jaxcoded.CodedGroup(comm, plan, options=jaxcoded.Options(debug=True)) as group,
+        jaxcoded.CodedGroup(
+            comm, plan, options=jaxcoded.Options(check=jaxcoded.DEBUG)
+        ) as group,
     ):
         own = contribution(group, VECTOR)
         assert_sum(group, uncounted.allreduce(own, group), VECTOR)

@@ -469,7 +469,7 @@ def test_a_late_rank_catches_up(comm, group, layout):
 @engine_only
 def test_mistakes_are_looked_for(comm, transport):
     """A shard that does not fit those of the other ranks is an error on all."""
-    debug = jaxcoded.Options(debug=True)
+    debug = jaxcoded.Options(check=jaxcoded.DEBUG)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(), transport=transport, options=debug
     ) as group:

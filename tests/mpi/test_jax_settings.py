@@ -9,6 +9,8 @@ from marks import SIZE, engine_only
 
 import jaxcoded
 from jaxcoded import (
+    DEBUG,
+    Check,
     Coded,
     Options,
     Shared,
@@ -36,13 +38,13 @@ SETTINGS = {
 }
 GROUPS = {
     "code": (Coded(), None),
-    "debug": (Coded(), Options(debug=True)),
-    "verify": (Coded(), Options(verify="raise", verify_wait=True)),
+    "debug": (Coded(), Options(check=DEBUG)),
+    "verify": (Coded(), Options(check=Check("raise", wait=True))),
     "slices": (Coded(slices=2), None),
     "adaptive": (Coded(code="adaptive"), None),
     "progressive": (Coded(code="progressive"), None),
     "shared": (Shared(blocks=3), None),
-    "shared-debug": (Shared(blocks=3), Options(debug=True)),
+    "shared-debug": (Shared(blocks=3), Options(check=DEBUG)),
 }
 
 

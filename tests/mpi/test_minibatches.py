@@ -228,7 +228,7 @@ def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd
 @pytest.mark.parametrize("epochs", [True, False])
 def test_a_rank_with_other_parameters(comm, transport, epochs):
     """Shared work in the debug mode: found, but for one time in 63."""
-    options = jaxcoded.Options(debug=True)
+    options = jaxcoded.Options(check=jaxcoded.DEBUG)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=0), transport=transport, options=options
     ) as group:

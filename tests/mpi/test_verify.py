@@ -1,6 +1,5 @@
 """Groups that verify their sums: a rank whose memory is at fault is named, and left out."""
 
-import dataclasses
 import logging
 import re
 
@@ -30,14 +29,14 @@ VECTOR = per_example(50, dtype="float32")
 LIAR = 2
 
 
-def opened(comm, verify, **options):
-    how = {"verify_wait": True, "deadline": None}
+def opened(comm, action, wait=True, **options):
+    how = {"deadline": None}
     how |= {k: options.pop(k) for k in list(options) if hasattr(jaxcoded.Options, k)}
     transport = options.pop("transport", "engine")
     strategy = options.pop("strategy", None) or jaxcoded.Coded(
         **{"fanout": SIZE - 1, "stragglers": 2} | options
     )
-    how = jaxcoded.Options(verify=verify, **how)
+    how = jaxcoded.Options(check=jaxcoded.Check(action, wait), **how)
     return jaxcoded.CodedGroup(comm, strategy, transport=transport, options=how)
 
 
@@ -61,15 +60,15 @@ def logged(caplog, some=False):
     return messages()
 
 
-@pytest.mark.parametrize("verify", ["warn", "drop", "raise"])
-def test_a_rank_that_flips_a_bit_of_its_gradient(comm, caplog, verify):
+@pytest.mark.parametrize("action", ["warn", "drop", "raise"])
+def test_a_rank_that_flips_a_bit_of_its_gradient(comm, caplog, action):
     caplog.set_level(logging.WARNING, "jaxcoded")
-    with opened(comm, verify) as group:
+    with opened(comm, action) as group:
         reduce = jax.jit(lambda x: coded_allreduce(x, group))
         own = contribution(group, VECTOR)
         assert_sum(group, reduce(own), VECTOR)
         lie = flipped(own) if RANK == LIAR else own
-        if verify == "raise":
+        if action == "raise":
             with pytest.raises(JaxRuntimeError) as error:
                 jax.block_until_ready(reduce(lie))
             texts = comm.allgather(str(error.value))
@@ -78,18 +77,18 @@ def test_a_rank_that_flips_a_bit_of_its_gradient(comm, caplog, verify):
         else:
             total = reduce(lie)
             assert_same_bits(comm, total)
-            if verify == "drop":
+            if action == "drop":
                 assert_sum(group, total, VECTOR)
         # all are in step again
         assert_sum(group, reduce(own), VECTOR)
         compared = group.statistics()["compared_rounds"]
-    texts = texts if verify == "raise" else logged(caplog, some=RANK == 0)
+    texts = texts if action == "raise" else logged(caplog, some=RANK == 0)
     if RANK == 0:
         assert compared == 3
         (text,) = set(texts)
         assert f"what rank {LIAR} has sent to rank 0 does not fit with what its" in text
-        assert verify != "drop" or "; the sum does without it. So do later" in text
-    elif verify != "raise":
+        assert action != "drop" or "; the sum does without it. So do later" in text
+    elif action != "raise":
         assert not texts
 
 
@@ -146,15 +145,15 @@ def step_of(group, rows, losses):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("options", "rounds"),
+    ("check", "rounds"),
     [
-        ({"verify": "warn"}, 50),
-        ({"verify": "raise"}, 50),
-        ({"debug": True}, 50),
-        more({"verify": "raise"}, 10_000),
+        (jaxcoded.Check("warn"), 50),
+        (jaxcoded.Check("raise"), 50),
+        (jaxcoded.DEBUG, 50),
+        more(jaxcoded.Check("raise"), 10_000),
     ],
 )
-def test_shared_work_of_honest_ranks(comm, caplog, options, rounds, dtype):
+def test_shared_work_of_honest_ranks(comm, caplog, check, rounds, dtype):
     """The sum is that of the whole batch, blocks are compared, and there is no alarm."""
     caplog.set_level(logging.WARNING, "jaxcoded")
     rows = VECTOR.astype(np.float32)
@@ -164,7 +163,7 @@ def test_shared_work_of_honest_ranks(comm, caplog, options, rounds, dtype):
         return jnp.sum(jnp.tanh(narrow), axis=-1).astype(jnp.float32)
 
     reference = jax.jit(jax.grad(lambda w: losses(w, rows).mean()))
-    with sharing(comm, **options) as group:
+    with sharing(comm, check=check) as group:
         step = step_of(group, rows, losses)
         for _ in range(rounds):
             _, gradient = step()
@@ -175,12 +174,12 @@ def test_shared_work_of_honest_ranks(comm, caplog, options, rounds, dtype):
             )
         if RANK == 0:
             compared = group.statistics()["compared_rounds"]
-            assert compared == rounds if "debug" in options else compared
+            assert compared == rounds if check == jaxcoded.DEBUG else compared
     assert not logged(caplog)
 
 
-@pytest.mark.parametrize("verify", ["warn", "drop", "raise"])
-def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, verify):
+@pytest.mark.parametrize("action", ["warn", "drop", "raise"])
+def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, action):
     """It is named, with one of those that have computed its block too."""
     caplog.set_level(logging.WARNING, "jaxcoded")
     rows = VECTOR.astype(np.float32)
@@ -194,21 +193,21 @@ def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, verify):
     def losses(params, batch):
         return batch @ (lies(params) if RANK == LIAR else params)
 
-    with sharing(comm, verify=verify) as group:
+    with sharing(comm, check=jaxcoded.Check(action)) as group:
         step = step_of(group, rows, losses)
         texts = []
         for number in range(1000):  # of late ranks nothing is compared
             try:
                 jax.block_until_ready(step())
             except JaxRuntimeError as error:
-                assert verify != "warn"
+                assert action != "warn"
                 texts.append(str(error))
                 break
             if number % 20 == 19 and comm.bcast(bool(logged(caplog))):
                 break
         rounds = comm.allgather(group.rounds)
         assert len(set(rounds)) == 1
-    if verify == "warn":
+    if action == "warn":
         texts = logged(caplog, some=RANK == 0)
         assert (RANK == 0) == bool(texts)
     else:
@@ -227,7 +226,7 @@ def test_shared_work_of_numbers_of_any_size(comm, scale):
         wrong = jnp.float32(2 if RANK == LIAR and lies else 1)
         return batch @ params * wrong + (wrong - 1)
 
-    with sharing(comm, debug=True) as group:
+    with sharing(comm, check=jaxcoded.DEBUG) as group:
         lies = False
         for _ in range(4):
             jax.block_until_ready(step_of(group, rows, losses)())
@@ -242,7 +241,7 @@ def test_shared_work_of_a_rank_that_computes_nan(comm):
     def losses(params, batch):
         return batch @ params * (jnp.nan if RANK == LIAR else 1)
 
-    with sharing(comm, verify="raise") as group:
+    with sharing(comm, check=jaxcoded.Check("raise")) as group:
         step = step_of(group, VECTOR.astype(np.float32), losses)
         words = f"what rank {LIAR} has computed has NaN or infinities"
         with pytest.raises(JaxRuntimeError, match=words):
@@ -252,15 +251,15 @@ def test_shared_work_of_a_rank_that_computes_nan(comm):
 
 def test_blocks_on_the_host_cannot_be_verified(comm):
     with (
-        sharing(comm, verify="raise") as group,
-        pytest.raises(ValueError, match="verify sees only what coded_value_and_grad"),
+        sharing(comm, check=jaxcoded.Check("raise")) as group,
+        pytest.raises(ValueError, match="sees only what coded_value_and_grad"),
     ):
         group.blocks(12)
 
 
 def test_without_waiting_whoever_has_come_is_compared(comm):
     """The right sum in any case, and with a stopped rank no wait."""
-    with opened(comm, "raise", verify_wait=False, code="cyclic_repetition") as group:
+    with opened(comm, "raise", wait=False, code="cyclic_repetition") as group:
         own = contribution(group, VECTOR)
         for _ in range(20):
             assert_sum(group, uncounted.allreduce(own, group), VECTOR)
@@ -273,39 +272,40 @@ def test_without_waiting_whoever_has_come_is_compared(comm):
     ("options", "words"),
     [
         (
-            {"verify": "detect"},
-            r"verify must be one of 'warn' \(a line in the log\), .* or None, got 'detect'",
+            {"action": "detect"},
+            r"action must be one of 'warn' \(a line in the log\), .*, got 'detect'",
         ),
-        ({"verify_wait": 1}, "verify_wait must be True or False, got 1"),
-        ({"verify": None}, "verify_wait=True means nothing without verify"),
-        ({"transport": "mpi4jax"}, 'verify="warn" needs the engine'),
-        ({"stragglers": 0}, 'verify="warn" has nothing to compare: what the children'),
+        ({"wait": 1}, "wait must be True, False or 'all', got 1"),
+        (
+            {"wait": "all"},
+            "fails the round where messages differ: leave out action='warn'",
+        ),
+        (
+            {"transport": "mpi4jax"},
+            r"check=Check\(action='warn', wait=True\) needs the engine",
+        ),
+        ({"stragglers": 0}, "has nothing to compare: what the children"),
         (
             {"deadline": 1, "on_deadline": "approximate"},
-            'verify="warn" compares exact sums',
+            "compares exact sums",
         ),
         (
-            {"strategy": jaxcoded.Shared(replicas=0), "verify_wait": False},
+            {"strategy": jaxcoded.Shared(replicas=0), "wait": False},
             "each block lies on one rank alone; take replicas=1 or more",
         ),
         (
             {"strategy": jaxcoded.Shared(replicas=min(2, SIZE - 1))},
-            "verify_wait=True means nothing where work is shared",
+            "waits for messages, but where work is shared there are no more",
         ),
     ],
 )
 def test_where_it_cannot_be(comm, options, words):
     with pytest.raises(ValueError, match=words):
-        opened(comm, **({"verify": "warn"} | options))
+        opened(comm, **({"action": "warn"} | options))
 
 
 def test_ranks_that_differ(comm):
-    with pytest.raises(GroupMismatch, match=r"verify=(drop|warn) at rank"):
+    with pytest.raises(
+        GroupMismatch, match=r"check=Check\(action='(drop|warn)', wait=True\) at rank"
+    ):
         opened(comm, "drop" if RANK else "warn")
-
-
-def test_options_say_whether_messages_are_compared():
-    options = jaxcoded.Options()
-    assert not options.complete().compares
-    assert dataclasses.replace(options, verify="warn").compares
-    assert dataclasses.replace(options, debug=True).compares

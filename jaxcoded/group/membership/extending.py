@@ -147,7 +147,7 @@ class Extending:
         """Have one rank start them, until all are there."""
         old, root, wrong = self._old, 0, None
         try:
-            self._options.complete().check()
+            self._options.complete().validate()
             if not (self._strategy or old.plan.strategy).by_host:
                 root = self._planned([""] * (old.plan.size + self._ranks)).root
         except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ

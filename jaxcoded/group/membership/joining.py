@@ -88,7 +88,7 @@ class Invitation:
         _require.integer("size", self.size, 1)
         _require.integer("ranks", self.ranks, 1, MOST)
         _require.integer("place", self.place, 0, self.size + self.ranks - 1)
-        self.options.complete().check()
+        self.options.complete().validate()
 
     @property
     def request(self) -> dict[str, Any]:

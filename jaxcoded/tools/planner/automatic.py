@@ -83,7 +83,7 @@ class Automatic:
         """
         reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
         # who compares messages sums by the root
-        whole = transport == "mpi4jax" or any(reasons) or options.compares
+        whole = transport == "mpi4jax" or any(reasons) or bool(options.check)
         return choose(
             *(comm, self.payload, self.work, self.seed, self.replicas, self.reading),
             why_not_shared(transport, reasons),

@@ -1,0 +1,114 @@
+"""Whether parents compare what their children send, and what follows where it does not agree."""
+
+import dataclasses
+import os
+from typing import Any
+
+from jaxcoded import _require
+from jaxcoded.plan import Plan
+from jaxcoded.transport.deadline import Deadline
+
+VARIABLE = "JAXCODED_DEBUG"
+ACTIONS = {
+    "warn": "a line in the log",
+    "drop": "the round goes on without who is wrong, where that is known, and fails otherwise",
+    "raise": "the round fails",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Compare what children send with what a parent gets beyond what it needs, and look for NaN
+    and infinities: for ranks whose memory or processor is at fault (``docs/verify.md``), and, as `DEBUG`, for
+    mistakes in the program (``docs/sharp-bits.md``).
+
+    Attributes:
+        action: what happens where messages differ by more than rounding explains
+            (``docs/theory.md``). ``"raise"`` fails the round with `InconsistentMessages` on all ranks;
+            ``"warn"`` logs it, and goes on; ``"drop"`` logs it, and forms the sum without the child that is
+            wrong, or fails the round where that is not known, or the others do not suffice. One
+            message more than needed tells which children may be wrong, two tell which one is. Where work
+            is shared two ranks compute one block of each round, which tells that one of them is
+            wrong; ``"drop"`` fails the round then.
+        wait: for which messages. ``False``: none; those are compared that have come when the sum can be formed:
+            often none too many. ``True``: those of all children that live, at most until the deadline, so that
+            there are as many as can be. ``"all"``: those of all children, before anybody gets the sum, so only with
+            ``"raise"``. Where work is shared nobody computes then what others are late with.
+
+    Raises:
+        ValueError: an argument is not as said.
+
+    Example:
+        >>> import jaxcoded
+        >>> jaxcoded.Options(check=jaxcoded.Check("drop", wait=True)).check
+        Check(action='drop', wait=True)
+        >>> jaxcoded.DEBUG
+        Check(action='raise', wait='all')
+    """
+
+    action: str = "raise"
+    wait: bool | str = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.action, str) or self.action not in ACTIONS:
+            words = ", ".join(f"{name!r} ({what})" for name, what in ACTIONS.items())
+            raise ValueError(
+                f"action must be one of {words}, got {_require.shown(self.action)}"
+            )
+        if self.wait != "all" and not isinstance(self.wait, bool):
+            raise ValueError(
+                f"wait must be True, False or 'all', got {_require.shown(self.wait)}"
+            )
+        if self.wait == "all" and self.action != "raise":
+            raise ValueError(
+                f"wait='all' fails the round where messages differ: leave out action={self.action!r}"
+            )
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether it is to find mistakes of the program, as `DEBUG`."""
+        return self.wait == "all"
+
+    def why_not(self, plan: Plan, deadline: Deadline, transport: str) -> str:
+        """Why a group cannot have it, in words; empty if it can."""
+        if transport != "engine":
+            return "needs the engine"
+        if deadline.approximates:
+            return (
+                'waits for all ranks, so that on_deadline="approximate" means nothing'
+                if self.waits_for_all
+                else 'compares exact sums: on_deadline must be "wait" or "raise"'
+            )
+        strategy = plan.strategy
+        if why := strategy.why_not_compared(plan, debug=self.waits_for_all):
+            return why
+        if self.wait is True and strategy.by_blocks:
+            return (
+                "waits for messages, but where work is shared there are no more "
+                "than needed: leave out wait=True"
+            )
+        return ""
+
+
+DEBUG = Check(wait="all")
+
+
+def asked(check: Any) -> Any:
+    """``check``, or what the environment says where it is ``None``, see `validate`."""
+    if check is not None:
+        return check
+    value = os.environ.get(VARIABLE, "")
+    return {"": False, "0": False, "1": DEBUG}.get(value, f"{VARIABLE}={value}")
+
+
+def validate(check: Any) -> None:
+    """Raise unless this is a `Check`, or False, as `asked` found it.
+
+    Raises:
+        ValueError: it is something else; it may be a text of the environment.
+    """
+    if check is not False and not isinstance(check, Check):
+        raise ValueError(
+            f"check must be a jaxcoded.Check such as jaxcoded.DEBUG, False or None ({VARIABLE} 1 or 0), got "
+            f"{_require.shown(check)}"
+        )
