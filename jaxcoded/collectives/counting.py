@@ -98,11 +98,16 @@ def count(
         if xp is jnp:
             held = over_devices(held, _jax_compat.varying(values))
         # as of a whole batch: transports look for a number that they know when they compile
-        whole = each.batch_size / xp.asarray(each.examples, held.dtype)
+        examples = (
+            int(each.examples) if host else jnp.asarray(each.examples, held.dtype)
+        )
+        total = total + held * (each.batch_size / examples)
         there = there + held
-        total = total + held * whole
-        if exact:
-            its = _key(each.number, host=host) if key is None else key
+        if exact and host:
+            total = total + _key_on_host(int(each.number)) * mark
+        elif exact:
+            number = jnp.asarray(each.number).astype(np.uint32)
+            its = marks.of_batch(number) if key is None else key
             total = total + its.astype(held.dtype) * mark.astype(held.dtype)
     # the first numbers of a vector that can be cut into slices
     numbers = [total, there] if present else [total]
@@ -132,21 +137,14 @@ class _Fixed(NamedTuple):
 def _fixed(plan: Plan, rank: int, sizes: tuple[int, ...], dtype: Any) -> _Fixed:
     share = rounding(plan, dtype)
     words = f", for a batch of {sum(sizes)}" + f" in {len(sizes)}" * (len(sizes) > 1)
-    added = tuple(_mark(plan, rank, size, share) for size in sizes)
+    added = tuple(_mark(plan, rank, size, share).astype(dtype) for size in sizes)
     return _Fixed(words, (float(sum(sizes)), share), added)
 
 
-def _key(number: Any, *, host: bool) -> Any:
-    """The key of the batch with this number, on the host as NumPy's."""
-    if host:
-        return _key_on_host(int(number))
-    return marks.of_batch(jnp.asarray(number).astype(np.uint32))
-
-
 @functools.lru_cache(maxsize=1024)
-def _key_on_host(number: int) -> Any:
+def _key_on_host(number: int) -> int:
     with np.errstate(over="ignore"):
-        return marks.of_batch(np.asarray(number).astype(np.uint32))
+        return int(marks.of_batch(np.asarray(number).astype(np.uint32)))
 
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:

@@ -1,6 +1,7 @@
 """Pytrees as one vector per dtype, so that a round is one message per dtype."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -107,7 +108,7 @@ class Packing:
             tuple(_jax_compat.varying(leaf) for leaf in leaves),
         )
 
-    @property
+    @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Of the leaves."""
         wire = self.wire_dtype
@@ -123,7 +124,7 @@ class Packing:
             )
         )
 
-    @property
+    @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """How many numbers of its vector each leaf has."""
         return tuple(
@@ -156,7 +157,7 @@ class Packing:
         first = [leaf for leaf, end in zip(leaves, ends) if end <= _MOST_WORDS]
         return ", ".join([*first, f"... ({len(paths)} leaves, {digest})"])
 
-    @property
+    @functools.cached_property
     def vectors(self) -> dict[Kind, int]:
         """The kinds that need a vector, in the order of their first leaf, with its
         length."""
@@ -188,11 +189,6 @@ class Packing:
                 number = 1 + keys.index(path[0].key)
                 out.append(Apart(vectors.index(kind), first, count, number))
         return tuple(out)
-
-    @property
-    def splits_of_vectors(self) -> tuple[tuple[str, ...], ...]:
-        """Over which axes of a mesh each vector is split."""
-        return tuple(kind.split for kind in self.vectors)
 
     @property
     def wires(self) -> tuple[np.dtype, ...]:
@@ -306,9 +302,10 @@ def _runs(
     if len(small) < _MANY or not isinstance(vector, _jax_compat.Tracer):
         small = []
     out: list[Any] = [None] * len(sizes)
-    copied = slices(vector, [starts[i] for i in small], [sizes[i] for i in small])
-    for i, run in zip(small, copied):
-        out[i] = run
+    if small:
+        copied = slices(vector, [starts[i] for i in small], [sizes[i] for i in small])
+        for i, run in zip(small, copied):
+            out[i] = run
     for i, (start, size) in enumerate(zip(starts, sizes)):
         if out[i] is None:
             out[i] = _run(vector, start, size)
@@ -317,6 +314,8 @@ def _runs(
 
 def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
     """So many elements, from a place on."""
+    if size == vector.shape[0]:
+        return vector
     if start + size > _MAX_INDEX:
         return jax.lax.slice_in_dim(vector, start, start + size)
     # outside `jit` this is compiled once for all places, which are int32 then
