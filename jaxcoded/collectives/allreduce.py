@@ -25,7 +25,7 @@ from jaxcoded.transport.packing import (
     pack,
     unpack,
 )
-from jaxcoded.transport.primitive import run
+from jaxcoded.transport.primitive import read, run
 from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
 from jaxcoded.transport.round import Operands, Round
@@ -153,7 +153,7 @@ def coded_allreduce(
         residual=residual,
         wire_dtype=wire_dtype,
         token=token,
-        transpose=transpose,
+        transposes=transpose,
     ).plain()
 
 
@@ -260,21 +260,17 @@ def prepared(
     residual: bool = False,
     wire_dtype: Any = None,
     token: Any = None,
-    transpose: bool = False,
-    down: bool = True,
     apart: Sequence[str] = (),
-    kind: str = "round",
-    number: int = 0,
-    last_part: bool = False,
+    **does: Any,
 ) -> tuple[Round, Operands, Packing]:
     """The round of a coded sum, not called yet, and the packing of what comes of it.
 
     Args:
-        x, group, divisor, erasures, skip, residual, wire_dtype, token, transpose: as for `coded_allreduce`.
+        x, group, divisor, erasures, skip, residual, wire_dtype, token: as for `coded_allreduce`.
         count: of the examples.
         name: of the collective.
-        down, kind, number, last_part: see `Round`.
         apart: keys, see `Packing.apart`.
+        does: other fields of the `Round`.
     """
     words = divided_by(divisor)
     operands, fields = checked_operands(
@@ -282,11 +278,16 @@ def prepared(
     )
     if residual and not group.approximate:
         group.plan.strategy.refuse("residual")
-    part = number if kind == "part" else -1 if last_part else None
+    ahead, last = does.get("kind") == "part", does.get("last_part", False)
+    part = does["number"] if ahead else -1 if last else None
     vectors, packing = _message(x, group, name, wire_dtype, part is not None)
     probes: tuple[jax.Array, ...] = ()
     if residual and group.plan.strategy.by_blocks:
-        probe, token = _computed(group, operands)
+        # 1 for each block that this rank has computed in a loop over `group.blocks`
+        blocks = ShapedArray((len(group.plan.placement.holders),), np.float32)
+        probe, token = read(
+            "computed", group._session.transport, operands.token, blocks
+        )
         operands, probes = operands._replace(token=token), (probe,)
     elif residual:
         probes = (_probe(group, vectors, part),)
@@ -305,13 +306,8 @@ def prepared(
         probes=[probe.dtype for probe in probes],
         residual=residual,
         apart=apart,
-        kind=kind,
-        results=() if kind == "part" else None,
-        number=number,
-        down=down,
-        last_part=last_part,
-        transposes=transpose,
         **fields,
+        **does,
     )
     return round, operands._replace(vectors=(*vectors, *probes)), packing
 
@@ -376,23 +372,6 @@ def results(
             lambda leaf: jnp.where(right, leaf, jnp.asarray(jnp.nan, leaf.dtype)), total
         )
     return total if divisor is None else divided(total, divisor), found
-
-
-def _computed(
-    group: CodedGroup, operands: Operands
-) -> tuple[jax.Array, jax.Array | None]:
-    """What this rank has computed in a loop over ``group.blocks``: float32 ``(blocks,)``, 1 for each such block; and
-    the next token. An error where the round before was another one."""
-    blocks = len(group.plan.placement.holders)
-    given = Operands(token=operands.token)
-    round = Round(
-        group._session.index,
-        kind="computed",
-        leading=given.leading(takes_tokens=True),
-        results=(ShapedArray((blocks,), np.float32),),
-    )
-    (out,), token = run(round, given)
-    return out, token
 
 
 def _probe(

@@ -65,6 +65,7 @@ def summed(
                 round, operands, _ = prepared(
                     *(part, group, counts),
                     kind="part",
+                    results=(),
                     number=number,
                     skip=behind,
                     token=token,

@@ -144,19 +144,22 @@ def lag(
     """Trace reading the lag, int32; and the next token."""
     if not transport.can_lag:
         return jnp.int32(0), token
+    return read("lag", transport, token, ShapedArray((), np.int32))
+
+
+def read(
+    kind: str, transport: Transport, token: jax.Array | None, what: ShapedArray
+) -> tuple[jax.Array, jax.Array | None]:
+    """Trace reading what only this rank knows, of this type, in a call of a kind that is `Rules.alone`; and the next
+    token."""
     devices = transport.devices(token)
     place = None if devices is None else devices.place()
     operands = Operands(place=place, token=token)
-    (out,), token = run(
-        Round(
-            transport.index,
-            kind="lag",
-            leading=operands.leading(takes_tokens=True),
-            devices=devices,
-            results=(ShapedArray((), np.int32),),
-        ),
-        operands,
+    leading = operands.leading(takes_tokens=True)
+    its = Round(
+        transport.index, kind=kind, leading=leading, devices=devices, results=(what,)
     )
+    (out,), token = run(its, operands)
     return out, token
 
 
