@@ -369,6 +369,33 @@ def test_too_little_memory_fails_a_round_on_all_ranks(
     assert len(job.of_all("failed")) > 5
 
 
+# The MPI, and who does not take from it.
+
+
+def test_a_message_that_mpi_does_not_take_is_not_lost(tmp_path):
+    out = tmp_path / "librefusing.so"
+    compiler = pathlib.Path(sys.executable).with_name("mpicc")
+    if not compiler.exists():
+        pytest.skip("there is no compiler for MPI")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", FAULTS / "refusing.c", "-o", out],
+        check=True,
+        timeout=100,
+    )
+    job = run(tmp_path, 4, "refusing.py", options=("-x", f"LD_PRELOAD={out}"))
+    assert job.status == 0, job.stderr[-8000:]
+    assert job.of_all("rounds") == 40
+    assert sum(report["refused"] for report in job.reports.values()) > 40
+
+
+def test_who_waits_for_nothing_looks_seldom(tmp_path):
+    """Although a stopped rank does not take what it has sent."""
+    job = run(tmp_path, 5, "polling.py")
+    assert job.status == 0, job.stderr[-8000:]
+    for rank in (0, 2, 3, 4):
+        assert job.reports[rank]["sleeps"] < 100
+
+
 # Shared work. Gradients of 20,000 floats do not travel in one message.
 
 

@@ -50,6 +50,26 @@ def test_a_full_disk(tmp_path, caplog):
     assert read(path, PLAN) == ROUNDS[:1]
 
 
+def test_a_file_that_is_slower_than_the_rounds(tmp_path, caplog):
+    """It ends, in good order, before those that the engine could not keep for it."""
+
+    rounds = iter(ROUNDS[:1])
+
+    def following():
+        for dealt in rounds:
+            return dealt
+        raise RuntimeError("7 rounds are lost")
+
+    path = tmp_path / "record"
+    writer = Writer(path, PLAN)
+    for dealt in iter(writer.while_whole(following), None):
+        writer.add(dealt)
+    writer.close()
+    (said,) = caplog.messages
+    assert "ends with round 1: 7 rounds are lost; the job goes on" in said
+    assert read(path, PLAN) == ROUNDS[:1]
+
+
 @pytest.mark.parametrize(
     "line, words",
     [

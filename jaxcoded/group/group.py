@@ -537,7 +537,7 @@ class CodedGroup:
         rank's rounds, for loggers.
 
         It runs on a thread of its own, in the order of the rounds, and holds up no
-        round. What it raises is logged. A group has one such function, the latest; it is
+        round. If 65,536 rounds wait for it, it does not see the oldest. What it raises is logged. A group has one such function, the latest; it is
         called no more once the group is closed and it has seen all rounds. The groups that `replan` and
         `recovered` return go on with it.
         """

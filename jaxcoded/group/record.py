@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from mpi4py import MPI
@@ -96,7 +97,9 @@ class Record:
             SharedWork.of(transport).replay(self._rounds)
         if self._writer is not None:
             self._thread = follow(
-                SharedWork.of(transport).record(), self._writer.add, "jaxcoded record"
+                self._writer.while_whole(SharedWork.of(transport).record()),
+                self._writer.add,
+                "jaxcoded record",
             )
 
     def close(self) -> None:
@@ -135,12 +138,29 @@ class Writer:
         try:
             self._write({"round": number} | said | {"blocks": blocks})
         except OSError as error:
-            self._failed = True
-            logger.error(
-                "the record %s ends with round %d: %s; the job goes on without it",
-                *(self._path, self._last, error),
-            )
+            self._fail(error)
         self._call, self._last = call, number
+
+    def while_whole(
+        self, following: Callable[[], Dealt | None]
+    ) -> Callable[[], Dealt | None]:
+        """What gives the next round, until one before it is lost."""
+
+        def whole() -> Dealt | None:
+            try:
+                return following()
+            except RuntimeError as error:
+                self._fail(error)
+                return None
+
+        return whole
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        logger.error(
+            "the record %s ends with round %d: %s; the job goes on without it",
+            *(self._path, self._last, error),
+        )
 
     def close(self) -> None:
         self._file.close()

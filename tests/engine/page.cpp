@@ -14,8 +14,11 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -24,6 +27,7 @@ using namespace jaxcoded;
 namespace {
 
 int calls_of_prctl = 0;
+bool no_memory = false;
 
 bool wrong = false;
 
@@ -258,9 +262,36 @@ void reused() {
   page.memory().release(all, 3 * bytes);
 }
 
+// Memory is given back, and its places are used again, where there is no memory to note that.
+void unnoted() {
+  constexpr std::size_t bytes = 1 << 20;
+  OwnPage page;
+  Spare spare{page.memory()};
+  Pool pool{bytes, spare};
+  const std::byte* before = pool.take(bytes).data();
+  auto kept = std::make_unique<Buffer>(pool.take(3 * bytes));
+  no_memory = true;
+  kept.reset();
+  const std::byte* after = page.memory().allocate(bytes);
+  no_memory = false;
+  const auto shared = [&](const std::byte* data) {
+    const auto at = reinterpret_cast<std::uintptr_t>(data), start = static_cast<std::uintptr_t>(page->memory.address);
+    return at >= start && at < start + page->memory.bytes;
+  };
+  expect(shared(before) && shared(after), "shared memory is not lost");
+  expect(shared(page.memory().allocate(bytes)), "nor is the rest of it");
+}
+
 }  // namespace
 
 // In the place of the system's.
+void* operator new(std::size_t bytes) {
+  void* const memory = no_memory ? nullptr : std::malloc(bytes);
+  if (!memory) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 extern "C" int prctl(int, ...) {
   ++calls_of_prctl;
   return 0;
@@ -274,7 +305,8 @@ int main(int, char** arguments) {
                                                 {"memory", memory},
                                                 {"without", without},
                                                 {"killed", killed},
-                                                {"reused", reused}};
+                                                {"reused", reused},
+                                                {"unnoted", unnoted}};
   known.at(arguments[1])();
   return wrong;
 }

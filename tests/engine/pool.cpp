@@ -1,11 +1,17 @@
-// Programs that repeat themselves take memory from a pool. `pool SEEDS`: prints what went wrong.
+// Programs that repeat themselves take memory from a pool. `pool SEEDS`: prints what went wrong. And other memory of
+// which there is only so much.
 #include "pool.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <new>
 #include <random>
+#include <thread>
 #include <vector>
+
+#include "reports.h"
+#include "reserve.h"
 
 using namespace jaxcoded;
 
@@ -15,6 +21,7 @@ namespace {
 class Counting : public Source {
  public:
   std::byte* allocate(std::size_t bytes) override {
+    if (here + bytes > most) throw std::bad_alloc();
     ++made;
     auto* data = reinterpret_cast<std::byte*>(next += 1 << 20);  // nobody writes there
     all[data] = bytes;
@@ -27,12 +34,35 @@ class Counting : public Source {
     here -= bytes;
   }
 
-  std::size_t made = 0, here = 0;
+  std::size_t made = 0, here = 0, most = SIZE_MAX;
 
  private:
   std::uintptr_t next = 0;
   std::map<std::byte*, std::size_t> all;
 };
+
+// Whether what is put aside is a thread's alone while it has a turn, and anybody's otherwise.
+bool turns() {
+  const auto gets = [] {
+    try {
+      std::get_new_handler()();
+      return true;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  };
+  const auto another_gets = [&] {
+    bool out = false;
+    std::thread([&] { out = gets(); }).join();
+    return out;
+  };
+  reserve::keep();
+  {
+    const reserve::Turn turn;
+    if (another_gets() || !gets() || gets()) return false;
+  }
+  return reserve::fill() && another_gets();
+}
 
 }  // namespace
 
@@ -92,4 +122,22 @@ int main(int, char** arguments) {
     while (pool.used() <= 3 * most) buffers.push_back(pool.take(bytes));
   }
   if (source.here > most) return std::printf("%zu bytes are kept\n", source.here), 1;
+  // Before there is too little memory, all give back what they keep unused.
+  Counting scarce;
+  scarce.most = 3 * bytes;
+  Spare one{scarce}, other{scarce, &one};
+  {
+    Pool before{0, one};
+    const Buffer kept = before.take(bytes);
+  }
+  Pool pool{bytes, other};
+  { const Buffer kept = pool.take(bytes); }
+  if (scarce.here != 2 * bytes) return std::printf("%zu bytes are kept\n", scarce.here), 1;
+  const Buffer all = pool.take(3 * bytes);
+  if (!turns()) return std::puts("another thread has got what is put aside for a turn"), 1;
+  // Whoever looks at reports too slowly loses the oldest, and hears of it.
+  Reports<int> reports(4);
+  for (int i = 0; i < 10; ++i) reports.add(i);
+  const std::uint64_t lost = reports.take_lost();
+  if (lost != 6 || reports.next() != 6 || reports.take_lost()) return std::puts("other reports are lost"), 1;
 }

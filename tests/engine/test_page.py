@@ -36,6 +36,7 @@ def program(tmp_path_factory):
         "without",
         "killed",
         "reused",
+        "unnoted",
     ],
 )
 def test_page(program, what):

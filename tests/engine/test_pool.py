@@ -17,8 +17,8 @@ def test_programs_that_repeat_themselves_need_no_new_memory(tmp_path):
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    sources = [HERE / "pool.cpp", SOURCES / "pool.cpp"]
-    options = ["-std=c++20", "-O1", f"-I{SOURCES}"]
+    sources = [HERE / "pool.cpp", SOURCES / "pool.cpp", SOURCES / "reserve.cpp"]
+    options = ["-std=c++20", "-O1", "-pthread", f"-I{SOURCES}"]
     program = tmp_path / "pool"
     subprocess.run(
         [compiler, *options, *sources, "-o", program], check=True, timeout=100

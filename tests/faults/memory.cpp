@@ -16,6 +16,7 @@ namespace {
 std::uintptr_t first = 0, last = 0;  // addresses of the engine
 std::atomic<long> vectors = 0, others = 0;
 long every_vector = 0, every_other = 0;  // so many fail; 0: none
+std::atomic<std::size_t> refused = 0;     // bytes of the last vector that failed, for which nothing helps
 
 bool fails(std::atomic<long>& count, long every, void* caller) {
   const auto address = reinterpret_cast<std::uintptr_t>(caller);
@@ -43,6 +44,7 @@ extern "C" void little_memory(long each_vector, long each_other) {
   if (!dl_iterate_phdr(find, nullptr)) std::abort();
   every_vector = each_vector;
   every_other = each_other;
+  refused = 0;
 }
 
 // How many have failed.
@@ -60,7 +62,10 @@ void* operator new(std::size_t bytes) {
 }
 
 void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  if (fails(vectors, every_vector, __builtin_return_address(0))) throw std::bad_alloc();
+  if (bytes == refused || fails(vectors, every_vector, __builtin_return_address(0))) {
+    refused = bytes;
+    throw std::bad_alloc();
+  }
   const auto least = static_cast<std::size_t>(alignment);
   return taken(std::aligned_alloc(least, (bytes + least - 1) / least * least));
 }

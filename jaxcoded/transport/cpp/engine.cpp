@@ -13,6 +13,7 @@
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 namespace jaxcoded {
@@ -21,15 +22,17 @@ namespace {
 // After the last news a thread polls for this long before it sleeps, and yields its core each time. To fall
 // asleep and be woken takes longer than the rest of a short round: 76 µs in place of 56 on 4 ranks.
 constexpr double spin_seconds = 60e-6;
-// Without wake-ups (peers on other hosts), naps between looks grow from the one to the other.
+// Without wake-ups (peers on other hosts), naps between looks grow, slowly where nobody waits.
 constexpr double shortest_nap = 20e-6;
-constexpr double longest_nap = 1e-3;
-double longer(double nap) { return std::clamp(nap * 1.5, shortest_nap, longest_nap); }
+constexpr double usual_nap = 1e-3;  // while anybody waits for a round
 // With wake-ups nothing comes unheard: this is for timers only. The longer nothing came, the less
 // often they are looked at.
 constexpr double shortest_timer = 10e-3;
 constexpr double longest_timer = 0.1;
 constexpr double idle_seconds = 0.25;
+double longer(double nap) {
+  return std::clamp(nap * (nap < usual_nap ? 1.5 : 1.1), shortest_nap, longest_timer);
+}
 // For the last messages of a group to leave.
 constexpr double flush_seconds = 1;
 // For ranks that still lack results, where a program finalizes MPI with groups that are open.
@@ -46,7 +49,6 @@ constexpr const char* broken_off =
     "the next begins, such as a loop over group.blocks; with tokens, hand on the one that the first "
     "returns";
 constexpr const char* process_ends = "GroupClosed: the process ends";
-constexpr const char* no_memory = "CodedError: this rank has too little memory for this call";
 
 // In a process that was forked from this one, the engine's thread is missing, its lock may be held
 // for ever, and MPI and the page are those of the other process.
@@ -86,11 +88,6 @@ Closed use_after_close(std::uint64_t index) {
           " was closed; make a new CodedGroup, and compile with it what used the old one"};
 }
 
-void fail(Flight& flight, const char* why) {
-  flight.outcome = Outcome::failed;
-  flight.error = why;
-}
-
 // A call that there is too little memory to make. Its round fails.
 std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
   auto out = std::make_shared<Flight>();
@@ -102,12 +99,18 @@ std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
 // Whether there was enough memory for a step.
 template <class Step>
 bool attempted(Step step) {
+  const reserve::Turn turn;
   try {
     step();
     return true;
   } catch (const std::bad_alloc&) {
     return false;
   }
+}
+
+void fail(Flight& flight, const char* why) {
+  flight.outcome = Outcome::failed;
+  attempted([&] { flight.error = why; });
 }
 
 }  // namespace
@@ -214,6 +217,12 @@ void Engine::note_failure(std::uint64_t index, const std::string& words) {
   member(index).failure = words;
 }
 
+void Engine::note_unmade(std::uint64_t index) {
+  std::unique_lock lock(mutex_);
+  if (const auto found = members_.find(index); found != members_.end()) ++found->second.unmade;
+  page_->wake_up.send();
+}
+
 std::shared_ptr<Flight> Engine::flight_of(Member& its, Request& request) {
   auto out = std::make_shared<Flight>();
   out->pool = its.pool;
@@ -284,7 +293,8 @@ Call Engine::call_of(Member& its, Request& request) {
 std::string Engine::why_not(Member& its) {
   if (its.running && its.mixed_up.empty()) {
     its.mixed_up = two_threads;
-    its.node->alarm(two_threads);
+    in_memory(its, [&] { its.node->alarm(two_threads); });
+    tell_waiting();
     page_->wake_up.send();
   }
   return its.mixed_up;
@@ -319,7 +329,6 @@ void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
     } else if (before->submitted) {
       its.node->break_off(std::move(flight->call));
     }
-    return false;
   });
 }
 
@@ -353,11 +362,17 @@ void Engine::leave_share(Member& its, Flight& flight) {
   flight.call.skipped = flight.call.complete = true;
 }
 
-// A turn of a member. Whether there was anything. With too little memory its round fails, once there is enough to say so.
+// A turn of a member. Whether it says that there was anything. With too little memory its round fails, once there is enough to say so.
 template <class Turn>
 bool Engine::in_memory(Member& its, Turn turn) {
   bool news = false;
-  const bool enough = attempted([&] { news = turn(); });
+  const bool enough = attempted([&] {
+    if constexpr (std::is_void_v<decltype(turn())>) {
+      turn();
+    } else {
+      news = turn();
+    }
+  });
   its.lacks_memory |= !reserve::fill() || !enough;
   if (its.lacks_memory) its.lacks_memory = !attempted([&] { its.node->lack_memory(); });
   return news;
@@ -383,6 +398,7 @@ bool Engine::fly(Member& its) {
     if (flight.error.ends_with(two_threads) && its.mixed_up.empty()) its.mixed_up = flight.error;
     its.queue.pop_front();
     news = true;
+    tell_waiting();
   }
   return news;
 }
@@ -437,7 +453,6 @@ void Engine::leave_share(std::uint64_t index) {
   Member& its = member(index);
   in_memory(its, [&] {
     if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
-    return false;
   });
   work(its);
   page_->wake_up.send();
@@ -491,9 +506,9 @@ Taken Engine::take(std::uint64_t index, Request request) {
   const bool ended = drive(lock, done, 1e300);
   if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
-  if (flight->outcome != Outcome::pending) return {.error = flight->error};
+  if (flight->outcome != Outcome::pending) return {.error = std::move(flight->error)};
   // The progress thread goes on where that is more than to wait for messages.
-  if (!request.continues || its.root || its.wire->unfinished()) page_->wake_up.send();
+  if (!request.continues || its.root || its.wire->hears_nothing()) page_->wake_up.send();
   return {.work = taken, .needs_own = needs_own};
 }
 
@@ -634,10 +649,7 @@ bool Engine::poll() {
     bool its_news = in_memory(its, [&] { return its.wire->poll(*its.node, anyway); });
     its_news |= in_memory(its, [&] { return its.node->advance(); });
     its_news |= in_memory(its, [&] { return fly(its); });
-    in_memory(its, [&] {
-      say_news(index, its, !its_news);
-      return false;
-    });
+    in_memory(its, [&] { say_news(index, its, !its_news); });
     news |= its_news;
   }
   if (!news) {
@@ -658,19 +670,22 @@ void Engine::say_news(std::uint64_t index, Member& its, bool waits) {
 
 // Whether something may happen without a wake-up.
 bool Engine::hears_nothing() const {
-  return std::ranges::any_of(members_, [](const auto& it) {
-    const MpiWire& wire = *it.second.wire;
-    return wire.silent_peers() || wire.unfinished();
-  });
+  return std::ranges::any_of(members_, [](const auto& it) { return it.second.wire->hears_nothing(); });
+}
+
+// Between looks whether something has happened to a group without a wake-up.
+double Engine::longest_nap(const Member& its) const {
+  if (!its.wire->awaits()) return longest_timer;
+  return its.queue.empty() && !its.node->awaited_below() ? shortest_timer : usual_nap;
 }
 
 // How long a thread may sleep, when nothing has come for `quiet` seconds to a thread that waits.
 double Engine::longest_sleep(bool waiting, double quiet) const {
-  if (hears_nothing()) return nap_;
   double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
   for (const auto& [index, its] : members_) {
     // a timer after which there was nothing to do is the less urgent
-    out = std::min(out, std::max(its.node->wakes_at() - now(), nap_));
+    out = std::min(out, std::max(its.node->wakes_at() - now(), std::min(nap_, usual_nap)));
+    if (its.wire->hears_nothing()) out = std::min({out, nap_, longest_nap(its)});
   }
   return out;
 }
@@ -686,7 +701,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
     if (driving_) {  // another thread is at work; tell it that there is more
       wake_up.send();
       ++waiting_;
-      changed_.wait_for(lock, std::chrono::milliseconds(10));
+      changed_.wait_for(lock, std::chrono::duration<double>(std::min(until - now(), idle_seconds)));
       --waiting_;
       continue;
     }
@@ -703,7 +718,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
       if (news) {
         last_news = now();
         nap_ = shortest_nap;
-        if (waiting_) changed_.notify_all();
+        tell_waiting();
         mutex_.give_way();
         continue;
       }
@@ -729,7 +744,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
     }
     driving_ = false;
     wake_up.end_driving(seen, news || longest_sleep(false, 0) < idle_seconds);
-    if (waiting_) changed_.notify_all();
+    tell_waiting();
   }
   return true;
 }
@@ -739,7 +754,8 @@ void Engine::progress() {
   WakeUp& wake_up = page_->wake_up;
   while (!finalizing_) {
     if (status_signal::taken()) {
-      const std::string words = standing();
+      std::string words;
+      attempted([&] { words = standing(); });
       lock.unlock();
       // one write, so that lines of ranks do not mix; whoever reads it may be slow
       [[maybe_unused]] const auto written = write(STDERR_FILENO, words.data(), words.size());
@@ -789,15 +805,15 @@ std::string Engine::waited_for_elsewhere(std::uint64_t index) const {
 void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
                     Decoder decoder, Erasures erasures) {
   std::unique_lock lock(mutex_);
-  member(index);
-  auto moved = members_.extract(index);
-  Member& its = moved.mapped();
+  Member& its = member(index);
   its.node->replan(children, std::move(decoder));
   its.children = children;
   its.erasures = std::move(erasures);
   its.started.clear();  // over, and their handles are of the old index
+  auto moved = members_.extract(index);
   moved.key() = next;
   members_.insert(std::move(moved));
+  tell_waiting();
 }
 
 // The node's own call may still end; those behind it will not begin.
@@ -806,7 +822,8 @@ void Engine::leave(Member& its, const std::string& failure) {
     fail(*its.queue.back(), "GroupClosed: the group has failed, or the process ends");
     its.queue.pop_back();
   }
-  its.node->leave(failure);
+  in_memory(its, [&] { its.node->leave(failure); });
+  tell_waiting();
 }
 
 void Engine::abandon(std::uint64_t index, const std::string& failure) {
@@ -831,19 +848,25 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     const Inside inside(inside_);
     wait_until_nobody_is_in(lock, its.inside);
   }
-  if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
+  // With too little memory for one of these steps the others have to do without what it says.
+  in_memory(its, [&] {
+    if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
+  });
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
-  its.node->leave({});
-  if (!drive(lock, [&] { return its.node->left(); }, until)) its.node->give_up();
+  in_memory(its, [&] { its.node->leave({}); });
+  if (!drive(lock, [&] { return its.node->left(); }, until)) in_memory(its, [&] { its.node->give_up(); });
   drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);
-  const std::vector<Rank> absent = its.node->absent();
-  give_up(its, absent);
-  report_untold(index, its);
+  std::vector<Rank> absent;
+  in_memory(its, [&] {
+    absent = its.node->absent();
+    give_up(its, absent);
+    report_untold(index, its);
+  });
   auto ended = members_.extract(index);
   for (const auto& flight : its.queue) {
     fail(*flight, "GroupClosed: the group was closed before this round was over");
   }
-  if (waiting_) changed_.notify_all();
+  tell_waiting();
   page_.close_slot(its.slot);
   ended = {};
   if (members_.empty()) {
@@ -861,6 +884,11 @@ void Engine::report_untold(std::uint64_t index, const Member& its) {
   if (!its.node->untold().empty()) {
     warnings_.add({index, "after its last round: " + its.node->untold()});
   }
+}
+
+// Threads that wait may look again whether what they wait for is there.
+void Engine::tell_waiting() {
+  if (waiting_) changed_.notify_all();
 }
 
 // Threads that are told to go, by what they wait for.
@@ -891,8 +919,10 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
       },
       now() + seconds);
   for (auto& [index, its] : members_) {
-    give_up(its, its.node->end());
-    report_untold(index, its);
+    in_memory(its, [&] {
+      give_up(its, its.node->end());
+      report_untold(index, its);
+    });
   }
   drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
         now() + flush_seconds);

@@ -157,6 +157,8 @@ class Engine {
   // The program comes for no more blocks of such a round.
   void leave_share(std::uint64_t index);
   void note_failure(std::uint64_t index, const std::string& words);
+  // A call that there was too little memory to bring here: its round fails.
+  void note_unmade(std::uint64_t index);
   // A feed has news. Any thread.
   void wake_up() { page_->wake_up.send(); }
 
@@ -198,6 +200,7 @@ class Engine {
   Member& member(std::uint64_t index);
   bool poll();
   bool hears_nothing() const;
+  double longest_nap(const Member& member) const;
   double longest_sleep(bool waiting, double quiet) const;
   template <class Done>
   bool drive(std::unique_lock<FairMutex>& lock, const Done& done, double until);
@@ -224,10 +227,11 @@ class Engine {
   void attend_finalize();
   void report_untold(std::uint64_t index, const Member& member);
   void finalize();
+  void tell_waiting();
   void wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside);
 
   OwnPage page_;
-  Spare spare_{heap}, shared_spare_{page_.memory()};
+  Spare spare_{heap, &shared_spare_}, shared_spare_{page_.memory(), &spare_};
   FairMutex mutex_;
   std::condition_variable_any changed_;
   int waiting_ = 0;  // threads on `changed_`
@@ -255,6 +259,8 @@ class Engine {
   double answers_at_ = 0;
   std::thread thread_;
 };
+
+inline constexpr const char* no_memory = "CodedError: this rank has too little memory for this call";
 
 // Raised for a group that is not open.
 struct Closed {

@@ -221,6 +221,12 @@ std::optional<Record> next_of(nb::capsule reports) {
   return from->next();
 }
 
+// How many are lost since this was asked last, as whoever asks for them is slower than the rounds.
+template <class Record>
+std::uint64_t lost_of(nb::capsule reports) {
+  return (*static_cast<std::shared_ptr<Reports<Record>>*>(reports.data()))->take_lost();
+}
+
 nb::capsule reports(std::uint64_t index) { return reports_of(index, &Node::on_round); }
 
 nb::object next_report(nb::capsule reports) {
@@ -234,6 +240,10 @@ nb::capsule record(std::uint64_t index) { return reports_of(index, &Node::on_dea
 
 std::optional<DealtTuple> next_dealt(nb::capsule reports) {
   const auto it = next_of<Dealt>(reports);
+  if (const auto lost = lost_of<Dealt>(reports)) {
+    throw std::runtime_error("it takes longer to write than the rounds take, and " + std::to_string(lost) +
+                             " rounds are lost");
+  }
   if (!it) return {};
   return DealtTuple{it->round, it->call, it->division};
 }
@@ -524,7 +534,14 @@ NB_MODULE(_engine, module) {
   module.def("replay", &replay);
   // Blocks until a group's call waits after its deadline: the group and for whom it waits; None at
   // the end of the engine.
-  module.def("next_warning", [] { return Engine::instance().warnings().next(); }, Release());
+  module.def("next_warning", [] {
+    auto& warnings = Engine::instance().warnings();
+    auto out = warnings.next();
+    if (const auto lost = warnings.take_lost(); out && lost) {
+      out->second += "; " + std::to_string(lost) + " warnings before it are lost, as the log is slow";
+    }
+    return out;
+  }, Release());
   module.def("replan", &replan);
   module.def("computes_with", [](std::uint64_t index, double eps) {
     Engine::instance().with(index, [&](Member& its) { its.node->computes_with(eps); });

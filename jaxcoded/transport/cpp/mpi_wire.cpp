@@ -29,6 +29,14 @@ bool reports_death([[maybe_unused]] int error) {
 #endif
 }
 
+// Whether it makes no sense to send anything again after this class of errors.
+bool is_final([[maybe_unused]] int error) {
+#ifdef MPIX_ERR_REVOKED
+  if (error == MPIX_ERR_REVOKED) return true;
+#endif
+  return reports_death(error);
+}
+
 // What a piece in a message begins with.
 struct Stamp {
   std::uint64_t session, round, version, piece, what;
@@ -65,7 +73,7 @@ MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& 
   for (const Rank rank : ranks_) {
     Peer& peer = peers_[rank];
     peer.page = PeerPage::open(cards[static_cast<std::size_t>(rank)]);
-    peer.inbox.resize(inbox_bytes);
+    peer.inbox = std::make_unique<std::byte[]>(inbox_bytes);
     silent_peers_ |= !peer.page;
   }
   // What is posted here MPI writes to: nothing may be thrown any more.
@@ -84,7 +92,7 @@ MpiWire::~MpiWire() {
     if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over) continue;
     // What has come in part may stay away, where its sender is stopped.
     MPI_Request_free(&request);
-    new std::vector<std::byte>(std::move(peers_[ranks_[i]].inbox));
+    static_cast<void>(peers_[ranks_[i]].inbox.release());
   }
   // Nobody will send these any more, or take those. Their memory must outlive them.
   for (Transfer& it : fetches_) {
@@ -101,23 +109,35 @@ MpiWire::~MpiWire() {
 }
 
 void MpiWire::receive(std::size_t peer) {
-  std::vector<std::byte>& inbox = peers_[ranks_[peer]].inbox;
-  MPI_Irecv(inbox.data(), static_cast<int>(inbox.size()), MPI_BYTE, ranks_[peer], tag::control,
-            comm_,
-            &inboxes_[peer]);
+  MPI_Irecv(peers_[ranks_[peer]].inbox.get(), static_cast<int>(inbox_bytes), MPI_BYTE, ranks_[peer],
+            tag::control, comm_, &inboxes_[peer]);
 }
 
 void MpiWire::receive(Transfer& it) noexcept {
   it.state = Transfer::pending;
+  it.received = 0;
   MPI_Irecv(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag, comm_,
             &it.request);
+}
+
+// MPI may lack what it needs to take a message. Whoever is dead gets none, nor does anybody where the
+// communicator is of no more use.
+bool MpiWire::refused(Transfer& it) noexcept {
+  const int outcome = MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other,
+                                it.tag, comm_, &it.request);
+  int error = MPI_SUCCESS;
+  if (outcome != MPI_SUCCESS) MPI_Error_class(outcome, &error);
+  return error != MPI_SUCCESS && !is_final(error);
 }
 
 void MpiWire::post(Transfers ready) noexcept {
   while (!ready.empty()) {
     Transfer& it = ready.front();
-    MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag, comm_,
-              &it.request);
+    const bool behind = std::ranges::find(refused_, it.other, &Transfer::other) != refused_.end();
+    if (behind || refused(it)) {
+      refused_.splice(refused_.end(), ready, ready.begin());
+      continue;
+    }
     int sent = 0;
     const bool over = MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent;
     tell(it.other);
@@ -288,7 +308,7 @@ bool MpiWire::open_inbox(std::size_t peer, Node& node) {
 
 void MpiWire::understand(Rank from, Peer& its, Node& node) {
   try {
-    Message message = Message::from(std::span(its.inbox).first(its.bytes));
+    Message message = Message::from(std::span(its.inbox.get(), its.bytes));
     if (message.header.session != session_) return;
     const bool more = (message.header.flags & continued) != 0;
     if (more || !its.begun.empty()) {
@@ -377,7 +397,7 @@ void MpiWire::remove(Transfers& from, Transfers::iterator it) {
 
 bool MpiWire::poll(Node& node, bool anyway) {
   sent_ = messages_.load();
-  if (!anyway && sent_ == had_ && !silent_peers_ && !unfinished()) return false;
+  if (!anyway && sent_ == had_ && !hears_nothing()) return false;
   bool news = false;
   Attempts attempts;
   for (std::size_t i = 0; i < inboxes_.size(); ++i) {
@@ -392,6 +412,7 @@ bool MpiWire::poll(Node& node, bool anyway) {
     complete_some();
     return true;
   });
+  post(std::exchange(refused_, {}));
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
     const auto at = it++;
     if (at->state != Transfer::pending) {

@@ -58,11 +58,12 @@ class MpiWire : public Wire {
   bool poll(Node& node, bool anyway);
   // It has all that had been sent before: no group's latest look has found anything.
   void has_all() { had_ = sent_; }
-  // Whether something may come without a wake-up.
-  bool silent_peers() const { return silent_peers_; }
-  bool unfinished() const { return unread_ > 0 || !outgoing_.empty() || !fetches_.empty(); }
+  // Whether something may happen without a wake-up;
+  bool hears_nothing() const { return awaits() || !outgoing_.empty(); }
+  // more than that others take what was sent, which one that is stopped does not.
+  bool awaits() const { return silent_peers_ || unread_ > 0 || !fetches_.empty() || !refused_.empty(); }
   // Whether all that was said has left.
-  bool sent() const { return outgoing_.empty(); }
+  bool sent() const { return outgoing_.empty() && refused_.empty(); }
   std::map<Rank, Link> links() const;
 
  private:
@@ -70,7 +71,7 @@ class MpiWire : public Wire {
   enum class Unread : std::uint8_t { nothing, message, too_long, death };
   struct Peer {
     std::unique_ptr<PeerPage> page;
-    std::vector<std::byte> inbox;
+    std::unique_ptr<std::byte[]> inbox;
     Unread unread = Unread::nothing;
     std::size_t bytes = 0;  // of the message in the inbox
     std::vector<std::byte> begun = {};  // of a body whose rest follows
@@ -107,6 +108,7 @@ class MpiWire : public Wire {
   bool end_fetch(Transfer& it, Node& node);
   void remove(Transfers& from, Transfers::iterator it);
   void post(Transfers ready) noexcept;
+  bool refused(Transfer& it) noexcept;
   void tell(Rank to) const noexcept;
   void answer(Rank from, const Header& pull, const Node& node);
   void receive(Transfer& it) noexcept;
@@ -126,6 +128,7 @@ class MpiWire : public Wire {
   std::vector<MPI_Status> statuses_;
   std::size_t unread_ = 0;  // inboxes
   Transfers outgoing_, fetches_;
+  Transfers refused_;  // messages that MPI did not take, and those after them to the same ranks
   // MPI may still read from these, or write to them.
   std::unique_ptr<Transfers> left_to_mpi_ = std::make_unique<Transfers>();
   Look look_;

@@ -194,6 +194,8 @@ class Node {
   // Rounds that are decided, down to the last piece, and that this rank has not called yet.
   std::uint64_t lag() const;
   Round decided() const;  // the latest round that is over, as far as this rank knows
+  // Whether a rank below waits, in a call, for a result that is not here yet.
+  bool awaited_below() const;
   // Whether to ask what others do also while this rank calls nothing, as where ranks change.
   void watch(bool whether) { watches_ = whether; }
   Round next() const { return next_; }       // that this rank will call next
@@ -521,7 +523,6 @@ class Node {
   void give(const Layout& layout, std::uint32_t piece);
   std::size_t height(Rank ancestor) const;
   bool is_above(Rank rank) const;
-  bool awaited_below() const;
   void ask();
   void want(Rank rank);
   void on_want(Rank rank, Listener& listener, const Header& head);

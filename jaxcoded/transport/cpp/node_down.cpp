@@ -281,7 +281,6 @@ std::size_t Node::height(Rank ancestor) const {
 // Siblings, with whom it exchanges sections, know no results for it.
 bool Node::is_above(Rank rank) const { return height(rank) < family_.ancestors.size(); }
 
-// Whether a rank below waits, in a call, for a result that is not here yet.
 bool Node::awaited_below() const {
   return std::ranges::any_of(listeners_,
                              [&](const auto& it) { return it.second.called >= frontier_; });

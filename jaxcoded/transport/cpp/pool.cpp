@@ -21,6 +21,17 @@ std::size_t rounded(std::size_t bytes) {
   return (least + step - 1) / step * step;
 }
 
+// Memory of a source, for which others give back what they keep unused if it would not suffice.
+template <class GiveBack>
+std::byte* allocated(Source& source, std::size_t bytes, GiveBack give_back) {
+  try {
+    return source.allocate(bytes);
+  } catch (const std::bad_alloc&) {
+    give_back();
+  }
+  return source.allocate(bytes);
+}
+
 // Whether there is memory to note the block. Memory is given back in destructors, which must not throw.
 bool noted(std::multimap<std::size_t, std::byte*>& free, std::byte* data, std::size_t bytes) {
   try {
@@ -55,7 +66,10 @@ std::byte* Spare::allocate(std::size_t bytes) {
       return data;
     }
   }
-  return source_.allocate(bytes);
+  return allocated(source_, bytes, [this] {
+    give_back(0);
+    if (other_) other_->give_back(0);
+  });
 }
 
 void Spare::release(std::byte* data, std::size_t bytes) {
@@ -96,7 +110,7 @@ Buffer Pool::take(std::size_t bytes) {
     free_.erase(found);
     kept_ -= capacity;
   } else {
-    data = source_.allocate(capacity);
+    data = allocated(source_, capacity, [this] { trim(0); });
   }
   used_ += capacity;
   return {this, data, capacity};
@@ -106,7 +120,11 @@ void Pool::give(std::byte* data, std::size_t capacity) {
   used_ -= capacity;
   if (capacity > most_ || !noted(free_, data, capacity)) return source_.release(data, capacity);
   kept_ += capacity;
-  while (kept_ > most_) {
+  trim(most_);
+}
+
+void Pool::trim(std::size_t most) {
+  while (kept_ > most) {
     const auto least = free_.begin();  // serves the fewest requests
     kept_ -= least->first;
     source_.release(least->second, least->first);

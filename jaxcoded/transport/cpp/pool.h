@@ -58,7 +58,8 @@ inline Heap heap;
 // Memory that one pool has given back, for any pool of the process that asks for as much.
 class Spare : public Source {
  public:
-  explicit Spare(Source& source) : source_(source) {}
+  // `other` gives back what it keeps, too, before there is too little memory.
+  explicit Spare(Source& source, Spare* other = nullptr) : source_(source), other_(other) {}
   ~Spare() override { give_back(0); }
 
   std::byte* allocate(std::size_t bytes) override;
@@ -70,6 +71,7 @@ class Spare : public Source {
   void trim(std::size_t most);
 
   Source& source_;
+  Spare* other_;
   std::mutex mutex_;
   std::multimap<std::size_t, std::byte*> free_;  // by length
   std::size_t kept_ = 0;
@@ -95,6 +97,7 @@ class Pool {
  private:
   friend class Buffer;
   void give(std::byte* data, std::size_t capacity);
+  void trim(std::size_t most);
 
   std::multimap<std::size_t, std::byte*> free_;  // by capacity
   std::size_t most_;

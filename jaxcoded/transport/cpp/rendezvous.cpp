@@ -27,7 +27,7 @@ void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeti
   meeting->over = true;
   meeting->met = {.failed = true, .error = why};
   failed_.emplace_back(meeting->run, std::move(why));
-  if (failed_.size() > most_failed) failed_.pop_front();
+  while (failed_.size() > most_failed) failed_.pop_front();
   open_.erase(group);
   changed_.notify_all();
   try {  // this rank was not in the round: the others hear of it with its next one
@@ -67,17 +67,23 @@ Met Rendezvous::meet(const Arrival& arrival,
   if (++meeting->here == arrival.devices) {
     open_.erase(arrival.group);
     lock.unlock();
-    Met met;
+    const auto ended = [&](Met& met) {
+      lock.lock();
+      std::swap(meeting->met, met);
+      meeting->over = true;
+      changed_.notify_all();
+    };
+    Met met{.failed = true, .error = "CodedError: the call of this process's devices was not made"};
     try {
       met = call(meeting->brought);
     } catch (const Closed& closed) {
       met = {.failed = true, .error = closed.text};
+    } catch (...) {  // as where there is too little memory: the other devices wait
+      ended(met);
+      throw;
     }
-    lock.lock();
-    meeting->met = met;
-    meeting->over = true;
-    changed_.notify_all();
-    return met;
+    ended(met);
+    return meeting->met;
   }
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(arrival.seconds);
   while (!changed_.wait_for(lock, turn, [&] { return meeting->over; })) {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <optional>
@@ -9,14 +11,21 @@
 
 namespace jaxcoded {
 
-// Who adds a record never waits for who looks at it, nor for anything that one holds.
+// Who adds a record never waits for who looks at it, nor for anything that one holds. Of more than `most` records
+// that nobody has looked at the oldest is lost.
 template <class Record>
 class Reports {
  public:
+  explicit Reports(std::size_t most = std::size_t{1} << 16) : most_(most) {}
+
   void add(Record record) {
     {
       const std::scoped_lock lock(mutex_);
       records_.push_back(std::move(record));
+      if (records_.size() > most_) {
+        records_.pop_front();
+        ++lost_;
+      }
     }
     changed_.notify_one();
   }
@@ -27,6 +36,11 @@ class Reports {
       closed_ = true;
     }
     changed_.notify_all();
+  }
+  // How many were lost since this was asked last.
+  std::uint64_t take_lost() {
+    const std::scoped_lock lock(mutex_);
+    return std::exchange(lost_, 0);
   }
   // Blocks until there is one; none after the last.
   std::optional<Record> next() {
@@ -42,6 +56,8 @@ class Reports {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Record> records_;
+  const std::size_t most_;
+  std::uint64_t lost_ = 0;
   bool closed_ = false;
 };
 

@@ -13,9 +13,12 @@ constexpr std::size_t bytes = std::size_t{4} << 20;
 
 std::atomic<void*> aside = nullptr;
 std::new_handler before = nullptr;
+std::atomic<int> turns = 0;  // of all threads,
+thread_local int own = 0;    // and of this one
 
 void give() {
-  if (void* const memory = aside.exchange(nullptr)) return std::free(memory);
+  const bool others = turns.load() > own;
+  if (void* const memory = others ? nullptr : aside.exchange(nullptr)) return std::free(memory);
   if (!before) throw std::bad_alloc();
   before();
 }
@@ -25,6 +28,17 @@ void give() {
 void keep() {
   fill();
   before = std::set_new_handler(give);
+}
+
+Turn::Turn() {
+  fill();  // threads without a turn may have used it
+  ++own;
+  ++turns;
+}
+
+Turn::~Turn() {
+  --turns;
+  --own;
 }
 
 bool fill() noexcept {

@@ -6,9 +6,17 @@
 
 namespace jaxcoded::reserve {
 
-// From now on `new` of this process falls back on it.
+// From now on `new` of this process falls back on it, on any thread while no other one has a turn.
 void keep();
 // Put as much aside again as was used. Whether that is there.
 bool fill() noexcept;
+
+// This thread has a turn: meanwhile what is aside is for it alone.
+class Turn {
+ public:
+  Turn();
+  ~Turn();
+  Turn(const Turn&) = delete;
+};
 
 }  // namespace jaxcoded::reserve

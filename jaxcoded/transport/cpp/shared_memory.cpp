@@ -11,6 +11,7 @@
 #include <exception>
 #include <iterator>
 #include <new>
+#include <utility>
 
 namespace jaxcoded {
 namespace {
@@ -79,9 +80,13 @@ std::byte* SharedMemory::allocate(std::size_t bytes) {
     if (!there && errno != EINTR) break;
   }
   if (!there) return heap.allocate(bytes);
-  const auto [at, length] = *found;
-  free_.erase(found);
-  if (length > wanted) free_[at + wanted] = length - wanted;
+  auto taken = free_.extract(found);  // what is left of it takes no memory to note
+  const std::size_t at = taken.key();
+  if (taken.mapped() > wanted) {
+    taken.key() += wanted;
+    taken.mapped() -= wanted;
+    free_.insert(std::move(taken));
+  }
   return memory_ + at;
 }
 
@@ -92,7 +97,12 @@ void SharedMemory::release(std::byte* data, std::size_t bytes) {
   std::unique_lock lock(mutex_);
   fallocate(file_.number(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(at),
             static_cast<off_t>(length));
-  auto it = free_.emplace(at, length).first;
+  auto it = free_.end();
+  try {
+    it = free_.emplace(at, length).first;
+  } catch (const std::bad_alloc&) {
+    return;  // destructors call this: addresses stay unused, which take no memory
+  }
   if (const auto next = std::next(it); next != free_.end() && at + length == next->first) {
     it->second += next->second;
     free_.erase(next);

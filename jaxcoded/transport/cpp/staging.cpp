@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <vector>
 
@@ -166,12 +167,16 @@ class Depot {
     return event;
   }
 
-  void give(Lane& lane, cuda::Event event) {
+  // In destructors: with too little memory to note it, the event is used no more.
+  void give(Lane& lane, cuda::Event event) noexcept {
     std::unique_lock lock(mutex_);
-    lane.events.push_back(event);
+    try {
+      lane.events.push_back(event);
+    } catch (const std::bad_alloc&) {
+    }
   }
 
-  void retire(Retired retired) {
+  void retire(Retired&& retired) {
     std::unique_lock lock(mutex_);
     retired_.push_back(std::move(retired));
   }
@@ -255,9 +260,8 @@ class DeviceFlight : public Feed {
  public:
   ~DeviceFlight() override {
     if (!lane_) return;
-    if (next_) batches_.push_back(std::move(next_));
     for (auto& batch : batches_) retire(lane_->news, {}, std::move(batch));
-    retire(lane_->news, std::move(scratch_), {});
+    retire(lane_->news, std::move(scratch_), std::move(next_));
   }
 
   // What the operands on the GPU say of the call. Where it `waits`, the stream has then come to it,
@@ -368,15 +372,9 @@ class DeviceFlight : public Feed {
         start += aligned(bytes);
       }
     });
-    for (std::size_t i = 0; i < request.out.size(); ++i) {
-      if (failed()) {  // the others' result may be on its way
-        nowhere_.emplace_back(request.total[i].bytes());
-        request.out[i] = nowhere_.back().data();
-      } else {
-        request.out[i] = outs_[i].host;
-      }
-    }
     if (failed()) outs_.clear();
+    request.out.resize(outs_.size());  // none: the others' result goes nowhere here
+    std::ranges::transform(outs_, request.out.begin(), &Out::host);
   }
 
   std::uint64_t ready(std::size_t vector) const override {
@@ -472,6 +470,8 @@ class DeviceFlight : public Feed {
       action();
     } catch (const cuda::Failure& failure) {
       note(failure);
+    } catch (const std::bad_alloc&) {
+      note({"too little memory for this call"});
     }
   }
 
@@ -527,6 +527,8 @@ class DeviceFlight : public Feed {
       const Current current(lane_->context);
       retired.event = Mark(*lane_, stream).keep();
       Depot::instance().retire(std::move(retired));
+    } catch (const std::bad_alloc&) {
+      driver().wait_for_event.address(retired.event);  // after which nothing uses it
     } catch (const cuda::Failure&) {
       new Retired(std::move(retired));  // the GPU is lost: nobody knows what still uses it
     }
@@ -537,7 +539,6 @@ class DeviceFlight : public Feed {
   Buffer scratch_;  // what the operands say
   Buffer memory_;   // of the result
   std::vector<Out> outs_;
-  std::vector<std::vector<std::byte>> nowhere_;
   std::shared_ptr<Batch> next_;  // of this handler, until the node is to know of it
 
   // The engine asks on any thread while the next part of a call is prepared on another.

@@ -13,11 +13,11 @@ ffi::Error round_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::
                       std::int64_t down, std::int64_t parts, std::int64_t last_part,
                       std::int64_t skips, std::int64_t erases, ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples) {
-  XlaCall call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
-                            skips, erases, apart, examples);
-  pass_on(call);
-  read(call);
-  return guarded([&] {
+  return guarded(group, last_part == 0, [&] {
+    XlaCall call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
+                              skips, erases, apart, examples);
+    pass_on(call);
+    read(call);
     return error_of(Engine::instance().run(static_cast<std::uint64_t>(group),
                                            std::move(call.request)));
   });
@@ -27,11 +27,11 @@ ffi::Error part_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
                      std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                      std::int64_t number, std::int64_t slices, std::int64_t skips,
                      ffi::Span<const std::int64_t> apart) {
-  XlaCall call =
-      part_call(args, results, signature, fingerprint, parts, number, slices, skips, apart);
-  pass_on(call);
-  read(call);
-  return guarded([&] {
+  return guarded(group, number == 0, [&] {
+    XlaCall call =
+        part_call(args, results, signature, fingerprint, parts, number, slices, skips, apart);
+    pass_on(call);
+    read(call);
     const std::string error = Engine::instance().extend(static_cast<std::uint64_t>(group),
                                                         std::move(call.request));
     return error.empty() ? ffi::Error::Success() : failed_precondition(error);
@@ -43,9 +43,9 @@ ffi::Error take_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
                      std::string_view signature, std::int64_t fingerprint, std::int64_t first,
                      ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
                      ffi::Span<const double> audits) {
-  XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples, audits);
-  pass_on(call);
-  return guarded([&] {
+  return guarded(group, first != 0, [&] {
+    XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples, audits);
+    pass_on(call);
     const Taken taken =
         Engine::instance().take(static_cast<std::uint64_t>(group), std::move(call.request));
     if (!taken.error.empty()) return failed_precondition(taken.error);
@@ -72,11 +72,11 @@ ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order
                       std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                       std::int64_t slices, std::int64_t skips, std::int64_t erases,
                       ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples) {
-  XlaCall call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases,
-                            apart, examples);
-  pass_on(call);
-  read(call);
-  return guarded([&] {
+  return guarded(group, true, [&] {
+    XlaCall call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases,
+                              apart, examples);
+    pass_on(call);
+    read(call);
     const Started started =
         Engine::instance().start(static_cast<std::uint64_t>(group), std::move(call.request));
     if (!started.error.empty()) return failed_precondition(started.error);
@@ -87,10 +87,10 @@ ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order
 
 // Operands after the number are for nothing but to be computed before.
 ffi::Error done_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group) {
-  auto [call, number] = done_call(args, results);
-  pass_on(call);
-  const Request& wanted = call.request;
-  return guarded([&, number = number] {
+  return guarded(group, false, [&] {
+    auto [call, number] = done_call(args, results);
+    pass_on(call);
+    const Request& wanted = call.request;
     return error_of(Engine::instance().finish(static_cast<std::uint64_t>(group), number,
                                               wanted.total, wanted.out));
   });
@@ -98,8 +98,8 @@ ffi::Error done_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::i
 
 ffi::Error computed_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                          ffi::ResultBuffer<ffi::F32> blocks, std::int64_t group) {
-  pass_on({.order = order, .next = *next});
-  return guarded([&] {
+  return guarded(group, false, [&] {
+    pass_on({.order = order, .next = *next});
     const auto computed = blocks_computed(group, blocks->element_count());
     if (!computed) return failed_precondition(no_blocks);
     std::ranges::copy(*computed, blocks->typed_data());
@@ -109,8 +109,8 @@ ffi::Error computed_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
 
 ffi::Error lag_impl(ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                     ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
-  pass_on({.order = order, .next = *next});
-  return guarded([&] {
+  return guarded(group, false, [&] {
+    pass_on({.order = order, .next = *next});
     *lag->typed_data() = lag_of(group);
     return ffi::Error::Success();
   });

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -230,13 +231,17 @@ inline std::int32_t lag_of(std::int64_t group) {
   return static_cast<std::int32_t>(std::min(rounds, most));
 }
 
-// Do what may find the group closed.
+// Do what may find the group closed, or too little memory: of a call that `begins` a round of the group the round
+// fails then.
 template <class Action>
-ffi::Error guarded(Action action) {
+ffi::Error guarded(std::int64_t group, bool begins, Action action) {
   try {
     return action();
   } catch (const Closed& closed) {
     return failed_precondition(closed.text);
+  } catch (const std::bad_alloc&) {
+    if (begins) Engine::instance().note_unmade(static_cast<std::uint64_t>(group));
+    return failed_precondition(no_memory);
   }
 }
 

@@ -43,9 +43,9 @@ DeviceCall device_call(XlaCall& call, cuda::Stream stream, std::int64_t group) {
 
 // As `guarded`, where the driver may refuse what is not a round's.
 template <class Action>
-ffi::Error guarded_on_device(Action action) {
+ffi::Error guarded_on_device(std::int64_t group, bool begins, Action action) {
   try {
-    return guarded(action);
+    return guarded(group, begins, action);
   } catch (const cuda::Failure& failure) {
     return ffi::Error(ffi::ErrorCode::kInternal, "CodedError: " + failure.text);
   }
@@ -57,9 +57,9 @@ ffi::Error round_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Remaini
                       std::int64_t last_part, std::int64_t skips, std::int64_t erases,
                       ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples) {
-  XlaCall call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
-                            skips, erases, apart, examples);
-  return guarded_on_device([&] {
+  return guarded_on_device(group, last_part == 0, [&] {
+    XlaCall call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
+                              skips, erases, apart, examples);
     const Result result = run_on_device(device_call(call, stream, group));
     if (result.outcome == Outcome::done) pass_on(call, stream);
     return error_of(result);
@@ -71,9 +71,9 @@ ffi::Error part_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Remainin
                      std::int64_t parts, std::int64_t number, std::int64_t slices,
                      std::int64_t skips,
                      ffi::Span<const std::int64_t> apart) {
-  XlaCall call =
-      part_call(args, results, signature, fingerprint, parts, number, slices, skips, apart);
-  return guarded_on_device([&] {
+  return guarded_on_device(group, number == 0, [&] {
+    XlaCall call =
+        part_call(args, results, signature, fingerprint, parts, number, slices, skips, apart);
     const std::string error = extend_on_device(device_call(call, stream, group));
     if (!error.empty()) return failed_precondition(error);
     pass_on(call, stream);
@@ -86,8 +86,8 @@ ffi::Error take_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Result<f
                      std::string_view signature, std::int64_t fingerprint, std::int64_t first,
                      ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
                      ffi::Span<const double> audits) {
-  XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples, audits);
-  return guarded_on_device([&] {
+  return guarded_on_device(group, first != 0, [&] {
+    XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples, audits);
     const Taken taken = take_on_device(device_call(call, stream, group));
     if (!taken.error.empty()) return failed_precondition(taken.error);
     pass_on(call, stream);
@@ -103,7 +103,7 @@ ffi::Error take_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Result<f
 
 ffi::Error computed_impl(cuda::Stream stream, ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                          ffi::ResultBuffer<ffi::F32> blocks, std::int64_t group) {
-  return guarded_on_device([&] {
+  return guarded_on_device(group, false, [&] {
     const auto computed = blocks_computed(group, blocks->element_count());
     if (!computed) return failed_precondition(no_blocks);
     pass_on({.order = order, .next = *next}, stream);
@@ -119,7 +119,7 @@ ffi::Error computed_impl(cuda::Stream stream, ffi::AnyBuffer order, ffi::Result<
 
 ffi::Error lag_impl(cuda::Stream stream, ffi::AnyBuffer order, ffi::Result<ffi::AnyBuffer> next,
                     ffi::ResultBufferR0<ffi::S32> lag, std::int64_t group) {
-  return guarded_on_device([&] {
+  return guarded_on_device(group, false, [&] {
     pass_on({.order = order, .next = *next}, stream);
     const auto rounds = static_cast<unsigned>(lag_of(group));
     in_context(stream, [&] { driver().set_words(address_of(lag->typed_data()), rounds, 1, stream); });

@@ -82,24 +82,30 @@ class Together {
   Owners owners_;
 };
 
-// Let all devices call together.
+// Let all devices call together. One of them makes the call, which may begin a round, for all.
 template <class Action>
 ffi::Error meet(ffi::RunId run, Place place, Brought& brings, std::string call, std::int64_t group,
-                std::int64_t devices, double patience, Action action) {
+                bool begins, std::int64_t devices, double patience, Action action) {
   pass_on(brings.call);
   read(brings.call);
-  return guarded([&] {
-    const Met met = Rendezvous::instance().meet({.group = static_cast<std::uint64_t>(group),
-                                                 .run = run.run_id,
-                                                 .call = std::move(call),
-                                                 .device = static_cast<std::size_t>(*place.typed_data()),
-                                                 .devices = static_cast<std::size_t>(devices),
-                                                 .seconds = patience,
-                                                 .brings = &brings},
-                                                action);
-    if (!met.failed) return ffi::Error::Success();
-    return error_of({met.desynchronized ? Outcome::desynchronized : Outcome::failed, met.error});
-  });
+  const auto made = [&](const std::vector<void*>& brought) {
+    Met met;
+    const ffi::Error error = guarded(group, begins, [&] {
+      met = action(brought);
+      return ffi::Error::Success();
+    });
+    return error.success() ? met : Met{.failed = true, .error = error.message()};
+  };
+  const Met met = Rendezvous::instance().meet({.group = static_cast<std::uint64_t>(group),
+                                               .run = run.run_id,
+                                               .call = std::move(call),
+                                               .device = static_cast<std::size_t>(*place.typed_data()),
+                                               .devices = static_cast<std::size_t>(devices),
+                                               .seconds = patience,
+                                               .brings = &brings},
+                                              made);
+  if (!met.failed) return ffi::Error::Success();
+  return error_of({met.desynchronized ? Outcome::desynchronized : Outcome::failed, met.error});
 }
 
 ffi::Error round_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
@@ -109,16 +115,18 @@ ffi::Error round_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                       std::int64_t erases, ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples, std::int64_t devices, Owners owners,
                       double patience) {
-  Brought brings{.call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
-                                    skips, erases, apart, examples)};
-  return meet(run, place, brings, std::string(signature), group, devices, patience,
-              [&](const std::vector<void*>& brought) {
-                const Together all(brought, owners);
-                const Met met = met_of(
-                    Engine::instance().run(static_cast<std::uint64_t>(group), all.request()));
-                if (!met.failed) all.hand_out();
-                return met;
-              });
+  return guarded(group, false, [&] {
+    Brought brings{.call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
+                                      skips, erases, apart, examples)};
+    return meet(run, place, brings, std::string(signature), group, last_part == 0, devices, patience,
+                [&](const std::vector<void*>& brought) {
+                  const Together all(brought, owners);
+                  const Met met = met_of(
+                      Engine::instance().run(static_cast<std::uint64_t>(group), all.request()));
+                  if (!met.failed) all.hand_out();
+                  return met;
+                });
+  });
 }
 
 ffi::Error start_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
@@ -128,47 +136,53 @@ ffi::Error start_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                       std::int64_t erases, ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples,
                       std::int64_t devices, Owners owners, double patience) {
-  Brought brings{
-      .call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart,
-                         examples),
-      .number = number->typed_data()};
-  return meet(run, place, brings, "the start of " + std::string(signature), group, devices, patience,
-              [&](const std::vector<void*>& brought) -> Met {
-                const Together all(brought, owners);
-                const Started started =
-                    Engine::instance().start(static_cast<std::uint64_t>(group), all.request());
-                if (!started.error.empty()) return {.failed = true, .error = started.error};
-                all.hand_out(started.number);
-                return {};
-              });
+  return guarded(group, false, [&] {
+    Brought brings{
+        .call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart,
+                           examples),
+        .number = number->typed_data()};
+    return meet(run, place, brings, "the start of " + std::string(signature), group, true, devices, patience,
+                [&](const std::vector<void*>& brought) -> Met {
+                  const Together all(brought, owners);
+                  const Started started =
+                      Engine::instance().start(static_cast<std::uint64_t>(group), all.request());
+                  if (!started.error.empty()) return {.failed = true, .error = started.error};
+                  all.hand_out(started.number);
+                  return {};
+                });
+  });
 }
 
 ffi::Error done_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                      ffi::RemainingRets results, std::int64_t group, std::int64_t devices,
                      Owners owners, double patience) {
-  auto [call, number] = done_call(args, results);
-  Brought brings{.call = std::move(call)};
-  return meet(run, place, brings, "the end of started round " + std::to_string(number), group,
-              devices, patience, [&, number = number](const std::vector<void*>& brought) {
-                const Together all(brought, owners);
-                const Request wanted = all.request();
-                const Met met = met_of(Engine::instance().finish(static_cast<std::uint64_t>(group),
-                                                                 number, wanted.total, wanted.out));
-                if (!met.failed) all.hand_out();
-                return met;
-              });
+  return guarded(group, false, [&] {
+    auto [call, number] = done_call(args, results);
+    Brought brings{.call = std::move(call)};
+    return meet(run, place, brings, "the end of started round " + std::to_string(number), group,
+                false, devices, patience, [&, number = number](const std::vector<void*>& brought) {
+                  const Together all(brought, owners);
+                  const Request wanted = all.request();
+                  const Met met = met_of(Engine::instance().finish(static_cast<std::uint64_t>(group),
+                                                                   number, wanted.total, wanted.out));
+                  if (!met.failed) all.hand_out();
+                  return met;
+                });
+  });
 }
 
 // The lag is the same on all devices: by it they decide together whether to compute.
 ffi::Error lag_impl(ffi::RunId run, Place place, ffi::AnyBuffer order,
                     ffi::Result<ffi::AnyBuffer> next, ffi::ResultBufferR0<ffi::S32> lag,
                     std::int64_t group, std::int64_t devices, double patience) {
-  Brought brings{.call = {.order = order, .next = *next}, .number = lag->typed_data()};
-  return meet(run, place, brings, "lag", group, devices, patience,
-              [&](const std::vector<void*>& brought) -> Met {
-                Together(brought, {nullptr, 0}).hand_out(lag_of(group));
-                return {};
-              });
+  return guarded(group, false, [&] {
+    Brought brings{.call = {.order = order, .next = *next}, .number = lag->typed_data()};
+    return meet(run, place, brings, "lag", group, false, devices, patience,
+                [&](const std::vector<void*>& brought) -> Met {
+                  Together(brought, {nullptr, 0}).hand_out(lag_of(group));
+                  return {};
+                });
+  });
 }
 
 auto on_devices() { return ffi::Ffi::Bind().Ctx<ffi::RunId>().Arg<Place>(); }
