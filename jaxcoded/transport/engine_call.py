@@ -106,7 +106,7 @@ def lower(
         values: Sequence[Any], before: Sequence[Any], after: Sequence[Any], axes: Any
     ) -> Sequence[Any]:
         """Values of some types as those of others, which may have an axis moved."""
-        if list(map(_kind, before)) == list(map(_kind, after)):
+        if not moves and list(map(_kind, before)) == list(map(_kind, after)):
             return values
 
         def converted(*arrays: jax.Array) -> list[jax.Array]:
