@@ -49,7 +49,7 @@ class InconsistentMessages(CodedError):
 
 class Desynchronized(CodedError):
     """This rank is so late that the results it lacks are no longer kept anywhere. Or a
-    round failed here while the root did not answer, and others may have its result.
+    round failed here while the root did not answer, or for want of memory, and others may have its result.
 
     Its calls fail until it continues from a snapshot, see `CodedGroup.resync`.
     """

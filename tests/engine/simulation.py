@@ -197,6 +197,7 @@ class Running:
     own: list[np.ndarray]
     out: list[np.ndarray]
     known: int  # of its vectors the node has
+    scale: float = 1.0  # see `World.steps`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +265,9 @@ class Wire:
     def now(self):
         return self.world.clock
 
+    def has_memory(self, _bytes):
+        return self.rank not in self.world.short_of_memory
+
 
 class World:
     """All ranks of a plan.
@@ -276,6 +280,8 @@ class World:
         unreadable: how many pieces on the same host cannot be read and must be sent.
         rests: how often it is a while without messages and calls in which time passes.
         staged: how many calls of ranks with several parts begin before all are ready.
+        chained: whether what ranks hand in depends on `steps`, as gradients on parameters: a
+            rank that lacks the sum of a round must not contribute to the next one.
         debug: whether parents wait for all of their children and compare what they send.
         verify: or compare what has come, and what they do where it does not fit.
         verify_wait: and wait for all children until the deadline.
@@ -290,6 +296,8 @@ class World:
         snapshots: how often ranks keep one, in rounds; 0: never.
         recovers: whether ranks that have lost touch fetch one.
         restored: the rounds at which each rank has gone on with one.
+        steps: how many sums each rank has got.
+        short_of_memory: ranks that get no memory for vectors.
         most_waiting: the longest queue of every link so far.
     """
 
@@ -308,6 +316,7 @@ class World:
         unreadable=0.0,
         staged=0.0,
         rests=0.0,
+        chained=False,
         debug=False,
         verify=None,
         verify_wait=False,
@@ -350,6 +359,11 @@ class World:
         self.recovers = True
         self.asking = set()
         self.restored = collections.defaultdict(list)
+        # more, and numbers in float16 would be infinite
+        self.chained = chained and plan.amplification < 1e3
+        self.steps = [0] * plan.size
+        self.summed = set()  # rounds whose sum any rank has got
+        self.short_of_memory = set()
         self.offered = collections.defaultdict(list)  # by (rank, round)
         self.fetched = []  # (asker, source, what, round, piece)
         self.limits = _engine.Limits()
@@ -461,7 +475,8 @@ class World:
     def _check_own(self, source, round, piece, data):
         running = self._offering(source)
         segment, offset, size = self._place(running, piece, self.limits.slices)
-        own = running.call.own(self.plan, source)[segment].view(np.uint8)
+        own = scaled(running.call.own(self.plan, source)[segment], running.scale)
+        own = own.view(np.uint8)
         assert own[offset : offset + size].tobytes() == data, (source, round, piece)
 
     def _place(self, running, piece, slices=1):
@@ -473,7 +488,7 @@ class World:
         running = self._offering(source)
         segment, offset, _size = self._place(running, piece)
         dtype = running.own[segment].dtype
-        actual = np.frombuffer(data, dtype)
+        actual = scaled(np.frombuffer(data, dtype), 1 / running.scale)
         right = running.call.check_message(
             self.plan, source, segment, offset // dtype.itemsize, actual
         )
@@ -511,7 +526,8 @@ class World:
         plan, node = self.plan, self.nodes[rank]
         round = node.next_round()
         call = self.call_of(rank, round)
-        own = call.own(plan, rank)
+        scale = 2.0 ** (self.steps[rank] % 3) if self.chained else 1.0
+        own = [scaled(vector, scale) for vector in call.own(plan, rank)]
         out = [
             np.full(count * jnp.dtype(dtype).itemsize, 255, np.uint8).view(
                 jnp.dtype(dtype)
@@ -525,7 +541,7 @@ class World:
         if len(own) > len(out) and self.rng.random() < self.staged:
             known = len(out) * self.rng.randrange(1, len(own) // len(out))
         known = self.begins_with.get((rank, round), known)
-        running = self.running[rank] = Running(round, call, own, out, known)
+        running = self.running[rank] = Running(round, call, own, out, known, scale)
         running.message = [(DTYPES[str(v.dtype)], len(v)) for v in own]
         erased = []
         if call.erased:
@@ -561,10 +577,18 @@ class World:
         running, node = self.running[rank], self.nodes[rank]
         first = running.known
         running.known = min(first + len(running.out), len(running.own))
-        node.extend(vectors(running.own[first : running.known]))
+        self._turn(rank, node.extend, vectors(running.own[first : running.known]))
         if running.known == len(running.own):
-            node.complete(vectors(running.out))
+            self._turn(rank, node.complete, vectors(running.out))
         self.check_end(rank)
+
+    def _turn(self, rank, act, *arguments):
+        """Let a node do something. As in the engine, its call fails where there is too little memory for it."""
+        try:
+            return act(*arguments)
+        except MemoryError:
+            self.nodes[rank].lack_memory()
+            return None
 
     def check_end(self, rank):
         """See whether a rank's call has ended, and with what."""
@@ -578,12 +602,19 @@ class World:
         self.ends[rank][running.round] = end
         if end.outcome == DONE:
             assert (end.error, node.next_round()) == ("", running.round + 1)
+            if self.chained:
+                assert self.steps[rank] == self.steps_before(running.round), (
+                    rank,
+                    running.round,
+                )
             self._check_result(rank, running)
+            self.steps[rank] += 1
+            self.summed.add(running.round)
         if end.outcome == DESYNCHRONIZED and "alone" not in end.error:
             self._check_lost(rank, running.round)
         every = self.snapshots[rank]
         if end.outcome != DESYNCHRONIZED and every and (running.round + 1) % every == 0:
-            state = self.state(running.round + 1)
+            state = self.state(running.round + 1, self.steps[rank])
             self.nodes[rank].keep_state(running.round + 1, state)
         # Nobody relies on the caller's memory any more, and nobody writes to it.
         arrays = [array.view(np.uint8) for array in (*running.own, *running.out)]
@@ -594,7 +625,8 @@ class World:
     def _check_result(self, rank, running):
         where = rank, running.round
         try:
-            running.call.check(self.plan, rank, running.out)
+            out = [scaled(vector, 1 / running.scale) for vector in running.out]
+            running.call.check(self.plan, rank, out)
         except AssertionError as error:
             raise AssertionError(where, *error.args) from None
         if running.call.kind == "reduce" and rank != self.plan.root:
@@ -614,7 +646,7 @@ class World:
         source, to = link
         message = self.queues[link].popleft()
         for _ in range(1 + (self.rng.random() < self.twice)):
-            self.nodes[to].deliver(source, message)
+            self._turn(to, self.nodes[to].deliver, source, message)
             self.check_end(to)
         if self.rng.random() < self.again and message[0] in (
             OFFER,
@@ -626,13 +658,14 @@ class World:
 
     def arrive(self, answer):
         asker, source, what, round, piece, version, data = answer
-        self.nodes[asker].arrived(source, what, round, piece, data, version)
+        node = self.nodes[asker]
+        self._turn(asker, node.arrived, source, what, round, piece, data, version)
         self.check_end(asker)
 
     def advance(self, rank):
         """A turn of a rank. Whether it asks for another one at once; otherwise it sleeps."""
         node = self.nodes[rank]
-        more = node.advance()
+        more = self._turn(rank, node.advance)
         if not more and node.wakes_at() <= self.clock:
             raise AssertionError(f"rank {rank} never sleeps")
         self.news[rank] += node.take_news()
@@ -658,13 +691,19 @@ class World:
             assert woken[rank] <= MOST_WOKEN, f"rank {rank} wakes up all the time"
         self.clock = until
 
-    def state(self, round):
-        """What the rounds before this one have made, the same on all ranks."""
-        return random.Random(round).randbytes(self.snapshot_bytes)
+    def steps_before(self, round):
+        """How many sums a rank has got that has missed none."""
+        return sum(number < round for number in self.summed)
+
+    def state(self, round, steps=0):
+        """What the rounds before this one have made, so many of them by a sum; the same on all ranks."""
+        seed = 1000 * round + (steps if self.chained else 0)
+        return random.Random(seed).randbytes(self.snapshot_bytes)
 
     def check_state(self, rank, round):
         """Whether the snapshot that a rank has fetched is that of a round."""
-        assert self.nodes[rank].state() == self.state(round), (rank, round)
+        expected = self.state(round, self.steps_before(round))
+        assert self.nodes[rank].state() == expected, (rank, round)
 
     def recover(self, rank):
         """Fetch a snapshot if need be, and go on with it. Whether anything was done."""
@@ -680,6 +719,7 @@ class World:
         self.check_state(rank, round)
         node.resume()
         assert (node.next_round(), node.desynchronized()) == (round, False)
+        self.steps[rank] = self.steps_before(round)
         self.asking.discard(rank)
         self.restored[rank].append(round)
         return True
@@ -882,6 +922,11 @@ class World:
             "ends": {r: e for r, e in self.ends[rank].items() if e.outcome != DONE},
             "all next": [n.next_round() for n in self.nodes],
         }
+
+
+def scaled(vector, factor):
+    """Times a power of two, which rounds nothing."""
+    return vector if factor == 1 else vector * vector.dtype.type(factor)
 
 
 def vectors(arrays):

@@ -8,7 +8,7 @@ from cases import more
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
-from simulation import Call, World, Zeros
+from simulation import DESYNCHRONIZED, Call, World, Zeros
 
 from jaxcoded import Coded, make_plan
 
@@ -93,6 +93,34 @@ def test_messages_to_a_stopped_rank(tree, links):
     assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
 
 
+class NotFinite(Zeros):
+    """Rank 7 hands in NaN."""
+
+    def own(self, plan, rank):
+        return [v + (np.nan if rank == 7 else 0) for v in super().own(plan, rank)]
+
+
+@pytest.mark.parametrize("verify", ["warn", "raise"])
+def test_messages_about_nan_to_a_stopped_rank(verify):
+    """Of what is wrong in each round it hears the first and the latest word."""
+    parents, _, _ = TREES["one below the other"]
+    plan = make_plan(len(parents), parents=parents)
+    calls = [NotFinite((("float32", COUNT),), seed) for seed in range(ROUNDS)]
+    world = World(plan, calls, random.Random(1), verify=verify)
+    for _ in played(world, 3):
+        pass
+    world.frozen.add(1)
+    for _ in played(world, ROUNDS):
+        world.clock += 1
+        world.sweep_all()
+    said = len(world.news[0])
+    assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
+    world.frozen.clear()
+    world.settle()
+    assert len(world.news[0]) <= said + 2
+    assert {node.next_round() for node in world.nodes} == {ROUNDS + 1}
+
+
 @pytest.mark.parametrize("leaver", [3, 7])
 def test_messages_about_a_rank_that_has_left(leaver):
     """Its children go on, and its parent is stopped."""
@@ -163,6 +191,36 @@ def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
         memory.append(sum(node.memory_bytes() for node in world.nodes))
     assert max(memory[100:]) <= max(memory[:100])
     world.assert_done(set(range(13)) - below - {late})
+
+
+def test_history_of_a_parent_that_has_not_got_all_of_its_message():
+    """It relays meanwhile, and in the end its own result is not kept for it either."""
+    rounds = 60
+    plan = make_plan(
+        9, parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], stragglers=1, code={0: "progressive"}
+    )
+    limits = {"history_bytes": 0, "history_rounds": 4, "history_most": 1 << 20}
+    calls = [
+        Call((("float32", 16 * plan.padding_multiple),), seed) for seed in range(rounds)
+    ]
+    world = World(plan, calls, random.Random(1), limits=limits)
+    world.snapshots = [1] * plan.size
+    world.open = 2
+    world.settle()
+    world.open = 3
+    world.begins_with[1, 3] = 1
+    world.submit(1)
+    world.idle.add(1)
+    held = []
+    for world.open in range(3, rounds + 1):
+        world.settle()
+        held.append(world.nodes[1].history_bytes())
+    assert max(held[20:]) <= max(held[:20])
+    assert world.ends[1][3].outcome == DESYNCHRONIZED
+    world.idle.clear()
+    world.open = rounds
+    world.settle()
+    assert world.nodes[1].next_round() == rounds + 1
 
 
 def test_memory_for_long_vectors():

@@ -14,14 +14,17 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import (
     DONE,
+    DTYPES,
     FAILED,
     FAILURE,
     HEADER,
     RESULTS,
     Call,
+    Running,
     World,
     random_plan,
     random_world,
+    vectors,
 )
 
 from jaxcoded import Coded, make_plan
@@ -218,3 +221,45 @@ def test_pieces_do_not_hide_an_error():
     world.nodes[2].deliver(1, pieces)
     world.advance(2)
     assert failures(world, 2)[1].error == "no"
+
+
+@pytest.mark.parametrize("sections_from", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_takes_the_place_of_a_call_is_not_given_its_sum(seed, sections_from):
+    """The last part of its message never comes, while its family forms the sum. Another call of as many numbers follows."""
+    plan = make_plan(4, stragglers=1, code="progressive")
+    calls = [Call((("float64", 60),), number) for number in range(2)]
+    world = World(
+        plan,
+        calls,
+        random.Random(seed),
+        hosts=list(range(4)),
+        limits={
+            "sections_from": sections_from,
+            "section_pieces": 6,
+            "least_piece_bytes": 16,
+            "piece_bytes": 64,
+            "announced_bytes": 64,
+        },
+    )
+    rank, node, other = 3, world.nodes[3], calls[1]
+    world.open = 1
+    world.begins_with[rank, 1] = 1
+    world.submit(rank)
+    world.idle.add(rank)
+    begun = "forms pieces" if sections_from else "lacks 1,"
+    while begun not in node.status() or not world.offered[rank, 1]:
+        world.step()
+    own, out = other.own(plan, rank), [np.zeros(60)]
+    message = [(DTYPES[str(vector.dtype)], len(vector)) for vector in own]
+    world.running[rank] = Running(1, other, own, out, len(own))
+    world.running[rank].message = message
+    called = other.fingerprint, other.signature, "", True, True, False, []
+    node.submit(*called, vectors(own), vectors(out), len(own), breaks_off=True)
+    world.check_end(rank)
+    world.idle.clear()
+    world.settle()
+    assert world.ends[rank][1].outcome == FAILED
+    assert "GroupMismatch: " in world.ends[rank][1].error
+    for others in range(3):
+        assert world.ends[others][1].outcome == DONE

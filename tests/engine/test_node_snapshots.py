@@ -84,7 +84,8 @@ def test_while_the_others_go_on(seed):
         "history_rounds": rng.randint(4, 8),
         "ahead_bytes": rng.choice([0, 1 << 20]),
     }
-    world = random_world(plan, rounds, rng, limits=limits, **comparing(plan, rng))
+    options = comparing(plan, rng) | {"chained": True}
+    world = random_world(plan, rounds, rng, limits=limits, **options)
     world.snapshots = [0 if rng.random() < 0.2 else rng.randint(1, 4)] * plan.size
     world.snapshots[plan.root] = rng.randint(1, 4)
     world.snapshot_bytes = rng.choice([0, 10, 300])

@@ -316,6 +316,7 @@ std::string Engine::returned(std::uint64_t index) {
 void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   const bool breaks_off = its.has_open_call();
   its.queue.push_back(flight);  // where there is too little memory for it, nothing has changed
+  its.lost_part = false;
   if (!breaks_off) return;
   const auto at = its.queue.end() - 2;
   const std::shared_ptr<Flight> before = *at;
@@ -332,15 +333,26 @@ void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   });
 }
 
+void Engine::enqueue_unmade(Member& its) {
+  for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
+}
+
 // The call that `make` makes of this request, or where there is too little memory for it, one that fails its round. None
-// if there is not enough for that either: its round fails later.
+// if there is not enough for that either: its round fails later, but before that of any later call.
 template <class Make>
 std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Make make) {
   std::shared_ptr<Flight> out;
-  if (attempted([&] { enqueue(its, out = make()); })) return out;
+  const auto launch = [&](auto made) {
+    return attempted([&] {
+      enqueue_unmade(its);
+      enqueue(its, out = made());
+    });
+  };
+  if (launch(make)) return out;
   reserve::fill();
-  if (attempted([&] { enqueue(its, out = unmade_flight(request.fingerprint)); })) return out;
+  if (launch([&] { return unmade_flight(request.fingerprint); })) return out;
   ++its.unmade;
+  page_->wake_up.send();
   return nullptr;
 }
 
@@ -348,8 +360,9 @@ std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Ma
 void Engine::fail_for_memory(Member& its, Flight& flight) {
   reserve::fill();
   flight.open = false;
+  its.lost_part = true;
   if (flight.submitted) {
-    its.lacks_memory = true;
+    its.lacks_memory = !attempted([&] { its.node->lack_memory(true); });
   } else {
     flight.call.lacks_memory = flight.call.skipped = flight.call.complete = true;
   }
@@ -382,7 +395,7 @@ bool Engine::in_memory(Member& its, Turn turn) {
 bool Engine::fly(Member& its) {
   bool news = false;
   Node& node = *its.node;
-  for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
+  enqueue_unmade(its);
   while (!its.queue.empty()) {
     Flight& flight = *its.queue.front();
     if (!flight.submitted) {
@@ -420,7 +433,7 @@ Result Engine::run(std::uint64_t index, Request request) {
   std::shared_ptr<Flight> flight;
   if (request.continues) {
     flight = continued(its, request);
-    if (!flight) return {Outcome::failed, broken_off};
+    if (!flight) return {Outcome::failed, its.lost_part ? no_memory : broken_off};
     const bool enough = attempted([&] {
       Call& call = flight->call;
       if (flight->submitted) {
@@ -517,7 +530,7 @@ std::string Engine::extend(std::uint64_t index, Request request) {
   Member& its = member(index);
   if (std::string why = why_not(its); !why.empty()) return why;
   std::shared_ptr<Flight> flight;
-  if (request.continues && !(flight = continued(its, request))) return broken_off;
+  if (request.continues && !(flight = continued(its, request))) return its.lost_part ? no_memory : broken_off;
   if (!flight || !request.skipped) {
     std::vector<Buffer> memory;
     const auto brought = [&] {
@@ -548,7 +561,12 @@ std::string Engine::extend(std::uint64_t index, Request request) {
           flight->call.own.insert(flight->call.own.end(), request.own.begin(), request.own.end());
         }
       });
-      if (!enough) fail_for_memory(its, *flight);
+      if (!enough) {
+        fail_for_memory(its, *flight);
+        work(its);
+        page_->wake_up.send();
+        return no_memory;
+      }
     }
     if (request.feed) flight->feed = request.feed;
   }

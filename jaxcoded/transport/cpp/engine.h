@@ -70,6 +70,7 @@ struct Member {
   int inside = 0;             // and so many in `wait`
   std::uint32_t unmade = 0;   // calls that there was too little memory to make: their rounds are to fail,
   bool lacks_memory = false;  // as is the round of the node's call
+  bool lost_part = false;     // the latest one was open, and a part of it could not be kept
 
   // Whether the last call of the queue is open.
   bool has_open_call() const { return !queue.empty() && queue.back()->open; }
@@ -214,6 +215,7 @@ class Engine {
   std::shared_ptr<Flight> launched(Member& member, const Request& request, Make make);
   void fail_for_memory(Member& member, Flight& flight);
   void enqueue(Member& member, const std::shared_ptr<Flight>& flight);
+  void enqueue_unmade(Member& member);
   std::string why_not(Member& member);
   std::string returned(std::uint64_t index);
   void leave_share(Member& member, Flight& flight);

@@ -1,4 +1,5 @@
-// The rounds that failed here without the root, and of which it has said nothing since.
+// The rounds that failed here without the root, and of which it has said nothing since. Until it has, this rank may have
+// another state than the others.
 #pragma once
 
 #include "message.h"

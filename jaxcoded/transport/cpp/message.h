@@ -19,7 +19,8 @@ constexpr Round most_rounds = Round{1} << 48;
 enum class Kind : std::uint8_t {
   // Up the tree.
   offer,       // `ready` pieces of my message of `round` can be had; tell me its result
-  want,        // tell me the results of rounds `round` … `last`
+  want,        // tell me the results of rounds `round` … `last`; and of those from `fingerprint` on, which failed at me
+               // alone, or 0
   want_state,  // tell me your newest snapshot
   alert,       // what is wrong, in words: the calls of some ranks do not fit
   bye,         // I have left, and all below me; the body: ranks that were given up

@@ -14,11 +14,17 @@ std::span<const std::byte> span_of(const nb::bytes& data) {
 
 // `wire` has the methods send(to, message), fetch(from, what, round, piece, version, address, bytes) ->
 // bytes of the piece, None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
-// withdraw(what, first_valid).
-class PythonWire : public Wire {
+// withdraw(what, first_valid), has_memory(bytes). Where now() raises a MemoryError, there is too little for the node.
+class PythonWire : public Wire, Source {
  public:
   explicit PythonWire(nb::object wire) : wire_(std::move(wire)) {}
 
+  Source& memory() override { return *this; }
+  std::byte* allocate(std::size_t bytes) override {
+    if (!nb::cast<bool>(wire_.attr("has_memory")(bytes))) throw std::bad_alloc();
+    return heap.allocate(bytes);
+  }
+  void release(std::byte* data, std::size_t bytes) override { heap.release(data, bytes); }
   void send(Rank to, const Message& message) override {
     wire_.attr("send")(to, bytes_of(Message::bytes(message.header, message.body)));
   }
@@ -40,7 +46,14 @@ class PythonWire : public Wire {
     return nb::cast<std::size_t>(wire_.attr("inline_bytes")(to));
   }
   bool direct(Rank from) const override { return nb::cast<bool>(wire_.attr("direct")(from)); }
-  double now() const override { return nb::cast<double>(wire_.attr("now")()); }
+  double now() const override {
+    try {
+      return nb::cast<double>(wire_.attr("now")());
+    } catch (const nb::python_error& error) {
+      if (error.matches(PyExc_MemoryError)) throw std::bad_alloc();
+      throw;
+    }
+  }
 
  private:
   nb::object wire_;
@@ -55,25 +68,28 @@ class LoneNode {
   void submit(std::uint64_t fingerprint, std::string signature, std::string why_not, bool up,
               bool down, bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
               const std::vector<Vector>& out, std::size_t known,
-              const std::vector<ApartTuple>& apart, std::pair<double, double> examples) {
+              const std::vector<ApartTuple>& apart, std::pair<double, double> examples, bool lacks_memory,
+              bool breaks_off) {
     const bool complete = known == own.size();
     auto there = pointers_of<const std::byte>(own);
     there.resize(known);
-    node_.submit({.fingerprint = fingerprint,
-                  .signature = std::move(signature),
-                  .why_not = std::move(why_not),
-                  .up = up,
-                  .down = down,
-                  .skipped = skipped,
-                  .message = segments_of(own),
-                  .total = segments_of(out),
-                  .own = std::move(there),
-                  .out = complete ? pointers_of<std::byte>(out) : std::vector<std::byte*>(),
-                  .complete = complete,
-                  .erased = std::move(erased),
-                  .apart = apart_of(apart),
-                  .examples = {examples.first, examples.second},
-                  .audits = {}});
+    Call call = {.fingerprint = fingerprint,
+                 .signature = std::move(signature),
+                 .why_not = std::move(why_not),
+                 .up = up,
+                 .down = down,
+                 .skipped = skipped,
+                 .lacks_memory = lacks_memory,
+                 .message = segments_of(own),
+                 .total = segments_of(out),
+                 .own = std::move(there),
+                 .out = complete ? pointers_of<std::byte>(out) : std::vector<std::byte*>(),
+                 .complete = complete,
+                 .erased = std::move(erased),
+                 .apart = apart_of(apart),
+                 .examples = {examples.first, examples.second},
+                 .audits = {}};
+    breaks_off ? node_.break_off(std::move(call)) : node_.submit(std::move(call));
   }
   void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
   void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
@@ -121,10 +137,13 @@ void add_lone_node(nb::module_& module) {
       .def("submit", &LoneNode::submit, nb::arg("fingerprint"), nb::arg("signature"),
            nb::arg("why_not"), nb::arg("up"), nb::arg("down"), nb::arg("skipped"),
            nb::arg("erased"), nb::arg("own"), nb::arg("out"), nb::arg("known"),
-           nb::arg("apart") = nb::list(), nb::arg("examples") = nb::make_tuple(0.0, 0.0))
+           nb::arg("apart") = nb::list(), nb::arg("examples") = nb::make_tuple(0.0, 0.0),
+           nb::arg("lacks_memory") = false, nb::arg("breaks_off") = false)
       .def("extend", &LoneNode::extend)
       .def("complete", &LoneNode::complete)
       .def("deliver", &LoneNode::deliver)
+      .def("lack_memory", [](LoneNode& self, bool for_call) { self.node().lack_memory(for_call); },
+           nb::arg("for_call") = false)
       .def("lost", [](LoneNode& self, Rank rank) { self.node().lost(rank); })
       .def("expect_state", [](LoneNode& self) { self.node().expect_state(); })
       .def("watch", [](LoneNode& self, bool whether) { self.node().watch(whether); })

@@ -43,10 +43,11 @@ Header Node::header(Kind kind, Round round) const {
   return {.kind = kind, .round = round, .last = newest_, .done = done()};
 }
 
-// The first round whose result this rank, or one below it, still lacks. One that has left needs none, which its
-// parent takes into account once it knows.
+// The first round whose result this rank, or one below it, still lacks, or has to hear of from the root. One that has left
+// needs none, which its parent takes into account once it knows.
 Round Node::done() const {
-  return lacked_below(departures_.retired() && has_left() ? frontier_ : next_);
+  const Round unsure = unsure_of();
+  return lacked_below(departures_.retired() && has_left() ? frontier_ : unsure ? std::min(unsure, next_) : next_);
 }
 
 // That round, or an earlier one that a child still lacks.
@@ -81,20 +82,24 @@ void Node::submit(Call call) {
   }
 }
 
-// The round fails, on all ranks; or here alone, if its result is there and cannot be kept. Until the program calls
+// The round fails, on all ranks; or here alone, if others have its result, which cannot be kept. Until the program calls
 // it, others can do without this rank.
-void Node::lack_memory() {
+void Node::lack_memory(bool for_call) {
   if (!calling()) return;
-  if (root()) return decide_error(little_memory());
-  if (next_ == frontier_ && (announced_.contains(next_) || history_.find(next_))) return decide_alone(little_memory());
+  up_.call.lacks_memory |= for_call;
+  const std::string text = "rank " + std::to_string(family_.rank) + " has too little memory for this call";
+  const Entry* entry = history_.find(next_);
+  if (entry && entry->complete() && !up_.call.lacks_memory) return hand_over(*entry);
+  if (root()) return decide_error("CodedError: " + text);
+  if (entry || next_ < frontier_ || announced_.contains(next_)) {
+    failed_alone_.add(next_);
+    if (next_ == frontier_) skip_to(next_);  // it may lie in the caller's memory
+    return desynchronize(text + ", and ");
+  }
   if (up_.told_little_memory) return;
   stop_contributing();
-  alert(next_, little_memory());
+  alert(next_, "CodedError: " + text);
   up_.told_little_memory = true;
-}
-
-std::string Node::little_memory() const {
-  return "CodedError: rank " + std::to_string(family_.rank) + " has too little memory for this call";
 }
 
 // Neither this rank's vectors nor what it forms from them are used in this round any more.
@@ -235,19 +240,23 @@ void Node::finish(Outcome outcome, std::string error) {
     outcome = Outcome::failed;
     error = what_it_lacks();
   }
-  withdraw(Object::What::message, next_ + 1);
+  if (up_.offering) withdraw(Object::What::message, next_ + 1);  // otherwise it may still be offered after a resync
   if (!children_.empty()) withdraw(Object::What::own, next_ + 1);
   if (outcome == Outcome::done && !up_.call.down && !root()) {
     for (std::size_t s = 0; s < up_.call.out.size(); ++s) {
       if (const auto size = up_.call.total[s].bytes()) std::memset(up_.call.out[s], 0, size);
     }
   }
-  outcome_ = outcome;
+  const double started = began();
   error_ = std::move(error);
-  if (up_.call.shared) telemetry_.worked(next_, up_.busy, up_.blocks);
+  outcome_ = outcome;
+  // whatever there is too little memory for from here on, the next call is of the next round
+  const Round round = outcome == Outcome::desynchronized ? next_ : next_++;
+  if (up_.call.shared) telemetry_.worked(round, up_.busy, up_.blocks);
   if (up_.call.shared && !up_.call.lends()) {
-    work_.computed_round = next_;
+    work_.computed_round = 0;
     work_.computed = up_.share.blocks();
+    work_.computed_round = round;
   }
   if (outcome == Outcome::desynchronized && up_.delegated) end_sections();  // what comes of it has no place
   up_.sum = {};
@@ -256,14 +265,13 @@ void Node::finish(Outcome outcome, std::string error) {
   if (outcome == Outcome::desynchronized) return;
   if (outcome == Outcome::done && !up_.call.up) alike_ = true;
   const double now = ended_at_ = wire_.now();
-  telemetry_.ended(next_, now, static_cast<std::uint8_t>(outcome), bytes_of(up_.call.total));
-  if (const RoundRecord* record = telemetry_.find(next_); record && hook_) hook_(*record);
+  telemetry_.ended(round, now, static_cast<std::uint8_t>(outcome), bytes_of(up_.call.total));
+  if (const RoundRecord* record = telemetry_.find(round); record && hook_) hook_(*record);
   if (now - told_step_times_ > limits_.step_times_seconds) tell_step_times();
   if (!up_.overdue) {  // deadlines must not grow with the rounds that miss them
     durations_.add(now - up_.started);
-    if (outcome == Outcome::done) waited(now - began());
+    if (outcome == Outcome::done) waited(now - started);
   }
-  ++next_;
   forget();
 }
 
@@ -310,6 +318,8 @@ bool Node::advance() {
   bool more = false;
   attempts.make([&] {
     stop_contributing_to_what_is_decided();
+    offer_what_is_held_back();
+    tell_alerts();
     return false;
   });
   for (const auto step : {&Node::form, &Node::gather, &Node::follow, &Node::follow_state}) {
@@ -359,10 +369,6 @@ void Node::understand(Rank from, const Message& message) {
   upstream_.heard(from, head.kind == Kind::ask, now);
   if (!root() && from == upstream_.parent()) parent_heard_ = now;
   if (listener != listeners_.end()) listener->second.heard();
-  if (up_.held_back && from == upstream_.parent()) {
-    up_.held_back = false;
-    up_.call.shared ? tell_share() : offer();
-  }
   switch (head.kind) {
     case Kind::offer:
       if (child) on_offer(*child, message);

@@ -132,8 +132,8 @@ class Node {
 
   // The call in progress. At most one at a time; `outcome` stays until the next `submit`.
   void submit(Call call);
-  // There was too little memory for what this rank had to do.
-  void lack_memory();
+  // There was too little memory for what this rank had to do; or for the call itself, which cannot be carried out.
+  void lack_memory(bool for_call = false);
   // The next of this rank's vectors in a call that was not complete. Nothing if it is over.
   void extend(const std::vector<const std::byte*>& own);
   // No more of them, and where the result goes.
@@ -271,7 +271,6 @@ class Node {
 
  private:
   void begin(Call call);
-  std::string little_memory() const;
   struct Child {
     Rank rank;
     std::size_t column;  // in the telemetry
@@ -337,6 +336,8 @@ class Node {
   bool own_ready(std::uint32_t piece) const;
   void announce_sum();
   void offer();
+  bool holds_back() const;
+  void offer_what_is_held_back();
   bool begin_offer();
   void send_offer(const Message& message);
   bool too_few_left(std::uint32_t piece);
@@ -501,6 +502,8 @@ class Node {
   static std::string too_late(Round round, double seconds);
   void watch_above();
   void decide_alone(const std::string& text);
+  // The first round of which the root may know more than this rank; 0: there is none, or no word of it is of use.
+  Round unsure_of() const { return upstream_.rootless() ? 0 : failed_alone_.first(); }
   void on_overdue(Child& child, const Message& message);
   std::shared_ptr<const Decoding> approximation(std::uint32_t piece);
 
@@ -529,7 +532,9 @@ class Node {
   void on_gone(Rank from, Round round, Round oldest);
   void lose_frontier();
   void skip_to(Round round);
-  void desynchronize();
+  void take_back();
+  void desynchronize(const std::string& why = {});
+  void tell_gone(Rank rank, Round round, Round oldest);
   void tell(Rank rank, Listener& listener);
   void tell_all();
   void note(Rank rank, Round newest);
@@ -547,6 +552,8 @@ class Node {
   std::vector<bool> may_offer(std::uint32_t piece) const;
   std::vector<bool> may_come(std::uint32_t piece) const;
   void alert(Round round, const std::string& text);
+  void tell_alert(Round round, std::uint8_t flags, const std::string& text);
+  void tell_alerts();
   void decide_error(std::string text, bool alone = false);
 
   // The end.

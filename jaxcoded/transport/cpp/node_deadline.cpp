@@ -77,8 +77,10 @@ void Node::fail_uncalled() {
   if (at == std::numeric_limits<double>::infinity() || wire_.now() < at) return;
   const auto first = std::ranges::find(children_, frontier_, [](const Child& it) { return it.offer.round; });
   const std::uint64_t fingerprint = first->offer.fingerprint;
-  const std::string text = too_late(frontier_, deadline(limits_.deadline_share, fingerprint)) + "rank " +
-                           std::to_string(family_.rank) + ", the root, has not called it";
+  const std::string text = !alerts_.pending().empty()
+                               ? alerts_.pending()
+                               : too_late(frontier_, deadline(limits_.deadline_share, fingerprint)) + "rank " +
+                                     std::to_string(family_.rank) + ", the root, has not called it";
   alerts_.over();
   Entry& entry = history_.add(
       {.round = frontier_, .fingerprint = fingerprint, .failed = true, .error = text});
@@ -99,10 +101,7 @@ void Node::miss_the_deadline() {
   if (!root()) {
     if (up_.told_overdue) return;
     up_.told_overdue = true;
-    Message message{header(Kind::alert, next_)};
-    message.header.flags = Flag::overdue;
-    message.append(words.data(), words.size());
-    wire_.send(family_.ancestors.front(), message);
+    tell_alert(next_, Flag::overdue, words);
   } else if (limits_.on_deadline == OnDeadline::raise) {
     decide_error(too_late(next_, deadline(limits_.deadline_share)) + words);
   }

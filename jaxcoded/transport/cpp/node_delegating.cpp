@@ -412,13 +412,12 @@ Rank Node::stand_in(std::size_t index) {
 void Node::abandon_sections() {
   up_.sufficient_at = 0;
   if (!up_.delegated) return;
-  const Delegated it = std::move(*up_.delegated);
-  up_.delegated.reset();
+  const Delegated& it = *up_.delegated;
   const SectionPlan none{.purpose = purpose(), .members = it.members};
   for (const Rank rank : it.members) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
   for (const Rank rank : it.joined) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
   learn_sections(none);
-  if (!root()) end_delegation();
+  root() ? up_.delegated.reset() : end_delegation();
   up_.whole = !up_.call.shared;
   up_.decoding.reset();
   up_.decoded = up_.exact;

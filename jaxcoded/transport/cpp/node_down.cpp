@@ -29,12 +29,12 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
   entry.ready = ready;
   newest_ = std::max(newest_, entry.round);
   if (entry.complete()) {
-    end_sections();
-    if (formed_.round < entry.round) drop_formed();
     frontier_ = entry.round + 1;
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
     upstream_.advanced();
     asked_pieces_.clear();
+    end_sections();  // for which there may be too little memory
+    if (formed_.round < entry.round) drop_formed();
   }
   upstream_.moved(wire_.now());
   if (entry.complete()) spread(entry);
@@ -48,9 +48,10 @@ void Node::on_result(Rank from, const Message& message) {
   if (theirs) {
     const auto heard = failed_alone_.heard(head.round, (head.flags & failed) != 0);
     if (heard == FailedAlone::Heard::confirmed) {  // for all
+      if (Entry* entry = history_.find(head.round)) entry->alone = false;
       for (const Child& child : children_) wire_.send(child.rank, message);
     } else if (heard == FailedAlone::Heard::contradicted) {
-      desynchronize();
+      take_back();
     }
   }
   if (head.round < frontier_) return;
@@ -233,8 +234,11 @@ void Node::lost_source() {
 // Copy what is here of the result of the call in progress to the caller.
 void Node::hand_over(const Entry& entry) {
   if (!calling() || entry.round != next_) return;
-  if (entry.failed) return finish(Outcome::failed, entry.error);
-  if (up_.call.lacks_memory) return finish(Outcome::failed, little_memory());
+  if (entry.failed) {
+    if (root() && up_.call.shared && !up_.call.lends()) dealt(false);
+    return finish(Outcome::failed, entry.error);
+  }
+  if (up_.call.lacks_memory) return lack_memory();
   if (!up_.call.complete) return;
   if (entry.fingerprint != up_.call.fingerprint) {
     if (!entry.complete()) return;  // this rank still has to fetch the rest of it
@@ -320,12 +324,14 @@ void Node::want(Rank rank) {
   Message message{header(Kind::want, frontier_)};
   const bool one = mine && rank == upstream_.parent();
   message.header.last = one ? frontier_ : frontier_ + rounds_ahead - 1;
+  message.header.fingerprint = unsure_of();
   if (mine || awaited_below()) message.header.flags = calls;
   wire_.send(rank, message);
   upstream_.asked(rank, frontier_, message.header.last, wire_.now());
 }
 
 void Node::on_gone(Rank from, Round round, Round oldest) {
+  if (unsure_of() && round <= unsure_of() && !desynchronized_) return take_back();
   if (round != frontier_) return;
   upstream_.gone(from, std::max(oldest, frontier_ + 1));
   if (const auto next = upstream_.next()) return want(*next);
@@ -351,17 +357,31 @@ void Node::skip_to(Round round) {
   asked_pieces_.clear();
 }
 
+// Others may have the result of a round that failed here alone: those below must not take it from here that it failed.
+void Node::take_back() {
+  if (desynchronized_) return;
+  skip_to(frontier_);
+  for (const Child& child : children_) tell_gone(child.rank, failed_alone_.first(), frontier_);
+  desynchronize();
+}
+
 // This rank's calls fail from now on, until it has fetched a snapshot.
-void Node::desynchronize() {
+void Node::desynchronize(const std::string& why) {
   desynchronized_ = true;
   if (calling()) {
     finish(Outcome::desynchronized,
-           failed_alone_.first() ? "round " + std::to_string(failed_alone_.first()) +
-                        " failed at this rank alone, and others may have its "
-                        "result: call group.resync"
-                  : "the results that this rank lacks are no longer kept anywhere: call "
-                    "group.resync");
+           why + (failed_alone_.first() ? "round " + std::to_string(failed_alone_.first()) +
+                                              " failed at this rank alone, and others may have its "
+                                              "result: call group.resync"
+                                        : "the results that this rank lacks are no longer kept anywhere: call "
+                                          "group.resync"));
   }
+}
+
+void Node::tell_gone(Rank rank, Round round, Round oldest) {
+  Message message{header(Kind::gone, round)};
+  message.header.last = oldest;
+  wire_.send(rank, message);
 }
 
 // Tell a rank below of the results that it wants and does not know of.
@@ -371,10 +391,8 @@ void Node::tell(Rank rank, Listener& listener) {
     if (!entry) {
       const Round oldest = history_.empty() ? frontier_ : history_.first();
       if (listener.first >= oldest) return;
-      Message message{header(Kind::gone, listener.first)};
-      message.header.last = oldest;
       listener.want_nothing();
-      return wire_.send(rank, message);
+      return tell_gone(rank, listener.first, oldest);
     }
     const bool small = !entry->failed && entry->layout.bytes() <= wire_.inline_bytes(rank);
     if (entry->ready == listener.told) return;
@@ -429,7 +447,10 @@ void Node::note(Rank rank, Round newest) {
 }
 
 void Node::on_want(Rank rank, Listener& listener, const Header& head) {
-  listener.want(head.round, head.last);
+  Round first = head.fingerprint ? std::min(head.fingerprint, head.round) : head.round;
+  const auto alone = [&](const Entry* entry) { return entry && entry->alone; };  // is no news
+  while (first < head.round && alone(history_.find(first))) ++first;
+  listener.want(first, head.last);
   if (head.flags & calls) {
     if (!calling() && !awaited_below()) upstream_.waits(wire_.now());
     listener.called = head.round;
@@ -455,10 +476,11 @@ void Node::forget() {
   };
   while (!history_.empty() && history_.oldest().complete() && history_.first() < needed) drop();
   while (history_.rounds() > 1 && history_.oldest().complete() && !listeners_.empty() &&
-         !(calling() && history_.first() == next_) &&
          over_budget(history_.bytes(), history_.rounds())) {
     drop();
   }
+  // a call whose last parts have not come yet
+  if (calling() && next_ < frontier_ && !history_.find(next_)) desynchronize();
 }
 
 }  // namespace jaxcoded

@@ -151,11 +151,7 @@ std::string Node::who_left() const {
 void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
     // Where the parent says nothing, whoever waits asks further up, and the root finds out.
-    if (!upstream_.refuses()) return;
-    Message message{header(Kind::alert, round)};
-    message.header.flags = closed;
-    message.append(text.data(), text.size());
-    return wire_.send(family_.ancestors.front(), message);
+    return tell_alert(round, closed, text);
   }
   if (!departures_.leaving()) {  // not yet
     alerts_.if_left(round, text);

@@ -99,16 +99,25 @@ std::vector<bool> Node::may_offer(std::uint32_t piece) const {
 
 // Let the root fail this round, or its next one, on every rank.
 void Node::alert(Round round, const std::string& text) {
-  if (!root()) {
-    Message message{header(Kind::alert, round)};
-    message.append(text.data(), text.size());
-    return wire_.send(family_.ancestors.front(), message);
-  }
+  if (!root()) return tell_alert(round, 0, text);
   if (!alerts_.add(round, text)) return;
   const Entry* entry = history_.find(next_);
   if (entry && entry->complete()) return;  // others may have it, although this rank still calls it
   // pieces of this very round may lack that rank for ever
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
+}
+
+// Nothing piles up before a parent that has stopped.
+void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) {
+  Message message{header(Kind::alert, round)};
+  message.header.flags = flags;
+  message.append(text.data(), text.size());
+  upstream_.alert(std::move(message));
+  tell_alerts();
+}
+
+void Node::tell_alerts() {
+  while (const auto message = upstream_.next_alert()) wire_.send(upstream_.parent(), *message);
 }
 
 void Node::alarm(const std::string& why) {
@@ -117,7 +126,6 @@ void Node::alarm(const std::string& why) {
 
 void Node::decide_error(std::string text, bool alone) {
   alerts_.over();
-  if (root() && calling() && up_.call.shared && !up_.call.lends()) dealt(false);
   const bool begun = !history_.empty() && history_.last() == next_;
   Entry& entry = begun ? fail_newest(up_.call.fingerprint, text, alone)
                        : history_.add({.round = next_,

@@ -218,10 +218,7 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
 // Let it be said at the root.
 void Node::tell_not_finite(Round round, const std::string& text) {
   if (root()) return news_.push_back(text);
-  Message message{header(Kind::alert, round)};
-  message.header.flags = Flag::not_finite;
-  message.append(text.data(), text.size());
-  wire_.send(family_.ancestors.front(), message);
+  tell_alert(round, Flag::not_finite, text);
 }
 
 // Whether this rank has, or may get, what it needs without these children.

@@ -110,6 +110,7 @@ void Node::learn_sections(SectionPlan plan) {
   if (sections_.round != next_) {
     if (formed_.round != next_) drop_formed();
     sections_ = {.round = next_,
+                 .fingerprint = up_.call.fingerprint,
                  .layout = laid_out(up_.call.total),
                  .messages = messages_of(up_.call.total),
                  .slices = limits_.slices};
@@ -118,27 +119,29 @@ void Node::learn_sections(SectionPlan plan) {
   it.purpose = plan.purpose;
   it.members = std::move(plan.members);
   it.flow.begin(wire_.now());
-  const auto before = std::exchange(it.all, {});
+  // where there is too little memory for it, nothing has changed
+  std::vector<Sections::Known> all;
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
     const Section& section = plan.sections[i];
-    const bool same = i < before.size() && before[i].section == section;
-    it.all.push_back(same ? before[i]
-                          : Sections::Known{.section = section,
-                                            .formed = section.first,
-                                            .taken = section.first});
+    const bool same = i < it.all.size() && it.all[i].section == section;
+    all.push_back(same ? it.all[i]
+                       : Sections::Known{.section = section,
+                                         .formed = section.first,
+                                         .taken = section.first});
   }
+  Entry* entry = history_.find(next_);
+  if (entry) entry->here.resize(entry->layout.size());
+  if (it.purpose == Purpose::message) it.here.resize(it.layout.size());
+  const auto before = std::exchange(it.all, std::move(all));
   const auto stays = [&](std::uint32_t piece) {
     const std::size_t i = it.of_piece(piece);
     return i < before.size() && i < it.all.size() && before[i].section == it.all[i].section;
   };
   std::erase_if(it.asked, [&](const auto& each) { return !stays(each.first); });
-  Entry* entry = history_.find(next_);
   if (it.purpose == Purpose::message) {
-    it.here.resize(it.layout.size());
     for (std::uint32_t p = 0; p < it.layout.size(); ++p) it.here[p] = it.here[p] && stays(p);
   } else if (entry) {
     asked_pieces_.clear();
-    entry->here.resize(entry->layout.size());
     for (std::uint32_t p = 0; p < entry->layout.size(); ++p) entry->here[p] = entry->here[p] && stays(p);
   }
   std::erase_if(it.forming, [&](const Forming& each) {
@@ -159,7 +162,7 @@ bool Node::from_afar() const {
 Entry* Node::begin_entry() {
   Entry* entry = history_.find(sections_.round);
   if (!entry) {
-    Entry begun{.round = sections_.round, .fingerprint = up_.call.fingerprint, .layout = sections_.layout};
+    Entry begun{.round = sections_.round, .fingerprint = sections_.fingerprint, .layout = sections_.layout};
     place(begun);
     entry = &history_.add(std::move(begun));
   }

@@ -10,8 +10,9 @@ State Node::keep_state(Round round, State state) {
 
 void Node::tell_state(Rank rank, Listener& listener) {
   listener.wants_state = false;
-  // A snapshot is of use while the rounds after it can be had.
-  const bool useful = snapshot_.round() >= frontier_ || history_.find(snapshot_.round());
+  // A snapshot is of use while the rounds after it can be had, and if others have had the same ones before.
+  const bool alike = !failed_alone_.first() || snapshot_.round() <= failed_alone_.first();
+  const bool useful = alike && (snapshot_.round() >= frontier_ || history_.find(snapshot_.round()));
   Message message{header(Kind::state, useful ? snapshot_.round() : 0)};
   snapshot_.describe(message);
   wire_.send(rank, message);
@@ -31,7 +32,8 @@ void Node::ask_next_state() {
 void Node::on_state(Rank from, const Message& message) {
   if (!recovery_ || recovery_->round()) return;
   // One of a round whose result is gone leads back to where this rank is stuck.
-  if (message.header.round == 0 || (desynchronized_ && message.header.round <= next_)) {
+  const bool lost = desynchronized_ && !failed_alone_.first();
+  if (message.header.round == 0 || (lost && message.header.round <= next_)) {
     recovery_->without(from);
     return ask_next_state();
   }
@@ -55,10 +57,12 @@ void Node::resume() {
   recovery_.reset();
   desynchronized_ = false;
   alike_ = true;  // it was kept by a rank that is
+  const Round failed = failed_alone_.first();
+  if (failed && snapshot_.round() > failed) keep_state(0, {});
   failed_alone_.clear();
   outcome_ = Outcome::done;
   next_ = round;
-  if (round != frontier_ && !history_.find(round)) skip_to(round);
+  if (failed || (round != frontier_ && !history_.find(round))) skip_to(round);
 }
 
 }  // namespace jaxcoded

@@ -366,11 +366,19 @@ void Node::offer() {
   send_offer(message);
 }
 
-// Let the parent know what is called, if it may be told now. One that has not answered to an earlier
-// round's offer gets no second one.
+// Whether the parent is not to hear of a call now. One that has not answered to an earlier round's offer gets no second
+// one; and what comes of a state that others may not have is in no sum.
+bool Node::holds_back() const { return upstream_.unanswered() || unsure_of(); }
+
+void Node::offer_what_is_held_back() {
+  if (!calling() || !up_.held_back || holds_back()) return;
+  up_.call.shared ? tell_share() : offer();
+}
+
+// Let the parent know what is called, if it may be told now.
 bool Node::begin_offer() {
   if (up_.offering) return true;
-  up_.held_back = upstream_.unanswered();
+  up_.held_back = holds_back();
   if (!up_.held_back) {
     introduce(upstream_.parent(), upstream_.introduced(), up_.call.fingerprint);
   }

@@ -228,6 +228,7 @@ struct Flow {
 // What a rank of the family knows of the round that is formed in sections.
 struct Sections {
   Round round = 0;  // 0: none
+  std::uint64_t fingerprint = 0;  // of the call, which may have been broken off
   Purpose purpose = Purpose::result;
   Layout layout = {};
   Incoming messages = {};    // that it is formed from,

@@ -17,9 +17,9 @@ State::State(std::uint64_t bytes) : bytes_(bytes) {
 // --- Kept here ---
 
 State Snapshot::keep(Round round, State state, std::uint64_t piece_bytes) {
+  layout_ = Layout({{DType::bytes, state.bytes()}}, piece_bytes);
   ++number_;
   round_ = round;
-  layout_ = Layout({{DType::bytes, state.bytes()}}, piece_bytes);
   return std::exchange(state_, std::move(state));
 }
 
@@ -50,13 +50,16 @@ std::optional<Rank> Recovery::next(double now) {
 void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_bytes) {
   const auto where = message.values<std::uint64_t>(0, 3);
   if (where[0] > most_bytes()) throw Damaged();
+  // where there is too little memory for it, nothing has changed
+  Layout layout({{DType::bytes, where[0]}}, piece_bytes);
+  std::vector<bool> here(layout.size());
+  state_ = State(where[0]);
   from_ = from;
   round_ = message.header.round;
-  state_ = State(where[0]);
   address_ = where[1];
   number_ = where[2];
-  layout_ = Layout({{DType::bytes, where[0]}}, piece_bytes);
-  here_.assign(layout_.size(), false);
+  layout_ = std::move(layout);
+  here_ = std::move(here);
   fetched_ = wanted_ = 0;
 }
 

@@ -30,7 +30,8 @@ class Upstream {
     if (above_.empty()) return;
     if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
-      unanswered_ = refusing_ = false;
+      unanswered_ = false;
+      for (auto& [kind, alert] : alerts_) alert.told = false;
       if (std::exchange(source_, 0)) wanted_ = 0;  // was asked for elsewhere
     }
   }
@@ -64,8 +65,18 @@ class Upstream {
   }
   // Whether the parent was offered something and has said nothing since.
   bool unanswered() const { return unanswered_; }
-  // Whether the parent is to be told of a call after the end: once until it says something.
-  bool refuses() { return !std::exchange(refusing_, true); }
+  // The parent is to hear what is wrong: of each kind once until it says something, and then of the latest round.
+  void alert(Message message) {
+    auto& waiting = alerts_[message.header.flags].waiting;
+    if (!waiting || waiting->header.round < message.header.round) waiting = std::move(message);
+  }
+  // What it may hear now.
+  std::optional<Message> next_alert() {
+    for (auto& [kind, alert] : alerts_) {
+      if (alert.waiting && !std::exchange(alert.told, true)) return std::exchange(alert.waiting, {});
+    }
+    return std::nullopt;
+  }
 
   // A rank was asked for the results from the frontier up to that of `last`.
   void asked(Rank rank, Round frontier, Round last, double now) {
@@ -137,7 +148,12 @@ class Upstream {
   } answer_;
   bool rootless_ = false;
   Signatures::Known introduced_;
-  bool unanswered_ = false, refusing_ = false;
+  bool unanswered_ = false;
+  struct Alert {
+    bool told = false;  // one, and nothing was heard since
+    std::optional<Message> waiting = {};
+  };
+  std::map<std::uint8_t, Alert> alerts_;  // by flags
   Round wanted_ = 0;
   Round asked_for_ = 0;  // the frontier when something was asked for last
 

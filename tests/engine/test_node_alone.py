@@ -1,0 +1,137 @@
+"""Rounds that fail at some ranks alone, as the root does not answer: it may have decided them all the same. What such a
+rank hands in afterwards is of another state, and in no sum."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from independent import bounded
+
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+
+from simulation import (
+    DESYNCHRONIZED,
+    DONE,
+    FAILED,
+    Call,
+    World,
+    random_plan,
+    random_world,
+)
+from test_node_deadline import limits
+from test_node_silent import ended, pass_time
+
+from jaxcoded import make_plan
+
+many = settings(bounded, derandomize=True, max_examples=30)
+ROUNDS = 12
+
+
+def outcomes(world, rank):
+    return {number: end.outcome for number, end in sorted(world.ends[rank].items())}
+
+
+def failed_alone(parents, **options):
+    """The root is stopped in round 2, with what it needs in its mailbox. All others fail that round and call the next one."""
+    plan = make_plan(len(parents), parents=parents, stragglers=0, code="uncoded")
+    world = World(
+        plan,
+        [Call((("float64", 8),), seed) for seed in range(6)],
+        random.Random(0),
+        inline=(1 << 20,),
+        limits=limits("raise"),
+        chained=True,
+        **options,
+    )
+    world.snapshots = [1] * plan.size
+    world.open = 1
+    world.settle()
+    others = set(range(1, plan.size))
+    world.open = 2
+    world.idle |= others
+    world.sweep_all()  # the root has called
+    world.idle.clear()
+    world.frozen.add(0)
+    pass_time(world, ended(world, others, 2))
+    world.open = 3
+    world.sweep_all()
+    world.frozen.clear()
+    return world, others
+
+
+TREES = {"star": [-1, 0, 0, 0], "tree": [-1, 0, 0, 1, 1, 2, 2], "chain": [-1, 0, 1, 2]}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_rank_that_failed_alone_is_in_no_sum_until_it_resyncs(tree):
+    world, others = failed_alone(TREES[tree])
+    world.recovers = False
+    world.sweep_all()
+    assert outcomes(world, 0) == {1: DONE, 2: DONE}
+    # those further down hear of it when they ask
+    pass_time(world, ended(world, others, 3))
+    for rank in others:
+        assert outcomes(world, rank) == {1: DONE, 2: FAILED, 3: DESYNCHRONIZED}
+        words = "round 2 failed at this rank alone, and others may have its result"
+        assert world.ends[rank][3].error.startswith(words)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_rank_that_failed_alone_goes_on_where_the_root_is(tree):
+    """No later snapshot than that can come, as the root waits for it."""
+    world, others = failed_alone(TREES[tree])
+    world.open = 6
+    world.settle()
+    for rank in others:
+        assert outcomes(world, rank) == {1: DONE, 2: FAILED} | dict.fromkeys(
+            range(3, 7), DONE
+        )
+        assert world.restored[rank] == [3]
+    assert outcomes(world, 0) == dict.fromkeys(range(1, 7), DONE)
+
+
+def test_what_is_kept_of_a_state_that_others_do_not_have_is_not_handed_on():
+    """Rank 1 keeps one after the round that failed at it alone, and rank 3 asks it."""
+    world, _ = failed_alone(TREES["chain"])
+    world.recovers = False
+    node = world.nodes[3]
+    node.ask_state()
+    while not (node.state_round() or node.state_missing()):
+        world.sweep()
+        world.clock += 0.1
+    world.check_state(3, node.state_round())
+
+
+@many
+@given(st.integers(0, 2**32 - 1))
+def test_who_fails_alone_never_spoils_a_sum(seed):
+    """Any ranks are stopped and go on, the root too."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, least=2, most=9)
+    world = random_world(plan, ROUNDS, rng, limits=limits("raise"), chained=True)
+    world.snapshots = [1] * plan.size
+    world.open = 0
+    while world.open < ROUNDS - 2:
+        world.open = min(world.open + rng.randint(1, 2), ROUNDS - 2)
+        for ranks in (world.frozen, world.idle):
+            ranks.clear()
+            if rng.random() < 0.7:
+                ranks.update(rng.sample(range(plan.size), rng.randint(0, plan.size)))
+        if rng.random() < 0.5:
+            world.frozen.add(plan.root)
+        for _ in range(rng.randint(0, 200)):
+            world.step()
+        if rng.random() < 0.5:
+            world.settle()
+    world.frozen.clear()
+    world.idle.clear()
+    for world.open in (ROUNDS - 2, ROUNDS):
+        world.settle()
+    for rank in range(plan.size):
+        for number, end in world.ends[rank].items():
+            assert end.outcome in (DONE, DESYNCHRONIZED) or (
+                end.error.startswith("DeadlineExceeded: ")
+            ), (rank, number, end)
+        assert world.nodes[rank].next_round() == ROUNDS + 1, world.describe(rank)
+        assert outcomes(world, rank)[ROUNDS] == DONE

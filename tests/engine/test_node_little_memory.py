@@ -1,0 +1,264 @@
+"""Ranks with too little memory for what they have to do: no sum is wrong, and nobody else's round fails for it once it is
+decided."""
+
+import random
+import resource
+
+import pytest
+
+pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+
+import simulation
+from simulation import (
+    ALERT,
+    DESYNCHRONIZED,
+    DONE,
+    Call,
+    Running,
+    World,
+)
+from test_node_memory import measurable
+from test_node_sharing import world as sharing_world
+
+from jaxcoded import make_plan
+
+LITTLE = "rank 1 has too little memory for this call"
+
+
+def world_of(plan, **options):
+    script = [Call((("float64", 60),), seed) for seed in range(6)]
+    world = World(plan, script, random.Random(0), chained=True, **options)
+    world.snapshots = [1] * plan.size
+    world.open = 1
+    world.settle()
+    return world
+
+
+def pass_time(world):
+    """Without memory nodes try again for ever."""
+    for _ in range(20):
+        world.sweep_all()
+        world.clock += world.limits.orphan_seconds
+
+
+# Of a root, ranks 1 and 2, and one rank below each of them.
+FIVE = make_plan(
+    5, parents=[-1, 0, 0, 1, 2], stragglers=1, code={0: "fractional_repetition"}
+)
+
+
+def assert_nobody_is_harmed(world, fails):
+    """Rank 1 fails alone, and is in no sum until it has the state of the others, also if rank 2 is late. Without its state it
+    fails the next round."""
+    end = world.ends[1][2]
+    assert end.outcome == DESYNCHRONIZED
+    assert end.error == (
+        f"{fails}, and round 2 failed at this rank alone, and others may have its result: call group.resync"
+    )
+    world.idle = {2}
+    world.open = 3
+    world.settle()
+    world.idle.clear()
+    world.open = 6
+    world.settle()
+    world.assert_done({0, 2, 3, 4})
+    assert world.restored == {1: [3]}
+    assert all(world.ends[1][number].outcome == DONE for number in range(3, 7))
+
+
+def test_a_late_rank_without_memory_for_its_message():
+    """It has heard that the round is decided, but cannot keep the result."""
+    world = world_of(FIVE)
+    world.idle.add(1)
+    world.short_of_memory.add(1)
+    world.open = 2
+    pass_time(world)
+    assert world.done(0)
+    world.idle.clear()
+    world.submit(1)
+    world.short_of_memory.clear()
+    assert_nobody_is_harmed(world, LITTLE)
+
+
+def submit_unmade(world, rank):
+    """A call that there was too little memory to make."""
+    node, call = world.nodes[rank], world.script[world.nodes[rank].next_round() - 1]
+    running = world.running[rank] = Running(node.next_round(), call, [], [], 0)
+    running.message = []
+    none = "", "", True, True, True, [], [], [], 0
+    node.submit(call.fingerprint, *none, lacks_memory=True)
+    world.check_end(rank)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_late_rank_without_memory_for_its_call(here):
+    """The result of its round lies in its history, or is known of."""
+    world = world_of(FIVE)
+    world.idle.add(1)
+    if not here:
+        world.short_of_memory.add(1)
+    world.open = 2
+    pass_time(world)
+    assert world.nodes[1].frontier() == 2 + here
+    submit_unmade(world, 1)
+    world.idle.clear()
+    world.short_of_memory.clear()
+    assert_nobody_is_harmed(world, LITTLE)
+
+
+def test_a_call_without_memory_whose_round_is_not_decided_fails_it_everywhere():
+    world = world_of(FIVE)
+    world.open = 2
+    world.idle = {0, 2}
+    submit_unmade(world, 1)
+    world.sweep_all()
+    world.idle.clear()
+    world.settle()
+    for rank in range(5):
+        assert world.ends[rank][2].error == f"CodedError: {LITTLE}"
+    world.open = 6
+    world.settle()
+    for rank in range(5):
+        assert all(world.ends[rank][r].outcome == DONE for r in range(3, 7))
+
+
+def test_a_late_rank_without_memory_to_relay_fails_nobody_elses_round():
+    """Its own round was decided long ago, and it has not got the last part of its message."""
+    plan = make_plan(
+        9, parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], stragglers=1, code={0: "progressive"}
+    )
+    assert plan.parts_above[1] > 1
+    world = world_of(plan)
+    world.open = 2
+    world.begins_with[1, 2] = 1
+    world.submit(1)
+    world.idle.add(1)
+    world.settle()
+    world.short_of_memory.add(1)
+    world.open = 4
+    told = []
+    deliver = world.deliver
+
+    def watched(link):
+        told.append((link[0], world.queues[link][0][0]))
+        deliver(link)
+
+    world.deliver = watched
+    pass_time(world)
+    assert (1, ALERT) not in told
+    world.short_of_memory.clear()
+    world.idle.clear()
+    world.open = 6
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_rank_without_memory_for_a_part_of_its_message(decided):
+    """Its call does not wait for what the program has given away in vain."""
+    plan = make_plan(4, stragglers=1, code="progressive")
+    assert plan.parts_above[1] > 1
+    world = world_of(plan)
+    world.open = 2
+    world.begins_with[1, 2] = 1
+    world.submit(1)
+    world.idle.update({0, 1})
+    world.settle()
+    if decided:
+        world.idle.remove(0)
+        world.settle()
+    world.nodes[1].lack_memory(True)
+    world.check_end(1)
+    world.idle.clear()
+    world.settle()
+    if decided:
+        assert world.ends[1][2].outcome == DESYNCHRONIZED
+        assert world.ends[1][2].error.startswith(LITTLE)
+    else:
+        for ends in world.ends:
+            assert ends[2].error == f"CodedError: {LITTLE}"
+    world.open = 6
+    world.settle()
+    for ends in world.ends:
+        assert all(ends[number].outcome == DONE for number in range(3, 7))
+
+
+def test_a_root_without_memory_does_not_take_back_what_others_have():
+    """Others have computed all blocks, while its program is in one."""
+    rng = random.Random(1)
+    world = sharing_world(
+        rng,
+        size=4,
+        code="shared(replicas=2, blocks=3)",
+        rounds=2,
+        handed_over=False,
+        audited=False,
+    )
+    world.shared = {1}
+    world.open = 1
+    world.idle.add(0)
+    world.submit(0)
+    world.settle()
+    assert world.nodes[0].frontier() == 2 and world.running[0]
+    world.nodes[0].lack_memory()
+    world.idle.clear()
+    world.settle()
+    world.assert_done()
+
+
+class Tired(simulation.Wire):
+    """There is too little memory for the first thing that the node does when a call of its has ended."""
+
+    tired = False
+
+    def now(self):
+        if self.tired and self.world.nodes[self.rank].outcome() == DONE:
+            self.tired = False
+            raise MemoryError
+        return super().now()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_too_little_memory_at_the_end_of_a_call(rank, monkeypatch):
+    """The next call is not taken for the same one."""
+    monkeypatch.setattr(simulation, "Wire", Tired)
+    world = world_of(make_plan(3, stragglers=0))
+    world.open = 2
+    world.idle.add(0)
+    world.sweep_all()
+    world.idle.clear()
+    if rank == 0:
+        world.submit(0)
+    world.wires[rank].tired = True
+    world.open = 6
+    world.settle()
+    assert not world.wires[rank].tired
+    world.assert_done()
+
+
+def test_too_little_memory_for_a_snapshot():
+    """Whose message is delivered again once there is enough."""
+    if not measurable():
+        pytest.skip("the allocator of a sanitizer ends the process")
+    world = World(make_plan(3, stragglers=0), [], random.Random(0))
+    root, child = world.nodes[0], world.nodes[1]
+    state = bytes(range(256)) * (1 << 18)
+    root.keep_state(5, state)
+    child.ask_state()
+    root.deliver(1, world.queues[1, 0].popleft())
+    root.advance()
+    message = world.queues[0, 1].popleft()
+    with open("/proc/self/statm") as pages:
+        used = int(pages.read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + len(state) // 4, limits[1]))
+    try:
+        with pytest.raises(MemoryError):
+            child.deliver(0, message)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    child.advance()
+    child.deliver(0, message)
+    while child.advance():
+        pass
+    assert (child.state_round(), child.state()) == (5, state)
