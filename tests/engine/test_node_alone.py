@@ -22,7 +22,7 @@ from simulation import (
 from test_node_deadline import limits
 from test_node_silent import ended, pass_time
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 ROUNDS = 12
@@ -34,7 +34,7 @@ def outcomes(world, rank):
 
 def failed_alone(parents, **options):
     """The root is stopped in round 2, with what it needs in its mailbox. All others fail that round and call the next one."""
-    plan = make_plan(len(parents), parents=parents, stragglers=0, code="uncoded")
+    plan = make_plan(len(parents), Coded(parents=parents, stragglers=0, code="uncoded"))
     world = World(
         plan,
         [Call((("float64", 8),), seed) for seed in range(6)],

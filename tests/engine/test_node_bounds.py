@@ -104,7 +104,7 @@ class NotFinite(Zeros):
 def test_messages_about_nan_to_a_stopped_rank(verify):
     """Of what is wrong in each round it hears the first and the latest word."""
     parents, _, _ = TREES["one below the other"]
-    plan = make_plan(len(parents), parents=parents)
+    plan = make_plan(len(parents), Coded(parents=parents))
     calls = [NotFinite((("float32", COUNT),), seed) for seed in range(ROUNDS)]
     world = World(plan, calls, random.Random(1), verify=verify)
     for _ in played(world, 3):
@@ -197,7 +197,7 @@ def test_history_of_a_parent_that_has_not_got_all_of_its_message():
     """It relays meanwhile, and in the end its own result is not kept for it either."""
     rounds = 60
     plan = make_plan(
-        9, parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], stragglers=1, code={0: "progressive"}
+        9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
     )
     limits = {"history_bytes": 0, "history_rounds": 4, "history_most": 1 << 20}
     calls = [

@@ -20,7 +20,7 @@ from simulation import (
 from test_node_memory import measurable
 from test_node_sharing import world as sharing_world
 
-from jaxcoded import make_plan
+from jaxcoded import Coded, Shared, make_plan
 
 LITTLE = "rank 1 has too little memory for this call"
 
@@ -42,9 +42,7 @@ def pass_time(world):
 
 
 # Of a root, ranks 1 and 2, and one rank below each of them.
-FIVE = make_plan(
-    5, parents=[-1, 0, 0, 1, 2], stragglers=1, code={0: "fractional_repetition"}
-)
+FIVE = make_plan(5, Coded(parents=(-1, 0, 0, 1, 2), code={0: "fractional_repetition"}))
 
 
 def assert_nobody_is_harmed(world, fails):
@@ -125,7 +123,7 @@ def test_a_call_without_memory_whose_round_is_not_decided_fails_it_everywhere():
 def test_a_late_rank_without_memory_to_relay_fails_nobody_elses_round():
     """Its own round was decided long ago, and it has not got the last part of its message."""
     plan = make_plan(
-        9, parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], stragglers=1, code={0: "progressive"}
+        9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
     )
     assert plan.parts_above[1] > 1
     world = world_of(plan)
@@ -156,7 +154,7 @@ def test_a_late_rank_without_memory_to_relay_fails_nobody_elses_round():
 @pytest.mark.parametrize("decided", [False, True])
 def test_a_rank_without_memory_for_a_part_of_its_message(decided):
     """Its call does not wait for what the program has given away in vain."""
-    plan = make_plan(4, stragglers=1, code="progressive")
+    plan = make_plan(4, Coded(code="progressive"))
     assert plan.parts_above[1] > 1
     world = world_of(plan)
     world.open = 2
@@ -189,7 +187,7 @@ def test_a_root_without_memory_does_not_take_back_what_others_have():
     world = sharing_world(
         rng,
         size=4,
-        code="shared(replicas=2, blocks=3)",
+        work=Shared(replicas=2, blocks=3),
         rounds=2,
         handed_over=False,
         audited=False,
@@ -222,7 +220,7 @@ class Tired(simulation.Wire):
 def test_too_little_memory_at_the_end_of_a_call(rank, monkeypatch):
     """The next call is not taken for the same one."""
     monkeypatch.setattr(simulation, "Wire", Tired)
-    world = world_of(make_plan(3, stragglers=0))
+    world = world_of(make_plan(3, Coded(stragglers=0)))
     world.open = 2
     world.idle.add(0)
     world.sweep_all()
@@ -240,7 +238,7 @@ def test_too_little_memory_for_a_snapshot():
     """Whose message is delivered again once there is enough."""
     if not measurable():
         pytest.skip("the allocator of a sanitizer ends the process")
-    world = World(make_plan(3, stragglers=0), [], random.Random(0))
+    world = World(make_plan(3, Coded(stragglers=0)), [], random.Random(0))
     root, child = world.nodes[0], world.nodes[1]
     state = bytes(range(256)) * (1 << 18)
     root.keep_state(5, state)

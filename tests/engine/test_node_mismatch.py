@@ -227,7 +227,7 @@ def test_pieces_do_not_hide_an_error():
 @pytest.mark.parametrize("seed", range(3))
 def test_what_takes_the_place_of_a_call_is_not_given_its_sum(seed, sections_from):
     """The last part of its message never comes, while its family forms the sum. Another call of as many numbers follows."""
-    plan = make_plan(4, stragglers=1, code="progressive")
+    plan = make_plan(4, Coded(code="progressive"))
     calls = [Call((("float64", 60),), number) for number in range(2)]
     world = World(
         plan,
