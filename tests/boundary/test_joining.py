@@ -28,7 +28,7 @@ from jaxcoded.group.membership.old_ranks import OldRanks
 from jaxcoded.transport.agreement import LONGEST, plain
 
 TAG = 7
-INVITATION = Invitation(3, 2, 4, Options())
+INVITATION = Invitation(3, 2, 2, 4, Options())
 VERDICT = Verdict("they have not", True, "0123456789abcdef")
 # what is said
 MESSAGES = [
@@ -36,7 +36,7 @@ MESSAGES = [
     Wants("a visit", "another", "ranks=2"),
     Tells("a visit", VERDICT),
     Ready("its MPI is not fault-tolerant"),
-    Invites(2, INVITATION, ["python", "train.py", ""]),
+    Invites(INVITATION, ["python", "train.py", ""]),
     TakenIn(),
 ]
 ODD = [b"[" * 100_000, b"NaN", b"9" * 5000, b"\x80\x04\x95", b"", b"null"]
@@ -90,7 +90,7 @@ def sound(message):
         assert not list(started._marked(its.token))
     elif isinstance(message, Invites):
         invitation, command = message.invitation, message.command
-        assert 0 <= message.root < invitation.size
+        assert 0 <= invitation.root < invitation.size
         assert 1 <= invitation.ranks <= joining.MOST
         assert 0 <= invitation.place < invitation.size + invitation.ranks
         assert command and all(type(word) is str for word in command)
@@ -159,7 +159,7 @@ def test_what_is_no_invitation(changes, words):
 
 def test_others_than_were_invited():
     with pytest.raises(CodedError, match="2 ranks were to join 3, but there are 1"):
-        INVITATION.own(MPI.COMM_SELF, 0)
+        INVITATION.own(MPI.COMM_SELF)
 
 
 # The starter

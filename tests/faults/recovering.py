@@ -32,7 +32,7 @@ import uncounted
 from harness import EXAMPLES, PATIENCE, SLOWNESS, Board, Device, hang, pickle_nothing
 
 import jaxcoded
-from jaxcoded.group.membership import recovery
+from jaxcoded.group.membership import change
 from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two looks for the dead
@@ -312,19 +312,19 @@ for round_ in range(len(victims)):
         said.append(fails())
         group = group.recovered()
     elif way == "waits":
-        recovery.OPENS, missing = 2.0, engine.missing
+        change.OPENS, missing = 2.0, engine.missing
         if board.rank == board.size - 1:
             # the others wait for it in the new group's communicator
-            engine.missing = lambda: time.sleep(recovery.OPENS + 4.0) or ""
+            engine.missing = lambda: time.sleep(change.OPENS + 4.0) or ""
         said.append(fails())
-        recovery.OPENS, engine.missing = 120.0, missing
+        change.OPENS, engine.missing = 120.0, missing
         group = group.recovered()
     elif way == "stops":
-        recovery.OPENS, missing = 2.0, engine.missing
+        change.OPENS, missing = 2.0, engine.missing
         if board.rank == board.size - 1:
             engine.missing = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         said.append(fails(timeout=3.0 * SLOWNESS, put_out=True))
-        recovery.OPENS, engine.missing = 120.0, missing
+        change.OPENS, engine.missing = 120.0, missing
         old = group
         while group is old:  # its death may be reported late
             with contextlib.suppress(jaxcoded.CodedError):

@@ -1,22 +1,20 @@
 """A group with ranks that join, made by those that are there."""
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError, GroupMismatch
 from jaxcoded.group.membership import joining
+from jaxcoded.group.membership.change import Change, let_go
 from jaxcoded.group.membership.joining import Invitation, plan_of_root
 from jaxcoded.group.membership.old_ranks import OldRanks
 from jaxcoded.group.membership.pending import Pending
-from jaxcoded.group.membership.recovery import let_go, overtaken
 from jaxcoded.group.membership.roll import Roll
-from jaxcoded.group.opening import has_died
 from jaxcoded.group.session import Session
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport.agreement import plain
@@ -26,19 +24,22 @@ from jaxcoded.transport.options import Options
 _GOES_ON = "; this group goes on as it is"
 
 
-class Extending:
-    """A group with more ranks, as far as it is made. What has been begun is waited for again by the next call of
-    `CodedGroup.extended` or `recovered`, where one has given up.
+class Extending(Change):
+    """A group with more ranks.
 
     Args:
-        old: the group, of which all ranks are alive and have come.
-        roll: of its ranks.
+        old, roll: as in `Change`; all ranks are alive.
         ranks: that join.
         strategy, options, timeout: as in `CodedGroup.extended`.
         command: that starts each of them; empty: as those that were there at the beginning were started.
         rounds: of the group, that this rank knows.
         drained: whether these are all that it has called.
     """
+
+    died = (
+        "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
+        f"others, which say why{_GOES_ON}: call recovered, and then extended again"
+    )
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Extending:
         rounds: int,
         drained: bool,
     ) -> None:
-        self._old, self._roll = old, roll
+        super().__init__(old, roll)
         self._ranks, self._rounds, self._strategy = ranks, rounds, strategy
         self._options = old.wanted if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
@@ -61,10 +62,7 @@ class Extending:
         self._invitation: Invitation | None = None
         self._copying: Pending[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
-        self._new: Session | None = None
         self._until = 0.0  # it is to be made
-        self._failure: BaseException | None = None  # here
-        self._agreement: Pending[bool] | None = None
 
     def make(self, timeout: float, put_out: bool) -> None:
         """Make it with the others, and wait until all agree that they have it, or that they do not.
@@ -89,14 +87,6 @@ class Extending:
         # others may go on as long as this one
         wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Inside, an error is kept, as the others wait for an answer."""
-        try:
-            yield
-        except BaseException as error:  # noqa: BLE001
-            self._failure = self._failure or error
-
     def _agree(self, copying: Pending[MPI.Intracomm | None]) -> Pending[bool]:
         """Make it, where all are ready to, and ask whether all have."""
         ranks: MPI.Intracomm | None = None
@@ -115,44 +105,23 @@ class Extending:
                 comm.Revoke()
         return Pending(lambda: self._agreed(self._failure is None))
 
-    def session(self, rounds: int) -> Session:
-        """It, once they agree.
+    def _tell(self) -> None:
+        self._old_ranks.tell(self._comms[0])
 
-        Args:
-            rounds: of the old group, that this rank knows now.
-
-        Raises:
-            CodedError: not all have it, or it is not what follows on those rounds.
-            Exception: what has failed on all.
-        """
-        new, failure = self._new, self._failure
-        assert self._agreement is not None
-        if self._agreement.result(0.0):
-            assert new is not None
-            self._old_ranks.tell(self._comms[0])
-            if rounds != self._rounds:
-                raise overtaken(new, self._old.rank)
-            return new
-        if new is not None:
-            new.withdraw()
+    def _end(self) -> None:
         self._old_ranks.end()
-        if failure is not None and not has_died(failure):
-            raise failure
-        raise CodedError(
-            "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
-            f"others, which say why{_GOES_ON}: call recovered, and then extended again"
-        ) from failure
 
     def _start(self) -> None:
         """Have one rank start them, until all are there."""
-        old, root, wrong = self._old, 0, None
+        old, place, wrong = self._old, 0, None
         try:
             self._options.complete().validate()
             if not (self._strategy or old.plan.strategy).by_host:
-                root = self._planned([""] * (old.plan.size + self._ranks)).root
+                place = self._planned([""] * (old.plan.size + self._ranks)).root
         except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ
             wrong = error
-        invitation = Invitation(old.plan.size, self._ranks, root, self._options)
+        sizes = old.plan.size, self._ranks
+        invitation = Invitation(*sizes, old.plan.root, place, self._options)
         words = (
             f"ranks={self._ranks}, rounds={self._rounds}, command={self._command}, "
             f"{plain(dataclasses.asdict(invitation))}, {old.plan.fingerprint}, {wrong}"
@@ -184,7 +153,7 @@ class Extending:
                 f"{self._timeout / 2:g} s: call extended again later"
             )
         with let_go(self._comms, max(self._until - time.monotonic(), 0.0)):
-            own = invitation.own(both, old.plan.root)
+            own = invitation.own(both)
             self._comms.append(own)
             self._new = Session.taking_over(
                 *(own, self._options, invitation.request),

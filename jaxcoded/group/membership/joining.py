@@ -27,7 +27,7 @@ FORGIVES = "JAXCODED_TAKES_IN"
 _HAN = "OMPI_MCA_coll_han_priority"
 # of messages between the starter and those that it has started, and in the communicator of all
 TAG_NEW, TAG_ALL = 32_011, 32_012
-_SERVES = 20e-3  # and where MPI is at work
+_SERVES = 20e-3  # seconds between two looks, while MPI is at work
 LATER = 10.0  # seconds that others wait longer than the one who decides
 _LEAST = 30.0  # seconds for making the group, and more
 MOST = 2**15  # ranks that join at once
@@ -70,12 +70,14 @@ class Invitation:
     Attributes:
         size: ranks of the old group.
         ranks: that join.
-        place: of the old root in the new group.
+        root: of the old group.
+        place: its rank in the new one.
         options: of the new group.
     """
 
     size: int
     ranks: int
+    root: int
     place: int
     options: Options
 
@@ -87,6 +89,7 @@ class Invitation:
         """
         _require.integer("size", self.size, 1)
         _require.integer("ranks", self.ranks, 1, MOST)
+        _require.integer("root", self.root, 0, self.size - 1)
         _require.integer("place", self.place, 0, self.size + self.ranks - 1)
         self.options.complete().validate()
 
@@ -95,12 +98,11 @@ class Invitation:
         """What the new group is asked for with."""
         return {"extended": [self.size, self.ranks]}
 
-    def own(self, both: MPI.Intracomm, root: int) -> MPI.Intracomm:
+    def own(self, both: MPI.Intracomm) -> MPI.Intracomm:
         """The new group's communicator, in which the old root has its place. Collective.
 
         Args:
             both: old ranks, and then new ones.
-            root: of the old group.
 
         Raises:
             CodedError: these are not as many as were invited.
@@ -109,8 +111,8 @@ class Invitation:
             raise CodedError(
                 f"{self.ranks} ranks were to join {self.size}, but there are {both.size} of both"
             )
-        order = [rank for rank in range(both.size) if rank != root]
-        order.insert(self.place, root)
+        order = [rank for rank in range(both.size) if rank != self.root]
+        order.insert(self.place, self.root)
         if order == sorted(order):
             return both
         own: MPI.Intracomm = tolerant(both.Split(0, order.index(both.rank)))

@@ -137,15 +137,13 @@ class Tells(Message):
 
 @dataclass(frozen=True)
 class Invites(Message):
-    """A new rank is to be connected. ``root``: of the old group; ``command``: that starts more of them."""
+    """A new rank is to be connected. ``command``: that starts more of them."""
 
-    root: int
     invitation: Invitation
     command: list[str]
 
     def check(self, ranks: int) -> None:
         self.invitation.check()
-        _require.integer("root", self.root, 0, self.invitation.size - 1)
         if not self.command:
             raise ValueError("command has no words")
         for word in self.command:

@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from jaxcoded import _own_process
 from jaxcoded.errors import CodedError
+from jaxcoded.group.membership.change import let_go
 from jaxcoded.group.membership.channel import Channel, Gone, looks
 from jaxcoded.group.membership.joining import (
     LATER,
@@ -20,7 +21,6 @@ from jaxcoded.group.membership.joining import (
     tolerant,
 )
 from jaxcoded.group.membership.messages import Invites, Ready, TakenIn
-from jaxcoded.group.membership.recovery import let_go
 from jaxcoded.group.membership.started import awaited, tries_to_join
 from jaxcoded.group.session import Session
 from jaxcoded.transport import engine
@@ -42,8 +42,8 @@ class NewRank:
         self._line = Channel(tolerant(parent), TAG_NEW, (Invites,), who=lambda _: _WHO)
         self._seconds = seconds
 
-    def invited(self) -> tuple[MPI.Intracomm, int, Invitation]:
-        """Be connected with the old ranks: the communicator of all, the old root, and what is to be known.
+    def invited(self) -> tuple[MPI.Intracomm, Invitation]:
+        """Be connected with the old ranks: the communicator of all, and what is to be known.
 
         Raises:
             CodedError: the others have not gone on with this one, or what they say cannot be read.
@@ -62,7 +62,7 @@ class NewRank:
             until = time.monotonic() + opening_seconds(self._seconds)
             side = Side(tolerant(MPI.COMM_WORLD), 0, first=False)
             both = side.joined(self._parent, 0, until, lambda: None)
-            return both, said.root, said.invitation
+            return both, said.invitation
         except BaseException as error:
             self.ready(error)
             raise
@@ -132,12 +132,12 @@ def joined() -> Session | None:
 
 
 def _taken_by(new_rank: NewRank) -> Session:
-    both, old_root, invitation = new_rank.invited()
+    both, invitation = new_rank.invited()
     comms: list[MPI.Comm] = [both]
     session, failure = None, None
     try:
         with let_go(comms, opening_seconds(new_rank.seconds)):
-            own = invitation.own(both, old_root)
+            own = invitation.own(both)
             comms.append(own)
             session = Session.taking_over(
                 *(own, invitation.options, invitation.request),

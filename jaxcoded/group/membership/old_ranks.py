@@ -54,7 +54,7 @@ class OldRanks:
         root: int,
         agreed: Callable[[bool], bool],
     ) -> None:
-        self._comm, self._root, self._agreed = comm, root, agreed
+        self._comm, self._agreed = comm, agreed
         self._starter = starter(names, root)
         self._old: Channel[Asks | Wants | Tells] = Channel(
             comm, _TAG, (Asks, Wants, Tells)
@@ -224,7 +224,7 @@ class OldRanks:
         side = Side(old, self._starter, first=True)
         try:
             if self._new is not None:
-                invites = Invites(self._root, invitation, _own_process.command)
+                invites = Invites(invitation, _own_process.command)
                 for rank in range(invitation.ranks):
                     self._new.say(rank, invites)
             return side.joined(self._between, 1, until, self._look)

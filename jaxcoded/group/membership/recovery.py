@@ -1,13 +1,13 @@
 """A group without its dead ranks, made by those that live."""
 
 import contextlib
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
+from jaxcoded.group.membership.change import Change, let_go
 from jaxcoded.group.membership.pending import Pending
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.opening import has_died
@@ -16,25 +16,18 @@ from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport.agreement import gathered
 from jaxcoded.transport.options import Options
 
-OPENS = 120.0  # seconds in which ranks have made a group, and more
 
+class Recovering(Change):
+    """A group without the dead."""
 
-class Recovering:
-    """A group without the dead, as far as it is made. What has been begun is waited for again by the next call of
-    `CodedGroup.recovered`, where one has given up.
-
-    Args:
-        old: the group that has lost them, of which all ranks that live have come.
-        roll: of its ranks.
-    """
+    died = (
+        "one more rank died while the group was made anew, or did not come: this one "
+        "goes on as it is; call recovered again"
+    )
 
     def __init__(self, old: Session, roll: Roll) -> None:
-        self._old, self._roll = old, roll
+        super().__init__(old, roll)
         self._shrinking = Pending(lambda: shrunk(old.comm))
-        self._new: Session | None = None
-        self._rounds = 0  # of the old one that were decided before
-        self._failure: BaseException | None = None  # here
-        self._agreement: Pending[bool] | None = None
 
     def make(
         self,
@@ -60,34 +53,8 @@ class Recovering:
         assert self._agreement is not None
         self._roll.wait(self._agreement, patience, timeout, put_out)
 
-    def session(self, rounds: int) -> Session:
-        """It, once they agree.
-
-        Args:
-            rounds: of the old group, that this rank knows now.
-
-        Raises:
-            CodedError: not all have it, or it is not what follows on those rounds.
-            Exception: what has failed on all.
-        """
-        assert self._agreement is not None
-        new, failure = self._new, self._failure
-        if not self._agreement.result(0.0):
-            self._roll.next_attempt()
-            if new is not None:
-                new.withdraw()
-            if has_died(failure):
-                raise CodedError(
-                    "one more rank died while the group was made anew, or did not come: this one "
-                    "goes on as it is; call recovered again"
-                ) from failure
-            assert failure is not None
-            raise failure
-        assert new is not None
-        if rounds != self._rounds:
-            self._roll.next_attempt()
-            raise overtaken(new, self._old.rank)
-        return new
+    def _end(self) -> None:
+        self._roll.next_attempt()
 
     def _make(
         self, rounds: int, strategy: Strategy | None, options: Options | None
@@ -95,41 +62,37 @@ class Recovering:
         old, self._rounds = self._old, rounds
         smaller = self._shrinking.result(0.0)
         comms: list[MPI.Comm] = [smaller]
-        try:
-            with let_go(comms):
-                known = True, rounds
-                if old.ahead is not None and not old.alike:
-                    known = False, old.ahead
-                survivors, best, ahead = successors(
-                    *(smaller, old.comm, old.plan.root, known),
-                    0 if strategy is None else strategy.root % smaller.size,
-                )
-                if survivors != sorted(survivors):
-                    comms.append(smaller.Split(0, survivors.index(old.rank)))
-                own = comms[-1]
-                assert isinstance(own, MPI.Intracomm)
-                # others may not have heard of the last `replan`
-                known_speeds = gathered(own, [str(it) for it in old.plan.speeds])
-                speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
-                of_those = [speeds[rank] for rank in survivors if speeds]
+        with self._failing(), let_go(comms):
+            known = True, rounds
+            if old.ahead is not None and not old.alike:
+                known = False, old.ahead
+            survivors, best, ahead = successors(
+                *(smaller, old.comm, old.plan.root, known),
+                0 if strategy is None else strategy.root % smaller.size,
+            )
+            if survivors != sorted(survivors):
+                comms.append(smaller.Split(0, survivors.index(old.rank)))
+            own = comms[-1]
+            assert isinstance(own, MPI.Intracomm)
+            # others may not have heard of the last `replan`
+            known_speeds = gathered(own, [str(it) for it in old.plan.speeds])
+            speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
+            of_those = [speeds[rank] for rank in survivors if speeds]
 
-                def planned(hosts: Sequence[str]) -> Plan:
-                    return old.plan_for(
-                        hosts, of_those, strategy, "recovered", "that live"
-                    )
+            def planned(hosts: Sequence[str]) -> Plan:
+                return old.plan_for(hosts, of_those, strategy, "recovered", "that live")
 
-                # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
-                self._new = Session.taking_over(
-                    *(own, old.wanted if options is None else options),
-                    {"recovered": survivors},
-                    planned,
-                    ahead,
-                )
-        except BaseException as error:  # noqa: BLE001  # the others wait for an answer
-            self._failure = error
-            if has_died(error) or not isinstance(error, Exception):
-                smaller.Revoke()  # in which others may wait; not those who agree
+            # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
+            self._new = Session.taking_over(
+                *(own, old.wanted if options is None else options),
+                {"recovered": survivors},
+                planned,
+                ahead,
+            )
         failure = self._failure
+        died = failure is not None and has_died(failure)
+        if died or not isinstance(failure, Exception | None):
+            smaller.Revoke()  # in which others may wait; not those who agree
         self._agreement = Pending(lambda: agreed(smaller, failure))
 
 
@@ -188,41 +151,6 @@ def successors(
     ranks = [rank for rank in alive if rank != best]
     ranks.insert(of_each[0][1], best)
     return ranks, best, levels.index(known)
-
-
-@contextlib.contextmanager
-def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Inside, whoever waits for others in these communicators for so long gets an error instead: a
-    rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
-    then.
-
-    Args:
-        comms: those that there are by then, if it grows.
-        seconds: for how long. Default: `OPENS`.
-    """
-
-    def revoke() -> None:
-        for comm in comms:
-            comm.Revoke()
-
-    timer = threading.Timer(OPENS if seconds is None else seconds, revoke)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # it may be at work
-
-
-def overtaken(new: Session, rank: int) -> CodedError:
-    """Why a rank leaves a group that is not what follows on the rounds that it has had since it began to make it."""
-    why = CodedError(
-        f"rank {rank} had given up while the group was made anew, and rounds of the old one were "
-        "decided since then: call recovered again"
-    )
-    new.withdraw(why)
-    return why
 
 
 def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
