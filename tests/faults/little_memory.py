@@ -11,6 +11,7 @@ import resource
 import sys
 
 import numpy as np
+import uncounted
 from harness import Board, close
 
 import jaxcoded
@@ -25,7 +26,7 @@ resource.setrlimit(resource.RLIMIT_AS, (1 << 46, -1))
 board = Board(directory)
 group = jaxcoded.CodedGroup(
     board.comm,
-    stragglers=0,
+    jaxcoded.Coded(stragglers=0),
     transport="engine",
     options=jaxcoded.Options(sections_from=1 << 40),
 )
@@ -35,8 +36,8 @@ total = board.size * (board.size + 1) // 2
 
 def summed(x):
     if way == "called":
-        return jaxcoded.host.coded_allreduce(x, group)
-    handle = jaxcoded.coded_allreduce_start(x, group)
+        return uncounted.allreduce(x, group)
+    handle = uncounted.coded_allreduce_start(x, group)
     return jaxcoded.coded_allreduce_done(handle)
 
 
