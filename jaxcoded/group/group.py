@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import hashlib
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -14,7 +12,6 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import Desynchronized, GroupClosed
 from jaxcoded.group import snapshots
 from jaxcoded.group.batch import Batch, number_of_examples
 from jaxcoded.group.blocks import Blocks
@@ -28,7 +25,7 @@ from jaxcoded.group.session import Session
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport import primitive, registry
-from jaxcoded.transport.capabilities import Reports, Snapshots
+from jaxcoded.transport.capabilities import Reports
 from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.result import Result
@@ -450,9 +447,7 @@ class CodedGroup:
             return False
         # every round that was started before belongs to the state
         primitive.effects_barrier()
-        copy = np.concatenate([_digest(self.plan), snapshots.to_bytes(state)])
-        if isinstance(self._session.transport, Snapshots):  # with others nobody is late
-            self._session.transport.keep_state(copy)
+        snapshots.keep(self._session.transport, state)
         return True
 
     def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
@@ -477,26 +472,7 @@ class CodedGroup:
         check_open(self)
         primitive.effects_barrier()
         timeout = _require.not_negative("timeout", timeout)
-        transport = Snapshots.of(self._session.transport)
-        round_, data = transport.fetch_state(timeout)
-        if not round_:
-            raise Desynchronized(
-                f"no rank above rank {self.rank} has a snapshot from which it could go "
-                f"on, or none has answered within {timeout} s: call group.snapshot on "
-                "all ranks after each step, and every so often that the rounds since are "
-                "still kept. Only a rank whose calls raise Desynchronized needs to "
-                "resync"
-            )
-        plan = _digest(self.plan)
-        if data[: len(plan)] != plan.tobytes():
-            raise Desynchronized(
-                f"the ranks of this group went on with another plan after rank "
-                f"{self.rank} lost touch: call replan before a rank can be that late, "
-                "or keep a longer history (history_bytes)"
-            )
-        state = snapshots.from_bytes(data[len(plan) :], like)
-        transport.resume()
-        return state
+        return snapshots.newest(self._session.transport, like, timeout)
 
     def telemetry(self) -> Telemetry:
         """What this rank has seen of the latest rounds: who was in time and how late,
@@ -780,29 +756,8 @@ class CodedGroup:
         if self.closed:
             return
         primitive.effects_barrier()
-        begun = time.monotonic()
-        try:
-            absent = self._session.transport.close(timeout)
-        except GroupClosed:
-            return  # another thread has closed it meanwhile
-        finally:
-            registry.remove(self._session.index)
-        self._session.record.close()
-        if absent:
-            waited = time.monotonic() - begun >= timeout
-            why = (
-                f"were not there after {timeout:g} s"
-                if waited
-                else "a rank below has given them up"
-            )
-            warnings.warn(
-                f"rank {self.rank} closed the group without ranks {absent} and "
-                f"those below them: they are dead, or {why}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        else:
-            self.comm.Free()
+        if warning := self._session.close(timeout):
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
 
     def __enter__(self) -> Self:
         return self
@@ -826,11 +781,6 @@ class CodedGroup:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.rank}"
         return f"<CodedGroup {self._session.index} of {self.size} ranks, {state}>"
-
-
-def _digest(plan: Plan) -> np.ndarray:
-    """What tells a plan from others, as bytes."""
-    return np.frombuffer(hashlib.sha256(plan.fingerprint.encode()).digest(), np.uint8)
 
 
 def check_open(group: object) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, Self
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
-from jaxcoded.errors import CodedError
+from jaxcoded.errors import CodedError, GroupClosed
 from jaxcoded.group import alone, opening
 from jaxcoded.group.process import Process
 from jaxcoded.group.record import Record
@@ -255,6 +256,26 @@ class Session:
                 f"{call}(strategy=jaxcoded.Shared()) fits any number of ranks; "
                 "this group goes on as it is"
             ) from None
+
+    def close(self, timeout: float) -> str:
+        """End it in order, see `CodedGroup.close`: what to warn of, if anything."""
+        begun = time.monotonic()
+        try:
+            absent = self.transport.close(timeout)
+        except GroupClosed:
+            return ""  # another thread has closed it meanwhile
+        finally:
+            registry.remove(self.index)
+        self.record.close()
+        if not absent:
+            self.comm.Free()
+            return ""
+        waited = time.monotonic() - begun >= timeout
+        late = f"were not there after {timeout:g} s"
+        return (
+            f"rank {self.rank} closed the group without ranks {absent} and those below them: they are dead, or "
+            f"{late if waited else 'a rank below has given them up'}"
+        )
 
     def withdraw(self, error: BaseException | None = None) -> None:
         """Leave it again: not all have it, or (``error``) this rank is not to have it."""

@@ -1,4 +1,4 @@
-"""A state as bytes, and back."""
+"""Snapshots of a state, from which a rank that is too late goes on: as bytes, and back."""
 
 import hashlib
 import json
@@ -9,10 +9,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded.errors import Desynchronized
+from jaxcoded.transport.base import Transport
+from jaxcoded.transport.capabilities import Snapshots
 from jaxcoded.transport.leaves import held, is_key, named, numbers, restored, stored
 from jaxcoded.transport.packing import Packing
 
 _DIGEST = 32  # bytes
+
+
+def keep(transport: Transport, state: Any) -> None:
+    """Keep a snapshot of a rank's state, see `CodedGroup.snapshot`."""
+    copy = np.concatenate([_digest_of_plan(transport), to_bytes(state)])
+    if isinstance(transport, Snapshots):  # with others nobody is late
+        transport.keep_state(copy)
+
+
+def newest(transport: Transport, like: Any, timeout: float) -> Any:
+    """The newest state of the nearest rank above, with which this one goes on, see `CodedGroup.resync`."""
+    above = Snapshots.of(transport)
+    round_, data = above.fetch_state(timeout)
+    if not round_:
+        raise Desynchronized(
+            f"no rank above rank {transport.rank} has a snapshot from which it could go "
+            f"on, or none has answered within {timeout} s: call group.snapshot on "
+            "all ranks after each step, and every so often that the rounds since are "
+            "still kept. Only a rank whose calls raise Desynchronized needs to "
+            "resync"
+        )
+    plan = _digest_of_plan(transport)
+    if data[: len(plan)] != plan.tobytes():
+        raise Desynchronized(
+            f"the ranks of this group went on with another plan after rank "
+            f"{transport.rank} lost touch: call replan before a rank can be that late, "
+            "or keep a longer history (history_bytes)"
+        )
+    state = from_bytes(data[len(plan) :], like)
+    above.resume()
+    return state
+
+
+def _digest_of_plan(transport: Transport) -> np.ndarray:
+    text = transport.plan.fingerprint.encode()
+    return np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
 
 
 def to_bytes(state: Any) -> np.ndarray:
