@@ -218,7 +218,11 @@ while True:
             ]
             group, step = group.extended(2, command=command, timeout=limit), None
         elif event in ("kill", "leave"):
-            group, step = group.recovered(timeout=PATIENCE), None
+            # a strategy with the parent of each rank is for no other ranks
+            just_these = getattr(group.plan.strategy, "parents", None) is not None
+            strategy = jaxcoded.Coded(fanout=3) if just_these else None
+            group = group.recovered(strategy=strategy, timeout=PATIENCE)
+            step = None
     except (jaxcoded.CodedError, ValueError) as error:
         said.append(f"{type(error).__name__}: {error}")
         board.say(said[-1])
