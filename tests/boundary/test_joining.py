@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from jaxcoded import CodedError, Options
+from jaxcoded import Check, CodedError, Options
 from jaxcoded.group.membership import joining, started
 from jaxcoded.group.membership.channel import Channel, read
 from jaxcoded.group.membership.joining import Invitation
@@ -28,7 +28,7 @@ from jaxcoded.group.membership.old_ranks import OldRanks
 from jaxcoded.transport.agreement import LONGEST, plain
 
 TAG = 7
-INVITATION = Invitation(3, 2, 2, 4, Options())
+INVITATION = Invitation(3, 2, 2, 4, Options(check=Check("warn")))
 VERDICT = Verdict("they have not", True, "0123456789abcdef")
 # what is said
 MESSAGES = [
