@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from jaxcoded import Shared, make_plan
+from jaxcoded import Options, Shared, make_plan
 from jaxcoded.group.record import Record, Writer, read
 
 PLAN = make_plan(2, Shared(blocks=2))
@@ -98,5 +98,5 @@ def test_the_record_that_is_followed_is_kept(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("record")
     for other in ("./record", tmp_path / "record", "link"):
         with pytest.raises(ValueError, match="record and replay are the same file"):
-            Record(other, "record").check(PLAN, "wait")
-    Record("other", "record").check(PLAN, "wait")
+            Record(other, "record").check(PLAN, Options().waits)
+    Record("other", "record").check(PLAN, Options().waits)
