@@ -68,7 +68,13 @@ class Forgetful(World):
                 pass
             for ends in self.ends:
                 ends.clear()
-            for its in (self.results, self.seen, self.offered, self.fetched):
+            for its in (
+                self.results,
+                self.seen,
+                self.offered,
+                self.fetched,
+                self.summed,
+            ):
                 its.clear()
             for its in self.news:
                 its.clear()
