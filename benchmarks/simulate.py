@@ -29,7 +29,7 @@ import time
 
 import numpy as np
 
-from jaxcoded import Coded, Shared, make_plan
+from jaxcoded import Coded, Shared, Strategy, make_plan
 from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -49,11 +49,11 @@ class Setting:
     kilobytes: int
     work: float  # seconds for the whole batch by one rank
     m: int = 1
-    work_shared: Shared | None = None
+    work_shared: str = ""
 
     def __str__(self):
         if self.work_shared:
-            shape = str(self.work_shared)
+            shape = self.work_shared
         elif self.fanout:
             shape = f"fan-out {self.fanout}, s = {self.s}"
         else:
@@ -67,7 +67,7 @@ class Setting:
 
     def plan(self, size):
         if self.work_shared:
-            return make_plan(size, self.work_shared)
+            return make_plan(size, Strategy.parse(self.work_shared))
         return make_plan(
             size, Coded(fanout=self.fanout, stragglers=self.s, slices=self.m)
         )
@@ -78,7 +78,7 @@ class Setting:
 
 def shared(replicas, blocks):
     """Work, none of it the root's."""
-    return Shared(replicas=replicas, blocks=blocks, root_computes=False)
+    return repr(Shared(replicas=replicas, blocks=blocks, root_computes=False))
 
 
 # (hosts, ranks) and what runs there; one host is this machine as it is.
@@ -161,7 +161,7 @@ def run_job(settings, rounds, out):
         else:
             own = np.ones(size, np.float32)
             load, expected, total = 1 / comm.size, comm.size, np.empty_like(own)
-        shares = Shares(group, size) if setting.code else None
+        shares = Shares(group, size) if setting.work_shared else None
         wait(comm.Ibarrier())
         start, ends = time.perf_counter(), []
         for _ in range(rounds):

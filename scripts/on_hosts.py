@@ -40,7 +40,7 @@ def environment(limit: float) -> dict[str, str]:
         # they have the cores in common, of which MPI knows nothing: two ranks that look for messages
         # all the time have kept both for a minute
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
     if BESIDE.exists():
         added["JAXCODED_MPIRUN"] = str(BESIDE)

@@ -1663,7 +1663,7 @@ def test_the_first_run(tmp_path):
 
 
 def test_the_first_run_finds_a_mistake(tmp_path):
-    fault = "indices = indices[::-1]  # weights of others"
+    fault = "batch = batch.of(tuple(a[::-1] for a in batch.data))  # weights of others"
     # where work is shared, one block of a round is compared, and this is in one round
     job, found = start(
         tmp_path, FIRST_RUN, 2, fault, step=1, group=CODED, JAXCODED_DEBUG="1"

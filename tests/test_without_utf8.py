@@ -215,7 +215,10 @@ def test_jobs(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     for arguments, said in (
-        (["run", "-n", "2", str(path)], "must be an integer >= 1, got -1"),
+        (
+            ["run", "-n", "2", str(path)],
+            "the number of examples, must be an integer from 1 to",
+        ),
         (["doctor", "-n", "2"], "exact on all ranks"),
         (["bench", "-n", "2"], "the median link has"),
     ):

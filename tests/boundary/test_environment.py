@@ -141,5 +141,5 @@ def test_a_job_of_slurm(tasks, names):
 def test_switches(name, text):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, text)
-        found = outcome(lambda: Options().complete().check() or True)
+        found = outcome(lambda: Options().complete().validate() or True)
     assert (found is True) == (text in ("", "ON", "OFF"))

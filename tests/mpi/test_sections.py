@@ -106,7 +106,10 @@ def test_the_same_bits_everywhere(comm, family, donated):
         donate_argnums=(0,) if donated else (),
     )
     token = jnp.int32(0)
-    bytes_of_all = sum(leaf[0].nbytes for leaf in gradients.values())
+    each = family.plan.padding_multiple  # to which a vector is filled up
+    bytes_of_all = sum(
+        -(-leaf[0].size // each) * each * leaf.itemsize for leaf in gradients.values()
+    )
     by_rank, by_all = [0] * SIZE, []
     # Whoever comes last may form nothing, and a root may not if its children form all of it from their own
     # copies. On a loaded machine a section may be formed twice, if its maker sleeps for a while.
