@@ -102,7 +102,7 @@ class NotFinite(Zeros):
 
 @pytest.mark.parametrize("verify", ["warn", "raise"])
 def test_messages_about_nan_to_a_stopped_rank(verify):
-    """Of what is wrong in each round it hears the first and the latest word."""
+    """Of what is wrong in each round it hears the first words and the latest one."""
     parents, _, _ = TREES["one below the other"]
     plan = make_plan(len(parents), Coded(parents=parents))
     calls = [NotFinite((("float32", COUNT),), seed) for seed in range(ROUNDS)]
@@ -117,7 +117,7 @@ def test_messages_about_nan_to_a_stopped_rank(verify):
     assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
     world.frozen.clear()
     world.settle()
-    assert len(world.news[0]) <= said + 2
+    assert len(world.news[0]) <= said + 5
     assert {node.next_round() for node in world.nodes} == {ROUNDS + 1}
 
 

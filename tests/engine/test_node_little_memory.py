@@ -5,6 +5,9 @@ import random
 import resource
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from independent import bounded
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -16,12 +19,15 @@ from simulation import (
     Call,
     Running,
     World,
+    random_plan,
+    random_world,
 )
 from test_node_memory import measurable
 from test_node_sharing import world as sharing_world
 
 from jaxcoded import Coded, Shared, make_plan
 
+many = settings(bounded, derandomize=True, max_examples=30)
 LITTLE = "rank 1 has too little memory for this call"
 
 
@@ -151,6 +157,26 @@ def test_a_late_rank_without_memory_to_relay_fails_nobody_elses_round():
     world.assert_done()
 
 
+def test_a_late_rank_without_memory_for_its_sum():
+    """It has children, its round was decided long ago, and the last part of its message is not there yet."""
+    plan = make_plan(
+        9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
+    )
+    world = world_of(plan)
+    world.idle.add(1)
+    world.open = 2
+    world.settle()
+    world.begins_with[1, 2] = 1
+    world.short_of_memory.add(1)
+    world.submit(1)
+    world.sweep_all()
+    world.short_of_memory.clear()
+    world.idle.clear()
+    world.open = 6
+    world.settle()
+    world.assert_done()
+
+
 @pytest.mark.parametrize("decided", [False, True])
 def test_a_rank_without_memory_for_a_part_of_its_message(decided):
     """Its call does not wait for what the program has given away in vain."""
@@ -202,6 +228,43 @@ def test_a_root_without_memory_does_not_take_back_what_others_have():
     world.idle.clear()
     world.settle()
     world.assert_done()
+
+
+@many
+@example(887926241)
+@given(st.integers(0, 2**32 - 1))
+def test_whoever_is_short_of_memory_spoils_no_sum(seed):
+    """Any ranks, now and then; some are late or stopped."""
+    rng = random.Random(seed)
+    plan, rounds = random_plan(rng, least=2, most=9), 12
+    world = random_world(plan, rounds, rng, chained=True)
+    world.rests = 0  # in which nodes may not try again and again
+    world.snapshots = [1] * plan.size
+    for node in world.nodes:
+        node.keep_state(1, world.state(1))
+    for world.open in range(1, rounds - 1):
+        for ranks in (world.frozen, world.idle, world.short_of_memory):
+            ranks.clear()
+            if rng.random() < 0.5:
+                ranks.update(rng.sample(range(plan.size), rng.randint(0, plan.size)))
+        for _ in range(rng.randint(0, 300)):
+            world.step()
+        world.short_of_memory.clear()
+        if rng.random() < 0.5:
+            world.frozen.clear()
+            world.settle()
+    world.frozen.clear()
+    world.idle.clear()
+    for world.open in (rounds - 1, rounds):
+        world.settle()
+    for rank, ends in enumerate(world.ends):
+        for number, end in ends.items():
+            assert end.outcome in (DONE, DESYNCHRONIZED) or (
+                end.error.endswith("has too little memory for this call")
+            ), (rank, number, end)
+        assert world.nodes[rank].next_round() == rounds + 1, world.describe(rank)
+        # or it has gone on behind it
+        assert rounds not in ends or ends[rounds].outcome == DONE
 
 
 class Tired(simulation.Wire):

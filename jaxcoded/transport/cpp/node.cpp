@@ -89,9 +89,12 @@ void Node::lack_memory(bool for_call) {
   up_.call.lacks_memory |= for_call;
   const std::string text = "rank " + std::to_string(family_.rank) + " has too little memory for this call";
   const Entry* entry = history_.find(next_);
-  if (entry && entry->complete() && !up_.call.lacks_memory) return hand_over(*entry);
+  if (entry && entry->complete() && !up_.call.lacks_memory) {
+    if (!root()) stop_contributing();  // there may be no place for its sum
+    return hand_over(*entry);
+  }
   if (root()) return decide_error("CodedError: " + text);
-  if (entry || next_ < frontier_ || announced_.contains(next_)) {
+  if (is_over(next_)) {
     failed_alone_.add(next_);
     if (next_ == frontier_) skip_to(next_);  // it may lie in the caller's memory
     return desynchronize(text + ", and ");
@@ -318,8 +321,8 @@ bool Node::advance() {
   bool more = false;
   attempts.make([&] {
     stop_contributing_to_what_is_decided();
+    tell_alerts();  // before it is told that this rank skips
     offer_what_is_held_back();
-    tell_alerts();
     return false;
   });
   for (const auto step : {&Node::form, &Node::gather, &Node::follow, &Node::follow_state}) {

@@ -518,6 +518,7 @@ class Node {
   void place(Entry& entry);
   void decided(Entry& entry, std::uint32_t ready);
   void on_result(Rank from, const Message& message);
+  static std::vector<Segment> segments_of(const Message& message);
   void read_announcement(Announcement& news, const Message& message) const;
   Entry* entry_at_frontier(const Announcement& news);
   bool follow();

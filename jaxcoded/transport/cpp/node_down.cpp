@@ -45,7 +45,10 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
 void Node::on_result(Rank from, const Message& message) {
   const Header& head = message.header;
   const bool theirs = !(head.flags & alone);
-  if (theirs) {
+  // what is known of it in part may fail
+  const bool settled = (head.flags & (failed | inlined)) || head.round != failed_alone_.first() ||
+                       head.ready == laid_out(segments_of(message)).size();
+  if (theirs && settled && !desynchronized_) {
     const auto heard = failed_alone_.heard(head.round, (head.flags & failed) != 0);
     if (heard == FailedAlone::Heard::confirmed) {  // for all
       if (Entry* entry = history_.find(head.round)) entry->alone = false;
@@ -82,25 +85,32 @@ void Node::on_result(Rank from, const Message& message) {
   announced_[head.round] = std::move(news);
 }
 
+std::vector<Segment> Node::segments_of(const Message& message) {
+  const std::size_t count = message.header.segments;
+  const auto table = message.values<std::uint64_t>(0, 2 * count);
+  std::vector<Segment> out;
+  std::uint64_t bytes = 0;
+  for (std::size_t s = 0; s < count; ++s) {
+    if (table[2 * s] > static_cast<std::uint64_t>(DType::float64)) throw Damaged();
+    if (table[2 * s + 1] > most_bytes()) throw Damaged();
+    out.push_back({static_cast<DType>(table[2 * s]), table[2 * s + 1]});
+    bytes += out.back().bytes();
+    if (bytes > most_bytes()) throw Damaged();
+  }
+  return out;
+}
+
 // Where a result is that a rank above has, or the result itself.
 void Node::read_announcement(Announcement& news, const Message& message) const {
   const Header& head = message.header;
-  const auto table = message.values<std::uint64_t>(0, 2 * std::size_t{head.segments});
-  std::uint64_t bytes = 0;
-  for (std::size_t s = 0; s < head.segments; ++s) {
-    if (table[2 * s] > static_cast<std::uint64_t>(DType::float64)) throw Damaged();
-    if (table[2 * s + 1] > most_bytes()) throw Damaged();
-    news.segments.push_back({static_cast<DType>(table[2 * s]), table[2 * s + 1]});
-    bytes += news.segments.back().bytes();
-    if (bytes > most_bytes()) throw Damaged();
-  }
+  news.segments = segments_of(message);
   const Entry* begun = history_.find(head.round);
   if (begun && begun->layout.segments() != news.segments) throw Damaged();
   const bool in_sections = sections_.round == head.round && sections_.purpose != Purpose::message;
   if (in_sections && sections_.layout.segments() != news.segments) throw Damaged();
   const Layout fresh = begun ? Layout() : laid_out(news.segments);
   const Layout& layout = begun ? begun->layout : fresh;
-  const std::size_t start = table.size() * sizeof table[0];
+  const std::size_t start = 2 * head.segments * sizeof(std::uint64_t);
   if (head.flags & inlined) {
     news.body.assign(message.body.begin() + static_cast<std::ptrdiff_t>(start), message.body.end());
     if (news.body.size() < layout.bytes()) throw Damaged();
@@ -163,9 +173,14 @@ bool Node::follow() {
   if (root()) return false;
   // what is decided may soon be where this rank's own vector is
   if (up_.delegated && announced_.contains(frontier_)) abandon_sections();
-  if (const auto more = follow_sections()) return *more;
   const auto found = announced_.find(frontier_);
-  if (found == announced_.end()) return false;
+  const bool known = found != announced_.end();
+  if (known && !found->second.alone && failed_alone_.first() && !desynchronized_) {
+    take_back();  // the root had said so before
+    return true;
+  }
+  if (const auto more = follow_sections()) return *more;
+  if (!known) return false;
   const Announcement& news = found->second;
   Entry* entry = entry_at_frontier(news);
   if (!entry) return false;
@@ -297,7 +312,9 @@ void Node::ask() {
   const bool there = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
   const bool mine = calling() && next_ == frontier_ && !there;
   const bool decided = newest_ >= frontier_;
-  if ((decided && upstream_.wanted() < frontier_) ||
+  // nor does an offer ask for it that is held back until the root's word is here
+  const bool unsure = mine && unsure_of() && upstream_.may_ask(upstream_.source());
+  if (((decided || unsure) && upstream_.wanted() < frontier_) ||
       (mine && upstream_.stand_in_unasked(frontier_))) {
     want(upstream_.source());
   }
@@ -324,7 +341,7 @@ void Node::want(Rank rank) {
   Message message{header(Kind::want, frontier_)};
   const bool one = mine && rank == upstream_.parent();
   message.header.last = one ? frontier_ : frontier_ + rounds_ahead - 1;
-  message.header.fingerprint = unsure_of();
+  message.header.fingerprint = desynchronized_ ? 0 : unsure_of();
   if (mine || awaited_below()) message.header.flags = calls;
   wire_.send(rank, message);
   upstream_.asked(rank, frontier_, message.header.last, wire_.now());
@@ -357,11 +374,11 @@ void Node::skip_to(Round round) {
   asked_pieces_.clear();
 }
 
-// Others may have the result of a round that failed here alone: those below must not take it from here that it failed.
+// Others may have the result of a round that failed here alone: those below must not take it from here that it failed,
+// and get it, and what follows, from above.
 void Node::take_back() {
-  if (desynchronized_) return;
-  skip_to(frontier_);
-  for (const Child& child : children_) tell_gone(child.rank, failed_alone_.first(), frontier_);
+  skip_to(failed_alone_.first());
+  for (const Child& child : children_) tell_gone(child.rank, frontier_, frontier_);
   desynchronize();
 }
 

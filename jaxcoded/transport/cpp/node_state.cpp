@@ -31,9 +31,10 @@ void Node::ask_next_state() {
 
 void Node::on_state(Rank from, const Message& message) {
   if (!recovery_ || recovery_->round()) return;
-  // One of a round whose result is gone leads back to where this rank is stuck.
-  const bool lost = desynchronized_ && !failed_alone_.first();
-  if (message.header.round == 0 || (lost && message.header.round <= next_)) {
+  // One of a round whose result is gone leads back to where this rank is stuck. From the first that failed here alone on,
+  // others keep them for it.
+  const Round lost = failed_alone_.first() ? failed_alone_.first() - 1 : next_;
+  if (message.header.round <= (desynchronized_ ? lost : 0)) {
     recovery_->without(from);
     return ask_next_state();
   }

@@ -31,7 +31,7 @@ class Upstream {
     if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
       unanswered_ = false;
-      for (auto& [kind, alert] : alerts_) alert.told = false;
+      for (auto& [kind, alert] : alerts_) alert.told = 0;
       if (std::exchange(source_, 0)) wanted_ = 0;  // was asked for elsewhere
     }
   }
@@ -65,7 +65,7 @@ class Upstream {
   }
   // Whether the parent was offered something and has said nothing since.
   bool unanswered() const { return unanswered_; }
-  // The parent is to hear what is wrong: of each kind once until it says something, and then of the latest round.
+  // The parent is to hear what is wrong: of each kind a few times until it says something, and then of the latest round.
   void alert(Message message) {
     auto& waiting = alerts_[message.header.flags].waiting;
     if (!waiting || waiting->header.round < message.header.round) waiting = std::move(message);
@@ -73,7 +73,9 @@ class Upstream {
   // What it may hear now.
   std::optional<Message> next_alert() {
     for (auto& [kind, alert] : alerts_) {
-      if (alert.waiting && !std::exchange(alert.told, true)) return std::exchange(alert.waiting, {});
+      if (!alert.waiting || alert.told == most_alerts) continue;
+      ++alert.told;
+      return std::exchange(alert.waiting, {});
     }
     return std::nullopt;
   }
@@ -137,6 +139,7 @@ class Upstream {
   static constexpr double longest_step = 0.25;
   static constexpr double longest_answer = 0.25;  // who took longer was stopped, as a rule
   static constexpr double remembered = 10;  // seconds
+  static constexpr int most_alerts = 4;
 
   const std::vector<Rank>& above_;  // the parent first, the root last
   std::size_t source_ = 0;          // in it
@@ -150,7 +153,7 @@ class Upstream {
   Signatures::Known introduced_;
   bool unanswered_ = false;
   struct Alert {
-    bool told = false;  // one, and nothing was heard since
+    int told = 0;  // so many, since when nothing was heard
     std::optional<Message> waiting = {};
   };
   std::map<std::uint8_t, Alert> alerts_;  // by flags
