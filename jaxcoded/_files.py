@@ -47,7 +47,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def contents(path: str | os.PathLike[str], longest: int = LONGEST) -> bytes:
-    """What is in a file, of at most so many bytes: there are files without end.
+    """Return what is in a file, of at most so many bytes: there are files without end.
 
     Raises:
         ValueError: there is more in it.

@@ -113,14 +113,9 @@ def runs_again() -> bool:
 
 
 def check_not_again(call: Any) -> None:
-    """Raise if JAX `runs_again` a call in which other ranks take part, and they do not.
-
-    Args:
-        call: what to call it in the error; ``None`` of one that is this rank's own.
-
-    Raises:
-        FloatingPointError: it does. JAX hands it on to whoever called the compiled function.
-    """
+    """Raise a FloatingPointError if JAX `runs_again` a ``call`` in which other ranks take
+    part, and they do not; ``None``: it is this rank's own. JAX hands the error on to whoever
+    called the compiled function."""
     if call is not None and runs_again():
         raise FloatingPointError(
             "jax_debug_nans, or jax_debug_infs, has found NaN or infinities in the results of a compiled "
@@ -131,12 +126,8 @@ def check_not_again(call: Any) -> None:
 
 
 def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
-    """Outside of programs an operation is a program of its own, but not where JAX `runs_again`.
-
-    Args:
-        primitive: the operation.
-        call: of its parameters, what `check_not_again` takes.
-    """
+    """Outside of programs an operation is a program of its own, but not where JAX `runs_again`:
+    ``call`` makes of its parameters what `check_not_again` takes."""
 
     def run(*operands: Any, **params: Any) -> Any:
         check_not_again(call(**params))
@@ -176,12 +167,8 @@ def effects_barrier(told: Collection[str] = ()) -> None:
 
 
 def varying(x: Any) -> tuple[str, ...]:
-    """The axes of a manual mesh along which a value differs, as far as JAX says: inside
-    ``shard_map``.
-
-    Args:
-        x: an array, its type, or a ``jax.ShapeDtypeStruct``.
-    """
+    """Return the axes of a manual mesh along which a value or its type differs, as far
+    as JAX says: inside ``shard_map``."""
     described = isinstance(x, jax.ShapeDtypeStruct | ShapedArray)
     aval = x if described else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
@@ -190,12 +177,8 @@ def varying(x: Any) -> tuple[str, ...]:
 
 
 def coarsest_eps(function: Any, *operands: Any) -> float:
-    """The largest eps of all floating-point numbers that a function computes, also inside of what it
-    calls; 0 without any. The function is traced for it.
-
-    Args:
-        function: of pytrees of arrays.
-        operands: such pytrees, or their shapes.
+    """Return the largest eps of all floating-point numbers that a function of pytrees computes, also
+    inside of what it calls; 0 without any. The function is traced for it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -220,12 +203,8 @@ def coarsest_eps(function: Any, *operands: Any) -> float:
 
 
 def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
-    """The type of an array of this shape, and of the dtype of another one or the one given, that
-    differs along the same axes as the other one.
-
-    Args:
-        x: the other array, or its type.
-    """
+    """Return the type of an array of this shape, and of the dtype of another one or the one
+    given, that differs along the same axes as the other one."""
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     if varying(aval):
         return aval.update(shape=shape, dtype=dtype, weak_type=False)
@@ -238,11 +217,7 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def devices(context: Any) -> int:
-    """For how many devices a program is.
-
-    Args:
-        context: ``jax.interpreters.mlir.LoweringRuleContext``.
-    """
+    """Return for how many devices a program is."""
     axes = context.module_context.axis_context
     # of a jit, which knows their number; of shard_map and pmap, which have a mesh
     return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
@@ -250,17 +225,8 @@ def devices(context: Any) -> int:
 
 def lower_in_order(context: Any, effect: Any, lower: Any, operands: Any) -> Any:
     """Lower an operation that takes an effect's value first and returns the next one
-    first.
-
-    Args:
-        context: ``jax.interpreters.mlir.LoweringRuleContext`` of the operation.
-        effect: whose.
-        lower: called with a context and operands that have the value in front.
-        operands: the operation's.
-
-    Returns:
-        Its results without the value.
-    """
+    first: ``lower`` is called with a context and operands that have the value in front.
+    Return its results without the value."""
     inner = context.replace(
         avals_in=[_TOKEN, *context.avals_in], avals_out=[_TOKEN, *context.avals_out]
     )

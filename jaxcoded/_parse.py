@@ -20,12 +20,12 @@ LONGEST = 4096  # letters of a call
 def parsed(
     what: str, text: str, names: Collection[str], besides: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """The name in a text, and its keyword arguments.
+    """Return the name in a text, and its keyword arguments.
 
     Args:
         what: the text is of, for the messages.
-        text: a name, or a call of it with keyword arguments that are Python literals.
-        names: that there are.
+        text: one of ``names``, or a call of it with keyword arguments that are Python
+            literals.
         besides: other names, which the caller takes, for the messages.
 
     Raises:
@@ -73,17 +73,8 @@ def check_arguments(
     given: Collection[str],
     besides: Collection[str] = (),
 ) -> None:
-    """Raise unless a function takes the arguments that a text gives it.
-
-    Args:
-        what, text: as in `parsed`.
-        function: of that name.
-        given: the names of its arguments in the text.
-        besides: others, which the caller gives it.
-
-    Raises:
-        ValueError: it has no such argument, or needs another one.
-    """
+    """Raise a ValueError unless a function takes the arguments that a text gives it, in
+    addition to those that the caller does."""
     name = text.partition("(")[0].strip()
     parameters = inspect.signature(function).parameters
     if unknown := sorted(set(given) - parameters.keys()):
@@ -107,11 +98,7 @@ def _close(name: str, names: Collection[str]) -> list[str]:
 
 
 def check_text(what: str, text: Any) -> None:
-    """Raise unless it is a text that is not too long to be parsed.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise a ValueError unless this is a text that is not too long to be parsed."""
     if not isinstance(text, str):
         raise ValueError(f"{what} must be a text, got {shown(text)}")  # noqa: TRY004
     if len(text) > LONGEST:
@@ -159,11 +146,7 @@ def _no_number(text: str) -> Any:
 
 
 def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
-    """``value``, as JSON has it.
-
-    Raises:
-        ValueError: it is of another kind.
-    """
+    """Return ``value``, as JSON has it; a ValueError if it is of another kind."""
     if not isinstance(value, kind):
         wanted = kind.__name__ if isinstance(kind, type) else kind
         raise ValueError(f"{what} must be of type {wanted}, got {shown(value)}")  # noqa: TRY004

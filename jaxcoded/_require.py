@@ -41,11 +41,8 @@ def kind(value: Any) -> str:
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """``value`` as an int.
-
-    Raises:
-        ValueError: it is not an integer in ``least … most``. The message has the name.
-    """
+    """Return ``value`` as an int; a ValueError with the name unless it is an integer in
+    ``least … most``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -61,11 +58,7 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """``value``.
-
-    Raises:
-        TypeError: it is not True or False. The message has the name.
-    """
+    """Return ``value``; a TypeError with the name unless it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return value
@@ -88,22 +81,16 @@ def is_positive(value: Any) -> bool:
 
 
 def positive(name: str, value: Any) -> float:
-    """``value`` as a float.
-
-    Raises:
-        ValueError: it is not a finite number > 0. The message has the name.
-    """
+    """Return ``value`` as a float; a ValueError with the name unless it is a finite
+    number > 0."""
     if not is_positive(value):
         raise ValueError(f"{name} must be a number > 0, got {shown(value)}")
     return float(value)
 
 
 def not_negative(name: str, value: Any) -> float:
-    """``value`` as a float.
-
-    Raises:
-        ValueError: it is not a number ≥ 0. The message has the name.
-    """
+    """Return ``value`` as a float; a ValueError with the name unless it is a number ≥
+    0."""
     if not (is_number(value) and value >= 0):
         raise ValueError(f"{name} must be a number >= 0, got {shown(value)}")
     return float(value)

@@ -18,17 +18,15 @@ _HALVINGS = 40
 
 
 class Block:
-    """Rows of ``M`` that share partitions among themselves alone, and their decoder.
+    """Rows of ``M`` that share partitions among themselves alone, and their decoder,
+    with ``m`` slices.
 
     Every exact solution of ``A·M = T`` is ``A = A0 + Y·N`` with the left null space
     ``N``, so leaving out the set ``E`` asks only for ``Y·N_E = −A0_E``: a system with
     as many unknowns as the block has surplus rows.
 
-    Args:
-        M: float64 ``(r, c·m)``, the rows on the partitions that they hold; of equal
-            partitions one may stand for all.
-        m: number of slices.
-    """
+    ``M``: float64 ``(r, c·m)``, the rows on the partitions that they hold; of equal
+    partitions one may stand for all."""
 
     def __init__(self, M: np.ndarray, m: int) -> None:
         self.M = M

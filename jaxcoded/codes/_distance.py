@@ -48,12 +48,9 @@ def minimum_distance(generator: np.ndarray) -> int:
 
 
 def parity_check(generator: np.ndarray) -> np.ndarray:
-    """A matrix ``(d−m, d)`` with orthonormal rows, orthogonal to a generator whose
-    columns are scaled to norm 1.
-
-    Raises:
-        ValueError: not a finite real ``(m, d)`` of rank ``m``.
-    """
+    """Return a matrix ``(d−m, d)`` with orthonormal rows, orthogonal to a generator
+    whose columns are scaled to norm 1; a ValueError unless that is a finite real ``(m,
+    d)`` of rank ``m``."""
     G = np.asarray(generator)
     if G.ndim != 2 or 0 in G.shape or G.dtype.kind not in "buif":
         raise ValueError(
@@ -73,11 +70,8 @@ def parity_check(generator: np.ndarray) -> np.ndarray:
 
 
 def independent(H: np.ndarray, e: int) -> bool:
-    """Whether any ``e`` columns are linearly independent.
-
-    Raises:
-        ValueError: they are among the first 200,000 sets, and there are more.
-    """
+    """Return whether any ``e`` columns are linearly independent; a ValueError if they
+    are among the first 200,000 sets, and there are more."""
     if e > len(H):
         return False
     return e == 0 or all(
@@ -87,11 +81,8 @@ def independent(H: np.ndarray, e: int) -> bool:
 
 
 def submatrices(matrix: np.ndarray, e: int) -> Iterator[np.ndarray]:
-    """All choices of ``e`` columns, in batches ``(sets, rows, e)``.
-
-    Raises:
-        ValueError: there are more than 200,000, after as many.
-    """
+    """Return all choices of ``e`` columns, in batches ``(sets, rows, e)``; a ValueError
+    if there are more than 200,000, after as many."""
     sets = itertools.combinations(range(matrix.shape[1]), e)
     tried = 0
     while batch := list(itertools.islice(sets, _BATCH)):

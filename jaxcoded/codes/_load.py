@@ -7,11 +7,7 @@ MOST_NUMBERS = 1 << 27
 
 
 def check_size(*shape: int) -> None:
-    """Raise unless a tensor of this shape has a size that a code may have.
-
-    Raises:
-        ValueError: it is larger.
-    """
+    """Raise a ValueError unless a tensor of this shape has a size that a code may have."""
     if math.prod(shape) > MOST_NUMBERS:
         raise ValueError(
             f"a code of shape {_require.shown(shape)} has more than {MOST_NUMBERS} numbers: "
@@ -22,10 +18,8 @@ def check_size(*shape: int) -> None:
 def checked(
     n: int, stragglers: int, slices: int, load: int | None
 ) -> tuple[int, int, int, int]:
-    """``n``, ``s``, ``m`` and the load ``d``, by default the least there is: ``s+m``.
-
-    Raises:
-        ValueError: an argument out of range, or ``d < s+m``, which no code can be.
+    """Return ``n``, ``s``, ``m`` and the load ``d``, by default the least there is:
+    ``s+m``. A ValueError if one is out of range, or ``d < s+m``, which no code can be.
     """
     n = _require.integer("n", n, 1)
     s = _require.integer("stragglers", stragglers, 0)

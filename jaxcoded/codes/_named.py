@@ -95,9 +95,6 @@ def needed(text: str, stragglers: int, slices: int) -> int:
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """The name in the text of a code, and its arguments.
-
-    Raises:
-        ValueError: it has none, or not in this form.
-    """
+    """Return the name in the text of a code, and its arguments; a ValueError if it has
+    none."""
     return _parse.parsed("code", text, NAMES, besides=("auto",))

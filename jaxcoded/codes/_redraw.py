@@ -50,16 +50,9 @@ def accepted(
     remedy: str,
     patterns: Iterable[np.ndarray] = (),
 ) -> GradientCode:
-    """The code with this ``B``, if float64 can decode it.
-
-    Args:
-        patterns: sets of missing children that are tried besides those of
-            `GradientCode`.
-
-    Raises:
-        ValueError: some set of ``n−s`` children cannot be decoded, or amplification ·
-            eps(float64) > 1e-3.
-    """
+    """Return the code with this ``B``; a ValueError if float64 cannot decode it from
+    some set of ``n−s`` children, or amplification · eps(float64) > 1e-3. ``patterns``:
+    sets of missing children that are tried besides those of `GradientCode`."""
     start = (
         f"{name} with n = {B.shape[0]}, stragglers = {stragglers}, slices = "
         f"{B.shape[2]} cannot be decoded in float64: "
@@ -95,14 +88,9 @@ def least_amplified(
     parts: int = 1,
     promises: tuple[tuple[int, int, int], ...] = (),
 ) -> GradientCode:
-    """The code with the smallest amplification of some draws of ``B``, at most 64.
-
-    Warns where it is far above the usual one.
-
-    Raises:
-        ValueError: for every draw amplification · eps(float64) > 1e-3, or float64
-            cannot decode it.
-    """
+    """Return the code with the smallest amplification of some draws of ``B``, at most
+    64; a ValueError if float64 can decode none, or with amplification · eps(float64) >
+    1e-3 alone. Warns where it is far above the usual one."""
     rng = np.random.default_rng([seed, n, stragglers, slices])
     usual = usual_amplification(n, stragglers, slices)
     best: GradientCode | None = None

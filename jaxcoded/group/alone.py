@@ -28,14 +28,8 @@ def warning() -> str:
 def words(ranks: int, variables: Mapping[str, str] = os.environ) -> str:
     """Return what to warn of where MPI has so many ranks; empty if a launcher has started as few, or none says.
 
-    mpirun may run in a step of more tasks, and neither says which of them is the inner one: so all
-    numbers must be larger. Whoever has a terminal starts single processes on purpose.
-
-    Example:
-        >>> from jaxcoded.group import alone
-        >>> alone.words(4, {"SLURM_STEP_NUM_TASKS": "4"})
-        ''
-    """
+    mpirun may run in a step of more tasks, and neither says which of them is the inner one: so all numbers must
+    be larger. Whoever has a terminal starts single processes on purpose."""
     tasks = {
         name: int(said)
         for name in _TASKS

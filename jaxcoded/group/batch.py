@@ -72,11 +72,8 @@ class Batch:
 
 
 def check_length(data: Any, length: int) -> None:
-    """Raise unless all leaves have so many examples.
-
-    Raises:
-        TypeError, ValueError: the message names the leaf.
-    """
+    """Raise a TypeError or ValueError that names the leaf unless all leaves have so
+    many examples."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         name = named("data", path)
         described = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -132,11 +129,8 @@ def read(data: Any, indices: np.ndarray) -> Any:
 
 
 def check_batch(batch: Any) -> None:
-    """Raise unless this is a `Batch` with examples.
-
-    Raises:
-        TypeError: the message has the call that makes one.
-    """
+    """Raise a TypeError, with the call that makes one, unless this is a `Batch` with
+    examples."""
     if not isinstance(batch, Batch):
         raise TypeError(
             f"batch must come from this group, got {_require.kind(batch)}: make it with batch = group.batch((x, y)), "

@@ -784,12 +784,8 @@ class CodedGroup:
 
 
 def check_open(group: object) -> None:
-    """Raise unless ``group`` is a group that can be used.
-
-    Raises:
-        TypeError: it is not a group.
-        GroupClosed: it was closed.
-    """
+    """Raise a TypeError unless ``group`` is a group, and `GroupClosed` if it was
+    closed."""
     if not isinstance(group, CodedGroup):
         raise TypeError(
             f"group must be a jaxcoded.CodedGroup, got {_require.kind(group)}"

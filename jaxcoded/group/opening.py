@@ -34,11 +34,8 @@ def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
-    """The plan for a rank on each of these hosts.
-
-    Args:
-        strategy: of it, or a plan; None: the strategy that works on any number of ranks.
-        hosts: of each rank.
+    """Return the plan for a rank on each of these hosts, of a strategy or a plan; by
+    default of the strategy that works on any number of ranks.
 
     Raises:
         TypeError, ValueError: it is neither, or does not fit so many ranks.
@@ -59,14 +56,8 @@ def agreed_plan(
     request: dict[str, Any],
     planner: Callable[[], Plan],
 ) -> Plan:
-    """This rank's plan, once all ranks are known to have the same one. Otherwise the same error on all
-    of them. Collective.
-
-    Args:
-        comm: of the group.
-        transport: that was asked for.
-        request: what else was, by name.
-        planner: makes this rank's plan.
+    """Return this rank's plan, once all ranks are known to have the same one and to have asked for the
+    same. Otherwise the same error on all of them. Collective.
 
     Raises:
         GroupMismatch: ranks asked for different groups.
@@ -107,15 +98,10 @@ def agreed_transport(
     options: Options,
     explicit: bool,
 ) -> tuple[Transport, Options, list[str]]:
-    """The transport asked for, the same on all ranks, its options, and what to warn of. Collective.
+    """Return the transport asked for, the same on all ranks, its options, and what to warn of.
+    Collective.
 
-    Args:
-        comm: of the group.
-        index: of the group in this process.
-        plan: of the group.
-        transport: the name of one, or ``"auto"``.
-        options: as far as they are known.
-        explicit: whether a call asked for a ``check``, and not the environment.
+    ``explicit``: a call asked for a ``check``, and not the environment.
 
     Raises:
         ValueError: there is no such transport here, or the options do not go with it. On every rank.
@@ -171,11 +157,8 @@ def why_not_shared(transport: str, reasons: list[str]) -> str:
 def _checking(
     plan: Plan, transport: str, options: Options, explicit: bool
 ) -> tuple[Options, list[str]]:
-    """The options with the ``check`` that this group can have, if one was asked for; and what to warn of.
-
-    Raises:
-        ValueError: it cannot have it.
-    """
+    """Return the options with the ``check`` that this group can have, if one was asked for; and what to
+    warn of. A ValueError if it cannot have what a call asked for."""
     if not isinstance(check := options.check, Check):
         return options, []
     name = "DEBUG" if check == DEBUG else repr(check)

@@ -42,11 +42,8 @@ class Process(NamedTuple):
         return bool(self.numbers) and self[:2] == other[:2]
 
     def kill(self) -> int:
-        """Kill it, also where it is stopped, and nothing else.
-
-        Returns:
-            0, or the number of an error.
-        """
+        """Kill it, also where it is stopped, and nothing else. Return 0, or the number
+        of an error."""
         try:
             # while this is open, no other process gets the number unnoticed
             handle = os.pidfd_open(self.pid)

@@ -26,16 +26,11 @@ Path = str | os.PathLike[str]
 
 
 class Record:
-    """What a group writes of its ledger, and what it follows of another run's. The root alone
-    reads and writes.
+    """What a group writes of its ledger to ``path``, and what it follows of another run's in
+    ``replay``, if they are given. The root alone reads and writes.
 
-    A file has a line of JSON for its plan, and one for each round whose work was shared:
-    its number, the call in words if it is another one than before, and the blocks of each
-    rank.
-
-    Args:
-        path: the file to write; ``None``: nothing is recorded.
-        replay: the file to follow; ``None``: work is shared as the round goes.
+    A file has a line of JSON for its plan, and one for each round whose work was shared: its
+    number, the call in words if it is another one than before, and the blocks of each rank.
 
     Attributes:
         request: the arguments that were given, by name.
@@ -50,11 +45,8 @@ class Record:
         self._thread: threading.Thread | None = None
 
     def check(self, plan: Plan, deadline: Deadline) -> None:
-        """Raise unless a group of this plan can do as it is asked.
-
-        Raises:
-            TypeError, ValueError: the message names the value and the remedy.
-        """
+        """Raise a TypeError or ValueError, with the value and the remedy, unless a
+        group of this plan can do as it is asked."""
         for name, path in self.request.items():
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} must be the path of a file, got {path!r}")
@@ -74,11 +66,8 @@ class Record:
             )
 
     def open(self, comm: MPI.Intracomm, plan: Plan) -> None:
-        """Read what is to be read, and begin the file. Collective.
-
-        Raises:
-            CodedError: the root cannot. On every rank.
-        """
+        """Read what is to be read, and begin the file. Collective; a CodedError on
+        every rank if the root cannot."""
 
         def mine() -> None:
             if comm.rank != plan.root:
@@ -112,11 +101,7 @@ class Record:
 
 class Writer:
     """Writes rounds to a file, one by one. Where that fails, as on a full disk, it says so
-    in the log and writes no more.
-
-    Raises:
-        OSError: there can be no such file.
-    """
+    in the log and writes no more. An OSError if there can be no such file."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
         self._path = path
@@ -172,11 +157,7 @@ class Writer:
 
 
 def read(path: Path, plan: Plan) -> list[Dealt]:
-    """The rounds of a record.
-
-    Args:
-        path: of the file.
-        plan: of the group that is to follow it.
+    """Return the rounds of a record, for a group of this plan to follow.
 
     Raises:
         OSError: it cannot be read.

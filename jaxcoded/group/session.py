@@ -187,11 +187,8 @@ class Session:
         return self.ahead is None or LosesRanks.of(self.transport).alike()
 
     def check_alike(self) -> None:
-        """Raise unless all ranks have had the sums of the same rounds.
-
-        Raises:
-            CodedError: some have not, and would go on with other values than the rest.
-        """
+        """Raise a CodedError unless all ranks have had the sums of the same rounds:
+        some would go on with other values than the rest."""
         if not (self.hands_on or self.alike):
             raise CodedError(
                 "ranks have joined, which have no state yet, or the root died, and some had the sum of its last round, "
@@ -230,16 +227,13 @@ class Session:
         call: str,
         whose: str,
     ) -> Plan:
-        """The plan of a group of other ranks in its place.
+        """Return the plan of a group of other ranks in its place, or raise a
+        ValueError.
 
         Args:
-            hosts: of each rank.
             speeds: of each; none if they count as equal.
             strategy: to take instead, if one is given.
             call, whose: what asks for it, and for which ranks, in words.
-
-        Raises:
-            ValueError: there is none.
         """
         if self.record.request:
             raise ValueError(

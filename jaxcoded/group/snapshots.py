@@ -55,12 +55,9 @@ def _digest_of_plan(transport: Transport) -> np.ndarray:
 
 
 def to_bytes(state: Any) -> np.ndarray:
-    """The leaves of a pytree one after the other, behind a digest of its structure,
-    shapes and dtypes: uint8 ``(bytes,)``. Waits until they are computed.
-
-    Raises:
-        TypeError: a leaf is not an array of numbers or random keys.
-    """
+    """Return the leaves of a pytree one after the other, behind a digest of its
+    structure, shapes and dtypes: uint8 ``(bytes,)``. Waits until they are computed. A
+    TypeError if a leaf is not an array of numbers or random keys."""
     leaves = [
         _bytes_of(leaf, path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -69,15 +66,9 @@ def to_bytes(state: Any) -> np.ndarray:
 
 
 def from_bytes(data: bytes, like: Any) -> Any:
-    """The pytree that `to_bytes` was given.
-
-    Args:
-        data: what it returned.
-        like: a pytree of the same structure, shapes and dtypes.
-
-    Returns:
-        Leaves of the kinds that ``like`` has: Python numbers, numpy arrays, random keys, and
-        for anything else JAX arrays (numpy where JAX has no 64 bits).
+    """Return the pytree that `to_bytes` was given, with leaves of the kinds that ``like``
+    has, a pytree of the same structure, shapes and dtypes: Python numbers, numpy arrays,
+    random keys, and for anything else JAX arrays (numpy where JAX has no 64 bits).
 
     Raises:
         ValueError: ``like`` is not, or the data are damaged.

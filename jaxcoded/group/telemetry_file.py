@@ -43,7 +43,7 @@ _LONGEST = 1e15  # seconds
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of a `Telemetry`, from the file that `Telemetry.save` wrote.
+    """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote.
 
     Nothing in it is unpickled, and it takes no more memory than the file is long.
 

@@ -70,11 +70,8 @@ class Weights:
     rank: int
 
     def check(self, plan: Plan, rank: int) -> None:
-        """Raise unless they are of this rank of this plan.
-
-        Raises:
-            ValueError: they are of another one, or have lost digits.
-        """
+        """Raise a ValueError unless they are of this rank of this plan, with all their
+        digits."""
         remedy = "take the batches of this group's epoch, or group.batch"
         if self.plan != plan.fingerprint:
             raise ValueError(

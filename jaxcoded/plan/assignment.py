@@ -8,19 +8,13 @@ from jaxcoded.plan.plan import Plan
 
 
 def loads(plan: Plan, batch_size: int) -> np.ndarray:
-    """Number of distinct examples that each rank computes, int64 ``(size,)``.
+    """Return the number of distinct examples of a batch that each rank computes, int64
+    ``(size,)``.
 
     No rank exceeds ``⌈load · batch_size⌉`` by more than the depth of the tree, where the
     partitions of a child lie side by side on a circle (all but block designs, expanders
     and the random approximate codes; there by less than one example for each of the
-    partitions that it holds).
-
-    Args:
-        plan: the plan.
-        batch_size: ``d``, the number of examples in the global batch.
-
-    Raises:
-        ValueError: ``batch_size < 1``.
+    partitions that it holds). A ValueError if ``batch_size < 1``.
 
     Example:
         >>> import jaxcoded
@@ -32,13 +26,9 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
 
 
 def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The examples of one rank, and their coefficients in its message; see
-    `jaxcoded.plan.dealing.dealt`.
-
-    Args:
-        plan: the plan.
-        rank: whose share.
-        batch_size: ``d``, the number of examples in the global batch.
+    """Return the examples of one rank, and their coefficients in its message; see
+    `jaxcoded.plan.dealing.dealt`. A ValueError if ``batch_size < 1``, or there is no
+    such rank.
 
     Returns:
         indices: int64 ``(load,)``, distinct numbers in ``0 … d−1``.
@@ -46,9 +36,6 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
             ``M = plan.slices_above[rank]``: this rank adds ``Σ_u coefficients[e, p, u]
             · gradient_e[slice u of M]`` to part ``p`` of its message for every example
             ``e``.
-
-    Raises:
-        ValueError: ``batch_size < 1``, or no such rank.
     """
     rank = _require.integer("rank", rank, 0, plan.size - 1)
     batch_size = _require.integer("batch_size", batch_size, 1)
@@ -56,16 +43,10 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
 
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """What one rank reads, padded to one static length for all ranks; in a plan with
-    unequal speeds, to a length of its own.
+    """Return what one rank reads, padded to one static length for all ranks; in a plan with unequal speeds, to a length
+    of its own. A ValueError if ``batch_size < 1``, or there is no such rank.
 
-    Padding repeats one of the rank's own examples (example 0 where it has none) with
-    weight 0.
-
-    Args:
-        plan: the plan.
-        rank: whose assignment.
-        batch_size: ``d``, the number of examples in the global batch, at least 1.
+    Padding repeats one of the rank's own examples (example 0 where it has none) with weight 0.
 
     Returns:
         indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.
@@ -77,9 +58,6 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
             ``P`` parts of the message, equal within a chunk but for padding. The number
             of chunks is a multiple of ``P``, and the first ``(p + 1) / P`` of them are
             all of part ``p``.
-
-    Raises:
-        ValueError: ``batch_size < 1``, or no such rank.
 
     Example:
         >>> import jaxcoded

@@ -62,13 +62,9 @@ def probe(plan: Plan, rank: int) -> np.ndarray:
 
 
 def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """What the sum of all probes is where it is exact, and how much a deviation from it
-    weighs.
-
-    Returns:
-        exact, weights: float64 ``(F · atoms · F,)``; the residual is ``√Σ weights ·
-        (sum − exact)²``.
-    """
+    """Return what the sum of all probes is where it is exact, and how much a deviation
+    from it weighs: float64 ``(F · atoms · F,)``; the residual is ``√Σ weights · (sum −
+    exact)²``."""
     fine = plan.padding_multiple
     exact = np.broadcast_to(
         np.eye(fine)[:, None, :], (fine, len(sizes(plan)), fine)

@@ -27,23 +27,18 @@ class Run(NamedTuple):
 def dealt(
     plan: Plan, size: Fraction, ranks: Container[int], *, whole: bool
 ) -> dict[int, list[Run]]:
-    """What ranks compute themselves.
+    """Return what ranks compute themselves: their runs, in the order in which each has them.
 
     A rank keeps ``v/c`` of what it is assigned (``v``: its speed, 1 where all are equal; ``c``:
     the capacity of its subtree), see `Plan.own_share`, and codes the rest over its children.
-    Coefficients multiply down the path; with slices, a coefficient is a vector, and slice ``u``
-    of a parent cut into ``m`` is slices ``u·m … u·m + m−1`` of the child. With parts there is one
+    Coefficients multiply down the path; with slices, a coefficient is a vector, and slice ``u`` of
+    a parent cut into ``m`` is slices ``u·m … u·m + m−1`` of the child. With parts there is one
     such vector for each, and part ``p`` of a parent with ``P'`` parts to a child is parts ``p·P' …
     p·P' + P'−1`` of the child.
 
     Args:
-        plan: a plan with codes.
-        size: of the batch.
         ranks: those that are wanted, and all above them.
-        whole: whether it consists of examples, which are not cut; ``size`` is their number.
-
-    Returns:
-        Their runs, in the order in which each has them.
+        whole: whether the batch consists of examples, which are not cut; ``size`` is their number.
     """
     assigned = {plan.root: [Run(Fraction(0), size, np.ones((1, 1)))]}
     out = {}

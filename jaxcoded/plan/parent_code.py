@@ -182,16 +182,12 @@ def _ends(sizes: Sequence[Fraction]) -> list[Fraction]:
 
 
 def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
-    """Shares (each ≤ 1, adding up to an integer h) laid end to end on a circle of
-    length 1.
+    """Lay shares (each ≤ 1, adding up to an integer h) end to end on a circle of length
+    1: bool support ``(n, k)`` and the ``k`` sizes.
 
     Every point of the circle lies on exactly ``h`` distinct children (McNaughton's
     rule). The partitions are the arcs between the ends of shares, at most ``n`` of
-    them.
-
-    Returns:
-        Bool support ``(n, k)`` and the ``k`` sizes.
-    """
+    them."""
     ends = _ends(shares)
     cuts = sorted({end % 1 for end in ends} | {Fraction(1)})
     support = np.zeros((len(shares), len(cuts) - 1), bool)

@@ -173,15 +173,9 @@ class Strategy(abc.ABC):
 
     @staticmethod
     def parse(text: str, what: str = "strategy") -> Strategy:
-        """The strategy that a text names, as its `repr` does.
-
-        Args:
-            text: such as ``"Shared"`` or ``"Coded(stragglers=1, fanout=3)"``: literals only.
-            what: the text is, for messages.
-
-        Raises:
-            ValueError: it names none, or one that there cannot be.
-        """
+        """Return the strategy that a text names, as its `repr` does, such as ``"Shared"`` or
+        ``"Coded(stragglers=1, fanout=3)"``: literals only. A ValueError, of this text as
+        ``what``, if it names none, or one that there cannot be."""
         name, given = _parse.parsed(what, text, _KINDS)
         return _made(what, name, text, given)
 

@@ -102,16 +102,12 @@ def regular_size(fanout: int, depth: int) -> int:
 
 
 def default_fanout(size: int, needed: int) -> int:
-    """The fan-out taken when none is asked for: the smallest one that reaches ``size``
-    at the smallest depth and gives every parent the children it needs.
+    """Return the fan-out taken when none is asked for: the smallest one that reaches
+    ``size`` at the smallest depth and gives every parent the ``s + m`` children it
+    needs.
 
     At most ``max(8, 2 · needed)`` children to a parent, so that no parent receives from
-    too many.
-
-    Args:
-        size: number of ranks.
-        needed: children that every parent needs (``s + m``).
-    """
+    too many."""
     largest = max(8, 2 * needed)
     depth = 1
     while regular_size(largest, depth) < size:
@@ -122,21 +118,15 @@ def default_fanout(size: int, needed: int) -> int:
 
 
 def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
-    """A breadth-first tree of any size whose parents have as equal numbers of children
-    as possible.
+    """Return a breadth-first tree of any size, as the parent of each rank, whose
+    parents have as equal numbers of children as possible, at most ``fanout``.
 
     With ``size = 1 + n + … + n^L`` this is the (n, L)-regular tree, ``parent(r) =
     (r−1)//n``.
 
-    Args:
-        size: number of ranks.
-        fanout: the largest number of children of a parent.
-        needed: the number of children below which a parent cannot keep its stragglers
-            (``s + m``). Where ``size`` allows no tree with ``needed … fanout`` children
-            everywhere, the last parent alone gets fewer.
-
-    Returns:
-        The parent of each rank, ``-1`` for rank 0.
+    Below ``needed`` children (``s + m``) a parent cannot keep its stragglers. Where
+    ``size`` allows no tree with ``needed … fanout`` children everywhere, the last
+    parent alone gets fewer.
 
     Example:
         >>> from jaxcoded.plan.tree import balanced_parents
@@ -158,15 +148,10 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
 
 
 def parents_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
-    """A tree of two layers that follows hosts, so that what a host sends and receives does not
-    grow with its ranks: the first rank of each host, the root aside, is the root's child, and the
-    others of that host are its children. With one rank on each, a star.
-
-    Args:
-        hosts: the name of each rank's host.
-
-    Returns:
-        The parent of each rank, ``-1`` for rank 0.
+    """Return a tree of two layers that follows hosts, as the parent of each rank, so that what a
+    host sends and receives does not grow with its ranks: the first rank of each host, the root
+    aside, is the root's child, and the others of that host are its children. With one rank on
+    each, a star.
 
     Example:
         >>> from jaxcoded.plan.tree import parents_by_host

@@ -54,9 +54,9 @@ def plain(value: Any) -> Any:
 
 
 def differences(answers: Sequence[str]) -> list[str]:
-    """The first item of each answer in which they differ; "nothing" where one has none.
-    Items are what stands between commas outside of brackets, and before an "of". (The
-    engine says the same, see ``cpp/difference.h``.)
+    """Return the first item of each answer in which they differ; "nothing" where one
+    has none. Items are what stands between commas outside of brackets, and before an
+    "of". (The engine says the same, see ``cpp/difference.h``.)
 
     Example:
         >>> from jaxcoded.transport.agreement import differences
@@ -88,18 +88,11 @@ def _items(answer: str) -> list[str]:
 
 
 def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
-    """Compare what the ranks of a communicator say. Collective.
+    """Compare the words of all ranks, in one all-reduce of 16 bytes while they agree.
+    Collective.
 
-    One all-reduce of 16 bytes while they agree.
-
-    Args:
-        comm: the communicator.
-        words: what this rank is about to do.
-        what: what it is where ranks differ.
-
-    Returns:
-        ``None`` if all ranks said the same; else, on every rank, in what they differ, and
-        who said what.
+    Returns ``None`` if all ranks said the same; else, on every rank, ``what`` that means,
+    in what they differ, and who said what.
 
     Example:
         >>> from jaxcoded.transport.agreement import disagreement
@@ -118,11 +111,7 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
 
 
 def in_words(said: Sequence[str], what: str) -> str:
-    """In what the words of ranks differ, and who said what.
-
-    Args:
-        said: by each rank.
-        what: what it is where they differ.
+    """Say in what the words of ranks differ, who said what, and ``what`` that means.
 
     Example:
         >>> from jaxcoded.transport.agreement import in_words
@@ -161,16 +150,10 @@ def _shortened(words: str) -> str:
 def on_all(
     comm: MPI.Intracomm, step: Callable[[], T], undo: Callable[[T], object]
 ) -> list[T]:
-    """Take a step of this rank's own that all ranks rely on. Collective.
+    """Take a step that all ranks rely on, and return what each rank's ``step`` gave, by
+    rank: something that JSON has. Collective.
 
-    Args:
-        comm: the communicator.
-        step: what to do. It gives something that JSON can say.
-        undo: called with what the step gave, where it succeeded but another rank's did
-            not.
-
-    Returns:
-        What it gave, by rank.
+    Where it succeeded but another rank's did not, ``undo`` is called with what it gave.
 
     Raises:
         CodedError: it failed on some rank. Raised on every rank.
@@ -198,24 +181,14 @@ def on_all(
 
 
 def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
-    """What each rank says, by rank. Collective.
+    """Return what each rank says, by rank: anything that JSON has. Tuples become lists. Collective.
 
-    It goes as JSON, for which ranks need nothing in common: of classes that one of them does
-    not have, unpickling would make an error in its own words, or worse.
-
-    Args:
-        comm: the communicator.
-        value: what this rank says: anything that JSON has. Tuples become lists.
+    It goes as JSON, for which ranks need nothing in common: of classes that one of them does not have,
+    unpickling would make an error in its own words, or worse.
 
     Raises:
         Unreadable: what a rank said cannot be read, or is longer than 16 MiB. On every rank, unless one has
             died.
-
-    Example:
-        >>> from jaxcoded.transport.agreement import gathered
-        >>> from mpi4py import MPI
-        >>> gathered(MPI.COMM_SELF, {"host": "a", "ports": (1, 2)})
-        [{'host': 'a', 'ports': [1, 2]}]
     """
     mine = _bytes(value)
     # Zeros, so that what has not come is no JSON.
@@ -233,21 +206,10 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
-    """What one rank says, on all ranks, as in `gathered`. Collective.
-
-    Args:
-        comm: the communicator.
-        value: what the root says; of others it does not count.
-        root: who says it.
+    """Return what one rank says, on all ranks, as in `gathered`. Collective.
 
     Raises:
         Unreadable: it cannot be read, or is longer than 16 MiB. On every rank, unless one has died.
-
-    Example:
-        >>> from jaxcoded.transport.agreement import told
-        >>> from mpi4py import MPI
-        >>> told(MPI.COMM_SELF, 5)
-        5
     """
     mine = _bytes(value if comm.rank == root else None)
     length = np.array([len(mine)], np.int64)

@@ -41,10 +41,8 @@ class Carrier(abc.ABC):
         """Lower a round for a platform, as a rule of JAX does."""
 
     def devices(self, token: Any) -> Devices | None:
-        """The devices of the program that is traced here, if several call together.
-
-        Args:
-            token: what orders the call, if anything.
+        """Return the devices of the program that is traced here, if several call
+        together; ``token`` orders the call, if anything.
 
         Raises:
             ValueError: they cannot.

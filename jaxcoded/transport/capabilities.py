@@ -55,13 +55,9 @@ class SharedWork(Capability):
 
     @abc.abstractmethod
     def take_block(self, words: str, *, first: bool) -> int | None:
-        """The next block of a round whose vectors follow in the next one; ``None`` once
-        all are computed, and `end_of_blocks` is to be called.
-
-        Args:
-            words: what all ranks must agree on.
-            first: whether it is the round's first.
-        """
+        """Return the next block of a round whose vectors follow in the next one;
+        ``None`` once all are computed, and `end_of_blocks` is to be called. All ranks
+        must agree on ``words``."""
 
     @abc.abstractmethod
     def end_of_blocks(self) -> None:
@@ -144,11 +140,8 @@ class LosesRanks(Capability):
 
     @abc.abstractmethod
     def agreed(self, mine: bool) -> bool:
-        """Whether something is so on all ranks, and all of them live; the same on all. Collective.
-
-        Args:
-            mine: whether it is so on this rank.
-        """
+        """Return whether something is so on all ranks, and all of them live; the same on all.
+        Collective."""
 
     @abc.abstractmethod
     def expect_state(self) -> None:

@@ -103,16 +103,8 @@ def of_program() -> Devices | None:
 
 
 def check(context: Any, together: Devices | None, platform: str) -> None:
-    """Refuse to lower a collective into a program on several devices that do not call together.
-
-    Args:
-        context: ``mlir.LoweringRuleContext``.
-        together: those that do.
-        platform: for which it is lowered.
-
-    Raises:
-        ValueError: the program is for others.
-    """
+    """Raise a ValueError where a collective is lowered into a program on several devices that
+    do not call together."""
     devices = _jax_compat.devices(context)
     if devices > 1 and together is None:
         raise ValueError(f"this program runs on {devices} devices, but {REMEDY}")

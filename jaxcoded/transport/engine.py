@@ -116,14 +116,7 @@ def _release(version: str) -> str:
 
 
 class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
-    """The transport of one group. Collective.
-
-    Args:
-        index: of the group; never used again.
-        comm: the group's communicator.
-        plan: the group's plan.
-        options: how it makes its rounds, complete.
-    """
+    """The transport of one group. Collective. ``options`` are complete."""
 
     name = "engine"
     can_lag = True
@@ -593,13 +586,10 @@ def _left() -> list[Engine]:
 
 
 def leave(seconds: float) -> None:
-    """Leave all groups as at the end of the process, of which no more calls can come.
+    """Leave all groups as at the end of the process, of which no more calls can come;
+    ranks below get what they lack for so many seconds.
 
-    A root leaves nothing in order: it would fail rounds that another root repeats.
-
-    Args:
-        seconds: for which ranks below get what they lack.
-    """
+    A root leaves nothing in order: it would fail rounds that another root repeats."""
     groups = _left()
     if groups and all(it.rank != it.plan.root for it in groups):
         _engine.stop(seconds, "", 0)

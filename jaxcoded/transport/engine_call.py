@@ -74,15 +74,7 @@ def lower(
     rank: int,
     platform: str | None,
 ) -> Any:
-    """Lower a round.
-
-    Args:
-        ctx: ``mlir.LoweringRuleContext`` of the round.
-        operands: its values.
-        round: what happens.
-        plan, rank: of the group.
-        platform: for which it is lowered.
-    """
+    """Lower a round for a platform."""
     check(ctx, round.devices, platform or "")
     does = CALLS[round.kind]
     tokened = "token" in round.leading

@@ -67,15 +67,12 @@ def divided(pytree: Any, number: Any) -> Any:
 def weighted_sum(
     coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Array]
 ) -> jax.Array:
-    """``Σ_i coefficients[i] · vectors[i]``, in one pass.
+    """Return ``Σ_i coefficients[i] · vectors[i]``, in one pass, in the vectors'
+    accumulator dtype. Where ``coefficients[i] == 0`` vector ``i`` is ignored.
 
     Args:
         coefficients: float ``(n,)``.
         vectors: ``(n, ...)``, or a sequence of ``n`` arrays of one shape and dtype.
-
-    Returns:
-        Array of the vectors' shape, in their accumulator dtype. Where ``coefficients[i]
-        == 0`` vector ``i`` is ignored.
     """
     dtype = accumulator(vectors[0].dtype)
     total = jnp.zeros(vectors[0].shape, dtype)

@@ -90,13 +90,11 @@ def tree_reduce(
     parent.
 
     Args:
-        own: this rank's message ``(..., P·l)``.
-        children: ranks in the order of the code's rows; their messages are ``(..., P·P'
-            ·l/m)``.
+        own: this rank's message ``(..., P·l)``, with ``P = parts``.
+        children: ranks in the order of the code's rows; their messages are ``(...,
+            P·P'·l/m)``.
         parent: whom to send to; negative at the root.
         coefficients: ``(m, n·P')``.
-        comm: the communicator.
-        parts: ``P``.
 
     Returns:
         ``(..., P·l)``, the coded sum over this rank's subtree.

@@ -25,13 +25,7 @@ from jaxcoded.transport.traced import Traced
 
 
 class Mpi4jax(Traced, Transport):
-    """The transport of one group.
-
-    Args:
-        index: of the group; never used again.
-        comm: the group's communicator.
-        plan: the group's plan.
-    """
+    """The transport of one group, under an index that is never used again."""
 
     name = "mpi4jax"
 
@@ -133,7 +127,6 @@ class Mpi4jax(Traced, Transport):
 
     def _agree(self, call: str, erased: np.ndarray | None = None) -> None:
         """Begin a round: make sure that all ranks are about to do the same. Collective.
-
         Called from the middle of compiled steps.
 
         Raises:

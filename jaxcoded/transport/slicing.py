@@ -28,12 +28,7 @@ except ImportError:  # then XLA makes its kernels
 def slices(
     vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """``[vector[start : start + size], …]``.
-
-    Args:
-        vector: ``(length,)``.
-        starts: of each slice.
-        sizes: ≥ 1, of each slice.
+    """Return ``[vector[start : start + size], …]``, with sizes ≥ 1.
 
     Example:
         >>> import jax.numpy as jnp

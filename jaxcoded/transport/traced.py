@@ -21,16 +21,9 @@ class Traced(Carrier):
         vectors: Sequence[jax.Array],
         erasures: jax.Array | None,
     ) -> Sequence[jax.Array]:
-        """Trace a round.
-
-        Args:
-            round: what happens.
-            vectors: this rank's, ``(..., length)``, in the dtypes in which they travel.
-            erasures: bool ``(size,)``, ranks to leave out.
-
-        Returns:
-            The resulting vectors, in the same dtypes.
-        """
+        """Trace a round of this rank's vectors ``(..., length)`` in the dtypes in which
+        they travel, without the ranks in ``erasures``, bool ``(size,)``. Return the
+        resulting vectors, in the same dtypes."""
 
     def lower(
         self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None

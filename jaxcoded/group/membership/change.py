@@ -17,12 +17,8 @@ OPENS = 120.0  # seconds in which ranks have made a group, and more
 
 
 class Change:
-    """What is made in the place of a group. What has been begun is waited for again by the next call, where one has
-    given up.
-
-    Args:
-        old: the group, of which all ranks that live have come.
-        roll: of its ranks.
+    """What is made in the place of a group, of which all ranks that live have come. What has been begun is waited
+    for again by the next call, where one has given up.
 
     Attributes:
         died: what to say where a rank has died on the way.
@@ -38,10 +34,8 @@ class Change:
         self._agreement: Pending[bool] | None = None  # whether all have it
 
     def session(self, rounds: int) -> Session:
-        """The new one, once they agree.
-
-        Args:
-            rounds: of the old group, that this rank knows now.
+        """Return the new one, once they agree. ``rounds``: of the old group, that this
+        rank knows now.
 
         Raises:
             CodedError: not all have it, or it is not what follows on those rounds.
@@ -85,14 +79,9 @@ class Change:
 
 @contextlib.contextmanager
 def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Inside, whoever waits for others in these communicators for so long gets an error instead: a
-    rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in ``MPI_Comm_dup`` for ever, now and
-    then.
-
-    Args:
-        comms: those that there are by then, if it grows.
-        seconds: for how long. Default: `OPENS`.
-    """
+    """Inside, whoever waits for others in these communicators, and in those that are added, for so long
+    gets an error instead: a rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in
+    ``MPI_Comm_dup`` for ever, now and then."""
 
     def revoke() -> None:
         for comm in comms:

@@ -29,11 +29,8 @@ class Message:
     """What a rank says to another. A subclass is a frozen dataclass of what JSON has, and of such dataclasses."""
 
     def check(self, ranks: int) -> None:
-        """Raise unless a rank may say it in a communicator of so many ranks.
-
-        Raises:
-            ValueError: the message names the field.
-        """
+        """Raise a ValueError that names the field unless a rank may say it in a
+        communicator of so many ranks."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value = field.name, getattr(self, field.name)
             if field.type is int:
@@ -69,8 +66,6 @@ class Channel(Generic[M]):
     """Messages of two ranks, for which nobody waits in MPI.
 
     Args:
-        comm: of both, or between them.
-        tag: of the messages.
         kinds: of messages that may come.
         about: what they say, in words that follow "says of".
         who: says a rank, in words.
@@ -153,10 +148,8 @@ class Channel(Generic[M]):
 
 
 def read(kind: type[T], said: Any) -> T:
-    """A dataclass, of its fields in an object of JSON, each of its kind.
-
-    Raises:
-        ValueError: they are others.
+    """Return a dataclass, of its fields in an object of JSON, each of its kind; a
+    ValueError if they are others.
 
     Example:
         >>> from jaxcoded.group.membership.channel import read

@@ -29,9 +29,8 @@ class Extending(Change):
 
     Args:
         old, roll: as in `Change`; all ranks are alive.
-        ranks: that join.
         strategy, options, timeout: as in `CodedGroup.extended`.
-        command: that starts each of them; empty: as those that were there at the beginning were started.
+        command: as there; empty: as those that were there at the beginning were started.
         rounds: of the group, that this rank knows.
         drained: whether these are all that it has called.
     """
@@ -66,13 +65,7 @@ class Extending(Change):
 
     def make(self, timeout: float, put_out: bool) -> None:
         """Make it with the others, and wait until all agree that they have it, or that they do not.
-
-        Args:
-            timeout, put_out: as in `CodedGroup.recovered`.
-
-        Raises:
-            CodedError: they have not come to that yet.
-        """
+        A CodedError if they have not come to that yet."""
         wait = functools.partial(
             self._roll.wait, seconds=timeout, put_out=put_out, extends=True
         )
@@ -137,11 +130,7 @@ class Extending(Change):
         self._invitation = invitation
 
     def _make(self, ranks: MPI.Intracomm) -> None:
-        """Make the group with them.
-
-        Args:
-            ranks: of this one.
-        """
+        """Make the group with its ranks, and those that join."""
         old, invitation = self._old, self._invitation
         assert invitation is not None
         self._until = time.monotonic() + joining.opening_seconds(self._timeout)

@@ -35,11 +35,8 @@ LONGEST = 1e6  # seconds for which others wait: longer is for ever, and more tha
 
 
 def why_not(hosts: int) -> str:
-    """Why no ranks can be taken in here, in words; empty if they can.
-
-    Args:
-        hosts: how many the group has.
-    """
+    """Return why no ranks can be taken in by a group on so many hosts, in words; empty
+    if they can."""
     if os.environ.get(FORGIVES) != "1":
         return (
             "extended needs a launcher that goes on where a rank dies that was started later: start the job with "
@@ -82,11 +79,7 @@ class Invitation:
     options: Options
 
     def check(self) -> None:
-        """Raise unless a group can be made so.
-
-        Raises:
-            ValueError: it cannot. The message names the value.
-        """
+        """Raise a ValueError that names the value unless a group can be made so."""
         _require.integer("size", self.size, 1)
         _require.integer("ranks", self.ranks, 1, MOST)
         _require.integer("root", self.root, 0, self.size - 1)
@@ -99,14 +92,9 @@ class Invitation:
         return {"extended": [self.size, self.ranks]}
 
     def own(self, both: MPI.Intracomm) -> MPI.Intracomm:
-        """The new group's communicator, in which the old root has its place. Collective.
-
-        Args:
-            both: old ranks, and then new ones.
-
-        Raises:
-            CodedError: these are not as many as were invited.
-        """
+        """Return the new group's communicator, in which the old root has its place, of
+        all old and then new ranks. Collective. A CodedError if these are not as many as
+        were invited."""
         if both.size != self.size + self.ranks:
             raise CodedError(
                 f"{self.ranks} ranks were to join {self.size}, but there are {both.size} of both"
@@ -120,13 +108,8 @@ class Invitation:
 
 
 class Side:
-    """The old ranks, or the new ones, as they are connected with the others.
-
-    Args:
-        comm: of them.
-        leader: the one of them that both sides meet by.
-        first: whether they are to be the first ranks of all.
-    """
+    """The old ranks (``first``), or the new ones, as they are connected with the
+    others: both sides meet by their leaders."""
 
     def __init__(self, comm: MPI.Intracomm, leader: int, *, first: bool) -> None:
         self._comm, self._leader, self._first = comm, leader, first
@@ -139,16 +122,13 @@ class Side:
         until: float,
         look: Callable[[], object],
     ) -> MPI.Intracomm:
-        """All ranks, in one communicator. Collective of both.
+        """Return all ranks, in one communicator. Collective of both.
 
         Args:
             between: of the starter and those that it has started; None on all others.
             other: the leader of the other side there, where the starter is the first.
-            until: when it is to be made.
+            until: when it is to be made; a CodedError if it has not been by then.
             look: called meanwhile, may raise.
-
-        Raises:
-            CodedError: it has not been made by then.
         """
         making = Pending(lambda: self._make(between, other))
         try:
@@ -181,13 +161,8 @@ class Side:
 def plan_of_root(
     comm: MPI.Intracomm, root: int, make: Callable[[], Plan] | None = None
 ) -> Plan:
-    """The plan of the root, on ranks that cannot make it themselves, too. Collective.
-
-    Args:
-        comm: of all.
-        root: whose plan counts.
-        make: makes this rank's; None on those that cannot.
-    """
+    """Return the plan of the root, on ranks that cannot make it themselves, too.
+    Collective. ``make`` makes this rank's; None on those that cannot."""
     plan, failure = None, None
     try:
         plan = make and make()

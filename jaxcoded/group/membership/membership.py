@@ -21,9 +21,6 @@ from jaxcoded.transport.options import Options
 class Membership:
     """The ranks of a group as they come and go. One thread at a time changes them.
 
-    Args:
-        session: of the group.
-
     Attributes:
         session: of the group, another one of the same ranks after a `replan`.
     """
@@ -129,12 +126,8 @@ class Membership:
 
     @contextlib.contextmanager
     def _changing(self, call: str) -> Iterator[LosesRanks]:
-        """Inside, this thread alone changes the ranks of the group.
-
-        Raises:
-            ValueError: they cannot change.
-            CodedError: another thread does so.
-        """
+        """Inside, this thread alone changes the ranks of the group. A ValueError if
+        they cannot change, and a CodedError if another thread does so."""
         transport = self.session.transport
         if not (isinstance(transport, LosesRanks) and engine.fault_tolerant()):
             raise ValueError(

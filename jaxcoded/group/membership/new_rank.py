@@ -30,12 +30,8 @@ _WHO = "who has started this process"
 
 
 class NewRank:
-    """This process, which was started to join.
-
-    Args:
-        parent: whoever started it.
-        seconds: for which that waits.
-    """
+    """This process, which was started to join: for so many seconds whoever started it
+    waits."""
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent
@@ -43,10 +39,8 @@ class NewRank:
         self._seconds = seconds
 
     def invited(self) -> tuple[MPI.Intracomm, Invitation]:
-        """Be connected with the old ranks: the communicator of all, and what is to be known.
-
-        Raises:
-            CodedError: the others have not gone on with this one, or what they say cannot be read.
+        """Be connected with the old ranks: the communicator of all, and what is to be known. A
+        CodedError if the others have not gone on with this one, or what they say cannot be read.
         """
         why = engine.missing()
         if not why and not engine.fault_tolerant():
@@ -78,11 +72,8 @@ class NewRank:
         self._line.say(0, Ready(words or ""))
 
     def enter(self, both: MPI.Intracomm, old: int) -> None:
-        """Wait until the old ranks have agreed that all have made the group.
-
-        Raises:
-            CodedError: they have not, or say something else, or all are dead.
-        """
+        """Wait until the old ranks have agreed that all have made the group. A
+        CodedError if they have not, or say something else, or all are dead."""
         line, left = Channel(both, TAG_ALL, (TakenIn,)), set(range(old))
 
         def told() -> TakenIn | None:

@@ -38,14 +38,7 @@ _TAG = 32_010  # of messages in the group's own communicator
 
 class OldRanks:
     """The old ranks of a group, among which one starts ranks. Collective; all of them are here, as the roll
-    has told.
-
-    Args:
-        comm: of the group.
-        names: of the host of each rank.
-        root: in it.
-        agreed: whether something is so on all of them. Collective.
-    """
+    has told. ``agreed``: whether something is so on all of them, collective."""
 
     def __init__(
         self,
@@ -68,16 +61,13 @@ class OldRanks:
     def ask(
         self, words: str, ranks: int, command: Sequence[str], seconds: float
     ) -> None:
-        """Have the starter start ranks, and know how that went: `verdict`.
+        """Have the starter start ranks, and know how that went: `verdict`. A CodedError
+        if it is dead, or says nothing, or what cannot be read.
 
         Args:
             words: what this rank wants: all must want the same.
-            ranks: how many.
             command: that starts each; empty: as the starter was.
             seconds: until they must be there.
-
-        Raises:
-            CodedError: the starter is dead, or says nothing, or what cannot be read.
         """
         if self._comm.rank == self._starter:
             try:
@@ -197,27 +187,17 @@ class OldRanks:
         self.verdict = dataclasses.replace(self.verdict, why_not=why)
 
     def copied(self, mine: bool) -> MPI.Intracomm | None:
-        """A communicator of the old ranks alone: revoking it lets go whoever waits there, and leaves the group as it
-        is. None where not all of them are ready to connect, as none is to begin in MPI what others do not. Collective.
-
-        Args:
-            mine: whether this one is.
-        """
+        """Return a communicator of the old ranks alone: revoking it lets go whoever waits there, and leaves the group
+        as it is. None where not all of them are ready to connect, as none is to begin in MPI what others do not.
+        Collective."""
         return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
 
     def connect(
         self, old: MPI.Intracomm, invitation: Invitation, until: float
     ) -> MPI.Intracomm:
-        """All old ranks and then the new ones, in one communicator. Collective of both.
-
-        Args:
-            old: `copied`.
-            invitation: of the new ones.
-            until: when it is to be made.
-
-        Raises:
-            CodedError: it has not been made by then, or some have died.
-        """
+        """Return all old ranks, of `copied`, and then the new ones, in one
+        communicator. Collective of both. A CodedError if it has not been made by then,
+        or some have died."""
         if old.size < self._comm.size:
             raise CodedError("one of the old ranks has died: call recovered first")
         engine.join()
@@ -279,11 +259,8 @@ class OldRanks:
 
 
 def starter(names: Sequence[str], root: int) -> int:
-    """The rank that starts others: on the host with the fewest ranks, the root if it is there.
-
-    Args:
-        names: of the host of each rank.
-        root: among them.
+    """Return the rank that starts others: on the host with the fewest ranks, the root if it is
+    there.
 
     Example:
         >>> starter(["a", "a", "b"], 0), starter(["a", "b", "a", "b"], 3)
@@ -294,10 +271,8 @@ def starter(names: Sequence[str], root: int) -> int:
 
 
 def checked(command: Sequence[str] | None) -> list[str]:
-    """A command that starts a process, or nothing.
-
-    Raises:
-        TypeError: it is something else.
+    """Return a command that starts a process, or nothing; a TypeError if it is
+    something else.
 
     Example:
         >>> checked(["python", "train.py"])

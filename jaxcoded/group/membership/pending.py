@@ -28,11 +28,8 @@ class Pending(Generic[T]):
         return self._thread.is_alive()
 
     def result(self, seconds: float) -> T:
-        """What the call returned, or raised.
-
-        Raises:
-            TimeoutError: it has done neither after so many seconds.
-        """
+        """Return what the call returned, or raise what it raised; a TimeoutError if it
+        has done neither after so many seconds."""
         self._thread.join(seconds)
         if self._raised is not None:
             raise self._raised

@@ -38,14 +38,8 @@ class Recovering(Change):
         put_out: bool,
     ) -> None:
         """Make it with the others, and wait until all agree that they have it, or that they do not.
-
-        Args:
-            rounds: of the old group, that this rank knows.
-            strategy, options, timeout, put_out: as in `CodedGroup.recovered`.
-
-        Raises:
-            CodedError: they have not come to that yet.
-        """
+        A CodedError if they have not come to that yet. ``rounds``: of the old group, that this rank
+        knows."""
         patience = 2 * timeout + 1
         self._roll.wait(self._shrinking, patience, timeout, put_out)
         if self._agreement is None:
@@ -97,11 +91,8 @@ class Recovering(Change):
 
 
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A communicator of the ranks that live. Collective of these.
-
-    Raises:
-        CodedError: MPI could not make it.
-    """
+    """Return a communicator of the ranks that live; a CodedError if MPI could not make
+    it. Collective of these."""
     try:
         smaller: MPI.Comm = comm.Shrink()
     except MPI.Exception as error:
@@ -123,13 +114,10 @@ def successors(
     known: tuple[bool, int],
     place: int = 0,
 ) -> tuple[list[int], int, int | None]:
-    """Who are the ranks of a group made anew. Collective of those that live. They keep their order; but where they do
-    not know the same, the best becomes the root of the new group.
+    """Say who are the ranks of a group made anew. Collective of those that live. They keep their order; but where
+    they do not know the same, the best becomes the root of the new group.
 
     Args:
-        smaller: of the ranks that live.
-        comm: of all ranks.
-        root: among them.
         known: what this rank knows; who knows more has the greater tuple.
         place: of the root in the new group.
 
@@ -154,16 +142,12 @@ def successors(
 
 
 def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
-    """Whether something was done on all ranks and all of them live, the same on all. Collective of the
-    ranks that live: MPI waits for a stopped one without end.
+    """Return whether something was done on all ranks and all of them live, the same on all; ``failure``:
+    why it was not on this one. Collective of the ranks that live: MPI waits for a stopped one without
+    end.
 
     Frees the communicator where the same has failed on all, but not where a rank may have died: MPI would
-    use its number again, and take what was sent in it and comes later for messages of the next one.
-
-    Args:
-        comm: of these ranks.
-        failure: why it was not done on this one; None if it was.
-    """
+    use its number again, and take what was sent in it and comes later for messages of the next one."""
     try:
         done = bool(comm.Agree(int(failure is None)))
     except MPI.Exception as error:

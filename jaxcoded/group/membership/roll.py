@@ -48,20 +48,14 @@ REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and mor
 class Roll:
     """Who is left, called by the root, or by the first rank after it that lives.
 
-    MPI's own way to shrink a communicator waits for every rank that is not dead, for a stopped one too, and
-    what has been begun there cannot be taken back. So whoever calls the roll asks all before, and waits for so
-    long and no longer. A rank that has not answered by then can be put out: one that can kill its
-    process does so, and nobody goes on before MPI has reported it dead, so that there are never two roots.
+    MPI's own way to shrink a communicator waits for every rank that is not dead, for a stopped one too, and what has
+    been begun there cannot be taken back. So whoever calls the roll asks all before, and waits for so long and no
+    longer. A rank that has not answered by then can be put out: one that can kill its process does so, and nobody
+    goes on before MPI has reported it dead, so that there are never two roots.
 
     Nobody answers but who is in `call` or `wait`, so that ranks may come and give up at any time. But that the group
-    is to be made anew is never taken back: all ranks hand it on, and who has given up meanwhile finds it when
-    it comes again.
-
-    Args:
-        comm: whose ranks meet.
-        processes: of each rank.
-        root: who calls as long as it lives.
-    """
+    is to be made anew is never taken back: all ranks hand it on, and who has given up meanwhile finds it when it
+    comes again."""
 
     def __init__(
         self, comm: MPI.Intracomm, processes: Sequence[Process], root: int
@@ -132,15 +126,12 @@ class Roll:
         *,
         extends: bool = False,
     ) -> None:
-        """Wait for what all ranks do that live. Who does not is looked for, and put out, as in `call`.
-
-        Args:
-            pending: it.
-            patience: seconds after which those who are missing are looked for.
-            seconds, put_out, extends: as there.
+        """Wait for what all ranks do that live. Who does not is looked for after ``patience`` seconds, and put out, as
+        in `call`.
 
         Raises:
-            CodedError: as there, or who calls has said that the group is to stay. What is pending stays so, and is to be waited for again.
+            CodedError: as there, or who calls has said that the group is to stay. What is pending stays so, and is to
+                be waited for again.
         """
         # others count from then on, also where this rank gives up and comes again
         if self._awaited is not pending:
@@ -241,11 +232,8 @@ class Roll:
         return None
 
     def _follow(self, visit: "_Visit", now: float, silent: float | None) -> bool | None:
-        """Wait for what the caller says: the outcome, if there is one yet.
-
-        Args:
-            silent: seconds for which it may say nothing, where it has just called.
-        """
+        """Wait for what the caller says: the outcome, if there is one yet. ``silent``:
+        seconds for which it may say nothing, where it has just called."""
         caller = visit.caller
         verdict = self._verdicts.pop(caller, None)
         if isinstance(verdict, Stay):

@@ -29,11 +29,8 @@ def waits_to_join() -> bool:
 
 
 def check_joined() -> None:
-    """Raise where a process that was started to join a group makes one of its own.
-
-    Raises:
-        CodedError: it has not tried to join.
-    """
+    """Raise a CodedError where a process that was started to join a group makes one of
+    its own, and has not tried to."""
     if waits_to_join():
         raise CodedError(
             "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
@@ -42,11 +39,8 @@ def check_joined() -> None:
 
 
 def tries_to_join() -> bool:
-    """Whether this process is to join a group now, for the first and last time.
-
-    Raises:
-        CodedError: it has tried before.
-    """
+    """Return whether this process is to join a group now, for the first and last time;
+    a CodedError if it has tried before."""
     global _has_tried
     if _has_tried:
         raise CodedError("this process has called joining already: call it once")
@@ -55,22 +49,15 @@ def tries_to_join() -> bool:
 
 
 def mark(token: str, seconds: float) -> str:
-    """What `MARK` is in processes that are started.
-
-    Args:
-        token: by which they are known.
-        seconds: for which others wait for them.
-    """
+    """Return what `MARK` is in processes that are known by this token, for which others
+    wait for so many seconds."""
     # at least one: what is shorter than it takes to start need not be told apart
     return f"{token}:{max(seconds, 1.0):.0f}"
 
 
 def awaited() -> float:
-    """Seconds for which others wait for this process, which was started so.
-
-    Raises:
-        CodedError: `MARK` does not say.
-    """
+    """Return the seconds for which others wait for this process, which was started so;
+    a CodedError if `MARK` does not say."""
     said = os.environ.get(MARK, "")
     try:
         seconds = _parse.number_of_seconds(
@@ -87,11 +74,8 @@ def wrapper() -> list[str]:
 
 
 class Started:
-    """Processes that were started together, and what they have started.
-
-    Args:
-        token: by which they are known; empty: there are none.
-    """
+    """Processes that were started together, known by their token, and what they have
+    started. An empty one: there are none."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -99,11 +83,7 @@ class Started:
         self._next = 0.0
 
     def look(self) -> None:
-        """See how they are, now and then.
-
-        Raises:
-            CodedError: one has ended.
-        """
+        """See how they are, now and then; a CodedError if one has ended."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOOKS

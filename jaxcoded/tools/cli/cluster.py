@@ -214,11 +214,7 @@ def _cluster(
 
 
 def only_one(**given: Any) -> None:
-    """Raise if more than one of these options is there.
-
-    Raises:
-        ValueError: the message names two of them.
-    """
+    """Raise a ValueError that names two of these options if more than one is there."""
     names = [
         f"--{name.replace('_', '-')}"
         for name, value in given.items()

@@ -26,12 +26,8 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
-    """One finding after the other.
-
-    Args:
-        ranks: that are to run here.
-        mpirun: the launcher, or why there is none.
-    """
+    """One finding after the other, of a machine on which so many ranks are to run;
+    ``mpirun``: the launcher, or why there is none."""
     yield Finding(
         "Python", GOOD, f"{platform.python_version()} of {platform.platform()}"
     )

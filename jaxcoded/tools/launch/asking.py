@@ -36,11 +36,8 @@ def answered(
     hosts: str | None = None,
     hostfile: str | None = None,
 ) -> Any:
-    """Start ``python *program`` on so many ranks, and return what rank 0 gives to `answer`.
-
-    Raises:
-        NoAnswer: the job failed, or took too long, or what it answers cannot be read.
-    """
+    """Start ``python *program`` on so many ranks, and return what rank 0 gives to `answer`;
+    `NoAnswer` if the job failed, or took too long, or what it answers cannot be read."""
     where = places.chosen(ranks, hosts, hostfile)
     # a file of the user's in this folder must not pass for a module, such as random.py
     command, environment = launcher.command(

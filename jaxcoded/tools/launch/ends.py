@@ -27,7 +27,6 @@ class Ends:
     """What ranks have told. Those that have joined are counted after the others, as they are heard.
 
     Attributes:
-        ranks: without those that join.
         variables: of the environment, with which they tell it.
         told: of each rank its status, or minus the signal that it died of, and after how many
             seconds; in the order in which they ended.
@@ -152,10 +151,9 @@ class Ends:
 def listening(
     ranks: int, hosts: Sequence[str] | None = (), *, sure: bool = False
 ) -> Iterator[Ends]:
-    """Hear of the ranks' ends meanwhile.
+    """Hear of the ends of so many ranks meanwhile.
 
     Args:
-        ranks: how many are started with the job.
         hosts: of the ranks, if not this one; ``None``: not known. Without any, nothing is open to
             other hosts.
         sure: whether all ranks are known to be started on this host.

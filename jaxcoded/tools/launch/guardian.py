@@ -22,12 +22,8 @@ _PAUSE = 0.1  # seconds between two looks at mpirun
 
 
 class Guardian:
-    """The process, from its launcher's side.
-
-    Args:
-        name: of the job.
-        folders: which it removes; they need not exist.
-    """
+    """The process, from its launcher's side: of the job with this name. It removes
+    these folders, which need not exist."""
 
     def __init__(self, name: str, folders: Sequence[str]) -> None:
         self._process = subprocess.Popen(

@@ -49,20 +49,18 @@ def play(
 ) -> End:
     """Start a launcher, hand signals on to it, and wait for its end.
 
-    A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end:
-    whatever is left of the job on this host is killed. So is a launcher that waits for those after a
-    signal that ends. The files in which ranks share memory, which a killed launcher leaves too, are in
-    a directory of the job's own, where `jaxcoded.tools.launch.rank` starts the ranks. Where this process itself is
-    killed, `jaxcoded.tools.launch.guardian` does all that.
+    A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end: whatever is
+    left of the job on this host is killed. So is a launcher that waits for those after a signal that ends. The
+    files in which ranks share memory, which a killed launcher leaves too, are in a directory of the job's own,
+    where `jaxcoded.tools.launch.rank` starts the ranks. Where this process itself is killed,
+    `jaxcoded.tools.launch.guardian` does all that.
 
     Args:
-        command: the launcher and its arguments.
-        environment: of all processes.
         seconds: after which the job is ended.
-        ended: set once a rank has ended the job; a launcher that goes on all the same, as a
-            fault-tolerant one may, is ended some seconds later.
-        own_files: whether it gets a directory of its own for temporary files, over which a later
-            launcher would trip. Other hosts have none of that name.
+        ended: set once a rank has ended the job; a launcher that goes on all the same, as a fault-tolerant one
+            may, is ended some seconds later.
+        own_files: whether it gets a directory of its own for temporary files, over which a later launcher would
+            trip. Other hosts have none of that name.
         output: takes what it prints and what its errors say. Default: those of this process.
         marked: whether the launcher says whose output it is, for `jaxcoded.tools.terminal.lines` to hand it on.
     """

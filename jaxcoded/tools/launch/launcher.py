@@ -142,16 +142,9 @@ class Launcher:
 
 
 def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
-    """The mpirun asked for, by the argument or ``JAXCODED_MPIRUN``; else that of this Python; else
-    the one on the PATH.
-
-    Args:
-        asked: where it is.
-        beside: where that of this Python would be. Default: in its folder.
-
-    Raises:
-        ValueError: there is none, or it does not run.
-    """
+    """Return the mpirun asked for, by the argument or ``JAXCODED_MPIRUN``; else that of this
+    Python, in its folder or ``beside``; else the one on the PATH. A ValueError if there is none,
+    or it does not run."""
     beside = beside or pathlib.Path(sys.executable).with_name("mpirun")
     asked = asked or os.environ.get("JAXCODED_MPIRUN")
     path = shutil.which(asked or (str(beside) if beside.exists() else "mpirun"))
@@ -291,11 +284,8 @@ class Unfit(ValueError):
 
 
 def check_fits(launcher: Launcher) -> None:
-    """Raise unless the ranks' MPI is the launcher's, as each rank would be alone otherwise.
-
-    Raises:
-        Unfit: mpi4py uses another MPI.
-    """
+    """Raise `Unfit` unless mpi4py uses the launcher's MPI, as each rank would be alone
+    otherwise."""
     import mpi4py
 
     mpi4py.rc.initialize = False

@@ -25,11 +25,8 @@ _SHOWN = 4  # of one kind
 
 
 def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
-    """Return what is set, in kinds that are right or wrong as a whole.
-
-    Args:
-        of_ranks: leave out what mpirun alone reads.
-    """
+    """Return what is set, in kinds that are right or wrong as a whole; ``of_ranks``:
+    without what mpirun alone reads."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(os.environ):
         if _SETTING.fullmatch(name):
@@ -53,11 +50,7 @@ def _shown(names: list[str]) -> Iterator[str]:
 
 def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] | None:
     """Return which variables keep MPI from starting, and what to do; ``None`` if it starts with all or with none.
-
-    Args:
-        mpirun: the launcher of a job that has failed.
-        begun: whether mpirun has started ranks of it.
-    """
+    ``begun``: whether mpirun has started ranks of the job that has failed."""
     kinds = suspects(of_ranks=begun)
     every = {name for names in kinds.values() for name in names}
     if not kinds or _starts(mpirun, set()) or not _starts(mpirun, every):

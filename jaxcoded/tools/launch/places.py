@@ -87,11 +87,8 @@ class Places:
 
 
 def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> Places:
-    """Where so many ranks are to be started: on the hosts that were asked for, or where none were, on those of Slurm.
-
-    Raises:
-        ValueError: those that were asked for are no hosts, or have fewer places; or the file cannot be read.
-    """
+    """Return where so many ranks are to be started: on the hosts that were asked for, or where none were, on those of
+    Slurm. A ValueError if they are no hosts, or have fewer places; or the file cannot be read."""
     asked = launcher.listed(hosts, hostfile)
     if hosts is not None:
         _check(ranks, hosts)

@@ -45,11 +45,8 @@ class Automatic:
         return {"plan": "auto", **vars(self), "work": how}
 
     def first(self, options: Options | None, hosts: Sequence[str]) -> Plan:
-        """The plan that a rank on each of these hosts begins with.
-
-        Raises:
-            ValueError: an argument is not sound. The message names the value and the remedy.
-        """
+        """Return the plan that a rank on each of these hosts begins with; a ValueError with
+        the value and the remedy if an argument is not sound."""
         size, work = len(hosts), self.work
         if options is not None and options.piece_bytes is not None:
             raise ValueError(
@@ -74,13 +71,7 @@ class Automatic:
         return make_plan(size, Uncoded())
 
     def choose(self, comm: MPI.Intracomm, transport: str, options: Options) -> Choice:
-        """What all ranks take. Collective, see `choose`.
-
-        Args:
-            comm: of the ranks.
-            transport: that was asked for.
-            options: too.
-        """
+        """Return what all ranks take. Collective, see `choose`."""
         reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
         # who compares messages sums by the root
         whole = transport == "mpi4jax" or any(reasons) or bool(options.check)
@@ -104,10 +95,9 @@ def choose(
     """Measure, and plan. Collective; rank 0 decides.
 
     Args:
-        comm: of the ranks.
         payload: bytes that a step sums.
-        work: computes the gradient of a part of the batch; or the seconds that a usual
-            rank would take for the whole batch.
+        work: computes the gradient of a part of the batch; or the seconds that a usual rank
+            would take for the whole batch.
         seed: of random codes.
         replicas, reading: as in `best_plans`.
         not_shared: why this group cannot share work, in words that follow "shared work".

@@ -100,11 +100,7 @@ class Candidate:
         return dataclasses.replace(layout, loads=loads)
 
     def plan(self, ranks: int) -> Plan:
-        """That of a group.
-
-        Raises:
-            ValueError: there is no such plan.
-        """
+        """Return that of a group; a ValueError if there is none."""
         return make_plan(ranks, self.strategy)
 
     @property
@@ -174,11 +170,8 @@ def candidates(ranks: int, seed: int = 0) -> list[Candidate]:
 
 
 def checked_replicas(replicas: int, ranks: int) -> int:
-    """Replicas that so many ranks can have.
-
-    Raises:
-        ValueError: there are not so many others.
-    """
+    """Return replicas that so many ranks can have; a ValueError if there are not so
+    many others."""
     replicas = _require.integer("replicas", replicas, 0)
     if replicas >= ranks:
         raise ValueError(
@@ -204,14 +197,10 @@ def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
 
 
 def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
-    """Ways to share the work of so many ranks; without their `variants`. A block takes some
-    milliseconds, and a rank has two or more: none where `why_not_shared` says so.
-
-    Args:
-        ranks: in the job; none of more than 64.
-        work: seconds that one usual rank would take for the whole batch.
-        most: other ranks that may hold each block; default all.
-    """
+    """Return ways to share the work of so many ranks, which one usual rank would do in
+    ``work`` seconds; without their `variants`. A block takes some milliseconds, and a rank
+    has two or more: none where `why_not_shared` says so. ``most``: other ranks that may
+    hold each block; default all."""
     if why_not_shared(ranks, work, most):
         return []
     blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)

@@ -8,15 +8,11 @@ _LEAST, _MOST = 12, 26  # powers of two: shorter sums come with a control messag
 
 
 def sections_pay_from(layout: Layout, network: Network) -> int:
-    """Bytes of a sum, a power of two, from which on families are expected to form it sooner in sections
-    than parents by themselves, with nobody late; 0: never, up to 64 MiB.
+    """Return the bytes of a sum, a power of two, from which on families are expected to form it sooner
+    in sections than parents by themselves, with nobody late; 0: never, up to 64 MiB.
 
     Slow cables gain early, as the root's is the bottleneck. Where latency is what takes the time,
     sections cost more of it.
-
-    Args:
-        layout: of the plan.
-        network: measured.
 
     Example:
         >>> from jaxcoded.tools.planner.crossover import sections_pay_from

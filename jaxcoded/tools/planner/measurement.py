@@ -75,11 +75,7 @@ class Measurement:
 
     @classmethod
     def from_fields(cls, said: dict[str, Any]) -> Self:
-        """What `to_fields` has made.
-
-        Raises:
-            ValueError: they are something else.
-        """
+        """Return what `to_fields` has made; a ValueError if they are something else."""
         try:
             if said["format"] != _FORMAT:
                 raise ValueError(f"its format is {said['format']!r}, not {_FORMAT!r}")
@@ -103,11 +99,8 @@ class Measurement:
             raise ValueError(f"{type(error).__name__}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file of JSON.
-
-        Raises:
-            OSError: it cannot be written; the old one, if there is one, stays.
-        """
+        """Write a file of JSON. An OSError if it cannot be written; the old one, if
+        there is one, stays."""
         with replacing(path) as file:
             file.write(json.dumps(self.to_fields(), ensure_ascii=False).encode())
 

@@ -27,10 +27,10 @@ def measured(
     progress: Callable[[float], None] = lambda part: None,
 ) -> Measurement:
     """Measure links and computation on all ranks at the same time. Collective; waits
-    for the slowest rank to compute twice.
+    for the slowest rank to compute twice. No other messages may be under way in
+    ``comm``.
 
     Args:
-        comm: no other messages may be under way on it.
         work: computes once; called once to compile, and then for a second. Or the
             seconds that it takes: then only the spread is measured, with a loop.
         progress: is told the part that is done.

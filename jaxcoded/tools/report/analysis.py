@@ -106,25 +106,13 @@ class Predicted:
 
 
 def spans(seen: Telemetry) -> np.ndarray:
-    """Seconds from a round's beginning until each child's message was there.
+    """Return the seconds from a round's beginning until each child's message was there,
+    float64 ``(R, C)``.
 
-    A round begins with the result of the one before.
-
-    Returns:
-        float64 ``(R, C)``. NaN where that is not known: in rounds that a child began late
-        or took the result of, and in the first one. Where a child was late, its time is
-        that until it was heard of again, less the work for the round in which it was.
-        Infinite from the round on after which nothing came from it.
-
-    Example:
-        >>> import jaxcoded
-        >>> from jaxcoded.tools.report import analysis
-        >>> from mpi4py import MPI
-        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
-        ...     seen = group.telemetry()
-        >>> analysis.spans(seen).shape
-        (0, 0)
-    """
+    A round begins with the result of the one before. NaN where that is not known: in
+    rounds that a child began late or took the result of, and in the first one. Where a
+    child was late, its time is that until it was heard of again, less the work for the
+    round in which it was. Infinite from the round on after which nothing came from it."""
     begun, over = _begun(seen), _over(seen)
     arrived = seen.arrived
     out = np.full(arrived.shape, np.nan)
@@ -146,24 +134,12 @@ def spans(seen: Telemetry) -> np.ndarray:
 
 
 def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
-    """What a parent saved by not waiting for all of its children.
+    """Return what a parent saved by not waiting for all of its children.
 
-    Args:
-        seen: the parent's telemetry.
-        others: telemetry of other ranks of the job. That of a child without children
-            has the times of rounds that it missed.
-
-    A round that a child missed counts with what the child usually takes. What the code
-    costs, more work on every rank, is not charged here but by `compare`.
-
-    Example:
-        >>> import jaxcoded
-        >>> from jaxcoded.tools.report import analysis
-        >>> from mpi4py import MPI
-        >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, transport="engine") as group:
-        ...     analysis.savings(group.telemetry()).avoided
-        0.0
-    """
+    A round that a child missed counts with what the child usually takes, unless
+    telemetry of the child is among the ``others`` and it has no children: that has the
+    times. What the code costs, more work on every rank, is not charged here but by
+    `compare`."""
     took = spans(seen)
     by_rank = {other.rank: other for other in others}
     inferred = np.isnan(took)
@@ -281,17 +257,10 @@ def network(seen: Telemetry) -> tuple[Network, float]:
 def alternatives(
     plan: Plan, speeds: np.ndarray | None = None
 ) -> list[tuple[str, Plan | Ring]]:
-    """The plan as it was, first, and others for the same ranks and with as many slices.
-
-    Args:
-        plan: of the job.
-        speeds: float64 ``(N,)``, relative speeds of the ranks, for a plan with loads in
-            proportion.
-
-    Returns:
-        Names and plans: the same tree with other numbers of stragglers, a star, other
-        fan-outs, and the uncoded ring. Plans that do not exist are left out.
-    """
+    """Return the plan as it was, first, and others for the same ranks and with as many
+    slices, with their names: the same tree with other numbers of stragglers, or with
+    loads in proportion to relative ``speeds`` ``(N,)``; a star, other fan-outs, and the
+    uncoded ring. Plans that do not exist are left out."""
     was = plan.strategy
     out: list[tuple[str, Plan | Ring]] = [(f"as it was: {_named(plan)}", plan)]
     if plan.size < 2:
@@ -331,20 +300,13 @@ def alternatives(
 
 
 def compare(files: Sequence[Telemetry]) -> list[Predicted]:
-    """Replay the job's work with its plan and with others, through `simulate`.
+    """Replay the job's work with its plan, which comes first, and with others, through
+    `simulate`. Empty if there are no two rounds.
 
     Each rank takes for its load in proportion what it took in the job (`work`); a rank
-    without data takes its time between calls as it was. Deadlines are not replayed.
-
-    Args:
-        files: telemetry of ranks of one job, the root's first if it is there.
-
-    Returns:
-        The plan as it was, first; empty if there are no two rounds.
-
-    Raises:
-        ValueError: the plan in the telemetry is not one.
-    """
+    without data takes its time between calls as it was. Deadlines are not replayed. The
+    root's telemetry is the first of the files if it is there. A ValueError if the plan
+    in the telemetry is not one."""
     seen = files[0]
     plan = Plan.from_json(seen.plan)
     took = work(files)
@@ -371,11 +333,8 @@ def compare(files: Sequence[Telemetry]) -> list[Predicted]:
 
 
 def disagreement(measured: float, replayed: float) -> float:
-    """By what factor a replay is off, one way or the other: 1 at best.
-
-    Args:
-        measured: seconds of a round, see `step_seconds`; NaN where they are not known.
-        replayed: those of the plan as it was, see `compare`.
+    """Return by what factor a replay is off, one way or the other: 1 at best, or if the
+    measured seconds are NaN.
 
     Example:
         >>> from jaxcoded.tools.report import analysis

@@ -37,18 +37,9 @@ def picture(
     size: tuple[float, float] = (6.4, 3.8),
     **subplots: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, as ``matplotlib.pyplot.subplots`` makes them, written to a
-    file at the end.
-
-    Args:
-        path: of the file; folders are made.
-        rows, columns: of axes.
-        size: of the whole figure, in inches.
-        **subplots: for ``matplotlib.pyplot.subplots``.
-
-    Raises:
-        ImportError: matplotlib is not installed. The message says how to install it.
-    """
+    """A figure of this size in inches and its axes, as ``matplotlib.pyplot.subplots``
+    makes them, written to a file at the end. Folders are made. An ImportError that says
+    how to install matplotlib if that is missing."""
     try:
         import matplotlib as mpl
         from cycler import cycler

@@ -278,10 +278,9 @@ class _Job:
         return WayUp(first, last, used)
 
     def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
-        """When each rank has the result.
+        """Return when each rank has the result.
 
         Args:
-            up: the round on its way up.
             frozen: until when each rank passes on nothing.
             patience: seconds after which those below it ask further up; they stay with
                 who answers until it passes on results again.

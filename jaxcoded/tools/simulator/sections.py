@@ -110,7 +110,7 @@ class Sections:
         self._sends_until = -np.inf
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """The sum of a round, once those who are there in time have formed it.
+        """Return the sum of a round, once those who are there in time have formed it.
 
         Args:
             called: float64 ``(N,)``, when each rank has its message; minus infinity if it has none.

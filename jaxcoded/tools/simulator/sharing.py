@@ -64,12 +64,8 @@ class Sharing:
         self.call = network.call
 
     def round(self, free: np.ndarray, delay: Delays) -> Shared:
-        """One round, until all are told that everything is computed.
-
-        Args:
-            free: float64 ``(N,)``, when each rank calls.
-            delay: what happens to the ranks.
-        """
+        """Return one round, until all are told that everything is computed; ``free``:
+        float64 ``(N,)``, when each rank calls."""
         begun = float(free[0])
         if not math.isfinite(begun + delay.stopped[0] * delay.seconds[0]):
             return Shared(np.full(len(free), math.inf), free)

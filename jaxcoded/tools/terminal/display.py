@@ -34,11 +34,8 @@ class Source(NamedTuple):
 
 
 class File:
-    """Gets whole lines, and now and then the state of bars that have not come to their end.
-
-    Args:
-        to: the file descriptor.
-    """
+    """Gets whole lines, and now and then the state of bars that have not come to their end,
+    for a file descriptor."""
 
     _every = 30.0  # seconds between two states
     _pause = 0.0  # seconds in which what comes is written together
@@ -59,10 +56,7 @@ class File:
 
     def add(self, source: Source, data: bytes) -> None:
         """Take what a source has written; wait while too much of it waits for its reader.
-
-        Raises:
-            OSError: nobody can read it.
-        """
+        An OSError if nobody can read it."""
         with self._changed:
             page = self._pages.setdefault(source, Page(self._foresees))
             self._latest = source
@@ -127,11 +121,8 @@ class Terminal(File):
 
     The cursor stays visible behind the last row: what the user types appears there.
 
-    Args:
-        to: the file descriptor.
-        alone: whether all output of ranks goes there. If not, what goes elsewhere may still come back, as by `tee`,
-            and move the cursor. So only one row is redrawn, the last one of whoever has written last.
-    """
+    Where not all output of ranks goes there (``alone``), what goes elsewhere may still come back, as by `tee`, and
+    move the cursor. So only one row is redrawn, the last one of whoever has written last."""
 
     _pause = 0.03
     _foresees = True

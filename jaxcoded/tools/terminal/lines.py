@@ -46,11 +46,8 @@ def _byte(reference: re.Match[bytes]) -> bytes:
 
 
 class HandedOn:
-    """The pieces that come are handed on, while somebody reads them.
-
-    Args:
-        pipes: from which they come, by the file descriptor to which each belongs.
-    """
+    """The pieces that come from pipes are handed on, while somebody reads them, to the
+    file descriptor to which each pipe belongs."""
 
     def __init__(self, pipes: Mapping[int, IO[bytes]]) -> None:
         shown = _displays(pipes)

@@ -7,15 +7,8 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error if that is a terminal.
-
-    Args:
-        what: is going on.
-        quiet: show nothing.
-
-    Yields:
-        A function that takes the part that is done, from 0 to 1.
-    """
+    """A bar on standard error if that is a terminal, unless ``quiet``. Yields a
+    function that takes the part that is done, from 0 to 1."""
     if quiet or not sys.stderr.isatty():
         yield lambda part: None
         return
