@@ -11,6 +11,7 @@ from jaxcoded.collectives import optax as optax
 from jaxcoded.collectives.allreduce import coded_allreduce as coded_allreduce
 from jaxcoded.collectives.allreduce import coded_reduce as coded_reduce
 from jaxcoded.collectives.allreduce import tree_bcast as tree_bcast
+from jaxcoded.collectives.coded_sum import coded_sum as coded_sum
 from jaxcoded.collectives.nonblocking import Handle as Handle
 from jaxcoded.collectives.nonblocking import (
     coded_allreduce_done as coded_allreduce_done,
@@ -18,6 +19,7 @@ from jaxcoded.collectives.nonblocking import (
 from jaxcoded.collectives.nonblocking import (
     coded_allreduce_start as coded_allreduce_start,
 )
+from jaxcoded.collectives.spread import spread as spread
 from jaxcoded.collectives.value_and_grad import (
     coded_value_and_grad as coded_value_and_grad,
 )

@@ -56,19 +56,28 @@ def sums(group, own, weights):
     assert group.rounds == before + 1, "a round was dropped"
 
 
-def derivatives(group, own, weights):
-    def square(x):
-        return coded_allreduce(x, group, weights, transpose=True) ** 2
+def derivatives(group):
+    batch = group.batch(EXAMPLES)
+    total = jaxcoded.coded_sum(lambda w, x: jnp.sin(w * x), group)
 
-    same(jax.jit(jax.grad(square))(own), 2 * TOTAL)
-    same(jax.jvp(square, (own,), (own,))[1], 2 * TOTAL**2)
-    before = group.rounds
-    kept = jax.checkpoint(
-        lambda x: jnp.sin(coded_allreduce(x, group, weights, transpose=True))
-    )
-    same(jax.jit(jax.grad(kept))(own), np.cos(TOTAL))
-    jaxcoded.effects_barrier()
-    assert group.rounds == before + 1, "a round was run again"
+    def square(w):
+        return total(w, batch) ** 2
+
+    def spread(w):
+        mine = batch.weights @ jnp.sin(jaxcoded.spread(w, group) * batch.data)
+        return coded_allreduce(mine, group, batch.weights) ** 2
+
+    def plain(w):
+        return jnp.sum(jnp.sin(w * EXAMPLES)) ** 2
+
+    slope, bend = jax.grad(plain)(0.3), jax.hessian(plain)(0.3)
+    same(jax.jit(jax.hessian(square))(0.3), bend)
+    same(jax.jvp(square, (0.3,), (1.0,))[1], slope)
+    for form in (square, jax.checkpoint(square), spread):
+        before = group.rounds
+        same(jax.jit(jax.grad(form))(0.3), slope)
+        jaxcoded.effects_barrier()
+        assert group.rounds == before + 2, "a round was run again"
 
 
 def training(group):
@@ -129,7 +138,7 @@ def main():
             part = group.batch(len(EXAMPLES))
             own = part.weights @ EXAMPLES[part.indices]
             sums(group, own, part.weights)
-            derivatives(group, own, part.weights)
+            derivatives(group)
             training(group)
             if comm.size > 1:
                 refused(group, own, part.weights)

@@ -7,8 +7,8 @@ from jaxcoded.collectives import host, nonblocking
 allreduce = host.summed
 
 
-def coded_allreduce(x, group, transpose=False, **asked):
-    return _allreduce.summed(x, group, transposes=transpose, **asked).plain()
+def coded_allreduce(x, group, **asked):
+    return _allreduce.summed(x, group, **asked).plain()
 
 
 def coded_reduce(x, group, **asked):

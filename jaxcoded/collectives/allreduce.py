@@ -49,7 +49,6 @@ def coded_allreduce(
     residual: bool = False,
     wire_dtype: Any = None,
     token: jax.Array | None = None,
-    transpose: bool = False,
 ) -> Any:
     """The exact sum over the global batch, on every rank, from the ranks' coded
     contributions.
@@ -62,8 +61,7 @@ def coded_allreduce(
 
     Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
     equal on all ranks) and ``vmap`` (one round with the stacked payload). A jvp is one
-    more round. Take gradients before the sum, not through it: reverse mode is refused
-    without ``transpose``.
+    more round. Reverse mode through it needs parameters that came through `spread`; `coded_sum` does both.
 
     Args:
         x: pytree of float arrays or numbers, of the same shapes and dtypes on all
@@ -101,10 +99,6 @@ def coded_allreduce(
             of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
             each call's to the next one; its value is never read. All calls of a group
             in one compiled function must have one, or none.
-        transpose: allow reverse mode through this call. The transpose is the identity:
-            a cotangent passes unchanged and is again one rank's contribution, which one
-            more `coded_allreduce` makes exact. A gradient that is used as it comes out
-            is wrong, on every rank in another way.
 
     Returns:
         A pytree like ``x``, or like the gradient that was encoded. With a ``residual``
@@ -119,7 +113,7 @@ def coded_allreduce(
             ``residual`` of shared work whose sums are always exact, ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
             amplification leaves too few digits in this dtype, or ``skip`` with another
             transport than the engine.
-        NotImplementedError: reverse mode without ``transpose``, with a ``token``, or
+        NotImplementedError: reverse mode without `spread`, with a ``token``, or
             with slices or parts.
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: what is found during the round, on every rank, see
@@ -153,7 +147,7 @@ def coded_allreduce(
         residual=residual,
         wire_dtype=wire_dtype,
         token=token,
-        transposes=transpose,
+        transposes=group._session.spreads,
     ).plain()
 
 

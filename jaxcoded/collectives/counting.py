@@ -165,17 +165,21 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
     Raises:
         TypeError: the message has the call that has them.
     """
-    if weights is None and not _adds_up(group.plan):
+    if weights is None and not (group._session.blocks or _adds_up(group.plan)):
+        loop = ", or call it after a loop over group.blocks(batch_size)"
         raise TypeError(
-            f"{name} needs the batch's weights in a group whose ranks compute the same examples ({group.plan.strategy!r}): "
+            f"{name} needs the batch's weights in a group whose ranks hold the same examples ({group.plan.strategy!r}): "
             f"call {name}(x, group, batch.weights) with an x that was made with these weights, or "
-            "coded_value_and_grad. The sum of one value for each rank is jaxcoded.baselines.allreduce(x, comm)"
+            f"coded_value_and_grad{loop * group.plan.strategy.by_blocks}. "
+            "The sum of one value for each rank is jaxcoded.baselines.allreduce(x, comm)"
         )
 
 
 @functools.lru_cache(maxsize=64)
 def _adds_up(plan: Plan) -> bool:
     """Whether a sum is that of what the ranks hand in, each once."""
+    if any(len(holders) > 1 for holders in plan.placement.holders):
+        return False
     codes = [coding.code.B for coding in plan.codings if coding is not None]
     return all(np.array_equal(B, np.eye(len(B))[:, :, None]) for B in codes)
 

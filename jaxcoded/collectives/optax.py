@@ -46,7 +46,7 @@ def sum_gradients(
     Returns:
         A ``GradientTransformationExtraArgs``; ``update`` raises what
         `jaxcoded.coded_allreduce` does, and ``ValueError`` for the very gradient that
-        `coded_value_and_grad` has returned in the same ``jit``, or outside.
+        `coded_value_and_grad` or another one has summed in the same ``jit``, or outside.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded, optax
@@ -88,8 +88,9 @@ def sum_gradients(
             wire_dtype=wire_dtype,
             token=state.token,
         )
-        if state.token is None:
-            return total, state
-        return total.value, SumGradientsState(total.token)
+        if state.token is not None:
+            total, state = total.value, SumGradientsState(total.token)
+        reduced.note(total, group._session.index)
+        return total, state
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -34,7 +34,7 @@ def check(pytree: Any, group: int) -> None:
         found = _known.get(id(leaf))
         if found is not None and found[0]() is leaf and found[1] == group:
             raise ValueError(
-                f"updates{jax.tree_util.keystr(path)} is a gradient that coded_value_and_grad "
-                "has reduced: a second reduction would make it wrong. Leave "
-                "jaxcoded.optax.sum_gradients out of the chain"
+                f"updates{jax.tree_util.keystr(path)} is a gradient that coded_value_and_grad or "
+                "another jaxcoded.optax.sum_gradients has summed: a second sum would make it wrong. Leave "
+                "this jaxcoded.optax.sum_gradients out of the chain"
             )

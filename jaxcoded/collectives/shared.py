@@ -56,7 +56,7 @@ def summed(
     """
     del erasures
     placement = group.plan.placement
-    blocks, size = _shape(weights, group)
+    blocks, size = shape(weights, group)
     batches = jax.tree.map(
         lambda leaf: leaf.reshape(blocks, size, *leaf.shape[1:]), batch
     )
@@ -199,7 +199,7 @@ def summed(
     return Result(total, found, token), auxes, out[0], count
 
 
-def _shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
+def shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
     """How many blocks a rank holds, and their examples with padding."""
     blocks = max(len(group.plan.placement.held(group.rank)), 1)
     assert len(weights) % blocks == 0, (len(weights), blocks)

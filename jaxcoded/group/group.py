@@ -373,6 +373,7 @@ class CodedGroup:
                     f"check={self.options.check} sees only what coded_value_and_grad computes, not what a program adds "
                     "up itself: leave it out, or use coded_value_and_grad"
                 )
+        self._session.blocks = True
         return Blocks(self._session.transport, self.plan.placement, batch_size)
 
     @overload

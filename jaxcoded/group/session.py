@@ -71,6 +71,8 @@ class Session:
         planned: why a plan was chosen, in words.
         warnings: of which it is to warn.
         words: what coded calls say of the plan, which a replan may have passed some ranks by.
+        spreads: whether `jaxcoded.spread` was called, without which a sum has no reverse mode.
+        blocks: whether the program computes blocks of its own, whose sums need no weights.
         hands_on: whether the root's state is handed on, if this works. The engine knows whether it has.
 
     Raises:
@@ -91,7 +93,7 @@ class Session:
         self.comm, self.ahead = comm, ahead
         self.record = record or Record(None, None)
         self.planned = self.words = ""
-        self.hands_on = False
+        self.hands_on = self.spreads = self.blocks = False
         given = Options() if options is None else options
         wanted = (given if isinstance(given, Options) else Options()).complete()
 

@@ -185,6 +185,8 @@ def check_strategy(value: Any) -> Strategy:
     if isinstance(value, Strategy):
         return value
     meant = f": take jaxcoded.Strategy.parse({value!r})" * isinstance(value, str)
+    if isinstance(value, type) and issubclass(value, Strategy):
+        meant = f": take jaxcoded.{value.__name__}()"
     raise TypeError(
         "strategy must be jaxcoded.Shared(replicas=1), jaxcoded.Coded(stragglers=1), "
         f"jaxcoded.Uncoded() or the like, got {_require.kind(value)}{meant}"

@@ -111,12 +111,9 @@ _NO_TRANSPOSE = (
     "coded_allreduce without slices can (its transpose is the identity)"
 )
 _NO_GRADIENT = (
-    "{}: reverse mode through a coded sum does not give the gradient of the sum but, on "
-    "every rank, another part of it. Take the gradient first and sum it then: "
-    "jaxcoded.coded_value_and_grad(losses, group)(params, batch), or "
-    "coded_allreduce(jax.value_and_grad(weighted_loss)(params), group, batch.weights). If you mean the "
-    "transpose, and sum what it gives by one more coded_allreduce, say so: "
-    "coded_allreduce(..., transpose=True)"
+    "{}: reverse mode through a coded sum needs parameters that came through jaxcoded.spread(params, group), "
+    "without which it would differ between ranks. jaxcoded.coded_sum(per_example, group)(params, batch) is a sum that "
+    "has a gradient; for the gradient of a mean loss take jaxcoded.coded_value_and_grad(losses, group)(params, batch)"
 )
 
 

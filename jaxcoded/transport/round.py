@@ -38,7 +38,7 @@ class Round:
             `jaxcoded.collectives.audit.Audit.eps`.
         number: of a part that goes ahead, or of a block: from 0.
         last_part: whether the vectors are the last parts of those of the round, after the others went ahead.
-        transposes: whether the caller means the transpose.
+        transposes: whether it may have one, since what it sums may come from values that were spread.
         transposed: whether this is the transpose of the round, the identity.
     """
 

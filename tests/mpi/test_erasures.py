@@ -107,7 +107,7 @@ def test_derivatives_with_erasures(group):
     scale = np.nan if mask[group.rank] else 1.0
 
     def loss(x):
-        total = coded_allreduce(x, group, erasures=mask, transpose=True)
+        total = coded_allreduce(x, group, erasures=mask, transposes=True)
         return jnp.sum(total**2)
 
     expected = exact(GRADIENTS["wide"])

@@ -194,6 +194,39 @@ def test_natural_gradient(comm):
 
 
 @not_alone
+def test_batch_norm(comm):
+    """As one process with the whole batch."""
+    module = example("batch_norm", "sklearn")
+    params, seen = module.train(comm, epochs=1)
+    tx, expected = optax.adam(0.01), module.start()
+    state = tx.init(expected)
+    x, y = module.data()
+    over = lambda f: (
+        lambda params, batch: jax.tree.map(lambda leaf: leaf.sum(0), f(params, batch))
+    )
+    for indices, loss in zip(batches(len(x), 256, 1), seen, strict=True):
+        batch = x[indices], y[indices]
+        value, grads = jax.value_and_grad(module.mean_loss)(
+            expected, batch, len(indices), over
+        )
+        updates, state = tx.update(grads, state)
+        expected = optax.apply_updates(expected, updates)
+        assert loss == pytest.approx(float(value), rel=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, expected
+    )
+
+
+@not_alone
+def test_chi_square(comm):
+    """What made the histogram is found again, and the histogram is met to rounding."""
+    module = example("chi_square")
+    theta, seen = module.fit(comm)
+    np.testing.assert_allclose(theta, module.TRUTH, atol=1e-4)
+    assert seen[-1] < 1e-6 * seen[0]
+
+
+@not_alone
 def test_evaluation(comm):
     module = example("evaluation", "sklearn")
     loss, confusions = module.evaluate(comm)

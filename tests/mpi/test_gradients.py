@@ -23,8 +23,8 @@ A = per_example(4, 3, seed=10)
 THETA = np.random.default_rng(11).standard_normal(3)
 DIRECTION = np.random.default_rng(12).standard_normal(3)
 
-# The sum, where the documented transpose is meant.
-transposable = functools.partial(coded_allreduce, transpose=True)
+# The sum, as where its parameters were spread.
+transposable = functools.partial(coded_allreduce, transposes=True)
 
 
 def phi(total):
@@ -297,7 +297,7 @@ def test_reverse_mode_through_the_sum(group, derive):
     with pytest.raises(NotImplementedError) as error:
         derive(loss)
     assert "coded_value_and_grad" in str(error.value)
-    assert "transpose=True" in str(error.value)
+    assert "jaxcoded.spread(params, group)" in str(error.value)
 
 
 def test_reverse_mode_through_coded_value_and_grad(group):

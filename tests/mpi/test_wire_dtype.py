@@ -157,7 +157,7 @@ def test_transformations(group):
     """One more axis is one round; the transpose passes cotangents as they are."""
     gradients, wire = GRADIENTS["matrix"][:, :3], "bfloat16"
     own = jnp.asarray(contribution(group, gradients))
-    call = lambda x: coded_allreduce(x, group, wire_dtype=wire, transpose=True)
+    call = lambda x: coded_allreduce(x, group, wire_dtype=wire, transposes=True)
     before = group.rounds
     assert_rounded(group, wire, jax.jit(jax.vmap(call))(own), gradients)
     assert group.rounds == before + 1

@@ -1,0 +1,158 @@
+"""The sum over the global batch of what examples give, as a function that JAX differentiates."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcoded import _jax_compat
+from jaxcoded.collectives import composed
+from jaxcoded.collectives.arguments import checked_data
+from jaxcoded.collectives.counting import over_devices
+from jaxcoded.group.batch import Batch
+from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.transport.kernels import accumulator
+from jaxcoded.transport.leaves import array, check_real, named
+from jaxcoded.transport.packing import checked_wire_dtype
+from jaxcoded.transport.primitive import checked_token
+
+_NAME = "coded_sum"
+
+
+def coded_sum(
+    per_example: Callable[..., Any],
+    group: CodedGroup,
+    *,
+    weighted: bool = False,
+    wire_dtype: Any = None,
+) -> Callable[..., Any]:
+    """The sum over the global batch of what each example gives: exact, equal on all ranks, and differentiable.
+
+    So a loss may be any function of sums, ``f(Σ_j g_j(θ))``: ``jax.grad``, ``jvp``, ``linearize``, ``vmap``,
+    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` take it as a function of their own process, and the
+    result is that of one process with the whole batch. The sum is one round, and so is each derivative of it: the
+    gradient of ``f`` takes two rounds. A rank that is late in one of them computes nothing for it, and gets the total.
+    See ``docs/composing.md``.
+
+    Args:
+        per_example: ``(params, data) -> values``: a pytree of floating-point arrays with a leading axis of examples.
+        group: an open group.
+        weighted: ``per_example`` is ``(params, data, weights) -> sums``: it returns the sum itself, of its
+            examples with their ``weights``, ``(length,)``, so that no value of each example is kept. It must be
+            linear in the weights.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 arrays travel, see `coded_allreduce`.
+
+    Returns:
+        A function ``(params, batch, *, token=None) -> sums``: a pytree like ``values``, without the
+        leading axis; with a ``token`` a `Result` of it, which cannot be differentiated. ``params`` is a pytree of
+        arrays that are equal on all ranks, ``batch`` a `Batch` of ``group.epoch`` or ``group.batch``, the same one on
+        all ranks. What ``per_example`` uses from around it and is differentiated counts as parameters, too.
+
+        It raises ``TypeError`` for what is no `Batch`, and for values that are not floating point, ``ValueError``
+        for a batch of another plan or rank, and for values without the leading axis; ``NotImplementedError`` where
+        examples themselves are differentiated; and what `coded_allreduce` raises: ``InconsistentMessages`` also where
+        parameters, tangents or cotangents differ between ranks.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> moments = jaxcoded.coded_sum(lambda w, x: {"x": w * x, "xx": (w * x) ** 2}, group)
+        >>> def variance(w, batch):
+        ...     sums = moments(w, batch)
+        ...     return sums["xx"] / 4 - (sums["x"] / 4) ** 2
+        >>> value, slope = jax.value_and_grad(variance)(3.0, group.batch(jnp.arange(4.0)))
+        >>> float(value), float(slope)
+        (11.25, 7.5)
+        >>> group.close()
+    """
+    check_open(group)
+    with group._session.failing(_NAME):
+        wire_dtype = checked_wire_dtype(wire_dtype)
+
+    def reduce(params: Any, data: Any, weights: Any, token: Any) -> Any:
+        with group._session.failing(_NAME):
+            unit = composed.unit(group, data, weights)
+            sums = functools.partial(_sums, per_example, weighted)
+            # traced once, so that what it uses from around it is known
+            of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
+        known = jax.tree.leaves(params)
+        rest = jax.tree.structure((data, weights))
+        evaluated = functools.partial(_evaluated, of.jaxpr, len(of.consts))
+        out = composed.summed(
+            composed.Sum(
+                _NAME,
+                group,
+                evaluated,
+                (False,) * len(of.consts) + (True,) * len(known),
+                unit,
+                rest,
+                wire_dtype,
+                token is not None,
+            ),
+            *([*of.consts, *known], data, weights, token),
+        )
+        tree = jax.tree.structure(shape)
+        return out._replace(value=jax.tree.unflatten(tree, out.value)).plain()
+
+    compiled = jax.jit(reduce)
+
+    def of_batch(params: Any, batch: Batch, *, token: jax.Array | None = None) -> Any:
+        check_open(group)
+        group._session.check_alike()
+        with group._session.failing(_NAME):
+            params = jax.tree_util.tree_map_with_path(
+                lambda path, leaf: array(leaf, named("params", path)), params
+            )
+            data = checked_data(batch, group)
+            if token is not None:
+                token = checked_token(token)
+        reducing = reduce if _jax_compat.tracing() else compiled
+        return reducing(params, data, batch.weights, token)
+
+    return of_batch
+
+
+def _evaluated(
+    jaxpr: Any, consts: int, args: list[Any], data: Any, weights: jax.Array
+) -> list[Any]:
+    operands = [*args[consts:], *jax.tree.leaves(data), weights]
+    return jax.core.eval_jaxpr(jaxpr, args[:consts], *operands)
+
+
+def _sums(
+    per_example: Callable[..., Any],
+    weighted: bool,
+    params: Any,
+    data: Any,
+    weights: jax.Array,
+) -> Any:
+    """``Σ_j w_j g_j`` of these examples."""
+    split = _jax_compat.varying(weights)
+
+    def weigh(path: Any, leaf: Any) -> jax.Array:
+        leaf, name = jnp.asarray(leaf), named("per_example(params, data)", path)
+        check_real(leaf.dtype, name)
+        if leaf.shape[:1] != weights.shape:
+            raise ValueError(
+                f"{name} has shape {leaf.shape}, but needs a leading axis of {len(weights)} examples: return one "
+                "value for each example, or their weighted sum with weighted=True"
+            )
+        each = leaf.astype(accumulator(leaf.dtype))
+        w = weights.astype(each.dtype).reshape(-1, *(1 for _ in leaf.shape[1:]))
+        # padding has weight 0 and must not count, whatever it gives
+        return jnp.where(w != 0, w * each, 0).sum(0).astype(leaf.dtype)
+
+    if weighted:
+        out = per_example(params, data, weights)
+        jax.tree_util.tree_map_with_path(
+            lambda path, leaf: check_real(
+                jnp.result_type(leaf), named("per_example(...)", path)
+            ),
+            out,
+        )
+    else:
+        out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
+    return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

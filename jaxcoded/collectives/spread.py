@@ -1,0 +1,93 @@
+"""What all ranks have, as an input of what each of them contributes to a sum."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from jaxcoded import _jax_compat
+from jaxcoded._jax_compat import ad, batching, mlir
+from jaxcoded.collectives.allreduce import summed
+from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.transport.leaves import array, named
+
+_NAME = "spread"
+
+
+def spread(params: Any, group: CodedGroup) -> Any:
+    """The same values, where gradients that come back are summed over the ranks.
+
+    `coded_sum` does this to its parameters itself. With `coded_allreduce` it makes a function of a sum
+    differentiable: spread what the ranks have in common, compute this rank's contribution of it, and sum it. The
+    transpose of the sum hands each rank the cotangent, which is that of all; what comes back through the contribution
+    is again a contribution; and the transpose of ``spread`` sums it, in one more round. They are each other's
+    transpose, as ``jax.lax.pvary`` and ``psum`` in ``shard_map``.
+
+    Everything that the contribution depends on and that is differentiated must come through it: what does not gets
+    a gradient that differs between ranks.
+
+    Args:
+        params: pytree of arrays that are equal on all ranks.
+        group: an open group without slices or parts.
+
+    Returns:
+        The same pytree, of JAX arrays.
+
+    Raises:
+        TypeError, ValueError, GroupClosed: as `coded_allreduce`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxcoded
+        >>> from mpi4py import MPI
+        >>> group = jaxcoded.CodedGroup(MPI.COMM_SELF)
+        >>> batch = group.batch(jnp.arange(4.0))
+        >>> def square_of_sum(w):
+        ...     mine = batch.weights @ (jaxcoded.spread(w, group) * batch.data)
+        ...     return jaxcoded.coded_allreduce(mine, group, batch.weights) ** 2
+        >>> value, slope = jax.value_and_grad(square_of_sum)(1.0)
+        >>> float(value), float(slope)
+        (36.0, 72.0)
+        >>> group.close()
+    """
+    check_open(group)
+    with group._session.failing(_NAME):
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        arrays = [array(leaf, named("params", path)) for path, leaf in leaves]
+    group._session.spreads = True
+    moves = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if moves:
+        out = spread_p.bind(*(arrays[i] for i in moves), group=group)
+        for i, x in zip(moves, out):
+            arrays[i] = x
+    return jax.tree.unflatten(structure, arrays)
+
+
+spread_p = Primitive("coded_spread")
+spread_p.multiple_results = True
+spread_p.def_impl(lambda *leaves, group: leaves)
+spread_p.def_abstract_eval(
+    lambda *leaves, group: [_jax_compat.like(leaf, leaf.shape) for leaf in leaves]
+)
+mlir.register_lowering(spread_p, lambda ctx, *leaves, group: leaves)
+batching.primitive_batchers[spread_p] = lambda leaves, axes, *, group: (
+    spread_p.bind(*leaves, group=group),
+    axes,
+)
+
+
+def _transpose(cotangents: Sequence[Any], *leaves: Any, group: CodedGroup) -> Any:
+    """One round."""
+    there = [i for i, ct in enumerate(cotangents) if not isinstance(ct, ad.Zero)]
+    back: list[Any] = [None] * len(cotangents)
+    if there:
+        out = summed(
+            [cotangents[i] for i in there], group, name=f"transpose of {_NAME}"
+        )
+        for i, total in zip(there, out.value):
+            back[i] = total
+    return back
+
+
+ad.deflinear2(spread_p, _transpose)

@@ -1,0 +1,338 @@
+"""Functions of sums and their derivatives, against those of the whole batch, in closed form.
+
+The model is that of `test_gradients`: L(θ) = φ(Σ_j g_j(θ)), so that the sum must be exact before φ bends it.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import SIZE, engine_only, once, redundant, several, slices
+from reference import BATCH, assert_same_bits
+from test_gradients import DIRECTION, THETA, A, Whole, phi
+
+import jaxcoded
+from jaxcoded import Coded, Shared, Uncoded, coded_sum, spread
+
+STRATEGIES = {
+    "shared": Shared(),
+    "uncoded": Uncoded(),
+    "coded": Coded(stragglers=1 if SIZE > 2 else 0),
+    "cyclic": pytest.param(
+        Coded(stragglers=1, fanout=3, code="cyclic_repetition"), marks=redundant
+    ),
+    "slices": pytest.param(Coded(stragglers=1, slices=2), marks=slices),
+}
+every_strategy = pytest.mark.parametrize(
+    "strategy", STRATEGIES.values(), ids=STRATEGIES.keys(), indirect=True
+)
+
+
+@pytest.fixture
+def strategy(request, comm):
+    """A group of this strategy, over the engine."""
+    with jaxcoded.CodedGroup(comm, request.param) as group:
+        yield group
+
+
+def values(theta, examples):
+    return jnp.sin(examples @ theta)
+
+
+def loss_of(group):
+    batch = group.batch(A)
+    total = coded_sum(values, group)
+    return lambda theta: phi(total(theta, batch))
+
+
+def close(actual, expected, group, digits=1e-12):
+    tolerance = digits * group.plan.amplification
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@every_strategy
+def test_first_derivatives(strategy, comm):
+    loss, whole = loss_of(strategy), Whole(THETA)
+
+    @jax.jit
+    def derivatives(theta, direction):
+        value, grad = jax.value_and_grad(loss)(theta)
+        _, slope = jax.jvp(loss, (theta,), (direction,))
+        _, linear = jax.linearize(loss, theta)
+        return value, grad, slope, linear(direction)
+
+    out = derivatives(THETA, DIRECTION)
+    expected = (whole.loss, whole.grad, *[whole.grad @ DIRECTION] * 2)
+    for actual, exact in zip(out, expected):
+        close(actual, exact, strategy)
+    assert_same_bits(comm, out)
+
+
+@every_strategy
+def test_second_derivatives(strategy, comm):
+    loss, whole = loss_of(strategy), Whole(THETA)
+    grad = jax.grad(loss)
+    products = {
+        "forward over reverse": lambda: jax.jvp(grad, (THETA,), (DIRECTION,))[1],
+        "reverse over reverse": lambda: jax.grad(lambda t: grad(t) @ DIRECTION)(THETA),
+        "reverse over forward": lambda: jax.grad(
+            lambda t: jax.jvp(loss, (t,), (DIRECTION,))[1]
+        )(THETA),
+        "hessian": lambda: jax.hessian(loss)(THETA) @ DIRECTION,
+    }
+    for name, product in products.items():
+        out = jax.jit(product)()
+        close(out, whole.hessian @ DIRECTION, strategy, 1e-11)
+        assert_same_bits(comm, out), name
+
+
+@every_strategy
+def test_jacobians(strategy):
+    batch = strategy.batch(A)
+    total = coded_sum(values, strategy)
+    for jacobian in (jax.jacrev, jax.jacfwd):
+        out = jax.jit(jacobian(lambda theta: total(theta, batch)))(THETA)
+        close(out, Whole(THETA).jacobian, strategy)
+
+
+@every_strategy
+def test_outside_of_jit(strategy):
+    loss, whole = loss_of(strategy), Whole(THETA)
+    value, grad = jax.value_and_grad(loss)(THETA)
+    close(value, whole.loss, strategy)
+    close(grad, whole.grad, strategy)
+
+
+@every_strategy
+def test_rounds(strategy):
+    """One for the sum, and one for its derivative; loops and `jax.checkpoint` repeat none."""
+    loss = loss_of(strategy)
+    layers = lambda f: (
+        lambda theta: jax.lax.scan(
+            lambda sum, k: (sum + f(k * theta), None), 0.0, jnp.arange(1.0, 4)
+        )[0]
+    )
+    branch = lambda theta: jax.lax.cond(theta[0] < 9, loss, lambda _: 0.0, theta)
+    expected = sum(k * Whole(k * THETA).grad for k in range(1, 4))
+    for f, grad, rounds in (
+        (loss, Whole(THETA).grad, 2),
+        (branch, Whole(THETA).grad, 2),
+        (jax.checkpoint(loss), Whole(THETA).grad, 2),
+        (layers(loss), expected, 6),
+        (layers(jax.checkpoint(loss)), expected, 6),
+    ):
+        before = strategy.rounds
+        out = jax.block_until_ready(jax.jit(jax.grad(f))(THETA))
+        jax.effects_barrier()
+        assert strategy.rounds == before + rounds
+        close(out, grad, strategy)
+
+
+@every_strategy
+def test_descent_with_a_late_rank(strategy, comm):
+    """It is behind in some rounds, forward or backward, and ends with the same bits."""
+    loss = loss_of(strategy)
+
+    def step(theta, _):
+        return theta - 0.01 * jax.grad(loss)(theta), None
+
+    descend = jax.jit(lambda theta: jax.lax.scan(step, theta, length=3)[0])
+    theta, expected = jnp.asarray(THETA), THETA
+    for number in range(4):
+        if comm.rank == comm.size - 1 and number % 2:
+            time.sleep(0.3)
+        theta = descend(theta)
+        for _ in range(3):
+            expected = expected - 0.01 * Whole(expected).grad
+    close(theta, expected, strategy, 1e-11)
+    assert_same_bits(comm, theta)
+
+
+@every_strategy
+def test_what_is_used_from_around_it(strategy):
+    """It counts as parameters where it is differentiated; integers and constants are just used."""
+    batch = strategy.batch(A)
+    two = np.full((), 2)
+
+    @jax.jit
+    def loss(theta, scale, shift):
+        outer = jnp.sin(theta)
+        total = coded_sum(
+            lambda t, x: values(t * outer, x) * scale + shift * two, strategy
+        )
+        return jnp.sum(total(theta, batch))
+
+    @jax.jit
+    def plain(theta, scale, shift):
+        return jnp.sum(values(theta * jnp.sin(theta), A) * scale + shift * two)
+
+    for argument in (0, 1):
+        out = jax.grad(loss, argument)(THETA, 3.0, 1)
+        close(out, jax.grad(plain, argument)(THETA, 3.0, 1), strategy)
+
+
+@every_strategy
+def test_pytrees_and_epochs(strategy, comm):
+    """Dtypes of their own; in a smaller last batch only the examples that are there count."""
+    data = {"x": A[:, 0], "y": np.arange(BATCH, dtype=np.float32)}
+
+    def moments(w, batch):
+        x, y = batch["x"], batch["y"]
+        return {"xx": x[:, :, None] * x[:, None, :] * w["a"], "y": y * w["b"]}
+
+    total = jax.jit(
+        jax.value_and_grad(
+            lambda w, batch: (
+                (out := coded_sum(moments, strategy)(w, batch))["xx"].sum() + out["y"]
+            )
+        )
+    )
+    w = {"a": jnp.float64(2), "b": jnp.float32(3)}
+    seen = []
+    for batch in strategy.epoch(data, batch_size=BATCH - 7, seed=0):
+        weights = np.asarray(batch.weights)
+        held = (weights != 0).any(axis=-1) if weights.ndim == 3 else weights != 0
+        mine = batch.indices[held.reshape(-1)].tolist()
+        examples = sorted(set().union(*comm.allgather(mine)))
+        assert len(examples) == int(batch.weights.examples)
+        seen += examples
+        value, grad = total(w, batch)
+        assert (grad["a"].dtype, grad["b"].dtype) == (np.float64, np.float32)
+        x = data["x"][examples]
+        xx, y = np.einsum("ji,jk->", x, x), data["y"][examples].sum()
+        for actual, exact in ((grad["a"], xx), (grad["b"], y), (value, 2 * xx + 3 * y)):
+            close(actual, exact, strategy, 1e-6)
+    assert sorted(seen) == list(range(BATCH))
+
+
+@every_strategy
+def test_sums_of_its_own(strategy):
+    """With ``weighted`` a function sums its examples itself."""
+    batch = strategy.batch(A)
+    weighted = lambda theta, x, weights: weights @ values(theta, x)
+    total = coded_sum(weighted, strategy, weighted=True)
+    loss = jax.jit(jax.value_and_grad(lambda theta: phi(total(theta, batch))))
+    value, grad = loss(THETA)
+    close(value, Whole(THETA).loss, strategy)
+    close(grad, Whole(THETA).grad, strategy)
+
+
+@every_strategy
+def test_narrow_messages(strategy):
+    batch = strategy.batch(A.astype(np.float32))
+    total = coded_sum(values, strategy, wire_dtype="bfloat16")
+    out = jax.jit(total)(THETA.astype(np.float32), batch)
+    whole = Whole(THETA).total
+    bound = 0.05 * np.abs(np.sin(A @ THETA)).sum(0).max() * strategy.plan.amplification
+    assert (out.dtype, np.abs(out - whole).max() < bound) == (np.float32, True)
+
+
+@pytest.mark.parametrize("transport", ["mpi4jax", "engine"], indirect=True)
+def test_both_transports(group, comm):
+    loss, whole = loss_of(group), Whole(THETA)
+    value, grad = jax.jit(jax.value_and_grad(loss))(THETA)
+    close(value, whole.loss, group)
+    close(grad, whole.grad, group)
+    assert_same_bits(comm, grad)
+
+
+@several
+@every_strategy
+def test_cotangents_that_differ(strategy, comm):
+    """What follows the sum is of each rank's own here: an error on all of them."""
+    if strategy.plan.encoded and SIZE == 4:
+        pytest.skip("each child has the whole batch, so that one alone may be counted")
+    batch = strategy.batch(A)
+    total = coded_sum(values, strategy)
+    mine = 1.0 + comm.rank
+
+    @jax.jit
+    def grad(theta):
+        return jax.grad(lambda t: jnp.sum(total(t, batch) ** 2) * mine)(theta)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="InconsistentMessages"):
+        jax.block_until_ready(grad(THETA))
+    jaxcoded.effects_barrier()
+    comm.Barrier()
+
+
+@every_strategy
+def test_spread(strategy):
+    """The sum and `spread` are each other's transpose, for contributions of one's own."""
+    batch = strategy.batch(A)
+    if strategy.plan.encoded or strategy.plan.strategy.by_blocks:
+        pytest.skip("its messages are not one weighted sum")
+
+    def loss(theta):
+        mine = batch.weights @ values(spread(theta, strategy), batch.data)
+        return phi(jaxcoded.coded_allreduce(mine, strategy, batch.weights))
+
+    whole = Whole(THETA)
+    before = strategy.rounds
+    value, grad = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(THETA))
+    jax.effects_barrier()
+    assert strategy.rounds == before + 2
+    close(value, whole.loss, strategy)
+    close(grad, whole.grad, strategy)
+    product = jax.jit(lambda: jax.jvp(jax.grad(loss), (THETA,), (DIRECTION,))[1])()
+    close(product, whole.hessian @ DIRECTION, strategy, 1e-11)
+
+
+@once
+def test_spread_of_integers(group):
+    out = spread({"a": 1, "b": jnp.ones(2)}, group)
+    assert (int(out["a"]), out["b"].tolist()) == (1, [1.0, 1.0])
+
+
+@once
+@pytest.mark.parametrize(
+    "per_example, error, words",
+    [
+        (lambda t, x: jnp.sum(t), ValueError, "leading axis of"),
+        (lambda t, x: jnp.arange(len(x)), TypeError, "int"),
+        (lambda t, x: {"a": jnp.ones((2, 3))}, ValueError, r"\['a'\]"),
+    ],
+)
+def test_values_of_other_shapes(group, per_example, error, words):
+    with pytest.raises(error, match=words):
+        coded_sum(per_example, group)(THETA, group.batch(A))
+
+
+@once
+def test_examples_are_not_differentiated(group):
+    batch = group.batch(A)
+    total = coded_sum(values, group)
+
+    def loss(scale):
+        scaled = batch.of(jnp.asarray(batch.data) * scale)
+        return phi(total(THETA, scaled))
+
+    with pytest.raises(NotImplementedError, match="inside of per_example"):
+        jax.grad(loss)(2.0)
+
+
+@engine_only
+def test_tokens(group):
+    """They order sums; derivatives have the effect."""
+    batch = group.batch(A)
+    total = coded_sum(values, group)
+
+    @jax.jit
+    def twice(theta, token):
+        first = total(theta, batch, token=token)
+        second = total(2 * theta, batch, token=first.token)
+        return first.value, second.value, second.token
+
+    one, two, _ = twice(THETA, jnp.int32(0))
+    close(one, Whole(THETA).total, group)
+    close(two, Whole(2 * THETA).total, group)
+    with pytest.raises(NotImplementedError, match="token"):
+        jax.grad(lambda t: phi(total(t, batch, token=jnp.int32(0)).value))(THETA)
+
+
+@once
+def test_what_is_no_batch(group):
+    with pytest.raises(TypeError, match=r"group\.batch"):
+        coded_sum(values, group)(THETA, A)
