@@ -222,3 +222,33 @@ def test_what_just_adds_up_needs_no_weights(comm, transport, strategy):
                     total += DATA[block.indices].sum(0)
             total = finish(coded_allreduce(total, group))
             np.testing.assert_allclose(total, DATA.sum(0), rtol=1e-9)
+
+
+@engine_only
+@several
+def test_ranks_that_hold_the_same_examples_need_weights(comm, transport):
+    """Where work is shared, too, until the program loops over blocks."""
+    with jaxcoded.CodedGroup(comm, transport=transport) as group:
+        for call in (coded_allreduce, coded_allreduce_start, host.allreduce):
+            with pytest.raises(TypeError, match=r"group\.blocks\(batch_size\)"):
+                call(np.ones(3), group)
+        total = np.zeros(1)
+        with group.blocks(BATCH) as blocks:
+            for block in blocks:
+                total += block.indices.sum()
+        assert host.allreduce(total, group) == sum(range(BATCH))
+
+
+@engine_only
+def test_a_chain_sums_once(comm, transport):
+    with jaxcoded.CodedGroup(comm, transport=transport) as group:
+        batch = group.batch(DATA)
+        link = jaxcoded.optax.sum_gradients(group)
+        tx = optax.chain(link, link)
+        state = tx.init(jnp.zeros(5))
+        update = lambda g: tx.update(g, state, weights=batch.weights)
+        for call in (update, jax.jit(update)):
+            with pytest.raises(
+                ValueError, match="another jaxcoded.optax.sum_gradients"
+            ):
+                call(jnp.asarray(weighted(batch)))
