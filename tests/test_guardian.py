@@ -1,6 +1,7 @@
 """Nothing of a job is left when its launcher has ended in a way that it cannot handle."""
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import resource
@@ -8,12 +9,16 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import launch
 import pytest
 import terminal
 from launch import ROOT, slowness
+
+from jaxcoded.tools.launch import guardian
+from jaxcoded.tools.launch import job as launching
 
 pytestmark = pytest.mark.mpi
 
@@ -160,19 +165,88 @@ def test_a_guardian_that_is_killed(job):
     process = subprocess.Popen(job.command(), cwd=ROOT)
     try:
         folders = job.folders()
-        place = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        (guardian,) = [
-            int(it)
-            for it in place.read_text().split()
+        (watcher,) = [
+            it
+            for it in children(process.pid)
             if "guardian.py" in pathlib.Path(f"/proc/{it}/cmdline").read_text()
         ]
-        os.kill(guardian, signal.SIGKILL)
+        os.kill(watcher, signal.SIGKILL)
         (job.there / "go on").touch()
         assert process.wait(60 * slowness()) == 0
     finally:
         process.kill()
         process.wait()
     job.is_gone(folders)
+
+
+def left(place, name, age=1000.0):
+    """A folder as of a job that began so many seconds ago."""
+    folder = place / f"jaxcoded.{name}"
+    folder.mkdir()
+    (folder / "file").touch()
+    os.utime(folder, (time.time() - age,) * 2)
+    return folder
+
+
+def test_what_jobs_have_left_goes_with_the_next_one(tmp_path, monkeypatch, marked):
+    """Where their guardians were killed, too. It stays while anybody may use it, or if it is of no job."""
+    places = tmp_path / "shared", tmp_path / "temporary"
+    monkeypatch.setattr(launching, "_SHARED_MEMORY", str(places[0]))
+    monkeypatch.setattr(tempfile, "tempdir", str(places[1]))
+    used = "1.0000000a"
+    with contextlib.ExitStack() as stack:
+        stay = set()
+        for place in places:
+            place.mkdir()
+            left(place, "1.00000000")
+            young, locked = left(place, "1.00000001", 0), left(place, "1.00000002")
+            descriptor = os.open(locked, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            stay |= {young, locked, left(place, used), left(place, "of.another")}
+        process = subprocess.Popen(
+            ["sleep", "1000"], env=os.environ | {guardian.MARK: f"2.0/{used}"}
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert launching.play(["true"], os.environ).status == 0
+        assert {it for place in places for it in place.iterdir()} == stay
+
+
+def test_a_job_whose_launcher_and_guardian_are_killed_at_once(job):
+    """What ranks use stays as long as mpirun lives."""
+    process = subprocess.Popen(
+        job.command(), cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        folders = job.folders()
+        its = children(process.pid)
+        watcher, *others = its
+        for each in (process.pid, watcher):
+            os.kill(each, signal.SIGKILL)
+        process.wait()
+        for each in others:
+            os.kill(each, signal.SIGSTOP)
+        for folder in folders:
+            os.utime(folder, (0, 0))
+        for pid in set(living(os.environ[MARK])) - set(others):
+            os.kill(pid, signal.SIGKILL)
+        assert launching.play(["true"], os.environ).status == 0
+        assert all(map(os.path.isdir, folders))
+        for each in others:
+            os.kill(each, signal.SIGKILL)
+        assert until(lambda: not living(os.environ[MARK]))
+        assert launching.play(["true"], os.environ).status == 0
+    finally:
+        process.kill()
+        process.wait()
+    job.is_gone(folders)
+
+
+def children(process):
+    """Its child processes, the oldest first."""
+    place = pathlib.Path(f"/proc/{process}/task/{process}/children")
+    return list(map(int, place.read_text().split()))
 
 
 def played(program):

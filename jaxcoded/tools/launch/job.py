@@ -2,12 +2,16 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import os
+import re
 import secrets
+import shutil
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
@@ -19,6 +23,8 @@ _GRACE = guardian.GRACE  # seconds for mpirun to end it
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1)
 _SHARED_MEMORY = "/dev/shm"
+_FOLDER = re.compile(r"jaxcoded\.([0-9]+\.[0-9a-f]{8})")
+_BEGUN = 60.0  # seconds after which a launcher has locked its folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,30 +70,36 @@ def play(
         output: takes what it prints and what its errors say. Default: those of this process.
         marked: whether the launcher says whose output it is, for `jaxcoded.tools.terminal.lines` to hand it on.
     """
+    places = tempfile.gettempdir(), _SHARED_MEMORY
+    for place in places:
+        _sweep(place)
     name = f"{os.getpid()}.{secrets.token_hex(4)}"
     outer = environment.get(guardian.MARK)
     settings = {**environment, guardian.MARK: f"{outer}/{name}" if outer else name}
-    folders = [
-        os.path.join(it, f"jaxcoded.{name}")
-        for it in (tempfile.gettempdir(), _SHARED_MEMORY)
-    ]
+    folders = [os.path.join(it, f"jaxcoded.{name}") for it in places]
     temporary, shared = folders
+    held = []
     with contextlib.ExitStack() as stack:
         watcher = guardian.Guardian(name, folders)
         stack.callback(watcher.dismiss)
         stack.callback(guardian.clean_up, name, folders)
         if own_files:
-            os.mkdir(temporary, 0o700)
+            held.append(stack.enter_context(_folder(temporary)))
             settings["TMPDIR"] = temporary
         # where a rank has started this job, it is that of the rank's
         if not any(name in environment for name in rank.BACKING):
             with contextlib.suppress(OSError):  # a system without it
-                os.mkdir(shared, 0o700)
+                held.append(stack.enter_context(_folder(shared)))
                 settings[rank.SHARED_MEMORY] = shared
         # in a session of its own: a terminal would signal the ranks, too
         to = subprocess.PIPE if marked else output
         process = subprocess.Popen(
-            command, env=settings, start_new_session=True, stdout=to, stderr=to
+            command,
+            env=settings,
+            start_new_session=True,
+            stdout=to,
+            stderr=to,
+            pass_fds=held,
         )
         watcher.watch(process.pid)
         if process.stdout and process.stderr:
@@ -115,6 +127,45 @@ def play(
     if late:
         return End(0)
     return End(128 - status if status < 0 else status)
+
+
+@contextlib.contextmanager
+def _folder(path: str) -> Iterator[int]:
+    """Make a folder, and give its descriptor: while a process has that open, the folder is locked against `_sweep`."""
+    os.mkdir(path, 0o700)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            _lock(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(place: str) -> None:
+    """Remove the folders that are left of this user's jobs whose launcher and guardian were killed together."""
+    with contextlib.suppress(OSError), os.scandir(place) as found:
+        for each in found:
+            if match := _FOLDER.fullmatch(each.name):
+                with contextlib.suppress(OSError):  # locked, gone, or another user's
+                    _remove(each.path, match[1])
+
+
+def _remove(folder: str, name: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        its = os.fstat(descriptor)
+        if its.st_uid != os.getuid() or time.time() - its.st_mtime < _BEGUN:
+            return
+        _lock(descriptor)
+        if not guardian.processes(name):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _kill_later(process: subprocess.Popen[bytes]) -> None:
