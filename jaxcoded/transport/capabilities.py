@@ -2,11 +2,12 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from jaxcoded.errors import GroupClosed
 from jaxcoded.transport.round import Round
 
 # A round whose work is shared: its number, the call in words, and the blocks that each rank has
@@ -15,7 +16,7 @@ Dealt = tuple[int, str, list[list[int]]]
 
 
 class Capability(abc.ABC):
-    """A transport that can do something has a subclass of this among its bases.
+    """A transport that can do something has a subclass of this among its bases, and asks the engine.
 
     Attributes:
         needed: what needs it, in words.
@@ -23,13 +24,14 @@ class Capability(abc.ABC):
 
     needed: ClassVar[str]
 
+    @abc.abstractmethod
+    def _ask(self, name: str, *args: Any) -> Any:
+        """What a function of the engine says of this group."""
+
     @classmethod
     def of(cls, transport: object) -> Self:
-        """The transport, which has this capability.
-
-        Raises:
-            NotImplementedError: it has not.
-        """
+        """Return the transport, which has this capability; a NotImplementedError if it
+        has not."""
         if isinstance(transport, cls):
             return transport
         raise NotImplementedError(f'{cls.needed} a group with transport="engine"')
@@ -63,9 +65,9 @@ class SharedWork(Capability):
     def end_of_blocks(self) -> None:
         """End such a round."""
 
-    @abc.abstractmethod
     def leave_blocks(self) -> None:
         """Take no more of them: others compute what this rank had."""
+        self._ask("leave_share")
 
     @abc.abstractmethod
     def record(self) -> Callable[[], Dealt | None]:
@@ -81,72 +83,86 @@ class SharedWork(Capability):
 class Reports(Capability):
     needed = "telemetry needs"
 
-    @abc.abstractmethod
     def telemetry(self) -> dict[str, list[Any]]:
         """What was remembered of the latest rounds, by name."""
+        return self._ask("telemetry")
 
     @abc.abstractmethod
     def reports(self) -> Callable[[], tuple[Any, ...] | None]:
         """A function that waits for the next round and gives its fields; ``None`` after
         the last."""
 
-    @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:
         """Figures of the transport, by name."""
+        names = (
+            "history_bytes",
+            "memory_bytes",
+            "fetched_bytes",
+            "formed_bytes",
+            "compared_rounds",
+        )
+        return {name: self._ask(name) for name in names}
 
 
 class Snapshots(Capability):
     needed = "resync needs"
 
-    @abc.abstractmethod
     def keep_state(self, state: np.ndarray) -> None:
         """Keep a copy of these bytes as this rank's snapshot."""
+        self._ask("keep_state", state.ctypes.data, state.nbytes)
 
-    @abc.abstractmethod
     def fetch_state(self, seconds: float) -> tuple[int, bytes]:
         """The round of the newest snapshot of the nearest ancestor, 0 if there is
         none, and its bytes."""
+        round_ = self._ask("fetch_state", seconds)
+        return round_, self._ask("state") if round_ else b""
 
-    @abc.abstractmethod
     def resume(self) -> None:
         """Continue at the round of the fetched snapshot."""
+        self._ask("resume")
 
 
 class LosesRanks(Capability):
     needed = "ranks that die or join need"
 
-    @abc.abstractmethod
     def departed(self) -> dict[int, str]:
         """Of the ranks below this one that make no more calls the error that ended their program,
         in words, or an empty text."""
+        return dict(self._ask("departed"))
 
-    @abc.abstractmethod
     def drained(self, seconds: float) -> bool:
         """Whether all rounds that this rank has called are over, after so many seconds."""
+        return self._ask("drained", seconds)
 
-    @abc.abstractmethod
     def rounds_of_all(self) -> int:
         """How many rounds of this rank are over, before any that it alone saw fail, without the
         root."""
+        return self._ask("rounds_of_all")
 
-    @abc.abstractmethod
     def decided(self) -> int:
         """The latest round that is over, as far as this rank knows."""
+        return self._ask("decided")
 
-    @abc.abstractmethod
-    def watching(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
         """Inside, ranks above are asked what is decided, also where this one calls nothing and its parent
         says nothing."""
+        self._ask("watch", True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(GroupClosed):  # it may be, by now
+                self._ask("watch", False)
 
     @abc.abstractmethod
     def agreed(self, mine: bool) -> bool:
         """Return whether something is so on all ranks, and all of them live; the same on all.
         Collective."""
 
-    @abc.abstractmethod
     def expect_state(self) -> None:
         """Make sums an error on this rank until a broadcast has come."""
+        self._ask("expect_state")
 
-    @abc.abstractmethod
     def alike(self) -> bool:
         """Whether none is expected, or it has come."""
+        return self._ask("alike")

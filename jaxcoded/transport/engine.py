@@ -5,13 +5,12 @@ opened for a group, and its calls become JAX primitives.
 """
 
 import atexit
-import contextlib
 import copy
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Self
 
 import jax
@@ -151,10 +150,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         limits.on_deadline = getattr(_engine.OnDeadline, waits.action)
         limits.deadline_seconds = waits.seconds
         limits.deadline_rounds = waits.rounds
-        if waits.waits_on and waits.seconds:
-            limits.stuck_seconds = waits.seconds
-        else:
-            limits.stuck_seconds = _STUCK_SECONDS
+        limits.stuck_seconds = (waits.waits_on and waits.seconds) or _STUCK_SECONDS
         limits.deadline_share = _deadline_share(plan, comm.rank)
         if isinstance(check := options.check, Check):
             limits.waits_for_all = check.waits_for_all
@@ -293,9 +289,6 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         if outcome != _DONE:
             raise _error(outcome, text)
 
-    def leave_blocks(self) -> None:
-        self._ask("leave_share")
-
     def record(self) -> Callable[[], Dealt | None]:
         reports, members = self._ask("record"), self._members
 
@@ -341,53 +334,9 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         registry.add(other)
         return other
 
-    def telemetry(self) -> dict[str, list[Any]]:
-        return self._ask("telemetry")
-
     def reports(self) -> Callable[[], tuple[Any, ...] | None]:
         reports = self._ask("reports")
         return lambda: _engine.next_report(reports)
-
-    def keep_state(self, state: np.ndarray) -> None:
-        self._ask("keep_state", state.ctypes.data, state.nbytes)
-
-    def fetch_state(self, seconds: float) -> tuple[int, bytes]:
-        round_ = self._ask("fetch_state", seconds)
-        return round_, self._ask("state") if round_ else b""
-
-    def resume(self) -> None:
-        self._ask("resume")
-
-    def statistics(self) -> dict[str, Any]:
-        names = (
-            "history_bytes",
-            "memory_bytes",
-            "fetched_bytes",
-            "formed_bytes",
-            "compared_rounds",
-        )
-        return {name: self._ask(name) for name in names}
-
-    def departed(self) -> dict[int, str]:
-        return dict(self._ask("departed"))
-
-    def drained(self, seconds: float) -> bool:
-        return self._ask("drained", seconds)
-
-    def rounds_of_all(self) -> int:
-        return self._ask("rounds_of_all")
-
-    def decided(self) -> int:
-        return self._ask("decided")
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        self._ask("watch", True)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(errors.GroupClosed):  # it may be, by now
-                self._ask("watch", False)
 
     def agreed(self, mine: bool) -> bool:
         # MPI counts what ranks agree on in a communicator, and whatever it makes there. So this goes by the
@@ -398,12 +347,6 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
             return False
-
-    def expect_state(self) -> None:
-        self._ask("expect_state")
-
-    def alike(self) -> bool:
-        return self._ask("alike")
 
     def status(self) -> str:
         """Where this rank stands, to find the cause of a hang."""
@@ -546,10 +489,6 @@ def _erasures(plan: Plan) -> Any:
     return _engine.Erasures(plan.root, parents)
 
 
-def _report(warning: tuple[int, str]) -> None:
-    logger.warning("group %d, %s", *warning)
-
-
 def _vector(array: np.ndarray) -> tuple[int, int, int]:
     code = _DTYPES.get(array.dtype, _BYTES)
     address = array.__array_interface__["data"][0]  # faster than `array.ctypes`
@@ -569,7 +508,8 @@ def _error(outcome: int, text: str) -> Exception:
 @functools.cache
 def _register() -> None:
     engine_call.register(_engine)
-    follow(_engine.next_warning, _report, "jaxcoded log")
+    warn = functools.partial(logger.warning, "group %d, %s")
+    follow(_engine.next_warning, lambda said: warn(*said), "jaxcoded log")
     # at exit the engine stops first: what is registered later runs earlier
     ending.register()
     atexit.register(_stop)
