@@ -11,7 +11,7 @@ from harness import Board
 from mpi4py import MPI
 
 from jaxcoded.group.membership import channel, messages, recovery
-from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.pending import pending
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.process import Process
 from jaxcoded.transport.agreement import gathered
@@ -48,9 +48,9 @@ if board.rank == 0:
 stayed = 0
 while not roll.call(SECONDS, False):  # who was told to stay comes again
     stayed += 1
-pending = Pending(comm.Shrink)
-roll.wait(pending, SECONDS, SECONDS, False)
-smaller = pending.result(0.0)
+shrinking = pending(comm.Shrink)
+roll.wait(shrinking, SECONDS, SECONDS, False)
+smaller = shrinking.result(0.0)
 known = True, 5 + (board.rank == 3)
 survivors, _, behind = recovery.successors(smaller, comm, 0, known)
 board.report(survivors=survivors, size=smaller.size, stayed=stayed, behind=behind)

@@ -230,11 +230,11 @@ class Meeting:
         self._come.add(rank)
         return self
 
-    def runs(self):
+    def done(self):
         live = set(range(self._world.size)) - self._world.dead
         if self.dead is None and live <= self._come:
             self.dead = frozenset(self._world.dead)
-        return self.dead is None
+        return self.dead is not None
 
 
 def rolls(world, hosts, monkeypatch):

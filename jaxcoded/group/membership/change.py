@@ -3,12 +3,12 @@
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import ClassVar
 
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership.pending import Pending
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.opening import has_died
 from jaxcoded.group.session import Session
@@ -31,7 +31,7 @@ class Change:
         self._rounds = 0  # of the old one that were decided before
         self._new: Session | None = None
         self._failure: BaseException | None = None  # here
-        self._agreement: Pending[bool] | None = None  # whether all have it
+        self._agreement: Future[bool] | None = None  # whether all have it
 
     def session(self, rounds: int) -> Session:
         """Return the new one, once they agree. ``rounds``: of the old group, that this

@@ -99,13 +99,9 @@ class Channel(Generic[M]):
             _sent.append(moving)
 
     def heard(self, rank: int) -> M | None:
-        """What a rank has said next; None: nothing yet.
-
-        Raises:
-            Gone: it is dead, or has given up.
-            CodedError: what it says cannot be read, or is longer than 16 MiB: that stays where it is, and nothing is
-                heard of this rank any more.
-        """
+        """Return what a rank has said next; None: nothing yet. `Gone` if it is dead, or has given up. A CodedError
+        if what it says cannot be read, or is longer than 16 MiB: that stays where it is, and nothing is heard of
+        this rank any more."""
         try:
             if rank not in self._coming:
                 status = MPI.Status()

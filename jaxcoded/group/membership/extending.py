@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from fractions import Fraction
 
 from mpi4py import MPI
@@ -13,7 +14,7 @@ from jaxcoded.group.membership import joining
 from jaxcoded.group.membership.change import Change, let_go
 from jaxcoded.group.membership.joining import Invitation, plan_of_root
 from jaxcoded.group.membership.old_ranks import OldRanks
-from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.pending import pending
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.session import Session
 from jaxcoded.plan import Plan, Strategy
@@ -59,7 +60,7 @@ class Extending(Change):
         self._agreed = LosesRanks.of(old.transport).agreed
         self._old_ranks = OldRanks(old.comm, old.hosts, old.plan.root, self._agreed)
         self._invitation: Invitation | None = None
-        self._copying: Pending[MPI.Intracomm | None] | None = None
+        self._copying: Future[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # of old and new ranks
         self._until = 0.0  # it is to be made
 
@@ -73,14 +74,13 @@ class Extending(Change):
             with self._failing():
                 self._start()
             ready = self._failure is None
-            self._copying = Pending(lambda: self._old_ranks.copied(ready))
+            self._copying = pending(lambda: self._old_ranks.copied(ready))
         wait(self._copying, patience=self._timeout + joining.LATER)
-        if self._agreement is None:
-            self._agreement = self._agree(self._copying)
+        self._agreement = self._agreement or self._agree(self._copying)
         # others may go on as long as this one
         wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
 
-    def _agree(self, copying: Pending[MPI.Intracomm | None]) -> Pending[bool]:
+    def _agree(self, copying: Future[MPI.Intracomm | None]) -> Future[bool]:
         """Make it, where all are ready to, and ask whether all have."""
         ranks: MPI.Intracomm | None = None
         try:
@@ -89,14 +89,14 @@ class Extending(Change):
             self._failure = self._failure or error
         else:
             if ranks is None:
-                return Pending(lambda: False)
+                return pending(lambda: False)
         with self._failing():
             if ranks is not None:
                 self._make(ranks)
         if self._failure is not None:
             for comm in self._comms:  # in which others may wait
                 comm.Revoke()
-        return Pending(lambda: self._agreed(self._failure is None))
+        return pending(lambda: self._agreed(self._failure is None))
 
     def _tell(self) -> None:
         self._old_ranks.tell(self._comms[0])

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from jaxcoded import _require
 from jaxcoded.errors import CodedError
-from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.pending import pending
 from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import Options
@@ -107,55 +107,52 @@ class Invitation:
         return own
 
 
-class Side:
-    """The old ranks (``first``), or the new ones, as they are connected with the
-    others: both sides meet by their leaders."""
+def joined(
+    comm: MPI.Intracomm,
+    leader: int,
+    between: MPI.Intercomm | None,
+    until: float,
+    look: Callable[[], object],
+    *,
+    first: bool,
+) -> MPI.Intracomm:
+    """Return all ranks, in one communicator. Collective of the old ranks (``first``) and the new ones.
 
-    def __init__(self, comm: MPI.Intracomm, leader: int, *, first: bool) -> None:
-        self._comm, self._leader, self._first = comm, leader, first
-        self._made: list[MPI.Comm] = []
+    Args:
+        comm: of this side.
+        leader: the one of them that both sides meet by.
+        between: of the starter and those that it has started; None on all others.
+        until: when it is to be made; a CodedError if it has not been by then.
+        look: called meanwhile, may raise.
+    """
+    made: list[MPI.Comm] = []
 
-    def joined(
-        self,
-        between: MPI.Intercomm | None,
-        other: int,
-        until: float,
-        look: Callable[[], object],
-    ) -> MPI.Intracomm:
-        """Return all ranks, in one communicator. Collective of both.
-
-        Args:
-            between: of the starter and those that it has started; None on all others.
-            other: the leader of the other side there, where the starter is the first.
-            until: when it is to be made; a CodedError if it has not been by then.
-            look: called meanwhile, may raise.
-        """
-        making = Pending(lambda: self._make(between, other))
-        try:
-            while True:
-                try:
-                    return making.result(_SERVES)
-                except TimeoutError:
-                    if time.monotonic() > until:
-                        raise CodedError("connecting them took too long") from None
-                look()
-        except BaseException:
-            for comm in self._made:
-                comm.Revoke()
-            raise
-
-    def _make(self, between: MPI.Intercomm | None, other: int) -> MPI.Intracomm:
-        bridge = self._comm  # which counts on the leader alone
-        if between is not None:
-            bridge = self._kept(between.Merge(high=not self._first))
-        apart = self._kept(
-            self._comm.Create_intercomm(self._leader, bridge, other, TAG_ALL)
-        )
-        return self._kept(apart.Merge(high=not self._first))
-
-    def _kept(self, comm: Any) -> Any:
-        self._made.append(tolerant(comm))
+    def kept(comm: Any) -> Any:
+        made.append(tolerant(comm))
         return comm
+
+    def make() -> MPI.Intracomm:
+        bridge = comm  # which counts on the leader alone
+        if between is not None:
+            bridge = kept(between.Merge(high=not first))
+        # there the starter is the first
+        other = 1 if first else 0
+        apart = kept(comm.Create_intercomm(leader, bridge, other, TAG_ALL))
+        return kept(apart.Merge(high=not first))
+
+    making = pending(make)
+    try:
+        while True:
+            try:
+                return making.result(_SERVES)
+            except TimeoutError:
+                if time.monotonic() > until:
+                    raise CodedError("connecting them took too long") from None
+            look()
+    except BaseException:
+        for each in made:
+            each.Revoke()
+        raise
 
 
 def plan_of_root(

@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from jaxcoded import _own_process
 from jaxcoded.errors import CodedError
+from jaxcoded.group.membership import joining
 from jaxcoded.group.membership.change import let_go
 from jaxcoded.group.membership.channel import Channel, Gone, looks
 from jaxcoded.group.membership.joining import (
@@ -15,7 +16,6 @@ from jaxcoded.group.membership.joining import (
     TAG_ALL,
     TAG_NEW,
     Invitation,
-    Side,
     opening_seconds,
     plan_of_root,
     tolerant,
@@ -54,9 +54,9 @@ class NewRank:
             said = self._heard(lambda: self._line.heard(0), until)
             _own_process.command = said.command
             until = time.monotonic() + opening_seconds(self._seconds)
-            side = Side(tolerant(MPI.COMM_WORLD), 0, first=False)
-            both = side.joined(self._parent, 0, until, lambda: None)
-            return both, said.invitation
+            world = tolerant(MPI.COMM_WORLD)
+            arguments = self._parent, until, lambda: None
+            return joining.joined(world, 0, *arguments, first=False), said.invitation
         except BaseException as error:
             self.ready(error)
             raise
@@ -104,11 +104,9 @@ class NewRank:
 
 
 def joined() -> Session | None:
-    """The group that this process is taken into; None where it was not started to join one.
-
-    Raises:
-        CodedError: the group has not taken it in, or this process has called this before.
-    """
+    """Return the group that this process is taken into; None where it was not started to
+    join one. A CodedError if the group has not taken it in, or this process has called this
+    before."""
     if not tries_to_join():
         return None
     new_rank = NewRank(MPI.Comm.Get_parent(), awaited())

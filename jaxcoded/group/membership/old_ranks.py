@@ -15,7 +15,7 @@ from jaxcoded.group.membership.joining import (
     TAG_ALL,
     TAG_NEW,
     Invitation,
-    Side,
+    joined,
     tolerant,
 )
 from jaxcoded.group.membership.messages import (
@@ -27,7 +27,7 @@ from jaxcoded.group.membership.messages import (
     Verdict,
     Wants,
 )
-from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.pending import pending
 from jaxcoded.group.membership.recovery import shrunk
 from jaxcoded.group.membership.started import MARK, Started, mark, wrapper
 from jaxcoded.transport import engine
@@ -146,13 +146,13 @@ class OldRanks:
         command = command or _own_process.command
         words = [*wrapper(), *command]
         engine.join()
-        spawning = Pending(lambda: _spawned(words, ranks, info))
+        spawning = pending(lambda: _spawned(words, ranks, info))
         seen = Started(self._visit)
         late = set(range(ranks))
         try:
             for _ in looks(until):
                 seen.look()
-                if not spawning.runs():
+                if spawning.done():
                     break
             else:
                 raise CodedError(
@@ -201,13 +201,13 @@ class OldRanks:
         if old.size < self._comm.size:
             raise CodedError("one of the old ranks has died: call recovered first")
         engine.join()
-        side = Side(old, self._starter, first=True)
         try:
             if self._new is not None:
                 invites = Invites(invitation, _own_process.command)
                 for rank in range(invitation.ranks):
                     self._new.say(rank, invites)
-            return side.joined(self._between, 1, until, self._look)
+            arguments = self._starter, self._between, until, self._look
+            return joined(old, *arguments, first=True)
         except BaseException:
             old.Revoke()
             raise

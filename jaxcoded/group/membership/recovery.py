@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from fractions import Fraction
 
 from mpi4py import MPI
 
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.change import Change, let_go
-from jaxcoded.group.membership.pending import Pending
+from jaxcoded.group.membership.pending import pending
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.opening import has_died
 from jaxcoded.group.session import Session
@@ -27,7 +28,7 @@ class Recovering(Change):
 
     def __init__(self, old: Session, roll: Roll) -> None:
         super().__init__(old, roll)
-        self._shrinking = Pending(lambda: shrunk(old.comm))
+        self._shrinking = pending(lambda: shrunk(old.comm))
 
     def make(
         self,
@@ -42,9 +43,7 @@ class Recovering(Change):
         knows."""
         patience = 2 * timeout + 1
         self._roll.wait(self._shrinking, patience, timeout, put_out)
-        if self._agreement is None:
-            self._make(rounds, strategy, options)
-        assert self._agreement is not None
+        self._agreement = self._agreement or self._make(rounds, strategy, options)
         self._roll.wait(self._agreement, patience, timeout, put_out)
 
     def _end(self) -> None:
@@ -52,7 +51,7 @@ class Recovering(Change):
 
     def _make(
         self, rounds: int, strategy: Strategy | None, options: Options | None
-    ) -> None:
+    ) -> Future[bool]:
         old, self._rounds = self._old, rounds
         smaller = self._shrinking.result(0.0)
         comms: list[MPI.Comm] = [smaller]
@@ -87,7 +86,7 @@ class Recovering(Change):
         died = failure is not None and has_died(failure)
         if died or not isinstance(failure, Exception | None):
             smaller.Revoke()  # in which others may wait; not those who agree
-        self._agreement = Pending(lambda: agreed(smaller, failure))
+        return pending(lambda: agreed(smaller, failure))
 
 
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from mpi4py import MPI
@@ -23,7 +24,6 @@ from jaxcoded.group.membership.messages import (
     State,
     Stay,
 )
-from jaxcoded.group.membership.pending import Pending
 from jaxcoded.group.process import Process
 
 logger = logging.getLogger("jaxcoded")
@@ -72,7 +72,7 @@ class Roll:
         self._anew = -1  # the latest attempt that all are to make
         self._visits = 0  # of this rank
         self._visit = _Visit("", 0.0, False)  # the latest
-        self._awaited: Pending[Any] | None = None
+        self._awaited: Future[Any] | None = None
         self._since = 0.0  # it is
         self._calls = 0  # by this rank
         self._dead: set[int] = set()
@@ -119,7 +119,7 @@ class Roll:
 
     def wait(
         self,
-        pending: Pending[Any],
+        pending: Future[Any],
         patience: float,
         seconds: float,
         put_out: bool,
@@ -139,7 +139,7 @@ class Roll:
         visit = _Visit(
             *("have not made the group with the others", seconds, put_out),
             patience=patience,
-            over=lambda: not pending.runs(),
+            over=pending.done,
             broken=not extends,
             extends=extends,
         )
