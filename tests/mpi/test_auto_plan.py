@@ -227,13 +227,13 @@ def test_sections_are_counted_on_where_the_group_has_them(
     comm, transport, monkeypatch, options, expected
 ):
     """As the hosts have it (``None``), but not where messages are compared or without the engine."""
-    choose, seen = automatic.choose, []
+    measured, seen = automatic.Automatic.measured, []
 
     def recording(*arguments):
         seen.append(arguments[-1])
-        return choose(*arguments)
+        return measured(*arguments)
 
-    monkeypatch.setattr(automatic, "choose", recording)
+    monkeypatch.setattr(automatic.Automatic, "measured", recording)
     if transport == "mpi4jax":
         options, expected = {**options, "check": None}, 0
     try:

@@ -75,91 +75,72 @@ class Automatic:
         reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
         # who compares messages sums by the root
         whole = transport == "mpi4jax" or any(reasons) or bool(options.check)
-        return choose(
-            *(comm, self.payload, self.work, self.seed, self.replicas, self.reading),
-            why_not_shared(transport, reasons),
-            0 if whole else options.sections_from,
-        )
+        not_shared = why_not_shared(transport, reasons)
+        return self.measured(comm, not_shared, 0 if whole else options.sections_from)
 
+    def measured(
+        self, comm: MPI.Intracomm, not_shared: str, sections_from: int | None
+    ) -> Choice:
+        """Measure, and plan. Collective; rank 0 decides.
 
-def choose(
-    comm: MPI.Intracomm,
-    payload: float,
-    work: Callable[[float], Any] | float,
-    seed: int,
-    replicas: int | None = None,
-    reading: float = 0.0,
-    not_shared: str = "",
-    sections_from: int | None = None,
-) -> Choice:
-    """Measure, and plan. Collective; rank 0 decides.
+        Args:
+            not_shared: why this group cannot share work, in words that follow "shared work".
+            sections_from: bytes from which this group forms sums in sections; 0: none. Default:
+                as is expected to pay between its hosts.
 
-    Args:
-        payload: bytes that a step sums.
-        work: computes the gradient of a part of the batch; or the seconds that a usual rank
-            would take for the whole batch.
-        seed: of random codes.
-        replicas, reading: as in `best_plans`.
-        not_shared: why this group cannot share work, in words that follow "shared work".
-        sections_from: bytes from which this group forms sums in sections; 0: none. Default:
-            as is expected to pay between its hosts.
-
-    Raises:
-        RuntimeError: ``work`` failed on a rank. Raised on every rank.
-        ValueError: rank 0 could not plan. Raised on every rank.
-    """
-    size = comm.size
-    if size == 1:
-        alone = make_plan(1, Uncoded())
-        return Choice(alone, None, None, "one rank: nothing to plan")
-    with progress("measuring and planning", quiet=comm.rank > 0) as tell:
-        part = 1 / (size - 1)
-        mine = functools.partial(work, part) if callable(work) else float(work) * part
-        seen = measured(comm, mine, lambda done: tell(0.4 * done))
-        seconds = seen.work / part
-        network = seen.network
-        if sections_from is not None:
-            network = dataclasses.replace(network, sections_from=sections_from)
-        answer: dict[str, Any] = {}
+        Raises:
+            RuntimeError: ``work`` failed on a rank. Raised on every rank.
+            ValueError: rank 0 could not plan. Raised on every rank.
+        """
+        size = comm.size
+        if size == 1:
+            alone = make_plan(1, Uncoded())
+            return Choice(alone, None, None, "one rank: nothing to plan")
+        with progress("measuring and planning", quiet=comm.rank > 0) as tell:
+            part = 1 / (size - 1)
+            work = self.work
+            mine = (
+                functools.partial(work, part) if callable(work) else float(work) * part
+            )
+            seen = measured(comm, mine, lambda done: tell(0.4 * done))
+            seconds = seen.work / part
+            network = seen.network
+            if sections_from is not None:
+                network = dataclasses.replace(network, sections_from=sections_from)
+            answer: list[Any] | str = ""
+            if comm.rank == 0:
+                try:
+                    ranking = best_plans(
+                        size,
+                        float(self.payload),
+                        seconds,
+                        network,
+                        seen.stragglers,
+                        seed=self.seed,
+                        replicas=0 if not_shared else self.replicas,
+                        reading=self.reading,
+                        progress=lambda done: tell(0.4 + 0.6 * done),
+                    )
+                    if not_shared:
+                        ranking = dataclasses.replace(ranking, not_shared=not_shared)
+                    best = ranking.best_tree.candidate
+                    plan = best.plan(size)
+                    pays_from = None
+                    if sections_from is None and network.sections_from:
+                        pays_from = sections_pay_from(Layout.of(plan), network)
+                    piece = None if best.piece == PIECE else best.piece
+                    words = _words(seen, seconds, ranking)
+                    answer = [plan.to_json(), piece, pays_from, words]
+                except Exception as error:  # noqa: BLE001  # the others wait for an answer
+                    answer = f"{type(error).__name__}: {error}"
+        answer = told(comm, answer)
+        if isinstance(answer, str):
+            raise ValueError(f"CodedGroup.auto failed on rank 0: {answer}")  # noqa: TRY004
+        text, *others = answer
+        choice = Choice(Plan.from_json(text), *others)
         if comm.rank == 0:
-            try:
-                ranking = best_plans(
-                    size,
-                    float(payload),
-                    seconds,
-                    network,
-                    seen.stragglers,
-                    seed=seed,
-                    replicas=0 if not_shared else replicas,
-                    reading=reading,
-                    progress=lambda done: tell(0.4 + 0.6 * done),
-                )
-                if not_shared:
-                    ranking = dataclasses.replace(ranking, not_shared=not_shared)
-                best = ranking.best_tree.candidate
-                plan = best.plan(size)
-                pays_from = None
-                if sections_from is None and network.sections_from:
-                    pays_from = sections_pay_from(Layout.of(plan), network)
-                answer = {
-                    "plan": plan.to_json(),
-                    "piece": None if best.piece == PIECE else best.piece,
-                    "sections_from": pays_from,
-                    "words": _words(seen, seconds, ranking),
-                }
-            except Exception as error:  # noqa: BLE001  # the others wait for an answer
-                answer = {"error": f"{type(error).__name__}: {error}"}
-    answer = told(comm, answer)
-    if "error" in answer:
-        raise ValueError(f"CodedGroup.auto failed on rank 0: {answer['error']}")
-    if comm.rank == 0:
-        logger.info("%s", answer["words"])
-    return Choice(
-        Plan.from_json(answer["plan"]),
-        answer["piece"],
-        answer["sections_from"],
-        answer["words"],
-    )
+            logger.info("%s", choice.words)
+        return choice
 
 
 def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
