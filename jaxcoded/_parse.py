@@ -1,6 +1,7 @@
 """What is read from texts: calls such as ``"bernoulli(load=4)"``, numbers with units, and JSON."""
 
 import ast
+import contextlib
 import difflib
 import inspect
 import json
@@ -156,10 +157,8 @@ def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
 def fields(
     what: str, value: Any, kinds: Mapping[str, type | UnionType]
 ) -> dict[str, Any]:
-    """``value``, with just these fields of an object of JSON, each of its kind.
-
-    Raises:
-        ValueError: it has others, or is none.
+    """Return ``value``, with just these fields of an object of JSON, each of its kind;
+    a ValueError if it has others, or is none.
 
     Example:
         >>> from jaxcoded import _parse
@@ -177,16 +176,8 @@ def fields(
 
 
 def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[Any]:
-    """``value``, a list of JSON with just these items, each of its kind.
-
-    Raises:
-        ValueError: it has others, or is none.
-
-    Example:
-        >>> from jaxcoded import _parse
-        >>> _parse.items("a link", ["a", 3], {"host": str, "port": int})
-        ['a', 3]
-    """
+    """Return ``value``, a list of JSON with just these items, each of its kind; a
+    ValueError if it has others, or is none."""
     if not isinstance(value, list) or len(value) != len(kinds):
         raise ValueError(f"{what} is a list of {', '.join(kinds)}, got {shown(value)}")
     fields(what, dict(zip(kinds, value)), kinds)
@@ -194,79 +185,45 @@ def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[
 
 
 def count(what: str, text: str) -> float:
-    """How many a text such as ``"25M"``, ``"7B"`` (billions) or ``"1e6"`` names.
-
-    Raises:
-        ValueError: it names none.
-
-    Example:
-        >>> from jaxcoded import _parse
-        >>> _parse.count("parameters", "25M")
-        25000000.0
-    """
+    """Return how many a text such as ``"25M"``, ``"7B"`` (billions) or ``"1e6"`` names;
+    a ValueError if it names none."""
     units = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    number = _quantity(text, units)
-    if not 1 <= number < math.inf:
-        raise ValueError(
-            f"{what} must be a count such as 25M, 7B or 1e6, got {shown(text)}"
-        )
-    return number
+    return _quantity(what, text, "a count such as 25M, 7B or 1e6", units, least=1.0)
 
 
 def number_of_bytes(what: str, text: str) -> float:
-    """Bytes that a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"`` names: units with an
-    ``i`` are powers of 1024, others of 1000.
-
-    Raises:
-        ValueError: it names none.
-
-    Example:
-        >>> from jaxcoded import _parse
-        >>> _parse.number_of_bytes("payload", "4 MiB")
-        4194304.0
-    """
+    """Return the bytes that a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"`` names:
+    units with an ``i`` are powers of 1024, others of 1000. A ValueError if it names
+    none."""
     units = {"": 1.0, "B": 1.0}
     for power, letter in enumerate("kMGT", start=1):
         for name in {letter, letter.upper()}:
             for end in ("", "B"):
                 units[f"{name}{end}"] = 1000.0**power
                 units[f"{name}i{end}"] = 1024.0**power
-    number = _quantity(text, units)
-    if not 0 < number < math.inf:
-        raise ValueError(
-            f"{what} must be a number of bytes such as 4e6, 40kB, 4MB or 4MiB, got {shown(text)}"
-        )
-    return number
+    wanted = "a number of bytes such as 4e6, 40kB, 4MB or 4MiB"
+    return _quantity(what, text, wanted, units)
 
 
 def number_of_seconds(what: str, text: str) -> float:
-    """Seconds that a text such as ``"1.2"``, ``"1.2 s"`` or ``"500ms"`` names.
-
-    Raises:
-        ValueError: it names none.
-
-    Example:
-        >>> from jaxcoded import _parse
-        >>> _parse.number_of_seconds("compute", "500ms")
-        0.5
-    """
+    """Return the seconds that a text such as ``"1.2"``, ``"1.2 s"`` or ``"500ms"``
+    names; a ValueError if it names none."""
     units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-    number = _quantity(text, units)
-    if not 0 < number < math.inf:
-        raise ValueError(
-            f"{what} must be a number of seconds such as 1.2, 1.2s or 500ms, got {shown(text)}"
-        )
+    wanted = "a number of seconds such as 1.2, 1.2s or 500ms"
+    return _quantity(what, text, wanted, units)
+
+
+def _quantity(
+    what: str, text: Any, wanted: str, units: Mapping[str, float], least: float = 0.0
+) -> float:
+    """A number > 0 and its unit as one number."""
+    number = math.nan
+    if isinstance(text, str) and len(text) <= LONGEST:
+        digits, unit = re.fullmatch(
+            r"([0-9.]*(?:e[+-]?[0-9]+)?)(.*)", text.strip(), re.DOTALL
+        ).groups()  # type: ignore[union-attr]  # any text fits
+        with contextlib.suppress(ValueError, KeyError):
+            number = float(digits) * units[unit.lstrip()]
+    if not (0 < number < math.inf and number >= least):
+        raise ValueError(f"{what} must be {wanted}, got {shown(text)}")
     return number
-
-
-def _quantity(text: Any, units: Mapping[str, float]) -> float:
-    """A number and its unit as one number; NaN if it is none."""
-    if not isinstance(text, str) or len(text) > LONGEST:
-        return math.nan
-    number, unit = re.fullmatch(
-        r"([0-9.]*(?:e[+-]?[0-9]+)?)(.*)", text.strip(), re.DOTALL
-    ).groups()  # type: ignore[union-attr]  # any text fits
-    try:
-        return float(number) * units[unit.lstrip()]
-    except (ValueError, KeyError):
-        return math.nan

@@ -106,25 +106,14 @@ def _help(name: str) -> str:
     return docstrings.of_module(pathlib.Path(__file__).with_name(f"{name}.py"))
 
 
-def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-    if asked:
-        click.echo(f"jaxcoded {jaxcoded.__version__}")
-        ctx.exit()
-
-
 @click.group(
     "jaxcoded",
     cls=_Commands,
     help="Coded collective operations for JAX over MPI.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_version,
-    help="Print the version.",
+@click.version_option(
+    jaxcoded.__version__, message="jaxcoded %(version)s", help="Print the version."
 )
 def main() -> None:
     """Run the command that is asked for."""

@@ -25,6 +25,7 @@ from jaxcoded.tools.terminal import output
 
 _BLUE, _RED, _GREEN = COLOURS[:3]
 _GREY = "0.75"
+_SMALL: dict[str, Any] = {"va": "center", "fontsize": "x-small", "color": "0.5"}
 _ROWS = 30  # of ranks in a picture; the others share one
 _POINTS = 3000  # of a row
 _COLUMNS = 200  # of rounds in a picture
@@ -61,13 +62,10 @@ def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What there is to say.
+    """What there is to say of a plan.
 
     Attributes:
         files: the telemetry, the root's first.
-        root: of the plan.
-        shared: whether ranks compute blocks of each other.
-        placement: of the blocks.
         savings: of each parent what its code saved.
         late: see `analysis.too_late`.
         measured: seconds of a round; NaN if not known.
@@ -75,13 +73,16 @@ class _Found:
     """
 
     files: list[Telemetry]
-    root: int
-    shared: bool
-    placement: Placement
+    plan: Plan
     savings: dict[int, analysis.Savings]
     late: np.ndarray
     measured: float
     plans: list[analysis.Predicted]
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks compute blocks of each other."""
+        return self.plan.strategy.by_blocks
 
     @property
     def parents(self) -> list[Telemetry]:
@@ -107,7 +108,7 @@ class _Found:
 
 def _found(files: list[Telemetry]) -> _Found:
     plan = Plan.from_json(files[0].plan)
-    root, shared = plan.root, plan.strategy.by_blocks
+    shared = plan.strategy.by_blocks
     savings = {}
     for seen in files:
         if len(seen.children) and not np.isnan(seen.lateness).all():
@@ -115,21 +116,14 @@ def _found(files: list[Telemetry]) -> _Found:
             # where work is shared a late child would have had more to do
             if len(saved.rounds) and not shared:
                 savings[seen.rank] = saved
-    known = files[0].rank == root and not shared
-    return _Found(
-        files,
-        root,
-        shared,
-        plan.placement,
-        savings,
-        analysis.too_late(files),
-        analysis.step_seconds(files[0]) if known else np.nan,
-        analysis.compare(files) if known else [],
-    )
+    known = files[0].rank == plan.root and not shared
+    measured = analysis.step_seconds(files[0]) if known else np.nan
+    plans = analysis.compare(files) if known else []
+    return _Found(files, plan, savings, analysis.too_late(files), measured, plans)
 
 
 def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
-    """All pictures there are; where they are."""
+    """Draw all pictures there are, and return where they are."""
     pictures = []
     for seen in found.parents if not found.shared else []:
         if np.isnan(seen.lateness).all():
@@ -141,7 +135,7 @@ def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
             _draw_savings(pictures[-1], seen, found.savings[seen.rank])
     if found.shared and found.files[0].divided.any():
         pictures.append(out / "blocks.png")
-        _draw_blocks(pictures[-1], found.files[0], found.placement)
+        _draw_blocks(pictures[-1], found.files[0], found.plan.placement)
     if not (found.shared or np.isnan(found.late).all()):
         pictures.append(out / "stragglers.png")
         _draw_stragglers(pictures[-1], found.files[0], found.late)
@@ -183,9 +177,9 @@ def _say(found: _Found) -> None:
             "what sharing the work saved, and how long other plans would have taken, is not "
             "in these files: jaxcoded plan simulates it"
         )
-    elif found.files[0].rank != found.root:
+    elif found.files[0].rank != (root := found.plan.root):
         output.say(
-            f"how other plans would have done takes the file of rank {found.root}, the root"
+            f"how other plans would have done takes the file of rank {root}, the root"
         )
     elif found.plans:
         replayed = found.plans[0].seconds
@@ -290,7 +284,7 @@ def _say_plans(found: _Found) -> None:
                 f"{plan.load:.4f}",
                 seconds(plan.seconds)
                 if np.isfinite(plan.seconds)
-                else _endless(took, plan),
+                else f"does not end in round {took.rounds[plan.ended]}",
             ]
             for plan in plans
         ],
@@ -298,10 +292,6 @@ def _say_plans(found: _Found) -> None:
         best=0,
     )
     output.say()
-
-
-def _endless(took: analysis.Work, plan: analysis.Predicted) -> str:
-    return f"does not end in round {took.rounds[plan.ended]}"
 
 
 # In pictures.
@@ -320,25 +310,16 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
         names.insert(0, f"{len(order) - _ROWS} others")
     size, name = unit(np.nanmax(np.abs(came), initial=0.0))
     rng = np.random.default_rng(0)
-    with picture(
-        path,
-        columns=2,
-        size=(7.2, _height(len(rows))),
-        sharey=True,
-        width_ratios=(4, 1),
-    ) as (figure, (axes, side)):
+    layout: dict[str, Any] = {"columns": 2, "sharey": True, "width_ratios": (4, 1)}
+    drawn = picture(path, size=(7.2, _height(len(rows))), **layout)
+    with drawn as (figure, (axes, side)):
         for y, row in enumerate(rows):
             values = came[:, row].ravel() / size
             values = rng.permutation(values[~np.isnan(values)])[:_POINTS]
             if not len(values):
+                words = "not heard of in any of these rounds"
                 axes.text(
-                    0.02,
-                    y,
-                    "not heard of in any of these rounds",
-                    va="center",
-                    fontsize="x-small",
-                    color="0.5",
-                    transform=axes.get_yaxis_transform(),
+                    0.02, y, words, **_SMALL, transform=axes.get_yaxis_transform()
                 )
             jitter = y + rng.uniform(-0.28, 0.28, len(values))
             for chosen, colour in ((values <= 0, _BLUE), (values > 0, _RED)):
@@ -350,8 +331,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
             for width, colour in zip(reversed(widths), (_GREY, _RED, _BLUE)):
                 side.barh(y, width, 0.7, color=colour)
         axes.axvline(0, color="black", linewidth=1)
-        axes.set_yticks(range(len(rows)), names)
-        axes.set_ylim(-0.6, len(rows) - 0.4)
+        _name_rows(axes, names)
         _spread(axes, came / size)
         axes.set_xlabel(f"arrival after the sum was complete [{name}]")
         side.set_xlabel("rounds [%]")
@@ -364,12 +344,8 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
             else f"No child was too late for rank {seen.rank}'s sum in {len(late)} rounds",
             fontsize="medium",
         )
-        _legend(
-            figure,
-            ("in time", _BLUE),
-            ("too late", _RED),
-            ("not heard of since", _GREY),
-        )
+        what = "in time", "too late", "not heard of since"
+        _legend(figure, dict(zip(what, (_BLUE, _RED, _GREY))))
 
 
 def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) -> None:
@@ -380,40 +356,27 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) 
     last = int(ended.sum()) if saved.stuck is None else int(np.argmin(ended))
     size, name = unit(max(coded[-1], uncoded[-1]))
     x = saved.rounds
+    coded, uncoded = coded / size, uncoded[:last] / size
     with picture(path) as (_, axes):
-        axes.plot(x, coded / size, color=_BLUE, label="coded, as it was")
-        axes.plot(
-            x[:last],
-            uncoded[:last] / size,
-            color=_RED,
-            label="had it waited for all children",
-        )
-        axes.fill_between(
-            x[:last], coded[:last] / size, uncoded[:last] / size, color=_RED, alpha=0.12
-        )
-        if saved.stuck is not None:
-            axes.axvspan(saved.stuck, x[-1], color=_RED, alpha=0.25, linewidth=0)
-            axes.axvline(
-                saved.stuck,
-                color=_RED,
-                linestyle=":",
-                label="a child has not come since",
-            )
+        axes.plot(x, coded, color=_BLUE, label="coded, as it was")
+        label = "had it waited for all children"
+        axes.plot(x[:last], uncoded, color=_RED, label=label)
+        axes.fill_between(x[:last], coded[:last], uncoded, color=_RED, alpha=0.12)
         if saved.stuck is None:
             title = (
                 f"{seconds(saved.avoided)} of waiting saved at rank {seen.rank} "
                 f"({saved.share:.0%})"
             )
         else:
+            axes.axvspan(saved.stuck, x[-1], color=_RED, alpha=0.25, linewidth=0)
+            label = "a child has not come since"
+            axes.axvline(saved.stuck, color=_RED, linestyle=":", label=label)
             title = (
                 f"Without coding rank {seen.rank} would have been stuck from round "
                 f"{saved.stuck} on"
             )
-        axes.set(
-            title=title,
-            xlabel="round",
-            ylabel=f"waiting for the sums so far [{name}]",
-        )
+        axes.set(title=title, xlabel="round")
+        axes.set_ylabel(f"waiting for the sums so far [{name}]")
         axes.set_ylim(0)
         axes.legend(loc="upper left")
 
@@ -430,16 +393,11 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
         (left, right),
     ):
         left.barh(y, 100 * share[order], 0.7, color=_RED)
-        for row in y[np.isnan(late[order])]:
-            left.text(1, row, "not known", va="center", fontsize="x-small", color="0.5")
+        _mark_unknown(left, np.isnan(late[order]))
         left.set(xlim=(0, 100), xlabel="rounds in which it was too late [%]")
-        left.set_yticks(y, [f"rank {rank}" for rank in order])
-        left.set_ylim(-0.6, len(order) - 0.4)
+        _name_rows(left, [f"rank {rank}" for rank in order])
         right.barh(y, 100 * np.where(known, speeds, 0)[order], 0.7, color=_BLUE)
-        for row in y[~known[order]]:
-            right.text(
-                1, row, "not known", va="center", fontsize="x-small", color="0.5"
-            )
+        _mark_unknown(right, ~known[order])
         right.set(xlim=(0, 100), xlabel="speed, relative to the fastest rank [%]")
         often, slow = order[-1], shown[np.argmin(np.where(known, speeds, 2)[shown])]
         title = f"Rank {often} was too late most often"
@@ -448,9 +406,7 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
         if speeds[slow] < 1:
             title += "; it" if slow == often and share[often] else f"; rank {slow}"
             title += " is the slowest"
-        if len(order) < len(shown):
-            title += f" ({len(order)} of {len(shown)} ranks shown)"
-        figure.suptitle(title, fontsize="medium")
+        _entitle(figure, title, len(order), len(shown))
 
 
 def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> None:
@@ -475,8 +431,7 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
             left += mean[order, kind]
         bars.axvline(placement.blocks, color="black", linewidth=1, linestyle=":")
         bars.set_xlabel("blocks a round")
-        bars.set_yticks(y, [f"rank {rank}" for rank in order])
-        bars.set_ylim(-0.6, len(order) - 0.4)
+        _name_rows(bars, [f"rank {rank}" for rank in order])
         # rounds side by side, the mean of as many as a pixel shows
         step = -(-len(rounds) // _COLUMNS)
         starts = np.arange(0, len(rounds), step)
@@ -495,8 +450,7 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
         map_.set_xlabel("round")
         figure.colorbar(drawn, ax=map_, label="blocks more than its own")
         side.barh(y, 100 * np.nan_to_num(speeds[order]), 0.7, color="0.5")
-        for row in y[np.isnan(speeds[order])]:
-            side.text(1, row, "not known", va="center", fontsize="x-small", color="0.5")
+        _mark_unknown(side, np.isnan(speeds[order]))
         side.set(xlim=(0, 100), xlabel="speed [%]")
         worst = ranks[np.argmin(mean[ranks, 0])]
         left_to_others = 1 - mean[worst, 0] / placement.blocks
@@ -505,15 +459,8 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
             if left_to_others
             else "Every rank computed its own blocks"
         )
-        if len(order) < len(ranks):
-            title += f" ({len(order)} of {len(ranks)} ranks shown)"
-        figure.suptitle(title, fontsize="medium")
-        _legend(
-            figure,
-            ("its own", _BLUE),
-            ("of others", _GREEN),
-            ("not used", _RED),
-        )
+        _entitle(figure, title, len(order), len(ranks))
+        _legend(figure, {"its own": _BLUE, "of others": _GREEN, "not used": _RED})
 
 
 def _draw_plans(
@@ -526,20 +473,13 @@ def _draw_plans(
     size, name = unit(longest)
     with picture(path, size=(7.2, _height(len(plans)))) as (_, axes):
         for y, plan in enumerate(plans):
-            colour = _RED if plan.actual else _BLUE
             if np.isfinite(plan.seconds):
-                axes.barh(y, plan.seconds / size, 0.7, color=colour)
-                text, x = f"{plan.seconds / size:.3g}", plan.seconds / size
+                x = plan.seconds / size
+                text, colour = f"{x:.3g}", {"color": _RED if plan.actual else _BLUE}
             else:
-                axes.barh(
-                    y,
-                    1.1 * longest / size,
-                    0.7,
-                    color="white",
-                    edgecolor=_GREY,
-                    hatch="//",
-                )
                 text, x = "does not end", 1.1 * longest / size
+                colour = {"color": "white", "edgecolor": _GREY, "hatch": "//"}
+            axes.barh(y, x, 0.7, **colour)
             axes.annotate(
                 text,
                 (x, y),
@@ -551,13 +491,8 @@ def _draw_plans(
             )
         if np.isfinite(measured):
             axes.axvline(measured / size, color="black", linewidth=1, linestyle="--")
-            axes.text(
-                measured / size,
-                1.01,
-                " measured",
-                fontsize="small",
-                transform=axes.get_xaxis_transform(),
-            )
+            above = {"fontsize": "small", "transform": axes.get_xaxis_transform()}
+            axes.text(measured / size, 1.01, " measured", **above)
         axes.set_yticks(range(len(plans)), [plan.name for plan in plans])
         axes.set_xlim(0, 1.3 * longest / size)
         best = plans[-1]
@@ -580,10 +515,26 @@ def _spread(axes: Any, values: np.ndarray) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
 
 
-def _legend(figure: Any, *entries: tuple[str, str]) -> None:
+def _name_rows(axes: Any, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+
+
+def _mark_unknown(axes: Any, rows: np.ndarray) -> None:
+    for row in np.flatnonzero(rows):
+        axes.text(1, row, "not known", **_SMALL)
+
+
+def _entitle(figure: Any, title: str, shown: int, ranks: int) -> None:
+    if shown < ranks:
+        title += f" ({shown} of {ranks} ranks shown)"
+    figure.suptitle(title, fontsize="medium")
+
+
+def _legend(figure: Any, colours: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=label) for label, colour in entries]
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
@@ -593,10 +544,5 @@ def _height(rows: int) -> float:
 
 def _medians(table: np.ndarray) -> np.ndarray:
     """Of each column but for NaN; infinite for those without a number."""
-    there = ~np.isnan(table)
-    return np.array(
-        [
-            np.median(column[ok]) if ok.any() else np.inf
-            for column, ok in zip(table.T, there.T)
-        ]
-    )
+    known = [column[~np.isnan(column)] for column in table.T]
+    return np.array([np.median(each) if len(each) else np.inf for each in known])

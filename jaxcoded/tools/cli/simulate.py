@@ -7,7 +7,7 @@ steps in which all ranks compute until all is done, and messages take no time. A
 of the stragglers. jaxcoded plan looks for the best plan; docs/simulation.md tells what is simulated.
 """
 
-import itertools
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,7 +74,7 @@ def command(
             [
                 name,
                 *(_format.seconds(each, "never") for each in _summary(took).values()),
-                _ratio(took.mean(), ideal),
+                f"{took.mean() / ideal:.3g}" if np.isfinite(took.mean()) else "–",
             ]
             for name, took in seconds.items()
         ],
@@ -123,27 +123,23 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
     return out
 
 
+@dataclasses.dataclass(frozen=True)
 class _Told(Stragglers):
-    """A model that tells which part of the rounds has been drawn."""
+    """A model that tells which part of so many rounds has been drawn."""
 
-    def __init__(
-        self, model: Stragglers, rounds: int, tell: Callable[[float], None]
-    ) -> None:
-        self._model, self._rounds, self._tell = model, rounds, tell
+    model: Stragglers
+    count: int
+    tell: Callable[[float], None]
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        for number, delays in zip(itertools.count(), self._model.rounds(size, seed)):
-            self._tell(number / self._rounds)
+        for number, delays in enumerate(self.model.rounds(size, seed)):
+            self.tell(number / self.count)
             yield delays
 
 
 def _summary(took: np.ndarray) -> dict[str, float]:
     quantiles = np.quantile(took, list(_QUANTILES.values()), method="nearest")
     return {"mean": float(took.mean()), **dict(zip(_QUANTILES, quantiles.tolist()))}
-
-
-def _ratio(mean: float, ideal: float) -> str:
-    return f"{mean / ideal:.3g}" if np.isfinite(mean) else "–"
 
 
 def _fields(
