@@ -46,8 +46,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise
 
 
-def contents(path: str | os.PathLike[str], longest: int = LONGEST) -> bytes:
-    """Return what is in a file, of at most so many bytes: there are files without end.
+def contents(path: str | os.PathLike[str]) -> bytes:
+    """Return what is in a file, of at most `LONGEST` bytes: there are files without end.
 
     Raises:
         ValueError: there is more in it.
@@ -57,8 +57,8 @@ def contents(path: str | os.PathLike[str], longest: int = LONGEST) -> bytes:
     with open(path, "rb") as file:  # takes memory only for what is there
         while piece := file.read(_PIECE):
             data += piece
-            if len(data) > longest:
-                raise ValueError(f"{os.fspath(path)} is longer than {longest} bytes")
+            if len(data) > LONGEST:
+                raise ValueError(f"{os.fspath(path)} is longer than {LONGEST} bytes")
     return bytes(data)
 
 

@@ -280,9 +280,10 @@ class GradientCode:
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)
+            patterns = self._patterns(np.arange(self.n), self.stragglers, MAX_SETS)
             decodings = [
                 self._decode((~missing).tobytes())  # type: ignore[attr-defined]
-                for missing in self._rows_of(self._missing_children())
+                for missing in self._rows_of(patterns)
             ]
             return max(
                 float((np.abs(it.coefficients) @ magnitude).max()) for it in decodings
@@ -395,11 +396,6 @@ class GradientCode:
         return np.ldexp(1.0, exponents - 1)
 
     @functools.cached_property
-    def _target(self) -> np.ndarray:
-        """What ``A·M`` must be."""
-        return np.tile(np.eye(self.m), (1, self.k))
-
-    @functools.cached_property
     def _blocks(self) -> list[tuple[_blocks.Block, np.ndarray]]:
         """The different blocks of ``M``, and the classes of each of their copies."""
         return _blocks.blocks(self._rows.reshape(-1, self.k, self.m))
@@ -459,14 +455,10 @@ class GradientCode:
 
     def _decode_uncached(self, answered: bytes) -> Decoding:
         mask = np.frombuffer(answered, bool)
-        if self.decoding == "one_step":
-            coefficients = self._one_step(mask)
-        else:
-            coefficients = self._best(mask)
+        one_step = self.decoding == "one_step"
+        coefficients = self._one_step(mask) if one_step else self._best(mask)
         coefficients.setflags(write=False)
-        error = np.tensordot(coefficients, self.B, 1) - self._target.reshape(
-            self.m, self.k, self.m
-        )
+        error = np.tensordot(coefficients, self.B, 1) - np.eye(self.m)[:, None]
         return Decoding(coefficients, float(np.linalg.norm(error)))
 
     def _best(self, mask: np.ndarray) -> np.ndarray:
@@ -514,11 +506,8 @@ class GradientCode:
                 raise TypeError(
                     f"answered must be a bool array or a list of child indices, got {answered!r}"
                 )
-            if (
-                given.min() < 0
-                or given.max() >= self.n
-                or len(set(given.tolist())) < len(given)
-            ):
+            distinct = len(set(given.tolist())) == len(given)
+            if not (distinct and 0 <= given.min() and given.max() < self.n):
                 raise ValueError(
                     f"answered must be a bool array or distinct children from "
                     f"0 to {self.n - 1}, got {answered!r}"
@@ -529,11 +518,6 @@ class GradientCode:
     def _rows_of(self, missing: np.ndarray) -> np.ndarray:
         """Bool ``(..., n)`` to bool ``(..., rows)``: all parts of those children."""
         return np.repeat(missing, self.parts, axis=-1)
-
-    def _missing_children(self) -> np.ndarray:
-        """Bool ``(sets, n)``: the straggler patterns that the code must answer, sampled
-        beyond 256."""
-        return self._patterns(np.arange(self.n), self.stragglers, MAX_SETS)
 
     def _hardest(self) -> np.ndarray:
         """Bool ``(sets, rows)``: messages that are missing where the code must answer, in

@@ -88,11 +88,8 @@ def check_length(data: Any, length: int) -> None:
 
 
 def number_of_examples(data: Any) -> int:
-    """Return how many examples a data set has, which may be this number itself.
-
-    Raises:
-        TypeError, ValueError: a leaf is no array with a leading axis of as many examples. The message names it.
-    """
+    """Return how many examples a data set has, which may be this number itself. A TypeError or ValueError names
+    a leaf that is no array with a leading axis of as many examples."""
     if isinstance(data, numbers.Integral):
         return _require.integer(
             "n, the number of examples,", data, 1, np.iinfo(np.int64).max

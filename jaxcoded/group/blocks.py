@@ -61,9 +61,8 @@ class Blocks:
                 "blocks are for one loop within their with statement: "
                 "with group.blocks(batch_size) as blocks: for block in blocks: ..."
             )
-        self._begun = (
-            True  # a second loop would be a round of its own, and its sum another one
-        )
+        # a second loop would be a round of its own, and its sum another one
+        self._begun = True
         primitive.effects_barrier()  # rounds that are in flight come before
         failed = _failed()
         number = self._work.take_block(self._words, first=True)

@@ -578,27 +578,22 @@ class CodedGroup:
         timeout: float = 60.0,
         put_out: bool = False,
     ) -> "CodedGroup":
-        """The group without its dead ranks, with its tolerance restored and the data laid out
-        anew among those that live; see ``docs/recovery.md``.
+        """The group without its dead ranks, with its tolerance restored and the data laid out anew among those that
+        live; see ``docs/recovery.md``.
 
-        Collective of the ranks that live, between the same two rounds. It waits for all of them:
-        call it every so many steps. Where MPI reports no death it is this group that comes
-        back, and nothing changes. Otherwise this group is closed: take the new one's `rank`, `size`
-        and `epoch`, and compile the step with it. A ``with`` block of this group closes the new
-        one at its end. Ranks keep their order, but for another root; parameters and state stay where they are.
+        Collective of the ranks that live, between the same two rounds. It waits for all of them: call it every so many
+        steps. Where MPI reports no death it is this group that comes back, and nothing changes. Otherwise this group is
+        closed: take the new one's `rank`, `size` and `epoch`, and compile the step with it. A ``with`` block of this
+        group closes the new one at its end. Ranks keep their order, but for another root; parameters and state stay
+        where they are.
 
-        Where the root has died its last round may have ended with the sum on some ranks, and with
-        an error on others. Call it there, too, when a step has failed. One of those that know most
-        becomes the root, rank 0, and the group is not ``alike``: until it has handed on its state
-        with `tree_bcast`, sums are an error.
+        Where the root has died, call it there, too, when a step has failed. Some ranks may have had the sum of the last
+        round, and others an error. So the group is not `alike`: until its root has handed on its state with
+        `tree_bcast`, sums are an error.
 
-        A rank whose program has ended with an error ends within seconds, and is dead for the others. One that is
-        alive but does not call this, as its program hangs or its process is stopped, keeps the others here.
-        With ``put_out`` it is put out after ``timeout``: its process is killed, and it counts
-        among the dead. So is a rank that is only slow; but nobody is while rounds go on without this rank, as
-        then not all have called this. Where steps need it, as they need the root, they
-        wait for it as well, unless ``Options(on_deadline="raise")`` says otherwise; for a root whose
-        program hangs while its engine answers, always.
+        A rank that is alive but does not call this, as its program hangs or its process is stopped, keeps the others
+        here. With ``put_out`` its process is killed after ``timeout``, and it counts among the dead. So is a rank that
+        is only slow; but nobody is while rounds go on without this rank.
 
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
@@ -711,17 +706,9 @@ class CodedGroup:
         """In a process that `extended` has started, the group that it is taken into; in all others None. Experimental,
         as `extended` is.
 
-        Call it where the program would make its group, and as early as can be, as the others wait meanwhile:
-
-            group = jaxcoded.CodedGroup.joining()
-            if group is None:
-                group = jaxcoded.CodedGroup(MPI.COMM_WORLD)
-
-        The group is not `alike` yet: take part in the `tree_bcast` that the others call next. Where the program goes
-        on depends on what it hands on, such as the number of the step.
-
-        Returns:
-            A group of those that were there, and of this process and those that were started with it.
+        Call it where the program would make its group, and as early as can be, as the others wait meanwhile. The group
+        is not `alike` yet: take part in the `tree_bcast` that the others call next. Where the program goes on depends
+        on what it hands on, such as the number of the step (``docs/recovery.md``).
 
         Raises:
             CodedError: the group has not taken this process in, or it has called this before.

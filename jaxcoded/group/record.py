@@ -56,10 +56,8 @@ class Record:
                     f"{name}={str(path)!r}: a record is of sums of the whole batch, so "
                     'on_deadline must be "wait" or "raise"'
                 )
-        same = self.request and os.path.realpath(self._path or "") == os.path.realpath(
-            self._replay or ""
-        )
-        if same:
+        files = {os.path.realpath(it or "") for it in (self._path, self._replay)}
+        if self.request and len(files) == 1:
             raise ValueError(
                 f"record and replay are the same file, {str(self._path)!r}: "
                 "give another one to record"

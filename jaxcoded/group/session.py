@@ -49,11 +49,10 @@ class Choice(NamedTuple):
 
 
 class Session:
-    """What a group is made of. Collective: all ranks of the communicator make it, or none.
+    """What a group is made of. Collective: all ranks of the communicator, which is the group's own, make it,
+    or none. Arguments and errors are those of `CodedGroup`, and:
 
     Args:
-        comm: the group's own communicator.
-        transport, options: as in `CodedGroup`.
         request: what else was asked for, by name.
         planner: makes this rank's plan, for a rank on each of these hosts.
         chooser: with the options as they are to be, chooses another plan once all ranks have that one.
@@ -62,11 +61,7 @@ class Session:
             rank's.
 
     Attributes:
-        processes: of each rank.
-        hosts: the names of theirs.
-        plan, comm: of the group.
-        transport: what carries its rounds.
-        options: how it makes them.
+        processes, hosts: of each rank.
         wanted: the options that a group in its place is asked for with.
         planned: why a plan was chosen, in words.
         warnings: of which it is to warn.
@@ -74,9 +69,6 @@ class Session:
         spreads: whether `jaxcoded.spread` was called, without which a sum has no reverse mode.
         blocks: whether the program computes blocks of its own, whose sums need no weights.
         hands_on: whether the root's state is handed on, if this works. The engine knows whether it has.
-
-    Raises:
-        TypeError, ValueError, GroupMismatch: as in `CodedGroup`.
     """
 
     def __init__(

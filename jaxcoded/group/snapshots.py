@@ -74,9 +74,8 @@ def from_bytes(data: bytes, like: Any) -> Any:
         ValueError: ``like`` is not, or the data are damaged.
     """
     if data[:_DIGEST] != _digest(like).tobytes():
-        raise ValueError(
-            f"the snapshot is not of this state: {Packing.of(_abstract(like))}"
-        )
+        state = Packing.of(jax.tree.map(_aval, like))
+        raise ValueError(f"the snapshot is not of this state: {state}")
     leaves, structure = jax.tree.flatten(like)
     avals = list(map(_aval, leaves))
     length = _DIGEST + sum(aval.size * aval.dtype.itemsize for aval in avals)
@@ -129,10 +128,6 @@ def _digest(pytree: Any) -> np.ndarray:
         table.append((name, its.shape, its.dtype.name, order))
     digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)
-
-
-def _abstract(pytree: Any) -> Any:
-    return jax.tree.map(_aval, pytree)
 
 
 def _aval(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -287,9 +287,8 @@ class Telemetry:
         placement = Plan.from_json(self.plan).placement
         own = self.shared & (self.blocks > 0)
         if own.any():
-            each = np.median(
-                self.busy[own] / self.blocks[own]
-            )  # the first ones compile
+            # the first ones compile
+            each = np.median(self.busy[own] / self.blocks[own])
             lines.append(
                 f"this rank computed {self.blocks[self.shared].mean():.3g} blocks a round, "
                 f"{_format.seconds(each)} each"
@@ -335,20 +334,13 @@ class Telemetry:
                 # was heard of a moment ago
                 silent = self.silent[self.children[column]]
                 signs = f"its last sign of life was {_format.seconds(silent)} old"
-                lines.append(
-                    f"child {self.children[column]} was too late in "
-                    f"{late[column]:.0%} of {len(lateness)} rounds"
-                    + (
-                        f" by {_format.seconds(np.median(known))} (median)"
-                        if len(known)
-                        else ""
-                    )
-                    + (
-                        f" and has not come since; {signs}"
-                        if np.isinf(missed[-1]) and silent > TOLD
-                        else ""
-                    )
-                )
+                words = f"child {self.children[column]} was too late in {late[column]:.0%} of "
+                words += f"{len(lateness)} rounds"
+                if len(known):
+                    words += f" by {_format.seconds(np.median(known))} (median)"
+                if np.isinf(missed[-1]) and silent > TOLD:
+                    words += f" and has not come since; {signs}"
+                lines.append(words)
             if not lines:
                 lines.append("no child was late in more than 10% of the rounds")
             elif usual := self._usually_late():

@@ -65,14 +65,11 @@ def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
     """Return what the sum of all probes is where it is exact, and how much a deviation
     from it weighs: float64 ``(F · atoms · F,)``; the residual is ``√Σ weights · (sum −
     exact)²``."""
-    fine = plan.padding_multiple
-    exact = np.broadcast_to(
-        np.eye(fine)[:, None, :], (fine, len(sizes(plan)), fine)
-    ).reshape(-1)
-    weights = np.broadcast_to(
-        sizes(plan)[None, :, None] / fine, (fine, len(sizes(plan)), fine)
-    ).reshape(-1)
-    return exact, weights
+    fine, lengths = plan.padding_multiple, sizes(plan)
+    shape = fine, len(lengths), fine
+    exact = np.broadcast_to(np.eye(fine)[:, None, :], shape)
+    weights = np.broadcast_to(lengths[:, None] / fine, shape)
+    return exact.reshape(-1), weights.reshape(-1)
 
 
 @functools.lru_cache(maxsize=64)

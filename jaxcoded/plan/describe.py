@@ -90,13 +90,13 @@ def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
         if coding is None or not plan.speeds:
             continue
         whole = coding.capacity
-        fast = [c for c in plan.tree.children[rank] if plan.capacities[c] > whole]
-        for child in fast:
-            lines.append(
-                f"rank {child} is fast enough for "
-                f"{fraction(plan.capacities[child] / whole)} times the whole set of "
-                f"its parent {rank}: it is assigned that set and no more"
-            )
+        lines += [
+            f"rank {child} is fast enough for "
+            f"{fraction(plan.capacities[child] / whole)} times the whole set of "
+            f"its parent {rank}: it is assigned that set and no more"
+            for child in plan.tree.children[rank]
+            if plan.capacities[child] > whole
+        ]
     return lines
 
 

@@ -59,15 +59,8 @@ class Coding:
 
 
 def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
-    """The largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: every example on
-    ``holders`` distinct children.
-
-    Example:
-        >>> from fractions import Fraction
-        >>> from jaxcoded.plan.parent_code import largest_coded_set
-        >>> largest_coded_set([Fraction(1)] * 3, 2)
-        Fraction(3, 2)
-    """
+    """Return the largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: every example on
+    ``holders`` distinct children."""
     row = np.array([capacities], object)
     return largest_coded_sets(row, np.array([len(capacities)]), np.array([holders]))[0]
 
@@ -104,12 +97,10 @@ def largest_coded_sets(
 def coding_of(
     capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int
 ) -> Coding:
-    """The coding of a parent whose children have these capacities.
+    """Return the coding of a parent whose children have these capacities, in rank order
+    and in units of one rank's load.
 
     Args:
-        capacities: of the children in rank order, in units of one rank's load.
-        stragglers: ``s``, at most ``n − slices``.
-        slices: ``m``.
         kind: the text of a code, see `codes.named`; or ``"auto"``, which takes
             fractional repetition where it wastes no capacity, then cyclic repetition
             where all children are alike, then a random generator.

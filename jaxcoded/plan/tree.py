@@ -91,13 +91,8 @@ class Tree:
 
 
 def regular_size(fanout: int, depth: int) -> int:
-    """Ranks of an (n, L)-regular tree, the root included: ``1 + n + … + n^L``.
-
-    Example:
-        >>> from jaxcoded.plan.tree import regular_size
-        >>> regular_size(3, 2)
-        13
-    """
+    """Return the ranks of an (n, L)-regular tree, the root included: ``1 + n + … +
+    n^L``."""
     return sum(fanout**layer for layer in range(depth + 1))
 
 

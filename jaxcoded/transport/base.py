@@ -42,10 +42,7 @@ class Carrier(abc.ABC):
 
     def devices(self, token: Any) -> Devices | None:
         """Return the devices of the program that is traced here, if several call
-        together; ``token`` orders the call, if anything.
-
-        Raises:
-            ValueError: they cannot.
+        together; a ValueError if they cannot. ``token`` orders the call, if anything.
         """
         if devices.of_program() is not None:
             raise ValueError(f"without the engine {devices.REMEDY}")

@@ -37,15 +37,11 @@ def wanted() -> str:
 
 
 def check(comm: MPI.Intracomm) -> str:
-    """Raise unless the ranks run builds that understand each other. Collective.
+    """Raise a GroupMismatch on every rank unless the ranks run builds that understand each other.
+    Collective.
 
-    Returns:
-        What to warn of where only the versions of JAX or the kinds of processors differ: sums are the
-        same bits on all ranks, but what each makes of them may not be. Otherwise empty.
-
-    Raises:
-        GroupMismatch: they do not. On every rank.
-    """
+    Return what to warn of where only the versions of JAX or the kinds of processors differ: sums are
+    the same bits on all ranks, but what each makes of them may not be. Otherwise empty."""
     what = (
         "ranks run different builds, which do not work together: install the same jaxcoded and "
         "NumPy for all of them"
@@ -61,12 +57,8 @@ def check(comm: MPI.Intracomm) -> str:
 
 
 def check_engine(comm: MPI.Intracomm) -> None:
-    """Raise unless the ranks' engines, which all of them have, are made of the same sources.
-    Collective.
-
-    Raises:
-        GroupMismatch: they are not. On every rank.
-    """
+    """Raise a GroupMismatch on every rank unless the ranks' engines, which all of them have,
+    are made of the same sources. Collective."""
     what = (
         "the engines of the ranks were built from different sources, and may not understand each "
         "other: install the same jaxcoded for all of them"

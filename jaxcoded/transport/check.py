@@ -102,11 +102,8 @@ def asked(check: Any) -> Any:
 
 
 def validate(check: Any) -> None:
-    """Raise unless this is a `Check`, or False, as `asked` found it.
-
-    Raises:
-        ValueError: it is something else; it may be a text of the environment.
-    """
+    """Raise a ValueError unless this is a `Check`, or False, as `asked` found it; it
+    may be a text of the environment."""
     if check is not False and not isinstance(check, Check):
         raise ValueError(
             f"check must be a jaxcoded.Check such as jaxcoded.DEBUG, False or None ({VARIABLE} 1 or 0), got "

@@ -41,11 +41,8 @@ class Deadline:
 
     @classmethod
     def parsed(cls, deadline: Any, action: Any) -> Self:
-        """A number of seconds, a text such as ``"3x"``, or ``None``.
-
-        Raises:
-            ValueError: it is something else, or there is no such action.
-        """
+        """Take a number of seconds, a text such as ``"3x"``, or ``None``; a ValueError
+        if it is something else, or there is no such action."""
         if not isinstance(action, str) or action not in ACTIONS:
             raise ValueError(
                 f"on_deadline must be one of {', '.join(ACTIONS)}, got "

@@ -71,12 +71,8 @@ class Devices:
 
 
 def of_program() -> Devices | None:
-    """The devices of the program that is traced here, if they call together: inside `shard_map`
-    over several.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Return the devices of the program that is traced here, if they call together: inside
+    `shard_map` over several. A ValueError if they cannot."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or mesh.size == 1:
         return None

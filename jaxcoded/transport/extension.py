@@ -18,11 +18,8 @@ _NAME = f"{transport.__name__}._engine"
 
 
 def load() -> None:
-    """Have ``jaxcoded.transport._engine`` in its place.
-
-    Raises:
-        ImportError: it is not built, or built for another MPI or Python.
-    """
+    """Have ``jaxcoded.transport._engine`` in its place; an ImportError if it is not
+    built, or built for another MPI or Python."""
     if _NAME in sys.modules:
         return
     if importlib.util.find_spec(_NAME):

@@ -189,7 +189,9 @@ def encode(
         raise ValueError(
             f"the number of slices m = {m} does not divide multiple = {multiple}"
         )
-    vectors, packing = _pack_stacked(partials, wire_dtype, multiple)
+    packed = functools.partial(pack, wire_dtype=wire_dtype, multiple=multiple)
+    packing = packed(jax.tree.map(lambda leaf: leaf[0], partials))[1]
+    vectors = jax.vmap(lambda one: packed(one)[0])(partials)
     return Encoded(
         tuple(
             jax.vmap(lambda row, v=vector: encode_vector(v, row, multiple))(rows)
@@ -258,16 +260,6 @@ def _rows(vector: jax.Array, parts: int) -> jax.Array:
     apart = vector.reshape(*vector.shape[:-1], parts, vector.shape[-1] // parts)
     together = jnp.moveaxis(apart, -2, 1)
     return together.reshape(-1, *together.shape[2:])
-
-
-def _pack_stacked(
-    partials: Any, wire_dtype: Any, multiple: int
-) -> tuple[tuple[jax.Array, ...], Packing]:
-    """`pack` of each of the stacked pytrees: vectors ``(k, q)``, and the packing of one
-    of them."""
-    packed = functools.partial(pack, wire_dtype=wire_dtype, multiple=multiple)
-    packing = packed(jax.tree.map(lambda leaf: leaf[0], partials))[1]
-    return jax.vmap(lambda one: packed(one)[0])(partials), packing
 
 
 def _check_leading_axis(pytree: Any, length: int, what: str) -> None:

@@ -39,7 +39,7 @@ def receive(
         mpi4jax.recv(jnp.empty(each.shape, each.dtype), source=rank, comm=comm)
         for each in templates
     ]
-    return _from_wire(joined(received, like.shape), like.dtype)
+    return _with_bits_of(joined(received, like.shape), like.dtype)
 
 
 def exchange(
@@ -53,7 +53,7 @@ def exchange(
         )
         for message in cut(_to_wire(vector))
     ]
-    return _from_wire(joined(received, vector.shape), vector.dtype)
+    return _with_bits_of(joined(received, vector.shape), vector.dtype)
 
 
 def cut(array: Any) -> list[Any]:
@@ -138,22 +138,15 @@ def tree_broadcast(
 
 
 def _wire_dtype(dtype: np.dtype) -> np.dtype:
-    itemsize = np.dtype(dtype).itemsize
-    return (
-        np.dtype(_BITS[itemsize])
-        if jnp.issubdtype(dtype, jnp.floating) and itemsize in _BITS
-        else np.dtype(dtype)
-    )
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return np.dtype(_BITS.get(np.dtype(dtype).itemsize, dtype) if floating else dtype)
 
 
 def _to_wire(vector: jax.Array) -> jax.Array:
-    wire = _wire_dtype(vector.dtype)
-    return (
-        vector if vector.dtype == wire else jax.lax.bitcast_convert_type(vector, wire)
-    )
+    return _with_bits_of(vector, _wire_dtype(vector.dtype))
 
 
-def _from_wire(vector: jax.Array, dtype: np.dtype) -> jax.Array:
-    return (
-        vector if vector.dtype == dtype else jax.lax.bitcast_convert_type(vector, dtype)
-    )
+def _with_bits_of(vector: jax.Array, dtype: np.dtype) -> jax.Array:
+    if vector.dtype == dtype:
+        return vector
+    return jax.lax.bitcast_convert_type(vector, dtype)

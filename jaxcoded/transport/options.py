@@ -90,10 +90,8 @@ class Options:
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
         check.validate(self.check)
-        for name in (
-            "JAXCODED_STATUS_SIGNAL",
-            "JAXCODED_PTRACER",
-        ):  # which the engine reads
+        # which the engine reads
+        for name in ("JAXCODED_STATUS_SIGNAL", "JAXCODED_PTRACER"):
             if os.environ.get(name, "ON") not in ("", "ON", "OFF"):
                 raise ValueError(f"{name} must be ON or OFF, got {os.environ[name]!r}")
 

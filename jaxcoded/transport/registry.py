@@ -34,11 +34,8 @@ def is_open(index: int) -> bool:
 
 
 def find(index: int) -> Carrier:
-    """What carries the rounds of the group with this index.
-
-    Raises:
-        GroupClosed: the group was closed.
-    """
+    """Return what carries the rounds of the group with this index; `GroupClosed` if
+    that was closed."""
     try:
         return _open[index]
     except KeyError:

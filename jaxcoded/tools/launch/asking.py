@@ -16,12 +16,7 @@ _MARK = "jaxcoded answers "  # the line may stand among what others print
 
 
 class NoAnswer(click.ClickException):
-    """The ranks have failed.
-
-    Attributes:
-        found: in words; what they said.
-        remedy: what to do.
-    """
+    """The ranks have failed: what was ``found``, in words, and the ``remedy``."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}\n→ {remedy}")

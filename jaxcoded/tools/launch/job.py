@@ -169,9 +169,8 @@ def _lock(descriptor: int) -> None:
 
 
 def _kill_later(process: subprocess.Popen[bytes]) -> None:
-    timer = threading.Timer(
-        _GRACE, process.kill
-    )  # a process that is gone is left alone
+    # a process that is gone is left alone
+    timer = threading.Timer(_GRACE, process.kill)
     timer.daemon = True
     timer.start()
 

@@ -101,18 +101,15 @@ class Launcher:
         hostfile: str | None = None,
         environment: Sequence[str] = (),
     ) -> list[str]:
-        """Its arguments before the program.
+        """Return its arguments before the program; a ValueError if this MPI cannot do
+        that.
 
         Args:
-            ranks: how many.
             fault_tolerant: whether ranks are to hear of others' deaths, and live.
             named: whether each line of output begins with its rank.
             hosts: ``"a:2,b:2"``.
             hostfile: a file of hosts, in the form that this MPI reads.
             environment: variables that ranks on other hosts are to get, too.
-
-        Raises:
-            ValueError: this MPI cannot do that.
         """
         if hosts and hostfile:
             raise ValueError(
@@ -196,18 +193,13 @@ def command(
     variables: Mapping[str, str] = {},
     **options: Any,
 ) -> tuple[list[str], dict[str, str]]:
-    """What starts ``python *arguments`` on so many ranks, and its environment.
+    """Return what starts ``python *arguments`` on so many ranks, and its environment; a
+    ValueError if this MPI cannot do that.
 
     Args:
-        mpirun: the launcher.
-        ranks: how many.
-        arguments: of Python.
         hosts, hostfile: and the other options of `Launcher.options`.
         wrapper: a command that starts the one after it, for each rank.
         variables: of its environment.
-
-    Raises:
-        ValueError: this MPI cannot do that.
     """
     here = _on_one_host(ranks, listed(hosts, hostfile))
     # as many threads as a rank has cores, as if all hosts were like this one
@@ -271,12 +263,8 @@ def environment(threads: int) -> dict[str, str]:
 
 
 class Unfit(ValueError):
-    """The ranks' MPI is not the launcher's.
-
-    Attributes:
-        found: in words.
-        remedy: what to do.
-    """
+    """The ranks' MPI is not the launcher's: what was ``found``, in words, and the
+    ``remedy``."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}: {remedy}")

@@ -20,9 +20,8 @@ _MOST_SHARING = 64  # ranks, in jobs whose work may be shared
 _BLOCK = 5e-3  # seconds that a block takes at least
 _MOST_BLOCKS = 12  # of a rank
 _MOST_CHILDREN = 1024  # codes are matrices with a row for each child
-MOST_DRAWN = (
-    64  # children of codes that are drawn at random, which costs time and digits
-)
+# children of codes that are drawn at random, which costs time and digits
+MOST_DRAWN = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +219,13 @@ def _smallest_fanout(ranks: int, depth: int) -> int:
     while regular_size(fanout, depth) < ranks:
         fanout += 1
     return fanout
+
+
+def may_be_drawn(layout: Layout, candidate: Candidate, amplification: float) -> bool:
+    """Whether its code may be looked for, as far as that is known without drawing any."""
+    return not (
+        too_many_to_draw(layout, candidate) or exceeds(layout, candidate, amplification)
+    )
 
 
 def too_many_to_draw(layout: Layout, candidate: Candidate) -> bool:

@@ -106,11 +106,7 @@ class Measurement:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: it is something else. The message has the path.
-            OSError: it cannot be read.
+        """Return what `save` wrote; a ValueError with the path if it is something else.
 
         Example:
             >>> import tempfile

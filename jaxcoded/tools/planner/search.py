@@ -16,7 +16,7 @@ from jaxcoded.tools.planner.candidates import (
     Candidate,
     candidates,
     checked_replicas,
-    exceeds,
+    may_be_drawn,
     sharing,
     too_many_to_draw,
     why_not_shared,
@@ -180,7 +180,6 @@ class Ranking:
 
     @property
     def _too_rough(self) -> str:
-        """The faster code."""
         it = self.left_out
         if it is None:
             return ""
@@ -219,7 +218,6 @@ class Ranking:
 
     @property
     def _why_not(self) -> str:
-        """Why the work is not shared."""
         if self.not_shared:
             return f". Not shared: shared work {self.not_shared}"
         shared = next((e for e in self.estimates if e.candidate.shared), None)
@@ -228,7 +226,6 @@ class Ranking:
         return f". Not shared: {shared.name}, {_behind(shared, self.best)}"
 
     def _why_shared(self, best: Estimate) -> str:
-        """What it gains, and against what."""
         gains = [
             f"{other.step / best.step:.3g} times as fast as the best {what}, {other.name}"
             if math.isfinite(other.step)
@@ -249,7 +246,6 @@ class Ranking:
 
 
 def _behind(other: Estimate, best: Estimate) -> str:
-    """Why something is not worth it."""
     if math.isinf(other.step):
         return "with which a step would never end"
     if best.step <= other.step < (1 + _GAIN / 2) * best.step:
@@ -373,10 +369,11 @@ class _Search:
 
     def run(self) -> list[Estimate]:
         entering: list[Candidate] = []
-        for candidate in candidates(self.ranks, self.seed):
-            (entering if self._may_be_drawn(candidate) else self.amplified).append(
-                candidate
+        for it in candidates(self.ranks, self.seed):
+            fits = not it.coded or may_be_drawn(
+                self._layout(it), it, self.amplification
             )
+            (entering if fits else self.amplified).append(it)
         first = self._rung(entering, _SHARES[0], least=4, most=64)
         # rare or rising delays may not show yet, so every s goes on
         entering = _each(first, lambda c: (c.stragglers, c.slices))
@@ -433,7 +430,7 @@ class _Search:
                 it = Candidate(dataclasses.replace(strategy, fanout=ranks - 1))
             layout = it.layout(ranks)
             assert isinstance(layout, Layout)
-            if too_many_to_draw(layout, it) or exceeds(layout, it, self.amplification):
+            if not may_be_drawn(layout, it, self.amplification):
                 continue
             try:
                 if it.plan(ranks).amplification <= self.amplification:
@@ -483,15 +480,6 @@ class _Search:
         layout = candidate.layout(self.ranks)
         assert isinstance(layout, Layout)
         return layout
-
-    def _may_be_drawn(self, candidate: Candidate) -> bool:
-        if not candidate.coded:
-            return True
-        layout = self._layout(candidate)
-        return not (
-            too_many_to_draw(layout, candidate)
-            or exceeds(layout, candidate, self.amplification)
-        )
 
     def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
         """Coded candidates of which there are plans with κ within the bound: the best of some

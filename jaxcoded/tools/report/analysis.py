@@ -334,13 +334,7 @@ def compare(files: Sequence[Telemetry]) -> list[Predicted]:
 
 def disagreement(measured: float, replayed: float) -> float:
     """Return by what factor a replay is off, one way or the other: 1 at best, or if the
-    measured seconds are NaN.
-
-    Example:
-        >>> from jaxcoded.tools.report import analysis
-        >>> analysis.disagreement(0.1, 0.05)
-        2.0
-    """
+    measured seconds are NaN."""
     if np.isnan(measured):
         return 1.0
     if not (0 < measured < np.inf and 0 < replayed < np.inf):

@@ -64,16 +64,12 @@ class Layout:
     def family(self) -> "Layout":
         """The root and its children."""
         ranks = slice(0, 1 + int(self.counts[0]))
-        needs, copies = (
-            np.zeros_like(self.needs[ranks]),
-            np.ones_like(self.copies[ranks]),
-        )
-        needs[0], copies[0] = self.needs[0], self.copies[0]
+        root = np.arange(ranks.stop) == 0
         return Layout(
             parents=self.parents[ranks],
             loads=self.loads[ranks],
-            needs=needs,
-            copies=copies,
+            needs=np.where(root, self.needs[ranks], 0),
+            copies=np.where(root, self.copies[ranks], 1),
             messages=self.messages[ranks],
             ranks=np.arange(ranks.stop),
         )

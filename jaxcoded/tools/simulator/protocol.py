@@ -271,9 +271,8 @@ class _Job:
             ranks = self.family
             busy = np.maximum(busy[ranks], last[ranks])
             first[ranks], last[ranks], used[ranks] = self.sections.up(last[ranks], busy)
-        for layer in self.layout.layers[
-            2:
-        ]:  # a late rank leaves out those below it, too
+        # a late rank leaves out those below it, too
+        for layer in self.layout.layers[2:]:
             used[layer] &= used[self.layout.parents[layer]]
         return WayUp(first, last, used)
 

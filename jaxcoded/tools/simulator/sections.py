@@ -18,9 +18,8 @@ from jaxcoded.tools.simulator.way_up import WayUp
 IN_SECTIONS = "long sums are formed in sections"  # in words
 
 # As in the engine (``node.h``).
-_STALL = (
-    0.002  # seconds that the root waits, at least, for those who come a little later
-)
+# seconds that the root waits, at least, for those who come a little later
+_STALL = 0.002
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes
 
 # The part of the time in which the busiest port is busy, but for the first and last pieces. Measured
@@ -158,13 +157,9 @@ class Sections:
     def traffic(
         self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
     ) -> Traffic:
-        """What ports carry.
-
-        Args:
-            there: bool ``(N − 1,)``, which children are there in time, so that they form sections.
-            has_message: bool ``(N − 1,)``, which of them have a message that may be used.
-            joins: bool ``(N − 1,)``, which others come while the sum is formed, and fetch it, too.
-        """
+        """Return what ports carry. Bool ``(N − 1,)``: which children are ``there`` in time, so
+        that they form sections, which have a message that may be used, and which others come while
+        the sum is formed, and fetch it, too (``joins``)."""
         usable = np.append(self.sends_root, there & has_message)
         serves, terms = self._serves(usable)
         own = self._sections(np.append(True, there), usable, serves, terms)

@@ -6,8 +6,10 @@ real one (``benchmarks/``), round by round and rank by rank.
 
 import abc
 import dataclasses
+import functools
 import io
 import itertools
+import operator
 import os
 import re
 import warnings
@@ -323,10 +325,8 @@ class Stopped(Stragglers):
         chosen = _within(self.ranks, size)
         for number in itertools.count(1):
             delays = _delays(size)
-            again = self.every and number > self.round
-            if number == self.round or (
-                again and (number - self.round) % self.every == 0
-            ):
+            since = number - self.round
+            if since == 0 or (self.every and since > 0 and since % self.every == 0):
                 delays.seconds[chosen] = self.seconds
                 delays.stopped[chosen] = True
             yield delays
@@ -396,10 +396,7 @@ def named(text: str) -> Stragglers:
             models.append(MODELS[name](**arguments))
         except (TypeError, ValueError) as error:
             raise ValueError(f"model={part!r}: {error}") from None
-    total = models[0]
-    for model in models[1:]:
-        total = total + model
-    return total
+    return functools.reduce(operator.add, models)
 
 
 def as_model(given: Stragglers | str | None) -> Stragglers:
