@@ -48,11 +48,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def contents(path: str | os.PathLike[str]) -> bytes:
     """Return what is in a file, of at most `LONGEST` bytes: there are files without end.
-
-    Raises:
-        ValueError: there is more in it.
-        OSError: it cannot be read.
-    """
+    A ValueError if there is more in it."""
     data = bytearray()
     with open(path, "rb") as file:  # takes memory only for what is there
         while piece := file.read(_PIECE):

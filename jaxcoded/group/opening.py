@@ -35,11 +35,8 @@ def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
     """Return the plan for a rank on each of these hosts, of a strategy or a plan; by
-    default of the strategy that works on any number of ranks.
-
-    Raises:
-        TypeError, ValueError: it is neither, or does not fit so many ranks.
-    """
+    default of the strategy that works on any number of ranks. A TypeError or ValueError
+    if it is neither, or does not fit so many ranks."""
     if not isinstance(strategy, Plan):
         return make_plan(len(hosts), strategy or Shared(), hosts=hosts)
     if strategy.size != len(hosts):

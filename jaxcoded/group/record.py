@@ -155,12 +155,8 @@ class Writer:
 
 
 def read(path: Path, plan: Plan) -> list[Dealt]:
-    """Return the rounds of a record, for a group of this plan to follow.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no record, or one of another plan.
-    """
+    """Return the rounds of a record, for a group of this plan to follow; a ValueError
+    if it is no record, or one of another plan."""
     # the last line of a job that was killed may be cut off
     head, *lines = contents(path).split(b"\n")[:-1] or [b""]
     fields = _parsed(head)

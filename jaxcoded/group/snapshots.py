@@ -68,11 +68,8 @@ def to_bytes(state: Any) -> np.ndarray:
 def from_bytes(data: bytes, like: Any) -> Any:
     """Return the pytree that `to_bytes` was given, with leaves of the kinds that ``like``
     has, a pytree of the same structure, shapes and dtypes: Python numbers, numpy arrays,
-    random keys, and for anything else JAX arrays (numpy where JAX has no 64 bits).
-
-    Raises:
-        ValueError: ``like`` is not, or the data are damaged.
-    """
+    random keys, and for anything else JAX arrays (numpy where JAX has no 64 bits). A
+    ValueError if it has others, or the data are damaged."""
     if data[:_DIGEST] != _digest(like).tobytes():
         state = Packing.of(jax.tree.map(_aval, like))
         raise ValueError(f"the snapshot is not of this state: {state}")

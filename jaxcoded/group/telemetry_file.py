@@ -43,14 +43,10 @@ _LONGEST = 1e15  # seconds
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote.
+    """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote; a
+    ValueError if it is something else, or does not fit together.
 
-    Nothing in it is unpickled, and it takes no more memory than the file is long.
-
-    Raises:
-        ValueError: the file is something else, or does not fit together.
-        OSError: it cannot be read.
-    """
+    Nothing in it is unpickled, and it takes no more memory than the file is long."""
     values = _arrays(contents(path))
     if values.keys() != {"rank", "plan", *ARRAYS}:
         raise ValueError(

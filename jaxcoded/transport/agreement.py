@@ -153,10 +153,8 @@ def on_all(
     """Take a step that all ranks rely on, and return what each rank's ``step`` gave, by
     rank: something that JSON has. Collective.
 
-    Where it succeeded but another rank's did not, ``undo`` is called with what it gave.
-
-    Raises:
-        CodedError: it failed on some rank. Raised on every rank.
+    A CodedError on every rank if it failed on some. Where it succeeded, ``undo`` is
+    called then with what it gave.
 
     Example:
         >>> from jaxcoded.transport.agreement import on_all
@@ -182,14 +180,11 @@ def on_all(
 
 def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
     """Return what each rank says, by rank: anything that JSON has. Tuples become lists. Collective.
+    `Unreadable` on every rank, unless one has died, if what a rank said cannot be read, or is longer than
+    16 MiB.
 
     It goes as JSON, for which ranks need nothing in common: of classes that one of them does not have,
-    unpickling would make an error in its own words, or worse.
-
-    Raises:
-        Unreadable: what a rank said cannot be read, or is longer than 16 MiB. On every rank, unless one has
-            died.
-    """
+    unpickling would make an error in its own words, or worse."""
     mine = _bytes(value)
     # Zeros, so that what has not come is no JSON.
     lengths = np.zeros(comm.size, np.int64)
@@ -206,11 +201,7 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
-    """Return what one rank says, on all ranks, as in `gathered`. Collective.
-
-    Raises:
-        Unreadable: it cannot be read, or is longer than 16 MiB. On every rank, unless one has died.
-    """
+    """Return what one rank says, on all ranks, as in `gathered`, with its errors. Collective."""
     mine = _bytes(value if comm.rank == root else None)
     length = np.array([len(mine)], np.int64)
     wait(comm.Ibcast(length, root))

@@ -126,14 +126,9 @@ class Mpi4jax(Traced, Transport):
         return looked_up[0] if masks else coefficients
 
     def _agree(self, call: str, erased: np.ndarray | None = None) -> None:
-        """Begin a round: make sure that all ranks are about to do the same. Collective.
-        Called from the middle of compiled steps.
-
-        Raises:
-            GroupMismatch: on every rank if they differ.
-            TooManyErasures: on every rank if the plan cannot do without the erased
-                ones.
-        """
+        """Begin a round, also in the middle of compiled steps: make sure that all ranks
+        are about to do the same. Collective. On every rank a `GroupMismatch` if they
+        differ, and `TooManyErasures` if the plan cannot do without the erased ones."""
         self._round += 1
         words = f"round {self._round}, {call}{self._failure}"
         self._failure = ""

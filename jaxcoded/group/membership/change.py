@@ -35,12 +35,8 @@ class Change:
 
     def session(self, rounds: int) -> Session:
         """Return the new one, once they agree. ``rounds``: of the old group, that this
-        rank knows now.
-
-        Raises:
-            CodedError: not all have it, or it is not what follows on those rounds.
-            Exception: what has failed on all.
-        """
+        rank knows now. A CodedError if not all have it, or it is not what follows on
+        those rounds; or what has failed on all."""
         assert self._agreement is not None
         new, failure = self._new, self._failure
         if not self._agreement.result(0.0):

@@ -127,12 +127,8 @@ class Roll:
         extends: bool = False,
     ) -> None:
         """Wait for what all ranks do that live. Who does not is looked for after ``patience`` seconds, and put out, as
-        in `call`.
-
-        Raises:
-            CodedError: as there, or who calls has said that the group is to stay. What is pending stays so, and is to
-                be waited for again.
-        """
+        in `call`, with its errors; a CodedError, too, if who calls has said that the group is to stay. What is pending
+        stays so, and is to be waited for again."""
         # others count from then on, also where this rank gives up and comes again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()

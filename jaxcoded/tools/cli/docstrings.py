@@ -13,13 +13,7 @@ def of_module(path: str | pathlib.Path) -> str:
 
 
 def of(what: type | object) -> str:
-    """Return the docstring of a function or a class.
-
-    Example:
-        >>> from jaxcoded.tools.cli import docstrings
-        >>> docstrings.of(docstrings.of).splitlines()[0]
-        'Return the docstring of a function or a class.'
-    """
+    """Return the docstring of a function or a class."""
     source = textwrap.dedent(inspect.getsource(what))  # type: ignore[arg-type]
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.FunctionDef | ast.ClassDef)

@@ -28,15 +28,12 @@ def measured(
 ) -> Measurement:
     """Measure links and computation on all ranks at the same time. Collective; waits
     for the slowest rank to compute twice. No other messages may be under way in
-    ``comm``.
+    ``comm``. A RuntimeError on every rank if ``work`` failed on one.
 
     Args:
         work: computes once; called once to compile, and then for a second. Or the
             seconds that it takes: then only the spread is measured, with a loop.
         progress: is told the part that is done.
-
-    Raises:
-        RuntimeError: ``work`` failed on a rank. Raised on every rank.
     """
     compute = _loop(comm, work) if isinstance(work, float) else work
     failure: Exception | None = None
