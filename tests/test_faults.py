@@ -278,6 +278,41 @@ group.close()
     assert ("jaxcoded: " in job.stderr) == said.startswith("jaxcoded: ")
 
 
+def test_an_answer_that_nobody_reads():
+    """Standard error is a full pipe. The engine goes on, and ends."""
+    program = """
+import fcntl, os, signal, time
+from mpi4py import MPI
+import jaxcoded
+group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="engine")
+flags = fcntl.fcntl(2, fcntl.F_GETFL)
+fcntl.fcntl(2, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+try:
+    while True:
+        os.write(2, bytes(4096))
+except BlockingIOError:
+    fcntl.fcntl(2, fcntl.F_SETFL, flags)
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(1)
+group.close()
+MPI.Finalize()
+print("done", flush=True)
+os._exit(0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=settings(SMALL_LIMIT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    ) as job:
+        try:
+            assert job.wait(60 * slowness()) == 0
+            assert job.stdout.read() == b"done\n"
+        finally:
+            job.kill()
+
+
 def test_groups_one_after_the_other(tmp_path):
     succeed(run(tmp_path, 5, "starts.py", "2", "30", limit=LIMIT), 5)
 

@@ -1,5 +1,6 @@
 """Ranks that close their group, in any order."""
 
+import contextlib
 import dataclasses
 import random
 import re
@@ -12,7 +13,9 @@ from independent import bounded, random_missing
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
+import simulation
 from simulation import (
+    BYE,
     DONE,
     FAILED,
     Call,
@@ -209,6 +212,42 @@ def test_the_root_leaves_first(far, down):
             assert "rank 0 closed the group" in end.error
     settle_and_leave(world, 6)
     assert world.dead == set(range(13))
+
+
+class Short(simulation.Wire):
+    """There is too little memory for so many messages, once their node leaves."""
+
+    short = 0
+
+    def send(self, to, message):
+        if self.short and message[0] == BYE:
+            self.short -= 1
+            raise MemoryError
+        super().send(to, message)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_too_little_memory_for_leaving(failures, monkeypatch):
+    """A rank with others below it says in a later turn that it leaves, and that it is gone."""
+    monkeypatch.setattr(simulation, "Wire", Short)
+    script = [Call((("float32", 30),), seed) for seed in range(3)]
+    world = World(make_plan(7, Coded(fanout=2)), script, random.Random(0))
+    world.settle()
+    world.wires[1].short = failures
+    with pytest.raises(MemoryError):
+        world.leave(1)
+    for _ in range(failures):
+        with contextlib.suppress(MemoryError):
+            world.nodes[1].advance()
+    world.wires[1].short = failures
+    for child in world.plan.tree.children[1]:
+        world.leave(child)
+    for _ in range(failures):
+        with contextlib.suppress(MemoryError):
+            world.settle()
+    settle_and_leave(world, 3)
+    assert not world.wires[1].short
+    assert world.dead == set(range(7))
 
 
 def test_give_up():

@@ -762,10 +762,12 @@ def test_vectors_that_cannot_be_lent(comm, gpu, stream, function):
             gpu.fail(function)
             with pytest.raises(AssertionError, match=function):
                 shared_round(gpu, stream, group, size)
-            return
-        total, _ = shared_round(gpu, stream, group, size)
-        blocks = 2 * SIZE
-        assert total[0] == blocks * (blocks + 1) / 2
+        else:
+            total, _ = shared_round(gpu, stream, group, size)
+            blocks = 2 * SIZE
+            assert total[0] == blocks * (blocks + 1) / 2
+        # whoever goes on after the error is in the same round as the others
+        assert set(comm.allgather(_engine.next_round(group._session.index))) == {3}
 
 
 def test_blocks_computed_handler(comm, gpu, stream):

@@ -17,8 +17,8 @@ class Departures {
   // so before.
   bool leave(Rank self, const std::string& failure) {
     if (std::exchange(leaving_, true)) return false;
-    if (!failure.empty()) failed(self, failure);
     closed({self});
+    if (!failure.empty()) failed(self, failure);
     return true;
   }
   bool leaving() const { return leaving_; }
@@ -46,8 +46,8 @@ class Departures {
   void given_up(const std::vector<Rank>& ranks) { append(absent_, ranks); }
   const std::vector<Rank>& absent() const { return absent_; }
 
-  // Whether the parent is to hear that there will be no more offers: once.
-  bool retire() { return !std::exchange(retired_, true); }
+  // The parent has heard that there will be no more offers.
+  void retire() { retired_ = true; }
   bool retired() const { return retired_; }
   // It has heard that nobody needs anything here or below.
   void said_bye() { gone_ = true; }

@@ -5,7 +5,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -223,6 +222,12 @@ void Engine::note_unmade(std::uint64_t index) {
   page_->wake_up.send();
 }
 
+std::shared_ptr<Feed> Engine::feed_of(std::uint64_t index, const Request& request) {
+  std::unique_lock lock(mutex_);
+  const auto flight = request.continues ? continued(member(index), request) : nullptr;
+  return flight ? flight->feed : nullptr;
+}
+
 std::shared_ptr<Flight> Engine::flight_of(Member& its, Request& request) {
   auto out = std::make_shared<Flight>();
   out->pool = its.pool;
@@ -307,7 +312,9 @@ std::string Engine::returned(std::uint64_t index) {
   Member& its = still->second;
   its.running = false;
   if (its.mixed_up.empty()) return {};
-  if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
+  in_memory(its, [&] {
+    if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
+  });
   leave(its, its.mixed_up);
   return its.mixed_up;
 }
@@ -316,7 +323,6 @@ std::string Engine::returned(std::uint64_t index) {
 void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   const bool breaks_off = its.has_open_call();
   its.queue.push_back(flight);  // where there is too little memory for it, nothing has changed
-  its.lost_part = false;
   if (!breaks_off) return;
   const auto at = its.queue.end() - 2;
   const std::shared_ptr<Flight> before = *at;
@@ -346,12 +352,15 @@ std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Ma
     return attempted([&] {
       enqueue_unmade(its);
       enqueue(its, out = made());
+      ++calls_counted;
     });
   };
+  its.lost_part = false;
   if (launch(make)) return out;
   reserve::fill();
   if (launch([&] { return unmade_flight(request.fingerprint); })) return out;
   ++its.unmade;
+  ++calls_counted;
   page_->wake_up.send();
   return nullptr;
 }
@@ -532,6 +541,7 @@ std::string Engine::extend(std::uint64_t index, Request request) {
   std::shared_ptr<Flight> flight;
   if (request.continues && !(flight = continued(its, request))) return its.lost_part ? no_memory : broken_off;
   if (!flight || !request.skipped) {
+    bool enough = true;
     std::vector<Buffer> memory;
     const auto brought = [&] {
       if (!request.feed) {
@@ -550,9 +560,10 @@ std::string Engine::extend(std::uint64_t index, Request request) {
         opened->memory = std::move(memory);
         return opened;
       });
-      if (!flight) return no_memory;
+      enough = flight && flight->open;
+      its.lost_part = !enough;
     } else {
-      const bool enough = attempted([&] {
+      enough = attempted([&] {
         brought();
         std::ranges::move(memory, std::back_inserter(flight->memory));
         if (flight->submitted) {
@@ -561,12 +572,12 @@ std::string Engine::extend(std::uint64_t index, Request request) {
           flight->call.own.insert(flight->call.own.end(), request.own.begin(), request.own.end());
         }
       });
-      if (!enough) {
-        fail_for_memory(its, *flight);
-        work(its);
-        page_->wake_up.send();
-        return no_memory;
-      }
+      if (!enough) fail_for_memory(its, *flight);
+    }
+    if (!enough) {
+      work(its);
+      page_->wake_up.send();
+      return no_memory;
     }
     if (request.feed) flight->feed = request.feed;
   }
@@ -634,12 +645,13 @@ Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vect
   if (flight->total != total) {
     return {Outcome::failed, "the handle is of a call with other shapes or dtypes"};
   }
+  const std::vector<const std::byte*> results(flight->result.begin(), flight->result.end());
   its.started.erase(found);
   drive(lock, [&] { return flight->outcome != Outcome::pending; }, 1e300);
   if (flight->outcome == Outcome::pending) return {Outcome::failed, process_ends};
   if (flight->outcome == Outcome::done) {
     lock.unlock();
-    copy(out, {flight->result.begin(), flight->result.end()}, total.data());
+    copy(out, results, total.data());
     lock.lock();
   }
   Result result{flight->outcome, std::move(flight->error)};
@@ -700,11 +712,13 @@ double Engine::longest_nap(const Member& its) const {
 // How long a thread may sleep, when nothing has come for `quiet` seconds to a thread that waits.
 double Engine::longest_sleep(bool waiting, double quiet) const {
   double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
-  for (const auto& [index, its] : members_) {
-    // a timer after which there was nothing to do is the less urgent
-    out = std::min(out, std::max(its.node->wakes_at() - now(), std::min(nap_, usual_nap)));
-    if (its.wire->hears_nothing()) out = std::min({out, nap_, longest_nap(its)});
-  }
+  attempted([&] {
+    for (const auto& [index, its] : members_) {
+      // a timer after which there was nothing to do is the less urgent
+      out = std::min(out, std::max(its.node->wakes_at() - now(), std::min(nap_, usual_nap)));
+      if (its.wire->hears_nothing()) out = std::min({out, nap_, longest_nap(its)});
+    }
+  });
   return out;
 }
 
@@ -770,13 +784,12 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
 void Engine::progress() {
   std::unique_lock lock(mutex_);
   WakeUp& wake_up = page_->wake_up;
+  std::string words;  // still to be said
   while (!finalizing_) {
-    if (status_signal::taken()) {
-      std::string words;
-      attempted([&] { words = standing(); });
+    if (words.empty() && status_signal::taken()) attempted([&] { words = standing(); });
+    if (!words.empty()) {
       lock.unlock();
-      // one write, so that lines of ranks do not mix; whoever reads it may be slow
-      [[maybe_unused]] const auto written = write(STDERR_FILENO, words.data(), words.size());
+      status_signal::say(words);
       lock.lock();
     }
     if (now() >= answers_at_) {

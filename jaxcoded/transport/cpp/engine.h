@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -70,7 +71,7 @@ struct Member {
   int inside = 0;             // and so many in `wait`
   std::uint32_t unmade = 0;   // calls that there was too little memory to make: their rounds are to fail,
   bool lacks_memory = false;  // as is the round of the node's call
-  bool lost_part = false;     // the latest one was open, and a part of it could not be kept
+  bool lost_part = false;     // the latest one was to come in parts, and one could not be kept
 
   // Whether the last call of the queue is open.
   bool has_open_call() const { return !queue.empty() && queue.back()->open; }
@@ -160,6 +161,8 @@ class Engine {
   void note_failure(std::uint64_t index, const std::string& words);
   // A call that there was too little memory to bring here: its round fails.
   void note_unmade(std::uint64_t index);
+  // What brings the vectors of the open call that a request goes on with; none if it begins one.
+  std::shared_ptr<Feed> feed_of(std::uint64_t index, const Request& request);
   // A feed has news. Any thread.
   void wake_up() { page_->wake_up.send(); }
 
@@ -263,6 +266,21 @@ class Engine {
 };
 
 inline constexpr const char* no_memory = "CodedError: this rank has too little memory for this call";
+
+// Calls of this thread that a group has counted: what fails for want of memory after that is not counted again.
+inline thread_local std::uint64_t calls_counted = 0;
+
+// Make a call. Without the memory for it, the round that it `begins` fails.
+template <class Make>
+auto counted(std::uint64_t index, bool begins, Make make) {
+  const std::uint64_t before = calls_counted;
+  try {
+    return make();
+  } catch (const std::bad_alloc&) {
+    if (begins && calls_counted == before) Engine::instance().note_unmade(index);
+    throw;
+  }
+}
 
 // Raised for a group that is not open.
 struct Closed {

@@ -322,7 +322,7 @@ double Ledger::usual() const {
   for (const Member& member : members_) {
     if (member.seconds > 0) known.push_back(member.seconds);
   }
-  return *(usual_ = median(std::move(known)));
+  return *(usual_ = median(known));
 }
 
 double Ledger::seconds(const Member& member) const {

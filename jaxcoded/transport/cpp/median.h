@@ -2,13 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
-#include <vector>
+#include <span>
 
 namespace jaxcoded {
 
-// The median, 0 of nothing.
-inline double median(std::vector<double> values) {
+// The median, 0 of nothing. Puts the values in another order.
+inline double median(std::span<double> values) {
   if (values.empty()) return 0;
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
@@ -19,21 +20,21 @@ inline double median(std::vector<double> values) {
 class Latest {
  public:
   void add(double value) {
-    if (values_.size() < most) {
-      values_.push_back(value);
-    } else {
-      values_[next_] = value;
-      next_ = (next_ + 1) % most;
-    }
+    values_[next_] = value;
+    next_ = (next_ + 1) % most;
+    size_ = std::min(size_ + 1, most);
   }
-  std::size_t size() const { return values_.size(); }
-  double median() const { return jaxcoded::median(values_); }
+  std::size_t size() const { return size_; }
+  double median() const {
+    auto values = values_;
+    return jaxcoded::median({values.data(), size_});
+  }
 
  private:
   static constexpr std::size_t most = 31;
 
-  std::vector<double> values_;
-  std::size_t next_ = 0;  // to be replaced
+  std::array<double, most> values_ = {};
+  std::size_t size_ = 0, next_ = 0;  // to be replaced
 };
 
 }  // namespace jaxcoded

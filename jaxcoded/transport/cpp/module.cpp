@@ -98,27 +98,30 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
                                  std::vector<bool> erased,
                                  const std::vector<Vector>& own, const std::vector<Vector>& out,
                                  std::pair<double, double> examples) {
-  Request request{.fingerprint = fingerprint,
-                  .signature = std::move(signature),
-                  .up = up,
-                  .down = down,
-                  .skipped = skipped,
-                  .message = segments_of(own),
-                  .total = segments_of(out),
-                  .own = pointers_of<const std::byte>(own),
-                  .out = pointers_of<std::byte>(out),
-                  .erased = std::move(erased),
-                  .examples = {examples.first, examples.second}};
-  const Result result = Engine::instance().run(index, std::move(request));
-  return {static_cast<int>(result.outcome), result.error};
+  return counted(index, true, [&]() -> std::tuple<int, std::string> {
+    Request request{.fingerprint = fingerprint,
+                    .signature = std::move(signature),
+                    .up = up,
+                    .down = down,
+                    .skipped = skipped,
+                    .message = segments_of(own),
+                    .total = segments_of(out),
+                    .own = pointers_of<const std::byte>(own),
+                    .out = pointers_of<std::byte>(out),
+                    .erased = std::move(erased),
+                    .examples = {examples.first, examples.second}};
+    const Result result = Engine::instance().run(index, std::move(request));
+    return {static_cast<int>(result.outcome), result.error};
+  });
 }
 
 // The next block of a round whose vectors follow in another one; nothing at its end.
 std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::string signature,
                           bool first) {
-  Request request{
-      .fingerprint = fingerprint, .signature = std::move(signature), .continues = !first};
-  const Taken taken = Engine::instance().take(index, std::move(request));
+  const Taken taken = counted(index, first, [&] {
+    return Engine::instance().take(
+        index, {.fingerprint = fingerprint, .signature = std::move(signature), .continues = !first});
+  });
   if (!taken.error.empty()) throw Closed{taken.error};
   if (!taken.work) return {};
   return taken.work->block;
@@ -283,27 +286,31 @@ std::tuple<int, std::string> device_run(std::uint64_t index, std::uint64_t strea
                                         std::uint64_t erased, std::size_t ranks,
                                         const std::vector<Vector>& own,
                                         const std::vector<Vector>& out) {
-  DeviceCall call =
-      device_call(index, stream, fingerprint, std::move(signature), continues, skipped, own);
-  call.erased = reinterpret_cast<const void*>(erased);
-  call.ranks = ranks;
-  call.request.up = up;
-  call.request.down = down;
-  call.request.total = segments_of(out);
-  call.request.out = pointers_of<std::byte>(out);
-  const Result result = run_on_device(std::move(call));
-  return {static_cast<int>(result.outcome), result.error};
+  return counted(index, !continues, [&]() -> std::tuple<int, std::string> {
+    DeviceCall call =
+        device_call(index, stream, fingerprint, std::move(signature), continues, skipped, own);
+    call.erased = reinterpret_cast<const void*>(erased);
+    call.ranks = ranks;
+    call.request.up = up;
+    call.request.down = down;
+    call.request.total = segments_of(out);
+    call.request.out = pointers_of<std::byte>(out);
+    const Result result = run_on_device(std::move(call));
+    return {static_cast<int>(result.outcome), result.error};
+  });
 }
 
 std::string device_extend(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
                           std::string signature, bool continues, std::uint64_t skipped,
                           const std::vector<Vector>& own, const std::vector<Vector>& message,
                           const std::vector<Vector>& total) {
-  DeviceCall call =
-      device_call(index, stream, fingerprint, std::move(signature), continues, skipped, own);
-  call.request.message = segments_of(message);
-  call.request.total = segments_of(total);
-  return extend_on_device(std::move(call));
+  return counted(index, !continues, [&] {
+    DeviceCall call =
+        device_call(index, stream, fingerprint, std::move(signature), continues, skipped, own);
+    call.request.message = segments_of(message);
+    call.request.total = segments_of(total);
+    return extend_on_device(std::move(call));
+  });
 }
 
 }  // namespace

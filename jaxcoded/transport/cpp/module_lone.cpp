@@ -14,7 +14,7 @@ std::span<const std::byte> span_of(const nb::bytes& data) {
 
 // `wire` has the methods send(to, message), fetch(from, what, round, piece, version, address, bytes) ->
 // bytes of the piece, None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
-// withdraw(what, first_valid), has_memory(bytes). Where now() raises a MemoryError, there is too little for the node.
+// withdraw(what, first_valid), has_memory(bytes). Where now() or send() raises a MemoryError, there is too little for the node.
 class PythonWire : public Wire, Source {
  public:
   explicit PythonWire(nb::object wire) : wire_(std::move(wire)) {}
@@ -26,7 +26,7 @@ class PythonWire : public Wire, Source {
   }
   void release(std::byte* data, std::size_t bytes) override { heap.release(data, bytes); }
   void send(Rank to, const Message& message) override {
-    wire_.attr("send")(to, bytes_of(Message::bytes(message.header, message.body)));
+    in_memory([&] { return wire_.attr("send")(to, bytes_of(Message::bytes(message.header, message.body))); });
   }
   Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
               std::size_t bytes, Copy) override {
@@ -47,15 +47,20 @@ class PythonWire : public Wire, Source {
   }
   bool direct(Rank from) const override { return nb::cast<bool>(wire_.attr("direct")(from)); }
   double now() const override {
+    return nb::cast<double>(in_memory([&] { return wire_.attr("now")(); }));
+  }
+
+ private:
+  template <class Call>
+  static nb::object in_memory(Call call) {
     try {
-      return nb::cast<double>(wire_.attr("now")());
+      return call();
     } catch (const nb::python_error& error) {
       if (error.matches(PyExc_MemoryError)) throw std::bad_alloc();
       throw;
     }
   }
 
- private:
   nb::object wire_;
 };
 

@@ -328,7 +328,7 @@ bool Node::advance() {
   for (const auto step : {&Node::form, &Node::gather, &Node::follow, &Node::follow_state}) {
     more |= attempts.make([&] { return (this->*step)(); });
   }
-  for (const auto step : {&Node::watch_for_stalls, &Node::fail_uncalled, &Node::ask, &Node::watch_above,
+  for (const auto step : {&Node::go_on_leaving, &Node::watch_for_stalls, &Node::fail_uncalled, &Node::ask, &Node::watch_above,
                           &Node::watch_children, &Node::tell_all}) {
     attempts.make([&] {
       (this->*step)();

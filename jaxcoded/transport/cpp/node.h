@@ -566,6 +566,7 @@ class Node {
   bool needs_nothing(const Child& child) const;
   bool has_left() const { return departures_.leaving() && !calling(); }
   void say_bye();
+  void go_on_leaving();
   std::string who_left() const;
   void refuse(Round round, const std::string& text);
   void refuse_called(Rank rank, const Listener& listener);

@@ -47,11 +47,12 @@ void Node::on_bye(Child& child, const Message& message) {
 
 // Tell the parent that there will be no more offers, and who has closed the group.
 void Node::retire() {
+  if (root() || departures_.retired()) return;
   Message message{header(Kind::bye, 0)};
-  if (root() || !departures_.retire()) return;
   message.header.flags = relays;
   append_departed(message, departures_.closed());
   wire_.send(family_.ancestors.front(), message);
+  departures_.retire();
 }
 
 std::vector<std::pair<Rank, std::string>> Node::departed() const {
@@ -95,8 +96,8 @@ bool Node::needs_nothing(const Child& child) const {
 }
 
 void Node::give_up(Child& child) {
-  child.left = true;
   departures_.given_up({child.rank});
+  child.left = true;
 }
 
 void Node::say_bye() {
@@ -105,11 +106,19 @@ void Node::say_bye() {
     if (!child.left && needs_nothing(child)) give_up(child);
   }
   if (!std::ranges::all_of(children_, &Child::left)) return;
+  if (!root()) {
+    Message message{header(Kind::bye, 0)};
+    append_departed(message, absent());
+    wire_.send(family_.ancestors.front(), message);
+  }
   departures_.said_bye();
-  if (root()) return;
-  Message message{header(Kind::bye, 0)};
-  append_departed(message, absent());
-  wire_.send(family_.ancestors.front(), message);
+}
+
+// In each turn: there may have been too little memory for it before.
+void Node::go_on_leaving() {
+  if (!departures_.leaving() || left()) return;
+  if (!std::ranges::all_of(children_, &Child::left)) retire();
+  say_bye();
 }
 
 void Node::give_up() {

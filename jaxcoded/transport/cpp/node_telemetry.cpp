@@ -45,7 +45,7 @@ double Node::own_work() const {
     works.push_back(work);
   }
   if (works.empty()) return never;
-  return median(std::move(works));
+  return median(works);
 }
 
 std::vector<StepTime> Node::step_times() const {

@@ -1,6 +1,8 @@
 #include "rendezvous.h"
 
 #include <algorithm>
+#include <new>
+#include <utility>
 
 #include "engine.h"
 
@@ -22,14 +24,25 @@ Rendezvous& Rendezvous::instance() {
   return *rendezvous;
 }
 
-void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting,
-                      std::string why) {
-  meeting->over = true;
-  meeting->met = {.failed = true, .error = why};
-  failed_.emplace_back(meeting->run, std::move(why));
-  while (failed_.size() > most_failed) failed_.pop_front();
-  open_.erase(group);
+// Why the run has failed here; null if it has not.
+const std::string* Rendezvous::failure_of(std::int64_t run) const {
+  const auto failed = std::ranges::find(failed_, run, [](const auto& it) { return it.first; });
+  return failed == failed_.end() ? nullptr : &failed->second;
+}
+
+void Rendezvous::end(Meeting& meeting) {
+  meeting.over = true;
   changed_.notify_all();
+}
+
+// Whatever there is too little memory for, such as for the words, nobody waits any more.
+template <class Words>
+void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words) {
+  open_.erase(group);
+  end(*meeting);
+  meeting->met.error = words();
+  failed_.emplace_back(meeting->run, meeting->met.error);
+  while (failed_.size() > most_failed) failed_.pop_front();
   try {  // this rank was not in the round: the others hear of it with its next one
     Engine::instance().note_failure(group, " after a call of which devices were missing");
   } catch (const Closed&) {
@@ -37,74 +50,85 @@ void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeti
 }
 
 // The same for a device that came to a meeting of others.
-Met Rendezvous::refuse(const Arrival& arrival, const std::shared_ptr<Meeting>& meeting,
-                       std::string why) {
-  if (arrival.run != meeting->run) failed_.emplace_back(arrival.run, why);
-  fail(arrival.group, meeting, why);
-  return {.failed = true, .error = std::move(why)};
+template <class Words>
+Met Rendezvous::refuse(const Arrival& arrival, const std::shared_ptr<Meeting>& meeting, Words words) {
+  fail(arrival.group, meeting, words);
+  if (arrival.run != meeting->run) failed_.emplace_back(arrival.run, meeting->met.error);
+  return meeting->met;
+}
+
+void Rendezvous::miss(std::uint64_t group, std::int64_t run, bool begins) {
+  std::unique_lock lock(mutex_);
+  if (failure_of(run)) return;
+  if (begins) Engine::instance().note_unmade(group);
+  if (const auto open = open_.find(group); open != open_.end() && open->second->run == run) {
+    end(*open->second);
+    open_.erase(open);
+  }
+  failed_.emplace_back(run, no_memory);
 }
 
 Met Rendezvous::meet(const Arrival& arrival,
                      const std::function<Met(const std::vector<void*>&)>& call) {
   std::unique_lock lock(mutex_);
-  const auto failed = std::ranges::find(failed_, arrival.run, [](const auto& it) { return it.first; });
-  if (failed != failed_.end()) return {.failed = true, .error = failed->second};
+  if (const std::string* const why = failure_of(arrival.run)) return {.failed = true, .error = *why};
   std::shared_ptr<Meeting>& opened = open_[arrival.group];
   if (!opened) {
     opened = std::make_shared<Meeting>(arrival.run, arrival.call,
                                        std::vector<void*>(arrival.devices, nullptr));
   }
   const std::shared_ptr<Meeting> meeting = opened;
-  if (meeting->run != arrival.run) return refuse(arrival, meeting, two_programs);
+  if (meeting->run != arrival.run) return refuse(arrival, meeting, [] { return two_programs; });
   if (meeting->call != arrival.call || meeting->brought.size() != arrival.devices ||
       meeting->brought[arrival.device]) {
-    return refuse(arrival, meeting,
-                  "the devices of this process called different things: " + meeting->call + ", and " +
-                      arrival.call + ". All devices of a shard_map make the same calls in the same "
-                      "order: the predicates of cond and while_loop around them must be equal on all");
+    return refuse(arrival, meeting, [&] {
+      return "the devices of this process called different things: " + meeting->call + ", and " + arrival.call +
+             ". All devices of a shard_map make the same calls in the same "
+             "order: the predicates of cond and while_loop around them must be equal on all";
+    });
   }
   meeting->brought[arrival.device] = arrival.brings;
   if (++meeting->here == arrival.devices) {
     open_.erase(arrival.group);
     lock.unlock();
-    const auto ended = [&](Met& met) {
-      lock.lock();
-      std::swap(meeting->met, met);
-      meeting->over = true;
-      changed_.notify_all();
-    };
-    Met met{.failed = true, .error = "CodedError: the call of this process's devices was not made"};
     try {
-      met = call(meeting->brought);
-    } catch (const Closed& closed) {
-      met = {.failed = true, .error = closed.text};
+      meeting->met = call(meeting->brought);  // nobody else looks at it before the end
+    } catch (Closed& closed) {
+      meeting->met.error = std::move(closed.text);
     } catch (...) {  // as where there is too little memory: the other devices wait
-      ended(met);
+      lock.lock();
+      end(*meeting);
       throw;
     }
-    ended(met);
+    lock.lock();
+    end(*meeting);
     return meeting->met;
   }
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(arrival.seconds);
   while (!changed_.wait_for(lock, turn, [&] { return meeting->over; })) {
     if (meeting->here == arrival.devices) continue;  // the call is on its way
-    std::string why;
+    // Nothing may be thrown before the meeting is over: whoever makes its call uses what this device brings.
+    std::string closed;
     lock.unlock();
     try {
       Engine::instance().with(arrival.group, [](Member&) {});
-    } catch (const Closed& closed) {
-      why = closed.text;
+    } catch (Closed& its) {
+      closed = std::move(its.text);
+    } catch (const std::bad_alloc&) {  // for that text: in the next turn
     }
     lock.lock();
     if (meeting->over || meeting->here == arrival.devices) continue;
-    if (why.empty() && std::chrono::steady_clock::now() >= until) {
-      why = std::to_string(meeting->brought.size() - meeting->here) + " of the " +
-            std::to_string(meeting->brought.size()) + " devices of this process have not called " +
-            arrival.call + " within " + std::to_string(static_cast<long>(arrival.seconds)) +
-            " s of the first: all devices of a shard_map make the same calls; the predicates of cond "
-            "and while_loop around them must be equal on all";
+    if (!closed.empty()) {
+      fail(arrival.group, meeting, [&] { return std::move(closed); });
+    } else if (std::chrono::steady_clock::now() >= until) {
+      fail(arrival.group, meeting, [&] {
+        return std::to_string(meeting->brought.size() - meeting->here) + " of the " +
+               std::to_string(meeting->brought.size()) + " devices of this process have not called " +
+               arrival.call + " within " + std::to_string(static_cast<long>(arrival.seconds)) +
+               " s of the first: all devices of a shard_map make the same calls; the predicates of cond "
+               "and while_loop around them must be equal on all";
+      });
     }
-    if (!why.empty()) fail(arrival.group, meeting, std::move(why));
   }
   return meeting->met;
 }

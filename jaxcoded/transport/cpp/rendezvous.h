@@ -42,6 +42,8 @@ class Rendezvous {
   // here where programs are mixed up, devices call different things, or one does not come. Raises
   // `Closed` where the group is closed.
   Met meet(const Arrival& arrival, const std::function<Met(const std::vector<void*>&)>& call);
+  // A device has too little memory to come: the run fails on all, and with it the round that the call `begins`.
+  void miss(std::uint64_t group, std::int64_t run, bool begins);
 
  private:
   struct Meeting {
@@ -50,11 +52,15 @@ class Rendezvous {
     std::vector<void*> brought;
     std::size_t here = 0;
     bool over = false;
-    Met met = {};
+    Met met = {.failed = true, .error = "CodedError: the call of this process's devices was not made"};
   };
 
-  void fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, std::string why);
-  Met refuse(const Arrival& arrival, const std::shared_ptr<Meeting>& meeting, std::string why);
+  const std::string* failure_of(std::int64_t run) const;
+  void end(Meeting& meeting);
+  template <class Words>
+  void fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words);
+  template <class Words>
+  Met refuse(const Arrival& arrival, const std::shared_ptr<Meeting>& meeting, Words words);
 
   std::mutex mutex_;
   std::condition_variable changed_;

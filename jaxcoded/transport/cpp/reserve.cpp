@@ -27,7 +27,7 @@ void give() {
 
 void keep() {
   fill();
-  before = std::set_new_handler(give);
+  if (const auto its = std::set_new_handler(give); its != give) before = its;
 }
 
 Turn::Turn() {

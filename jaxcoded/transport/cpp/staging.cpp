@@ -181,6 +181,12 @@ class Depot {
     retired_.push_back(std::move(retired));
   }
 
+  // Nothing uses it any more.
+  void drop(Retired&& retired) {
+    std::unique_lock lock(mutex_);
+    const Retired gone = std::move(retired);
+  }
+
   std::pair<std::size_t, std::size_t> bytes() {
     std::unique_lock lock(mutex_);
     return {short_.used() + long_.used(), short_.kept() + long_.kept()};
@@ -504,7 +510,8 @@ class DeviceFlight : public Feed {
       batch->stretches += (batch->bytes[i] + stretch_bytes - 1) / stretch_bytes;
       all += aligned(batch->bytes[i]);
     }
-    batch->memory = Depot::instance().take(all);
+    batch->at.reserve(batch->bytes.size());
+    batch->memory = Depot::instance().take(all);  // nothing may be thrown after it, as it goes back under a lock
     std::byte* start = batch->memory.data();
     for (const std::uint64_t bytes : batch->bytes) {
       batch->at.push_back(start);
@@ -528,7 +535,8 @@ class DeviceFlight : public Feed {
       retired.event = Mark(*lane_, stream).keep();
       Depot::instance().retire(std::move(retired));
     } catch (const std::bad_alloc&) {
-      driver().wait_for_event.address(retired.event);  // after which nothing uses it
+      driver().wait_for_event.address(retired.event);
+      Depot::instance().drop(std::move(retired));
     } catch (const cuda::Failure&) {
       new Retired(std::move(retired));  // the GPU is lost: nobody knows what still uses it
     }
@@ -551,13 +559,7 @@ class DeviceFlight : public Feed {
 
 // The flight that parts of this call began, or a new one.
 std::shared_ptr<DeviceFlight> flight_of(const DeviceCall& call) {
-  std::shared_ptr<Feed> feed;
-  if (call.request.continues) {
-    feed = Engine::instance().with(call.group, [](Member& its) {
-      return its.has_open_call() ? its.queue.back()->feed : nullptr;
-    });
-  }
-  auto flight = std::dynamic_pointer_cast<DeviceFlight>(feed);
+  auto flight = std::dynamic_pointer_cast<DeviceFlight>(Engine::instance().feed_of(call.group, call.request));
   return flight ? flight : std::make_shared<DeviceFlight>();
 }
 
@@ -612,16 +614,17 @@ Taken take_on_device(DeviceCall call) {
   Engine& engine = Engine::instance();
   DeviceFlight flight;
   const auto refused = [&] {
+    engine.leave_share(call.group);
     engine.note_failure(call.group, " after an error in the last call: " + flight.failure());
     return Taken{.error = "CodedError: " + flight.failure()};
   };
   flight.begin(call, true);
-  if (flight.failed()) return refused();
-  if (!flight.has_brought()) {
+  // a round that the call begins is counted, whatever the driver says
+  if (flight.failed() || !flight.has_brought()) {
     Request first = call.request;
     first.own.clear();
     Taken taken = engine.take(call.group, std::move(first));
-    if (!taken.needs_own) return taken;
+    if (!flight.failed() && !taken.needs_own) return taken;
     call.request.continues = true;
   }
   flight.bring(call, true);

@@ -1,9 +1,13 @@
 #include "status_signal.h"
 
+#include <poll.h>
 #include <signal.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <climits>
 #include <cstdlib>
 #include <string_view>
 
@@ -50,5 +54,18 @@ void uninstall() {
 }
 
 bool taken() { return came.exchange(false); }
+
+void say(std::string& words) {
+  while (!words.empty()) {
+    pollfd to{STDERR_FILENO, POLLOUT, 0};
+    if (poll(&to, 1, 0) <= 0) return;  // whoever reads it is slow, and the engine does not wait
+    // a pipe that takes anything takes so much
+    const std::size_t line = words.rfind('\n', PIPE_BUF - 1);
+    const std::size_t most = line == words.npos ? PIPE_BUF : line + 1;
+    const ssize_t written = write(STDERR_FILENO, words.data(), std::min(words.size(), most));
+    if (written < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    words.erase(0, written < 0 ? words.size() : static_cast<std::size_t>(written));
+  }
+}
 
 }  // namespace jaxcoded::status_signal

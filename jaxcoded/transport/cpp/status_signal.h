@@ -1,6 +1,8 @@
 // `kill -USR1`: the state of a process's groups, whatever its program does.
 #pragma once
 
+#include <string>
+
 #include "page.h"
 
 namespace jaxcoded::status_signal {
@@ -12,5 +14,7 @@ void install(WakeUp& engine);
 void uninstall();
 // Whether the signal has come since this was asked last.
 bool taken();
+// Write to standard error what it takes at once, line by line so that those of ranks do not mix. The rest stays in `words`.
+void say(std::string& words);
 
 }  // namespace jaxcoded::status_signal

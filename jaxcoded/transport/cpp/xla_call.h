@@ -236,11 +236,10 @@ inline std::int32_t lag_of(std::int64_t group) {
 template <class Action>
 ffi::Error guarded(std::int64_t group, bool begins, Action action) {
   try {
-    return action();
+    return counted(static_cast<std::uint64_t>(group), begins, action);
   } catch (const Closed& closed) {
     return failed_precondition(closed.text);
   } catch (const std::bad_alloc&) {
-    if (begins) Engine::instance().note_unmade(static_cast<std::uint64_t>(group));
     return failed_precondition(no_memory);
   }
 }

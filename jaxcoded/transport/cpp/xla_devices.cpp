@@ -1,6 +1,7 @@
 // The handlers for programs on several devices of this process: XLA calls them once for each, on a
 // thread of its own.
 #include <cstring>
+#include <new>
 #include <string>
 
 #include "rendezvous.h"
@@ -82,6 +83,17 @@ class Together {
   Owners owners_;
 };
 
+// What a device brings, where there is enough memory for it.
+template <class Make>
+Brought brought(ffi::RunId run, std::int64_t group, bool begins, Make make) {
+  try {
+    return make();
+  } catch (const std::bad_alloc&) {
+    Rendezvous::instance().miss(static_cast<std::uint64_t>(group), run.run_id, begins);
+    throw;
+  }
+}
+
 // Let all devices call together. One of them makes the call, which may begin a round, for all.
 template <class Action>
 ffi::Error meet(ffi::RunId run, Place place, Brought& brings, std::string call, std::int64_t group,
@@ -116,8 +128,10 @@ ffi::Error round_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                       ffi::Span<const double> examples, std::int64_t devices, Owners owners,
                       double patience) {
   return guarded(group, false, [&] {
-    Brought brings{.call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
-                                      skips, erases, apart, examples)};
+    Brought brings = brought(run, group, last_part == 0, [&]() -> Brought {
+      return {.call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
+                                 skips, erases, apart, examples)};
+    });
     return meet(run, place, brings, std::string(signature), group, last_part == 0, devices, patience,
                 [&](const std::vector<void*>& brought) {
                   const Together all(brought, owners);
@@ -137,10 +151,11 @@ ffi::Error start_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                       ffi::Span<const double> examples,
                       std::int64_t devices, Owners owners, double patience) {
   return guarded(group, false, [&] {
-    Brought brings{
-        .call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart,
-                           examples),
-        .number = number->typed_data()};
+    Brought brings = brought(run, group, true, [&]() -> Brought {
+      return {.call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart,
+                                 examples),
+              .number = number->typed_data()};
+    });
     return meet(run, place, brings, "the start of " + std::string(signature), group, true, devices, patience,
                 [&](const std::vector<void*>& brought) -> Met {
                   const Together all(brought, owners);
