@@ -290,6 +290,12 @@ bool Ledger::replaceable(std::size_t m) const {
          std::ranges::all_of(free_, [&](Block block) { return !holds(m, block) || by_others(block); });
 }
 
+bool Ledger::awaited(std::size_t m) const {
+  const Member::State state = members_[m].state;
+  if (state != Member::State::absent && state != Member::State::given_up) return false;
+  return std::ranges::any_of(free_, [&](Block block) { return holds(m, block); });
+}
+
 std::vector<Block> Ledger::orphans(const std::vector<bool>& silent) const {
   std::vector<Block> out;
   for (const Block block : free_) {

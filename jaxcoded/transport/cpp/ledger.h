@@ -82,6 +82,8 @@ class Ledger {
   std::vector<Computed> computed() const;
   // Whether others can compute what it has, and what is free for it; or need not, at the end.
   bool replaceable(std::size_t member) const;
+  // Whether it holds blocks that were granted to nobody, and has not come, or not come back.
+  bool awaited(std::size_t member) const;
   // Blocks that nobody holds who takes part, or may. None of these members will; empty: all may.
   std::vector<Block> orphans(const std::vector<bool>& silent = {}) const;
 

@@ -133,6 +133,7 @@ void Node::begin(Call call) {
   telemetry_.started(next_, now, up_.call.skipped, up_.call.shared,
                      up_.call.shared && !up_.call.lends());
   signatures_.learn(up_.call.fingerprint, up_.call.signature);
+  if (lacks_what_it_computed()) up_.call.skipped = true;
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
@@ -429,7 +430,7 @@ void Node::understand(Rank from, const Message& message) {
     }
     case Kind::here:
       if (!child) break;
-      if (head.round) child->there = head.round;
+      if (head.round) hear_where_it_is(*child, head);
       child->behind.answered = now;
       child->behind.in_program = !(head.flags & calls);
       child->behind.next = head.last;

@@ -277,7 +277,7 @@ class Node {
     double heard;  // of it last
     double asked = 0;  // when it was asked whether it is there, and has said nothing since; or 0
     Round asked_round = 0;
-    Round there = 0;  // the round in which it has answered
+    Round there = 0;  // the round in which it has answered that it is in it
     Offer offer = {};         // the latest
     Round overdue_round = 0;  // in which it waits after its deadline,
     std::string overdue = {};  // and for whom
@@ -378,6 +378,8 @@ class Node {
   std::shared_ptr<const Decoding> choose_dealt(std::uint32_t piece);
   std::shared_ptr<const Decoding> choose_sealed(std::uint32_t piece);
   bool is_there(Child& child);
+  void hear_where_it_is(Child& child, const Header& head);
+  bool lacks_what_it_computed() const;
   void watch_members();
   bool does_not_answer(const Child& child) const;
   bool only_silent_hold() const;

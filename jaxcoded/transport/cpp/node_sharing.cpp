@@ -275,6 +275,16 @@ bool Node::is_there(Child& child) {
   return false;
 }
 
+// Who has gone on meanwhile, as the round failed there alone, will not have its vector any more if the round has a result.
+void Node::hear_where_it_is(Child& child, const Header& head) {
+  if (head.last == head.round) {
+    child.there = head.round;
+  } else if (head.round == next_ && deals() && !up_.call.lends()) {
+    const auto member = static_cast<std::size_t>(&child - children_.data()) + 1;
+    work_.ledger->give_up(member, wire_.now());
+  }
+}
+
 // The vectors that hold the blocks, once they can be had.
 std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   if (!work_.ledger->settled()) return nullptr;
@@ -317,6 +327,13 @@ std::string Node::why_not_after_blocks() const {
           "end, or repeat the step";
   }
   return "GroupMismatch: " + why + "; ranks called " + call.signature;
+}
+
+// Whether this call would sum what was computed in the round before, and this rank has nothing of that. It may have had
+// blocks on which the root counts: in a round that came again, after a snapshot, as it had failed here alone.
+bool Node::lacks_what_it_computed() const {
+  const auto blocks = computed();
+  return !root() && up_.call.up && !up_.call.shared && blocks && blocks->empty();
 }
 
 // Those whose vectors hold nothing, or what others have computed too.
@@ -418,6 +435,12 @@ std::string Node::lacking_blocks() const {
     const bool comes = usable(i, up_.decoded.pieces) && !stalled(children_[i]);
     if (left || (work_.ledger->version(i + 1).blocks && !comes)) busy.push_back(children_[i].rank);
     blocks += left;
+  }
+  if (busy.empty()) {  // what is left is for those who have not come, or have not come back
+    for (std::size_t i = 0; i < children_.size(); ++i) {
+      if (work_.ledger->awaited(i + 1)) busy.push_back(children_[i].rank);
+    }
+    blocks = work_.ledger->missing();
   }
   if (busy.empty()) return {};
   return "rank " + std::to_string(family_.rank) + " waits for " + listed(busy) + ", which " +

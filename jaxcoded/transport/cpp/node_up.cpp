@@ -127,7 +127,7 @@ void Node::go_without_sum() {
     if (dead && family_.descendants.size() > children_.size()) lacks += ", and what any below them have";
     return decide_error(
         "TooManyErasures: round " + std::to_string(next_) + ": " + mine + " cannot rebuild its sum, as " +
-        (dead ? "it lacks " : "these called with skip=True: ") + lacks +
+        (dead ? "it lacks " : sums_blocks() ? "it gets nothing of " : "these called with skip=True: ") + lacks +
         (sums_blocks() ? "; but they have computed blocks of the batch: repeat the step"
                        : "; any " + std::to_string(tensor.stragglers) + " of its " +
                              std::to_string(tensor.children()) + " children may " +
