@@ -103,6 +103,35 @@ def test_what_is_kept_of_a_state_that_others_do_not_have_is_not_handed_on():
     world.check_state(3, node.state_round())
 
 
+def test_what_is_wrong_in_a_later_round_does_not_end_the_one_that_the_root_is_in():
+    """Rank 1 is a round ahead of the root, where it has too little memory."""
+    world = World(
+        make_plan(3, Coded(stragglers=0)),
+        [Call((("float64", 8),), seed) for seed in range(6)],
+        random.Random(0),
+        limits=limits("raise"),
+    )
+    world.snapshots = [1] * 3
+    world.open = 1
+    world.settle()
+    world.open = 2
+    world.idle.add(2)
+    world.sweep_all()
+    world.frozen.add(0)
+    pass_time(world, ended(world, {1}, 2))
+    world.open = 3
+    world.sweep_all()
+    world.nodes[1].lack_memory()
+    world.frozen.clear()
+    world.idle.clear()
+    world.open = 6
+    world.settle()
+    for rank, ends in enumerate(world.ends):
+        assert ends[2].error.startswith("DeadlineExceeded: round 2 was not decided")
+        assert ends[3].error == "CodedError: rank 1 has too little memory for this call"
+        assert [outcomes(world, rank)[r] for r in (1, 4, 5, 6)] == [DONE] * 4
+
+
 @many
 @example(603301975)
 @given(st.integers(0, 2**32 - 1))

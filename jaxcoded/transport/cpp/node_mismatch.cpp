@@ -116,7 +116,10 @@ void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) 
   tell_alerts();
 }
 
+// A root that this rank has failed rounds without is in an earlier round, which this is not to end. A rank that is
+// desynchronized speaks for those below.
 void Node::tell_alerts() {
+  if (unsure_of() && !desynchronized_) return;
   while (const auto message = upstream_.next_alert()) wire_.send(upstream_.parent(), *message);
 }
 
