@@ -309,6 +309,25 @@ def test_a_root_that_does_not_call(seed):
     assert all(world.ends[plan.root][number].error == said[number] for number in said)
 
 
+def test_a_root_that_does_not_call_keeps_what_it_has_to_hear():
+    """Nobody else can tell it of more rounds than its history is to have."""
+    world = World(
+        make_plan(3, Coded(stragglers=0)),
+        [Call((("float64", 4),), seed) for seed in range(6)],
+        random.Random(0),
+        limits=limits("raise", history_bytes=0, history_rounds=1, history_most=0),
+    )
+    world.idle.add(0)
+    world.open = 5
+    world.settle()
+    world.idle.clear()
+    world.open = 6
+    world.settle()
+    for ends in world.ends:
+        assert [ends[n].outcome for n in range(1, 7)] == [FAILED] * 5 + [DONE]
+        assert all("has not called it" in ends[n].error for n in range(1, 6))
+
+
 @pytest.mark.parametrize("failure", ["", "ValueError: mine"])
 @pytest.mark.parametrize("missed", [1, 2, 3, 5])
 def test_a_root_that_leaves_after_rounds_that_it_never_called(missed, failure):

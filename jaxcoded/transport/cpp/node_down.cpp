@@ -484,7 +484,8 @@ bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {
          (rounds > limits_.history_rounds || bytes > limits_.history_most);
 }
 
-// Drop the results that nobody lacks any more, and the oldest ones where memory is short.
+// Drop the results that nobody lacks any more, and the oldest ones where memory is short. The root's own calls can get
+// theirs nowhere else.
 void Node::forget() {
   const Round needed = lacked_below(desynchronized_ || has_left() ? frontier_ : next_);
   const auto drop = [&] {
@@ -493,6 +494,7 @@ void Node::forget() {
   };
   while (!history_.empty() && history_.oldest().complete() && history_.first() < needed) drop();
   while (history_.rounds() > 1 && history_.oldest().complete() && !listeners_.empty() &&
+         !(root() && history_.first() >= next_) &&
          over_budget(history_.bytes(), history_.rounds())) {
     drop();
   }
