@@ -230,6 +230,35 @@ def test_a_root_without_memory_does_not_take_back_what_others_have():
     world.assert_done()
 
 
+def test_a_root_that_loses_what_others_have_fails_the_next_round():
+    """Its call got no memory for where the result goes: it cannot have it any more."""
+    world = sharing_world(
+        random.Random(1),
+        size=4,
+        work=Shared(replicas=2, blocks=3),
+        rounds=3,
+        handed_over=False,
+        audited=False,
+    )
+    world.shared = {1}
+    world.open = 1
+    world.idle.add(0)
+    world.submit(0)
+    world.settle()
+    assert world.nodes[0].frontier() == 2 and world.running[0]
+    world.nodes[0].lack_memory(True)
+    world.check_end(0)
+    text = "CodedError: rank 0 has too little memory for this call"
+    assert world.ends[0][1].error == text
+    world.idle.clear()
+    world.open = 3
+    world.settle()
+    for rank, ends in enumerate(world.ends):
+        assert rank == 0 or ends[1].outcome == DONE
+        assert ends[2].error.startswith(f"{text}, round 1, whose result others have: ")
+        assert ends[3].outcome == DONE
+
+
 @many
 @example(887926241)
 @given(st.integers(0, 2**32 - 1))

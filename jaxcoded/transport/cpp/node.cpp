@@ -86,12 +86,18 @@ void Node::submit(Call call) {
 // it, others can do without this rank.
 void Node::lack_memory(bool for_call) {
   if (!calling()) return;
-  up_.call.lacks_memory |= for_call;
+  up_.call.lacks_memory |= for_call && !up_.call.complete;  // otherwise nothing is lost of it
   const std::string text = "rank " + std::to_string(family_.rank) + " has too little memory for this call";
   const Entry* entry = history_.find(next_);
-  if (entry && entry->complete() && !up_.call.lacks_memory) {
+  const bool here = entry && entry->complete();
+  if (here && !up_.call.lacks_memory) {
     if (!root()) stop_contributing();  // there may be no place for its sum
     return hand_over(*entry);
+  }
+  if (root() && here) {  // others may have it: they hear of it in the next round
+    alerts_.add(next_ + 1, "CodedError: " + text + ", round " + std::to_string(next_) +
+                               ", whose result others have: go on from a checkpoint, on all ranks");
+    return finish(Outcome::failed, "CodedError: " + text);
   }
   if (root()) return decide_error("CodedError: " + text);
   if (is_over(next_)) {
