@@ -222,8 +222,12 @@ void Node::complete(std::vector<std::byte*> out) {
 void Node::break_off(Call call) {
   if (calling()) {
     withdraw(Object::What::message, next_ + 1);
-    abandon_sections();
     call.skipped = true;  // whoever fetched a part of the first one must not mix them
+    try {
+      abandon_sections();
+    } catch (const std::bad_alloc&) {
+      end_sections();  // the others are not told, and get the result all the same
+    }
   }
   submit(std::move(call));
 }

@@ -300,7 +300,8 @@ bool Node::oversee() {
       return true;
     }
   }
-  if (!mend_sections()) {
+  // with too little memory to begin with them there are none
+  if (sections_.all.empty() || !mend_sections()) {
     abandon_sections();
     return true;
   }

@@ -116,9 +116,6 @@ void Node::learn_sections(SectionPlan plan) {
                  .slices = limits_.slices};
   }
   Sections& it = sections_;
-  it.purpose = plan.purpose;
-  it.members = std::move(plan.members);
-  it.flow.begin(wire_.now());
   // where there is too little memory for it, nothing has changed
   std::vector<Sections::Known> all;
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
@@ -131,7 +128,10 @@ void Node::learn_sections(SectionPlan plan) {
   }
   Entry* entry = history_.find(next_);
   if (entry) entry->here.resize(entry->layout.size());
-  if (it.purpose == Purpose::message) it.here.resize(it.layout.size());
+  if (plan.purpose == Purpose::message) it.here.resize(it.layout.size());
+  it.purpose = plan.purpose;
+  it.members = std::move(plan.members);
+  it.flow.begin(wire_.now());
   const auto before = std::exchange(it.all, std::move(all));
   const auto stays = [&](std::uint32_t piece) {
     const std::size_t i = it.of_piece(piece);
