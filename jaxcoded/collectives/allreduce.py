@@ -12,6 +12,7 @@ import numpy as np
 from jaxcoded import _require
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes._redraw import MAX_ROUNDING
+from jaxcoded.collectives import floats
 from jaxcoded.collectives.arguments import checked_operands, divided_by
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, checked_count, counted
 from jaxcoded.group.group import CodedGroup, check_open
@@ -64,8 +65,9 @@ def coded_allreduce(
     more round. Reverse mode through it needs parameters that came through `spread`; `coded_sum` does both.
 
     Args:
-        x: pytree of float arrays or numbers, of the same shapes and dtypes on all
-            ranks. In a group with slices, the `Encoded` made by
+        x: pytree of arrays or numbers, of the same shapes and dtypes on all ranks. Complex numbers are sent as pairs.
+            Integers and bools need a strategy whose coefficients are all 0 or 1; their sum is exact, wraps around as
+            NumPy's, and bools are counted. In a group with slices, the `Encoded` made by
             `jaxcoded.kernels.encode`.
         group: an open group. All its ranks call its collectives in one order.
         weights: ``batch.weights`` of the `Batch` that ``x`` was made of, or a list of those of several batches.
@@ -107,7 +109,7 @@ def coded_allreduce(
         token for the next call.
 
     Raises:
-        TypeError: a leaf is not floating point, or the group has slices and ``x`` is
+        TypeError: a leaf has no numbers, or integers that the code would round, or the group has slices and ``x`` is
             not `Encoded`, or ``group`` is not a group, or ``weights`` are missing or not `Weights`.
         ValueError: ``erasures`` has a wrong shape, ``divisor`` is not positive,
             ``residual`` of shared work whose sums are always exact, ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
@@ -235,11 +237,19 @@ def summed(
     check_open(group)
     group._session.check_alike()
     with group._session.failing(name):
+        like = x
+        if not isinstance(x, Encoded):
+            x = floats.of(x, group.plan, "leaf", asked.get("wire_dtype"))
         round, operands, packing = prepared(
             x, group, count, name=name, divisor=divisor, **asked
         )
     out, token = run(round, operands)
-    return Result(*results(out, round, packing, divisor), token)
+    total, residual = results(out, round, packing, None)
+    if not isinstance(like, Encoded):
+        total = floats.restored(total, like)
+    return Result(
+        total if divisor is None else divided(total, divisor), residual, token
+    )
 
 
 def prepared(

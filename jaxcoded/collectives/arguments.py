@@ -10,7 +10,7 @@ import numpy as np
 from jaxcoded import _jax_compat, _require
 from jaxcoded.group.batch import Batch, check_batch, check_length
 from jaxcoded.group.group import CodedGroup
-from jaxcoded.transport.leaves import array, named, summand
+from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.primitive import checked_token
 from jaxcoded.transport.round import Operands
 
@@ -121,7 +121,7 @@ def checked_params(params: Any) -> Any:
                 "put the rest back in losses, as equinox.partition(model, "
                 "equinox.is_inexact_array) and equinox.combine do"
             )
-        return summand(leaf, name)
+        return array(leaf, name)
 
     return jax.tree_util.tree_map_with_path(taken, params)
 

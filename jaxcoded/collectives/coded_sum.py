@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoded import _jax_compat
-from jaxcoded.collectives import composed
+from jaxcoded.collectives import composed, floats
 from jaxcoded.collectives.arguments import checked_data
 from jaxcoded.collectives.counting import over_devices
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import accumulator
-from jaxcoded.transport.leaves import array, check_real, named
+from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.packing import checked_wire_dtype
 from jaxcoded.transport.primitive import checked_token
 
@@ -37,7 +38,8 @@ def coded_sum(
     See ``docs/composing.md``.
 
     Args:
-        per_example: ``(params, data) -> values``: a pytree of floating-point arrays with a leading axis of examples.
+        per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
+            Complex numbers and integers as in `coded_allreduce`; derivatives are JAX's.
         group: an open group.
         weighted: ``per_example`` is ``(params, data, weights) -> sums``: it returns the sum itself, of its
             examples with their ``weights``, ``(length,)``, so that no value of each example is kept. It must be
@@ -50,7 +52,7 @@ def coded_sum(
         arrays that are equal on all ranks, ``batch`` a `Batch` of ``group.epoch`` or ``group.batch``, the same one on
         all ranks. What ``per_example`` uses from around it and is differentiated counts as parameters, too.
 
-        It raises ``TypeError`` for what is no `Batch`, and for values that are not floating point, ``ValueError``
+        It raises ``TypeError`` for what is no `Batch`, and for integers that the code would round, ``ValueError``
         for a batch of another plan or rank, and for values without the leading axis; ``NotImplementedError`` where
         examples themselves are differentiated; and what `coded_allreduce` raises: ``InconsistentMessages`` also where
         parameters, tangents or cotangents differ between ranks.
@@ -75,7 +77,9 @@ def coded_sum(
     def reduce(params: Any, data: Any, weights: Any, token: Any) -> Any:
         with group._session.failing(_NAME):
             unit = composed.unit(group, data, weights)
-            sums = functools.partial(_sums, per_example, weighted)
+            sums = functools.partial(
+                _sums, per_example, weighted, group.plan, wire_dtype
+            )
             # traced once, so that what it uses from around it is known
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
         known = jax.tree.leaves(params)
@@ -125,6 +129,8 @@ def _evaluated(
 def _sums(
     per_example: Callable[..., Any],
     weighted: bool,
+    plan: Plan,
+    wire_dtype: Any,
     params: Any,
     data: Any,
     weights: jax.Array,
@@ -133,26 +139,27 @@ def _sums(
     split = _jax_compat.varying(weights)
 
     def weigh(path: Any, leaf: Any) -> jax.Array:
-        leaf, name = jnp.asarray(leaf), named("per_example(params, data)", path)
-        check_real(leaf.dtype, name)
+        name = named("per_example(params, data)", path)
+        leaf = array(leaf, name)
         if leaf.shape[:1] != weights.shape:
             raise ValueError(
                 f"{name} has shape {leaf.shape}, but needs a leading axis of {len(weights)} examples: return one "
                 "value for each example, or their weighted sum with weighted=True"
             )
-        each = leaf.astype(accumulator(leaf.dtype))
-        w = weights.astype(each.dtype).reshape(-1, *(1 for _ in leaf.shape[1:]))
+        w = weights.reshape(-1, *(1 for _ in leaf.shape[1:]))
         # padding has weight 0 and must not count, whatever it gives
-        return jnp.where(w != 0, w * each, 0).sum(0).astype(leaf.dtype)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            dtype = None if leaf.dtype == bool else leaf.dtype
+            return jnp.where(w != 0, leaf, 0).sum(0, dtype=dtype)
+        each = leaf
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            each = leaf.astype(accumulator(leaf.dtype))
+        weighed = w.astype(each.real.dtype) * each
+        return jnp.where(w != 0, weighed, 0).sum(0).astype(leaf.dtype)
 
     if weighted:
         out = per_example(params, data, weights)
-        jax.tree_util.tree_map_with_path(
-            lambda path, leaf: check_real(
-                jnp.result_type(leaf), named("per_example(...)", path)
-            ),
-            out,
-        )
     else:
         out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
+    floats.of(out, plan, "the sum", wire_dtype)
     return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 
 from jaxcoded import _jax_compat
 from jaxcoded._jax_compat import ad, batching, mlir
-from jaxcoded.collectives import coded, gradient, marks, shared
+from jaxcoded.collectives import coded, floats, gradient, marks, shared
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
 from jaxcoded.transport.check import DEBUG
@@ -74,8 +74,11 @@ class Sum:
                 to_the_bit = by_blocks and group.options.check == DEBUG
                 key = marks.key(weights.number, known, to_the_bit=to_the_bit)
 
+        like = jax.eval_shape(self.of, args, *self.unit)
+
         def of(args: list[Any], examples: Any, weights: jax.Array) -> tuple[Any, None]:
-            return {"sum": self.of(args, examples, weights)}, None
+            out = self.of(args, examples, weights)
+            return {"sum": floats.of(out, group.plan, "sum", self.wire_dtype)}, None
 
         summed = shared.summed if by_blocks else coded.summed
         out, *_ = summed(
@@ -87,7 +90,7 @@ class Sum:
             residual=False,
             wire_dtype=self.wire_dtype,
         )
-        leaves = out.value["sum"]
+        leaves = floats.restored(out.value["sum"], like)
         return [*leaves, out.token] if self.tokened else leaves
 
 

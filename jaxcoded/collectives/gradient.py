@@ -8,18 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxcoded import _jax_compat
+from jaxcoded.collectives import floats
 from jaxcoded.collectives.counting import over_devices
+from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import accumulator
 
 
 def of_part(
     losses: Callable[[Any, Any], Any],
     has_aux: bool,
+    plan: Plan,
     params: Any,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """``Σ w ℓ`` and ``∇ Σ w ℓ`` of the examples; and the auxiliary data."""
+    """``Σ w ℓ`` and ``∇ Σ w ℓ`` of the examples, complex numbers as `floats`; and the auxiliary data."""
     split = _jax_compat.varying(weights)
 
     def weighted_loss(params: Any) -> tuple[jax.Array, Any]:
@@ -48,6 +51,7 @@ def of_part(
 
     value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
     (loss, aux), grads = value_and_grad(params)
+    grads = floats.of(grads, plan, "params")
     return {"loss": over_devices(loss, split), "grads": grads}, aux
 
 

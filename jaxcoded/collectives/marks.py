@@ -90,6 +90,8 @@ def _checksum(pytree: Any) -> jax.Array:
     """Of all bits of its arrays, uint32."""
     out = jnp.uint32(0)
     for leaf in map(jnp.asarray, jax.tree.leaves(pytree)):
+        if jnp.iscomplexobj(leaf):
+            leaf = jnp.stack([leaf.real, leaf.imag])
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             size = min(leaf.dtype.itemsize, 4)
             leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * size}"))
@@ -115,7 +117,8 @@ def _resemblance(pytree: Any) -> jax.Array:
 
 def _few(leaf: jax.Array) -> jax.Array:
     """Numbers of one corner, so that an array that lies on several devices need not be brought together."""
-    leaf = jnp.real(leaf) if jnp.iscomplexobj(leaf) else leaf
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     last = min(leaf.ndim, 2)
     ends = (
         [1] * (leaf.ndim - last) + [round(_OF_EACH ** (1 / last))] * last

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxcoded import _jax_compat
-from jaxcoded.collectives import coded, gradient, marks, reduced, shared
+from jaxcoded.collectives import coded, floats, gradient, marks, reduced, shared
 from jaxcoded.collectives.arguments import (
     checked_data,
     checked_erasures,
@@ -119,7 +119,9 @@ def coded_value_and_grad(
                 # one of all devices that the parameters are split over, as the count is
                 key = over_devices(key, _jax_compat.varying(key))
         # what is asked for its shape, chunk after chunk, is traced once
-        of_part = jax.jit(functools.partial(gradient.of_part, losses, has_aux))
+        of_part = jax.jit(
+            functools.partial(gradient.of_part, losses, has_aux, group.plan)
+        )
         summed = shared.summed if strategy.by_blocks else coded.summed
         out, aux, counted, count = summed(
             functools.partial(gradient.unless_behind, of_part, params),
@@ -130,7 +132,7 @@ def coded_value_and_grad(
             residual=residual,
             wire_dtype=wire_dtype,
         )
-        loss, grads = out.value["loss"], out.value["grads"]
+        loss, grads = out.value["loss"], floats.restored(out.value["grads"], params)
         if mean:
             loss, grads = divided((loss, grads), present(counted, weights, count))
         return out._replace(value=(((loss, aux) if has_aux else loss), grads))

@@ -57,6 +57,8 @@ def divided(pytree: Any, number: Any) -> Any:
     """Every leaf of a pytree divided by a number in the leaf's accumulator dtype."""
 
     def divide(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf / number
         wide = accumulator(leaf.dtype)
         return (leaf.astype(wide) / jnp.asarray(number, wide)).astype(leaf.dtype)
 

@@ -122,18 +122,27 @@ def sendable(leaf: Any, name: str) -> Any:
         return array(leaf, name)
     wide = np.dtype(np.uint64 if np.dtype(dtype).kind == "u" else np.int64)
     if _jax_compat.tracing() or jax.dtypes.canonicalize_dtype(wide) == wide:
-        out = array(leaf, name)
-        if isinstance(leaf, np.ndarray) and np.any(leaf != leaf.astype(out.dtype)):
-            raise ValueError(
-                f"{name} has numbers of {leaf.dtype} that do not fit into {out.dtype}: "
-                "set jax_enable_x64, or call this outside jit"
-            )
-        return out
+        return whole(leaf, name)
     try:
         keeps = dtype == wide or (dtype.itemsize == 4 and not np.ndim(leaf))
         return np.asarray(leaf, wide) if keeps else jnp.asarray(leaf)
     except OverflowError:
         raise ValueError(_too_large(leaf, name)) from None
+
+
+def whole(leaf: Any, name: str) -> jax.Array:
+    """Integers as an array of JAX that has all their digits.
+
+    Raises:
+        TypeError, ValueError: as `array`, or they do not fit.
+    """
+    out = array(leaf, name)
+    if isinstance(leaf, np.ndarray) and np.any(leaf != leaf.astype(out.dtype)):
+        raise ValueError(
+            f"{name} has numbers of {leaf.dtype} that do not fit into {out.dtype}: "
+            "set jax_enable_x64, or call this outside jit"
+        )
+    return out
 
 
 def check_real(dtype: Any, name: str) -> None:

@@ -1,14 +1,13 @@
 """Leaves as data sets and models have them: a right value, or an error that names the leaf and the remedy."""
 
 import io
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import uncounted
-from marks import engine_only
+from marks import SIZE, engine_only, redundant
 from uncounted import coded_allreduce
 
 import jaxcoded
@@ -127,29 +126,76 @@ COMPLEX = r'{} has dtype complex\d+, but coded sums are of real numbers: hand ov
 
 
 def test_complex_parameters(own):
-    """As the error says: real and imaginary parts give what JAX gives."""
+    """Their gradient is as JAX has it."""
     batch = own.batch(X)
-    w = np.array([1 + 2j, -1j, 0.5])
+    w = {"w": np.array([1 + 2j, -1j, 0.5])}
 
-    def of(w, x):
-        return jnp.abs(x @ w) ** 2
+    def of(p, x):
+        return jnp.abs(x @ p["w"]) ** 2
 
-    with pytest.raises(TypeError, match=COMPLEX.format(re.escape("params['w']"))):
-        gradient_of(lambda p, x: of(p["w"], x), own)({"w": w}, batch)
-    parts = {"re": w.real, "im": w.imag}
-    value, grads = gradient_of(
-        lambda parts, x: of(jax.lax.complex(parts["re"], parts["im"]), x), own
-    )(parts, batch)
+    value, grads = gradient_of(of, own)(w, batch)
     wanted = jax.value_and_grad(lambda w: of(w, X).sum())(w)
     np.testing.assert_allclose(value, wanted[0], rtol=1e-9)
-    np.testing.assert_allclose(grads["re"] - 1j * grads["im"], wanted[1], rtol=1e-9)
+    np.testing.assert_allclose(grads["w"], wanted[1]["w"], rtol=1e-9)
 
 
 def test_complex_sums(group):
-    with pytest.raises(TypeError, match=COMPLEX.format(re.escape("leaf at ['c']"))):
-        coded_allreduce({"c": np.complex64([1j])}, group)
+    """As pairs of real numbers, whatever the code."""
+    batch = group.batch(X)
+    mine = {"c": batch.weights @ (batch.data * 1j), "r": batch.weights @ batch.data}
+    total = jax.jit(lambda x: coded_allreduce(x, group, divisor=2))(mine)
+    assert total["c"].dtype == np.complex128
+    np.testing.assert_allclose(total["c"], X.sum(0) * 0.5j, rtol=1e-9)
+    np.testing.assert_allclose(total["r"], X.sum(0) / 2, rtol=1e-9)
     with pytest.raises(TypeError, match=COMPLEX.format("the array")):
         uncounted.allreduce(np.complex64([1j]), group)
+
+
+INTEGERS = {
+    "i": np.array([[2**31 - 1, -5]] * BATCH, np.int32),
+    "small": np.arange(BATCH, dtype=np.int8) * 100,
+    "wide": np.arange(BATCH) * 2**58 - 7,
+    "unsigned": np.arange(BATCH, dtype=np.uint16) * 5000,
+    "bool": np.arange(BATCH) % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("strategy", [jaxcoded.Shared(), jaxcoded.Uncoded()], ids=repr)
+def test_integers(comm, transport, strategy, jit):
+    """Exact, in their own width, with NumPy's overflow; bools are counted."""
+    with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
+        count = jaxcoded.coded_sum(lambda _, data: data, group)
+        count = jax.jit(count) if jit else count
+        out = count(0.0, group.batch(INTEGERS))
+    with np.errstate(over="ignore"):
+        for name, leaf in INTEGERS.items():
+            wanted = leaf.sum(0, dtype=np.int64 if name == "bool" else leaf.dtype)
+            assert out[name].dtype == wanted.dtype
+            np.testing.assert_array_equal(out[name], wanted)
+
+
+def test_integers_that_add_up(comm, transport):
+    """Each rank's own, where nothing multiplies them; the wire would round them."""
+    mine = np.int32(2**30 + SIZE)
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as plain:
+        out = jax.jit(lambda x: jaxcoded.coded_allreduce(x, plain))(mine)
+        with pytest.raises(ValueError, match="wire_dtype='bfloat16' would round"):
+            jaxcoded.coded_allreduce(mine, plain, wire_dtype="bfloat16")
+    assert out == np.array(SIZE * int(mine)).astype(np.int32)
+
+
+@redundant
+def test_integers_that_a_code_would_round(comm, transport):
+    cyclic = jaxcoded.Coded(stragglers=1, fanout=3, code="cyclic_repetition")
+    with jaxcoded.CodedGroup(comm, cyclic, transport=transport) as group:
+        batch = group.batch(INTEGERS)
+        for call in (
+            lambda: jaxcoded.coded_sum(lambda _, data: data["i"], group)(0.0, batch),
+            lambda: coded_allreduce(np.int32(3), group),
+        ):
+            with pytest.raises(TypeError, match=r"take Shared\(\), Uncoded\(\) or"):
+                call()
 
 
 def summing(group):
@@ -279,8 +325,14 @@ def test_integers_that_do_not_fit(group):
         inside = jax.jit(lambda: tree_bcast({"a": np.int64(BEYOND)}, group))
         with pytest.raises(ValueError, match=r"leaf at \['a'\] has numbers of int64"):
             inside()
-        with pytest.raises(TypeError, match=r"leaf at \['a'\] has dtype int32: coded"):
-            coded_allreduce({"a": BEYOND}, group)
+        for beyond, words in (
+            (BEYOND, "is 5000000000"),
+            (np.int64([BEYOND]), "has numbers of int64"),
+        ):
+            with pytest.raises(
+                (TypeError, ValueError), match=rf"leaf at \['a'\] {words}|take Shared"
+            ):
+                coded_allreduce({"a": beyond}, group)
         step = gradient_of(losses, group)
         with pytest.raises(TypeError, match=r"params\['w'\] is of dtype int32, which"):
             step({"w": BEYOND}, group.batch({"x": X}))

@@ -252,7 +252,7 @@ def test_a_mismatch_in_the_last_round(comm, transport, caplog):
 
 def test_an_error_on_all_ranks_is_nobodys_mismatch(group):
     with pytest.raises(TypeError):
-        coded_allreduce(np.ones(3, int), group)
+        coded_allreduce("x", group)
     assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)
 
 
@@ -401,9 +401,6 @@ def test_impossible_arguments(comm):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"step": 3}, r"leaf at \['step'\] has dtype int64: coded sums need floating"),
-        ([np.ones(2, bool)], r"leaf at \[0\] has dtype bool: coded sums need floating"),
-        (1j, "leaf has dtype complex128, but coded sums are of real numbers"),
         ({"name": "x"}, r"leaf at \['name'\] is a str, which is not an array"),
         ({"f": len}, r"leaf at \['f'\] is a builtin.*leave it out of the tree"),
         (np.zeros(2, jax.dtypes.float0), "float0"),

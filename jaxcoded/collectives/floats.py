@@ -1,0 +1,106 @@
+"""Complex numbers and integers as floating-point numbers whose sums are exactly theirs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcoded.plan import Plan
+from jaxcoded.transport.leaves import array, named, whole
+
+_BYTE = 256
+# So many bytes add up exactly in float32.
+_MOST = 2**24 // (_BYTE - 1)
+
+
+def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
+    """The pytree with a tuple in place of each leaf that is not of floating point: of its real and imaginary part, or
+    of the bytes of its integers, each a float32.
+
+    Raises:
+        TypeError: a leaf has integers, which the plan's codes would multiply. The message names it.
+        ValueError: they would be rounded to the ``wire_dtype``.
+    """
+
+    def floats(path: Any, leaf: Any) -> Any:
+        name = named(root, path)
+        if not hasattr(leaf, "dtype"):
+            leaf = array(leaf, name)
+        dtype = leaf.dtype
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            leaf = array(leaf, name)
+            return leaf.real, leaf.imag
+        if dtype != bool and not jnp.issubdtype(dtype, jnp.integer):
+            return leaf  # also what is no number: it is refused where it is packed
+        _check(plan, name, dtype, wire_dtype)
+        return tuple(_bytes(whole(leaf, name)))
+
+    return jax.tree_util.tree_map_with_path(floats, pytree)
+
+
+def restored(total: Any, like: Any) -> Any:
+    """The sum of pytrees like this one, from that of what `of` makes of them. Bools are counted."""
+    types = jax.tree.leaves(like)
+    structure: Any = jax.tree.structure(like)
+    leaves = structure.flatten_up_to(total)
+    return jax.tree.unflatten(structure, map(_restored, leaves, types))
+
+
+def _restored(total: Any, like: Any) -> Any:
+    dtype = like.dtype if hasattr(like, "dtype") else jnp.result_type(like)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.complex(*total)
+    if dtype != bool and not jnp.issubdtype(dtype, jnp.integer):
+        return total
+    dtype = _summed(dtype)
+    wide = jnp.uint64 if dtype.itemsize == 8 else jnp.uint32
+    out = jnp.zeros((), wide)
+    for k, each in enumerate(total):
+        out += each.astype(wide) << 8 * k
+    return out.astype(dtype)
+
+
+def _bytes(leaf: jax.Array) -> list[jax.Array]:
+    dtype = _summed(leaf.dtype)
+    unsigned = leaf.astype(dtype).astype(f"uint{8 * dtype.itemsize}")
+    return [
+        (unsigned >> 8 * k & (_BYTE - 1)).astype(jnp.float32)
+        for k in range(dtype.itemsize)
+    ]
+
+
+def _summed(dtype: Any) -> np.dtype:
+    """The dtype of sums: its own, and of bools that of JAX's integers."""
+    if dtype == bool:
+        dtype = np.dtype(np.int64)
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
+
+
+def _check(plan: Plan, name: str, dtype: Any, wire_dtype: Any) -> None:
+    if not _exact(plan):
+        raise TypeError(
+            f"{name} has dtype {dtype}, and the code of {plan.strategy!r} multiplies what it sums by fractions, which "
+            'would round integers: take Shared(), Uncoded() or Coded(code="fractional_repetition"), or cast it to '
+            "floating point"
+        )
+    if wire_dtype is not None:
+        raise ValueError(
+            f"{name} has dtype {dtype}, which wire_dtype={np.dtype(wire_dtype).name!r} would round: sum it in a call of "
+            "its own without wire_dtype"
+        )
+    terms = max(plan.size, len(plan.placement.holders))
+    if terms > _MOST:
+        raise ValueError(
+            f"{name} has dtype {dtype}, of which sums of up to {_MOST} terms are exact, but the plan has {terms}: cast "
+            "it to floating point"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _exact(plan: Plan) -> bool:
+    """Whether all coefficients are 0 or 1, of contributions and where they are decoded."""
+    codes = [coding.code.B for coding in plan.codings if coding is not None]
+    whole = all(np.isin(B, (0, 1)).all() for B in codes)
+    return whole and plan.amplification == 1 and not plan.encoded
