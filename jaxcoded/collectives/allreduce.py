@@ -265,6 +265,7 @@ def prepared(
     wire_dtype: Any = None,
     token: Any = None,
     apart: Sequence[str] = (),
+    words: str = "",
     **does: Any,
 ) -> tuple[Round, Operands, Packing]:
     """The round of a coded sum, not called yet, and the packing of what comes of it.
@@ -274,9 +275,10 @@ def prepared(
         count: of the examples.
         name: of the collective.
         apart: keys, see `Packing.apart`.
+        words: what else all ranks must agree on.
         does: other fields of the `Round`.
     """
-    words = divided_by(divisor)
+    words = divided_by(divisor) + words
     operands, fields = checked_operands(
         group, divisor=divisor, erasures=erasures, skip=skip, token=token
     )

@@ -107,6 +107,8 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
 
 def checked_params(params: Any) -> Any:
     """The parameters as arrays, all of which can be differentiated."""
+    if isinstance(params, Batch):
+        raise TypeError("params is a batch: the call is (params, batch)")
 
     def taken(path: Any, leaf: Any) -> jax.Array:
         name = named("params", path)

@@ -101,7 +101,8 @@ def coded_sum(
         tree = jax.tree.structure(shape)
         return out._replace(value=jax.tree.unflatten(tree, out.value)).plain()
 
-    compiled = jax.jit(reduce)
+    asked = _NAME, group._session.index, per_example, weighted, wire_dtype
+    compiled = group._session.kept(asked, lambda: jax.jit(reduce))
 
     def of_batch(params: Any, batch: Batch, *, token: jax.Array | None = None) -> Any:
         check_open(group)

@@ -32,7 +32,7 @@ def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
         if jnp.issubdtype(dtype, jnp.complexfloating):
             leaf = array(leaf, name)
             return leaf.real, leaf.imag
-        if dtype != bool and not jnp.issubdtype(dtype, jnp.integer):
+        if not _counts(dtype):
             return leaf  # also what is no number: it is refused where it is packed
         _check(plan, name, dtype, wire_dtype)
         return tuple(_bytes(whole(leaf, name)))
@@ -52,7 +52,7 @@ def _restored(total: Any, like: Any) -> Any:
     dtype = like.dtype if hasattr(like, "dtype") else jnp.result_type(like)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.lax.complex(*total)
-    if dtype != bool and not jnp.issubdtype(dtype, jnp.integer):
+    if not _counts(dtype):
         return total
     dtype = _summed(dtype)
     wide = jnp.uint64 if dtype.itemsize == 8 else jnp.uint32
@@ -60,6 +60,13 @@ def _restored(total: Any, like: Any) -> Any:
     for k, each in enumerate(total):
         out += each.astype(wide) << 8 * k
     return out.astype(dtype)
+
+
+def _counts(dtype: Any) -> bool:
+    """Whether these are integers or bools, and no durations."""
+    return dtype == bool or (
+        jnp.issubdtype(dtype, jnp.integer) and np.dtype(dtype).kind != "m"
+    )
 
 
 def _bytes(leaf: jax.Array) -> list[jax.Array]:

@@ -71,6 +71,8 @@ def _losses_of_examples(
                 f"got {jax.tree.structure(out)}"
             )
         values, aux = out if has_aux else (out, None)
+        if values is None:
+            raise TypeError("losses returned None: its `return` is missing")
         return jnp.asarray(values), aux
 
     def of_one(example: Any) -> tuple[Any, Any]:

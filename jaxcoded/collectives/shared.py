@@ -33,6 +33,7 @@ def summed(
     token: jax.Array | None,
     residual: bool,
     wire_dtype: Any,
+    words: str = "",
 ) -> tuple[Result, Any, jax.Array, Count]:
     """The sum of ``compute`` over all blocks of the batch, in one round.
 
@@ -47,7 +48,7 @@ def summed(
         weights: those of these examples.
         group: whose work is shared.
         key: what ranks must have in common, see `jaxcoded.collectives.marks`.
-        name, residual, wire_dtype, token: see `prepared`.
+        name, residual, wire_dtype, token, words: see `prepared`.
         erasures: none, as the strategy refuses them.
 
     Returns:
@@ -82,6 +83,7 @@ def summed(
         round = sum_round(
             *(packing, group, count),
             name=name,
+            words=words,
             tokened=token is not None,
             residual=residual,
             **fields,

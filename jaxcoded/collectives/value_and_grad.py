@@ -79,7 +79,7 @@ def coded_value_and_grad(
         loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
         `jaxcoded.optax.sum_gradients` behind it: where it gets the very ``grads``, in the
         same ``jit``, that is an error; otherwise they are wrong. Outside ``jax.jit`` it
-        compiles itself, once for equal shapes: keep the function, instead of making it in each step.
+        compiles itself, once for equal shapes, ``losses`` and options; the last 16 of them are kept.
 
         It raises ``TypeError`` for what is no `Batch`, and for losses or leaves
         of ``params`` that are not floating point (partition the model), ``ValueError``
@@ -127,6 +127,7 @@ def coded_value_and_grad(
             functools.partial(gradient.unless_behind, of_part, params),
             *(data, weights, group, key),
             name=_NAME,
+            words=", of which the mean" * mean,  # all ranks must agree on it
             erasures=erasures,
             token=token,
             residual=residual,
@@ -137,7 +138,8 @@ def coded_value_and_grad(
             loss, grads = divided((loss, grads), present(counted, weights, count))
         return out._replace(value=(((loss, aux) if has_aux else loss), grads))
 
-    compiled = jax.jit(reduce)
+    asked = _NAME, group._session.index, losses, has_aux, mean, residual, wire_dtype
+    compiled = group._session.kept(asked, lambda: jax.jit(reduce))
 
     def value_and_grad(
         params: Any,

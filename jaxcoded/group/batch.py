@@ -133,6 +133,11 @@ def check_batch(batch: Any) -> None:
             f"batch must come from this group, got {_require.kind(batch)}: make it with batch = group.batch((x, y)), "
             f"or take those of group.epoch((x, y), batch_size=..., seed=0); {_LOADER}"
         )
+    if not isinstance(batch.weights, Weights):
+        raise TypeError(
+            f"batch.weights is {_require.kind(batch.weights)}, but a sum is of the weights that the group has made: hand "
+            "in the batch as it is, and multiply the losses to weigh examples yourself"
+        )
     if batch.data is None:
         raise TypeError(
             "this batch has no data, as it was made from a number of examples: hand in "

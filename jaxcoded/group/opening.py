@@ -38,7 +38,9 @@ def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
     default of the strategy that works on any number of ranks. A TypeError or ValueError
     if it is neither, or does not fit so many ranks."""
     if not isinstance(strategy, Plan):
-        return make_plan(len(hosts), strategy or Shared(), hosts=hosts)
+        return make_plan(
+            len(hosts), Shared() if strategy is None else strategy, hosts=hosts
+        )
     if strategy.size != len(hosts):
         raise ValueError(
             f"the plan is for {strategy.size} ranks, but the communicator has {len(hosts)}: "

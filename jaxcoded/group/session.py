@@ -48,6 +48,9 @@ class Choice(NamedTuple):
     words: str
 
 
+_MOST_KEPT = 16
+
+
 class Session:
     """What a group is made of. Collective: all ranks of the communicator, which is the group's own, make it,
     or none. Arguments and errors are those of `CodedGroup`, and:
@@ -86,6 +89,7 @@ class Session:
         self.record = record or Record(None, None)
         self.planned = self.words = ""
         self.hands_on = self.spreads = self.blocks = False
+        self._kept: dict[Any, Any] = {}
         given = Options() if options is None else options
         wanted = (given if isinstance(given, Options) else Options()).complete()
 
@@ -179,6 +183,17 @@ class Session:
     def alike(self) -> bool:
         """See `CodedGroup.alike`."""
         return self.ahead is None or LosesRanks.of(self.transport).alike()
+
+    def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What was made for this key, if it is among the last ones that were asked for; otherwise what is made now."""
+        try:
+            made = self._kept.pop(key, None)
+        except TypeError:  # something in it has no hash
+            return make()
+        made = self._kept[key] = made or make()
+        if len(self._kept) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return made
 
     def check_alike(self) -> None:
         """Raise a CodedError unless all ranks have had the sums of the same rounds:

@@ -69,7 +69,7 @@ class Shared(Strategy):
             )
         placed = self.placement(tree.size)
         others = len(placed.ranks) - 1
-        if self.replicas > others and others:
+        if self.replicas > max(others, 1) and tree.size > 1:
             raise ValueError(
                 f"{self!r} does not fit size={tree.size} ranks: only {others} other rank{s(others)} can hold a "
                 f"rank's blocks; give Shared(replicas={others}) or less"

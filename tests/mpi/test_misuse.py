@@ -109,7 +109,11 @@ differences = pytest.mark.parametrize(
         ),
         (erasures, "float64[5], erasures of ranks []", "coded_allreduce of float64[5]"),
         (means, "float64[5], divided by 2.0", "float64[5], divided by 3.0"),
-        (batch_sizes, "for a batch of 20", "for a batch of 19"),
+        (
+            batch_sizes,
+            "for a batch of 20, of which the mean",
+            "for a batch of 19, of which the mean",
+        ),
         (nothing, "coded_allreduce of float64[5]", "coded_allreduce of no leaves"),
         (caught, "float64[5]", "float64[5] after a TypeError in coded_allreduce"),
     ],
@@ -748,3 +752,10 @@ def test_a_forked_process_cannot_use_a_group(group):
         os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)
+
+
+@once
+@pytest.mark.parametrize("nothing", ["", 0, False])
+def test_what_is_no_strategy(comm, nothing, transport):
+    with pytest.raises(TypeError, match="strategy must be"):
+        jaxcoded.CodedGroup(comm, nothing, transport=transport)

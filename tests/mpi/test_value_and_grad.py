@@ -194,7 +194,7 @@ def test_random_keys_in_the_batch(group):
     assert_equal(jax.jit(step)(np.ones(4), part.of(batch)), (expected.sum(), expected))
 
 
-def test_calls_outside_jit_compile_once_and_keep_nothing(group):
+def test_calls_outside_jit_compile_once_and_keep_little(group):
     """Of batches of equal shapes, also a smaller last one, and of parameters with other values."""
     traced = []
 
@@ -215,6 +215,8 @@ def test_calls_outside_jit_compile_once_and_keep_nothing(group):
         total = sum(float(loss) for loss, _ in losses[3 * epoch : 3 * epoch + 3])
         np.testing.assert_allclose(total, ((np.arange(10.0) - epoch) ** 2).sum())
     jaxcoded.effects_barrier()
+    for _ in range(16):  # so many of the last ones are kept
+        jaxcoded.coded_value_and_grad(lambda w, x: (w - x) ** 2, group)
     gc.collect()
     assert kept() is None
 
@@ -561,3 +563,58 @@ def test_weights_compute_like_an_array(group):
     donated = jax.jit(lambda w: jax.tree.map(jnp.copy, w), donate_argnums=0)(moved)
     donated.check(group.plan, group.rank)
     assert donated.tolist() == array.tolist()
+
+
+@once
+def test_made_anew_in_each_step(group):
+    """As with jax.value_and_grad: the same losses compile once."""
+    traced = []
+
+    def losses(w, x):
+        traced.append(w)
+        return (x - w) ** 2
+
+    batch = group.batch(np.arange(20.0))
+    for step in range(4):
+        value_and_grad = jaxcoded.coded_value_and_grad(losses, group)
+        _, grad = value_and_grad(float(step), batch)
+        np.testing.assert_allclose(grad, 2 * (step - 9.5), rtol=1e-6)
+        assert len(traced) == 1, step
+
+
+@several
+@once
+def test_a_mean_on_one_rank_alone(group, comm):
+    batch = group.batch(np.arange(20.0))
+    value_and_grad = jaxcoded.coded_value_and_grad(
+        lambda w, x: (x - w) ** 2, group, mean=comm.rank == 0
+    )
+    with pytest.raises(JaxRuntimeError, match="of which the mean at"):
+        finish(value_and_grad(1.0, batch))
+
+
+@once
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda f, w, b: f(b, w), r"the call is \(params, batch\)"),
+        (
+            lambda f, w, b: f(w, dataclasses.replace(b, weights=b.weights * 2)),
+            "multiply the losses",
+        ),
+    ],
+)
+def test_arguments_in_another_place(comm, transport, call, words):
+    group = jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport)
+    f = jaxcoded.coded_value_and_grad(lambda w, x: (x - w) ** 2, group)
+    with pytest.raises(TypeError, match=words):
+        call(f, 1.0, group.batch(np.arange(20.0)))
+    group.close()
+
+
+@once
+def test_losses_without_a_return(comm, transport):
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
+        f = jaxcoded.coded_value_and_grad(lambda w, x: None, group)
+        with pytest.raises(TypeError, match="losses returned None"):
+            f(1.0, group.batch(np.arange(20.0)))
