@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 else:
     ShapedArray = _found("jax.core", "ShapedArray")
     Tracer = _found("jax.core", "Tracer")
+eval_jaxpr = _found("jax.core", "eval_jaxpr")
 ad = _module(
     "jax.interpreters.ad",
     *("Zero", "deflinear2", "instantiate_zeros", "is_undefined_primal"),

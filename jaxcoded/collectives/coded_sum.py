@@ -124,7 +124,7 @@ def _evaluated(
     jaxpr: Any, consts: int, args: list[Any], data: Any, weights: jax.Array
 ) -> list[Any]:
     operands = [*args[consts:], *jax.tree.leaves(data), weights]
-    return jax.core.eval_jaxpr(jaxpr, args[:consts], *operands)
+    return _jax_compat.eval_jaxpr(jaxpr, args[:consts], *operands)
 
 
 def _sums(

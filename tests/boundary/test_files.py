@@ -226,7 +226,7 @@ def test_a_trace_is_a_file(tmp_path):
 
 
 def test_a_file_without_end(monkeypatch):
-    monkeypatch.setattr(_files.contents, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(_files, "LONGEST", 1 << 20)
     with pytest.raises(ValueError, match="/dev/zero is longer than 1048576 bytes"):
         _ = stragglers.Trace("/dev/zero").table
 
