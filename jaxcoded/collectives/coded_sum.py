@@ -14,6 +14,7 @@ from jaxcoded.collectives.counting import over_devices
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan
+from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.packing import checked_wire_dtype
@@ -94,6 +95,7 @@ def coded_sum(
                 unit,
                 rest,
                 wire_dtype,
+                group.plan.strategy.by_blocks and group.options.check == DEBUG,
                 token is not None,
             ),
             *([*of.consts, *known], data, weights, token),

@@ -19,7 +19,6 @@ from jaxcoded._jax_compat import ad, batching, mlir
 from jaxcoded.collectives import coded, floats, gradient, marks, shared
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
-from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.order import ORDER
 from jaxcoded.transport.result import Result
 
@@ -36,6 +35,8 @@ class Sum:
         unit: the types of the examples and of the weights that it gets at once.
         rest: the structure of the batch's data, and of its weights.
         wire_dtype: see `jaxcoded.coded_allreduce`.
+        to_the_bit: whether all ranks have the very same arguments. Tangents and cotangents they compute themselves, each
+            with a program of its own.
         tokened: whether the last operand orders the round.
     """
 
@@ -46,6 +47,7 @@ class Sum:
     unit: tuple[Any, jax.ShapeDtypeStruct]
     rest: Any
     wire_dtype: Any
+    to_the_bit: bool
     tokened: bool
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -71,8 +73,7 @@ class Sum:
                 transport.computes_with(eps)
             key = None
             if not group.approximate:
-                to_the_bit = by_blocks and group.options.check == DEBUG
-                key = marks.key(weights.number, known, to_the_bit=to_the_bit)
+                key = marks.key(weights.number, known, to_the_bit=self.to_the_bit)
 
         like = jax.eval_shape(self.of, args, *self.unit)
 
@@ -190,10 +191,16 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
 
     alike = tuple(a or move for a, move in zip(sum.alike, moves))
     its = dataclasses.replace(
-        sum, name=f"jvp of {sum.name}", of=of, alike=(*alike, *(True for _ in which))
+        sum,
+        name=f"jvp of {sum.name}",
+        of=of,
+        alike=(*alike, *(True for _ in which)),
+        to_the_bit=False,
     )
     args, rest = sum.parts(primals)
-    moved = sum_p.bind(*args, *(tangents[i] for i in which), *rest, sum=its)
+    moved = []
+    if float_:  # integers do not move
+        moved = sum_p.bind(*args, *(tangents[i] for i in which), *rest, sum=its)
     all_ = [ad.Zero(_jax_compat.ShapedArray(x.shape, jax.dtypes.float0)) for x in out]
     for i, x in zip(float_, moved):
         all_[i] = x
@@ -226,6 +233,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
         name=f"transpose of {sum.name}",
         of=of,
         alike=(*alike, *(True for _ in there)),
+        to_the_bit=False,
     )
     args, rest = sum.parts(operands)
     args = [x for i, x in enumerate(args) if i not in which]

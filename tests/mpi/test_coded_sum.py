@@ -229,6 +229,27 @@ def test_narrow_messages(strategy):
     assert (out.dtype, np.abs(out - whole).max() < bound) == (np.float32, True)
 
 
+@every_strategy
+def test_counts_beside_values(strategy):
+    """Integers have no derivative, and no round of it."""
+    if strategy.plan.amplification != 1 or strategy.plan.encoded:
+        pytest.skip("its code would round integers")
+    batch = strategy.batch(A)
+    total = coded_sum(lambda theta, x: (values(theta, x), x[:, 0] > 0), strategy)
+
+    def loss(theta):
+        sums, counts = total(theta, batch)
+        return phi(sums), counts
+
+    (_, counts), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(THETA)
+    close(grad, Whole(THETA).grad, strategy)
+    np.testing.assert_array_equal(counts, (A[:, 0] > 0).sum(0))
+    only = coded_sum(lambda theta, x: theta.sum() + x[:, 0] > 0, strategy)
+    before = strategy.rounds
+    jax.block_until_ready(jax.jvp(lambda t: only(t, batch), (THETA,), (DIRECTION,)))
+    assert strategy.rounds == before + 1
+
+
 @pytest.mark.parametrize("transport", ["mpi4jax", "engine"], indirect=True)
 def test_both_transports(group, comm):
     loss, whole = loss_of(group), Whole(THETA)
