@@ -477,6 +477,25 @@ def test_others_go_on_with_what_they_hold(tmp_path, way):
     assert job.reports[0]["approximate"] == job.reports[0]["partial"]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    [("shared", "SIGKILL"), ("coded", "SIGKILL"), ("shared", "SIGSTOP")],
+)
+def test_a_fault_between_a_sum_and_its_gradient(tmp_path, strategy, fault):
+    """The gradient of a function of the sum is exact all the same, with the same bits on all ranks."""
+    dies = fault == "SIGKILL"
+    options = ()
+    if dies:
+        needs_fault_tolerance()
+        options = ("--with-ft", "ulfm")
+    job = run(tmp_path, 4, "composing.py", strategy, fault, options=options)
+    assert set(job.reports) == set(range(3 if dies else 4)), job.stderr[-8000:]
+    assert f"rank 3: gets {fault} between the sum and its gradient" in job.stderr
+    assert dies or job.status == 0, job.stderr[-8000:]
+    job.of_all("digest")
+    assert job.of_all("steps") == 12
+
+
 @pytest.mark.parametrize("victim", [3, more(0)])
 def test_an_exception_in_a_block_is_caught(tmp_path, victim):
     """The step of that rank is lost to it alone."""

@@ -207,6 +207,15 @@ def test_wire_benchmark(tmp_path):
     assert sorted(measured) == sorted(itertools.product(wires, [4_000, 16_000]))
 
 
+def test_composing_benchmark(tmp_path):
+    program = "-m", "mpi4py", "benchmarks/composing.py", "--smoke"
+    mpirun(4, *program, "--out", str(tmp_path))
+    with (tmp_path / "composing-4.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * 2
+    assert all(float(row["ratio"]) > 0 for row in rows)
+
+
 def test_verify_benchmark(tmp_path):
     mpirun(4, "-m", "mpi4py", "benchmarks/verify.py", "--smoke", "--out", str(tmp_path))
     with (tmp_path / "verify-4.csv").open() as file:
