@@ -14,7 +14,6 @@ from jaxcoded.collectives.counting import over_devices
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan
-from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.packing import checked_wire_dtype
@@ -88,15 +87,14 @@ def coded_sum(
         evaluated = functools.partial(_evaluated, of.jaxpr, len(of.consts))
         out = composed.summed(
             composed.Sum(
-                _NAME,
-                group,
-                evaluated,
-                (False,) * len(of.consts) + (True,) * len(known),
-                unit,
-                rest,
-                wire_dtype,
-                group.plan.strategy.by_blocks and group.options.check == DEBUG,
-                token is not None,
+                name=_NAME,
+                group=group,
+                of=evaluated,
+                alike=(False,) * len(of.consts) + (True,) * len(known),
+                unit=unit,
+                rest=rest,
+                wire_dtype=wire_dtype,
+                tokened=token is not None,
             ),
             *([*of.consts, *known], data, weights, token),
         )
@@ -164,5 +162,5 @@ def _sums(
         out = per_example(params, data, weights)
     else:
         out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
-    floats.of(out, plan, "the sum", wire_dtype)
+    floats.of(out, plan, "the sum", wire_dtype)  # refused here, where leaves have names
     return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

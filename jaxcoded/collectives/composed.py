@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 
 from jaxcoded import _jax_compat
 from jaxcoded._jax_compat import ad, batching, mlir
-from jaxcoded.collectives import coded, floats, gradient, marks, shared
+from jaxcoded.collectives import floats, gradient, over_batch, shared
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
 from jaxcoded.transport.order import ORDER
@@ -35,9 +35,9 @@ class Sum:
         unit: the types of the examples and of the weights that it gets at once.
         rest: the structure of the batch's data, and of its weights.
         wire_dtype: see `jaxcoded.coded_allreduce`.
-        to_the_bit: whether all ranks have the very same arguments. Tangents and cotangents they compute themselves, each
-            with a program of its own.
         tokened: whether the last operand orders the round.
+        derived: whether it is of a derivative. Each rank computes tangents and cotangents itself, by a program of its
+            own, so that they may differ in rounding.
     """
 
     name: str
@@ -47,44 +47,40 @@ class Sum:
     unit: tuple[Any, jax.ShapeDtypeStruct]
     rest: Any
     wire_dtype: Any
-    to_the_bit: bool
     tokened: bool
+    derived: bool = False
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The arguments, and the other operands."""
         count = len(self.alike)
         return list(operands[:count]), list(operands[count:])
 
+    def derivative(
+        self, kind: str, of: Any, alike: Sequence[bool], more: Sequence[Any]
+    ) -> "Sum":
+        """The sum of this function instead, which takes these arguments and so many ``more``, tangents or cotangents."""
+        alike = *alike, *(True for _ in more)
+        name = f"{kind} of {self.name}"
+        return dataclasses.replace(self, name=name, of=of, alike=alike, derived=True)
+
     def round(self, *operands: Any) -> list[Any]:
         """Trace the round."""
         args, rest = self.parts(operands)
         token = rest.pop() if self.tokened else None
         data, weights = jax.tree.unflatten(self.rest, rest)
-        group = self.group
-        transport, by_blocks = group._session.transport, group.plan.strategy.by_blocks
-        known = [x for x, alike in zip(args, self.alike) if alike]
-        with group._session.failing(self.name):
-            if (
-                group.options.check
-                and not by_blocks
-                and transport.devices(token) is None
-            ):
-                eps = _jax_compat.coarsest_eps(self.of, args, *self.unit)
-                transport.computes_with(eps)
-            key = None
-            if not group.approximate:
-                key = marks.key(weights.number, known, to_the_bit=self.to_the_bit)
-
+        plan = self.group.plan
         like = jax.eval_shape(self.of, args, *self.unit)
 
         def of(args: list[Any], examples: Any, weights: jax.Array) -> tuple[Any, None]:
             out = self.of(args, examples, weights)
-            return {"sum": floats.of(out, group.plan, "sum", self.wire_dtype)}, None
+            return {"sum": floats.of(out, plan, "sum", self.wire_dtype)}, None
 
-        summed = shared.summed if by_blocks else coded.summed
-        out, *_ = summed(
+        out, *_ = over_batch.summed(
             functools.partial(gradient.unless_behind, of, args),
-            *(data, weights, group, key),
+            [x for x, alike in zip(args, self.alike) if alike],
+            *(data, weights, self.group),
+            eps=lambda: _jax_compat.coarsest_eps(self.of, args, *self.unit),
+            same_bits=not self.derived,
             name=self.name,
             erasures=None,
             token=token,
@@ -180,31 +176,27 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
     _check(sum, "differentiated", moves)
     out = sum_p.bind(*primals, sum=sum)
     which = [i for i, move in enumerate(moves) if move]
-    float_ = [i for i, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    inexact = [i for i, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
     count = len(sum.alike)
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
         args, its = args[:count], args[count:]
         function = _moving(sum.of, which, args, *rest)
         _, moved = jax.jvp(function, [args[i] for i in which], its)
-        return [moved[i] for i in float_]
+        return [moved[i] for i in inexact]
 
-    alike = tuple(a or move for a, move in zip(sum.alike, moves))
-    its = dataclasses.replace(
-        sum,
-        name=f"jvp of {sum.name}",
-        of=of,
-        alike=(*alike, *(True for _ in which)),
-        to_the_bit=False,
-    )
+    alike = [a or move for a, move in zip(sum.alike, moves)]
+    its = sum.derivative("jvp", of, alike, which)
     args, rest = sum.parts(primals)
     moved = []
-    if float_:  # integers do not move
+    if inexact:  # integers do not move
         moved = sum_p.bind(*args, *(tangents[i] for i in which), *rest, sum=its)
-    all_ = [ad.Zero(_jax_compat.ShapedArray(x.shape, jax.dtypes.float0)) for x in out]
-    for i, x in zip(float_, moved):
-        all_[i] = x
-    return out, all_
+    out_moved = [
+        ad.Zero(_jax_compat.ShapedArray(x.shape, jax.dtypes.float0)) for x in out
+    ]
+    for i, x in zip(inexact, moved):
+        out_moved[i] = x
+    return out, out_moved
 
 
 ad.primitive_jvps[sum_p] = _jvp
@@ -227,14 +219,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
         linear = lambda *moving: [function(*moving)[i] for i in there]
         return list(jax.linear_transpose(linear, *_described(avals))(its))
 
-    alike = tuple(a for i, a in enumerate(sum.alike) if i not in which)
-    its = dataclasses.replace(
-        sum,
-        name=f"transpose of {sum.name}",
-        of=of,
-        alike=(*alike, *(True for _ in there)),
-        to_the_bit=False,
-    )
+    alike = [a for i, a in enumerate(sum.alike) if i not in which]
+    its = sum.derivative("transpose", of, alike, there)
     args, rest = sum.parts(operands)
     args = [x for i, x in enumerate(args) if i not in which]
     out = sum_p.bind(*args, *(cotangents[i] for i in there), *rest, sum=its)

@@ -7,17 +7,16 @@ from typing import Any
 import jax
 
 from jaxcoded import _jax_compat
-from jaxcoded.collectives import coded, floats, gradient, marks, reduced, shared
+from jaxcoded.collectives import floats, gradient, over_batch, reduced
 from jaxcoded.collectives.arguments import (
     checked_data,
     checked_erasures,
     checked_params,
 )
-from jaxcoded.collectives.counting import over_devices, present
+from jaxcoded.collectives.counting import present
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.group.weights import Weights
-from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.kernels import divided
 from jaxcoded.transport.packing import checked_wire_dtype
 from jaxcoded.transport.primitive import checked_token
@@ -105,27 +104,14 @@ def coded_value_and_grad(
     def reduce(
         params: Any, data: Any, weights: Weights, erasures: Any, token: Any
     ) -> Result:
-        with group._session.failing(_NAME):
-            devices = group._session.transport.devices(token)
-            if group.options.check and not strategy.by_blocks and devices is None:
-                group._session.transport.computes_with(
-                    _jax_compat.coarsest_eps(losses, params, data)
-                )
-            key = None
-            if not group.approximate:
-                # of a code messages are compared, which may differ in rounding
-                to_the_bit = strategy.by_blocks and group.options.check == DEBUG
-                key = marks.key(weights.number, params, to_the_bit=to_the_bit)
-                # one of all devices that the parameters are split over, as the count is
-                key = over_devices(key, _jax_compat.varying(key))
         # what is asked for its shape, chunk after chunk, is traced once
         of_part = jax.jit(
             functools.partial(gradient.of_part, losses, has_aux, group.plan)
         )
-        summed = shared.summed if strategy.by_blocks else coded.summed
-        out, aux, counted, count = summed(
+        out, aux, counted, count = over_batch.summed(
             functools.partial(gradient.unless_behind, of_part, params),
-            *(data, weights, group, key),
+            *(params, data, weights, group),
+            eps=lambda: _jax_compat.coarsest_eps(losses, params, data),
             name=_NAME,
             words=", of which the mean" * mean,  # all ranks must agree on it
             erasures=erasures,

@@ -82,10 +82,10 @@ def test_second_derivatives(strategy, comm):
         )(THETA),
         "hessian": lambda: jax.hessian(loss)(THETA) @ DIRECTION,
     }
-    for name, product in products.items():
+    for product in products.values():
         out = jax.jit(product)()
         close(out, whole.hessian @ DIRECTION, strategy, 1e-11)
-        assert_same_bits(comm, out), name
+        assert_same_bits(comm, out)
 
 
 @every_strategy
@@ -128,6 +128,28 @@ def test_rounds(strategy):
         jax.effects_barrier()
         assert strategy.rounds == before + rounds
         close(out, grad, strategy)
+
+
+@every_strategy
+def test_rounds_of_a_hessian_vector_product(strategy):
+    """The sum, its jvp, its transpose, and the jvp of that."""
+    product = lambda theta, v: jax.jvp(jax.grad(loss_of(strategy)), (theta,), (v,))
+    before = strategy.rounds
+    jax.block_until_ready(jax.jit(product)(THETA, DIRECTION))
+    jax.effects_barrier()
+    assert strategy.rounds == before + 4
+
+
+def test_a_third_derivative(comm):
+    """Along one direction, beside JAX's in one process."""
+    with jaxcoded.CodedGroup(comm) as group:
+        loss, plain = loss_of(group), lambda theta: phi(values(theta, A).sum(0))
+
+        def third(f):
+            along = lambda t: f(THETA + t * DIRECTION)
+            return jax.jit(jax.grad(jax.grad(jax.grad(along))))(0.0)
+
+        np.testing.assert_allclose(third(loss), third(plain), rtol=1e-10)
 
 
 @every_strategy
