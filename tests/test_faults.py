@@ -1020,7 +1020,8 @@ def test_a_job_that_lacks_ranks_ends_to_be_started_again(tmp_path):
     start = as_readme_does(4, SMALL_LIMIT)
     job = run(tmp_path, 4, "restarting.py", "2", "whole", start=start)
     assert job.status != 0 and not job.reports
-    assert job.stderr.count("RuntimeError: 3 of 4 ranks are left") == 3
+    # The first of the three ends the job, maybe before the others have said it.
+    assert "RuntimeError: 3 of 4 ranks are left" in job.stderr
     job = run(tmp_path, 4, "restarting.py", "-1", "whole", start=start)
     assert job.status == 0, job.stderr[-8000:]
     assert (job.of_all("began"), job.of_all("size")) == (15, 4)
