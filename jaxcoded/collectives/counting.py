@@ -48,7 +48,15 @@ def counted(weights: Any, group: CodedGroup, name: str) -> Count:
     """
     with group._session.failing(name):
         check_counted(weights, group, name)
-        return NOT_COUNTED if weights is None else count(weights, group, name)
+        if weights is None:
+            return NOT_COUNTED
+        counts = weights.counts if isinstance(weights, Weights) else None
+        if counts is None:
+            return count(weights, group, name)
+        of = group.plan, group.rank
+        if of not in counts:
+            counts[of] = count(weights, group, name)
+        return counts[of]
 
 
 def count(
@@ -117,6 +125,8 @@ def count(
         rest = np.zeros((parts, length), total.dtype)
         columns = [each[:, None] for each in numbers]
         vector = xp.concatenate([*columns, rest], axis=1).reshape(-1)
+    if host:  # it may be kept
+        vector.setflags(write=False)
     return Count(vector, fixed.examples if exact else None, fixed.words, len(numbers))
 
 

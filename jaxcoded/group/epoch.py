@@ -73,6 +73,7 @@ class Epoch:
             positions = np.where(there, positions, filler)
             held = there if values.ndim == 1 else there.reshape(*values.shape[:2], 1)
             values = np.where(held, values, 0).astype(values.dtype)
+            values.setflags(write=False)
         weights = Weights(
             values,
             examples=np.int32(len(batch)),

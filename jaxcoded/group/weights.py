@@ -45,7 +45,7 @@ class Weights:
     that, a slice too, is a plain array.
 
     Attributes:
-        values: the array, of `numpy` or, once JAX has had it, a ``jax.Array``.
+        values: the array, read-only of `numpy` or, once JAX has had it, a ``jax.Array``.
         examples: how many examples the batch has, int32: ``batch_size``, or fewer in a smaller last batch.
             To divide by; a leaf of the pytree, so that a smaller batch is no other program.
         number: int32, the same on all ranks: which batch of which epoch of which data set. A leaf, too.
@@ -68,6 +68,14 @@ class Weights:
     batch_size: int
     plan: str
     rank: int
+
+    @property
+    def counts(self) -> dict[Any, Any] | None:
+        """Where those who count these examples keep what they counted, by the plan and the rank. ``None`` if the
+        values may yet change: they are no read-only array of NumPy."""
+        values = self.values
+        fixed = isinstance(values, np.ndarray) and not values.flags.writeable
+        return vars(self).setdefault("_counts", {}) if fixed else None
 
     def check(self, plan: Plan, rank: int) -> None:
         """Raise a ValueError unless they are of this rank of this plan, with all their
@@ -144,4 +152,6 @@ def assigned(
         padding = -len(indices) % multiple
         indices = np.append(indices, np.repeat(indices[:1], padding))
         weights = np.append(weights, np.zeros(padding))
-    return indices, weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
+    weights = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
+    weights.setflags(write=False)  # all batches of an epoch have the same
+    return indices, weights

@@ -1,5 +1,7 @@
 """Sums that count the examples with them: of what was weighted with a batch's weights, and of nothing else."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,6 +208,30 @@ def test_weights_of_something_else(comm, group, call):
         weights = batches(other)[0].weights
     with pytest.raises(ValueError, match="this batch is of another group's plan"):
         call(x, group, weights)
+
+
+@engine_only
+@several
+@pytest.mark.parametrize("call", [at_once, on_the_host])
+def test_weights_that_were_changed_after_a_sum(comm, transport, call):
+    """What was counted for them before is no longer true."""
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
+        batch = batches(group)[0]
+        finish(call(weighted(batch), group, batch.weights))
+        with pytest.raises(ValueError, match="read-only"):
+            batch.weights.values[:] = 2
+        changed = copy.deepcopy(batch.weights)
+        if comm.rank == 0:
+            changed.values[:] = 2
+        wait_for_all(comm)
+        errors = JaxRuntimeError, ValueError, jaxcoded.InconsistentMessages
+        with pytest.raises(errors, match="examples were counted, not "):
+            finish(call(weighted(batch), group, changed))
+        jaxcoded.effects_barrier()
+        wait_for_all(comm)
+        total = finish(call(weighted(batch), group, batch.weights))
+        expected = DATA[batches(group).indices(0)].sum(0)
+        np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-9)
 
 
 @engine_only
