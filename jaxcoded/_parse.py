@@ -50,7 +50,7 @@ def parsed(
         close = _close(name, (*besides, *names))
         meant = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"{wanted}; got {text!r}{meant}")
-    if call.args:
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(
             f"{what}={text!r}: arguments need their names, as in {name}(name=value)"
         )

@@ -40,6 +40,12 @@ def kind(value: Any) -> str:
     return f"{'an' if its[0] in 'aeiouAEIOU' else 'a'} {its}"
 
 
+def function(name: str, value: Any) -> None:
+    """Raise a TypeError with the name unless ``value`` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {kind(value)}")
+
+
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Return ``value`` as an int; a ValueError with the name unless it is an integer in
     ``least … most``."""

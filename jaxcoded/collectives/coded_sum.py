@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoded import _jax_compat
+from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import composed, floats
 from jaxcoded.collectives.arguments import checked_data
 from jaxcoded.collectives.counting import over_devices
@@ -72,6 +72,7 @@ def coded_sum(
     """
     check_open(group)
     with group._session.failing(_NAME):
+        _require.function("per_example", per_example)
         wire_dtype = checked_wire_dtype(wire_dtype)
 
     def reduce(params: Any, data: Any, weights: Any, token: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxcoded import _jax_compat
+from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import floats, gradient, over_batch, reduced
 from jaxcoded.collectives.arguments import (
     checked_data,
@@ -98,6 +98,7 @@ def coded_value_and_grad(
     """
     check_open(group)
     with group._session.failing(_NAME):
+        _require.function("losses", losses)
         wire_dtype = checked_wire_dtype(wire_dtype)
     strategy = group.plan.strategy
 

@@ -92,6 +92,10 @@ class Epoch:
         Raises:
             IndexError: there is no such batch.
         """
+        if isinstance(number, slice):
+            raise TypeError(
+                "an epoch has no slices: take itertools.islice(epoch, start, stop)"
+            )
         try:
             number = range(len(self))[operator.index(number)]
         except IndexError:

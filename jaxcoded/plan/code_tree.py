@@ -92,7 +92,7 @@ class CodeTree(Strategy, named=False):
             )
         if self.speeds and len(self.speeds) != tree.size:
             raise ValueError(
-                f"speeds has {len(self.speeds)} entries for {tree.size} ranks"
+                f"speeds has {len(self.speeds)} entries for {tree.size} ranks: give one for each rank"
             )
         if isinstance(self.code, tuple) and self._names_ranks:
             if self.code[-1][0] >= tree.size:

@@ -28,8 +28,8 @@ _HEADER = (
     *("5 … 95 %", "load", "message", "κ"),
 )
 _LEGEND = (
-    "→: the advice, which is the fastest; nothing coded or shared unless that is certain to be faster; no more "
-    "replicas where fewer take up to 5 % longer\n"
+    "→: the advice: the fastest, but code or share only if that is certain to be faster, and hold no more "
+    "replicas where fewer take at most 5 % longer\n"
     "Coded: stragglers children of each parent may be late; Shared: others compute a late rank's blocks, "
     "and replicas of them hold its data; Uncoded: all are waited for\n"
     "piece: the bytes in which messages move\n"
@@ -103,8 +103,8 @@ def _python(ranking: Ranking) -> str:
         return "jaxcoded.baselines.ring_allreduce(gradients, comm)"
     options = ""
     if it.piece != PIECE:
-        options = f", options=Options(piece_bytes={it.piece})"
-    return f"CodedGroup(comm, {it.name}{options})"
+        options = f", options=jaxcoded.Options(piece_bytes={it.piece})"
+    return f"jaxcoded.CodedGroup(comm, jaxcoded.{it.name}{options})"
 
 
 def _as_text(ranking: Ranking, top: int) -> None:

@@ -223,7 +223,7 @@ class Ranking:
         shared = next((e for e in self.estimates if e.candidate.shared), None)
         if shared is None or math.isinf(self.best.step):
             return ""
-        return f". Not shared: {shared.name}, {_behind(shared, self.best)}"
+        return f". Not shared: {shared.name} {_behind(shared, self.best)}"
 
     def _why_shared(self, best: Estimate) -> str:
         gains = [
@@ -247,7 +247,7 @@ class Ranking:
 
 def _behind(other: Estimate, best: Estimate) -> str:
     if math.isinf(other.step):
-        return "with which a step would never end"
+        return "would never end a step"
     if best.step <= other.step < (1 + _GAIN / 2) * best.step:
         return "takes as long"
     if other.step >= best.step:
