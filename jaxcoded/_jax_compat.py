@@ -5,6 +5,7 @@ imported.
 """
 
 import importlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Collection
@@ -77,10 +78,34 @@ _TokenSet = _found("jax.interpreters.mlir", "TokenSet")
 
 _pcast = _found("jax.lax", "pcast")
 
+_backends_are_initialized = _found("jax._src.xla_bridge", "backends_are_initialized")
+_backend_factories = _found("jax._src.xla_bridge", "_backend_factories")
+_find_plugins = _found("jax._src.xla_bridge", "_discover_and_register_pjrt_plugins")
+
 # The type of an effect's value in compiled programs; its place differs between versions.
 _TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
     "jax._src.core", "abstract_token"
 )
+
+
+def started() -> bool:
+    """Whether JAX has started, with a device, threads and memory of its own."""
+    return _backends_are_initialized()
+
+
+def default_backend() -> str:
+    """``jax.default_backend()``; JAX is not started where that can only be the CPU: JAX_PLATFORMS says so, or nothing
+    else is installed."""
+    if started():
+        return jax.default_backend()
+    config: Any = jax.config
+    if platforms := config.jax_platforms:
+        only_cpu = platforms.split(",")[0] == "cpu"
+    else:
+        _find_plugins()
+        others = set(_backend_factories) - {"cpu", "tpu"}
+        only_cpu = not others and importlib.util.find_spec("libtpu") is None
+    return "cpu" if only_cpu else jax.default_backend()
 
 
 def tracing() -> bool:

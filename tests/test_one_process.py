@@ -62,6 +62,33 @@ for found, wanted in zip((loss, grad, dloss, dgrad), jax.tree.leaves(jax.jvp(exa
 print("the same")
 """
 )
+WITHOUT_JAX = """
+import array
+from jaxcoded import _jax_compat
+class Tensor:  # of another library
+    def __init__(self, its):
+        self.its = its
+    def __dlpack__(self, **how):
+        return self.its.__dlpack__(**how)
+    def __dlpack_device__(self):
+        return self.its.__dlpack_device__()
+group = jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Shared(blocks=3))
+rows = np.arange(7.0)
+for kind in (np.asarray, lambda x: array.array("d", x), memoryview, Tensor):
+    total = np.zeros(2)
+    with group.blocks(7, costs=kind(rows)) as blocks:
+        for block in blocks:
+            total += rows[block.indices].sum(), len(block.indices)
+            block.done(total)
+    own, out = kind(total.copy()), np.zeros(2)
+    assert jaxcoded.host.allreduce(own, group, out=kind(out)).tolist() == [21.0, 7.0]
+    with group.blocks(7) as blocks:
+        for block in blocks:
+            pass
+    assert jaxcoded.host.allreduce(own, group, out=own).tolist() == [21.0, 7.0]
+group.close()
+print("JAX has started:", _jax_compat.started())
+"""
 CLOSED = LOSSES + "group.close()\nvalue_and_grad(w, batch)\n"
 BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
 
@@ -91,6 +118,7 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
             SHARED + "group.batch(6, multiple=9)\n",
             "multiple=9 cannot be given, as with Shared(",
         ),
+        (WITHOUT_JAX, "JAX has started: False\n"),
         (ALONE + BIG_STEP, "{'step': np.int64(3000000000)}"),
         (
             SHARED + "print(len(group.epoch(1000, np.uint32(4), seed=0)))\n",
@@ -100,7 +128,13 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
     ids=[
         *("parts of another call", "little memory", "little memory, started"),
         *("tangents", "closed"),
-        *("closed, shared", "padded blocks", "a big step", "an unsigned batch size"),
+        *(
+            "closed, shared",
+            "padded blocks",
+            "JAX does not start",
+            "a big step",
+            "an unsigned batch size",
+        ),
     ],
 )
 def test_what_is_said(program, said):

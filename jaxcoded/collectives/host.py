@@ -1,6 +1,7 @@
-"""Collectives on numpy arrays: no JAX arrays, no compilation.
+"""Collectives on arrays of NumPy, and of whatever has the buffer protocol or DLPack: no JAX arrays, no compilation.
 
-For light processes and tests. They are rounds of the group like any other: a rank may
+For programs that compute with other libraries, and tests: JAX is not started for them where it has only the
+CPU, as with ``JAX_PLATFORMS=cpu``. They are rounds of the group like any other: a rank may
 take part in a round with these while others do so with a compiled step, as long as
 shapes and dtypes are equal. They need a group with the engine.
 """
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcoded import _require
+from jaxcoded import _arrays, _require
 from jaxcoded.collectives.allreduce import sum_round
 from jaxcoded.collectives.arguments import checked_erasures
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
@@ -36,20 +37,21 @@ def allreduce(
     erasures: Sequence[bool] | np.ndarray | None = None,
     wire_dtype: Any = None,
 ) -> np.ndarray:
-    """`jaxcoded.coded_allreduce` of one numpy array. Blocks until the result is there.
+    """`jaxcoded.coded_allreduce` of one array in this process's memory. Blocks until the result is there.
 
     Args:
         array: this rank's contribution, of a float dtype, contiguous; equal shapes and
-            dtypes on all ranks. The result has this machine's byte order.
+            dtypes on all ranks: NumPy's, or an object with the buffer protocol or DLPack, such as a tensor of PyTorch.
+            The result has this machine's byte order.
         group: an open group without slices and parts, with ``transport="engine"``.
         weights: as for `jaxcoded.coded_allreduce`.
-        out: where the result goes; may be ``array`` itself. Default: a new array.
+        out: where the result goes, of the same kinds as ``array``; may be ``array`` itself. Default: a new array.
         skip: this rank has nothing to contribute, as one that is late
             (`CodedGroup.lag`); ``array`` gives the shape only.
         erasures, wire_dtype: as for `jaxcoded.coded_allreduce`.
 
     Returns:
-        ``out``: the sum.
+        The sum, an array of NumPy; in the memory of ``out``, if it is given.
 
     Raises:
         ValueError: an array is not contiguous, or ``out`` is not like ``array``,
@@ -85,6 +87,7 @@ def summed(
     check_open(group)
     group._session.check_alike()
     with group._session.failing(_NAME):
+        array = _arrays.viewed(array)
         if not hasattr(array, "__array__") and not _require.is_number(array):
             raise TypeError(
                 f"the sum is of one numpy array, got {_require.kind(array)}: "
@@ -97,9 +100,7 @@ def summed(
             *(weakref.ref(group), array.shape, array.dtype, wire_dtype),
             *(count.words, count.examples, None if vector is None else vector.dtype),
         )
-        if out is not None and not isinstance(out, np.ndarray):
-            raise TypeError(f"out must be a numpy array, got {_require.kind(out)}")
-        result = np.empty_like(array) if out is None else out
+        result = np.empty_like(array) if out is None else _memory_of(out)
         if (result.shape, result.dtype) != (array.shape, array.dtype):
             raise ValueError(
                 f"out must be like the array, {array.dtype}{list(array.shape)}, "
@@ -131,6 +132,27 @@ def summed(
         if received is not result:
             result[...] = received.reshape(result.shape)
     return result
+
+
+def _memory_of(out: Any) -> np.ndarray:
+    """An array of NumPy in the memory of ``out``, never a copy."""
+    viewed = out
+    try:
+        if not isinstance(out, np.ndarray):
+            dlpack = hasattr(out, "__dlpack__")
+            viewed = np.from_dlpack(out) if dlpack else _arrays.viewed(out)
+            if dlpack and not viewed.flags.writeable and hasattr(out, "__array__"):
+                # NumPy does not write by an older DLPack; PyTorch's __array__ has the same memory
+                other = np.asarray(out)
+                if other.ctypes.data == viewed.ctypes.data:
+                    viewed = other
+    except (BufferError, RuntimeError) as error:
+        raise TypeError(f"out cannot be written here: {error}") from None
+    if not isinstance(viewed, np.ndarray):
+        raise TypeError(
+            f"out must be a numpy array, or have the buffer protocol or DLPack, got {_require.kind(out)}"
+        )
+    return viewed
 
 
 # By a reference, so that a group is not kept for the sake of its sums.

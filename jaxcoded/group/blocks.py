@@ -1,6 +1,7 @@
 """Blocks of the batch for programs that compute them one after the other."""
 
 import dataclasses
+import zlib
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -8,7 +9,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxcoded import _require
+from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import CodedError
 from jaxcoded.plan.placement import Placement
 from jaxcoded.transport import primitive
@@ -22,8 +23,8 @@ class Block:
 
     Attributes:
         number: among all blocks, from 0.
-        indices: int64 ``(examples,)``, into the global batch. There may be none where the
-            batch has fewer examples than blocks.
+        indices: int64 ``(examples,)``, into the global batch, rising. There may be none where the
+            batch has fewer examples than blocks, or some cost more than a block.
     """
 
     number: int
@@ -40,11 +41,19 @@ class Blocks:
     """See `CodedGroup.blocks`."""
 
     def __init__(
-        self, transport: Transport, placement: Placement, batch_size: int
+        self,
+        transport: Transport,
+        placement: Placement,
+        batch_size: int,
+        costs: np.ndarray | None = None,
     ) -> None:
         self._transport, self._work = transport, SharedWork.of(transport)
-        self._starts = placement.examples(batch_size)
         self._words = f"the blocks of a batch of {batch_size}"
+        self._starts = placement.examples(batch_size)
+        self._divided = None
+        if costs is not None:
+            self._words += f" with the costs {zlib.crc32(costs.tobytes()):08x}"
+            self._divided = placement.divided(costs)
         self._entered = self._begun = self._over = False
 
     def __enter__(self) -> Self:
@@ -67,8 +76,11 @@ class Blocks:
         failed = _failed()
         number = self._work.take_block(self._words, first=True)
         while number is not None:
-            first, last = self._starts[number : number + 2]
-            block = Block(number, np.arange(first, last))
+            if self._divided is None:
+                indices = np.arange(*self._starts[number : number + 2])
+            else:
+                indices = self._divided[number]
+            block = Block(number, indices)
             yield block
             _wait_for(block, failed)
             number = self._work.take_block(self._words, first=False)
@@ -118,4 +130,6 @@ def _wait_for(block: Block, failed: list[jax.Array]) -> None:
 
 
 def _live() -> list[jax.Array]:
+    if not _jax_compat.started():
+        return []
     return [array for array in jax.live_arrays() if not array.is_deleted()]

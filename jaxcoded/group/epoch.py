@@ -11,6 +11,7 @@ from jaxcoded import _require
 from jaxcoded.group.batch import Batch, number_of_examples, read
 from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan
+from jaxcoded.plan.costs import checked, divided
 
 
 class Epoch:
@@ -31,6 +32,7 @@ class Epoch:
         epoch: int = 0,
         drop_last: bool = False,
         multiple: int = 1,
+        costs: Any = None,
     ) -> None:
         n = number_of_examples(data)
         most = np.iinfo(np.int32).max  # `Weights.examples` is int32
@@ -51,7 +53,11 @@ class Epoch:
         self._order.setflags(write=False)  # batches are views of it
         self._data, self._plan, self._rank = data, plan, rank
         self._positions, self._weights = assigned(plan, rank, batch_size, multiple)
+        self._costs = None if costs is None else checked(costs, n)
+        self._cuts = [] if costs is None else plan.strategy.cuts(plan, batch_size)
         order = zlib.crc32(repr((n, batch_size, seed)).encode())
+        if self._costs is not None:
+            order = zlib.crc32(self._costs.tobytes(), order)
         self._first = order + epoch * self._batches
 
     def __len__(self) -> int:
@@ -103,4 +109,11 @@ class Epoch:
                 f"batch {number} of an epoch of {len(self)} batches"
             ) from None
         first = number * self.batch_size
-        return self._order[first : first + self.batch_size]
+        batch = self._order[first : first + self.batch_size]
+        if self._costs is None:
+            return batch
+        # what is not there of a smaller last batch is at its end
+        rooms = [np.diff(np.minimum(cut, len(batch))).tolist() for cut in self._cuts]
+        batch = batch[np.concatenate(divided(self._costs[batch], rooms))]
+        batch.setflags(write=False)
+        return batch

@@ -24,6 +24,7 @@ from jaxcoded.group.record import Path, Record
 from jaxcoded.group.session import Session
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy
+from jaxcoded.plan.costs import checked
 from jaxcoded.transport import primitive, registry
 from jaxcoded.transport.capabilities import Reports
 from jaxcoded.transport.check import DEBUG
@@ -256,6 +257,7 @@ class CodedGroup:
         epoch: int = 0,
         drop_last: bool = False,
         multiple: int = 1,
+        costs: Any = None,
     ) -> Epoch:
         """The minibatches of one pass over a data set, with what this rank reads of each.
 
@@ -271,8 +273,8 @@ class CodedGroup:
         anew: what is not there has weight 0, and ``batch.weights.examples`` says how many examples
         there are. `coded_value_and_grad` divides a mean by that.
 
-        The order follows from the number of examples, ``seed`` and ``epoch`` alone, on any number of ranks and
-        with any plan. So the number of batches done is all that a checkpoint needs, and
+        The batches follow from the number of examples, ``seed`` and ``epoch`` alone, on any number of ranks and
+        with any plan; so does the order within a batch, without ``costs``. So the number of batches done is all that a checkpoint needs, and
         after `replan` or `recovered` the new group's epoch goes on where this one was:
 
             epoch = group.epoch((x, y), batch_size=256, seed=0, epoch=3)
@@ -294,6 +296,9 @@ class CodedGroup:
             drop_last: leave out a smaller last batch.
             multiple: pad what a rank reads to a multiple of this, such as the number of devices
                 over which it splits a batch (``docs/devices.md``).
+            costs: what each example costs, finite numbers ≥ 0 with shape ``(examples,)``, such as seconds or lengths;
+                only ratios count. The examples of a batch are then put in an order in which the parts of all ranks, and
+                their blocks, cost about the same, with as many examples as without. Default: all cost the same.
 
         Returns:
             An `Epoch`: a sequence of `Batch`, which reads each when it is asked for. It keeps the order, ``8 n``
@@ -301,9 +306,9 @@ class CodedGroup:
             repeats one of the rank's own examples (the first one of the batch on a rank without data) with weight 0.
 
         Raises:
-            TypeError: a leaf of ``data`` is no array.
-            ValueError: a leaf has no axis of examples, or another number of them; an argument is not an integer as
-                said; ``drop_last`` leaves no batch; or a ``multiple`` with slices, parts or shared work.
+            TypeError: a leaf of ``data`` is no array, or ``costs`` are no numbers.
+            ValueError: a leaf has no axis of examples, or another number of them; ``costs`` have another shape, or one is
+                negative or not finite; an argument is not an integer as said; ``drop_last`` leaves no batch; or a ``multiple`` with slices, parts or shared work.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -314,6 +319,9 @@ class CodedGroup:
             ...     batch.data.tolist(), batch.weights.tolist(), int(batch.weights.examples)
             ([0, 10, 20], [1.0, 1.0, 1.0], 3)
             ([30, 40, 30], [1.0, 1.0, 0.0], 2)
+            >>> plan = jaxcoded.make_plan(2, jaxcoded.Uncoded())
+            >>> jaxcoded.group.epoch.Epoch(plan, 0, 4, 4, costs=[1, 1, 8, 8])[0].indices.tolist()
+            [0, 2]
         """
         check_open(self)
         with self._session.failing("epoch"):
@@ -323,9 +331,10 @@ class CodedGroup:
                 epoch=epoch,
                 drop_last=drop_last,
                 multiple=multiple,
+                costs=costs,
             )
 
-    def blocks(self, batch_size: int) -> Blocks:
+    def blocks(self, batch_size: int, *, costs: Any = None) -> Blocks:
         """The blocks of a batch that this rank computes, for programs that add up
         gradients over microbatches; in a group that shares its work (`Shared`).
 
@@ -346,10 +355,16 @@ class CodedGroup:
 
         Args:
             batch_size: the number of examples in the global batch, the same on all ranks.
+            costs: what each of them costs, finite numbers ≥ 0 with shape ``(batch_size,)``, the same on all ranks;
+                NumPy's, or of the buffer protocol or DLPack. Only ratios count. A rank then begins with its part of the
+                cost, not of the examples, cut into blocks of about the same cost (``docs/sharing.md``). Default: all
+                cost the same.
 
         Raises:
-            ValueError: ``batch_size < 1`` or ``≥ 2**63``, or the group does not share its
-                work.
+            TypeError: ``costs`` are no numbers.
+            ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape, or one is negative or not
+                finite; or the group does not share its work.
+            GroupMismatch: ranks gave different costs or batch sizes. On every rank, in the loop.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -361,6 +376,17 @@ class CodedGroup:
             ...             total += block.indices.sum()
             ...     jaxcoded.host.allreduce(total, group)
             array([10.])
+
+            Sequences of different lengths, which cost what they are long:
+
+            >>> sequences = [np.ones(8), np.ones(2), np.ones(3), np.ones(2)]
+            >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Shared(blocks=2)) as group:
+            ...     total = np.zeros(1)
+            ...     with group.blocks(4, costs=[len(each) for each in sequences]) as blocks:
+            ...         for block in blocks:
+            ...             total += sum(sequences[i].sum() for i in block.indices)
+            ...     jaxcoded.host.allreduce(total, group)
+            array([15.])
         """
         check_open(self)
         self._session.check_alike()
@@ -373,8 +399,10 @@ class CodedGroup:
                     f"check={self.options.check} sees only what coded_value_and_grad computes, not what a program adds "
                     "up itself: leave it out, or use coded_value_and_grad"
                 )
+            if costs is not None:
+                costs = checked(costs, batch_size)
         self._session.blocks = True
-        return Blocks(self._session.transport, self.plan.placement, batch_size)
+        return Blocks(self._session.transport, self.plan.placement, batch_size, costs)
 
     @overload
     def lag(self, *, token: None = None) -> int | jax.Array: ...

@@ -161,6 +161,7 @@ class CodeTree(Strategy, named=False):
     shares = staticmethod(dealing.shares)
     assignment = staticmethod(chunks.assignment)
     bounds = staticmethod(dealing.bounds)
+    cuts = staticmethod(dealing.cuts)
 
     # What fits.
 

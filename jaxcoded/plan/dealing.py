@@ -121,6 +121,16 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
 def bounds(plan: Plan) -> tuple[Fraction, ...]:
     """Where a batch of length 1 is cut, on any rank, into runs."""
-    runs = dealt(plan, Fraction(1), range(plan.size), whole=False)
+    return _ends(plan, Fraction(1), whole=False)
+
+
+def cuts(plan: Plan, batch_size: int) -> list[np.ndarray]:
+    """Where a batch is cut so, run by run."""
+    ends = _ends(plan, Fraction(batch_size), whole=True)
+    return [np.array(pair, np.int64) for pair in itertools.pairwise(ends)]
+
+
+def _ends(plan: Plan, size: Fraction, *, whole: bool) -> tuple[Fraction, ...]:
+    runs = dealt(plan, size, range(plan.size), whole=whole)
     ends = {bound for each in runs.values() for run in each for bound in run[:2]}
-    return tuple(sorted(ends | {Fraction(0), Fraction(1)}))
+    return tuple(sorted(ends | {Fraction(0), size}))

@@ -5,6 +5,8 @@ import functools
 
 import numpy as np
 
+from jaxcoded.plan.costs import divided
+
 MOST_BLOCKS = 1 << 20  # of all ranks
 
 
@@ -69,6 +71,10 @@ class Placement:
         number = len(self.holders)
         starts = [block * batch_size // number for block in range(number + 1)]
         return np.array(starts, np.int64)  # the products may not fit into an int64
+
+    def divided(self, costs: np.ndarray) -> list[np.ndarray]:
+        """The examples of each block, int64, whose costs are known; see `jaxcoded.plan.costs.divided`."""
+        return divided(costs, [[len(costs)] * self.blocks] * len(self.ranks))
 
 
 NOTHING = Placement((), 0, 0)  # where there are no blocks

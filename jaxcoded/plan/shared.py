@@ -159,6 +159,12 @@ class Shared(Strategy):
         blocks = len(plan.placement.holders)
         return tuple(Fraction(block, blocks) for block in range(blocks + 1))
 
+    def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
+        """The blocks of each rank."""
+        starts, blocks = plan.placement.examples(batch_size), plan.placement.blocks
+        owners = range(0, len(starts) - 1, blocks)
+        return [starts[first : first + blocks + 1] for first in owners]
+
     def refuse(self, *given: str) -> None:
         why = "who computes what is settled during the round, and the sum is of the whole batch"
         if "residual" in given:

@@ -99,6 +99,11 @@ class Strategy(abc.ABC):
     def bounds(self, plan: Plan) -> tuple[Fraction, ...]:
         """Where a batch of length 1 is cut into `jaxcoded.plan.atoms`."""
 
+    @abc.abstractmethod
+    def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
+        """Where a batch of examples is cut so: positions in rising order, in runs that are dealt out together, each
+        from the end of the one before."""
+
     # What fits a group of it.
 
     def require_blocks(self, what: str) -> None:

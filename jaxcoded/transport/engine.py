@@ -13,11 +13,10 @@ import threading
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Self
 
-import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded import _own_process, errors
+from jaxcoded import _jax_compat, _own_process, errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import devices, ending, engine_call, extension, registry
@@ -81,7 +80,7 @@ def missing() -> str:
     except RuntimeError as error:
         return f"the engine cannot start: {error}"
     try:
-        backend = jax.default_backend()
+        backend = _jax_compat.default_backend()
     except Exception as error:  # noqa: BLE001  # of any kind, where a driver is broken
         return f"JAX does not start: {type(error).__name__}: {error}"
     if backend == "cpu":
@@ -134,7 +133,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         self._compares = bool(options.check) and not plan.strategy.by_blocks
         # a handler for a GPU holds up the thread that fills the stream, so that there
         # is nothing to gain from a round that goes on by itself
-        on_cpu = jax.default_backend() == "cpu"
+        on_cpu = _jax_compat.default_backend() == "cpu"
         self.most_started = _engine.most_started if on_cpu else 0
         self._height = _height(plan, comm.rank)
         limits = _engine.Limits()

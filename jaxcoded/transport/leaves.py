@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import _jax_compat, _require
+from jaxcoded import _arrays, _jax_compat, _require
 
 # By NumPy's kind of dtype: what JAX has no arrays of, and what to hand over in its place.
 _NO_NUMBERS = {
@@ -52,7 +52,7 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
             "x.mask as an array of its own where the loss needs it"
         )
     try:
-        array = np.asarray(leaf)
+        array = np.asarray(_arrays.viewed(leaf))
     except Exception:  # noqa: BLE001  # an object's own conversion may raise anything
         array = np.array(None)
     kind = array.dtype.kind

@@ -23,9 +23,9 @@ PLANS = [
 ]
 
 
-def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False, multiple=1):
+def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False, **how):
     """Of all ranks."""
-    how = {"drop_last": drop_last, "multiple": multiple}
+    how["drop_last"] = drop_last
     return [
         Epoch(plan, rank, n, batch_size, seed=seed, epoch=epoch, **how)
         for rank in range(plan.size)
@@ -52,8 +52,11 @@ def total(plan, reads, gradients, missing):
     drop_last=st.booleans(),
     seed=st.none() | st.integers(0, 2**40),
     multiple=st.sampled_from([1, 4]),
+    by_cost=st.booleans(),
 )
-def test_every_example_counts_once(plan, n, batch_size, drop_last, seed, multiple):
+def test_every_example_counts_once(
+    plan, n, batch_size, drop_last, seed, multiple, by_cost
+):
     if plan.strategy.by_blocks or max(plan.slices_above + plan.parts_above) > 1:
         multiple = 1  # is not split over devices
     if drop_last and n < batch_size:
@@ -62,6 +65,7 @@ def test_every_example_counts_once(plan, n, batch_size, drop_last, seed, multipl
     random = np.random.default_rng(batch_size)
     with jax.enable_x64(True):
         how = {"seed": seed, "drop_last": drop_last, "multiple": multiple}
+        how["costs"] = random.pareto(1.5, n) if by_cost else None
         ranks = epochs(plan, n, batch_size, epoch=3, **how)
     seen = []
     for number in range(len(ranks[0])):

@@ -27,11 +27,11 @@ def group(comm):
         yield its
 
 
-def added_up(group, nap=0.0, first=lambda: None):
+def added_up(group, nap=0.0, first=lambda: None, costs=None):
     """What this rank computes of the batch, and the blocks that it is of; it calls ``first`` with
     its first one."""
     total, numbers = np.zeros(D), []
-    with group.blocks(BATCH) as blocks:
+    with group.blocks(BATCH, costs=costs) as blocks:
         for block in blocks:
             if not numbers:
                 first()
@@ -59,6 +59,46 @@ def test_every_block_once(comm, group):
             for rank, its in enumerate(computed):
                 held = group.plan.placement.held(rank)
                 assert set(its) <= set(held), (rank, its, held)
+
+
+@pytest.mark.parametrize("costs", ["pareto", "one is most of it", "nothing"])
+def test_unequal_costs(comm, group, costs):
+    """Also where ranks are late, and where blocks are empty."""
+    rng = random.Random(comm.rank)
+    its = np.random.default_rng(4).pareto(1.1, BATCH)
+    if costs == "one is most of it":
+        its[7] = 1000 * its.sum()
+    elif costs == "nothing":
+        its[:] = 0
+    for _ in range(3):
+        own, _ = added_up(group, rng.choice([0, 0, 0.02]), costs=its)
+        total = uncounted.allreduce(own, group)
+        np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
+        same_on_all(comm, total)
+
+
+@pytest.mark.parametrize("wrong", ["others", "not a number"])
+def test_costs_of_one_rank(comm, wrong):
+    """An error on all ranks."""
+    costs = np.ones(BATCH)
+    if comm.rank == comm.size - 1:
+        costs[3] = 2.0 if wrong == "others" else np.nan
+    errors = (CodedError, ValueError)
+    if wrong == "others" and comm.size == 1:
+        pytest.skip("no other rank")
+    with (
+        pytest.raises(errors) as caught,
+        jaxcoded.CodedGroup(comm, jaxcoded.Shared(replicas=0, blocks=3)) as group,
+    ):
+        own, _ = added_up(group, costs=costs)
+        uncounted.allreduce(own, group)
+    texts = comm.allgather(str(caught.value))
+    if wrong == "others":
+        assert all("costs" in text for text in texts), texts
+    else:
+        last = comm.rank == comm.size - 1
+        assert isinstance(caught.value, ValueError if last else CodedError)
+        assert "costs must be finite and >= 0, got nan for example 3" in texts[-1]
 
 
 def test_under_jit(comm, group):
@@ -213,6 +253,15 @@ def test_mistakes(comm, group):
     for wrong in (0, 2**63, 2**70):
         with pytest.raises(ValueError, match=f"batch_size must be .*, got {wrong}"):
             group.blocks(wrong)
+    for costs, said in (
+        ([1.0, 2.0], r"shape \(3,\)"),
+        ([1.0, -2.0, 3.0], "got -2 for example 1"),
+        ([1.0, 2.0, np.nan], "got nan for example 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            group.blocks(3, costs=costs)
+    with pytest.raises(TypeError, match="one number for each example"):
+        group.blocks(2, costs=["short", "long"])
     with (
         jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as coded,
         pytest.raises(ValueError, match="blocks needs a group that shares its work"),

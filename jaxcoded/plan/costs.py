@@ -1,0 +1,80 @@
+"""Examples of known and unequal cost, dealt out so that all ranks are done at the same time."""
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxcoded import _arrays, _require
+
+
+def checked(costs: Any, examples: int) -> np.ndarray:
+    """Return the costs of so many examples, float64 ``(examples,)``, read-only; a TypeError or ValueError with the
+    remedy unless each is a finite number ≥ 0."""
+    try:
+        out = np.array(_arrays.viewed(costs), np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"costs must have one number for each example, got {_require.shown(costs)}"
+        ) from None
+    if out.shape != (examples,):
+        raise ValueError(
+            f"costs must have shape ({examples},), one for each example, got {out.shape}"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(out) & (out >= 0)))
+    if len(wrong):
+        raise ValueError(
+            f"costs must be finite and >= 0, got {out[wrong[0]]:g} for example {wrong[0]}: give the seconds that each "
+            "takes, or numbers in proportion to them"
+        )
+    out.setflags(write=False)
+    return out
+
+
+def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
+    """Return which examples go where: the one that costs the most comes first, and each goes where the least is so far,
+    among those places that have room for it (longest processing time first; Graham 1969).
+
+    Args:
+        costs: float64 ``(examples,)``.
+        rooms: how many examples each place takes, all of them together at least as many as there are. A place's part
+            of the cost is in proportion.
+
+    Returns:
+        Of each place, the indices in rising order, int64.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxcoded.plan.costs import longest_first
+        >>> longest_first(np.array([1.0, 3.0, 1.0, 1.0]), [4, 4])
+        [array([1]), array([0, 2, 3])]
+    """
+    places: list[list[int]] = [[] for _ in rooms]
+    # of equal costs the place with fewer examples, so that examples that cost nothing are dealt out, too
+    heap = [(0.0, 0, place) for place, room in enumerate(rooms) if room]
+    for example in np.argsort(-costs, kind="stable").tolist():
+        cost, count, place = heap[0]
+        places[place].append(example)
+        if count + 1 == rooms[place]:
+            heapq.heappop(heap)
+        else:
+            more = cost + float(costs[example]) / float(rooms[place])
+            heapq.heapreplace(heap, (more, count + 1, place))
+    return [np.array(sorted(place), np.int64) for place in places]
+
+
+def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Return the examples of each block: dealt out to ranks, and those of each rank to its blocks.
+
+    The blocks of a rank cost about the same, so that the number of blocks which are left tells the cost that is left.
+    An example that costs more than a block makes one on its own, the rank's first.
+
+    Args:
+        costs: as for `longest_first`.
+        rooms: of each rank, how many examples each of its blocks takes.
+    """
+    out = []
+    for its, room in zip(longest_first(costs, [sum(room) for room in rooms]), rooms):
+        out += [its[block] for block in longest_first(costs[its], room)]
+    return out
