@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import pathlib
+import time
 from types import SimpleNamespace
 
 import jax
@@ -43,6 +44,17 @@ def digits(many=None):
 
     x, y = load_digits(return_X_y=True)
     return (x[:many] / 16).astype(np.float32), y[:many]
+
+
+def last_is_late(comm, monkeypatch, module, name):
+    """The last rank comes late out of each call of this function of the example."""
+    function = getattr(module, name)
+
+    def late():
+        time.sleep(0.3 * (comm.rank == comm.size - 1))
+        return function()
+
+    monkeypatch.setattr(module, name, late)
 
 
 def batches(n, size, epochs):
@@ -215,6 +227,42 @@ def test_batch_norm(comm):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, expected
     )
+
+
+@not_alone
+def test_correlation(comm, monkeypatch):
+    """As one process with the whole batch, although one rank begins each epoch late."""
+    module = example("correlation", "sklearn")
+    halves = module.data()
+    last_is_late(comm, monkeypatch, module, "data")
+    params, seen = module.train(comm, epochs=2)
+
+    def loss(params, batch):
+        ones = jnp.ones(len(batch[0]))
+        return -module.correlation(module.moments(params, batch, ones))
+
+    indices = list(batches(len(halves[0]), 512, 2))
+    expected = descended(loss, module.start(), halves, optax.adam(0.003), indices)
+    assert_close(params, expected)
+    first = [half[indices[0]] for half in halves]
+    assert seen[0] == pytest.approx(-float(loss(module.start(), first)), rel=1e-4)
+
+
+def test_canonical_correlations():
+    """Of features that are anything: beside the singular values of what is whitened."""
+    module = example("correlation", "sklearn")
+    left, right = np.random.default_rng(0).normal(size=(2, 50, module.FEATURES))
+    right += left[:, ::-1] ** 2
+    z = np.hstack([np.ones((50, 1)), left, right])
+
+    def whitened(x):
+        c = np.cov(x.T, bias=True) + module.RIDGE * np.eye(x.shape[1])
+        values, vectors = np.linalg.eigh(c)
+        return (x - x.mean(0)) @ (vectors / np.sqrt(values)) @ vectors.T
+
+    between = whitened(left).T @ whitened(right) / 50
+    expected = np.sum(np.linalg.svd(between)[1] ** 2)
+    assert float(module.correlation(z.T @ z)) == pytest.approx(expected, rel=1e-4)
 
 
 @not_alone
