@@ -10,7 +10,7 @@ import struct
 import numpy as np
 import pytest
 import simulation
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulation import (
     DONE,
@@ -398,6 +398,25 @@ def test_every_block_once(seed):
     its.frozen, its.idle = set(), set()
     its.settle()
     its.assert_done()
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32))
+@example(seed=188)
+def test_nothing_goes_on_while_programs_stay_away(seed):
+    """In the middle of a round: no block goes back and forth between ranks, nor does anybody wake up for long."""
+    rng = random.Random(seed)
+    its = world(rng)
+    for _ in range(rng.randint(1, 5)):
+        its.idle = some(rng, range(its.plan.size), its.plan.size)
+        for _ in range(rng.randint(1, 100)):
+            its.step()
+        its.clock += rng.choice([0, 1, 100])
+        its.settle()
+        its.rest()
+    its.idle = set()
+    its.settle()
+    assert_done_if_anybody_could(its)
 
 
 def assert_done_if_anybody_could(its, left=()):

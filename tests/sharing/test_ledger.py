@@ -202,6 +202,41 @@ def test_a_block_that_takes_long_everywhere_is_done_at_last():
     assert 1 < its.computed + its.orders["recall"] < 30
 
 
+def test_a_block_does_not_go_back_and_forth_between_two_that_are_late():
+    """Their programs stay away while they compute; their engines answer."""
+    ledger = Ledger([[0, 1], [0, 1], [1, 0], [1, 0], [1, 0]], 2, 0.02)
+    shares = [Share(claimed=[0, 1]), Share(claimed=[2, 3, 4])]
+    ledger.begin(0.0)
+    for member, share in enumerate(shares):
+        ledger.arrived(member, claims=True, now=0.0)
+        share.take()
+        share.done()
+        ledger.heard(member, share.progress(0.0), BLOCK)
+        share.take()
+    given = 0
+    for seconds in range(1, 100):
+        while orders := ledger.orders(float(seconds)):
+            given += len(orders)
+            assert given < 10
+            for order in orders:
+                share = shares[order.member]
+                if order.kind == Order.Kind.grant:
+                    share.grant(order.blocks)
+                else:
+                    assert order.kind == Order.Kind.recall
+                    share.recall(order.blocks)
+                    progress = share.progress(0.0)
+                    ledger.heard(order.member, progress, float(seconds))
+
+
+def test_few_orders_where_some_blocks_take_much_longer():
+    rng = random.Random(0)
+    its = world(randomly_slow(rng, BLOCK))
+    for _ in range(10):
+        its.run()
+        assert sum(its.orders.values()) < 3 * WORKERS * BLOCKS
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     seed=st.integers(0, 2**32), members=st.integers(2, 7), replicas=st.integers(1, 3)

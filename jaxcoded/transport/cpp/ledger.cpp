@@ -336,10 +336,10 @@ double Ledger::seconds(const Member& member) const {
 }
 
 // Once it has called, it says so after some blocks: until then they go on as is usual.
-double Ledger::done_in(const Member& member, double now) const {
-  if (!member.left()) return 0;
-  const double usual = seconds(member), elapsed = now - member.since;
-  const auto left = static_cast<double>(member.left());
+double Ledger::done_in(const Member& member, double now, std::size_t more) const {
+  const auto left = static_cast<double>(member.left() + more);
+  if (left == 0) return 0;
+  const double usual = seconds(member), elapsed = member.left() ? now - member.since : 0;
   const auto untold = static_cast<double>(member.until_told());
   if (elapsed < untold * usual) return left * usual - elapsed;
   const double present = elapsed - (untold - 1) * usual;  // for one block
@@ -435,7 +435,8 @@ double Ledger::worth_taking(std::size_t from, double mine, double now) const {
 Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   if (waits_) return Found::nothing;
   const Member& member = members_[m];
-  const double mine = done_in(member, now) + seconds(member);
+  // Estimated as for the others, so that no block goes back and forth between two late members.
+  const double mine = done_in(member, now, 1);
   const bool idle = !member.left();
   double latest = mine;
   std::optional<std::size_t> from;

@@ -123,7 +123,8 @@ class Ledger {
   double patience_ends(const Member& member) const;
   double usual() const;
   double seconds(const Member& member) const;
-  double done_in(const Member& member, double now) const;
+  // With so many blocks more.
+  double done_in(const Member& member, double now, std::size_t more = 0) const;
   std::size_t begun(const Member& member, double now) const;
   double anew_in(std::size_t from, double now) const;
   double worth_taking(std::size_t from, double mine, double now) const;
