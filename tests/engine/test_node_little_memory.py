@@ -23,6 +23,7 @@ from simulation import (
     random_world,
 )
 from test_node_memory import measurable
+from test_node_sharing import World as SharingWorld
 from test_node_sharing import world as sharing_world
 
 from jaxcoded import Coded, Shared, make_plan
@@ -324,6 +325,41 @@ def test_too_little_memory_at_the_end_of_a_call(rank, monkeypatch):
     world.settle()
     assert not world.wires[rank].tired
     world.assert_done()
+
+
+class Short(simulation.Wire):
+    """There is too little memory for the next message."""
+
+    short = False
+
+    def send(self, to, message):
+        if self.short:
+            self.short = False
+            raise MemoryError
+        super().send(to, message)
+
+
+def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):
+    """An exception has ended its loop over blocks. Its next call is not behind this one for ever."""
+    monkeypatch.setattr(simulation, "Wire", Short)
+    script = [Call((("float32", 5),), seed) for seed in range(2)]
+    plan = make_plan(3, Shared(replicas=2, blocks=2))
+    world = SharingWorld(plan, script, random.Random(0), shared={1, 2})
+    world.open = 1
+    world.submit(1)
+    assert world.may_extend(1)  # it takes a block
+    world.frozen.add(1)
+    world.settle()
+    world.assert_done([0, 2])
+    world.frozen.clear()
+    world.wires[1].short = True
+    world.running[1].left = world.running[1].over = True
+    world._turn(1, world.nodes[1].leave_share)
+    assert not world.wires[1].short
+    world.open = 2
+    world.settle()
+    for rank in range(3):
+        assert 2 in world.ends[rank], world.describe(rank)
 
 
 def test_too_little_memory_for_a_snapshot():

@@ -97,6 +97,7 @@ void Node::leave_share() {
   withdraw(Object::What::message, next_ + 1);  // its vectors may be fetched this very moment
   stop_lending();
   up_.share.leave();
+  up_.call.complete = true;  // first: there may be too little memory to tell
   tell_share();
   complete({});
 }
