@@ -1,4 +1,4 @@
-"""Draw the pictures of ``docs/idea.md`` and of ``README.md``, as SVG.
+"""Draw the pictures of ``README.md``, as SVG.
 
     .venv/bin/python scripts/draw_pictures.py [FOLDER]
 
@@ -118,39 +118,6 @@ def own(owner: int, blocks: int, time: float) -> list[tuple[int, str, float]]:
     return [(owner, str(owner * blocks + block + 1), time) for block in range(blocks)]
 
 
-def slow(file: pathlib.Path) -> None:
-    """Four ranks of three blocks each, one three times slower: 9 units for all."""
-    it = Picture(720, 236, "Four ranks; one takes three times as long, and all wait")
-    it.words(24, 32, "One slow rank delays all", "title")
-    rows = [(f"rank {rank}", own(rank, 3, 1.0)) for rank in range(3)]
-    rows.append(("rank 3, slow", own(3, 3, 3.0)))
-    timeline(it, 124, 56, 60, rows, 9)
-    it.words(124 + 6 * 60, 56 + BAR / 2 + 4.5, "they wait", "soft", "middle")
-    it.save(file)
-
-
-def data(file: pathlib.Path) -> None:
-    """The placement of `jaxcoded.plan.placement.Placement((0, 1, 2), 1, 2)`."""
-    holders = [(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]
-    it = Picture(720, 266, "A batch of six blocks; each lies on two of three ranks")
-    it.words(24, 32, "Each block of the batch lies on two ranks", "title")
-    it.words(140, 68, "the batch", "soft", "end")
-    for block in range(6):
-        it.block(156 + 84 * block, 50, 84, BAR, block // 2, str(block + 1))
-    for rank in range(3):
-        y = 108 + 48 * rank
-        it.words(140, y + 17, f"rank {rank} holds", "soft", "end")
-        for block, ranks in enumerate(holders):
-            if rank in ranks:
-                it.block(156 + 84 * block, y, 84, BAR, block // 2, str(block + 1))
-                if ranks[0] == rank:
-                    it.box(156 + 84 * block - 1, y - 3, 86, BAR + 6, "line", 5)
-    it.words(
-        156, 250, "framed: its own, which it computes where nobody is late", "soft"
-    )
-    it.save(file)
-
-
 def sharing(file: pathlib.Path) -> None:
     """Three ranks; each holds two thirds of the batch, and one is three times slower.
 
@@ -253,7 +220,7 @@ def tree(file: pathlib.Path) -> None:
     it.save(file)
 
 
-PICTURES = (slow, data, sharing, code, tree)
+PICTURES = (sharing, code, tree)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ LINK = re.compile(r"(\]\()([^()\s]+)(\))")
 # On the page of claims: what is documented, and tests.
 FUNCTION = re.compile(r"`(jaxcoded\.[\w.]+)`")
 TEST = re.compile(r"`([\w/]+\.py)(::\w+)`")
-CLAIMS = "docs/claims.md"
+CLAIMS = "docs/trust.md"
 COMMANDS = "docs/reference/command-line.md"
 FENCE = re.compile(
     r"(^ *(?:```|~~~).*?^ *(?:```|~~~) *$|`[^`\n]+`)", re.MULTILINE | re.DOTALL

@@ -26,6 +26,15 @@ def test_the_difference_is_that_of_the_two_programs():
     assert shown.splitlines() == list(difference)[3:]
 
 
+def missing(plan):
+    """How many children of a parent may be missing, as the plan says it."""
+    said = plan.describe()
+    if "none of a parent's children may be missing" in said:
+        return "none"
+    number = re.search(r"any (\d )?.*may be missing", said)[1] or "1"
+    return f"any {number.strip()}"
+
+
 def test_prices():
     rows = re.findall(
         r"^\| `([^`]+)` \| (\d/\d) of the batch.* \| (\S+) × \| (.*) \|$",
@@ -37,12 +46,37 @@ def test_prices():
         plan = jaxcoded.make_plan(4, jaxcoded.Strategy.parse(arguments))
         assert plan.load == fractions.Fraction(load)
         assert float(work) == round(float(plan.load) * 4, 1)
-        said = plan.describe()
-        if late.startswith("nobody"):
-            assert "none of a parent's children may be missing" in said
-        else:
-            missing = re.search(r"any (\d )?.*may be missing", said)[1] or "1"
-            assert late == f"any {missing.strip()} but the root"
+        assert late.split(",")[0] == {"none": "nobody"}.get(
+            missing(plan), f"{missing(plan)} but the root"
+        )
+
+
+SCHEME = re.compile(
+    r"^\| [^|`]+ \| `([^`]+)` \| (\S+) \| (.+) \| (\S+) \| \[`(\w+)`\]\((\S+)\) \|$",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", SCHEME.findall(README), ids=lambda row: row[0])
+def test_schemes_of_the_papers(row):
+    strategy, load, late, message, test, file = row
+    plan = jaxcoded.make_plan(13, jaxcoded.Strategy.parse(strategy))
+    assert plan.load == fractions.Fraction(load)
+    sent = fractions.Fraction(plan.codings[0].code.parts, plan.codings[0].code.m)
+    assert sent == fractions.Fraction(message)
+    assert re.split(r" of|;| \(", late)[0] == missing(plan)
+    assert ("approximate" in late) == ("then approximate" in plan.describe())
+    assert f"\ndef {test}(" in (ROOT / file).read_text()
+
+
+def test_the_table_of_schemes_is_whole():
+    section = README.partition("## The papers' schemes")[2].partition("\n### ")[0]
+    assert len(SCHEME.findall(section)) == section.count("\n| ") - 2 > 6
+
+
+def test_every_page_is_linked():
+    pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert pages <= set(re.findall(r"\]\(([^)#:]+)", README))
 
 
 def test_every_example_is_in_the_index():

@@ -20,7 +20,7 @@ ACTIONS = {
 class Check:
     """Compare what children send with what a parent gets beyond what it needs, and look for NaN
     and infinities: for ranks whose memory or processor is at fault (``docs/verify.md``), and, as `DEBUG`, for
-    mistakes in the program (``docs/sharp-bits.md``).
+    mistakes in the program.
 
     Attributes:
         action: what happens where messages differ by more than rounding explains

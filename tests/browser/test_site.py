@@ -32,7 +32,7 @@ def server():
 
 
 def test_there_are_pages():
-    assert {"index.html", "idea.html", "round.html", "claims.html"} <= set(PAGES)
+    assert {"index.html", "trust.html", "round.html", "recovery.html"} <= set(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
