@@ -140,6 +140,27 @@ def test_rounds_of_a_hessian_vector_product(strategy):
     assert strategy.rounds == before + 4
 
 
+@every_strategy
+def test_rounds_of_conjugate_gradients(strategy, comm):
+    """Those of the gradient once, and two for each product with the Hessian."""
+    loss, whole = loss_of(strategy), Whole(THETA)
+    shift = 1 + np.abs(np.linalg.eigvalsh(whole.hessian)).max()
+
+    @jax.jit
+    def solved(theta):
+        grad, hessian = jax.linearize(jax.grad(loss), theta)
+        shifted = lambda v: hessian(v) + shift * v
+        return jax.scipy.sparse.linalg.cg(shifted, grad, tol=0, maxiter=3)[0]
+
+    before = strategy.rounds
+    out = jax.block_until_ready(solved(THETA))
+    jax.effects_barrier()
+    assert strategy.rounds == before + 2 + 2 * 4  # one product before the three steps
+    exact = np.linalg.solve(whole.hessian + shift * np.eye(3), whole.grad)
+    close(out, exact, strategy, 1e-10)
+    assert_same_bits(comm, out)
+
+
 def test_a_third_derivative(comm):
     """Along one direction, beside JAX's in one process."""
     with jaxcoded.CodedGroup(comm) as group:

@@ -206,6 +206,22 @@ def test_natural_gradient(comm):
 
 
 @not_alone
+def test_newton_cg(comm, monkeypatch):
+    """Scikit-learn's weights, although one rank begins late."""
+    module = example("newton_cg", "sklearn")
+    x, digit = module.data()
+    last_is_late(comm, monkeypatch, module, "data")
+    w, norms = module.train(comm, steps=7)
+    from sklearn.linear_model import LogisticRegression
+
+    reference = LogisticRegression(
+        C=1 / module.LAMBDA, fit_intercept=False, tol=1e-10, solver="newton-cholesky"
+    ).fit(x.astype(np.float64), digit)
+    np.testing.assert_allclose(w, reference.coef_.T, atol=1e-4)
+    assert norms[-1] < 1e-6 * norms[0]
+
+
+@not_alone
 def test_batch_norm(comm):
     """As one process with the whole batch."""
     module = example("batch_norm", "sklearn")
