@@ -17,6 +17,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive", action="store_true", help="run what is marked exhaustive, too"
     )
+    # of the jobs that tests/test_mpirun.py starts
+    parser.addoption(
+        "--of-the-suite",
+        action="store_true",
+        help="leave out what the marks `ranks` and `devices` do not name this job for",
+    )
+    parser.addoption("--outcomes", help="file to which outcomes of tests are added")
+    parser.addoption("--done", help="file of tests that are left out, a line each")
 
 
 def pytest_collection_modifyitems(config, items):

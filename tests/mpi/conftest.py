@@ -12,6 +12,7 @@ import tempfile
 import jax
 import pytest
 from mpi4py import MPI
+from outcomes import Outcomes
 
 import jaxcoded
 from jaxcoded.transport import engine
@@ -19,45 +20,67 @@ from jaxcoded.transport import engine
 if "JAX_ENABLE_X64" not in os.environ:
     jax.config.update("jax_enable_x64", True)
 
-# What happens above the transport: what the engine says of it, mpi4jax only says again.
-ABOVE_THE_TRANSPORT = (
-    "test_auto_plan.py",
-    "test_builds.py",
-    "test_gradients.py",
-    "test_minibatches.py",
-    "test_nonblocking.py",
-    "test_sizes.py",
-    "test_training.py",
-    "test_wire_dtype.py",
-)
+# Of a test without the mark `ranks`, and of one without the mark `devices`.
+RANKS = pytest.mark.ranks(4, exhaustive=(2, 7)).mark
+NO_DEVICES = pytest.mark.devices().mark
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Over mpi4jax a test of these files is exhaustive, if the engine runs it, too."""
+def pytest_collection_modifyitems(config, items):
     names = {item.nodeid for item in items}
     for item in items:
-        twin = item.nodeid.replace("[mpi4jax", "[engine")
+        # what the engine says of it, mpi4jax only says again
+        twin = item.nodeid.replace("mpi4jax", "engine")
         if (
-            item.path.name in ABOVE_THE_TRANSPORT
-            and twin != item.nodeid
+            twin != item.nodeid
             and twin in names
+            and item.get_closest_marker("above_the_transport")
         ):
             item.add_marker(pytest.mark.exhaustive)
+    done = set()
+    if config.getoption("done"):
+        done = set(pathlib.Path(config.getoption("done")).read_text().splitlines())
+    suite = config.getoption("of_the_suite")
+    exhaustive = config.getoption("exhaustive")
+    items[:] = [
+        item
+        for item in items
+        if item.nodeid not in done and not (suite and not named(item, exhaustive))
+    ]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
+def named(item, exhaustive):
+    """Whether the suite runs a test in a job like this one."""
+    size, devices = MPI.COMM_WORLD.size, jax.local_device_count()
+    several = size == 4 and devices > 1
+    if several:
+        mark, number = item.get_closest_marker("devices") or NO_DEVICES, devices
+    else:
+        mark, number = item.get_closest_marker("ranks") or RANKS, size
+    more = mark.kwargs.get("exhaustive", ()) if exhaustive else ()
+    if number not in (*mark.args, *more):
+        return False
+    over = getattr(item, "callspec", None) and item.callspec.params.get("transport")
+    # the other transport is tried on the other trees
+    few = size == 7 or (not exhaustive and (size == 13 or several))
+    return over != "mpi4jax" or not few
+
+
+def pytest_configure(config):
+    if path := config.getoption("outcomes"):
+        config.pluginmanager.register(Outcomes(path, MPI.COMM_WORLD.rank))
+
+
+@pytest.hookimpl(trylast=True)  # when it is noted
+def pytest_runtest_logreport(report):
     if report.failed and MPI.COMM_WORLD.size > 1:
         place = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
         print(
-            f"\n{place}: {item.nodeid} failed\n{report.longreprtext}",
+            f"\n{place}: {report.nodeid} failed\n{report.longreprtext}",
             file=sys.__stderr__,
             flush=True,
         )
         MPI.COMM_WORLD.Abort(1)
-    return report
 
 
 @pytest.fixture

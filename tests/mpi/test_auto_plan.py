@@ -18,6 +18,8 @@ from jaxcoded import GroupMismatch, _parse
 from jaxcoded.tools.planner import automatic, measuring, search
 from jaxcoded.transport.options import PIECE
 
+pytestmark = pytest.mark.above_the_transport
+
 RANK = MPI.COMM_WORLD.rank
 
 

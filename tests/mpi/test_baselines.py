@@ -11,6 +11,8 @@ from reference import assert_same_bits
 
 from jaxcoded import baselines
 
+pytestmark = pytest.mark.ranks(2, 4, exhaustive=(7,))
+
 COMM = MPI.COMM_WORLD
 REDUCES = {
     "mpi4jax": baselines.allreduce,

@@ -10,6 +10,8 @@ from together import finish
 
 import jaxcoded
 
+pytestmark = pytest.mark.ranks(4)
+
 EXAMPLES, BATCH = 41, 12
 _random = np.random.default_rng(1)
 DATA = {

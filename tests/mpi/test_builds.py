@@ -13,6 +13,8 @@ from jaxcoded import Coded, CodedGroup, GroupMismatch
 from jaxcoded.errors import CodedError
 from jaxcoded.transport import agreement, build, engine
 
+pytestmark = pytest.mark.above_the_transport
+
 RANK = MPI.COMM_WORLD.rank
 LAST = SIZE - 1
 

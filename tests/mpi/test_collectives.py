@@ -22,6 +22,8 @@ from uncounted import coded_allreduce, coded_reduce
 import jaxcoded
 from jaxcoded import tree_bcast
 
+pytestmark = pytest.mark.ranks(2, 4, exhaustive=(7, 13))
+
 VECTOR = per_example(5)
 
 
@@ -45,6 +47,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.ranks(2, 4, 13, exhaustive=(7,))
 @pytest.mark.parametrize("mean", [None, BATCH])
 def test_mixed_pytree(comm, group, mean):
     tree = contribution(group, GRADIENTS)
@@ -68,6 +71,7 @@ def test_traced_mean(group, own):
     assert_sum(group, average(own, 8.0), VECTOR, 1 / 8)
 
 
+@pytest.mark.ranks(2, 4, 13, exhaustive=(7,))
 def test_reduce(group, own):
     total = coded_reduce({"x": own}, group)
     if group.rank == group.plan.root:
@@ -118,6 +122,7 @@ def test_slices(comm, transport):
             assert_sum(sliced, its, gradients, factor)
 
 
+@pytest.mark.ranks(2, 4, 13, exhaustive=(7,))
 def test_large_message(group):
     """More than MPI sends eagerly, by far."""
     weight = contribution(group, np.ones((BATCH, 1)))
@@ -161,6 +166,7 @@ def test_control_flow(comm, group, own, transform):
 # vmap.
 
 
+@pytest.mark.ranks(2, 4, 13, exhaustive=(7,))
 def test_vmap_is_one_round(group):
     columns = per_example(4, 3, seed=7)
     tree = contribution(group, {"batched": columns, "shared": VECTOR})
@@ -237,6 +243,7 @@ def test_equal_groups_share_nothing(comm, group, transport, own):
 # Order: a swapped pair of calls would be a mismatch of shapes or a wrong sum.
 
 
+@pytest.mark.ranks(2, 4, 13, exhaustive=(7,))
 def test_calls_keep_their_order(comm, group, transport, own):
     """Two groups and mpi4jax itself in one program, in a loop."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

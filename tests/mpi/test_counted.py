@@ -15,6 +15,8 @@ from together import finish, wait_for_all
 import jaxcoded
 from jaxcoded import coded_allreduce, coded_allreduce_done, coded_allreduce_start, host
 
+pytestmark = pytest.mark.ranks(4)
+
 EXAMPLES, BATCH = 32, 12
 DATA = np.random.default_rng(4).normal(size=(EXAMPLES, 5))
 

@@ -83,6 +83,7 @@ ON_7 = {"random_generator(load=4)", "expander(degree=3)"}
 FEW = ON_7 if SIZE == 7 else set(CODES) - ALIKE
 
 
+@pytest.mark.ranks(4, 7, exhaustive=(2,))
 @pytest.mark.parametrize(
     "code",
     [code if code in FEW else more(code) for code in CODES],
@@ -260,6 +261,7 @@ def other_parameters(group, digits):
     return weighted(digits, *mine(group), 1.3 if RANK == 2 else 1.0)
 
 
+@pytest.mark.ranks(4, 7, exhaustive=(2,))
 @pytest.mark.parametrize(
     "mistake", [shard, uniform, others_weights, other_batch_size, other_parameters]
 )

@@ -11,7 +11,7 @@ from uncounted import coded_allreduce, coded_allreduce_start
 
 import jaxcoded
 
-pytestmark = engine_only
+pytestmark = [engine_only, pytest.mark.ranks(4)]
 EXAMPLES, BATCH = 60, 12
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 3))
 

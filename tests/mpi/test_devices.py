@@ -19,7 +19,11 @@ import jaxcoded
 from jaxcoded import tree_bcast
 from jaxcoded.transport import engine_call
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 2, reason="one device"),
+    pytest.mark.ranks(2, 4, exhaustive=(7,)),
+    pytest.mark.devices(4),
+]
 
 VECTOR = per_example(8)
 SPLIT, SAME = PartitionSpec("x"), PartitionSpec()
@@ -64,6 +68,7 @@ def uncoded(x, group, **order):
     return jaxcoded.baselines.allreduce(x, group.comm)
 
 
+@pytest.mark.devices(exhaustive=(4,))
 @pytest.mark.parametrize("form", ["effect", "token"])
 @pytest.mark.parametrize("program", ["jit", "eager", "shard_map", "pmap"])
 def test_several_devices_are_refused(group, own, program, form):
@@ -100,6 +105,7 @@ def test_several_devices_are_refused(group, own, program, form):
     assert_sum(group, coded_allreduce(own, group), VECTOR)
 
 
+@pytest.mark.devices(exhaustive=(4,))
 @pytest.mark.parametrize("form", ["effect", "token"])
 def test_any_one_device(comm, group, own, form):
     """One after the other in the order of the program."""
@@ -333,6 +339,7 @@ def split(batch, spec=SPLIT):
     return jax.tree.map(lambda leaf: spec if np.ndim(leaf) else SAME, batch)
 
 
+@pytest.mark.devices(2, 4)
 @engine_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(comm, group, layout):
@@ -353,6 +360,7 @@ def test_training(comm, group, layout):
     assert_same_copies(params["v"])
 
 
+@pytest.mark.ranks(4, exhaustive=(2, 7))
 @engine_only
 def test_in_a_scan(comm, group):
     losses, params, _ = LAYOUTS["hsdp"]
@@ -379,6 +387,7 @@ def test_in_a_scan(comm, group):
     assert_same_bits(comm, p)
 
 
+@pytest.mark.ranks(4, exhaustive=(2, 7))
 @engine_only
 def test_batches_of_an_epoch(comm, group):
     """Also a smaller last one."""
@@ -400,6 +409,7 @@ def test_batches_of_an_epoch(comm, group):
     assert number == 1
 
 
+@pytest.mark.ranks(4, exhaustive=(2, 7))
 @engine_only
 @pytest.mark.parametrize("late", [None, pytest.param(SIZE - 1, marks=redundant)])
 def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
@@ -444,6 +454,7 @@ def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
     assert_same_copies(grads["v"])
 
 
+@pytest.mark.devices(2, 4)
 @redundant
 @engine_only
 @pytest.mark.parametrize("layout", ["hsdp", "batch"])
@@ -484,6 +495,8 @@ def test_mistakes_are_looked_for(comm, transport):
         jaxcoded.effects_barrier()
 
 
+@pytest.mark.ranks(4, exhaustive=(2, 7))
+@pytest.mark.devices(2, 4)
 @engine_only
 @pytest.mark.parametrize("late", [None, pytest.param(SIZE - 1, marks=redundant)])
 def test_started_rounds(comm, group, late):
@@ -517,6 +530,7 @@ def test_started_rounds(comm, group, late):
     jax.tree.map(assert_same_copies, (out["same"], same))
 
 
+@pytest.mark.ranks(4, exhaustive=(2, 7))
 @engine_only
 def test_beside_collectives_among_the_devices(comm, group):
     """Sums that do not wait for each other end, in whichever order XLA begins them."""

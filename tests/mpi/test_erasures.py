@@ -23,6 +23,8 @@ from uncounted import coded_allreduce, coded_reduce
 
 import jaxcoded
 
+pytestmark = pytest.mark.ranks(2, 4, 7, 13)
+
 GRADIENTS = {"wide": per_example(3), "single": per_example(2, seed=1, dtype="float32")}
 
 

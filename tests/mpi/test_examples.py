@@ -16,6 +16,8 @@ import pytest
 from marks import SIZE, not_alone
 from together import wait_for_all, wait_until
 
+pytestmark = pytest.mark.ranks(4)
+
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
 DIGITS = 1500  # that are trained with
 # Libraries cost much, and on one rank, too, they show that the example fits them; that of orbax is for several.
@@ -174,6 +176,7 @@ def test_optax_chain(comm):
     assert_close(average, expected, 1e-3)
 
 
+@pytest.mark.devices(exhaustive=(4,))
 def test_hsdp(comm):
     """On as many devices as there are."""
     module = example("hsdp", "sklearn")

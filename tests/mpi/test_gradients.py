@@ -19,6 +19,8 @@ from jaxcoded import tree_bcast
 from jaxcoded.collectives import allreduce
 from jaxcoded.plan import atoms
 
+pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
+
 A = per_example(4, 3, seed=10)
 THETA = np.random.default_rng(11).standard_normal(3)
 DIRECTION = np.random.default_rng(12).standard_normal(3)

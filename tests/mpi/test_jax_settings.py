@@ -20,7 +20,7 @@ from jaxcoded import (
     tree_bcast,
 )
 
-pytestmark = engine_only
+pytestmark = [engine_only, pytest.mark.ranks(4)]
 EXAMPLES, BATCH = 22, 8  # the last batch is smaller
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 3))
 Y = X @ np.arange(3.0)

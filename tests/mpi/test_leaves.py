@@ -13,7 +13,7 @@ from uncounted import coded_allreduce
 import jaxcoded
 from jaxcoded import kernels, tree_bcast
 
-pytestmark = engine_only
+pytestmark = [engine_only, pytest.mark.ranks(4)]
 BATCH = 20
 X = np.random.default_rng(0).normal(size=(BATCH, 3))
 GRADIENT = 2 * (X @ np.ones(3)) @ X

@@ -13,6 +13,8 @@ from together import finish, one_late
 
 import jaxcoded
 
+pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
+
 EXAMPLES, BATCH, FEATURES, RATE = 41, 12, 4, 0.05
 _random = np.random.default_rng(5)
 X = _random.uniform(1, 2, (EXAMPLES, FEATURES))

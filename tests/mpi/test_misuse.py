@@ -26,6 +26,8 @@ from jaxcoded.errors import translated
 from jaxcoded.group import opening
 from jaxcoded.transport import agreement, cuda_aware, engine
 
+pytestmark = pytest.mark.ranks(4)
+
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(5)
 

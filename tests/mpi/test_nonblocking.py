@@ -28,6 +28,8 @@ from uncounted import coded_allreduce, coded_allreduce_start, coded_reduce
 import jaxcoded
 from jaxcoded import GroupClosed, coded_allreduce_done, tree_bcast
 
+pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
+
 RANK = MPI.COMM_WORLD.rank
 MOST = 64  # rounds that are started and not done
 VECTOR = per_example(5)

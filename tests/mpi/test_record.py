@@ -16,7 +16,7 @@ from together import finish, wait_for_all
 import jaxcoded
 from jaxcoded.errors import CodedError, GroupMismatch
 
-pytestmark = engine_only
+pytestmark = [engine_only, pytest.mark.ranks(4)]
 
 RANK = MPI.COMM_WORLD.rank
 WORK = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)

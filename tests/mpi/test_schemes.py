@@ -18,6 +18,8 @@ from uncounted import coded_allreduce
 
 import jaxcoded
 
+pytestmark = pytest.mark.ranks(4, exhaustive=(2, 7, 13))
+
 # code, and what make_plan needs besides it; for 3 children of every parent, or 6
 EXACT = {
     4: {
@@ -58,7 +60,18 @@ APPROXIMATE[13] = APPROXIMATE[4]
 FANOUT = {4: 3, 7: 6, 13: 3}
 RESIDUAL = 2e-4  # of an exact sum in float32, at most; see `test_exact`
 
-exact_codes = pytest.mark.parametrize("code", EXACT.get(SIZE, {}))
+# They are to a tree what `single_parity_check`, `polynomial` and `progressive` are.
+ALIKE = ("adaptive", "gaussian_mds", "linear", "reed_solomon")
+exact_codes = pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(
+            code,
+            marks=[pytest.mark.exhaustive] * (SIZE == 13 and code.startswith(ALIKE)),
+        )
+        for code in EXACT.get(SIZE, {})
+    ],
+)
 approximate_codes = pytest.mark.parametrize("code", APPROXIMATE.get(SIZE, {}))
 
 
@@ -70,6 +83,7 @@ def open_group(comm, transport, code, table):
     )
 
 
+@pytest.mark.ranks(4, 7, 13, exhaustive=(2,))
 @exact_codes
 def test_exact(comm, transport, code):
     """With everybody there, and with random ranks left out."""
@@ -92,6 +106,7 @@ def test_exact(comm, transport, code):
         assert_sum(group, jax.jit(lambda x: coded_allreduce(x, group))(own), gradients)
 
 
+@pytest.mark.above_the_transport
 @exact_codes
 def test_training_step(comm, transport, code):
     """The parts go ahead of each other where the transport can."""
@@ -190,6 +205,7 @@ def residual_by_hand(plan, mask):
     return np.sqrt((wrong**2).sum() / batch / fine)
 
 
+@pytest.mark.ranks(4, 7, exhaustive=(2, 13))
 @engine_only
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_what_a_slow_rank_has_finished_counts(comm, transport):
@@ -287,6 +303,7 @@ def test_unequal_speeds(comm, transport):
         assert_sum(group, total, gradients)
 
 
+@pytest.mark.ranks(4, 7, exhaustive=(2, 13))
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_vmap_of_parts(comm, transport):
     """An ensemble of ensembles: one round, its parts one after the other."""

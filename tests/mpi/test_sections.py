@@ -19,7 +19,7 @@ from uncounted import coded_allreduce, coded_allreduce_start
 import jaxcoded
 from jaxcoded import coded_allreduce_done
 
-pytestmark = [engine_only, several]
+pytestmark = [engine_only, several, pytest.mark.ranks(4, 7, exhaustive=(2,))]
 
 RANK = MPI.COMM_WORLD.rank
 CODES = [{"stragglers": 0}]

@@ -20,7 +20,7 @@ from uncounted import coded_allreduce, coded_allreduce_start
 import jaxcoded
 from jaxcoded import coded_allreduce_done
 
-pytestmark = engine_only
+pytestmark = [engine_only, pytest.mark.ranks(2, 4, exhaustive=(7,))]
 
 RANK = MPI.COMM_WORLD.rank
 WORK = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)
@@ -97,6 +97,7 @@ def stepped(group, **options):
 # Sums.
 
 
+@pytest.mark.ranks(2, 4, 7)
 @pytest.mark.parametrize("batch_size, mean", [(1, False), (2, True), (37, True)])
 def test_exact(comm, work, batch_size, mean):
     """Also of fewer examples than blocks, and of blocks that are not of one size."""
@@ -182,6 +183,7 @@ def test_a_plain_sum_of_what_is_a_rank_s_own(comm, work):
 # Rounds that follow each other.
 
 
+@pytest.mark.ranks(2, 4, 7)
 @pytest.mark.parametrize("form", ["effect", "token"])
 def test_rounds_of_all_kinds_in_one_program(comm, work, form):
     """Shared, plain and started ones in a ``scan``; the last one is finished after a shared one."""
@@ -266,6 +268,7 @@ def asleep():
     naps.next = lambda: 0.0
 
 
+@pytest.mark.ranks(2, 4, 7)
 @several
 @pytest.mark.parametrize(
     "slowness", [randomly, one_far_slower, all_but_one, one_block_far_slower]

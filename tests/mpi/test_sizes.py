@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import more
 from marks import mpi4jax_only, not_alone
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
 from uncounted import coded_allreduce
@@ -13,6 +14,8 @@ import jaxcoded
 from jaxcoded import baselines, tree_bcast
 from jaxcoded.transport import messages
 
+pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
+
 
 @pytest.fixture
 def messages_of_7(monkeypatch):
@@ -20,7 +23,7 @@ def messages_of_7(monkeypatch):
 
 
 @mpi4jax_only
-@pytest.mark.parametrize("size", [7, 8, 14, 30])
+@pytest.mark.parametrize("size", [more(7), 8, 14, more(30)])
 def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
     gradients = {
         "wide": per_example(size),

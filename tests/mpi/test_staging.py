@@ -32,7 +32,7 @@ from jaxcoded.transport.engine import _BYTES, _DTYPES, _engine
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "cuda"))
 import fake
 
-pytestmark = engine_only
+pytestmark = [engine_only, pytest.mark.ranks(4)]
 
 RANK = MPI.COMM_WORLD.rank
 CHUNK = (4 << 20) // 4  # float32 numbers that are copied at a time

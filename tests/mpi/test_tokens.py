@@ -14,6 +14,8 @@ from uncounted import coded_allreduce, coded_reduce
 import jaxcoded
 from jaxcoded import tree_bcast
 
+pytestmark = pytest.mark.ranks(4)
+
 VECTOR = per_example(5)
 
 

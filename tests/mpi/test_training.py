@@ -13,6 +13,8 @@ from together import wait_for_all
 
 import jaxcoded
 
+pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
+
 STEPS, EXAMPLES, BATCH, FEATURES, CLASSES = 50, 300, 24, 6, 3
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),

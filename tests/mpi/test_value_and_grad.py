@@ -74,6 +74,7 @@ def times(group, needed):
     return {needed, 0} if group._session.transport.can_lag else {needed}
 
 
+@pytest.mark.ranks(2, 4, exhaustive=(7,))
 @pytest.mark.parametrize("batch_size, mean", [(1, False), (5, True), (30, True)])
 def test_exact(group, batch_size, mean):
     """Also of fewer examples than workers, and with no work where there are none."""
@@ -90,6 +91,7 @@ def test_exact(group, batch_size, mean):
     assert counted.finished() in times(group, part.weights.any())
 
 
+@pytest.mark.ranks(2, 4, exhaustive=(7,))
 def test_aux_is_local(group):
     def with_aux(params, batch):
         return loss(params, batch), {"y": batch["y"], "one": 1, "nothing": None}
@@ -221,6 +223,7 @@ def test_calls_outside_jit_compile_once_and_keep_little(group):
     assert kept() is None
 
 
+@pytest.mark.ranks(2, 4, exhaustive=(7,))
 def test_scan_over_batches(group):
     """Rounds of several batches in one compiled program, with donated parameters and an ensemble by vmap."""
     params, _ = problem(1)

@@ -23,6 +23,7 @@ from jaxcoded.transport import engine
 pytestmark = [
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
     pytest.mark.skipif(SIZE < 4, reason="no redundancy"),
+    pytest.mark.ranks(4),
 ]
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(50, dtype="float32")

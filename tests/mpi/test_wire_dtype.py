@@ -26,6 +26,8 @@ import jaxcoded
 from jaxcoded import kernels
 from jaxcoded.transport import packing
 
+pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
+
 wires = pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 
 GRADIENTS = {
